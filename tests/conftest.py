@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from common.formats import chat_template
+
 gc.set_threshold(10_000)  # as `run.py` does
 gc.disable()  # until all is imported and collected
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -47,6 +49,12 @@ def pytest_collection_finish() -> None:
 def repository() -> Path:
     """The directory that holds `run.py`."""
     return Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def fresh_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test begins without the prompt settings that an earlier test fixed in this process."""
+    monkeypatch.setattr(chat_template, "_process", chat_template._Process())
 
 
 @pytest.hookimpl(wrapper=True)

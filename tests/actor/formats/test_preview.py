@@ -1,23 +1,13 @@
 """Laws of the conversation that `--dry-run` and `doctor` show."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-
-import pytest
 
 from actor.formats.preview import preview_lines
 from common.config.load import load_config
 from common.config.run_config import RunConfig
-from common.formats.chat_template import fix_template
 from common.repository import ROOT
 from tests.actor.formats.trl_templates import tokenizer_of
-
-
-@pytest.fixture(autouse=True)
-def plain_process() -> Iterator[None]:
-    yield
-    fix_template(None, {})
 
 
 def with_model(path: Path | str) -> RunConfig:

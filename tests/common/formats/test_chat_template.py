@@ -36,12 +36,6 @@ def dated(asked: str) -> Any:
     return make_chatml(f"{{%- set first = 1 %}}{system}{CHATML}")
 
 
-@pytest.fixture(autouse=True)
-def undated_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Begin as a process that has rendered nothing, and leave none of its dates behind."""
-    monkeypatch.setattr(chat_template._process, "date", "")
-
-
 def set_clock(monkeypatch: pytest.MonkeyPatch, day: int) -> None:
     """Let the libraries' clocks, and ours, show a day of May 2026."""
 

@@ -1,6 +1,5 @@
 """Laws of `model.chat_template` and `model.chat_template_kwargs`."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,15 +21,6 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{{ prefix }}{% endif %}"
 )
 USER = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture(autouse=True)
-def plain_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Begin as a process without settings, and leave none behind."""
-    monkeypatch.setattr(chat_template._process, "date", "")
-    fix_template(None, {})
-    yield
-    fix_template(None, {})
 
 
 def test_variables_reach_the_template() -> None:

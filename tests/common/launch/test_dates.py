@@ -6,18 +6,12 @@ import pytest
 
 import run as command_line
 from common.config.run_config import ModelSection, RunConfig
-from common.formats import chat_template
 from common.formats.chat_template import prompt_date
 from common.launch.commands import with_date
 from common.store.run_dir import RunDir
 
 KEPT = ("sft", "evolve", "eval")
 ONCE = ("dpo", "serve")
-
-
-@pytest.fixture(autouse=True)
-def undated_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template._process, "date", "")
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
