@@ -15,23 +15,16 @@ from common.log import configure_logging
 Suite = Callable[[BenchTable], None]  # It adds its figures to the table.
 CONFORMANCE = "conformance"
 SUITES = {  # Name on the command line: module and function.
-    "envhub": "envhub.suite:run_suite",
     "learner": "learner.suite:run_suite",
+    "weights": "weights.suite:run_suite",
+    "actor": "actor.suite:run_suite",
     "scheduler": "scheduler.suite:run_suite",
     "transport": "transport.suite:run_suite",
-    "weights": "weights.suite:run_suite",
-    "tail": "learner.tail:run_suite",
-    "actor": "actor.suite:run_suite",
-    "agents": "actor.agents:run_suite",
-    "routing": "actor.routing:run_suite",
+    "envhub": "envhub.suite:run_suite",
     "end2end": "runs.end_to_end:run_suite",
+    "tail": "runs.end_to_end:run_tail",
     "chaos": "chaos.suite:run_suite",
     "chaos-short": "chaos.suite:run_short",
-    "chaos-long": "chaos.suite:run_long",
-    "hostile": "hostile.suite:run_suite",
-    "soak-run": "runs.soak:run_suite",
-    "soak-run-long": "runs.soak:run_long",
-    "dashboard": "runs.dashboard:run_suite",
     CONFORMANCE: "conformance.suite:run_suite",
 }
 GPU_SUITES = {"gpu": "gpu", "gpu-small": "small"}  # Suite of the device checks: their sizes.

@@ -1,27 +1,20 @@
-"""Plays the same episodes and environments in this process, without hub or vLLM."""
+"""Plays episodes and environments in this process, without hub, with the engine of a peer."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
-
-import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from actor.formats.tools import load_renderer
 from actor.rollout.env_client import ExpertHint, HubStepResult
 from actor.rollout.episode import Act, EnvSession, Turn, run_episode
 from actor.rollout.lockstep import Rounds
-from benchmarks.actor.torch_engine import TorchEngine
-from common.config.learning import Advantage
 from common.config.run_config import RunConfig
 from common.errors import EnvError
 from common.seeds import SamplingSeeds, environment_seed
-from common.wire.messages import EpisodeKind, Lease, Trajectory
+from common.wire.messages import Lease, Trajectory
 
 MAX_AT_ONCE = 128
-PlainId = Callable[[str, str], Awaitable[str]]
 
 
 class LocalSession:
@@ -47,34 +40,19 @@ class LocalSession:
 
 
 class InProcessPlayer:
-    """Plays leases with the most recently loaded weights."""
+    """Plays leases with an engine of the caller."""
 
-    def __init__(
-        self,
-        cfg: RunConfig,
-        specs: Mapping[str, Any],
-        engine: Any = None,
-        plain: PlainId | None = None,
-    ) -> None:
-        """Load model and tokenizer of `model.path`.
+    def __init__(self, cfg: RunConfig, specs: Mapping[str, Any], engine: Any) -> None:
+        """Load the tokenizer of `model.path`.
 
         Args:
             specs: environment -> its catalogue entry (`envhub.env.EnvSpec`).
-            plain: (environment, item id) -> the environment's own id of an item at a distance.
-            engine: samples with `version` and `generate_together`, as `TorchEngine`; None: a new
-                `TorchEngine`.
+            engine: samples with `version` and `generate_together`, as an actor's engine.
         """
-        path = cfg.model.path
-        self._renderer = load_renderer(path, cfg.actor.format)
-        self._engine = engine or _make_engine(cfg, self._renderer.end_of_turn_ids)
+        self._renderer = load_renderer(cfg.model.path, cfg.actor.format)
+        self._engine = engine
         self._cfg = cfg
         self._specs = specs
-        self._plain = plain
-        self._has_critic = cfg.algorithm.advantage is Advantage.PPO
-
-    def load(self, weights: Mapping[str, Tensor], *, version: int) -> None:
-        """Load other weights for all later episodes."""
-        self._engine.load(weights, version=version)
 
     def play(self, leases: Sequence[Lease]) -> list[Trajectory]:
         """Return the episodes of the leases, in their order.
@@ -91,9 +69,7 @@ class InProcessPlayer:
 
     async def _play(self, leases: Sequence[Lease]) -> list[Trajectory]:
         rounds = Rounds(
-            self._engine,  # type: ignore[arg-type] - It has all attributes that `Rounds` uses.
-            max_tokens=self._cfg.actor.max_turn_tokens,
-            exclusive=asyncio.Lock(),
+            self._engine, max_tokens=self._cfg.actor.max_turn_tokens, exclusive=asyncio.Lock()
         )
         for lease in leases:
             rounds.enter(lease.episode_id)
@@ -105,10 +81,9 @@ class InProcessPlayer:
         style = next(each for each in spec.instruction if each.value == self._cfg.envhub.style)
 
         async def open_session() -> EnvSession:
-            item_id = await self._plain(lease.env, lease.item_id) if self._plain else lease.item_id
             env = spec.make(style)
             seed = environment_seed(lease)
-            return LocalSession(env, item_id, seed, start_score=spec.start_score)
+            return LocalSession(env, lease.item_id, seed, start_score=spec.start_score)
 
         seeds = SamplingSeeds(lease)
 
@@ -126,15 +101,8 @@ class InProcessPlayer:
                 max_tokens=actor.max_model_len,
                 turn_tokens=actor.max_turn_tokens,
                 actor="in-process",
-                keeps_last=self._has_critic and lease.kind is EpisodeKind.TRAIN,
+                keeps_last=False,
                 options=actor,
             )
         finally:
             rounds.leave(lease.episode_id)
-
-
-def _make_engine(cfg: RunConfig, end_ids: Sequence[int]) -> TorchEngine:
-    model = AutoModelForCausalLM.from_pretrained(
-        cfg.model.path, dtype=torch.float32, local_files_only=True
-    )
-    return TorchEngine(model, end_ids, temperature=cfg.actor.temperature)

@@ -9,10 +9,7 @@ import json
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import numpy as np
 
 from benchmarks.runs.real_run import (
     TRAINING_ALONE,
@@ -24,13 +21,11 @@ from benchmarks.runs.real_run import (
 )
 from benchmarks.table import BenchTable
 from common.checks.machine import gpus
-from common.config.offline import SftSection
 from common.errors import LongstrideError
 from common.launch.roles import ONE_THREAD
 from common.store.journal import read_journal
 from common.store.segments import synced_end
 from common.wire.messages import Trajectory
-from learner.offline.scratch import make_policy, make_tokenizer, save_policy
 
 NUM_ROUNDS = 2  # Rounds of both, in turn.
 WINDOW_S = 15.0
@@ -38,11 +33,6 @@ NUM_WARM_UP = 256  # Number of episodes until starts and ends are balanced.
 TIMEOUT_S = 600.0  # Limit of a start or a whole measurement.
 POLL_S = 0.2
 MIN_RATIO = 0.90
-# Bounds of the actor's CPU time: for each sampled token, and for each turn in addition.
-MAX_TOKEN_MS = 0.015
-MAX_TURN_MS = 1.5
-LONG_TURNS = ("actor.max_turn_tokens=256", "actor.max_concurrent=64")
-NUM_LONG_WARM_UP = 32
 SETTINGS = (
     # A batch never fills, so the first step never starts.
     "groups.per_step=10000",
@@ -61,7 +51,6 @@ def run_suite(table: BenchTable) -> None:
 
 def add_speeds(table: BenchTable, folder: Path) -> None:
     ours: Counter[str] = Counter()
-    long = measure_long_turns(folder)
     alone: Counter[str] = Counter()
     for number in range(NUM_ROUNDS):
         ours.update(measure_run(f"run-{number}", folder=folder))
@@ -75,7 +64,6 @@ def add_speeds(table: BenchTable, folder: Path) -> None:
         at_least=MIN_RATIO,
         note=hits(ours, alone),
     )
-    add_actor_costs(table, short=ours, long=long)
     for role in ("engine", "actor"):
         cost, limit = (1e3 * done[role] / done["sampled"] for done in (ours, alone))
         name = f"inside a run, {role}"
@@ -83,47 +71,20 @@ def add_speeds(table: BenchTable, folder: Path) -> None:
         table.compare(name, cost, limit, unit, against="vLLM alone", note=hits(ours, alone))
 
 
-def add_actor_costs(
-    table: BenchTable, *, short: Mapping[str, float], long: Mapping[str, float]
-) -> None:
-    """Write the CPU time of a token and of a turn, which both runs determine together.
-
-    actor = token_s * sampled + turn_s * turns, for short turns and for long ones.
-    """
-    counts = np.array([[each["sampled"], each["turns"]] for each in (short, long)])
-    used = np.array([each["actor"] for each in (short, long)])
-    token_ms, turn_ms = (1e3 * np.linalg.solve(counts, used)).tolist()
-    sizes = " and ".join(f"{each['sampled'] / each['turns']:.0f}" for each in (short, long))
-    note = f"from turns of {sizes} tokens"
-    table.at_most("actor, CPU time of a sampled token", token_ms, "ms", MAX_TOKEN_MS, note)
-    table.at_most("actor, CPU time of a turn besides", turn_ms, "ms", MAX_TURN_MS, note)
-
-
 def hits(ours: Counter[str], peer: Counter[str]) -> str:
     shares = [done["cached"] / max(1, done["prompt"]) for done in (ours, peer)]
     return f"prefix hits {shares[0]:.0%} and {shares[1]:.0%}"
 
 
-def measure_long_turns(folder: Path) -> dict[str, float]:
-    """Return the counters of a run with a random policy, whose turns are long."""
-    policy = folder / "random"
-    tokenizer = make_tokenizer(["go to the red ball", "pick up the grey key"], vocab_size=1024)
-    save_policy(policy, make_policy(SftSection(vocab_size=1024), tokenizer, seed=0), tokenizer)
-    settings = (f"model.path={policy}", *LONG_TURNS)
-    return measure_run("long", settings, folder=folder, num_warm_up=NUM_LONG_WARM_UP)
-
-
-def measure_run(
-    name: str, settings: Sequence[str] = (), *, folder: Path, num_warm_up: int = NUM_WARM_UP
-) -> dict[str, float]:
+def measure_run(name: str, *, folder: Path) -> dict[str, float]:
     """Return tokens, processor seconds by role and seconds of a window, and write its turns.
 
     Raises: LongstrideError: the run failed, or does not generate.
     """
     run_dir = folder / name
-    with running(name, [*SETTINGS, *settings], folder=folder) as run:
+    with running(name, SETTINGS, folder=folder) as run:
         deadline = time.monotonic() + TIMEOUT_S
-        while sum(1 for _ in read_journal(run_dir / "journal")) < num_warm_up:
+        while sum(1 for _ in read_journal(run_dir / "journal")) < NUM_WARM_UP:
             check_end(run)
             if time.monotonic() > deadline:
                 raise LongstrideError(f"run {name} generates nothing, see {run.log_path}")
@@ -147,7 +108,6 @@ def measure_run(
         "prompt": sum(each.num_prompt_tokens for each in episodes),
         "cached": sum(each.num_cached_tokens for each in episodes),
         "sampled": sum(int(each.loss_mask.sum()) for each in episodes),
-        "turns": sum(each.num_turns for each in episodes),
         "time_s": took_s,
         **{role: used - before.get(role, 0.0) for role, used in after.items()},
     }

@@ -3,7 +3,7 @@
 import ctypes
 import os
 import struct
-from contextlib import suppress
+from contextlib import ExitStack
 
 import psutil
 
@@ -20,31 +20,16 @@ def reset_connections(process: psutil.Process) -> int:
     Raises: OSError: the system or its ptrace policy does not allow it.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    with _closing(os.pidfd_open(process.pid)) as watched:
-        numbers = [
-            each.fd
-            for each in process.net_connections(kind="tcp")
-            if each.status == psutil.CONN_ESTABLISHED and each.fd >= 0
-        ]
-        num_reset = 0
-        for number in numbers:
-            fd = libc.syscall(PIDFD_GETFD, watched, number, 0)
+    num_reset = 0
+    with ExitStack() as stack:
+        watched = os.pidfd_open(process.pid)
+        stack.callback(os.close, watched)
+        for each in process.net_connections(kind="tcp"):
+            if each.status != psutil.CONN_ESTABLISHED or each.fd < 0:
+                continue
+            fd = libc.syscall(PIDFD_GETFD, watched, each.fd, 0)
             if fd < 0:
                 raise OSError(ctypes.get_errno(), f"pidfd_getfd of process {process.pid}")
-            with _closing(fd):
-                num_reset += libc.connect(fd, UNSPECIFIED, len(UNSPECIFIED)) == 0
+            stack.callback(os.close, fd)
+            num_reset += libc.connect(fd, UNSPECIFIED, len(UNSPECIFIED)) == 0
     return num_reset
-
-
-class _closing:
-    """Closes a file descriptor at the end of a block."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def __enter__(self) -> int:
-        return self._fd
-
-    def __exit__(self, *_: object) -> None:
-        with suppress(OSError):
-            os.close(self._fd)

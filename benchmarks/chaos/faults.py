@@ -17,7 +17,7 @@ from benchmarks.chaos import machine
 from benchmarks.chaos.clock import JumpingClock
 from benchmarks.chaos.connections import reset_connections
 from benchmarks.chaos.plan import Fault, FaultType
-from benchmarks.chaos.victims import Role, find_victims
+from benchmarks.runs.roles import Role, roles_below
 from common.store.journal import read_journal
 from common.store.run_dir import RunDir
 from common.wire.codec import encode
@@ -49,7 +49,6 @@ class FaultyRun:
     run_dir: RunDir
     disk: Path | None  # A folder on the run's own disk; None: the run uses the machine's disk.
     clock: JumpingClock | None = None  # The run's own clock; None: it uses the machine's clock.
-    halves: Path | None = None  # While this file exists, observations end with half a character.
     lasts_s: float = LASTS_S
 
     def strike(self, fault: Fault) -> None:
@@ -92,11 +91,6 @@ class FaultyRun:
                     raise NotPossible("no C compiler to make a clock of the run's own with")
                 undo.callback(self.clock.set_ahead, 0)
                 self.clock.set_ahead(AHEAD_S)
-            case FaultType.HALVES, _:
-                if self.halves is None:
-                    raise NotPossible("the run's environments were not asked to")
-                undo.callback(self.halves.unlink)
-                self.halves.touch()
             case kind, _:
                 if self.disk is None:
                     raise NotPossible("the run has no machine of its own: not an administrator")
@@ -111,8 +105,11 @@ class FaultyRun:
         if not NETWORK[kind]():
             raise NotPossible("this kernel shapes no traffic")
 
+    def _processes(self, role: Role) -> list[psutil.Process]:
+        return roles_below(self.supervisor_pid).get(role, [])
+
     def _victim(self, role: Role) -> psutil.Process:
-        found = find_victims(self.supervisor_pid, role)
+        found = self._processes(role)
         if not found:
             raise NotPossible(f"no {role} runs at the moment")
         return found[-1]
@@ -121,7 +118,7 @@ class FaultyRun:
         """Kill a role, and repeatedly kill its restarted process."""
         for _ in range(NUM_KILLED_AGAIN):
             deadline = time.monotonic() + START_S
-            while not (found := find_victims(self.supervisor_pid, role)):
+            while not (found := self._processes(role)):
                 if time.monotonic() > deadline:
                     return
                 time.sleep(POLL_S)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from benchmarks.chaos.victims import Role
+from benchmarks.runs.roles import Role
 
 
 class FaultType(StrEnum):
@@ -23,7 +23,6 @@ class FaultType(StrEnum):
     DROPPED = "packets dropped"
     DISK_FULL = "disk full"
     CLOCK = "clock jumps"  # An hour ahead, and back.
-    HALVES = "half characters"  # In every observation, as from scripts that cut a text.
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,6 @@ ALL_FAULTS = (
     Fault(FaultType.DROPPED),
     Fault(FaultType.DISK_FULL),
     Fault(FaultType.CLOCK),
-    Fault(FaultType.HALVES),
 )
 
 

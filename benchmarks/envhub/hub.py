@@ -1,4 +1,4 @@
-"""Runs the measured services as separate processes: a hub, or the reference server."""
+"""Runs a hub as a separate process."""
 
 import contextlib
 import json
@@ -63,18 +63,6 @@ def _said_address(process: ChildProcess) -> str:
     """Return the address that a hub has printed on its standard output, "" before that."""
     found = [line for line in process.log_tail(max_lines=100) if line.startswith("hub: ")]
     return found[0].split()[1] if found else ""
-
-
-@contextlib.contextmanager
-def module_process(
-    module: str, *, environ: Mapping[str, str] | None = None
-) -> Generator[ServiceProcess]:
-    """Yield a service that is started by `python -m <module> <port>`. Raises ChildFailed."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        target = ServiceTarget(url=f"http://127.0.0.1:{listener.getsockname()[1]}")
-    with _running(["-m", module, str(target.address[1])], environ) as process:
-        process.wait_until(lambda: _accepts(target), timeout_s=START_TIMEOUT_S)
-        yield ServiceProcess(target=target, process=process)
 
 
 @contextlib.contextmanager

@@ -1,26 +1,66 @@
-"""Load on a hub, or on the reference server.
+"""Load on a server of environments by a client process of its own.
 
-It is a process: `python -m benchmarks.envhub.load` with a job on its stdin.
+The process is `python -m benchmarks.envhub.load`, with a job on its stdin.
 """
 
 import asyncio
 import json
+import subprocess
 import sys
 import time
 from contextlib import AsyncExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import count, cycle
-from typing import Any
+from typing import Protocol
 
+import numpy as np
 import uvloop
 
 from benchmarks.envhub.client import Client, ServiceTarget
-from benchmarks.envhub.job import ACTIONS, Job, Measured, Recorder
-from benchmarks.envhub.keep_alive import run_raw
+from common.repository import ROOT
 
+JOB_TIMEOUT_S = 300.0
+WARM_UP_S = 0.4
+ACTIONS = {
+    "textcraft": ("get 1 oak log", "inventory", "get 2 cobblestone", "craft 1 stick using 1 egg"),
+    "babyai": ("turn left", "move forward", "turn right", "move forward"),
+}
 ITEMS = {"textcraft": "depth2-train-{}", "babyai": "GoToObjMazeS7-train-{}"}
 NUM_ITEMS = 100  # Number of distinct items, used in turn.
-NUM_ROUNDS = 3  # Rounds of opening, after one warm-up round.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """The steps of one client process, by several connections with one active request each."""
+
+    target: ServiceTarget
+    env: str = "textcraft"
+    num_clients: int = 128
+    duration_s: float = 1.5  # After a warm-up.
+    base: str | None = None  # Path of AgentGym's routes; None: the hub's own routes.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The steps of a job that were answered in its time, and their latencies."""
+
+    duration_s: float
+    latencies_ms: list[float]
+
+    @property
+    def per_s(self) -> float:
+        return len(self.latencies_ms) / self.duration_s
+
+    def percentile_ms(self, share: float) -> float:
+        """Return the latency that a share of the steps did not exceed."""
+        return float(np.quantile(self.latencies_ms, share, method="inverted_cdf"))
+
+
+class Steps(Protocol):
+    """An open episode of a server. A step returns whether the episode is over."""
+
+    async def step(self, action: str) -> bool: ...
+    async def close(self) -> None: ...
 
 
 class HubEpisode:
@@ -28,125 +68,85 @@ class HubEpisode:
 
     def __init__(self, client: Client, session_id: str) -> None:
         self._client = client
-        self.session_id = session_id
-        self.seq = 0  # Number of steps so far.
-
-    @classmethod
-    async def open(cls, client: Client, env: str, item_id: str) -> "HubEpisode":
-        """Create and reset: one request."""
-        session_id, _ = await client.open(env, item_id)
-        return cls(client, session_id)
+        self._session_id = session_id
+        self._seq = 0  # Number of steps so far.
 
     async def step(self, action: str) -> bool:
-        """Make a step; return whether the episode is over."""
-        self.seq += 1
-        return (await self._client.step(self.session_id, action, self.seq))["done"]
+        self._seq += 1
+        return (await self._client.step(self._session_id, action, self._seq))["done"]
 
     async def close(self) -> None:
-        await self._client.delete(self.session_id)
+        await self._client.delete(self._session_id)
 
 
-class ReferenceEpisode:
-    """An environment of the reference server."""
+class AgentGymEpisode:
+    """An environment on AgentGym's routes."""
 
-    def __init__(self, client: Client, env: str, number: int) -> None:
+    def __init__(self, client: Client, base: str, number: int) -> None:
         self._client = client
-        self._env = env
+        self._base = base
         self._number = number
 
-    @classmethod
-    async def open(cls, client: Client, env: str, item_id: str) -> "ReferenceEpisode":
-        """Create and reset: two requests."""
-        made = await client.want(200, "POST", f"/{env}/create")
-        episode = cls(client, env, made["id"])
-        await episode._want("reset", item_id=item_id)
-        return episode
-
     async def step(self, action: str) -> bool:
-        """Make a step; return whether the episode is over."""
-        return (await self._want("step", action=action))["done"]
+        content = {"id": self._number, "action": action}
+        return (await self._client.want(200, "POST", f"{self._base}/step", content))["done"]
 
     async def close(self) -> None:
-        await self._want("close")
-
-    async def _want(self, verb: str, **content: str) -> Any:
-        path = f"/{self._env}/{verb}"
-        answer = await self._client.want(200, "POST", path, {"id": self._number, **content})
-        if isinstance(answer, dict) and answer.get("error"):
-            raise RuntimeError(answer["error"])
-        return answer
+        """Do nothing, because clients of AgentGym never close an environment."""
 
 
-class Load:
-    """The load of one job."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._kind = ReferenceEpisode if job.is_reference else HubEpisode
-        self._numbers = count()
-
-    async def run(self) -> Measured:
-        """Return the measurements of the job."""
-        job = self._job
-        async with AsyncExitStack() as stack:
-            clients = [
-                await stack.enter_async_context(Client(job.target)) for _ in range(job.num_clients)
-            ]
-            is_stepping = job.kind == "step"
-            return await (self._steps(clients) if is_stepping else self._opening(clients))
-
-    def _item(self) -> str:
-        return ITEMS[self._job.env].format(next(self._numbers) % NUM_ITEMS)
-
-    async def _open(self, client: Client) -> HubEpisode | ReferenceEpisode:
-        return await self._kind.open(client, self._job.env, self._item())
-
-    async def _steps(self, clients: list[Client]) -> Measured:
-        episodes = [await self._open(client) for client in clients]
-        recorder = Recorder(self._job)
-
-        async def keep_stepping(client: Client, episode: HubEpisode | ReferenceEpisode) -> None:
-            for action in cycle(ACTIONS[self._job.env]):
-                sent_s = time.perf_counter()
-                is_over = await episode.step(action)
-                goes_on = recorder.add(sent_s)
-                if is_over or not goes_on:
-                    await episode.close()
-                if not goes_on:
-                    return
-                if is_over:
-                    episode = await self._open(client)
-
-        await asyncio.gather(*map(keep_stepping, clients, episodes))
-        return recorder.measured()
-
-    async def _opening(self, clients: list[Client]) -> Measured:
-        """Open `num_clients` episodes at once, several times; closing them is not counted."""
-        latencies_ms: list[float] = []
-        took_s = 0.0
-        for round_number in range(NUM_ROUNDS + 1):
-            began_s = time.perf_counter()
-            opened = await asyncio.gather(*map(self._open_timed, clients))
-            if round_number > 0:  # The first round is a warm-up.
-                took_s += time.perf_counter() - began_s
-                latencies_ms += [took_ms for _, took_ms in opened]
-            for episode, _ in opened:
-                await episode.close()
-        num_done = NUM_ROUNDS * self._job.num_clients
-        return Measured(num_done=num_done, duration_s=took_s, latencies_ms=latencies_ms)
-
-    async def _open_timed(self, client: Client) -> tuple[HubEpisode | ReferenceEpisode, float]:
-        """Return a new episode and the milliseconds of its opening."""
-        began_s = time.perf_counter()
-        episode = await self._open(client)
-        return episode, (time.perf_counter() - began_s) * 1e3
+async def open_episode(client: Client, job: Job, number: int) -> Steps:
+    """Open an episode by the routes of a job."""
+    if job.base is None:
+        item_id = ITEMS[job.env].format(number % NUM_ITEMS)
+        session_id, _ = await client.open(job.env, item_id)
+        return HubEpisode(client, session_id)
+    made = await client.want(200, "POST", f"{job.base}/create", {})
+    return AgentGymEpisode(client, job.base, made["id"])
 
 
 async def run_job(job: Job) -> Measured:
     """Run a job in this process."""
-    if job.kind == "raw":
-        return await run_raw(job)
-    return await Load(job).run()
+    numbers = count()
+    latencies_ms: list[float] = []
+
+    async def keep_stepping(client: Client, begin_s: float, end_s: float) -> None:
+        episode = await open_episode(client, job, next(numbers))
+        for action in cycle(ACTIONS[job.env]):
+            sent_s = time.perf_counter()
+            is_over = await episode.step(action)
+            answered_s = time.perf_counter()
+            if answered_s >= end_s:
+                break
+            if answered_s >= begin_s:
+                latencies_ms.append((answered_s - sent_s) * 1e3)
+            if is_over:
+                await episode.close()
+                episode = await open_episode(client, job, next(numbers))
+        await episode.close()
+
+    async with AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(Client(job.target)) for _ in range(job.num_clients)
+        ]
+        begin_s = time.perf_counter() + WARM_UP_S
+        end_s = begin_s + job.duration_s
+        await asyncio.gather(*(keep_stepping(each, begin_s, end_s) for each in clients))
+    return Measured(duration_s=job.duration_s, latencies_ms=latencies_ms)
+
+
+def measure(job: Job) -> Measured:
+    """Return the measurements of a client process. Raises: RuntimeError: it failed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.envhub.load"],
+        cwd=ROOT,
+        input=json.dumps(asdict(job)).encode(),
+        capture_output=True,
+        timeout=JOB_TIMEOUT_S,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"client failed: {done.stderr.decode(errors='replace')[-1500:]}")
+    return Measured(**json.loads(done.stdout))
 
 
 if __name__ == "__main__":

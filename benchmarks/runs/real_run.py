@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.chaos.victims import roles_below
+from benchmarks.runs.roles import roles_below
 from common.errors import LongstrideError
 from common.launch.process import ChildProcess, describe_exit
 from common.repository import ROOT

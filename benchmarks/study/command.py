@@ -1,212 +1,202 @@
-"""The suites of studies: plan, runs, tables and pictures."""
+"""The suites of studies: the plan, the runs, their table."""
 
-import asyncio
-import contextlib
-import json
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from benchmarks.study.outcome import NO_INTERVAL, SeedResult
-from benchmarks.study.pictures import pictures_of
-from benchmarks.study.plan import CONFIG, Does, Run, Study, merged, read_study
-from benchmarks.study.queue import Queue
-from benchmarks.study.tables import TABLES
+from benchmarks.runs.real_run import await_success, check_end, child, running
+from benchmarks.study.intervals import gap
+from benchmarks.study.outcome import SeedResult, begin, read_outcome
+from benchmarks.study.plan import CONFIG, Run, Study, merged, read_study
+from benchmarks.study.tables import by_arm, study_table
 from benchmarks.table import BenchTable
 from common.config.command_line import ParsedCommand
-from common.config.curriculum import subsets_in_use
+from common.config.evaluation import StudySection
 from common.config.load import load_config
 from common.config.run_config import RunConfig
-from common.errors import LongstrideError
+from common.errors import ConfigError, LongstrideError
+from common.launch.process import ChildProcess
 from common.store.run_dir import write_atomically
 
+logger = logging.getLogger(__name__)
+
+RUN_S = 3600.0  # Limit of one run; a larger study has a proportionally larger one.
+POLL_S = 0.5
 NUM_SHOWN = 5  # Number of error messages to show of failed runs.
 
 
 def measure(name: str, request: ParsedCommand, table: BenchTable, *, root: Path) -> None:
-    """Run the study `name` and add its figures and tables; a dry run prints the plan.
+    """Run the study `name` and add its figures and table; a dry run prints the plan.
 
     Raises: ConfigError: an override is wrong, or the folder holds results of other settings.
     """
     cfg = load_config(CONFIG, request.overrides, root=root)
-    queue = make_queue(name, cfg, request.overrides, root=root)
-    for run, *_ in queue.study.chunks(queue.study.runs()):
-        if run.arm.does is not Does.COMMANDS and run.seed == queue.study.seeds[0]:
-            # Every arm is checked before the first run starts.
-            load_config(CONFIG, run.overrides, root=root)
-    table.title(plan_text(queue))
-    if request.is_dry:
-        return
-    if any(arm.does is Does.IN_PROCESS for arm in queue.study.arms):
-        queue.perform[Does.IN_PROCESS] = partial(_in_process, root, _starts(queue))
-    queue.perform[Does.COMMANDS] = partial(_commands, queue)
-    with contextlib.ExitStack() as stack:
-        if cfg.study.on_ray and queue.todo():
-            from common.launch.ray.cluster import open_cluster  # The import of Ray takes seconds.
-
-            stack.enter_context(open_cluster(cfg.ray, num_cpus=cfg.study.workers))
-        queue.work()
-    tell(queue, table)
+    work = study_work(name, cfg, request.overrides, root=root)
+    for run in work.study.runs()[: len(work.study.arms)]:
+        load_config(CONFIG, run.overrides, root=root)  # Every arm is checked before the first run.
+    table.title(work.plan_text())
+    if not request.is_dry:
+        work.make_start()
+        work.run_all()
+        report(work, table)
 
 
-def heldout_success(cfg: RunConfig, policy: Path) -> float:
-    """Return the success of a policy on the held-out items."""
-    from benchmarks.study.in_process import InProcessRun  # The import of torch takes seconds.
-    from learner.policy.model import load_policy
-
-    model = load_policy(str(policy), device="cpu", gradient_checkpointing=False)
-    played = InProcessRun(cfg, make_playing).evaluate(model.state_dict())
-    return sum(each.is_success for each in played) / len(played)
-
-
-def make_queue(name: str, cfg: RunConfig, overrides: Sequence[str], *, root: Path) -> Queue:
-    """Return the queue of a study, in the configured folder."""
+def study_work(name: str, cfg: RunConfig, overrides: Sequence[str], *, root: Path) -> "StudyWork":
+    """Return the work of a study, in the configured folder."""
     study = read_study(name, cfg.study, overrides)
     size = "" if cfg.study.size == 1 else f"-x{cfg.study.size:g}"
     folder = root / cfg.run.dir / (cfg.study.folder or f"study-{name}{size}")
-    timeout_s = cfg.ray.place_timeout_s
-    return Queue(study=study, folder=folder, section=cfg.study, place_timeout_s=timeout_s)
+    return StudyWork(study=study, folder=folder, section=cfg.study)
 
 
-def plan_text(queue: Queue) -> str:
-    """Return the number of runs, of completed runs, and the time of the others."""
-    study = queue.study
-    runs = study.runs()
-    firsts = study.firsts()
-    todo = queue.todo()
-    found = [queue.outcome_of(run) for run in runs if firsts[run.name] == run.name]
-    done = [each for each in found if each is not None]
-    taken = [each.cpu_s for each in done if each.cpu_s and not each.same_as]
-    each_s = sum(taken) / len(taken) if taken else study.cpu_s * study.size
-    known = "measured" if taken else "estimated"
-    total_h = each_s * len(todo) / 3600
-    lines = [
-        f"study {study.name}: {len(study.arms)} arms x {len(study.seeds)} seeds in {queue.folder}",
-        f"{len(runs)} runs, of which {len(runs) - len(found)} are the same as others;"
-        f" {len(done)} done, {len(todo)} to do" + (" (study.only)" if queue.section.only else ""),
-        f"{known}: {each_s:.0f} CPU seconds a run, {total_h:.1f} CPU hours in all,"
-        f" {total_h / 2:.1f} h of two cores, at most",
-    ]
-    if num := sum(bool(run.arm.twin) for run in todo):
-        lines.append(f"up to {num} of them fall away: those whose controller never acts")
-    return "\n".join(lines)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActiveRun:
+    """A run that has been started; `own` stops it."""
+
+    run: Run
+    process: ChildProcess
+    own: ExitStack
+    ends_at: float  # Monotonic time of its limit.
 
 
-def tell(queue: Queue, table: BenchTable) -> None:
-    """Add the figures, tables and pictures of all completed runs."""
-    study = queue.study
-    found = {run.name: queue.outcome_of(run) for run in study.runs()}
+@dataclass(slots=True, kw_only=True)
+class StudyWork:
+    """The runs of a study, each a directory in its folder, and the errors of failed ones."""
+
+    study: Study
+    folder: Path
+    section: StudySection
+    launch: Callable[..., AbstractContextManager[ChildProcess]] = running
+    failed: dict[str, str] = field(default_factory=dict[str, str])  # Error message by run.
+
+    def outcome_of(self, run: Run) -> SeedResult | None:
+        """Return the outcome of a run, None if it has not finished.
+
+        Raises: ConfigError: it was begun with other overrides.
+        """
+        made = self.folder / run.name
+        if not (made / "report.json").exists():
+            return None
+        begin(made, run.overrides)
+        return read_outcome(made, arm=run.arm, seed=run.seed)
+
+    def todo(self) -> list[Run]:
+        """Return the runs to execute.
+
+        Raises: ConfigError: `study.only` names no run or arm of the study; as `outcome_of`.
+        """
+        only = set(self.section.only)
+        runs = self.study.runs()
+        if unknown := sorted(only - {run.name for run in runs} - self.study.arms.keys()):
+            raise ConfigError(f"study.only={unknown[0]}: no run or arm of {self.study.name}")
+        wanted = [run for run in runs if not only or only & {run.name, run.arm}]
+        return [run for run in wanted if self.outcome_of(run) is None]
+
+    def plan_text(self) -> str:
+        """Return the number of runs, of completed runs, and the time of the others."""
+        study = self.study
+        runs = study.runs()
+        todo = self.todo()
+        num_done = sum(self.outcome_of(run) is not None for run in runs)
+        total_h = study.cpu_s * study.size * len(todo) / 3600
+        arms = f"{len(study.arms)} arms x {len(study.seeds)} seeds"
+        return (
+            f"study {study.name}: {arms} in {self.folder}\n"
+            f"{len(runs)} runs; {num_done} done, {len(todo)} to do,"
+            f" about {total_h:.1f} CPU hours, {total_h / 2:.1f} h of two cores"
+        )
+
+    def make_start(self) -> None:
+        """Make the initial policy of all runs, unless it exists or the user has named one."""
+        policy = self.folder / "start" / "policy"
+        if not self._has_start() or (policy / "config.json").exists():
+            return
+        command, *own = self.study.start
+        words = merged(self.study.overrides[:1], own)  # The first names the policy to train.
+        where = [f"run.dir={self.folder}", "run.name=start"]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        argv = ["run.py", command, "--config", CONFIG, *where, *words]
+        with child("start", argv, log=self.folder / "start.log") as process:
+            await_success(process, timeout_s=RUN_S)
+
+    def _has_start(self) -> bool:
+        is_given = any(each.startswith("model.path=") for each in self.study.given)
+        return bool(self.study.start) and not is_given
+
+    def run_all(self) -> None:
+        """Execute all incomplete runs. Failures are recorded, and the other runs continue."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        waiting = deque(self.todo())
+        active: list[ActiveRun] = []
+        with ExitStack() as stack:  # After an error or a signal it stops the active runs.
+            while waiting or active:
+                while waiting and len(active) < self.section.workers:
+                    active.append(self._start(waiting.popleft(), stack))
+                time.sleep(POLL_S)
+                active = [each for each in active if not self._has_ended(each)]
+
+    def _start(self, run: Run, stack: ExitStack) -> ActiveRun:
+        begin(self.folder / run.name, run.overrides)
+        start = [f"model.path={self.folder}/start/policy"] if self._has_start() else []
+        overrides = ["log.live=false", *merged(run.overrides, start)]
+        own = stack.enter_context(ExitStack())
+        launched = self.launch(run.name, overrides, folder=self.folder, config=CONFIG)
+        process = own.enter_context(launched)
+        logger.info("started run=%s", run.name)
+        limit_s = RUN_S * max(1.0, self.study.size)
+        return ActiveRun(run=run, process=process, own=own, ends_at=time.monotonic() + limit_s)
+
+    def _has_ended(self, active: ActiveRun) -> bool:
+        """Return whether a run has ended or exceeded its limit, and record its failure."""
+        is_over = active.process.poll() is not None
+        if not is_over and time.monotonic() < active.ends_at:
+            return False
+        try:
+            if not is_over:
+                raise LongstrideError(f"not in time, see {active.process.log_path}")
+            check_end(active.process)
+        except LongstrideError as error:
+            self.failed[active.run.name] = str(error)
+            logger.error("failed run=%s: %s", active.run.name, error)
+        active.own.close()
+        return True
+
+
+def report(work: StudyWork, table: BenchTable) -> None:
+    """Add the figures of all completed runs, the errors of failed ones, and the table."""
+    study = work.study
+    found = {run.name: work.outcome_of(run) for run in study.runs()}
     outcomes = [each for each in found.values() if each is not None]
     for each in outcomes:
-        taken = f"{each.cpu_s:.0f} CPU s" if each.cpu_s else "CPU not measured"
-        note = f"seed {each.seed}, {taken}"
+        note = f"seed {each.seed}, {each.cpu_s:.0f} CPU s"
         table.figure(f"{each.arm}, seed {each.seed}: success after", each.after, "", note)
-    for name, why in list(queue.failed.items())[:NUM_SHOWN]:
+    for name, why in list(work.failed.items())[:NUM_SHOWN]:
         table.fail(name, why)
     missing = [name for name, each in found.items() if each is None]
-    if missing and not queue.section.only and not queue.failed:
-        table.fail(f"{len(missing)} runs", f"not done: {', '.join(missing[:NUM_SHOWN])} ...")
-    arms = [arm.name for arm in study.arms]
-    outcomes.sort(key=lambda each: arms.index(each.arm))
-    # A worker process gets single runs in `study.only`, and writes no table.
-    if not outcomes or not set(queue.section.only) <= {*arms}:
-        return
-    text = TABLES[study.name](outcomes).rstrip()
-    write_atomically(queue.folder / "table.md", f"{text}\n")
-    for name, picture in pictures_of(study.name, outcomes).items():
-        write_atomically(queue.folder / f"{name}.svg", picture)
-    table.title(text)
     if missing:
-        table.title(f"of some arms alone: {len(missing)} of {len(found)} runs are not in it")
-    total_h = sum(each.cpu_s for each in outcomes if not each.same_as) / 3600
-    table.title(f"{total_h:.1f} CPU hours; table and pictures: {queue.folder}")
+        table.note(
+            "not done", f"{len(missing)} of {len(found)} runs: {', '.join(missing[:NUM_SHOWN])}"
+        )
+    if not outcomes:
+        return
+    arms = list(study.arms)
+    outcomes.sort(key=lambda each: arms.index(each.arm))
+    add_losses(table, study, outcomes)
+    text = study_table(outcomes, base=study.base)
+    write_atomically(work.folder / "table.md", text)
+    table.title(text.rstrip())
 
 
-def make_playing(cfg: RunConfig) -> tuple[Any, dict[str, Any]]:
-    """Return a player of episodes in this process, and the catalogue as a hub would return it."""
-    from benchmarks.actor.in_process import InProcessPlayer  # The import of torch takes seconds.
-    from envhub.catalogue.distances import Distances
-    from envhub.catalogue.registry import Registry
-
-    registry = Registry(sorted({task.env for task in cfg.tasks}), cfg.envs, cfg.env)
-    specs = {name: registry.spec(name) for name in registry.names}
-    distances = Distances(registry)
-    offered = asyncio.run(distances.catalogue(subsets_in_use(cfg.curriculum, cfg.tasks)))
-    return InProcessPlayer(cfg, specs, plain=distances.plain), offered
-
-
-def _starts(queue: Queue) -> dict[str, list[str]]:
-    """Return for each arm the overrides that name its initial policy; make missing policies.
-
-    Raises: LongstrideError: a command that makes one failed.
-    """
-    study = queue.study
-    todo = {run.arm.name for run in queue.todo()}
-    if any(each.startswith("model.path=") for each in study.given):
-        return {arm.name: [] for arm in study.arms}
-    found: dict[str, list[str]] = {}
-    for arm in study.arms:
-        recipe = study.starts[arm.start] if arm.start else study.start
-        name = f"start-{arm.start}" if arm.start else "start"
-        policy = queue.folder / name / "policy"
-        if recipe and arm.name in todo and not (policy / "config.json").exists():
-            queue.folder.mkdir(parents=True, exist_ok=True)
-            command, *overrides = recipe
-            own = [f"run.dir={queue.folder}", f"run.name={name}"]
-            words = merged(_policy(study), overrides)
-            queue.run_command(name, [command, "--config", CONFIG, *own, *words])
-        found[arm.name] = [f"model.path={policy}"] if recipe else []
-    return found
-
-
-def _policy(study: Study) -> list[str]:
-    """Return the override with the initial policy of a study."""
-    return [each for each in study.overrides if each.startswith("model.path=")]
-
-
-def _in_process(
-    root: Path, starts: dict[str, list[str]], run: Run, _: Path
-) -> tuple[SeedResult, bool]:
-    from benchmarks.study.in_process import InProcessRun  # The import of torch takes seconds.
-
-    cfg = load_config(CONFIG, merged(run.overrides, starts[run.arm.name]), root=root)
-    return InProcessRun(cfg, make_playing).run(arm=run.arm.name)
-
-
-def _commands(queue: Queue, run: Run, folder: Path) -> tuple[SeedResult, bool]:
-    """Run an arm's commands in turn, evaluate their policy, and compare it to the initial policy.
-
-    Raises: LongstrideError: a command failed, or the run with the required data is missing.
-    """
-    data = folder / f"data-seed{run.seed}"
-    known = queue.outcome_of(replace(run, arm=queue.study.arms[0]))
-    if known is None:
-        raise LongstrideError(f"{data.name}, whose journal {run.name} needs, is not done")
-    names = {"run": str(folder / run.name), "data": str(data)}
-    own = [f"run.dir={folder}", f"run.name={run.name}", f"run.seed={run.seed}"]
-    policy = _policy(queue.study)
-    scored = [f"eval.num_items={known.num_after}", f"model.path={names['run']}/policy"]
-    for command, *own_words in [*run.arm.commands, ("eval", *scored)]:
-        words = [each.format(**names) for each in merged([*policy, *queue.study.given], own_words)]
-        queue.run_command(run.name, [command, "--config", CONFIG, *own, *words])
-    path = folder / run.name / "eval.json"
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))["entries"]
-        found = entries[-1]["overall"]["success"]
-        after, low, high = found["mean"], *found["ci95"]
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise LongstrideError(f"{path}: no evaluation ({error!r})") from error
-    own_outcome = replace(
-        known,
-        arm=run.arm.name,
-        after=after,
-        after_ci95=(low, high),
-        gain=after - known.before,
-        gain_ci95=NO_INTERVAL,
-        points=(),
-        same_as="",
-        cpu_s=0.0,
-    )
-    return own_outcome, True
+def add_losses(table: BenchTable, study: Study, outcomes: Sequence[SeedResult]) -> None:
+    """Compare the loss of each arm that has a bound with the base arm."""
+    arms = by_arm(outcomes)
+    for arm, bound in study.may_lose.items():
+        if {arm, study.base} <= arms.keys():
+            after = {name: [each.after for each in arms[name]] for name in (arm, study.base)}
+            lost, (low, high) = gap(after[study.base], after[arm])
+            note = f"95 %: {100 * low:.1f} to {100 * high:.1f}"
+            table.at_most(f"{arm} loses against {study.base}", 100 * lost, "points", bound, note)

@@ -19,18 +19,12 @@ def iqm(values: np.ndarray, axis: int = -1) -> np.ndarray:
     return np.asarray(trim_mean(values, 0.25, axis=axis))
 
 
-def over_seeds(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (interquartile mean, low, high) of [..., runs], 95 % by a bootstrap over runs.
-
-    For a single run low and high are its value.
-    """
-    return _bootstrapped(iqm, values)
-
-
 def over_runs(values: Sequence[float]) -> tuple[float, Ends]:
-    """Return the interquartile mean of the runs of an arm and its interval."""
-    mean, low, high = map(float, over_seeds(np.array(values)))
-    return mean, (low, high)
+    """Return the interquartile mean of the runs of an arm, and its interval at 95 %.
+
+    The ends of a single run are its value.
+    """
+    return _bootstrapped(iqm, np.array(values))
 
 
 def gap(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, Ends]:
@@ -39,27 +33,19 @@ def gap(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, Ends]:
     Runs of two arms are resampled independently. Equal seeds draw equal items, but their runs soon
     differ, so they are not paired.
     """
-    found = _bootstrapped(_difference, np.array(ours), np.array(theirs))
-    mean, low, high = map(float, found)
-    return mean, (low, high)
+    return _bootstrapped(_difference, np.array(ours), np.array(theirs))
 
 
 def _difference(ours: np.ndarray, theirs: np.ndarray, axis: int = -1) -> np.ndarray:
     return iqm(ours, axis) - iqm(theirs, axis)
 
 
-def _bootstrapped(
-    statistic: Callable[..., np.ndarray], *samples: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    mean = statistic(*samples)
-    if any(each.shape[-1] == 1 for each in samples) or np.isnan(mean).any():
-        return mean, mean, mean
+def _bootstrapped(statistic: Callable[..., np.ndarray], *samples: np.ndarray) -> tuple[float, Ends]:
+    mean = float(statistic(*samples))
+    if any(each.size == 1 for each in samples) or np.isnan(mean):
+        return mean, (mean, mean)
     found = bootstrap(
-        samples,
-        statistic,
-        axis=-1,
-        n_resamples=NUM_DRAWS,
-        method="percentile",
-        rng=np.random.default_rng(0),
+        samples, statistic, n_resamples=NUM_DRAWS, method="percentile", rng=np.random.default_rng(0)
     )
-    return mean, found.confidence_interval.low, found.confidence_interval.high
+    ends = found.confidence_interval
+    return mean, (float(ends.low), float(ends.high))

@@ -2,7 +2,7 @@
 
 This project trains twice: in lockstep like TRL, and asynchronously. All start from the same policy
 and draw the same training items at the same horizons. Clocks begin with the first step, so startup
-is left out. Saved policies are evaluated afterwards by the same player. The first seed makes all
+is left out. Saved policies are evaluated afterwards by the command `eval`. The first seed makes all
 steps. Further seeds make only the steps needed to compare the time to a given success.
 """
 
@@ -10,20 +10,16 @@ import json
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from benchmarks.runs.real_run import await_success, read_lines, train
-from benchmarks.study.command import heldout_success
+from benchmarks.runs.real_run import await_success, child, read_lines, train
 from benchmarks.study.outcome import begin
 from benchmarks.study.plan import CONFIG, OWN, merged
-from benchmarks.study.sides import Course, StepClocks, StudyArm, add_sides, comparison
+from benchmarks.study.sides import Course, Side, StepClocks, add_sides, comparison, steps_of
 from benchmarks.table import BenchTable
 from common.config.command_line import ParsedCommand
 from common.config.load import load_config
-from common.config.run_config import RunConfig
 from common.errors import LongstrideError
 from common.launch.process import ChildProcess
 from common.store.run_dir import write_atomically
@@ -37,7 +33,6 @@ FURTHER_SHARE = 0.625  # Fraction of `NUM_STEPS` for seeds after the first.
 STEP_S = 60.0  # Time limit of a step on a slow machine.
 SIDE_S = 1800.0  # Time limit before the first step.
 PIP_S = 900.0
-NOT_OURS = ("cpu/cores", "cpu/others_s", "cpu/per_trained_episode_s")
 # On the CPU, TRL's engine runs in its own process with one thread, as in this project.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -87,41 +82,39 @@ def measure(_: str, request: ParsedCommand, table: BenchTable, *, root: Path) ->
     lengths = [min(steps, further) if seed else steps for seed in range(num_seeds)]
     table.title(
         f"{REQUIREMENT} and this project, {' + '.join(map(str, lengths))} steps each, in {folder}; "
-        f"about {2.8 * sum(lengths) * 3 / 3600 + 0.2:.1f} h of an idle two-core machine"
+        f"about {2.8 * sum(lengths) * 3 / 3600 + 0.5:.1f} h of an idle two-core machine"
     )
     if request.is_dry:
         return
     folder.mkdir(parents=True, exist_ok=True)
     begin(folder / "sides", overrides)
-    sides = {name: StudyArm(name=name, courses=[]) for name in (REQUIREMENT, *OURS)}
+    sides = [Side(name=name, courses=[]) for name in (REQUIREMENT, *OURS)]
     for seed, length in enumerate(lengths, start=cfg.run.seed):
-        for name, side in sides.items():
-            plan = _Plan(seed, length, tuple(overrides), folder / f"seed{seed}", root)
+        for side in sides:
+            plan = _Plan(seed, length, steps, tuple(overrides), folder / f"seed{seed}", root)
             plan.folder.mkdir(exist_ok=True)
-            steps_made, policies = _ours(plan, name) if name in OURS else _theirs(plan)
-            success = _scored(plan, name, policies)
-            side.courses.append(Course(seed=seed, steps=steps_made, success=success))
-    add_sides(table, *sides.values(), horizons=cfg.horizon.stages)
-    text = comparison(list(sides.values()), horizons=cfg.horizon.stages)
+            clocks, policies = _ours(plan, side.name) if side.name in OURS else _theirs(plan)
+            success = _scored(plan, side.name, policies)
+            side.courses.append(Course(seed=seed, steps=clocks, success=success))
+    add_sides(table, *sides)
+    text = comparison(sides)
     write_atomically(folder / "table.md", text)
     table.title(text.rstrip())
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The training of all sides with one seed: the first `length` steps."""
+    """The training of all sides with one seed: the first `length` of `num_steps` steps."""
 
     seed: int
     length: int
+    num_steps: int
     overrides: tuple[str, ...]
     folder: Path
     root: Path
 
     def with_seed(self, *own: str) -> list[str]:
         return merged(self.overrides, [f"run.seed={self.seed}", *own])
-
-    def config(self, *own: str) -> RunConfig:
-        return load_config(CONFIG, self.with_seed(*own), root=self.root)
 
     @property
     def timeout_s(self) -> float:
@@ -148,11 +141,11 @@ def _theirs(plan: _Plan) -> Played:
         path.write_text(json.dumps(settings), encoding="utf-8")
         argv = [str(python), SCRIPT, str(path)]
         log = plan.folder / "trl.log"
-        child = ChildProcess("TRL", argv, log_path=log, cwd=plan.root, env=ENVIRONMENT)
+        process = ChildProcess("TRL", argv, log_path=log, cwd=plan.root, env=ENVIRONMENT)
         try:
-            await_success(child, timeout_s=plan.timeout_s)
+            await_success(process, timeout_s=plan.timeout_s)
         finally:
-            child.stop(timeout_s=5)
+            process.stop(timeout_s=5)
         (out / "done").touch()
     kept = {int(each.name.partition("-")[2]): each for each in out.glob("policy-*")}
     return [StepClocks(**line) for line in read_lines(out / "steps.jsonl")], kept
@@ -189,49 +182,34 @@ def _ours(plan: _Plan, name: str) -> Played:
     """Train with this project unless this is already done."""
     run_name, own = OURS[name]
     run = plan.folder / run_name
-    cfg = plan.config()
     if not (run / "report.json").exists():
         # Learning rate at the last step of the shortened schedule, as a fraction.
-        least = 1 - plan.length / cfg.train.num_steps
+        least = 1 - plan.length / plan.num_steps
         cut = [f"train.num_steps={plan.length}", f"learner.min_lr_frac={least}"]
         overrides = plan.with_seed("log.live=false", *cut, *own)
         train(run_name, overrides, folder=plan.folder, timeout_s=plan.timeout_s)
     kept = {int(each.name[5:]): each for each in (run / "checkpoints").glob("step-*")}
-    return steps_of(read_lines(run / "metrics.jsonl"), cfg.horizon.stages), kept
-
-
-def steps_of(lines: Sequence[dict[str, Any]], stages: Sequence[int]) -> list[StepClocks]:
-    """Return the clocks of a run's metrics. The first step counts as long as the others' mean.
-
-    Args:
-        stages: of the horizon. The mean horizon over subsets may lie between two stages.
-    """
-    steps = [line for line in lines if line["step"]]
-    used = [
-        sum(v for k, v in line.items() if k.startswith("cpu/") and k not in NOT_OURS)
-        for line in steps
-    ]
-    walls = [line["time_s"] for line in steps]
-    num = max(len(steps) - 1, 1)
-    wall_0, cpu_0 = (each[0] - (each[-1] - each[0]) / num for each in (walls, used))
-    return [
-        StepClocks(
-            step=line["step"],
-            wall_s=wall - wall_0,
-            cpu_s=cpu - cpu_0,
-            horizon=stages[round(line["horizon/stage"])],
-        )
-        for line, wall, cpu in zip(steps, walls, used, strict=True)
-    ]
+    return steps_of(read_lines(run / "metrics.jsonl")), kept
 
 
 def _scored(plan: _Plan, name: str, policies: dict[int, Path]) -> dict[int, float]:
     """Return the held-out success of each saved policy. Known results are not measured again."""
-    path = plan.folder / f"{name.partition('=')[0].replace(' ', '-')}-success.json"
-    known: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    side = name.partition("=")[0].replace(" ", "-")
+    found: dict[int, float] = {}
     for step, policy in sorted(policies.items()):
-        if str(step) not in known:
-            # Evaluations of all seeds use the same random numbers.
-            known[str(step)] = heldout_success(plan.config("run.seed=0"), policy)
-            write_atomically(path, json.dumps(known))
-    return {int(step): success for step, success in known.items()}
+        eval_name = f"{side}-eval-{step}"
+        path = plan.folder / eval_name / "eval.json"
+        if not path.exists():
+            _evaluate(plan, eval_name, policy)
+        entry = json.loads(path.read_text(encoding="utf-8"))["entries"][-1]
+        found[step] = entry["overall"]["success"]["mean"]
+    return found
+
+
+def _evaluate(plan: _Plan, name: str, policy: Path) -> None:
+    # Evaluations of all seeds use the same random numbers.
+    own = plan.with_seed("run.seed=0", f"model.path={policy}")
+    where = [f"run.dir={plan.folder}", f"run.name={name}"]
+    argv = ["run.py", "eval", "--config", CONFIG, *where, *own]
+    with child(name, argv, log=plan.folder / f"{name}.log") as process:
+        await_success(process, timeout_s=SIDE_S)

@@ -1,7 +1,8 @@
 """The two ends of the trajectory plane, each in its own process, for the suite `transport`.
 
-`python -m benchmarks.transport.ends intake|raw|sender FOLDER [NUMBER]`: the learner's intake as in
-a run, a receiver that only answers, or a sender of trajectories that are encoded in advance.
+`python -m benchmarks.transport.ends intake|raw|scheduler|sender FOLDER [NUMBER]`: the learner's
+intake as in a run, a receiver that only answers, a scheduler that only answers, or a sender of
+trajectories that are encoded in advance.
 """
 
 import gc
@@ -23,7 +24,16 @@ from common.repository import ROOT
 from common.store.journal import JournalWriter
 from common.store.run_dir import RunDir, write_atomically
 from common.wire.codec import decode, encode
-from common.wire.messages import Ack, EpisodeOutcome, Hello, Outcome, Trajectory
+from common.wire.messages import (
+    Ack,
+    EpisodeOutcome,
+    Heartbeat,
+    Hello,
+    Outcome,
+    Progress,
+    Trajectory,
+    Welcome,
+)
 from common.wire.security import load_keys
 from common.wire.sockets import Router, connect_dealer
 from learner.batch.credit import group_has_signal
@@ -37,6 +47,7 @@ from learner.ingest.scheduler_client import ReportClient
 from learner.simulator.synthetic import synthetic_trajectory
 
 HOST = "127.0.0.1"
+EPOCH = "0123456789abcdef"
 NUM_TOKENS = 2_000
 WINDOW = 128  # Unacknowledged trajectories of a sender, as of an actor.
 GROUP_SIZE = 8
@@ -123,6 +134,24 @@ def receive_raw(folder: Path) -> None:
     router.close()
 
 
+def answer_reports(folder: Path) -> None:
+    """Answer hellos and heartbeats of the intake, as a scheduler does."""
+    router = Router(load_keys(folder / "keys"), host=HOST, port=0)
+    RunDir(root=folder).publish_address("scheduler", f"tcp://{HOST}:{router.port}")
+    welcome = encode(Welcome(run_epoch=EPOCH))
+    progress = encode(Progress(run_epoch=EPOCH, revoked=[], is_finished=False))
+    while not (folder / "stop").exists():
+        for sender, *frames in router.receive_frames(timeout_s=POLL_MS / 1e3):
+            match decode(frames):
+                case Hello():
+                    router.send_frames(sender, welcome)
+                case Heartbeat():
+                    router.send_frames(sender, progress)
+                case _:
+                    pass
+    router.close()
+
+
 def take_in(folder: Path) -> None:
     """Run the learner's intake, with a main thread that takes batches and ends steps."""
     run_dir, keys = RunDir(root=folder), load_keys(folder / "keys")
@@ -192,6 +221,8 @@ def main(end: str, folder: str, number: str = "0") -> None:
             send(Path(folder), int(number))
         case "raw":
             receive_raw(Path(folder))
+        case "scheduler":
+            answer_reports(Path(folder))
         case _:
             take_in(Path(folder))
 

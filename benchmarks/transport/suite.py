@@ -12,14 +12,12 @@ import psutil
 from benchmarks.runs.real_run import child
 from benchmarks.table import BenchTable
 from benchmarks.transport.ends import NUM_TOKENS, trajectory
-from benchmarks.transport.scaling import add_scaling
 from common.launch.process import ChildProcess
 from common.store.run_dir import RunDir
 from common.wire.codec import encode
 from common.wire.security import create_keys
 
 ENDS = "benchmarks.transport.ends"
-SCHEDULER = "benchmarks.scheduler.floor"  # It answers the intake's hello and heartbeats.
 NUM_SENDERS = 2
 NUM_ROUNDS = 3
 WARM_UP_S = 1.0
@@ -45,10 +43,9 @@ class Flow:
 
 
 def run_suite(table: BenchTable) -> None:
-    """Measure in about a minute."""
+    """Measure in half a minute."""
     table.title(LEGEND)
     table.attempt("trajectories", lambda: add_trajectories(table, num_rounds=NUM_ROUNDS))
-    table.attempt("scaling", lambda: add_scaling(table))
 
 
 def add_trajectories(table: BenchTable, *, num_rounds: int, measured_s: float = MEASURED_S) -> None:
@@ -81,10 +78,8 @@ def measure(end: str, folder: Path, *, measured_s: float) -> Flow:
             return children.enter_context(child(name, ["-m", *argv], log=log))
 
         if end == "intake":
-            port_file = folder / "scheduler-port"
-            scheduler = start("scheduler", SCHEDULER, str(folder / "keys"), str(port_file))
-            scheduler.wait_until(port_file.exists, timeout_s=START_S)
-            RunDir(root=folder).publish_address("scheduler", port_file.read_text(encoding="utf-8"))
+            start("scheduler", ENDS, "scheduler", str(folder))
+            RunDir(root=folder).wait_for_address("scheduler", timeout_s=START_S)
         receiver = start(end, ENDS, end, str(folder))
         receiver.wait_until((folder / "address").exists, timeout_s=START_S)
         num = int(MAX_PER_S * (WARM_UP_S + measured_s))

@@ -1,16 +1,13 @@
-"""The suite `weights`: transfers of versions, compared with a raw collective, a step, an engine."""
+"""The suite `weights`: transfers of versions, compared with a raw collective and a step."""
 
-import tempfile
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import torch
 
 from benchmarks.learner.batch import MODELS, QUICKSTART, make_batch, make_random_model
-from benchmarks.learner.engine import EngineRun, measure_engine
 from benchmarks.learner.step import make_trainer
 from benchmarks.table import BenchTable
 from benchmarks.weights.receiver import TIMEOUT_S
@@ -23,8 +20,6 @@ from benchmarks.weights.rounds import (
 )
 from common.config.compute import Precision
 from common.config.learning import AlgorithmSection, LearnerSection
-from common.config.load import load_config
-from common.repository import ROOT
 from common.wire.collective import CPU
 from common.wire.transfer.buckets import Cut, send_buckets
 from common.wire.weight_group import lower_priority
@@ -34,11 +29,6 @@ from learner.weights.source import LiveWeights
 MIN_BROADCAST_FRAC = 0.8
 MAX_BUCKETS = 2.0
 MIN_STEP_FRAC = 0.95
-MAX_PAUSE_FRAC = 0.35
-DEEP = {  # With the vocabulary of "larger" about 1 GB in bf16.
-    **{"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 9},
-    **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +42,10 @@ class TransferVolume:
 
 
 def run_suite(table: BenchTable) -> None:
-    """Measure the weight plane on the CPUs of this machine in three minutes."""
+    """Measure the weight plane on the CPUs of this machine in two minutes."""
     torch.set_num_threads(1)
     table.attempt("broadcast", lambda: check_broadcast(table, TransferVolume()))
     table.attempt("step", lambda: check_step(table, num_rounds=6))
-    table.attempt("pause", lambda: check_pause(table, DEEP))
 
 
 def check_broadcast(table: BenchTable, size: TransferVolume) -> None:
@@ -128,32 +117,4 @@ def check_step(table: BenchTable, *, num_rounds: int) -> None:
         "steps/s",
         against="without",
         at_least=MIN_STEP_FRAC,
-    )
-
-
-def check_pause(table: BenchTable, model_settings: dict[str, int]) -> None:
-    """Send a version to a vLLM engine on a CPU; measure the transfer and the pause of sampling."""
-    cfg = load_config("quickstart", [], root=ROOT)
-    model = make_random_model({**MODELS["larger"], **model_settings}, device=CPU)
-    learner = LearnerSection(precision=Precision.FP32)
-    trainer = make_trainer(learner, AlgorithmSection(), model, engine_dtype="bfloat16")
-    with tempfile.TemporaryDirectory() as folder:
-        figures = measure_engine(
-            trainer,
-            model,
-            EngineRun(dtype="bfloat16", num_prompts=4, max_tokens=16),
-            tokenizer_path=str(ROOT / cfg.model.path),
-            canary=[[1, 2, 3, 4]],
-            folder=Path(folder),
-        )
-    size_gb = figures.num_bytes / 1e9
-    table.compare(
-        f"engine: pause of a version of {size_gb:.2f} GB",
-        figures.pause_s,
-        figures.transfer_s,
-        "s",
-        against="its transfer",
-        at_most=MAX_PAUSE_FRAC,
-        note=f"per GB {figures.pause_s / size_gb:.2f} s and {figures.transfer_s / size_gb:.2f} s, "
-        f"offer to loaded {figures.publish_s / size_gb:.2f} s",
     )

@@ -32,23 +32,10 @@ COMMANDS = {
     ).items()
 }
 # Suites that train. They accept key=value, including study.*, and --dry-run.
-STUDIES = (
-    "algorithms",
-    "limits",
-    "recipes",
-    "credit",
-    "context",
-    "branches",
-    "branches-long",
-    "staleness",
-    "curriculum",
-    "horizon",
-    "peer",
-)
+STUDIES = ("algorithms", "staleness", "horizon", "peer")
 SUITES = (
-    "envhub, learner, scheduler, transport, weights, tail, actor, agents, routing,"
-    " end2end, chaos, chaos-short, chaos-long, hostile, soak-run, soak-run-long,"
-    " dashboard, conformance, gpu, gpu-small, "
+    "learner, weights, actor, scheduler, transport, envhub, end2end, tail, chaos, chaos-short,"
+    " conformance, gpu, gpu-small, "
 ) + ", ".join(STUDIES)
 
 

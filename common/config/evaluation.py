@@ -348,10 +348,9 @@ class PolicySection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudySection:
-    """A study of `bench --suite NAME`: several arms of runs over seeds, run from a queue."""
+    """A study of `bench --suite NAME`: several arms of runs over seeds."""
 
-    workers: int = knob(2, "Limits the concurrent runs of a study, here or on Ray.", ge=1, le=10**4)
-    on_ray: bool = knob(False, "Places the runs of a study on the Ray cluster at ray.address.")
+    workers: int = knob(2, "Limits the concurrent runs of a study.", ge=1, le=10**4)
     size: float = knob(1.0, "Multiplies the steps of every run of a study.", gt=0, le=1000)
     num_seeds: int = knob(
         0, "Runs this many seeds of each arm. 0 uses the suite's own number.", ge=0, le=1000

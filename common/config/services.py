@@ -151,7 +151,6 @@ class RaySection:
     )
     place_timeout_s: float = seconds(
         300.0,
-        "Limits the seconds to find room for the learner, the hub or a run of a study. Actors wait"
-        " without a limit.",
+        "Limits the seconds to find room for the learner or the hub. Actors wait without a limit.",
         gt=0,
     )

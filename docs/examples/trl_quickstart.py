@@ -131,8 +131,10 @@ class Rollouts:
 class Clock(TrainerCallback):
     """Writes a line for every step, and saves policies. Its own time is not training time."""
 
-    def __init__(self, rollouts: Rollouts, out: Path, *, every: int, last: int) -> None:
-        self._rollouts, self._out, self._every, self._last = rollouts, out, every, last
+    def __init__(self, out: Path, *, every: int, last: int) -> None:
+        self._out = out
+        self._every = every
+        self._last = last
         self._apart = (0.0, 0.0)
         self._start = self._now()
 
@@ -143,7 +145,6 @@ class Clock(TrainerCallback):
         now, step = self._now(), state.global_step
         wall_s, cpu_s = (now[i] - self._start[i] - self._apart[i] for i in range(2))
         line = {"step": step, "wall_s": wall_s, "cpu_s": cpu_s}
-        line["horizon"] = self._rollouts.horizon(step - 1)
         with (self._out / "steps.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         control.should_training_stop = step >= self._last
@@ -214,9 +215,7 @@ def main(path: Path) -> None:
         args=options,
         train_dataset=Dataset.from_list([{"prompt": str(n)} for n in range(num_groups)]),
         rollout_func=rollouts,
-        callbacks=[
-            Clock(rollouts, out, every=settings["keep_every_steps"], last=settings["last_step"])
-        ],
+        callbacks=[Clock(out, every=settings["keep_every_steps"], last=settings["last_step"])],
     )
     generation = trainer.vllm_generation
     generation.sync_weights = partial(sync_weights, generation)

@@ -180,9 +180,9 @@ def is_zombie(process: psutil.Process) -> bool:
 
 def be(role: str, arguments: list[Any], namespace: str) -> None:
     """Be a role, in a network of its own if one is named."""
-    from benchmarks.actor import simulated
     from benchmarks.transport import ends
     from learner.scheduler import main as scheduler
+    from tests.end_to_end import simulated_actor
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if namespace:
@@ -190,7 +190,7 @@ def be(role: str, arguments: list[Any], namespace: str) -> None:
             assert ctypes.CDLL(None).setns(file.fileno(), NEW_NETWORK) == 0
     run_dir = RunDir(root=Path(arguments[0]))
     if role == "actor":
-        simulated.main(*arguments)
+        simulated_actor.main(*arguments)
     elif role == "learner":
         ends.take_in(run_dir.root)
     else:
@@ -198,8 +198,7 @@ def be(role: str, arguments: list[Any], namespace: str) -> None:
 
 
 def main() -> None:
-    import learner.scheduler.main  # noqa: F401 - imported once for all
-    from benchmarks.actor import simulated  # noqa: F401
+    import tests.end_to_end.simulated_actor  # noqa: F401
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # No exit status is collected.
     for line in sys.stdin:

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import random
+import statistics
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -11,7 +12,6 @@ import uvloop
 
 from benchmarks.envhub.client import Client, HubAnswer, ServiceTarget
 from benchmarks.envhub.hub import ServiceProcess, hub_process
-from benchmarks.runs.soak import growth_frac
 from tests.end_to_end.hub_solve import Subset, list_subsets, open_patiently
 
 ENVS = ("textcraft", "babyai", "maze", "wordle", "sqlgym")
@@ -34,7 +34,9 @@ class Soak:
 
     def growth_frac(self) -> float:
         """Return the relative growth of hub and worker memory from the middle to the last third."""
-        return growth_frac([a + b for a, b in zip(self.hub_bytes, self.worker_bytes, strict=True)])
+        both = [a + b for a, b in zip(self.hub_bytes, self.worker_bytes, strict=True)]
+        third = len(both) // 3
+        return statistics.median(both[-third:]) / statistics.median(both[-2 * third : -third]) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,20 +17,14 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.chaos import suite
 from benchmarks.chaos.clock import make_clock
 from benchmarks.chaos.connections import reset_connections
 from benchmarks.chaos.faults import FaultyRun, NotPossible
 from benchmarks.chaos.plan import ALL_FAULTS, Fault, FaultType, deal
-from benchmarks.chaos.suite import LONG, SHORT, USUAL, CampaignSize, Story, Suffered, quantile
-from benchmarks.chaos.victims import Role, find_victims
+from benchmarks.chaos.suite import SHORT, USUAL, CampaignSize, Story, Suffered, quantile
 from benchmarks.chaos.watch import StepObserver
-from benchmarks.envhub.halves import HALF, make_spec
-from benchmarks.table import BenchTable
-from common.config.envs import EnvsSection
-from common.errors import LongstrideError
+from benchmarks.runs.roles import Role, roles_below
 from common.store.run_dir import RunDir
-from envhub.env import StepResult, Style
 
 NOBODY = 1 << 30  # no process has this number
 
@@ -59,29 +53,6 @@ def test_every_fault_comes_once_per_round() -> None:
     assert Counter(first).most_common(1)[0][1] == 2
     assert first == list(itertools.islice(deal(ALL_FAULTS, seed=0), 40))
     assert first != second
-
-
-def test_undisturbed_run_uses_no_space_of_the_small_disk(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folders: list[Path] = []
-
-    def train(_name: str, _settings: object, *, folder: Path, **_more: object) -> None:
-        folders.append(folder)
-
-    @contextmanager
-    def running(_name: str, _settings: object, *, folder: Path, **_more: object) -> Generator[None]:
-        folders.append(folder)
-        raise LongstrideError("seen enough")
-        yield
-
-    monkeypatch.setattr(suite, "isolate", lambda _folder: "not here")
-    monkeypatch.setattr(suite, "train", train)
-    monkeypatch.setattr(suite, "running", running)
-    suite.measure(BenchTable(out=sys.stdout), LONG)
-    apart, disturbed = folders
-    assert disturbed not in (apart, *apart.parents)
-    assert "seen enough" in capsys.readouterr().out
 
 
 def test_every_role_is_killed_and_stopped() -> None:
@@ -188,21 +159,8 @@ def test_clock_jump_affects_the_run_but_not_its_waits(tmp_path: Path) -> None:
             assert abs(ahead_s() - seconds) < 10
 
 
-def test_half_characters_appear_only_while_requested(tmp_path: Path) -> None:
-    flag = tmp_path / "halves"
-    env = make_spec(EnvsSection(plugins={"halves": str(flag)})).make(Style.COMPACT)
-    whole = env.reset("GoToLocal-train-0", 0)
-    flag.touch()
-    assert env.reset("GoToLocal-train-0", 0) == f"{whole} {HALF}"
-    result = env.step("nothing")
-    assert isinstance(result, StepResult)
-    assert result.observation.endswith(HALF)
-    with pytest.raises(UnicodeEncodeError):
-        result.observation.encode()
-
-
 def test_missing_process_cannot_be_hit(tmp_path: Path) -> None:
-    assert find_victims(NOBODY, Role.LEARNER) == []
+    assert roles_below(NOBODY) == {}
     scene = FaultyRun(supervisor_pid=NOBODY, run_dir=RunDir(root=tmp_path), disk=None)
     with pytest.raises(NotPossible, match="no learner runs"):
         scene.strike(Fault(FaultType.KILL, Role.LEARNER))
@@ -247,7 +205,7 @@ def test_temporary_faults_end_with_their_time(tmp_path: Path) -> None:
             child.kill()
 
 
-@pytest.mark.parametrize("size", [SHORT, USUAL, LONG], ids=["short", "usual", "long"])
+@pytest.mark.parametrize("size", [SHORT, USUAL], ids=["short", "usual"])
 def test_no_size_gives_a_setting_twice(size: CampaignSize) -> None:
     """A run refuses a key that is given twice, after the suite has waited for it."""
     keys = [setting.partition("=")[0] for setting in (*size.settings, "train.num_steps=1")]

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.runs.end_to_end import FIRST_STEP, LAST_STEP, window
-from benchmarks.runs.real_run import cpu_seconds
+from benchmarks.runs.end_to_end import FIRST_STEP, LAST_STEP, LONG_TAIL, window_s
+from benchmarks.runs.real_run import TRAINING_ALONE, cpu_seconds
+from common.config.load import load_config
 from common.launch.guardian import MARKS, find_marked, kill_marked
 from common.repository import ROOT
 
@@ -28,16 +29,22 @@ def test_processor_time_is_assigned_by_role(tmp_path: Path) -> None:
     assert used["actor"] > 0
 
 
-def test_window_counts_episodes_without_evaluations(tmp_path: Path) -> None:
+def test_window_excludes_first_steps_and_evaluations(tmp_path: Path) -> None:
     steps = [
-        {"step": n, "wait/batch_s": 0.5, "episodes/arrived": float(n), "time_s": 2.0 * n}
+        {"step": n, "wait/batch_s": 0.5, "time_s": 2.0 * n + 100.0 * (n >= FIRST_STEP)}
         for n in range(LAST_STEP + 1)
     ]
-    lines = [*steps, {"step": LAST_STEP, "eval/success": 0.5}]
+    lines = [*steps, {"step": LAST_STEP, "eval/success": 0.5, "time_s": 900.0}]
     path = tmp_path / "metrics.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-    num_episodes = sum(range(FIRST_STEP + 1, LAST_STEP + 1))
-    assert window(path) == (num_episodes, 2.0 * (LAST_STEP - FIRST_STEP))
+    assert window_s(path) == 2.0 * (LAST_STEP - FIRST_STEP)
+
+
+@pytest.mark.slow
+def test_runs_with_a_long_tail_have_a_valid_configuration(repository: Path) -> None:
+    cfg = load_config("quickstart", [*TRAINING_ALONE, *LONG_TAIL], root=repository)
+    assert cfg.envs.plugins["tail_factor"] == "10"
+    assert [task.env for task in cfg.tasks] == ["slow"]
 
 
 STUDY = """

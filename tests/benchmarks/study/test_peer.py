@@ -1,30 +1,21 @@
-"""Laws of the comparison with a peer: both clocks, and when success was there."""
+"""Laws of the comparison with a peer: both clocks, and the time to a given success."""
 
 import math
 
 import pytest
 
-from benchmarks.study.peer import steps_of
-from benchmarks.study.sides import Course, StepClocks, StudyArm, comparison, cpu_s_to
+from benchmarks.study.sides import BAR, Course, Side, StepClocks, comparison, cpu_s_to, steps_of
 
 
 def course(*success: float, seed: int = 0, cpu_s: float = 2.0) -> Course:
-    """20 steps, horizon 6 and then 10; policies kept every five steps."""
-    steps = [
-        StepClocks(step=n, wall_s=1.0 * n, cpu_s=cpu_s * n, horizon=6 if n <= 10 else 10)
-        for n in range(1, 21)
-    ]
+    """Return a course of 20 steps, with a policy every five steps."""
+    steps = [StepClocks(step=n, wall_s=1.0 * n, cpu_s=cpu_s * n) for n in range(1, 21)]
     kept = {5 * (i + 1): v for i, v in enumerate(success)}
     return Course(seed=seed, steps=steps, success=kept)
 
 
-def side(*courses: Course) -> StudyArm:
-    return StudyArm(name="a", courses=list(courses))
-
-
-def test_step_seconds_are_within_one_horizon() -> None:
-    assert side(course()).per_step(6) == pytest.approx((1.0, 2.0))
-    assert math.isnan(side(course()).per_step(16)[0])
+def side(*courses: Course) -> Side:
+    return Side(name="a", courses=list(courses))
 
 
 def test_success_time_is_interpolated_between_policies() -> None:
@@ -41,7 +32,7 @@ def test_success_time_uses_mean_over_seeds() -> None:
 
 def test_step_cost_is_mean_over_seeds() -> None:
     both = side(course(), course(seed=1, cpu_s=4.0))
-    assert both.per_step(6) == pytest.approx((1.0, 3.0))
+    assert both.per_step() == pytest.approx((1.0, 3.0))
 
 
 def test_first_step_counts_like_the_rest_without_foreign_load() -> None:
@@ -53,19 +44,19 @@ def test_first_step_counts_like_the_rest_without_foreign_load() -> None:
             "cpu/engine_s": 7.0 + n,
             "cpu/others_s": 900.0 * n,
             "cpu/cores": 2.0,
-            "horizon/stage": 1.0,
         }
         for n in (1, 2, 3)
     ]
-    steps = steps_of(lines, (6, 10))
+    steps = steps_of(lines)
     assert [each.wall_s for each in steps] == pytest.approx([3.0, 6.0, 9.0])
     assert [each.cpu_s for each in steps] == pytest.approx([3.0, 6.0, 9.0])
-    assert {each.horizon for each in steps} == {10}
 
 
 def test_table_has_rows_per_side_and_seed() -> None:
-    sides = [side(course(0.4, 0.6)), side(course(0.5), course(0.7, seed=1))]
-    rows = comparison(sides, horizons=(6, 10, 16)).splitlines()
-    assert rows[2] == "| a | 1.0 / 1.0 / - s | 2.0 / 2.0 / - | 0.400 at 5, 0.600 at 10 |"
-    assert rows[3].endswith("| mean of 2: 0.600 at 5 |")
-    assert rows[4:] == ["| seed 0 |  |  | 0.500 at 5 |", "| seed 1 |  |  | 0.700 at 5 |"]
+    assert BAR == 0.687
+    rows = comparison([side(course(0.5, 0.874), course(0.7, 0.874, seed=1))]).splitlines()
+    assert rows[2] == "| a, mean | 1.0 s | 2.0 s | 0.600 at 5, 0.874 at 10 | 13 |"
+    assert rows[3:] == [
+        "| seed 0 |  |  | 0.500 at 5, 0.874 at 10 | 15 |",
+        "| seed 1 |  |  | 0.700 at 5, 0.874 at 10 | 10 |",
+    ]

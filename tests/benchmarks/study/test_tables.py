@@ -1,105 +1,61 @@
-"""Laws of the tables of studies: losses of the default, equal arms and plans."""
+"""Laws of a study's table: equal spending, intervals over seeds, gaps to the base arm."""
 
-from dataclasses import replace
-from pathlib import Path
+import io
 
+import numpy as np
 import pytest
 
-from benchmarks.study.command import plan_text
-from benchmarks.study.outcome import SeedResult
-from benchmarks.study.plan import Does, LagArm, Study, names, read_study
-from benchmarks.study.queue import Queue
-from benchmarks.study.tables import (
-    TABLES,
-    algorithms_table,
-    branches_table,
-    by_lag_arm,
-    context_table,
-    losses,
-    recipes_table,
-    staleness_table,
-)
-from common.config.evaluation import StudySection
-from common.config.load import load_config
-from common.repository import ROOT
-from tests.benchmarks.study.builders import make_run
+from benchmarks.study.command import add_losses
+from benchmarks.study.intervals import gap, iqm, over_runs
+from benchmarks.study.outcome import SeedResult, budget_of, success_at
+from benchmarks.study.plan import read_study
+from benchmarks.study.tables import study_table
+from benchmarks.table import BenchTable
+from tests.benchmarks.study.builders import RUNS, make_run
 
 
-def lagged(rate: str, lag: int, kind: str, *after: float) -> list[SeedResult]:
-    name = LagArm(rate, lag, kind, True).name
-    return [replace(make_run(name, seed, 0.1, each), points=()) for seed, each in enumerate(after)]
+def test_interquartile_mean_drops_the_outer_quarters() -> None:
+    assert iqm(np.array([9.0, 1.0, 2.0, 3.0, -50.0])) == pytest.approx(2.0)
+    assert iqm(np.array([0.2])) == pytest.approx(0.2)
 
 
-LAGGED = [
-    each
-    for rate in ("1x", "3x")
-    for part in (
-        lagged(rate, 0, "default", 0.6, 0.6, 0.6),
-        lagged(rate, 0, "none", 0.6, 0.6, 0.6),
-        lagged(rate, 4, "default", 0.57, 0.57, 0.57),
-        lagged(rate, 4, "none", 0.2, 0.2, 0.2),
-    )
-    for each in part
-]
+def test_interval_over_seeds_contains_the_mean() -> None:
+    mean, (low, high) = over_runs([0.1, 0.2, 0.3, 0.4, 0.9])
+    assert mean == pytest.approx(0.3)
+    assert low < mean < high
+    assert over_runs([0.5]) == (0.5, (0.5, 0.5))
 
 
-def test_lagged_arm_name_encodes_its_settings() -> None:
-    arm = LagArm.of("3x-lag16-per-turn-off")
-    assert arm == LagArm("3x", 16, "per-turn", False)
-    assert arm.name == "3x-lag16-per-turn-off"
+def test_gap_is_zero_only_within_its_interval() -> None:
+    value, ends = gap([0.5, 0.5, 0.5], [0.4, 0.4, 0.4])
+    assert (value, *ends) == pytest.approx((0.1, 0.1, 0.1))
+    nothing, (least, most) = gap([0.1, 0.5, 0.9], [0.2, 0.5, 0.8])
+    assert nothing == pytest.approx(0.0, abs=1e-9)
+    assert least < -0.1 < 0.1 < most
 
 
-def test_default_is_compared_with_both_baselines() -> None:
-    found = losses(by_lag_arm(LAGGED))
-    lost, low, high, ahead = found[LagArm("1x", 4, "default", True)]
-    assert (lost, low, high) == pytest.approx((0.03, 0.03, 0.03))
-    assert ahead == pytest.approx(0.2 - 0.57)
-    text = staleness_table(LAGGED)
-    assert "| 1x | 4 | on | +3.0 [3.0, 3.0] | 2 | +37.0 |" in text
+def test_arms_are_compared_at_equal_spending() -> None:
+    assert budget_of(RUNS, "tokens") == 2000
+    assert budget_of(RUNS, "episodes") == 80
+    assert success_at(RUNS[5], "tokens", 2000) == pytest.approx(0.1 + 0.2 * 2 / 3)
+    assert success_at(RUNS[5], "seconds", 10.0) == pytest.approx(0.8)
 
 
-def test_tables_have_a_row_per_arm_with_seed_intervals() -> None:
-    runs = [
-        make_run(arm, seed, 0.1, 0.4 + seed / 50) for arm in ("ppo", "rloo") for seed in range(5)
-    ]
-    row = algorithms_table(runs).splitlines()[2]
-    assert row.startswith("| ppo | 5 | 0.100 [0.100, 0.100] | 0.440 [")
-    assert recipes_table(runs).splitlines()[3].startswith("| rloo | 5 | 0.440 [")
+def test_table_has_a_row_per_arm_with_its_gap() -> None:
+    runs = [make_run(arm, 0, 0.1, after) for arm, after in (("a", 0.4), ("b", 0.5))]
+    head, _, first, second = study_table(runs, base="a").splitlines()
+    assert "at 1,000 tokens [95 %]" in head
+    assert "less a, points [95 %]" in head
+    assert first.startswith("| a | 1 | 0.100 [0.100, 0.100] |")
+    assert "| 0.500 [0.500, 0.500] | +10.0 [10.0, 10.0] | 0.500 | 1.0 | 0.90 | 12 |" in second
 
 
-def test_context_table_pools_all_seeds() -> None:
-    runs = [
-        replace(make_run("window-1", seed, 0.0, 0.5), num_after=100, cpu_s=12.0) for seed in (0, 1)
-    ]
-    (row,) = context_table(runs).splitlines()[2:]
-    # Wilson: 0 and 100 of 200.
-    both = "0.000 [0.000, 0.019] | 0.500 [0.431, 0.569] | 0.500, 0.500"
-    assert row == f"| window-1 | {both} | 12 |"
-    runs = [replace(each, num_segments=2.0 + each.seed, num_row_tokens=100.0) for each in runs]
-    assert branches_table(runs).splitlines()[2:] == [f"| window-1 | {both} | 2.5 | 100 | 12 |"]
+@pytest.mark.parametrize(("after", "is_kept"), [(0.59, True), (0.57, False)])
+def test_lagged_arm_may_lose_two_points(after: float, is_kept: bool) -> None:
+    def runs(arm: str, success: float) -> list[SeedResult]:
+        return [make_run(arm, seed, 0.1, success) for seed in range(3)]
 
-
-def test_plan_counts_remaining_runs_and_cost(tmp_path: Path) -> None:
-    study = read_study("staleness")
-    text = plan_text(Queue(study=study, folder=tmp_path, section=StudySection()))
-    assert "432 runs, of which 60 are the same as others; 0 done, 372 to do" in text
-    assert "up to 180 of them fall away" in text
-
-
-@pytest.mark.long
-@pytest.mark.slow
-@pytest.mark.parametrize("study", [read_study(name) for name in names()], ids=names())
-def test_every_run_has_a_valid_configuration(study: Study) -> None:
-    for one in study.runs()[: len(study.arms)]:
-        is_far = (
-            "lag" in one.arm.name and "1x-lag4" not in one.arm.name
-        )  # others differ in a number
-        if one.arm.does is not Does.COMMANDS and not is_far:
-            load_config("quickstart", one.overrides, root=ROOT)
-        for command in one.arm.commands:
-            words = [each.format(run="runs/a", data="runs/b") for each in command[1:]]
-            load_config("quickstart", words, root=ROOT)
-
-
-def test_every_study_has_a_table() -> None:
-    assert sorted(TABLES) == sorted(names())
+    table = BenchTable(out=io.StringIO())
+    add_losses(table, read_study("staleness"), [*runs("lag0", 0.6), *runs("lag4", after)])
+    assert [(row.name, row.kept) for row in table.rows] == [("lag4 loses against lag0", is_kept)]
+    assert table.rows[0].value == pytest.approx(100 * (0.6 - after))

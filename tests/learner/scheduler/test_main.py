@@ -17,7 +17,6 @@ import pytest
 import zmq
 from omegaconf import OmegaConf
 
-from benchmarks.scheduler.suite import serve_catalogue
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
@@ -48,6 +47,7 @@ from tests.learner.scheduler.builders import (
     request_of,
     seen_of,
 )
+from tests.learner.scheduler.catalogue_server import serve_catalogue
 
 TIMEOUT_S = 5.0
 START_S = 60.0  # The start of a process.

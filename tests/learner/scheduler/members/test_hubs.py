@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.scheduler.suite import serve_catalogue
 from common.errors import ConfigError, EnvError
 from common.store.run_dir import RunDir
 from common.wire.join_messages import HubHello, HubPlace
@@ -20,6 +19,7 @@ from learner.scheduler.members.hubs import greet_known
 from learner.scheduler.members.registry import AddressRegistry
 from tests.configs import edited
 from tests.learner.scheduler.builders import CATALOGUE, done_of, hello_of, make_config
+from tests.learner.scheduler.catalogue_server import serve_catalogue
 from tests.learner.scheduler.members.scheduler_rig import WAIT_S, ask, running
 
 

@@ -12,7 +12,7 @@ ENGINE_TITLE = "EngineCore"
 
 
 class Role(StrEnum):
-    """A target of faults. An engine is a separate process below its actor."""
+    """A role of a run. An engine is a separate process below its actor."""
 
     SCHEDULER = "scheduler"
     LEARNER = "learner"
@@ -31,11 +31,6 @@ def roles_below(supervisor_pid: int) -> dict[Role, list[psutil.Process]]:
                 if role := _role_of(process):
                     found[role].append(process)
     return dict(found)
-
-
-def find_victims(supervisor_pid: int, role: Role) -> list[psutil.Process]:
-    """Return the processes of a role below the supervisor, oldest first."""
-    return roles_below(supervisor_pid).get(role, [])
 
 
 def _role_of(process: psutil.Process) -> Role | None:

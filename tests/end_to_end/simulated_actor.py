@@ -1,16 +1,13 @@
 """An actor with a simulated engine.
 
-Run as `python -m benchmarks.actor.simulated RUN_DIR NUMBER NUM_SLOTS`.
-
 Leases, heartbeats, hub sessions, trajectories and their delivery are those of a real actor. A turn
-takes the time that an engine takes for it, and its tokens are random. The measurement therefore
-covers everything but the engine.
+takes the time that an engine takes for it, and its tokens are random. A test therefore covers
+everything but the engine.
 """
 
 import asyncio
 import random
 import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -147,7 +144,3 @@ def main(folder: str, number: str, num_slots: str, token_s: str = str(TOKEN_S)) 
     run_dir = RunDir(root=Path(folder))
     cfg = load_config(str(run_dir.config), slots, root=ROOT)
     uvloop.run(play(cfg, run_dir, number=int(number), token_s=float(token_s)))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
