@@ -4,7 +4,7 @@ One routine shrinks the default configuration of a family. `families.yaml` holds
 that a family needs beside it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -154,7 +154,7 @@ def save_network(family: str, folder: Path) -> Path:
     """Write a small random network of a family with a tokenizer, as transformers writes it."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
-    perturb(model, seed=0)
+    perturb(stored(model), seed=0)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     make_tokenizer(list(TEXTS), vocab_size=VOCAB).save_pretrained(folder)
@@ -167,16 +167,26 @@ def save_as_learner(model: PreTrainedModel, folder: Path) -> Path:
 
 
 @torch.no_grad()
-def perturb(model: nn.Module, *, seed: int) -> None:
-    """Draw new matrices, and change vectors a little. Random numbers are large enough to matter."""
+def perturb(weights: Iterable[Tensor], *, seed: int) -> None:
+    """Draw new matrices, and change vectors a little. Random numbers are large enough to matter.
+
+    Weights without a gradient, such as the correction of a router, are only shifted.
+    """
     generator = torch.Generator().manual_seed(seed)
-    for parameter in trained(model):
-        if parameter.ndim > 1:
-            parameter.normal_(0.0, WEIGHT_STD, generator=generator)
+    for weight in weights:
+        if weight.ndim > 1 and weight.requires_grad:
+            weight.normal_(0.0, WEIGHT_STD, generator=generator)
         else:
-            parameter += NOISE_STD * torch.randn(parameter.shape, generator=generator)
+            weight += NOISE_STD * torch.randn(weight.shape, generator=generator)
+
+
+def stored(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the numbers that a checkpoint has: weights and stored buffers, tied ones once."""
+    state = model.state_dict(keep_vars=True)
+    tensors = {id(each): each for each in state.values() if each.is_floating_point()}
+    yield from tensors.values()
 
 
 def trained(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the trained weights of a model."""
+    """Yield the weights that training changes."""
     return (each for each in model.parameters() if each.requires_grad)

