@@ -251,6 +251,12 @@ def gap_of(found: Scores, expected: Scores) -> float:
     return max(_largest(ours, theirs) for ours, theirs in pairs)
 
 
+def mean_gap_of(found: Scores, expected: Scores) -> float:
+    """Return the mean difference of the scores of all sequences; NaN if one is NaN."""
+    gaps = [np.abs(np.subtract(*each)) for each in zip(found, expected, strict=True)]
+    return float(np.concatenate(gaps).mean())
+
+
 def _largest(found: Sequence[float], expected: Sequence[float]) -> float:
     gaps = np.abs(np.asarray(found) - np.asarray(expected))
     return float(gaps.max())

@@ -9,6 +9,7 @@ PAGE = Path("docs") / "MODELS.md"
 HEAD = Path(__file__).with_name("page_head.md").read_text(encoding="utf-8")
 CELLS = {
     Verdict.RIGHT: "right",
+    Verdict.ROUNDED: "right (bf16)",
     Verdict.REFUSED: "refused",
     Verdict.WRONG: "**wrong**",
     Verdict.ENGINE_CANNOT: "engine cannot",
@@ -82,7 +83,7 @@ def _notes(result: FamilyResult) -> str:
     texts += [
         f"{name}: {found.gap:.2g} nats"
         for name, found in result.parts.items()
-        if found.verdict is Verdict.WRONG and found.gap is not None
+        if found.verdict in (Verdict.WRONG, Verdict.ROUNDED) and found.gap is not None
     ]
     return "<br>".join(texts)
 

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,11 @@ from common.log import configure_logging
 from common.repository import ROOT
 
 if TYPE_CHECKING:  # Importing torch takes seconds.
+    import torch
+    from transformers import PreTrainedModel
+
     from benchmarks.conformance.sharded import RankPair
+    from learner.weights.snapshot import PublishedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -160,17 +165,24 @@ def examine(family: str, *, method: str) -> FamilyResult:
     from benchmarks.conformance.sharded import RankPair
 
     with tempfile.TemporaryDirectory(prefix=f"conformance-{family}-") as folder:
-        return _examine_in(family, Path(folder), RankPair(method=method))
+        return _examine_in(family, Path(folder), RankPair(method=method), method=method)
 
 
-def _examine_in(family: str, folder: Path, pair: "RankPair") -> FamilyResult:
+def _version_of(policy: "PreTrainedModel", dtype: "torch.dtype") -> "PublishedWeights":
+    """Return a policy's weights as a learner sends them to an engine of this dtype."""
+    from learner.policy.model import published_tensors
+    from learner.weights.snapshot import PublishedWeights
+    from learner.weights.source import LiveWeights, copied
+
+    source = copied(LiveWeights(published_tensors(policy), dtype))
+    return PublishedWeights(version=1, source=source)
+
+
+def _examine_in(family: str, folder: Path, pair: "RankPair", *, method: str) -> FamilyResult:
     import torch
 
     from benchmarks.conformance.learner_side import LearnerSide
     from benchmarks.conformance.networks import architecture, save_network
-    from learner.policy.model import published_tensors
-    from learner.weights.snapshot import PublishedWeights
-    from learner.weights.source import LiveWeights, copied
 
     started = time.monotonic()
     torch.set_num_threads(1)
@@ -181,12 +193,13 @@ def _examine_in(family: str, folder: Path, pair: "RankPair") -> FamilyResult:
         pair.stop()
     findings = dict(side.findings)
     if side.policy is not None and side.second:
-        from benchmarks.conformance.engine_side import examine_engine
+        from benchmarks.conformance.engine_side import examine_engine, fork_engines
 
-        tensors = LiveWeights(published_tensors(side.policy), torch.float32)
+        if method == "fork":
+            fork_engines(architecture(family))
         findings |= examine_engine(
             folder / "first",
-            PublishedWeights(version=1, source=copied(tensors)),
+            partial(_version_of, side.policy),
             first=side.first,
             second=side.second,
             folder=folder / "run",
