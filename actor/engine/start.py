@@ -170,6 +170,9 @@ def start_llm(
             if current_platform.is_cpu():
                 register_text_models(_architectures(model.path))
             config = _checked(arguments)
+            if current_platform.is_cpu() and _reuses_states(config):
+                arguments.enable_prefix_caching = False
+                config = _checked(arguments)
             if records_experts:
                 routing.check_recordable(config)
             llm = _start(config, meter)
@@ -181,6 +184,14 @@ def start_llm(
     manager = _resources(llm).engine_manager
     watch.processes = list(getattr(manager, "processes", []))
     return llm, watch
+
+
+def _reuses_states(config: VllmConfig) -> bool:
+    """Return whether an engine would reuse recurrent states, such as Mamba's, of a cached prefix.
+
+    vLLM's kernels for CPUs (0.32) do not keep the states inside a prompt.
+    """
+    return bool(config.cache_config.enable_prefix_caching) and config.model_config.has_inner_state
 
 
 def _architectures(path: str) -> list[str]:

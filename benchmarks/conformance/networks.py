@@ -71,19 +71,21 @@ EXPERTS |= dict.fromkeys(
     ),
     1,
 )
-LATENT: dict[str, Any] = {  # Multi-head latent attention.
-    "kv_lora_rank": 32,
+# Multi-head latent attention. vLLM's kernels for CPUs have one size: a rank of 512 with 64 numbers
+# of the rotary embedding.
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 512,
     "q_lora_rank": 32,
     "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 32,
-    "qk_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "qk_head_dim": 96,
     "v_head_dim": 32,
 }
 RECURRENT: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 128,  # vLLM has no smaller kernel on a CPU.
+    "linear_value_head_dim": 128,
     "mamba_n_heads": 8,
     "mamba_d_head": 32,
     "mamba_n_groups": 1,
