@@ -167,12 +167,7 @@ def start_llm(
                 is_repeatable=is_repeatable,
                 records_experts=records_experts,
             )
-            if current_platform.is_cpu():
-                register_text_models(_architectures(model.path))
-            config = _checked(arguments)
-            if current_platform.is_cpu() and _reuses_states(config):
-                arguments.enable_prefix_caching = False
-                config = _checked(arguments)
+            config = engine_config(arguments)
             if records_experts:
                 routing.check_recordable(config)
             llm = _start(config, meter)
@@ -186,12 +181,20 @@ def start_llm(
     return llm, watch
 
 
-def _reuses_states(config: VllmConfig) -> bool:
-    """Return whether an engine would reuse recurrent states, such as Mamba's, of a cached prefix.
+def engine_config(arguments: AsyncEngineArgs) -> VllmConfig:
+    """Return vLLM's configuration for these arguments on this machine. Raises: ConfigError.
 
-    vLLM's kernels for CPUs (0.32) do not keep the states inside a prompt.
+    vLLM's kernels for CPUs (0.32) do not keep recurrent states, such as Mamba's, inside a prompt.
+    Such models have no cache of prefixes there.
     """
-    return bool(config.cache_config.enable_prefix_caching) and config.model_config.has_inner_state
+    if not current_platform.is_cpu():
+        return _checked(arguments)
+    register_text_models(_architectures(arguments.model))
+    config = _checked(arguments)
+    if config.cache_config.enable_prefix_caching and config.model_config.has_inner_state:
+        arguments.enable_prefix_caching = False
+        config = _checked(arguments)
+    return config
 
 
 def _architectures(path: str) -> list[str]:

@@ -83,7 +83,8 @@ def fork_engines(architecture: str) -> None:
 
     It needs a process in which torch has one thread.
     """
-    engine_utils.get_mp_context = partial(multiprocessing.get_context, "fork")
+    forked = partial(multiprocessing.get_context, "fork")
+    setattr(engine_utils, "get_mp_context", forked)  # noqa: B010 - a private name of vLLM
     entry = ModelRegistry.models.get(architecture)
     if entry is not None:
         with suppress(ImportError):  # The engine reports it.
