@@ -10,6 +10,7 @@ from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from actor.engine.cpu.text_models import register_text_models
 from actor.engine.routing import RECORDS, ExpertRecorder
 from common.amx import TilePermission, request_tiles
 
@@ -28,6 +29,7 @@ class TileWorker(CPUWorker):
 
     def init_device(self) -> None:
         self.tile_permission = request_tiles()
+        register_text_models(self.vllm_config.model_config.architectures)
         if self.vllm_config.lora_config is not None:
             CpuPlatform.get_punica_wrapper = classmethod(lambda _: ONE_ADAPTER)  # pyright: ignore
             _keep_cpu_experts()
@@ -35,7 +37,7 @@ class TileWorker(CPUWorker):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        use_router_biases(self.model_runner.get_model())
+        complete_routers(self.model_runner.get_model())
         options: Any = self.vllm_config.additional_config
         if options and options.get(RECORDS):
             self.experts = ExpertRecorder(self.model_runner, self.vllm_config)
@@ -53,43 +55,58 @@ class TileWorker(CPUWorker):
         return [found.tobytes(), list(found.shape), found.dtype.name]
 
 
-def use_router_biases(model: nn.Module) -> None:
-    """Let routers with a softmax add their bias before they choose experts, as in Ernie 4.5.
+def complete_routers(model: nn.Module) -> None:
+    """Let routers on a CPU choose experts with a bias, and by a sigmoid, as on a GPU.
 
-    vLLM (0.32) ignores `e_score_correction_bias` of such routers on a CPU.
+    vLLM (0.32) ignores `e_score_correction_bias` beside a softmax on a CPU, as in Ernie 4.5, and
+    stops at a sigmoid, as in MiniMax-M2.
     """
     for layer in model.modules():
         for router in vars(layer).values():
-            if (
-                isinstance(router, CPURouter)
-                and router.e_score_correction_bias is not None
-                and router.scoring_func == "softmax"
-                and not router.use_grouped_topk
-                and router.custom_routing_function is None
-            ):
+            if isinstance(router, CPURouter) and _is_incomplete(router):
                 router.custom_routing_function = partial(
-                    biased_choice, router.e_score_correction_bias
+                    chosen_experts,
+                    router.e_score_correction_bias,
+                    router.scoring_func == "sigmoid",
+                    router.routed_scaling_factor,
                 )
 
 
-def biased_choice(
-    bias: Tensor, *, hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool
+def _is_incomplete(router: CPURouter) -> bool:
+    if router.use_grouped_topk or router.custom_routing_function is not None:
+        return False
+    has_bias = router.e_score_correction_bias is not None
+    return router.scoring_func == "sigmoid" or (has_bias and router.scoring_func == "softmax")
+
+
+def chosen_experts(
+    bias: Tensor | None,
+    is_sigmoid: bool,
+    scale: float,
+    *,
+    hidden_states: Tensor,
+    gating_output: Tensor,
+    topk: int,
+    renormalize: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return gates [token, chosen] and ids [token, chosen]; the bias changes the choice only.
 
     Args:
         bias: [expert].
+        is_sigmoid: whether a score is the sigmoid of a logit, not the softmax of all.
+        scale: factor of the gates, after `renormalize`.
         hidden_states: [token, hidden], not used.
         gating_output: [token, expert] logits of the router.
         topk: number of chosen experts.
         renormalize: whether the gates of a token sum to 1.
     """
-    scores = gating_output.float().softmax(-1)
-    ids = (scores + bias).topk(topk, dim=-1).indices
+    logits = gating_output.float()
+    scores = logits.sigmoid() if is_sigmoid else logits.softmax(-1)
+    ids = (scores if bias is None else scores + bias).topk(topk, dim=-1).indices
     gates = scores.gather(-1, ids)
     if renormalize:
         gates = gates / gates.sum(-1, keepdim=True)
-    return gates, ids
+    return gates * scale, ids
 
 
 def _keep_cpu_experts() -> None:

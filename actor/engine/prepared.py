@@ -7,6 +7,7 @@ does not need the model that samples.
 import copy
 import threading
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -44,10 +45,22 @@ MODULE_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers
 def begin_reload(model: nn.Module) -> None:
     """Make a model ready to take weights in the format of a checkpoint."""
     _drop_cpu_kernels(model)
+    _name_loaders(model)
     initialize_layerwise_reload(model)
     _write_in_place(model)
     for layer in _written_directly(model):
         materialize_layer(layer, get_layerwise_info(layer))
+
+
+def _name_loaders(model: nn.Module) -> None:
+    """Give each partial function that loads a weight a name, which vLLM (0.32) reads.
+
+    The norms of MiniMax-M2 have such loaders.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        loader = getattr(tensor, "weight_loader", None)
+        if isinstance(loader, partial):
+            loader.__name__ = "weight_loader"  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _write_in_place(model: nn.Module) -> None:

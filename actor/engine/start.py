@@ -1,6 +1,7 @@
 """Construction of the engine: vLLM's arguments, processes and load meter."""
 
 import faulthandler
+import json
 import logging
 import os
 import threading
@@ -8,6 +9,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import zmq
@@ -28,6 +30,7 @@ from actor.engine import routing
 from actor.engine.adapter import engine_options
 from actor.engine.arguments import as_declared
 from actor.engine.concurrency import EngineLoad
+from actor.engine.cpu.text_models import register_text_models
 from actor.engine.process_watch import ProcessWatch, own_engines
 from actor.engine.whole_turns import send_whole_turns
 from common.config.compute import FULL, EnforceEager, LoraSection
@@ -164,7 +167,7 @@ def start_llm(
                 is_repeatable=is_repeatable,
                 records_experts=records_experts,
             )
-            config = _checked(arguments)
+            config = engine_config(arguments)
             if records_experts:
                 routing.check_recordable(config)
             llm = _start(config, meter)
@@ -176,6 +179,30 @@ def start_llm(
     manager = _resources(llm).engine_manager
     watch.processes = list(getattr(manager, "processes", []))
     return llm, watch
+
+
+def engine_config(arguments: AsyncEngineArgs) -> VllmConfig:
+    """Return vLLM's configuration for these arguments on this machine. Raises: ConfigError.
+
+    vLLM's kernels for CPUs (0.32) do not keep recurrent states, such as Mamba's, inside a prompt.
+    Such models have no cache of prefixes there.
+    """
+    if not current_platform.is_cpu():
+        return _checked(arguments)
+    register_text_models(_architectures(arguments.model))
+    config = _checked(arguments)
+    if config.cache_config.enable_prefix_caching and config.model_config.has_inner_state:
+        arguments.enable_prefix_caching = False
+        config = _checked(arguments)
+    return config
+
+
+def _architectures(path: str) -> list[str]:
+    """Return the classes that a model's config.json names; [] without this file."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        return []
+    return json.loads(file.read_text(encoding="utf-8-sig")).get("architectures") or []
 
 
 def shut_down_llm(llm: AsyncLLM, *, timeout_s: float) -> None:

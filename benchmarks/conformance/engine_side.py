@@ -1,17 +1,24 @@
 """vLLM's scores of a small network: after its start, and after a published version."""
 
 import asyncio
+import multiprocessing
 import os
 import re
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import torch
 import zmq.asyncio
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.v1.engine import utils as engine_utils
 
 from actor.engine.engine import Engine
 from actor.engine.weights import WeightLink
-from benchmarks.conformance.learner_side import SEQUENCES, Scores, gap_of
-from benchmarks.conformance.part_results import PartResult, Verdict, compared, refused
+from benchmarks.conformance.learner_side import SEQUENCES, Scores, gap_of, mean_gap_of
+from benchmarks.conformance.part_results import PartResult, Verdict, compared, refused, rounded
 from common.checks.model_kind import check_window
 from common.config.compute import EnforceEager, WeightsTransport
 from common.config.run_config import ActorSection, ModelSection
@@ -29,35 +36,69 @@ START_S = 240.0
 PUBLISH_S = 60.0
 MAX_MODEL_LEN = 128
 KV_CACHE_GIB = 1
-CAUSE = re.compile(r"\b\w+Error: [^();]+")
+CAUSE = re.compile(r"\b\w+Error: (?:(?!Loading safetensors)[^();])+")
 MOST_WORDS = 300  # Characters of vLLM's message.
 
 
 def examine_engine(
-    path: Path, version: PublishedWeights, *, first: Scores, second: Scores, folder: Path
+    path: Path,
+    version_in: Callable[[torch.dtype], PublishedWeights],
+    *,
+    first: Scores,
+    second: Scores,
+    folder: Path,
 ) -> dict[str, PartResult]:
-    """Return the findings of `rollout` and `publish`.
+    """Return the findings of `rollout` and `publish`: in fp32, or in bf16 if vLLM has no fp32.
 
     Args:
         path: checkpoint that the learner wrote.
-        version: the second weights, by their published names.
+        version_in: returns the second weights, by their published names, in a dtype.
         first, second: expected scores of both weights.
-        folder: becomes the run directory of the publisher.
+        folder: gets the run directories of the publishers.
     """
     try:
         check_window(path, MAX_MODEL_LEN, shown="MODEL")
     except ConfigError as error:
         return {"rollout": refused(error), "publish": PartResult(verdict=Verdict.NOT_RUN)}
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    return asyncio.run(_examine(path, version, first, second, folder))
+    exact = _examine(path, "float32", version_in(torch.float32), first, second, folder / "fp32")
+    found = asyncio.run(exact)
+    if found["rollout"].verdict is not Verdict.ENGINE_CANNOT:
+        return found
+    why = found["rollout"].message
+    version = version_in(torch.bfloat16)
+    again = _examine(path, "bfloat16", version, first, second, folder / "bf16")
+    in_bf16 = asyncio.run(again)
+    rollout = in_bf16["rollout"]
+    if rollout.verdict is Verdict.ENGINE_CANNOT:
+        same = rollout.message == why
+        message = why if same else f"fp32: {why}; bf16: {rollout.message}"
+        return {**in_bf16, "rollout": replace(rollout, message=message)}
+    message = f"vLLM on the CPU computes this family in bf16 only ({why})"
+    return {**in_bf16, "rollout": replace(rollout, message=message)}
+
+
+def fork_engines(architecture: str) -> None:
+    """Fork an engine's process from this one, with the network's class: it imports vLLM once.
+
+    It needs a process in which torch has one thread.
+    """
+    forked = partial(multiprocessing.get_context, "fork")
+    setattr(engine_utils, "get_mp_context", forked)  # noqa: B010 - a private name of vLLM
+    entry = ModelRegistry.models.get(architecture)
+    if entry is not None:
+        with suppress(ImportError):  # The engine reports it.
+            ModelRegistry.register_model(architecture, entry.load_model_cls())
 
 
 async def _examine(
-    path: Path, version: PublishedWeights, first: Scores, second: Scores, folder: Path
+    path: Path, dtype: str, version: PublishedWeights, first: Scores, second: Scores, folder: Path
 ) -> dict[str, PartResult]:
+    judged = compared if dtype == "float32" else rounded
+    gap = gap_of if dtype == "float32" else mean_gap_of
     try:
         engine = await Engine.start(
-            ModelSection(path=str(path), dtype="float32"),
+            ModelSection(path=str(path), dtype=dtype),
             ActorSection(
                 max_concurrent=4,
                 max_model_len=MAX_MODEL_LEN,
@@ -72,8 +113,9 @@ async def _examine(
         return {"rollout": _cannot(error), "publish": PartResult(verdict=Verdict.NOT_RUN)}
     found: dict[str, PartResult] = {}
     try:
-        found["rollout"] = compared(gap_of(await _scored(engine, "first"), first))
-        found["publish"] = await _published(engine, version, second, folder)
+        found["rollout"] = judged(gap(await _scored(engine, "first"), first))
+        problem = await _published(engine, version, folder)
+        found["publish"] = problem or judged(gap(await _scored(engine, "second"), second))
         return found
     except EngineError as error:
         if not found:
@@ -95,10 +137,8 @@ async def _scored(engine: Engine, name: str) -> Scores:
     return await engine.score(SEQUENCES, request_id=name)
 
 
-async def _published(
-    engine: Engine, version: PublishedWeights, expected: Scores, folder: Path
-) -> PartResult:
-    """Send the second weights as a learner sends a version; compare the engine's new scores."""
+async def _published(engine: Engine, version: PublishedWeights, folder: Path) -> PartResult | None:
+    """Send the second weights as a learner sends a version; return a problem, if there is one."""
     run_dir = RunDir(root=folder)
     keys = create_keys(run_dir.keys)
     settings = PublishSettings(
@@ -126,7 +166,7 @@ async def _published(
             task.result()
         if engine.version != version.version:
             return PartResult(verdict=Verdict.WRONG, message="the version was not loaded in time")
-        return compared(gap_of(await _scored(engine, "second"), expected))
+        return None
     except WeightSyncError as error:
         words = " ".join(str(error).split())
         return PartResult(verdict=Verdict.WRONG, message=words[:MOST_WORDS])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.conformance.networks import VOCAB, perturb, save_as_learner
+from benchmarks.conformance.networks import VOCAB, perturb, save_as_learner, stored, trained
 from benchmarks.conformance.part_results import (
     NETWORK_ERRORS,
     PartResult,
@@ -130,7 +130,7 @@ class LearnerSide:
     @torch.no_grad()
     def _critic(self, policy: PreTrainedModel) -> float:
         critic = make_critic(CriticSection(), policy, policy_path=self._start)
-        perturb(critic.head, seed=3)
+        perturb(stored(critic.head), seed=3)
         passes = passes_of(policy, Layout.PADDED, critic=critic)
         passes.check_start(may_pad=False)
         found = passes.score(block_of(SEQUENCES), with_values=True).values
@@ -160,7 +160,7 @@ class LearnerSide:
         bare = load_policy(self._start, device="cpu", gradient_checkpointing=False)
         cfg, message = lora_for(bare)
         policy = load_policy(self._start, device="cpu", gradient_checkpointing=False, lora=cfg)
-        perturb(policy, seed=4)
+        perturb(trained(policy), seed=4)
         merged = dict(merged_tensors(policy, policy.state_dict()))
         plain = load_plain(self._start)
         plain.load_state_dict(merged)
@@ -173,7 +173,7 @@ class LearnerSide:
     def _checkpoint(self, policy: PreTrainedModel) -> float:
         """Write both weights as the learner does, and read the second with both libraries."""
         save_as_learner(policy, self._folder / "first")
-        perturb(policy, seed=1)
+        perturb(stored(policy), seed=1)
         self.plain.load_state_dict(policy.state_dict())
         self.second = plain_scores(self.plain)
         kept = str(save_as_learner(policy, self._folder / "second"))
@@ -249,6 +249,12 @@ def gap_of(found: Scores, expected: Scores) -> float:
     """Return the largest difference of the scores of all sequences; NaN if one is NaN."""
     pairs = zip(found, expected, strict=True)
     return max(_largest(ours, theirs) for ours, theirs in pairs)
+
+
+def mean_gap_of(found: Scores, expected: Scores) -> float:
+    """Return the mean difference of the scores of all sequences; NaN if one is NaN."""
+    gaps = [np.abs(np.subtract(*each)) for each in zip(found, expected, strict=True)]
+    return float(np.concatenate(gaps).mean())
 
 
 def _largest(found: Sequence[float], expected: Sequence[float]) -> float:

@@ -4,7 +4,7 @@ One routine shrinks the default configuration of a family. `families.yaml` holds
 that a family needs beside it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -71,19 +71,21 @@ EXPERTS |= dict.fromkeys(
     ),
     1,
 )
-LATENT: dict[str, Any] = {  # Multi-head latent attention.
-    "kv_lora_rank": 32,
+# Multi-head latent attention. vLLM's kernels for CPUs have one size: a rank of 512 with 64 numbers
+# of the rotary embedding.
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 512,
     "q_lora_rank": 32,
     "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 32,
-    "qk_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "qk_head_dim": 96,
     "v_head_dim": 32,
 }
 RECURRENT: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 128,  # vLLM has no smaller kernel on a CPU.
+    "linear_value_head_dim": 128,
     "mamba_n_heads": 8,
     "mamba_d_head": 32,
     "mamba_n_groups": 1,
@@ -154,7 +156,7 @@ def save_network(family: str, folder: Path) -> Path:
     """Write a small random network of a family with a tokenizer, as transformers writes it."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
-    perturb(model, seed=0)
+    perturb(stored(model), seed=0)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     make_tokenizer(list(TEXTS), vocab_size=VOCAB).save_pretrained(folder)
@@ -167,16 +169,26 @@ def save_as_learner(model: PreTrainedModel, folder: Path) -> Path:
 
 
 @torch.no_grad()
-def perturb(model: nn.Module, *, seed: int) -> None:
-    """Draw new matrices, and change vectors a little. Random numbers are large enough to matter."""
+def perturb(weights: Iterable[Tensor], *, seed: int) -> None:
+    """Draw new matrices, and change vectors a little. Random numbers are large enough to matter.
+
+    Weights without a gradient, such as the correction of a router, are only shifted.
+    """
     generator = torch.Generator().manual_seed(seed)
-    for parameter in trained(model):
-        if parameter.ndim > 1:
-            parameter.normal_(0.0, WEIGHT_STD, generator=generator)
+    for weight in weights:
+        if weight.ndim > 1 and weight.requires_grad:
+            weight.normal_(0.0, WEIGHT_STD, generator=generator)
         else:
-            parameter += NOISE_STD * torch.randn(parameter.shape, generator=generator)
+            weight += NOISE_STD * torch.randn(weight.shape, generator=generator)
+
+
+def stored(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the numbers that a checkpoint has: weights and stored buffers, tied ones once."""
+    state = model.state_dict(keep_vars=True)
+    tensors = {id(each): each for each in state.values() if each.is_floating_point()}
+    yield from tensors.values()
 
 
 def trained(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the trained weights of a model."""
+    """Yield the weights that training changes."""
     return (each for each in model.parameters() if each.requires_grad)

@@ -9,6 +9,7 @@ PAGE = Path("docs") / "MODELS.md"
 HEAD = Path(__file__).with_name("page_head.md").read_text(encoding="utf-8")
 CELLS = {
     Verdict.RIGHT: "right",
+    Verdict.ROUNDED: "right (bf16)",
     Verdict.REFUSED: "refused",
     Verdict.WRONG: "**wrong**",
     Verdict.ENGINE_CANNOT: "engine cannot",
@@ -28,7 +29,22 @@ def page_text(results: Mapping[str, FamilyResult]) -> str:
         "|" + "---|" * len(titles),
         *rows,
     ]
-    return f"{HEAD}\n## Results\n{_counts(results)}\n\n" + "\n".join(lines) + "\n"
+    head = f"{HEAD}\n## Results\n{_counts(results)}\n\n{_origins(results)}\n\n"
+    return head + "\n".join(lines) + "\n"
+
+
+def _origins(results: Mapping[str, FamilyResult]) -> str:
+    """Return which code and libraries the rows come from; the most frequent ones come first."""
+    families: dict[str, list[str]] = {}
+    for family in sorted(results):
+        result = results[family]
+        libraries = ", ".join(f"{name} {version}" for name, version in result.libraries.items())
+        code = f"commit {result.commit} with {libraries}" if result.commit else "an older commit"
+        families.setdefault(code, []).append(f"`{family}`")
+    origins = sorted(families.items(), key=lambda each: -len(each[1]))
+    most = [f"The rows are from {code}." for code, _ in origins[:1]]
+    rest = [f"From {code}: {', '.join(names)}." for code, names in origins[1:]]
+    return "\n".join(most + rest)
 
 
 def _counts(results: Mapping[str, FamilyResult]) -> str:
@@ -67,7 +83,7 @@ def _notes(result: FamilyResult) -> str:
     texts += [
         f"{name}: {found.gap:.2g} nats"
         for name, found in result.parts.items()
-        if found.verdict is Verdict.WRONG and found.gap is not None
+        if found.verdict in (Verdict.WRONG, Verdict.ROUNDED) and found.gap is not None
     ]
     return "<br>".join(texts)
 

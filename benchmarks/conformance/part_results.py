@@ -13,10 +13,14 @@ from benchmarks.table import MACHINE_ERRORS
 # Errors of networks and libraries; errors of the machine, such as a full disk, are among them.
 NETWORK_ERRORS = (*MACHINE_ERRORS, TypeError, AttributeError, StrictDataclassError)
 TOLERANCE = 1e-4  # Largest difference of two fp32 log-probabilities, in nats.
+# Largest mean difference of bf16 and fp32 log-probabilities, in nats. Other weights differ by more
+# than one nat on average.
+BF16_TOLERANCE = 0.1
 
 
 class Verdict(StrEnum):
     RIGHT = "right"
+    ROUNDED = "right in bf16"  # The engine has no fp32; the mean difference is small.
     REFUSED = "refused"  # By the project, before anything starts.
     WRONG = "wrong"
     ENGINE_CANNOT = "engine cannot"  # By vLLM, in its own words.
@@ -62,6 +66,8 @@ class FamilyResult:
     architecture: str
     parts: dict[str, PartResult] = field(default_factory=dict[str, PartResult])
     seconds: float = 0.0
+    commit: str = ""  # Code that was measured, "+changes" for a modified tree.
+    libraries: dict[str, str] = field(default_factory=dict[str, str])  # Their versions.
 
     @property
     def verdict(self) -> Verdict:
@@ -69,7 +75,7 @@ class FamilyResult:
         found = [each.verdict for each in self.parts.values()]
         if Verdict.WRONG in found:
             return Verdict.WRONG
-        for name in ("full", "rollout"):
+        for name in ("full", "rollout"):  # The first one that is not right decides.
             part = self.parts.get(name)
             if part is not None and part.verdict is not Verdict.RIGHT:
                 return part.verdict
@@ -90,6 +96,12 @@ def compared(gap: float, *, tolerance: float = TOLERANCE, message: str = "") -> 
     """Return the finding of a measured difference. A NaN is wrong."""
     verdict = Verdict.RIGHT if gap <= tolerance else Verdict.WRONG
     return PartResult(verdict=verdict, gap=gap, message=message)
+
+
+def rounded(gap: float) -> PartResult:
+    """Return the finding of a mean difference in bf16. A NaN is wrong."""
+    verdict = Verdict.ROUNDED if gap <= BF16_TOLERANCE else Verdict.WRONG
+    return PartResult(verdict=verdict, gap=gap)
 
 
 def refused(error: Exception) -> PartResult:

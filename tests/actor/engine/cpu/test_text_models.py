@@ -1,0 +1,50 @@
+"""Laws of vLLM's models on a CPU: no torchvision, and no cached prefix of recurrent states."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import Mamba2Config, Mamba2ForCausalLM
+
+from common.config.run_config import ActorSection, ModelSection
+from learner.offline.scratch import make_tokenizer, save_policy
+
+pytestmark = pytest.mark.slow
+WITH_IMAGES = "Qwen3_5ForCausalLM"  # Its module holds the variant for images, too.
+PLAIN = "Qwen2ForCausalLM"
+
+
+def test_text_model_needs_no_torchvision() -> None:
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    from actor.engine.cpu.text_models import register_text_models
+
+    if importlib.util.find_spec("torchvision") is not None:
+        pytest.skip("torchvision is installed")
+    before = dict(ModelRegistry.models)
+    try:
+        register_text_models([WITH_IMAGES, PLAIN, "Unknown"])
+        found = ModelRegistry.models[WITH_IMAGES].load_model_cls()
+        assert found.__name__ == WITH_IMAGES
+        assert ModelRegistry.models[PLAIN] is before[PLAIN], "vLLM imports it by itself"
+        assert not [name for name in sys.modules if name.partition(".")[0] == "torchvision"]
+        assert importlib.util.find_spec("torchvision") is None
+    finally:
+        ModelRegistry.models.update(before)
+
+
+def test_recurrent_states_have_no_cached_prefix_on_a_cpu(tmp_path: Path) -> None:
+    from vllm.platforms import current_platform
+
+    from actor.engine.start import engine_arguments, engine_config
+
+    if not current_platform.is_cpu():
+        pytest.skip("vLLM is built for a GPU")
+    sizes = {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8}
+    network = Mamba2ForCausalLM(Mamba2Config(vocab_size=320, num_hidden_layers=1, **sizes))
+    save_policy(tmp_path, network, make_tokenizer(["go to the red ball"], vocab_size=320))
+    model = ModelSection(path=str(tmp_path), dtype="float32")
+    arguments = engine_arguments(model, ActorSection(max_model_len=64), seed=0)
+    assert arguments.enable_prefix_caching
+    assert not engine_config(arguments).cache_config.enable_prefix_caching
