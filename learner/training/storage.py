@@ -81,7 +81,7 @@ class TensorReader(FileSystemReader):
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
 
 
 def _done(result: Any) -> Future[Any]:
