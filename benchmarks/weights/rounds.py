@@ -18,6 +18,7 @@ from benchmarks.weights.receiver import HOST, TIMEOUT_S, Receiver, TransferPeer,
 from common.errors import LongstrideError, WeightSyncError
 from common.launch.process import ChildProcess
 from common.memory import trim_heap
+from common.wire.collective import CPU
 from common.wire.rendezvous.server import StoreServer
 from common.wire.transfer.buckets import NUM_SLOTS, Cut, send_buckets
 from learner.weights.source import WeightSource
@@ -109,7 +110,7 @@ def send_rounds(source: WeightSource, cut: Cut, plan: list[str], *, route: Trans
                 if kind == "raw":
                     side.carrier.broadcast(raw)
                 else:
-                    slots = slots or make_slots(cut, channel.device)
+                    slots = slots or make_slots(cut, channel.device, source=source.device)
                     send_buckets(channel, cut, slots, source.fill)
             side.meeting.barrier()  # All receivers have verified the data.
             sent.took_s[kind].append(time.perf_counter() - started)
@@ -118,9 +119,10 @@ def send_rounds(source: WeightSource, cut: Cut, plan: list[str], *, route: Trans
     return sent
 
 
-def make_slots(cut: Cut, device: torch.device) -> list[Tensor]:
-    """Return the sender's buckets."""
-    make = {"dtype": torch.uint8, "device": device}
+def make_slots(cut: Cut, device: torch.device, *, source: torch.device = CPU) -> list[Tensor]:
+    """Return the sender's buckets, in pinned memory if the weights come from a GPU, as in a run."""
+    is_pinned = source.type == "cuda" and device.type == "cpu"
+    make = {"dtype": torch.uint8, "device": device, "pin_memory": is_pinned}
     return [torch.zeros(cut.slot_bytes, **make) for _ in range(NUM_SLOTS)]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from common.wire.messages import Trajectory
 from learner.batch.experts import Recorded, Routes, place_routes, recorded_of
-from learner.batch.packing import Packing, pack, packed_rows
+from learner.batch.packing import Packing, pack, packed_rows, padded_width
 from learner.batch.placing import placed
 
 # Minimal length of a shared prefix; sharing a shorter one costs more than it saves.
@@ -165,7 +165,7 @@ def collate_tokens(
 def _padded_rows(
     sequences: Sequence[np.ndarray],
 ) -> tuple[list[np.ndarray], list[tuple[int, np.ndarray]], tuple[int, int]]:
-    width = max(map(len, sequences))
+    width = padded_width(max(map(len, sequences)))
     rows = [index * width + np.arange(len(each)) for index, each in enumerate(sequences)]
     return rows, [], (len(sequences), width)
 
@@ -233,7 +233,7 @@ def plan_microbatches(
         return blocks
     for index in longest_first:
         # The first sequence of a block is its longest.
-        width = lengths[blocks[-1][0]] if blocks else 0
+        width = padded_width(lengths[blocks[-1][0]]) if blocks else 0
         if blocks and width * (len(blocks[-1]) + 1) <= max_tokens:
             blocks[-1].append(index)
         else:

@@ -41,6 +41,14 @@ def row_size(num_tokens: int) -> int:
     return rounded(num_tokens, multiple=SHORT_ROW_MULTIPLE if is_short else ROW_MULTIPLE)
 
 
+def padded_width(length: int) -> int:
+    """Return the width of a padded block, given the length of its longest sequence.
+
+    A width of 128 and more is a multiple of 8.
+    """
+    return rounded(length, multiple=1)
+
+
 @dataclass(frozen=True, slots=True)
 class PairBlock:
     """A piece of a sequence whose attention is one batch of matrix products.

@@ -6,16 +6,14 @@ Source: torch.distributed.checkpoint. Each rank writes its shards, any number of
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -23,6 +21,7 @@ from common.errors import ConfigError
 from learner.policy.lora import trained_state
 from learner.training.optimizers.optimizer import BLOCK
 from learner.training.ranks import Ranks
+from learner.training.storage import TensorReader, TensorWriter
 
 # A single rank needs no torch.distributed.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -31,7 +30,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 MOMENTS = "optimizer."
 
 
-class StateWriter(AsyncStager):
+class StateWriter:
     """Copies a state to the host, then writes it in a thread. One write runs at a time.
 
     The copies stay allocated for the next write. On GPUs they are in pinned memory, for full speed.
@@ -41,6 +40,7 @@ class StateWriter(AsyncStager):
         self._group = ranks.saving
         self._copies: dict[str, Tensor] = {}
         self._last: Future[Any] | None = None
+        self._thread = ThreadPoolExecutor(1, "state")
 
     def start(self, state: Mapping[str, Tensor], folder: Path) -> Future[dict[str, Tensor] | None]:
         """Copy the state; return a future that is done when all ranks have written it.
@@ -50,53 +50,30 @@ class StateWriter(AsyncStager):
         """
         if self._last is not None:
             wait([self._last])  # The caller that started this write handles its errors.
-        found = async_save(
-            dict(state),
-            checkpoint_id=folder,
-            process_group=self._group,
-            async_stager=self,
-            no_dist=self._group is None,
-        )
-        self._last = cast(Future[Any], found)
-        copies = dict(self._copies) if self._group is None else None
-        return _with_result(self._last, copies)
+        self._copy(state)
+        self._last = self._thread.submit(self._write, dict(self._copies), folder)
+        return self._last
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return copies of tensors on the host; a shard stays a shard."""
-        with torch.no_grad():
-            for name, value in state_dict.items():
-                plain = value.detach()
-                copy = self._copies.get(name)
-                if copy is None or copy.shape != plain.shape:
-                    self._copies[name] = copy = _host_copy(plain)
-                local_part(copy).copy_(local_part(plain), non_blocking=True)
-        self._copies = {name: self._copies[name] for name in state_dict}
+    def _write(self, copies: dict[str, Tensor], folder: Path) -> dict[str, Tensor] | None:
+        is_alone = self._group is None
+        writer = TensorWriter(folder)
+        save(copies, storage_writer=writer, process_group=self._group, no_dist=is_alone)
+        return copies if is_alone else None
+
+    @torch.no_grad()
+    def _copy(self, state: Mapping[str, Tensor]) -> None:
+        """Copy tensors to the host; a shard stays a shard."""
+        copies: dict[str, Tensor] = {}
+        for name, value in state.items():
+            plain = value.detach()
+            copy = self._copies.get(name)
+            if copy is None or copy.shape != plain.shape:
+                copy = _host_copy(plain)
+            local_part(copy).copy_(local_part(plain), non_blocking=True)
+            copies[name] = copy
+        self._copies = copies
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return dict(self._copies)
-
-    @property
-    def should_synchronize_after_execute(self) -> bool:
-        """False: `stage` returns after all copies are complete."""
-        return False
-
-    def close(self) -> None:
-        self._copies = {}
-
-
-def _with_result(written: Future[Any], result: Any) -> Future[Any]:
-    """Return a future with another result, and with the error of the first one."""
-    found: Future[Any] = Future()
-
-    def settle(done: Future[Any]) -> None:
-        error = done.exception()
-        if error is None:
-            found.set_result(result)
-        else:
-            found.set_exception(error)
-
-    written.add_done_callback(settle)
-    return found
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -183,7 +160,7 @@ def restore(
 
     Raises: ConfigError: the tensors belong to another model or optimizer.
     """
-    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved = TensorReader(folder).read_metadata().state_dict_metadata
     weights = _weights(modules)
     others = {name for name in saved if not name.startswith(MOMENTS)}
     if others != weights.keys() or any(
@@ -203,7 +180,8 @@ def restore(
             " with the learner.optimizer and learner.moments of the checkpoint. With 8bit moments,"
             " learner.num_ranks must also be the same."
         )
-    load({n: each.detach() for n, each in live.items()}, checkpoint_id=folder, no_dist=True)
+    own = {name: each.detach() for name, each in live.items()}
+    load(own, storage_reader=TensorReader(folder), no_dist=True)
 
 
 def _make_moments(
@@ -231,9 +209,9 @@ def read_weights(folder: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
     """
     found = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)  # pyright: ignore
-        for name, entry in FileSystemReader(folder).read_metadata().state_dict_metadata.items()
+        for name, entry in TensorReader(folder).read_metadata().state_dict_metadata.items()
         if name.startswith(f"{prefix}.")
     }
-    load(dict(found), checkpoint_id=folder, no_dist=True)  # It fills the tensors in place.
+    load(dict(found), storage_reader=TensorReader(folder), no_dist=True)  # It fills them in place.
     for name, whole in found.items():
         yield name.removeprefix(f"{prefix}."), whole

@@ -1,10 +1,10 @@
-"""Laws of packed rows: their sizes are few, whatever the lengths of the sequences."""
+"""Laws of blocks: their sizes are few, whatever the lengths of the sequences."""
 
 import numpy as np
 import pytest
 
 from learner.batch.batching import TokenBatch, collate_tokens, plan_microbatches
-from learner.batch.packing import Packing, rounded, row_size
+from learner.batch.packing import Packing, padded_width, rounded, row_size
 
 MAX_TOKENS = 16_384
 
@@ -14,17 +14,17 @@ def packing_of(tokens: TokenBatch) -> Packing:
     return tokens.packing
 
 
-def random_blocks(num_batches: int) -> list[TokenBatch]:
+def random_blocks(num_batches: int, *, is_packed: bool = True) -> list[TokenBatch]:
     """Return the blocks of batches of 1 to 100 sequences of 2 to 4,000 tokens."""
     rng = np.random.default_rng(0)
     blocks = []
     for _ in range(num_batches):
         drawn = np.exp(rng.uniform(np.log(2), np.log(4_000), size=rng.integers(1, 101)))
         lengths = [int(each) for each in drawn]
-        for block in plan_microbatches(lengths, max_tokens=MAX_TOKENS, is_packed=True):
+        for block in plan_microbatches(lengths, max_tokens=MAX_TOKENS, is_packed=is_packed):
             own = [np.zeros(lengths[index], dtype=np.int64) for index in block]
             masks = [np.arange(len(each)) > 0 for each in own]
-            blocks.append(collate_tokens(own, masks, device="cpu", is_packed=True))
+            blocks.append(collate_tokens(own, masks, device="cpu", is_packed=is_packed))
     return blocks
 
 
@@ -38,6 +38,22 @@ def test_random_batches_have_few_kernel_sizes() -> None:
     assert len({each.key_bounds.shape for each in packings}) <= 14
     assert len({each.max_length for each in packings}) <= 26
     assert len({each.max_key_length for each in packings}) <= 26
+
+
+def test_random_padded_batches_have_few_widths() -> None:
+    blocks = random_blocks(200, is_packed=False)
+    assert len(blocks) > 300
+    assert all(each.token_ids.numel() <= MAX_TOKENS for each in blocks)
+    # 31 up to 31, and 16 in each of the seven octaves up to 4,096.
+    assert len({each.token_ids.shape[1] for each in blocks}) <= 31 + 7 * 16 + 1
+
+
+def test_padded_widths_are_few_and_waste_little() -> None:
+    widths = [padded_width(length) for length in range(1, 4_097)]
+    assert widths[:31] == list(range(1, 32))
+    assert len(set(widths)) == 31 + 7 * 16 + 1
+    assert [padded_width(length) for length in (33, 130, 1_025)] == [34, 136, 1_088]
+    assert all(size <= num * 17 / 16 for num, size in enumerate(widths, start=1))
 
 
 def test_row_sizes_are_few_and_waste_little() -> None:
