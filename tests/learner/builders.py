@@ -79,13 +79,13 @@ def make_samples(*, num_groups: int = 3, size: int = 2, seed: int = 0) -> list[S
     return samples
 
 
-def make_model(*, seed: int = 0, is_tied: bool = False) -> Qwen3ForCausalLM:
-    """Build a Qwen3 of random weights: 2 layers of width 32, fp32."""
+def make_model(*, seed: int = 0, is_tied: bool = False, num_layers: int = 2) -> Qwen3ForCausalLM:
+    """Build a Qwen3 of random weights: layers of width 32, fp32."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCAB,
         hidden_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,

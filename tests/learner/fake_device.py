@@ -5,11 +5,11 @@ or by an operation that waits for the device.
 """
 
 from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import (
     _DummyBackendModule,
     _setup_privateuseone_for_python_backend,
@@ -83,7 +83,7 @@ class FakeDevice(TorchDispatchMode):
         kwargs = kwargs or {}
         device = kwargs.get("device")
         is_made_there = device is not None and torch.device(device).type == NAME
-        if is_made_there or any(isinstance(x, OnDevice) for x in tree_leaves((args, kwargs))):
+        if is_made_there or any(isinstance(x, OnDevice) for x in _leaves((args, kwargs))):
             return _compute(func, args, kwargs, self)
         return func(*args, **kwargs)
 
@@ -108,8 +108,28 @@ class FakeDevice(TorchDispatchMode):
             self.uploads["non_blocking" if how.get("non_blocking") else "blocking"] += 1
 
 
+def _leaves(value: Any) -> Iterator[object]:
+    """Yield the parts of nested arguments. PyTorch's own walk takes several times as long."""
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _leaves(each)
+    elif isinstance(value, dict):
+        yield from _leaves([*value.values()])
+    else:
+        yield value
+
+
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """Return nested arguments with each part changed."""
+    if isinstance(value, (list, tuple)):
+        return type(value)([_mapped(change, each) for each in value])
+    if isinstance(value, dict):
+        return {key: _mapped(change, each) for key, each in value.items()}
+    return change(value)
+
+
 def _has_mask(args: Any) -> bool:
-    return any(isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in tree_leaves(args[1]))
+    return any(isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in _leaves(args[1]))
 
 
 def _compute(func: Any, args: Any, kwargs: dict[str, Any], watch: FakeDevice | None) -> object:
@@ -118,9 +138,9 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any], watch: FakeDevice | N
     target = kwargs.get("device")
     is_for_host = target is not None and torch.device(target).type != NAME
     is_for_host |= func is torch.ops.aten.copy_.default and not isinstance(args[0], OnDevice)
-    own, named = tree_map(_inner, (args, kwargs))
+    own, named = _mapped(_inner, (args, kwargs))
     found = func(*own, **named)
-    return found if is_for_host else tree_map(_outer, found)
+    return found if is_for_host else _mapped(_outer, found)
 
 
 def _inner(value: object) -> object:

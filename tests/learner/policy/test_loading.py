@@ -55,8 +55,21 @@ def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+def check_halves(parts: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Check that rank 0 of two has its half of each sharded weight, and the others as a whole."""
+    assert parts.keys() == expected.keys()
+    assert any("reference" in name for name in parts)
+    assert any(isinstance(part, DTensor) for part in parts.values())
+    for name, part in parts.items():
+        want = expected[name]
+        if isinstance(part, DTensor):
+            part, want = part.to_local(), want[: (len(want) + 1) // 2]
+        assert torch.equal(part, want), name
+
+
+@pytest.mark.long  # The ranks of test_rank_workers.py load in this way, too.
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rank", [0, 4])
 def test_sharded_loading_equals_a_whole_load(tmp_path: Path, rank: int) -> None:
     cfg = run_config_with_policy(
         tmp_path, lora=LoraSection(rank=rank), critic=OF_ITS_OWN, rank_timeout_s=60.0
@@ -68,14 +81,7 @@ def test_sharded_loading_equals_a_whole_load(tmp_path: Path, rank: int) -> None:
         expected = weights_of(single)
     two = replace(cfg, learner=replace(cfg.learner, num_ranks=2))
     with trainer_of(two) as sharded:
-        parts = weights_of(sharded)
-    assert parts.keys() == expected.keys()
-    assert any("reference" in name for name in parts)
-    for name, part in parts.items():
-        want = expected[name]
-        if isinstance(part, DTensor):
-            part, want = part.to_local(), want[: (len(want) + 1) // 2]
-        assert torch.equal(part, want), name
+        check_halves(weights_of(sharded), expected)
 
 
 def test_frozen_reference_keeps_the_requested_dtype(tmp_path: Path) -> None:

@@ -124,8 +124,21 @@ def computed(
     return batch, found, torch.cat(parts)
 
 
-@pytest.mark.parametrize("attention", [Attention.FUSED, Attention.PRODUCTS])
-@pytest.mark.parametrize("name", ALGORITHMS)
+ALSO_BY_PRODUCTS = ("by token", "by sequence, recomputed", "gspo", "critic's head")
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        *((name, Attention.FUSED) for name in ALGORITHMS),
+        *((name, Attention.PRODUCTS) for name in ALSO_BY_PRODUCTS),
+        *(
+            pytest.param(name, Attention.PRODUCTS, marks=pytest.mark.long)
+            for name in ALGORITHMS
+            if name not in ALSO_BY_PRODUCTS
+        ),
+    ],
+)
 def test_packed_sequences_have_the_padded_loss_and_gradient(
     name: str, attention: Attention
 ) -> None:
@@ -186,16 +199,29 @@ def test_compiler_that_fails_is_named() -> None:
         part(torch.ones(2))
 
 
-@pytest.mark.parametrize("layout", [PADDED, PACKED])
-@pytest.mark.parametrize("name", ["critic's own trunk", "adapters' base as reference"])
-def test_no_block_recompiles_after_first_kernels(
-    name: str, layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the compiler trace each part, but translate no kernel to machine code."""
+
     def backend(graph: torch.fx.GraphModule, _: object) -> Any:
-        return graph.forward  # Only the time of compilation matters.
+        return graph.forward
 
     monkeypatch.setattr(compiling, "_compiled", {})
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("critic's own trunk", PACKED),
+        ("adapters' base as reference", PADDED),
+        pytest.param("critic's own trunk", PADDED, marks=pytest.mark.long),
+        pytest.param("adapters' base as reference", PACKED, marks=pytest.mark.long),
+    ],
+)
+def test_no_block_recompiles_after_first_kernels(
+    traced_only: None, name: str, layout: Layout
+) -> None:
     algorithm, kind = ALGORITHMS[name]
     how = {"layout": layout, "max_tokens_per_microbatch": 256, "compile": True}
     gradients = Gradients(settings_of(algorithm, **how), networks_of(algorithm, **kind), Ranks())
@@ -212,8 +238,7 @@ def test_no_block_recompiles_after_first_kernels(
                 passes.score_by_reference(tokens)
 
 
-@pytest.mark.slow
-def test_copied_compiled_network_uses_own_weights() -> None:
+def test_copied_compiled_network_uses_own_weights(traced_only: None) -> None:
     model, ids = make_model(), torch.arange(9)[None]
     compile_parts([model], fit="")
     before = model(ids).logits

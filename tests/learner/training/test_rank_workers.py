@@ -1,20 +1,21 @@
 """Laws of several learner ranks, with real processes over gloo."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
-from common.config.compute import Offload
+from common.config.compute import CriticKind, CriticSection, Offload
 from common.config.learning import Advantage, AlgorithmSection, ControllerSection, LearnerSection
 from common.config.run_config import RunConfig
 from common.errors import LongstrideError
@@ -24,22 +25,34 @@ from learner.training.checkpoint import Checkpoints
 from learner.training.rank_workers import RankWorkers
 from learner.training.ranks import deal
 from learner.training.trainer import Trainer
-from tests.learner.builders import make_samples, run_config_with_policy, tensors_of
+from tests.learner.builders import make_model, make_samples, run_config_with_policy, tensors_of
+from tests.learner.policy.test_loading import check_halves, weights_of
 
 SEQUENCES = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]]
 
 
-@pytest.fixture
-def cfg(tmp_path: Path) -> RunConfig:
-    return run_config_with_policy(
-        tmp_path,
+@pytest.fixture(scope="module")
+def cfg(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """Return the configuration of two ranks with all three networks."""
+    folder = tmp_path_factory.mktemp("networks")
+    make_model(seed=5).save_pretrained(folder / "reference")
+    cfg = run_config_with_policy(
+        folder,
         lr=1e-3,
         num_ranks=2,
-        rank_timeout_s=60.0,
+        rank_timeout_s=10.0,
+        critic=CriticSection(kind=CriticKind.MODEL),
         num_minibatches=2,
         max_tokens_per_microbatch=40,
         controller=ControllerSection(skip_step=False),  # the other reactions must be alike, too
     )
+    algorithm = AlgorithmSection(
+        advantage=Advantage.PPO,
+        entropy_coef=0.01,
+        kl_coef=0.1,
+        reference_path=str(folder / "reference"),
+    )
+    return replace(cfg, algorithm=algorithm)
 
 
 @contextmanager
@@ -77,76 +90,129 @@ def pid_of(workers: RankWorkers) -> int:
     return worker.process.pid
 
 
-@pytest.mark.slow
-def test_two_ranks_train_to_equal_weights(cfg: RunConfig) -> None:
-    cfg = replace(cfg, algorithm=AlgorithmSection(advantage=Advantage.PPO, entropy_coef=0.01))
+@dataclass(kw_only=True)
+class Life:
+    """Records of two ranks from their start to the death of one, beside a single learner."""
+
+    loaded: dict[str, torch.Tensor]
+    loaded_alone: dict[str, torch.Tensor]
+    together: torch.Tensor
+    start: torch.Tensor
+    alone: torch.Tensor
+    scores: list[list[float]]
+    scores_alone: list[list[float]]
+    published: dict[str, torch.Tensor]
+    published_alone: dict[str, torch.Tensor]
+    folder: Path
+    onward: torch.Tensor
+    not_finite: str
+    hanging: str
+    hung_for_s: float
+    dead: list[str]
+
+
+@pytest.fixture(scope="module")
+def life(cfg: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Life:
+    """Start one pair of ranks for all laws: each process takes seconds to import its packages."""
+    found: dict[str, Any] = {}
     of_one = replace(cfg, learner=replace(cfg.learner, num_ranks=1))
     model, _ = load_start(of_one, None, torch.device("cpu"))
     single, _ = make_trainer(of_one, model, None)
-    start = weights_after(single, num_steps=0)
-    alone = weights_after(single, num_steps=3)
+    found["loaded_alone"] = {name: each.clone() for name, each in weights_of(single).items()}
+    found["start"] = weights_after(single, num_steps=0)
+    found["alone"] = weights_after(single, num_steps=3)
+    found["scores_alone"] = single.score(SEQUENCES)
+    found["published_alone"] = tensors_of(single.live_weights())
     with ranks_of(cfg) as (trainer, workers):
-        together = weights_after(trainer, num_steps=3)
-        process = workers._workers[0].process
-        scores = trainer.score(SEQUENCES)
-        live = trainer.live_weights(ask=workers.ask_for_part)
-        published = tensors_of(live)
-    for ours, theirs in zip(scores, single.score(SEQUENCES), strict=True):
-        assert ours == pytest.approx(theirs, abs=1e-5)
-    expected = tensors_of(single.live_weights())
-    assert expected.keys() == published.keys()
-    for name, tensor in expected.items():
-        assert (published[name] - tensor).abs().max() < 1e-6
-    assert (alone - start).abs().max() > 1e-3
-    assert (alone - together).abs().max() < 1e-6
-    assert process.exitcode == 0
+        found["loaded"] = {name: each.clone() for name, each in weights_of(trainer).items()}
+        found["together"] = weights_after(trainer, num_steps=3)
+        found["scores"] = trainer.score(SEQUENCES)
+        found["published"] = tensors_of(trainer.live_weights(ask=workers.ask_for_part))
+        folder = tmp_path_factory.mktemp("checkpoints")
+        found |= saved(trainer, cfg, folder)
+        found |= broken(trainer, workers)
+    return Life(**found)
+
+
+def saved(trainer: Trainer, cfg: RunConfig, folder: Path) -> dict[str, Any]:
+    """Save a checkpoint, train during its write, and try to save weights that are not finite."""
+    tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True)
+    checkpoints = Checkpoints(folder, cfg.learner)
+    path = checkpoints.save(3, model=trainer._model, tokenizer=tokenizer, trainer=trainer)
+    onward = weights_after(trainer, num_steps=1)
+    checkpoints.wait()
+    spoilt = next(each for each in trainer.tensors().values() if isinstance(each, DTensor))
+    first = cast(DTensor, spoilt.detach()).to_local().view(-1)
+    finite = float(first[0])
+    first[0] = torch.inf
+    with pytest.raises(WeightsNotFinite) as error:
+        trainer.save(folder / "bad")  # Both ranks fail, so that neither waits.
+    first[0] = finite
+    return {"folder": path, "onward": onward, "not_finite": str(error.value)}
+
+
+def broken(trainer: Trainer, workers: RankWorkers) -> dict[str, Any]:
+    """Stop the other rank, and then kill it."""
+    workers.check()
+    os.kill(pid_of(workers), signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(LongstrideError) as hanging:
+        trainer.train_on(make_samples(), version=4)
+    hung_for_s = time.monotonic() - started
+    os.kill(pid_of(workers), signal.SIGKILL)
+    workers._workers[0].process.join(10)
+    with pytest.raises(LongstrideError) as checked:
+        workers.check()
+    with pytest.raises(LongstrideError) as trained:
+        trainer.train_on(make_samples(), version=4)
+    dead = [str(checked.value), str(trained.value)]
+    return {"hanging": str(hanging.value), "hung_for_s": hung_for_s, "dead": dead}
 
 
 @pytest.mark.slow
-def test_checkpoint_of_two_ranks_resumes_on_one_or_two(cfg: RunConfig, tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True)
-    with ranks_of(cfg) as (trainer, _):
-        weights_after(trainer, num_steps=2)
-        checkpoints = Checkpoints(tmp_path / "checkpoints", cfg.learner)
-        folder = checkpoints.save(2, model=trainer._model, tokenizer=tokenizer, trainer=trainer)
-        expected = weights_after(trainer, num_steps=1)  # It trains during the write.
-        checkpoints.wait()
-        spoilt = next(each for each in trainer.tensors().values() if isinstance(each, DTensor))
-        cast(DTensor, spoilt.detach()).to_local().view(-1)[0] = torch.inf
-        with pytest.raises(WeightsNotFinite, match=r"model.* so the checkpoint is not written"):
-            trainer.save(tmp_path / "bad")  # Both ranks fail, so that neither waits.
+def test_two_ranks_load_their_halves_of_all_networks(life: Life) -> None:
+    check_halves(life.loaded, life.loaded_alone)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_to_equal_weights(life: Life) -> None:
+    for ours, theirs in zip(life.scores, life.scores_alone, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+    assert life.published_alone.keys() == life.published.keys()
+    for name, tensor in life.published_alone.items():
+        assert (life.published[name] - tensor).abs().max() < 1e-6
+    assert (life.alone - life.start).abs().max() > 1e-3
+    assert (life.alone - life.together).abs().max() < 1e-6
+
+
+@pytest.mark.slow
+def test_checkpoint_of_two_ranks_resumes_on_one_or_two(life: Life, cfg: RunConfig) -> None:
     for num_ranks, offload in ((1, Offload.NONE), (2, Offload.OPTIMIZER)):
         learner = replace(cfg.learner, num_ranks=num_ranks, offload=offload, device="auto")
         again = replace(cfg, learner=learner)
-        with ranks_of(again, folder) as (trainer, _):
-            assert (weights_after(trainer, num_steps=1) - expected).abs().max() < 1e-6
+        with ranks_of(again, life.folder) as (trainer, workers):
+            assert (weights_after(trainer, num_steps=1) - life.onward).abs().max() < 1e-6
+            processes = [each.process for each in workers._workers]
+        assert [process.exitcode for process in processes] == [0] * (num_ranks - 1)
+
+
+@pytest.mark.slow
+def test_ranks_write_no_checkpoint_of_infinite_weights(life: Life) -> None:
+    assert re.search(r"model.* so the checkpoint is not written", life.not_finite)
+
+
+@pytest.mark.slow
+def test_hanging_or_dead_rank_is_named_and_blocks_no_rank(life: Life) -> None:
+    assert "learner rank 0 of 2 lost the connection to another rank" in life.hanging
+    assert life.hung_for_s < 30.0
+    assert "learner rank 1 ended with exit code -9" in life.dead[0]
+    assert "learner rank 1 ended" in life.dead[1]
 
 
 def test_samples_are_distributed_by_cost() -> None:
     assert deal([9, 1, 1, 7, 4, 4], 2) == [0, 1, 1, 1, 1, 0]  # 13 and 13
     assert deal([5, 5], 4) == [0, 1]
     assert deal([3, 1, 2], 1) == [0, 0, 0]
-
-
-@pytest.mark.slow
-def test_hanging_or_dead_rank_is_named_and_blocks_no_rank(cfg: RunConfig) -> None:
-    cfg = replace(cfg, learner=replace(cfg.learner, rank_timeout_s=5.0))
-    with ranks_of(cfg) as (trainer, workers):
-        trainer.train_on(make_samples(), version=0)
-        workers.check()
-        os.kill(pid_of(workers), signal.SIGSTOP)
-        started = time.monotonic()
-        with pytest.raises(
-            LongstrideError, match="learner rank 0 of 2 lost the connection to another rank"
-        ):
-            trainer.train_on(make_samples(), version=1)
-        assert time.monotonic() - started < 30.0
-        os.kill(pid_of(workers), signal.SIGKILL)
-        workers._workers[0].process.join(10)
-        with pytest.raises(LongstrideError, match=r"learner rank 1 ended with exit code -9"):
-            workers.check()
-        with pytest.raises(LongstrideError, match="learner rank 1 ended"):
-            trainer.train_on(make_samples(), version=1)
 
 
 @pytest.mark.slow

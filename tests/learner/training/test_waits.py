@@ -47,9 +47,9 @@ def test_step_waits_for_its_device_a_few_times(steps: dict[str, Any]) -> None:
 def test_more_microbatches_add_no_wait(steps: dict[str, Any]) -> None:
     for name, (single, several) in steps.items():
         added = several["num_waits"] - single["num_waits"]
-        assert several["num_microbatches"] == 5
-        # Pairs of prompts and answers make their own microbatches, two here.
-        assert added == (1 if name == "with information" else 0), (name, several)
+        assert several["num_microbatches"] == 6
+        # Pairs of prompts and answers make their own microbatches, four here.
+        assert added == (3 if name == "with information" else 0), (name, several)
 
 
 @pytest.mark.slow

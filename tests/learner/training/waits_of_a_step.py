@@ -37,7 +37,7 @@ ALGORITHMS = {
     "reference": AlgorithmSection(kl_coef=0.1, entropy_coef=0.01, drift_coef=0.1),
     "critic": AlgorithmSection(advantage=Advantage.PPO),
 }
-BUDGETS = (10_000, 30)  # Tokens of a microbatch: one microbatch, and many.
+BUDGETS = (10_000, 14)  # Tokens of a microbatch: one microbatch, and many.
 
 
 def varlen(
@@ -81,16 +81,16 @@ def waits_of(algorithm: AlgorithmSection, max_tokens: int, version: int) -> dict
         critic=CriticSection(whiten=False),
     )
     with watch:
-        model = on_device(make_model())
+        model = on_device(make_model(num_layers=1))
         has_critic = algorithm.advantage is Advantage.PPO
         critic = Critic(model.config.hidden_size, None).to(NAME) if has_critic else None
-        reference: Any = on_device(make_model(seed=1)) if algorithm.kl_coef else None
+        reference: Any = on_device(make_model(seed=1, num_layers=1)) if algorithm.kl_coef else None
         for each in filter(None, (model, reference)):
             attention._measured[each] = ""
         settings = TrainerSettings(learner=cfg, algorithm=algorithm, num_steps=10)
         networks = Networks(policy=model, critic=critic, reference=reference)
         trainer = Trainer(settings, networks)
-        samples = make_samples(num_groups=6)
+        samples = make_samples(num_groups=3)
         trainer.train_on(samples, version=1, must_train=True)
         micros = list(trainer._gradients._microbatches(samples, range(len(samples))))
         watch.forget()

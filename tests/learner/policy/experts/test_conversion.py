@@ -26,6 +26,7 @@ from learner.weights.source import LiveWeights
 from tests.learner.builders import tensors_of
 from tests.learner.experts import KINDS, VOCAB, save_experts
 from tests.learner.policy.test_loading import CPU, rank_of
+from tests.marks import long_for
 
 OTHERS = ("qwen2_moe", "olmoe", "granitemoe", "deepseek_v3")
 HOW: dict[str, Any] = {"device": "cpu", "gradient_checkpointing": False}
@@ -101,7 +102,7 @@ def test_scores_of_experts_equal_the_plain_forward(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("kind", long_for(["qwen3_moe", "mixtral"], ["mixtral"]))
 def test_two_ranks_score_and_publish_as_one(tmp_path: Path, kind: str) -> None:
     save_experts(tmp_path, kind)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
