@@ -71,6 +71,7 @@ def evaluate(tmp_path: Path, url: str) -> subprocess.CompletedProcess[str]:
     return command("eval", "--config", "smoke", *own, *policy)
 
 
+@pytest.mark.long
 def test_evaluation_bypasses_a_closed_proxy(tmp_path: Path) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Policy)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
