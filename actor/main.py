@@ -9,10 +9,8 @@ import time
 import uuid
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from types import FrameType
 from typing import Protocol
 
-import psutil
 import uvloop
 import zmq.asyncio
 
@@ -32,6 +30,7 @@ from common.config.run_config import RunConfig
 from common.cpu import family_cpu_s
 from common.errors import LongstrideError
 from common.join.enrol import Joined
+from common.leaving import end_during_start
 from common.memory import resident_bytes
 from common.seeds import engine_seed
 from common.stall.beacon import Beacon, beacon_of
@@ -119,24 +118,11 @@ def run_joined(cfg: RunConfig, joined: Joined, *, make_agents: MakeAgents | None
 def play(cfg: RunConfig, access: RunAccess) -> None:
     """Play episodes until the scheduler reports the end of the run, or until SIGTERM."""
     for number in STOP_SIGNALS:
-        signal.signal(number, _end_at_once)
+        signal.signal(number, end_during_start)
     # Twice: the engine's start, then the connections.
     start_s = 2 * cfg.actor.start_timeout_s
     with beacon_of(access.run_dir, access.name, start_s=start_s) as beacon:
         uvloop.run(_run(cfg, access, beacon))
-
-
-def _end_at_once(number: int, _: FrameType | None) -> None:
-    """Kill this process and its children during the start, when there is no state to save.
-
-    The event loop cannot handle the signal, because vLLM blocks it during its start.
-    """
-    logger.info("stopping during the start signal=%s", signal.Signals(number).name)
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            child.kill()
-    logging.shutdown()
-    os._exit(0)
 
 
 async def _run(cfg: RunConfig, access: RunAccess, beacon: Beacon) -> None:

@@ -3,6 +3,13 @@
 import logging
 import multiprocessing.util
 import os
+import signal
+from contextlib import suppress
+from types import FrameType
+
+import psutil
+
+logger = logging.getLogger(__name__)
 
 
 def leave(code: int) -> None:
@@ -14,3 +21,16 @@ def leave(code: int) -> None:
     multiprocessing.util._run_finalizers(0)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
     logging.shutdown()
     os._exit(code)
+
+
+def end_during_start(number: int, _: FrameType | None) -> None:
+    """Kill this process and its children: a signal handler for a start, which has no state to save.
+
+    A start may block the event loop, as vLLM does, which then cannot handle the signal.
+    """
+    logger.info("stopping during the start signal=%s", signal.Signals(number).name)
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    logging.shutdown()
+    os._exit(0)

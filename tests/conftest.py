@@ -3,11 +3,12 @@
 import gc
 import os
 from collections.abc import Generator
-from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 from common.formats import chat_template
 
@@ -20,23 +21,60 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 settings.register_profile("longstride", deadline=None, derandomize=True, database=None)
 settings.load_profile("longstride")
 
-LONG = ("end_to_end/test_", "actor/engine", "envhub/envs/test_miniwob")  # whose tests wait much
+# Files and folders with long tests, the longest first. They start first.
+FIRST = (
+    "tests/actor/engine",
+    "tests/end_to_end/test_run.py",
+    "tests/end_to_end/test_",
+    "tests/envhub/envs/test_sciworld.py",
+    "tests/common/launch/ray/test_starter.py",
+    "tests/common/checks/test_presets.py",
+    "tests/learner/training/test_",
+    "tests/envhub/envs/test_miniwob",
+)
+# Folders whose tests share one costly import or process. One worker runs all of their files.
+TOGETHER = ("tests/actor/engine",)
+ENDS_THE_ENGINE = "test_engine_death.py"
 SPREAD_OVER = 0.6  # of the others: all workers should end at about the same time
+
+
+def scope_of(nodeid: str) -> str:
+    """Return the file of a test, or the folder of TOGETHER that holds it."""
+    file = nodeid.partition("::")[0]
+    return next((folder for folder in TOGETHER if file.startswith(f"{folder}/")), file)
+
+
+def turn_of(scope: str) -> int:
+    """Return the position of a scope among the long ones, or their number for another one."""
+    return next((i for i, part in enumerate(FIRST) if scope.startswith(part)), len(FIRST))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Spread long files among the first of the others, so that cores are never idle."""
-    here = Path(__file__).parent
-    files = {where: [*group] for where, group in groupby(items, key=lambda item: item.path)}
-    names = {file: file.relative_to(here).as_posix() for file in files}
-    long = [f for folder in LONG for f in reversed(files) if names[f].startswith(folder)]
-    others = [f for f in files if f not in long]
+    items.sort(key=lambda item: ENDS_THE_ENGINE in item.nodeid)
+    scopes: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        scopes.setdefault(scope_of(item.nodeid), []).append(item)
+    long = sorted((each for each in scopes if turn_of(each) < len(FIRST)), key=turn_of)
+    others = [each for each in scopes if turn_of(each) == len(FIRST)]
     gap = int(SPREAD_OVER * len(others) / max(1, len(long)))
-    order: list[Path] = []
-    for i, file in enumerate(long):
-        order += [file, *others[i * gap : (i + 1) * gap]]
-    items[:] = [item for f in [*order, *others[len(long) * gap :]] for item in files[f]]
+    order: list[str] = []
+    for i, scope in enumerate(long):
+        order += [scope, *others[i * gap : (i + 1) * gap]]
+    order += others[len(long) * gap :]
+    items[:] = [item for scope in order for item in scopes[scope]]
+
+
+class FilesTogether(LoadFileScheduling):
+    """Sends each file to one worker, and all files of a folder of TOGETHER to the same one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return scope_of(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogether | None:
+    return FilesTogether(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:

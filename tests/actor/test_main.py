@@ -12,7 +12,7 @@ from common.wire.security import create_keys
 from tests.actor.engine.engine_rig import save_tiny_policy
 from tests.bounds import at_most
 
-pytestmark = [pytest.mark.slow, pytest.mark.timed]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timed]
 
 START_S = 180.0
 END_S = 1.0
@@ -30,9 +30,7 @@ run(RunConfig(model=model, actor=ActorSection(name="a", max_concurrent=4)), RunD
 """
 
 
-@pytest.mark.parametrize(
-    "moment", ["starting engine", pytest.param("engine ready", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("moment", ["starting engine", "engine ready"])
 def test_starting_actor_ends_quickly_on_sigterm(tmp_path: Path, moment: str) -> None:
     save_tiny_policy(tmp_path / "policy", is_tied=False)
     create_keys(tmp_path / "keys")

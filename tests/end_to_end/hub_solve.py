@@ -146,7 +146,9 @@ async def open_patiently(client: Client, env: str, item_id: str) -> str:
         await asyncio.sleep(RETRY_S)
 
 
-def solve_one_env(hub: ServiceProcess, *, num_items: int) -> Iterator[SubsetResult]:
-    """Yield a tally for each subset of a running hub."""
-    for subset in uvloop.run(list_subsets(hub.target)):
+def solve_all(
+    hub: ServiceProcess, subsets: list[Subset], *, num_items: int
+) -> Iterator[SubsetResult]:
+    """Yield a tally for each of these subsets of a running hub."""
+    for subset in subsets:
         yield uvloop.run(solve_subset(hub.target, subset, num_items=num_items))

@@ -17,6 +17,11 @@ import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NO_VARIABLES: Mapping[str, str] = {}  # Beside those of the test itself.
+PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+CLOSED_PROXY = {
+    **dict.fromkeys([*PROXIES, *(name.upper() for name in PROXIES)], "http://127.0.0.1:9"),
+    **dict.fromkeys(["no_proxy", "NO_PROXY"], ""),
+}
 RUN_S = 600.0  # slow cores that others share
 
 

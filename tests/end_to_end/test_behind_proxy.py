@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from common.store.journal import read_journal
-from tests.end_to_end.runs import REPOSITORY, Run, balances
+from tests.end_to_end.runs import CLOSED_PROXY, REPOSITORY, Run, balances
 
 pytestmark = [
     pytest.mark.slow,
@@ -19,18 +19,16 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # Ray's own
 ]
 
-NAMES = ("http_proxy", "https_proxy", "all_proxy")
-CLOSED = dict.fromkeys([*NAMES, *(name.upper() for name in NAMES)], "http://127.0.0.1:9")
-CLOSED |= {"no_proxy": "", "NO_PROXY": ""}
 SHORT = ("train.num_steps=2", "eval.before=false", "eval.after=false")
 AGENT = ("actor.endpoint=true", 'actor.agent=["sh", "docs/examples/agent.sh"]')
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("local", marks=pytest.mark.long), "ray"])
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["local", "ray"])
 def test_run_succeeds_beside_a_closed_proxy(tmp_path: Path, launcher: str) -> None:
     """The agent is a program of its own, which plays through the actor's endpoint."""
     whole = (*SHORT, *AGENT, "actor.agent_lifetime=episode", f"launcher={launcher}")
-    with Run(tmp_path, *whole, env=CLOSED) as run:
+    with Run(tmp_path, *whole, env=CLOSED_PROXY) as run:
         assert run.wait() == 0, run.output
     assert "restart=" not in run.output
     assert [line["step"] for line in run.metrics()] == [1, 2]
@@ -45,7 +43,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "run.py", *words],
         cwd=REPOSITORY,
-        env={**os.environ, **CLOSED},
+        env={**os.environ, **CLOSED_PROXY},
         capture_output=True,
         encoding="utf-8",
         timeout=300,
@@ -73,6 +71,7 @@ def evaluate(tmp_path: Path, url: str) -> subprocess.CompletedProcess[str]:
     return command("eval", "--config", "smoke", *own, *policy)
 
 
+@pytest.mark.long
 def test_evaluation_bypasses_a_closed_proxy(tmp_path: Path) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Policy)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})

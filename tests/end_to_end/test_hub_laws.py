@@ -5,6 +5,7 @@ LONGSTRIDE_SOLVE_ITEMS=200 solves that many items of every subset; by default a 
 
 import random
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 import uvloop
@@ -21,7 +22,7 @@ from tests.end_to_end.hub_solve import (
     list_subsets,
     open_patiently,
     sample_items,
-    solve_one_env,
+    solve_all,
     solve_subset,
 )
 from tests.end_to_end.hubs import amount, offline_envs
@@ -35,11 +36,36 @@ NUM_TURNS = 10
 WITHOUT_EXPERT = frozenset(subset_name(page) for page in UNSOLVABLE)
 
 
+SEED, OTHER_SEED = "0", "12345"
+# Environments without processes of their own. One hub for each hash seed serves all of them.
+LIGHT = [name for name in offline_envs() if name not in WITH_PROCESSES]
+Hubs = dict[tuple[str, str], ServiceProcess]
+
+
+@pytest.fixture(scope="module")
+def light_hubs() -> Iterator[Hubs]:
+    """The hubs of the light environments, by environment and hash seed."""
+    with hub_of(LIGHT, SEED) as hub, hub_of(LIGHT, OTHER_SEED) as other:
+        yield {(env, SEED): hub for env in LIGHT} | {(env, OTHER_SEED): other for env in LIGHT}
+
+
 @pytest.fixture(scope="module", params=long_for(offline_envs(), WITH_PROCESSES))
-def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, ServiceProcess]]:
-    """An environment and the hub that serves it."""
-    with hub_process([request.param], environ={"PYTHONHASHSEED": "0"}) as hub:
-        yield request.param, hub
+def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, Hubs]]:
+    """An environment and the hubs that serve it."""
+    env = request.param
+    if env in LIGHT:
+        yield env, request.getfixturevalue("light_hubs")
+        return
+    with hub_of([env], SEED) as hub, hub_of([env], OTHER_SEED) as other:
+        yield env, {(env, SEED): hub, (env, OTHER_SEED): other}
+
+
+def hub_of(envs: list[str], seed: str) -> AbstractContextManager[ServiceProcess]:
+    return hub_process(envs, environ={"PYTHONHASHSEED": seed})
+
+
+def subsets_of(env: str, hub: ServiceProcess) -> list[Subset]:
+    return [each for each in uvloop.run(list_subsets(hub.target)) if each.env == env]
 
 
 def some_of(subsets: list[Subset]) -> list[Subset]:
@@ -49,17 +75,18 @@ def some_of(subsets: list[Subset]) -> list[Subset]:
     return chance.sample(subsets, min(NUM_SUBSETS, len(subsets)))
 
 
-def test_expert_solves_every_sampled_item(served: tuple[str, ServiceProcess]) -> None:
-    _, hub = served
+def test_expert_solves_every_sampled_item(served: tuple[str, Hubs]) -> None:
+    env, hubs = served
+    hub = hubs[env, SEED]
+    subsets = subsets_of(env, hub)
     if NUM_ITEMS:
-        tallies = list(solve_one_env(hub, num_items=NUM_ITEMS))
+        tallies = list(solve_all(hub, subsets, num_items=NUM_ITEMS))
         assert {t.subset.name for t in tallies if not t.has_expert} <= WITHOUT_EXPERT
         low = [t for t in tallies if t.has_expert and t.solved_frac < MIN_SOLVED_FRAC]
         assert low == []
         return
-    subsets = some_of(uvloop.run(list_subsets(hub.target)))
     faults: list[SolvedItem] = []
-    for subset in subsets:
+    for subset in some_of(subsets):
         faults += uvloop.run(solve_subset(hub.target, subset, num_items=1)).faults
     assert faults == []
 
@@ -110,19 +137,21 @@ async def play(target: ServiceTarget, subset: Subset, item_id: str) -> list[obje
     return seen
 
 
-async def play_all(target: ServiceTarget) -> dict[str, list[object]]:
+async def play_all(target: ServiceTarget, subsets: list[Subset]) -> dict[str, list[object]]:
     """Return the observations of one item of some subsets."""
     return {
         item_id: await play(target, subset, item_id)
-        for subset in some_of(await list_subsets(target))[:3]
+        for subset in some_of(subsets)[:3]
         for item_id in sample_items(subset, 1)
     }
 
 
-def test_observations_are_independent_of_the_hash_seed(served: tuple[str, ServiceProcess]) -> None:
-    env, hub = served
-    seen = uvloop.run(play_all(hub.target))
-    with hub_process([env], environ={"PYTHONHASHSEED": "12345"}) as other:
-        seen_there = uvloop.run(play_all(other.target))
+def test_observations_are_independent_of_the_hash_seed(served: tuple[str, Hubs]) -> None:
+    env, hubs = served
+    seen, seen_there = (
+        uvloop.run(play_all(hubs[env, seed].target, subsets_of(env, hubs[env, seed])))
+        for seed in (SEED, OTHER_SEED)
+    )
+    assert seen
     assert seen.keys() == seen_there.keys()
     assert [item_id for item_id in seen if seen[item_id] != seen_there[item_id]] == []

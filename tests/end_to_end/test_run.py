@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 
 from benchmarks.envhub.hub import ServiceProcess, hub_process
 from common.store.journal import read_journal
+from tests.common.launch.ray.clusters import wait_for
 from tests.end_to_end.offline import BASE, RATES, loss_of, successes
 from tests.end_to_end.offline import run as run_command
-from tests.end_to_end.runs import REPOSITORY, Run, balances, unbounded
+from tests.end_to_end.runs import CLOSED_PROXY, REPOSITORY, Run, balances, unbounded
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -33,9 +34,12 @@ OVERRIDES = (
 
 @pytest.fixture(scope="module")
 def disturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[str, int]]:
-    """A run whose learner was killed, that was stopped by Ctrl-C, and that the same command ended.
+    """A run whose learner was killed, that was stopped by Ctrl-C, and that Ray's workers ended.
 
-    The numbers are the journal's episodes at the kill and the metric lines at the stop.
+    The second start is on Ray, in a shell that names a proxy where no server listens.
+
+    The numbers are the journal's episodes at the kill, and the metric lines and the characters of
+    the output at the stop.
     """
     folder = tmp_path_factory.mktemp("run")
     numbers: dict[str, int] = {}
@@ -50,9 +54,10 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[str, 
         assert run.left_over() == []
         numbers["steps"] = len(run.metrics())
         assert numbers["steps"] < NUM_STEPS
-    with Run(folder, *OVERRIDES) as again:
+        numbers["length"] = len(run.output)
+    with Run(folder, *OVERRIDES, "launcher=ray", env=CLOSED_PROXY) as again:
         assert again.wait() == 0, again.output
-        assert again.left_over() == []
+        wait_for(lambda: again.left_over() == [])  # Ray's own processes end a little later.
     return again, numbers
 
 
@@ -99,6 +104,15 @@ def test_interrupted_run_resumes_at_its_next_step(disturbed: tuple[Run, dict[str
     assert stopped in run.output
 
 
+def test_run_on_ray_bypasses_a_closed_proxy(disturbed: tuple[Run, dict[str, int]]) -> None:
+    run, numbers = disturbed
+    resumed = run.output[numbers["length"] :]
+    assert "restart=" not in resumed
+    assert f"finished: step {NUM_STEPS}/{NUM_STEPS}" in resumed
+    assert "started role=actor-0 node=" in resumed
+    assert run.read("ledger.json")["failed"] == 0
+
+
 def test_killed_learner_rereads_only_unsettled_episodes(
     disturbed: tuple[Run, dict[str, int]],
 ) -> None:
@@ -130,7 +144,8 @@ def test_sft_learns_the_newest_successes_of_a_run(
 ) -> None:
     root = disturbed[0].root
     rows = successes(root / "journal")
-    num_trained = len(rows) // 2
+    num_trained = min(len(rows) // 2, 30)
+    assert num_trained > 10
     run_command(
         tmp_path,
         "sft",

@@ -154,31 +154,39 @@ from actor.agents.agents import Agents
 from common.config.evaluation import AgentLifetime
 from tests.actor.agents.programs import RENDERER, act, open_session, settings
 from tests.actor.rollout.playing import LEASE
-async def play():
-    cfg = settings(sys.executable, "-c", sys.argv[2], agent_lifetime=AgentLifetime(sys.argv[1]))
+async def play(lifetime):
+    program = f"PATH = {sys.argv[2] + lifetime!r}" + sys.argv[1]
+    cfg = settings(sys.executable, "-c", program, agent_lifetime=AgentLifetime(lifetime))
     agents, lease = Agents(cfg, actor="a", renderer=RENDERER), replace(LEASE, deadline_s=600.0)
     how = {"open_session": open_session, "act": act, "task": ("", ""), "may_repeat": False}
     await agents.play(lease, **how)
-asyncio.run(play())
+async def play_all():
+    await asyncio.gather(*map(play, AgentLifetime))
+asyncio.run(play_all())
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lifetime", AgentLifetime)
-def test_killed_actor_terminates_its_agents(
-    lifetime: AgentLifetime, tmp_path: Path, repository: Path
-) -> None:
-    path = tmp_path / "pid"
-    program = f"PATH = {str(path)!r}\n{SLEEPER}"
-    command = [sys.executable, "-c", PLAYER, lifetime, program]
+def test_killed_actor_terminates_its_agents(tmp_path: Path, repository: Path) -> None:
+    """One agent lives as long as its episode, the other one as long as the run."""
+    command = [sys.executable, "-c", PLAYER, SLEEPER, str(tmp_path / "pid-")]
+    paths = [tmp_path / f"pid-{lifetime}" for lifetime in AgentLifetime]
     player = subprocess.Popen(command, cwd=repository)
     try:
-        until(path.exists)
-        agent = psutil.Process(int(path.read_text(encoding="utf-8")))
+        until(lambda: all(path.exists() for path in paths) or player.poll() is not None)
+        agents = [psutil.Process(int(path.read_text(encoding="utf-8"))) for path in paths]
     finally:
         player.kill()
         player.wait(timeout=20)
-    until(lambda: not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE)
+    for agent in agents:
+        until(lambda agent=agent: not agent.is_running() or is_zombie(agent))
+
+
+def is_zombie(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -128,11 +128,9 @@ assert got == ("I look.", "look", {"where": "up"}, "go <left>"), got
 refused()
 step(got[3])
 '''
-SPEAKS = (
-    *("chat(False)", "chat(True)"),
-    *("responses(False)", "responses(True)", "responses(False, by_id=True)"),
-    *("messages(False)", "messages(True)"),
-)
+STREAMED = ("chat(True)", "responses(True)", "messages(True)")
+WHOLE = ("chat(False)", "responses(False)", "messages(False)")
+BY_ID = "responses(False, by_id=True)"
 
 
 async def _played(python: str, program: Path, how: str) -> Trajectory:
@@ -159,12 +157,21 @@ async def _played(python: str, program: Path, how: str) -> Trajectory:
 
 
 @pytest.mark.slow
-def test_real_client_packages_yield_identical_captures(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "speaks",
+    [
+        pytest.param((*STREAMED, BY_ID), id="streamed"),
+        pytest.param((STREAMED[0], *WHOLE), id="whole", marks=pytest.mark.long),
+    ],
+)
+def test_real_client_packages_yield_identical_captures(
+    speaks: tuple[str, ...], tmp_path: Path
+) -> None:
     python, program = python_with(*PACKAGES), tmp_path / "agent.py"
     program.write_text(PROGRAM, encoding="utf-8")
     captured: dict[str, Any] = {}
-    for how in SPEAKS:
+    for how in speaks:
         got = asyncio.run(_played(python, program, how))
         assert (got.end_reason, got.reward) == (EndReason.DONE, 1.0), (how, got.error)
         captured[how] = told(got)
-    assert all(each == captured[SPEAKS[0]] for each in captured.values())
+    assert all(each == captured[speaks[0]] for each in captured.values())

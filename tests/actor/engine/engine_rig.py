@@ -111,6 +111,8 @@ class Rig:
             records_experts=algorithm.routing_replay,
         )
         self.engine = self._runner.run(start)
+        # The answers of the engine's processes before their first token.
+        self.tiles: list[str] = self._runner.run(self.engine._llm.collective_rpc("tiles"))
 
     def run(self, law: Coroutine[Any, Any, None]) -> None:
         """Run a test's coroutine on the engine's loop."""
@@ -225,6 +227,26 @@ class Rig:
                 prompt_ids, request_id=name, max_tokens=max_tokens, salt=f"v{self.engine.version}"
             )
         )
+
+
+class ExactEngine:
+    """An engine in float32. It starts at its first use, and again once a test has ended it."""
+
+    def __init__(self, new_folder: Callable[[], Path]) -> None:
+        self._new_folder = new_folder
+        self._rig: Rig | None = None
+
+    def lend(self) -> Rig:
+        """Return the engine. Its weights are those of the last test."""
+        if self._rig is None:
+            self._rig = Rig(self._new_folder(), dtype="float32", is_tied=False)
+        return self._rig
+
+    def end(self) -> None:
+        """End the engine and its processes, if there are any."""
+        if self._rig is not None:
+            self._rig.close()
+            self._rig = None
 
 
 def save_tiny_policy(

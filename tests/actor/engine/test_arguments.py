@@ -67,6 +67,7 @@ def test_right_arguments_get_the_declared_types() -> None:
     assert all(found[name] == given[name] for name in same)
 
 
+@pytest.mark.long
 def test_check_before_the_start_refuses_a_near_miss() -> None:
     from actor.engine.arguments import check_engine_args
 

@@ -23,24 +23,25 @@ PROMPT_TOKENS = 300  # more than two blocks of the engine's prefix cache
 EXACT, ROUNDED = "float32", "bfloat16 tied"  # tied: embedding and head are one tensor
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.005}  # mean |delta logprob|, nats
 on_float32 = pytest.mark.parametrize("rig", [EXACT], indirect=True)
-on_both = pytest.mark.parametrize("rig", [EXACT, ROUNDED], indirect=True)
+on_both = pytest.mark.parametrize(
+    "rig", [EXACT, pytest.param(ROUNDED, marks=pytest.mark.long)], indirect=True
+)
 
 
 @pytest.fixture(scope="module")
-def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    """One engine at a time."""
-    dtype, _, tied = request.param.partition(" ")
+def rounded_rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        # The exact one is the engine of a synchronous run.
-        rig = Rig(
-            tmp_path_factory.mktemp("rig"),
-            dtype=dtype,
-            is_tied=bool(tied),
-            is_repeatable=dtype == EXACT,
-        )
+        folder = tmp_path_factory.mktemp("rig")
+        rig = Rig(folder, dtype="bfloat16", is_tied=True, is_repeatable=False)
         yield rig
         rig.close()
+
+
+@pytest.fixture
+def rig(request: pytest.FixtureRequest) -> Rig:
+    """The exact engine is the one of a synchronous run."""
+    return request.getfixturevalue("exact_rig" if request.param == EXACT else "rounded_rig")
 
 
 def make_prompts(num: int, *, num_tokens: int, seed: int = 0) -> list[list[int]]:

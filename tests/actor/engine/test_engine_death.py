@@ -15,18 +15,16 @@ import pytest
 
 from common.config.run_config import ActorSection, ModelSection
 from common.errors import ConfigError, EngineError
-from tests.actor.engine.engine_rig import WAIT_S, Rig, save_tiny_policy
+from tests.actor.engine.engine_rig import WAIT_S, ExactEngine, Rig, save_tiny_policy
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        rig = Rig(tmp_path, dtype="float32", is_tied=False)
-        yield rig
-        rig.close()
+def rig(exact_engine: ExactEngine) -> Iterator[Rig]:
+    """The common engine, which a test of this file ends."""
+    yield exact_engine.lend()
+    exact_engine.end()
 
 
 def core_processes() -> list[psutil.Process]:
@@ -44,8 +42,10 @@ def core_processes() -> list[psutil.Process]:
 )
 def test_killed_engine_reports_the_signal(rig: Rig, number: int) -> None:
     async def law() -> None:
-        (answer,) = await rig.engine._llm.collective_rpc("tiles")
-        assert answer in ("not_needed", "granted"), "asked before the first token"
+        assert rig.tiles in (["not_needed"], ["granted"]), "asked before the first token"
+        with rig.learner() as (publisher, _):
+            async with rig.link() as (link, _task):  # Forced tokens end no turn early.
+                await rig.publish_first(publisher, link, rig.forced_weights(1))
         sampling = rig.generate("doomed", [5, 6], max_tokens=400)
         await rig.generate("clock", [5, 6], max_tokens=4)
         (core,) = core_processes()
@@ -67,6 +67,7 @@ def test_failed_engine_start_reports_its_cause(tmp_path: Path) -> None:
     save_tiny_policy(tmp_path / "policy", is_tied=False)
     (tmp_path / "policy" / "model.safetensors").write_bytes(b"no weights at all")
     model = ModelSection(path=str(tmp_path / "policy"), dtype="float32")
+    before = core_processes()
     gc.collect()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -80,7 +81,7 @@ def test_failed_engine_start_reports_its_cause(tmp_path: Path) -> None:
         first
     )
     assert "its last lines:" in str(raised.value)
-    assert core_processes() == []
+    assert core_processes() == before
 
 
 def test_refused_vllm_arguments_raise_config_error(tmp_path: Path) -> None:
@@ -89,7 +90,8 @@ def test_refused_vllm_arguments_raise_config_error(tmp_path: Path) -> None:
     save_tiny_policy(tmp_path / "policy", is_tied=False)
     model = ModelSection(path=str(tmp_path / "policy"), dtype="float32")
     actor = ActorSection(max_model_len=512, max_concurrent=50_000)
+    before = core_processes()
     law = r"refuses its arguments: max_num_batched_tokens .* max_num_seqs \(50000\)\. Change the"
     with pytest.raises(ConfigError, match=law):
         asyncio.run(Engine.start(model, actor, end_of_turn_ids=[], seed=0))
-    assert core_processes() == []
+    assert core_processes() == before

@@ -11,9 +11,8 @@ from learner.policy.saving import save_tokenizer
 from tests.actor.engine.engine_rig import Rig
 from tests.actor.engine.test_engine import make_prompts, mean_delta, sample
 from tests.learner.experts import KINDS, VOCAB, save_experts
-from tests.marks import long_for
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 LIMIT = 1e-4  # mean |delta logprob|, nats
 
@@ -24,7 +23,7 @@ def save_policy_of(folder: Path, kind: str) -> None:
     save_tokenizer(folder, make_tokenizer(words, vocab_size=VOCAB))
 
 
-@pytest.fixture(scope="module", params=long_for(KINDS, ("mixtral", "gpt_oss")))
+@pytest.fixture(scope="module", params=KINDS)
 def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")

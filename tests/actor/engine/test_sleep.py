@@ -17,13 +17,11 @@ pytestmark = pytest.mark.slow
 LIMIT = 1e-4  # mean |delta logprob|, nats
 
 
-@pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        rig = Rig(tmp_path_factory.mktemp("rig"), dtype="float32", is_tied=False)
-        yield rig
-        rig.close()
+@pytest.fixture
+def rig(exact_rig: Rig) -> Iterator[Rig]:
+    cfg = exact_rig.engine._cfg
+    yield exact_rig
+    exact_rig.engine._cfg = cfg
 
 
 @pytest.mark.parametrize("level", [1, 2])

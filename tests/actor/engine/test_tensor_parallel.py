@@ -19,7 +19,7 @@ from tests.actor.engine.test_engine import (
 )
 from tests.common.wire.meeting import Meeting
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 NUM_WORKERS = 2
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import sys
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -19,25 +18,12 @@ SHORT = 64
 LONG = 256
 
 
-@pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        rig = Rig(tmp_path_factory.mktemp("rig"), dtype="float32", is_tied=False)
-        yield rig
-        rig.close()
+@pytest.fixture
+def rig(exact_rig: Rig) -> Rig:
+    return exact_rig
 
 
-async def calls_of_turn(rig: Rig, name: str, *, num_tokens: int) -> int:
-    """Return the calls of a turn of this length; the random policy ends some turns early."""
-    for attempt in range(50):
-        calls, turn = await calls_during(rig, f"{name}-{attempt}", num_tokens=num_tokens)
-        if len(turn.token_ids) == num_tokens:
-            return calls
-    raise AssertionError(f"no turn has {num_tokens} tokens")
-
-
-async def calls_during(rig: Rig, name: str, *, num_tokens: int) -> tuple[int, Turn]:
+async def calls_during(rig: Rig, name: str, *, num_tokens: int) -> int:
     """Return the calls, of Python and C, of this thread while one turn is sampled."""
     calls = 0
 
@@ -53,16 +39,19 @@ async def calls_during(rig: Rig, name: str, *, num_tokens: int) -> tuple[int, Tu
         tape.end(0)
     finally:
         sys.setprofile(None)
-    assert len(turn.token_ids) == len(tape.token_ids) == len(turn.logprobs)
-    return calls, turn
+    assert len(turn.token_ids) == len(tape.token_ids) == len(turn.logprobs) == num_tokens
+    return calls
 
 
 def test_calls_do_not_grow_with_the_tokens_of_a_turn(rig: Rig) -> None:
     """With a message for each token, 192 more tokens are 20,000 more calls."""
 
     async def law() -> None:
-        short = await calls_of_turn(rig, "short", num_tokens=SHORT)
-        long = await calls_of_turn(rig, "long", num_tokens=LONG)
+        with rig.learner() as (publisher, _):
+            async with rig.link() as (link, _task):  # Forced tokens end no turn early.
+                await rig.publish_first(publisher, link, rig.forced_weights(1))
+        short = await calls_during(rig, "short", num_tokens=SHORT)
+        long = await calls_during(rig, "long", num_tokens=LONG)
         assert long - short < LONG - SHORT  # Less than one call for each token.
 
     rig.run(law())
@@ -88,13 +77,27 @@ def test_cancelled_turns_do_not_delay_a_pause(rig: Rig) -> None:
 
 
 def test_turn_across_two_pauses_keeps_every_token_and_logprob(rig: Rig) -> None:
-    async def law() -> None:
-        running = rig.generate("long", [5, 6, 7], max_tokens=200)
+    async def turn_across_pauses(name: str) -> Turn | None:
+        """Return a turn, or None if the policy ended it before the second pause."""
+        running = rig.generate(name, [5, 6, 7], max_tokens=200)
+        is_across = True
         for number in range(2):
-            await rig.generate(f"clock-{number}", [5, 6], max_tokens=10)
+            await rig.generate(f"{name}-clock-{number}", [5, 6], max_tokens=10)
             await rig.engine._llm.pause_generation(mode="keep", clear_cache=False)
+            is_across = not running.done()
             await rig.engine._llm.resume_generation()
-        turn: Turn = await running
+        turn = await running
+        return turn if is_across else None
+
+    async def law() -> None:
+        rig.randomize(seed=1)
+        with rig.learner() as (publisher, _):
+            async with rig.link() as (link, _task):
+                await rig.publish_first(publisher, link, rig.weights(1))
+        turn = None
+        for attempt in range(50):
+            turn = turn or await turn_across_pauses(f"long-{attempt}")
+        assert turn is not None
         (scores,) = await rig.engine.score([[5, 6, 7, *turn.token_ids]], request_id="score")
         assert len(turn.token_ids) == len(turn.versions) > 10
         assert np.allclose(scores[2:], turn.logprobs, atol=1e-4)

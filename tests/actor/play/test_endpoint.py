@@ -50,6 +50,14 @@ def test_endpoint_receives_configured_model_temperature_and_limit() -> None:
     assert toy.keys == [None]
 
 
+def test_endpoint_of_this_machine_bypasses_a_closed_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("NO_PROXY", "")
+    assert ask(ToyEndpoint()).text == "go"
+
+
 def test_api_key_is_sent_and_never_shown(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

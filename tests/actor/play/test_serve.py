@@ -9,11 +9,10 @@ import subprocess
 from collections.abc import Awaitable, Callable
 from itertools import count
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import aiohttp
 import pytest
-from openai import AsyncOpenAI, BadRequestError
 from transformers import AutoTokenizer
 
 from actor.play.doors import ChatEndpoint, endpoint_path, find_endpoint
@@ -26,6 +25,9 @@ from common.config.load import load_config
 from common.errors import ConfigError, EngineError
 from common.repository import ROOT
 from common.store.run_dir import RunDir
+
+if TYPE_CHECKING:  # The import takes a second.
+    from openai import AsyncOpenAI
 
 CFG = load_config("quickstart", [], root=ROOT)
 TOKENIZER: Any = AutoTokenizer.from_pretrained(
@@ -150,8 +152,9 @@ def test_chat_request_seed_reaches_the_engine() -> None:
     assert parrot.seeds == [None, 7, 2**63 - 1]
 
 
-def served_to_client(parrot: Parrot, work: Callable[[AsyncOpenAI], Awaitable[Any]]) -> Any:
+def served_to_client(parrot: Parrot, work: "Callable[[AsyncOpenAI], Awaitable[Any]]") -> Any:
     """Return what a client of OpenAI's own package finds at a served policy."""
+    from openai import AsyncOpenAI
 
     async def run() -> Any:
         async with (
@@ -176,7 +179,7 @@ def test_content_parts_and_null_are_texts() -> None:
         {"role": "user", "content": "a wall"},
     ]
 
-    async def work(client: AsyncOpenAI) -> None:
+    async def work(client: "AsyncOpenAI") -> None:
         await client.chat.completions.create(model="m", messages=messages)
 
     served_to_client(parrot, work)
@@ -184,7 +187,7 @@ def test_content_parts_and_null_are_texts() -> None:
 
 
 def test_limit_stop_and_number_of_answers_are_obeyed() -> None:
-    async def work(client: AsyncOpenAI) -> Any:
+    async def work(client: "AsyncOpenAI") -> Any:
         create: Any = client.chat.completions.create
         messages: Any = said("goal: go")
         return [
@@ -207,7 +210,7 @@ def test_limit_stop_and_number_of_answers_are_obeyed() -> None:
 
 
 def test_stream_adds_up_to_the_answers() -> None:
-    async def work(client: AsyncOpenAI) -> list[Any]:
+    async def work(client: "AsyncOpenAI") -> list[Any]:
         messages: Any = said("goal: go")
         options: Any = {"include_usage": True}
         stream = await client.chat.completions.create(
@@ -224,7 +227,7 @@ def test_stream_adds_up_to_the_answers() -> None:
 
 
 def test_served_policy_is_listed_as_a_model() -> None:
-    async def work(client: AsyncOpenAI) -> list[str]:
+    async def work(client: "AsyncOpenAI") -> list[str]:
         return [each.id async for each in client.models.list()]
 
     assert served_to_client(Parrot(), work) == ["a, version 7"]
@@ -251,7 +254,9 @@ def test_served_policy_is_listed_as_a_model() -> None:
 def test_field_that_is_not_obeyed_is_a_400(field: str, value: object) -> None:
     parrot = Parrot()
 
-    async def work(client: AsyncOpenAI) -> str:
+    async def work(client: "AsyncOpenAI") -> str:
+        from openai import BadRequestError
+
         with pytest.raises(BadRequestError) as caught:
             await client.chat.completions.create(
                 model="m", messages=cast(Any, said("go")), extra_body={field: value}

@@ -41,7 +41,7 @@ def test_run_continues_when_its_dashboard_is_killed(tmp_path: Path) -> None:
         (child,) = [each for each in living if "dashboard" in each.cmdline()]
         child.kill()
         address = urlsplit(told[0].removeprefix("dashboard: "))
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while _is_open(address.port or 0):
             assert time.monotonic() < deadline
     assert not child.is_running()

@@ -281,7 +281,9 @@ def test_mismatched_picture_is_refused_with_a_message(page: Page) -> None:
 
 
 @pytest.mark.skipif(AXE is None, reason="axe-playwright-python is not installed")
-@pytest.mark.parametrize(("theme", "width"), [("light", 1280), ("dark", 390)])
+@pytest.mark.parametrize(
+    ("theme", "width"), [pytest.param("light", 1280, marks=pytest.mark.long), ("dark", 390)]
+)
 def test_views_have_no_serious_axe_findings(page: Page, theme: str, width: int) -> None:
     assert AXE is not None
     assert AXE.submodule_search_locations is not None

@@ -116,7 +116,7 @@ def run_py(*words: str, **environ: str) -> subprocess.CompletedProcess[bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("locale", ["C", "POSIX"])
+@pytest.mark.parametrize("locale", ["C", pytest.param("POSIX", marks=pytest.mark.long)])
 def test_non_utf8_locale_accepts_umlauts_in_arguments(locale: str) -> None:
     environ = {"LC_ALL": locale, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = run_py("--config", "smoke", "run.dir=läufe mit leerzeichen", "--dry-run", **environ)

@@ -25,7 +25,7 @@ from common.wire.security import JoinKey, create_keys, read_join_key, write_join
 from common.wire.sockets import Router
 from learner.scheduler.members.enrolment import Enrolments
 
-WAIT_S = 5.0
+WAIT_S = 20.0
 REQUEST = JoinRequest(role="actor", product=product_version(), name="actor-1", public_key="k" * 40)
 OUTSIDE = "environments/mine.py:make_spec"
 TOKENIZER = b'{"v": "' + b"x" * (2 * PART_BYTES) + b'"}'

@@ -133,7 +133,7 @@ def end(job: subprocess.Popen[str]) -> None:
 
 
 def wait_for(path: Path, words: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not path.exists() or words not in path.read_text(encoding="utf-8"):
         assert time.monotonic() < deadline, words
         time.sleep(0.02)

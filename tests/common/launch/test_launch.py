@@ -78,7 +78,7 @@ def launch(
     states: list[LaunchState] | None = None,
     watch: StallDetector | None = None,
 ) -> Ending:
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 60.0
 
     def on_poll_in_time(state: LaunchState) -> None:
         assert time.monotonic() < deadline, "the run did not end"

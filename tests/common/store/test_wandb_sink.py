@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wandb.proto import wandb_internal_pb2
 
 from common.config.services import LogSection, WandbMode
 from common.errors import ConfigError
@@ -19,7 +18,6 @@ from common.wire.messages import EpisodeKind
 from tests.common.dashboard.runs import append, episode, make_run
 
 NOBODY = {"HOME": "/nonexistent"}
-RECORD: Any = wandb_internal_pb2.Record  # type: ignore[attr-defined]
 AUTO = LogSection(wandb=WandbMode.AUTO)
 
 
@@ -133,6 +131,7 @@ def run_sink(root: Path, script: str, **environ: str) -> subprocess.CompletedPro
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_sink_without_account_writes_silently_offline(tmp_path: Path) -> None:
     script = (
         "sink = WandbSink(run_dir, cfg)\n"
@@ -149,6 +148,7 @@ def test_sink_without_account_writes_silently_offline(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_sink_accepts_alternative_spellings_of_offline(tmp_path: Path) -> None:
     script = (
         "sink = WandbSink(run_dir, cfg)\n"
@@ -193,6 +193,9 @@ def test_broken_wandb_disables_the_sink_with_warning(tmp_path: Path) -> None:
 
 def records_of(log: Path) -> Iterator[Any]:
     """Yield what an offline file holds: blocks of 32 KiB of chunks, as LevelDB's log."""
+    from wandb.proto import wandb_internal_pb2
+
+    record_type: Any = wandb_internal_pb2.Record  # type: ignore[attr-defined]
     text, at, whole = log.read_bytes(), 7, b""
     while at + 7 <= len(text):
         left = 32768 - at % 32768
@@ -203,7 +206,7 @@ def records_of(log: Path) -> Iterator[Any]:
         whole += text[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # whole, or the last part
-            yield RECORD.FromString(whole)
+            yield record_type.FromString(whole)
             whole = b""
 
 

@@ -17,7 +17,7 @@ from common.wire.security import RunKeys, create_keys
 from common.wire.sockets import Received, Router
 
 HOST = "127.0.0.1"
-WAIT_S = 5.0
+WAIT_S = 20.0
 HELLO = Hello(role="actor", name="a", incarnation="i", version=0)
 
 

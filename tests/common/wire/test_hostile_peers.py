@@ -95,7 +95,7 @@ def seconds_of_an_answer(dealer: zmq.Socket, ask: list[bytes] = ASK) -> float:
 
 def wait_for(condition: object, what: str) -> None:
     assert callable(condition)
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.02)

@@ -117,18 +117,21 @@ def test_roles_see_only_their_own_gpus(
     assert log_of(tmp_path, "actor-2") == ""
 
 
-def test_failing_role_ends_run_but_killed_restarts(nodes: Nodes, tmp_path: Path) -> None:
-    starts = tmp_path / "starts"
-    stay = "import os, signal, sys; open(sys.argv[1], 'a').write(f'{os.getpid()} '); signal.pause()"
+def test_failing_role_ends_the_run(nodes: Nodes, tmp_path: Path) -> None:
     fail = "import sys; print('early'); raise RuntimeError('no such device')"
     learner = role(tmp_path, "learner", fail, ends_run=True, max_restarts=2)
-    hub = role(tmp_path, "envhub", stay, starts)
-    ending = launch(nodes, tmp_path, [hub, learner])
+    ending = launch(nodes, tmp_path, [role(tmp_path, "envhub", STAY), learner])
     assert ending.exit_code == 1
     assert "learner failed after 2 restarts: exit code 1" in ending.reason
     assert "RuntimeError: no such device" in ending.reason
     assert log_of(tmp_path, "learner").count("early") == 3
-    starts.unlink(missing_ok=True)
+
+
+@pytest.mark.long
+def test_killed_role_restarts(nodes: Nodes, tmp_path: Path) -> None:
+    starts = tmp_path / "starts"
+    stay = "import os, signal, sys; open(sys.argv[1], 'a').write(f'{os.getpid()} '); signal.pause()"
+    hub = role(tmp_path, "envhub", stay, starts)
     killed: list[int] = []
 
     def on_poll() -> None:
@@ -145,6 +148,10 @@ def test_failing_role_ends_run_but_killed_restarts(nodes: Nodes, tmp_path: Path)
 
     assert launch(nodes, tmp_path, [hub], on_poll).exit_code == 143
     assert len(killed) == 1
+
+
+@pytest.mark.long
+def test_exit_code_of_a_role_decides_how_the_run_ends(nodes: Nodes, tmp_path: Path) -> None:
     ends = role(tmp_path, "learner", "print('done')", ends_run=True)
     assert launch(nodes, tmp_path, [role(tmp_path, "envhub", STAY), ends]).exit_code == 0
     wrong = role(tmp_path, "actor-0", "print('error: actor.name=a: is taken'); raise SystemExit(2)")
