@@ -23,7 +23,11 @@ from common.store.run_dir import RunDir
 from tests.common.launch.ray.clusters import Nodes, running_cluster, wait_for
 from tests.common.launch.test_launch import GRANDCHILD, STAY, TERM_NOTED, interrupt_when, is_gone
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore"),  # Ray's own
+]
 
 TELL = (
     "import os, signal; print(os.environ.get('CUDA_VISIBLE_DEVICES'), os.environ.get('MARK'),"
@@ -68,7 +72,7 @@ def launch(
         "ray.learner_cpus=0.5",
     ]
     cfg = load_config("smoke", [*own, *overrides], root=Path(__file__).parents[4])
-    deadline = time.monotonic() + 150.0
+    deadline = time.monotonic() + 300.0
 
     def on_poll_in_time(state: LaunchState) -> None:
         assert time.monotonic() < deadline, "the run did not end"
