@@ -87,7 +87,7 @@ class Run:
         argv = [sys.executable, "run.py", "status", "--probe", kind]
         where = [f"run.dir={self._folder}", "run.name=r"]
         done = subprocess.run(
-            [*argv, *where], cwd=REPOSITORY, capture_output=True, encoding="utf-8", timeout=60
+            [*argv, *where], cwd=REPOSITORY, capture_output=True, encoding="utf-8", timeout=240
         )
         told = done.stdout.strip().removeprefix(f"{self.root}: ")
         assert (done.returncode == 0) == (told == kind), done

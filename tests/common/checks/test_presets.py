@@ -151,7 +151,7 @@ def test_norms_of_queries_and_keys_count(tmp_path: Path) -> None:
 def dry_run(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "run.py"), "--dry-run", *argv]
     env = os.environ | {"HF_HUB_OFFLINE": "1"} | env
-    return subprocess.run(command, capture_output=True, encoding="utf-8", env=env, timeout=60)
+    return subprocess.run(command, capture_output=True, encoding="utf-8", env=env, timeout=240)
 
 
 def with_gpu(folder: Path, *, mib: int, number: int = 1) -> str:

@@ -178,6 +178,18 @@ def test_shipped_config_survives_saving_and_loading(tmp_path: Path, repository: 
         assert load_config(str(tmp_path / "deep" / "config.yaml"), [], root=repository) == cfg
 
 
+def test_no_value_leaks_into_the_next_load(tmp_path: Path, repository: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("tasks: [{env: babyai, subset: GoToLocal}]\n", encoding="utf-8")
+    plain = load_config(str(path), [MODEL], root=repository)
+    more = ["tasks.0.subset=Open", "learner.lr=0.5", "horizon.per_env.babyai.kind=fixed"]
+    changed = load_config(str(path), [MODEL, *more], root=repository)
+    assert (changed.tasks[0].subset, changed.learner.lr) == ("Open", 0.5)
+    assert load_config(str(path), [MODEL], root=repository) == plain
+    path.write_text("tasks: [{env: babyai, subset: Open}]\n", encoding="utf-8")
+    assert load_config(str(path), [MODEL], root=repository).tasks[0].subset == "Open"
+
+
 def test_list_of_enums_survives_saving_and_loading(tmp_path: Path, repository: Path) -> None:
     cfg = load_config(None, [MODEL, "sft.contexts=[full,fold]"], root=repository)
     assert cfg.sft.contexts == [ContextKind.FULL, ContextKind.FOLD]

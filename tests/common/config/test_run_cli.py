@@ -20,7 +20,7 @@ from common.config.load import list_configs
 from common.repository import ROOT
 from tests.common.checks.models import write_model
 
-TIMEOUT_S = 60
+TIMEOUT_S = 240
 ARCHITECTURE = "configs/architectures/qwen2.5-7b-instruct"
 LARGE = [name for name in list_configs(ROOT) if "qwen" in name]  # their weights are on the hub
 

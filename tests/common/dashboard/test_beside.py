@@ -17,7 +17,7 @@ from tests.common.dashboard.runs import make_run
 
 
 def _runs(url: str) -> list[str]:
-    with urlopen(f"{url}api/runs", timeout=30) as answer:  # it is bound before it answers
+    with urlopen(f"{url}api/runs", timeout=120) as answer:  # it is bound before it answers
         return [each["name"] for each in json.load(answer)]
 
 

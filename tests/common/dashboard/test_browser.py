@@ -67,7 +67,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
             yield server.stdout.readline().strip()
         finally:
             server.terminate()
-            server.communicate(timeout=20)
+            server.communicate(timeout=60)
 
 
 def _as_a_fleet(run_dir: RunDir) -> None:

@@ -261,9 +261,22 @@ def many(run_dir: RunDir, start: int, num: int) -> None:
     append(run_dir, *(episode(i) for i in range(start, start + num)))
 
 
-def test_cached_journal_is_not_read_again(tmp_path: Path) -> None:
-    run_dir, cache = make_run(tmp_path / "a", 0), tmp_path / "cache"
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose journal is just large enough for a cache of its index."""
+    run_dir = make_run(tmp_path_factory.mktemp("large") / "a", 0)
     many(run_dir, 0, MIN_ROWS)
+    return run_dir.root
+
+
+@pytest.fixture
+def run_dir(large: Path, tmp_path: Path) -> RunDir:
+    """A copy of the large run."""
+    return RunDir(root=Path(shutil.copytree(large, tmp_path / "a")))
+
+
+def test_cached_journal_is_not_read_again(run_dir: RunDir, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
     whole = read(run_dir.root, cache=cache)
     many(run_dir, MIN_ROWS, 4)
     late = [f"g{MIN_ROWS // 4:07d}/0", "failed", "engine", 3]
@@ -287,9 +300,10 @@ def test_cached_journal_is_not_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["another run", "no cache", "damaged cache", "cut outcomes"])
-def test_stale_index_of_another_journal_is_discarded(tmp_path: Path, what: str) -> None:
-    run_dir, cache = make_run(tmp_path / "a", 0), tmp_path / "cache"
-    many(run_dir, 0, MIN_ROWS)
+def test_stale_index_of_another_journal_is_discarded(
+    run_dir: RunDir, tmp_path: Path, what: str
+) -> None:
+    cache = tmp_path / "cache"
     read(run_dir.root, cache=cache)
     (kept,) = cache.glob("*.npz")
     if what == "another run":
@@ -310,9 +324,9 @@ def test_stale_index_of_another_journal_is_discarded(tmp_path: Path, what: str) 
     assert again.flow() == fresh.flow()
 
 
-def test_damaged_journal_is_reported_at_every_opening(tmp_path: Path) -> None:
-    run_dir, cache = make_run(tmp_path / "a", 0), tmp_path / "cache"
-    many(run_dir, 0, MIN_ROWS + 9)
+def test_damaged_journal_is_reported_at_every_opening(run_dir: RunDir, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    many(run_dir, MIN_ROWS, 9)
     path = run_dir.journal / "000000.log"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0xFF

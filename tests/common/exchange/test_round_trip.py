@@ -286,7 +286,7 @@ def test_atif_export_validates_against_the_harbor_schema(tmp_path):
         "for line in open(sys.argv[1]): Trajectory.model_validate(json.loads(line))\nprint('taken')"
     )
     argv = [python_with("atif==1.7.0"), "-c", script, str(path)]
-    done = subprocess.run(argv, capture_output=True, encoding="utf-8", timeout=60)
+    done = subprocess.run(argv, capture_output=True, encoding="utf-8", timeout=240)
     assert done.stdout == "taken\n", done.stderr
 
 

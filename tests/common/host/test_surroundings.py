@@ -111,7 +111,7 @@ def run_py(*words: str, **environ: str) -> subprocess.CompletedProcess[bytes]:
         cwd=ROOT,
         env={"PATH": os.environ["PATH"], "HOME": "/tmp", **environ},
         capture_output=True,
-        timeout=60,
+        timeout=240,
     )
 
 
@@ -165,7 +165,7 @@ def test_venv_path_with_spaces_becomes_a_link(tmp_path: Path) -> None:
     )
     python = folder / "venv" / "bin" / "python"
     done = subprocess.run(
-        [python, "-c", code], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=60
+        [python, "-c", code], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=240
     )
     assert done.returncode == 0, done.stderr
     link, real = done.stdout.strip().split("|")

@@ -104,7 +104,7 @@ def test_temporary_link_disappears_with_its_process(tmp_path: Path) -> None:
         env={**os.environ, "TMPDIR": str(long_folder(tmp_path))},
         capture_output=True,
         encoding="utf-8",
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     link, was_there = done.stdout.split()

@@ -57,7 +57,7 @@ def test_units_are_valid(tmp_path: Path) -> None:
         )
     units = [str(path) for path in sorted(tmp_path.iterdir())]
     command = ["systemd-analyze", "verify", "--man=no", *units]
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=240, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -145,7 +145,7 @@ def test_terminated_batch_job_saves_and_requeues_itself(tmp_path: Path) -> None:
         wait_for(tmp_path / "runs" / "smoke" / "keys" / "join.key", "key")
         wait_for(log, "srun --relative=1")
         os.kill(job.pid, signal.SIGTERM)  # as `--signal=B:TERM@600` does, to the script alone
-        assert job.wait(timeout=20) == 143
+        assert job.wait(timeout=60) == 143
     finally:
         end(job)
     lines = log.read_text(encoding="utf-8").splitlines()
@@ -158,7 +158,7 @@ def test_terminated_batch_job_saves_and_requeues_itself(tmp_path: Path) -> None:
 def test_finished_batch_job_is_not_requeued(code: int, tmp_path: Path) -> None:
     job = batch_job(tmp_path, f"end={code}")
     try:
-        assert job.wait(timeout=20) == code
+        assert job.wait(timeout=60) == code
     finally:
         end(job)
     assert "requeue" not in (tmp_path / "log").read_text(encoding="utf-8")

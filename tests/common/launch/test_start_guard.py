@@ -107,6 +107,6 @@ def test_role_begins_once_its_main_loop_runs(tmp_path: Path, repository: Path) -
         cwd=repository,
         capture_output=True,
         encoding="utf-8",
-        timeout=60,
+        timeout=240,
     )
     assert done.stdout.split() == ["False", "False", "True"], done.stderr

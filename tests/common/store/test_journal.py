@@ -301,12 +301,12 @@ def test_journal_refuses_a_second_writing_process(tmp_path: Path) -> None:
     command = [sys.executable, "-c", script, str(tmp_path)]
     root = ROOT
     second = subprocess.run(
-        command, cwd=root, check=False, capture_output=True, encoding="utf-8", timeout=30
+        command, cwd=root, check=False, capture_output=True, encoding="utf-8", timeout=120
     )
     assert "another process writes this journal" in second.stderr
     writer.close()
     third = subprocess.run(
-        command, cwd=root, check=False, capture_output=True, encoding="utf-8", timeout=30
+        command, cwd=root, check=False, capture_output=True, encoding="utf-8", timeout=120
     )
     assert third.returncode == 0
 

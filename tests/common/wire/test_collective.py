@@ -66,8 +66,8 @@ def test_broadcast_delivers_rank_0_bytes_every_epoch() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         sending, receiving = pool.submit(send), pool.submit(receive)
-        sending.result(timeout=20)
-        got = receiving.result(timeout=20)
+        sending.result(timeout=60)
+        got = receiving.result(timeout=60)
     for received, original in zip(got, sent, strict=True):
         assert torch.equal(received, original)
 

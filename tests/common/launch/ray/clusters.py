@@ -61,7 +61,7 @@ def running_cluster(folder: Path, **head: Any) -> Generator[Nodes]:
 def wait_for(
     happened: Callable[[], bool],
     *,
-    timeout_s: float = 150.0,
+    timeout_s: float = 300.0,
     others: Callable[[], object] = lambda: None,
 ) -> None:
     """Wait for an event in Ray. Raises: AssertionError: it did not happen; shows `others`."""

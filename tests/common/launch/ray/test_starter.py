@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,11 @@ from common.store.run_dir import RunDir
 from tests.common.launch.ray.clusters import Nodes, running_cluster, wait_for
 from tests.common.launch.test_launch import GRANDCHILD, STAY, TERM_NOTED, interrupt_when, is_gone
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore"),  # Ray's own
+]
 
 TELL = (
     "import os, signal; print(os.environ.get('CUDA_VISIBLE_DEVICES'), os.environ.get('MARK'),"
@@ -68,7 +72,7 @@ def launch(
         "ray.learner_cpus=0.5",
     ]
     cfg = load_config("smoke", [*own, *overrides], root=Path(__file__).parents[4])
-    deadline = time.monotonic() + 150.0
+    deadline = time.monotonic() + 300.0
 
     def on_poll_in_time(state: LaunchState) -> None:
         assert time.monotonic() < deadline, "the run did not end"
@@ -175,7 +179,16 @@ def test_signal_stops_roles_in_order_without_remains(nodes: Nodes, tmp_path: Pat
     assert all(is_gone(int(pid)) for pid in pids.read_text(encoding="utf-8").split())
 
 
-def test_killed_launcher_ends_its_roles_and_cluster(tmp_path: Path, repository: Path) -> None:
+@pytest.fixture
+def short() -> Iterator[str]:
+    """A folder with a short name: paths of sockets have at most 107 characters."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield folder
+
+
+def test_killed_launcher_ends_its_roles_and_cluster(
+    tmp_path: Path, repository: Path, short: str
+) -> None:
     pids = tmp_path / "pids"
     code = (
         "import sys\nfrom pathlib import Path\n"
@@ -196,8 +209,7 @@ def test_killed_launcher_ends_its_roles_and_cluster(tmp_path: Path, repository: 
         "import os, signal, sys; open(sys.argv[1] + '.part', 'w').write(str(os.getpid()));"
         "os.rename(sys.argv[1] + '.part', sys.argv[1]); signal.pause()"
     )
-    short = tempfile.TemporaryDirectory()  # paths of sockets have 107 characters
-    marks = {"LONGSTRIDE_TEST_MARK": str(tmp_path), "TMPDIR": short.name}
+    marks = {"LONGSTRIDE_TEST_MARK": str(tmp_path), "TMPDIR": short}
     environment = {**os.environ, "RAY_ADDRESS": "", **marks}
     launcher = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path), stay], cwd=repository, env=environment
@@ -220,7 +232,6 @@ def test_killed_launcher_ends_its_roles_and_cluster(tmp_path: Path, repository: 
     wait_for(lambda: is_gone(int(pids.read_text(encoding="utf-8"))))
     left = lambda: commands_of(marked(tmp_path))  # noqa: E731
     wait_for(lambda: left() == [], others=left)  # Ray's agents poll every 10 s.
-    short.cleanup()
     assert addresses <= {"127.0.0.1", "[::ffff:127.0.0.1]", "[::1]"}
 
 
