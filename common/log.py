@@ -28,7 +28,7 @@ def configure_logging(role: str, level: str) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(PlainFormatter(FORMAT.format(role=role)))
     logging.basicConfig(level=level, handlers=[handler], force=True)
-    for noisy in ("asyncio", "aiohttp", "httpx", "urllib3", "matplotlib", "filelock"):
+    for noisy in ("asyncio", "aiohttp", "httpx", "urllib3", "filelock"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     # transformers imports torchao. torchao warns about missing CUDA kernels and torch's changes.
     for warning in ("torchao", "torch.utils._pytree"):

@@ -106,12 +106,11 @@ async def open_episode(client: Client, job: Job, number: int) -> Steps:
 
 
 async def run_job(job: Job) -> Measured:
-    """Run a job in this process."""
+    """Run a job in this process. Its clock starts when all episodes are open."""
     numbers = count()
     latencies_ms: list[float] = []
 
-    async def keep_stepping(client: Client, begin_s: float, end_s: float) -> None:
-        episode = await open_episode(client, job, next(numbers))
+    async def keep_stepping(client: Client, episode: Steps, begin_s: float, end_s: float) -> None:
         for action in cycle(ACTIONS[job.env]):
             sent_s = time.perf_counter()
             is_over = await episode.step(action)
@@ -129,9 +128,13 @@ async def run_job(job: Job) -> Measured:
         clients = [
             await stack.enter_async_context(Client(job.target)) for _ in range(job.num_clients)
         ]
+        episodes = [await open_episode(client, job, next(numbers)) for client in clients]
         begin_s = time.perf_counter() + WARM_UP_S
-        end_s = begin_s + job.duration_s
-        await asyncio.gather(*(keep_stepping(each, begin_s, end_s) for each in clients))
+        clocks = (begin_s, begin_s + job.duration_s)
+        pairs = zip(clients, episodes, strict=True)
+        await asyncio.gather(*(keep_stepping(*pair, *clocks) for pair in pairs))
+    if not latencies_ms:
+        raise RuntimeError(f"no step was answered within {job.duration_s:g} s")
     return Measured(duration_s=job.duration_s, latencies_ms=latencies_ms)
 
 

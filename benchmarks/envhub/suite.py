@@ -49,8 +49,8 @@ def add_agentgym(table: BenchTable, hub: ServiceProcess, *, peer: str) -> None:
         table.note("AgentGym's server", f"not measured: name the URL of its TextCraft in {PEER}")
         return
     theirs = Job(target=ServiceTarget(url=peer), base=urlsplit(peer).path.rstrip("/"))
-    rates = [each.per_s for each in in_turn([ours, theirs])]
-    table.compare(name, *rates, "/s", against="AgentGym's server", at_least=MIN_OF_AGENTGYM)
+    hubs, peers = (each.per_s for each in in_turn([ours, theirs]))
+    table.compare(name, hubs, peers, "/s", against="AgentGym's server", at_least=MIN_OF_AGENTGYM)
 
 
 def in_turn(jobs: list[Job]) -> list[Measured]:

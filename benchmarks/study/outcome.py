@@ -34,9 +34,8 @@ class Point:
 class SeedResult:
     arm: str
     seed: int
-    before: float  # Like the gain, NaN if the initial policy was not evaluated.
+    before: float  # NaN if the initial policy was not evaluated.
     after: float
-    gain: float
     lag_mean: float  # In steps, mean over the trained tokens.
     ess_min: float  # Minimum effective sample size of a step, as a fraction of its tokens.
     points: tuple[Point, ...]  # The last is the evaluation at the end.
@@ -65,7 +64,6 @@ def read_outcome(run: Path, *, arm: str, seed: int) -> SeedResult:
         seed=seed,
         before=report["before"]["success"] if report["before"] else NAN,
         after=report["after"]["success"],
-        gain=report["gain"]["success"] if report["gain"] else NAN,
         lag_mean=float(np.average(lags, weights=num_tokens)),
         ess_min=min(line["offpolicy/ess_frac"] for line in steps),
         points=_points(run, report, steps),

@@ -45,7 +45,7 @@ def study_table(outcomes: Sequence[SeedResult], *, base: str) -> str:
 
     columns: Columns = {
         "seeds": lambda runs: str(len(runs)),
-        "before [95 %]": lambda runs: interval(*over_runs([each.before for each in runs])),
+        **_before(outcomes),
         **_at_equal_spending(outcomes),
         "after [95 %]": lambda runs: interval(*over_runs(_after(runs))),
         f"less {base}, points [95 %]": less_base,
@@ -60,6 +60,13 @@ def study_table(outcomes: Sequence[SeedResult], *, base: str) -> str:
 
 def _after(runs: Runs) -> list[float]:
     return [each.after for each in runs]
+
+
+def _before(outcomes: Sequence[SeedResult]) -> Columns:
+    """Return a column for studies that evaluate the initial policy."""
+    if np.isnan([each.before for each in outcomes]).any():
+        return {}
+    return {"before [95 %]": lambda runs: interval(*over_runs([each.before for each in runs]))}
 
 
 def _at_equal_spending(outcomes: Sequence[SeedResult]) -> Columns:

@@ -20,7 +20,6 @@ def make_run(arm: str, seed: int, *curve: float, tokens_per_step: int = 100) -> 
         seed=seed,
         before=curve[0],
         after=curve[-1],
-        gain=curve[-1] - curve[0],
         lag_mean=1.0,
         ess_min=0.9,
         points=points,

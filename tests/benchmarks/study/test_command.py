@@ -20,7 +20,7 @@ from common.errors import ConfigError
 from common.launch.process import ChildProcess
 from common.repository import ROOT
 
-REPORT = {"before": None, "after": {"success": 0.5}, "gain": None}
+REPORT = {"before": None, "after": {"success": 0.5}}
 LINE = {"step": 1, "time_s": 1.0, "train/num_sampled_tokens": 9.0}
 # A run of no length. The run 2-seed0 fails.
 PROGRAM = """

@@ -1,6 +1,7 @@
 """Laws of a study's outcomes: the files of a run and their evaluation."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from common.wire.messages import EpisodeKind, Trajectory
 from tests.learner.builders import make_trajectory
 
 
-def write_run(folder: Path, report: dict[str, object]) -> int:
+def write_run(folder: Path, report: Mapping[str, object]) -> int:
     """Write a run of two steps; return the sampled tokens of an episode."""
     made = make_trajectory([5, 6, 7, 8], [0, 1, 1, 0])
 
@@ -50,7 +51,7 @@ def write_run(folder: Path, report: dict[str, object]) -> int:
 
 
 def test_outcome_counts_generated_tokens_until_each_evaluation(tmp_path: Path) -> None:
-    report = {"before": {"success": 0.25}, "after": {"success": 0.75}, "gain": {"success": 0.5}}
+    report = {"before": {"success": 0.25}, "after": {"success": 0.75}}
     sampled = write_run(tmp_path, report)
     outcome = read_outcome(tmp_path, arm="x", seed=3)
     assert [(p.step, p.success, p.num_episodes, p.num_tokens) for p in outcome.points] == [
@@ -60,14 +61,14 @@ def test_outcome_counts_generated_tokens_until_each_evaluation(tmp_path: Path) -
     ]
     assert [point.spent_s for point in outcome.points] == [0.0, 0.0, 5.0]
     assert outcome.lag_mean == pytest.approx(0.5)  # 30 tokens of lag 0, 10 of lag 2
-    assert (outcome.ess_min, outcome.gain, outcome.after) == (0.8, 0.5, 0.75)
+    assert (outcome.ess_min, outcome.before, outcome.after) == (0.8, 0.25, 0.75)
 
 
 def test_run_without_first_evaluation_has_no_first_point(tmp_path: Path) -> None:
-    write_run(tmp_path, {"before": None, "after": {"success": 0.75}, "gain": None})
+    write_run(tmp_path, {"before": None, "after": {"success": 0.75}})
     outcome = read_outcome(tmp_path, arm="x", seed=3)
     assert [point.step for point in outcome.points] == [1, 2]
-    assert np.isnan([outcome.before, outcome.gain]).all()
+    assert np.isnan(outcome.before)
 
 
 def test_run_resumes_only_with_original_settings(tmp_path: Path) -> None:

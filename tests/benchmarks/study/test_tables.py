@@ -1,6 +1,7 @@
 """Laws of a study's table: equal spending, intervals over seeds, gaps to the base arm."""
 
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -48,6 +49,13 @@ def test_table_has_a_row_per_arm_with_its_gap() -> None:
     assert "less a, points [95 %]" in head
     assert first.startswith("| a | 1 | 0.100 [0.100, 0.100] |")
     assert "| 0.500 [0.500, 0.500] | +10.0 [10.0, 10.0] | 0.500 | 1.0 | 0.90 | 12 |" in second
+
+
+def test_table_without_first_evaluation_has_no_such_column() -> None:
+    run = replace(make_run("a", 0, 0.4), before=float("nan"))
+    head = study_table([run], base="a").splitlines()[0]
+    assert "before" not in head
+    assert "episodes" not in head
 
 
 @pytest.mark.parametrize(("after", "is_kept"), [(0.59, True), (0.57, False)])
