@@ -11,6 +11,7 @@ import psutil
 
 from common.host.cgroups import PROC, cpu_quotas, cpu_used_s
 from common.host.cores import cores_here
+from common.memory import descendants
 from common.stall.report import read_activity
 from common.store.disk import if_room
 from common.store.run_dir import RunDir, write_json
@@ -160,7 +161,7 @@ def family_cpu_s() -> float:
     """Return the processor seconds of this process and its descendants, including ended ones."""
     own = psutil.Process()
     total = sum(own.cpu_times()[:4])
-    for child in own.children(recursive=True):
+    for child in descendants(own):
         with suppress(psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
             total += sum(child.cpu_times()[:4])
     return round(total, 2)

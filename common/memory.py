@@ -4,13 +4,16 @@ import ctypes
 import logging
 import os
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
 logger = logging.getLogger(__name__)
 
+# Whether the kernel lists the children of a thread: Linux does, if configured so.
+_LISTS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 EXACT_PINNED = "pinned_max_round_threshold_mb:1"
 
 
@@ -72,24 +75,46 @@ def _allocator_accepts(setting: str) -> bool:
 
 def resident_bytes(roots: Iterable[int]) -> dict[int, int]:
     """Return the resident memory of each process and its descendants, by process id."""
-    children: defaultdict[int, list[int]] = defaultdict(list)
-    resident: dict[int, int] = {}
-    for process in psutil.process_iter(["ppid", "memory_info"]):
-        memory = process.info["memory_info"]
-        if memory is not None:
-            resident[process.pid] = memory.rss
-            children[process.info["ppid"]].append(process.pid)
-    return {root: _sum(root, children, resident) for root in roots if root in resident}
+    found: dict[int, int] = {}
+    for root in roots:
+        try:
+            first = psutil.Process(root)
+            found[root] = first.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue
+        for process in descendants(first):
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                found[root] += process.memory_info().rss
+    return found
 
 
-def _sum(root: int, children: dict[int, list[int]], resident: dict[int, int]) -> int:
-    total = 0
-    waiting = [root]
+def descendants(process: psutil.Process) -> list[psutil.Process]:
+    """Return the children of a process, their children, and so on.
+
+    On Linux each process lists its children. psutil would read every process of the system, which
+    costs a busy role 20 ms each time.
+    """
+    if not _LISTS_CHILDREN:
+        return process.children(recursive=True)
+    found: list[psutil.Process] = []
+    waiting = _children(process.pid)
     while waiting:
         pid = waiting.pop()
-        total += resident[pid]
-        waiting += children.get(pid, ())
-    return total
+        with suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(pid))
+        waiting += _children(pid)
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    """Return the ids of a process's children; [] if it has just ended."""
+    found: list[int] = []
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                text = Path(f"/proc/{pid}/task/{thread}/children").read_text(encoding="utf-8")
+                found += map(int, text.split())
+    return found
 
 
 def family_bytes() -> int:
@@ -99,7 +124,7 @@ def family_bytes() -> int:
     counts a third in each. The fallback is the resident size, which counts such a page three times.
     """
     process = psutil.Process()
-    return sum(_size_bytes(each) for each in (process, *process.children(recursive=True)))
+    return sum(_size_bytes(each) for each in (process, *descendants(process)))
 
 
 def _size_bytes(process: psutil.Process) -> int:

@@ -3,6 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from common.checks.engine_args_memory import (
+    engine_weights,
+    fixed_cache,
+    kv_bytes_per_token,
+    offloaded_cache,
+    offloaded_weights,
+)
 from common.checks.machine import GIB, has_bf16_units
 from common.checks.model_shape import BYTES_OF, ModelShape
 from common.config.compute import (
@@ -15,7 +22,7 @@ from common.config.compute import (
     Precision,
 )
 from common.config.learning import Advantage
-from common.config.run_config import ActorSection, LearnerSection, RunConfig
+from common.config.run_config import LearnerSection, RunConfig
 
 PUBLISH_BUCKETS = 2  # The bucket that is sent and the next one.
 LEARNER_WORK_BYTES = 2 * GIB  # CUDA's context, NCCL's buffers, fragmentation.
@@ -241,12 +248,17 @@ def in_phases(parts: Sequence[Part], *, num_engines: int) -> list[Part]:
     return [*marked, Part("asleep engines", num_engines * ASLEEP_BYTES, how, phase=TRAINING)]
 
 
-def asleep_on_host(cfg: RunConfig, shape: ModelShape) -> list[Part]:
-    """Return the host memory of an engine that sleeps with its weights; [] for other engines."""
-    if cfg.actor.sleep != 1:
-        return []
-    what = ", while it sleeps"
-    return [_weights("engine weights", shape.num_params, BYTES_OF[cfg.model.dtype], what)]
+def engine_host_parts(cfg: RunConfig, shape: ModelShape) -> list[Part]:
+    """Return the host memory of one engine on GPUs: its sleeping weights, and offloaded parts."""
+    parts: list[Part] = []
+    if cfg.actor.sleep == 1:
+        num_bytes, how = engine_weights(cfg, shape)
+        parts.append(Part("engine weights", num_bytes, f"{how}, while it sleeps"))
+    if weights := offloaded_weights(cfg) * cfg.actor.tensor_parallel_size:
+        parts.append(Part("offloaded weights", weights, "cpu_offload_gb for each worker"))
+    if cache := offloaded_cache(cfg):
+        parts.append(Part("offloaded KV cache", cache, "kv_offloading_size"))
+    return parts
 
 
 def _phase(label: str) -> str:
@@ -261,7 +273,7 @@ def cpu_engine_parts(cfg: RunConfig, shape: ModelShape) -> list[Part]:
     cache = cfg.actor.kv_cache_gib * GIB
     of_worker = [
         _weights("incoming weights", shape.num_params, width, ", while they load"),
-        _cache_part(cfg.actor, shape, cfg.model.dtype, cache, "actor.kv_cache_gib"),
+        _cache_part(cfg, shape, cache, "actor.kv_cache_gib"),
     ]
     return [
         _weights("engine weights", shape.num_params, width),
@@ -274,25 +286,27 @@ def gpu_engine_parts(
 ) -> list[Part]:
     """Return the parts of engine workers on a GPU. vLLM reserves its share at the start."""
     actor = cfg.actor
-    width = BYTES_OF[cfg.model.dtype]
-    weights = width * shape.num_params // actor.tensor_parallel_size
-    how = f"{shape.num_params / 1e6:,.1f}M / {actor.tensor_parallel_size} x {width} B"
+    whole, how = engine_weights(cfg, shape)
+    weights = whole // actor.tensor_parallel_size
+    if actor.tensor_parallel_size > 1:
+        how = f"({how}) / {actor.tensor_parallel_size}"
     parts = [Part("engine weights", weights, how)]
-    if capacity_bytes:
+    fixed = fixed_cache(cfg)
+    if capacity_bytes or fixed:
         share = int(actor.gpu_memory_frac * capacity_bytes)
-        cache = max(0, share - weights - ENGINE_WORK_BYTES)
+        cache = fixed or max(0, share - weights - ENGINE_WORK_BYTES)
         key = f"the rest of actor.gpu_memory_frac={actor.gpu_memory_frac:g}"
+        key = "actor.engine_args.kv_cache_memory_bytes" if fixed else key
         parts.append(Part("engine work space", ENGINE_WORK_BYTES, "about"))
-        parts.append(_cache_part(actor, shape, cfg.model.dtype, cache, key))
+        parts.append(_cache_part(cfg, shape, cache, key))
     what = " (in pinned host memory if the GPU has no room)"
-    incoming = _weights("incoming weights", shape.num_params, width, what)
+    incoming = _weights("incoming weights", shape.num_params, BYTES_OF[cfg.model.dtype], what)
     return [*times(parts, num_engines, "actors"), replace(incoming, is_peak=True)]
 
 
-def _cache_part(
-    actor: ActorSection, shape: ModelShape, dtype: str, num_bytes: int, key: str
-) -> Part:
-    each = max(1, shape.kv_bytes_per_token(dtype) // actor.tensor_parallel_size)
+def _cache_part(cfg: RunConfig, shape: ModelShape, num_bytes: int, key: str) -> Part:
+    actor = cfg.actor
+    each = max(1, kv_bytes_per_token(cfg, shape) // actor.tensor_parallel_size)
     tokens = num_bytes // each
     how = (
         f"{key}: {tokens:,} tokens of {each:,} B,"

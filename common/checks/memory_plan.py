@@ -5,14 +5,15 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
+from common.checks.engine_args_memory import kv_bytes_per_token, uncounted
 from common.checks.gpu_placement import Seats, seat, trains_on_gpu
 from common.checks.machine import GIB, Gpu, gpus, memory_bytes
 from common.checks.memory_parts import (
     SAMPLING,
     TRAINING,
     Part,
-    asleep_on_host,
     cpu_engine_parts,
+    engine_host_parts,
     gpu_engine_parts,
     in_phases,
     learner_host_parts,
@@ -108,7 +109,7 @@ def make_plan(
         host = list(of_learner) if is_first else []
         num_actors = sum(own[0] // per_node == node for own in seats.actors)
         host.append(_programs(cfg.learner.num_ranks if is_first else 0, num_actors, width))
-        host += times(asleep_on_host(cfg, shape), num_actors, "actors")
+        host += times(engine_host_parts(cfg, shape), num_actors, "actors")
         name = f"node {node}, host" if num_nodes > 1 else "host"
         places.append(MemoryBudget(name, host, host_bytes, HOST_REMEDY))
     return places
@@ -232,6 +233,8 @@ def lines_here(cfg: RunConfig, root: Path) -> list[str]:
     places = plan_lines(plan_here(cfg, root))
     if is_elsewhere(cfg):
         places.insert(0, f"This machine has no GPU. Plan for the target, {cfg.machine.text}:")
+    if names := uncounted(cfg):
+        places.append(f"memory, not counted: {', '.join(names)}")
     return places
 
 
@@ -253,7 +256,7 @@ def check_memory(cfg: RunConfig, places: Sequence[MemoryBudget], shape: ModelSha
 
 def _check_cache(cfg: RunConfig, place: MemoryBudget, shape: ModelShape) -> None:
     """Refuse a cache that is too small for one longest episode; vLLM would refuse it later."""
-    each = shape.kv_bytes_per_token(cfg.model.dtype) // cfg.actor.tensor_parallel_size
+    each = kv_bytes_per_token(cfg, shape) // cfg.actor.tensor_parallel_size
     needed = each * cfg.actor.max_model_len
     for part in place.parts:
         found = part.num_bytes // part.times

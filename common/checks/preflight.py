@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from common.checks.engine_args_memory import kv_bytes_per_token
 from common.checks.gpu_placement import Seats, check_slices, seat
 from common.checks.machine import GIB, check_compiler, gpus, has_cuda
 from common.checks.memory_plan import check_memory, is_elsewhere, plan_here
@@ -112,9 +113,7 @@ def _check_context(cfg: RunConfig, shape: ModelShape) -> None:
     if 0 < known < actor.max_model_len:
         law = f"the model supports {known} positions (max_position_embeddings)"
         raise ConfigError(f"actor.max_model_len={actor.max_model_len}: {law}")
-    least = (
-        actor.kv_cache_blocks * SMALLEST_BLOCK_TOKENS * shape.kv_bytes_per_token(cfg.model.dtype)
-    )
+    least = actor.kv_cache_blocks * SMALLEST_BLOCK_TOKENS * kv_bytes_per_token(cfg, shape)
     if not has_cuda() and least > actor.kv_cache_gib * GIB:
         law = f"they need at least {least / GIB:.1f} GiB; actor.kv_cache_gib={actor.kv_cache_gib}"
         raise ConfigError(f"actor.kv_cache_blocks={actor.kv_cache_blocks}: {law}")

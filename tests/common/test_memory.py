@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import run
+from common.cpu import family_cpu_s
 from common.errors import ConfigError
-from common.memory import trim_heap
+from common.memory import descendants, resident_bytes, trim_heap
 from common.repository import ROOT
 
 
@@ -24,6 +25,51 @@ def test_trimming_returns_freed_memory() -> None:
     if trim_heap():
         assert used - process.memory_info().rss > 40_000_000
     assert keep.sum() == 4_000
+
+
+PARENT = """
+import subprocess, sys, threading
+def start():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    print(child.pid, flush=True)
+    sys.stdin.read()
+    child.communicate()
+thread = threading.Thread(target=start)
+thread.start()
+thread.join()
+"""
+
+
+def test_memory_of_a_process_includes_children_of_its_threads() -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdin=pipe, stdout=pipe) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        own = psutil.Process(parent.pid)
+        assert [each.pid for each in descendants(own)] == [child]
+        assert child in [each.pid for each in descendants(psutil.Process())]
+        alone = own.memory_info().rss
+        assert resident_bytes([parent.pid])[parent.pid] >= alone + 1_000_000
+        parent.communicate()
+    assert resident_bytes([parent.pid]) == {}
+
+
+def test_memory_is_measured_without_reading_every_process() -> None:
+    opened: list[str] = []
+    is_listening = [True]
+
+    def listen(event: str, arguments: tuple[object, ...]) -> None:
+        if is_listening[0] and event == "open" and str(arguments[0]).startswith("/proc/"):
+            opened.append(str(arguments[0]).split("/")[2])
+
+    sys.addaudithook(listen)
+    own = psutil.Process()
+    ours = {str(each.pid) for each in (own, *own.children(recursive=True))} | {"self", "stat"}
+    opened.clear()
+    resident_bytes([own.pid])
+    family_cpu_s()
+    is_listening[0] = False
+    assert set(opened) <= ours
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ from learner.training.step import Gradients, TrainerSettings
 from learner.training.trainer import Trainer
 
 MIN_STEP_TOKENS_PER_S = 1_000.0
+MIN_COMPILED_GAIN = 1.05  # From this gain on, compilation is worth its time at the start.
 MAX_STEP_RATIO = 1.05  # A whole step may take this many times a bare one on a GPU.
 SHARDED = "FSDP2 on one rank"
 NUM_PRODUCTS = 20
@@ -65,14 +66,20 @@ def check_step(bench: DeviceBench) -> None:
 
 
 def check_compiled(bench: DeviceBench) -> None:
-    """Compare compiled layers with plain ones."""
+    """Compare compiled layers with plain ones. The gain decides the default of learner.compile."""
     sizes = bench.sizes
     ways = {BARE: sizes.learner, "compiled": replace(sizes.learner, compile=True)}
-    rounds = sizes.num_rounds
     cost = measure_ways(
-        ways, bench.model(), sizes.shape, num_rounds=rounds, engine_dtype="bfloat16"
+        ways, bench.model(), sizes.shape, num_rounds=sizes.num_rounds, engine_dtype="bfloat16"
     )
     add_ways(bench.table, cost, against="plain")
+    gain = 1.0 / cost.ratio("compiled")
+    advice = "true" if gain >= MIN_COMPILED_GAIN else "false"
+    bench.table.note(
+        "learner.compile",
+        f"{advice} is better here: compiled layers are {gain:.2f} x as fast, and pay from"
+        f" {MIN_COMPILED_GAIN:g} on",
+    )
 
 
 def check_memory(bench: DeviceBench) -> None:

@@ -5,6 +5,7 @@ vLLM's CPU worker accepts the calls and keeps its memory, so these tests hold th
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -74,5 +75,31 @@ def test_round_that_waits_for_a_sleeper_does_not_block_its_version(rig: Rig) -> 
                     await asyncio.to_thread(publisher.publish, rig.weights(31))
                     turns = await waiting
         assert set(turns["round"].versions) == {31}
+
+    rig.run(law())
+
+
+def test_restarted_learner_wakes_a_sleeping_engine_with_the_same_version(rig: Rig) -> None:
+    rig.engine._cfg = replace(rig.engine._cfg, sleep=1)
+
+    async def law() -> None:
+        prompts = make_prompts(2, num_tokens=20)
+        with ExitStack() as first:
+            publisher, _ = first.enter_context(rig.learner())
+            async with rig.link() as (link, _task):
+                await rig.publish_first(publisher, link, rig.weights(40))
+                assert await asyncio.to_thread(publisher.put_to_sleep, timeout_s=WAIT_S)
+                first.close()  # The learner dies during its step.
+                assert rig.engine.is_asleep
+                link.version_loaded.clear()
+                waiting = asyncio.create_task(sample(rig, prompts))
+                with rig.learner() as (publisher, _):  # It resumed from version 40.
+                    await rig.publish_first(publisher, link, rig.weights(40))
+                    turns = await waiting
+                    assert not await rig.engine._llm.is_sleeping()
+                    assert mean_delta(rig, prompts, turns) <= LIMIT
+                    assert await asyncio.to_thread(publisher.put_to_sleep, timeout_s=WAIT_S)
+                    await asyncio.to_thread(publisher.publish, rig.weights(41))
+        assert {version for turn in turns for version in turn.versions} == {40}
 
     rig.run(law())

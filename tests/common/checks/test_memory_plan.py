@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.checks.machine import GIB, Gpu
-from common.checks.memory_plan import MemoryBudget, check_memory, make_plan, plan_lines
+from common.checks.memory_plan import MemoryBudget, check_memory, lines_here, make_plan, plan_lines
 from common.checks.model_shape import ModelShape, read_shape
 from common.checks.preflight import check_devices
 from common.config.load import load_config
@@ -75,6 +75,60 @@ def test_kv_cache_gets_remaining_engine_memory(shape: ModelShape, repository: Pa
     assert found["learner weights"] == 4 * NUM_PARAMS
     assert sizes(host)["checkpoint copies"] == 12 * NUM_PARAMS  # weights and moments
     assert [*sizes(host)] == ["checkpoint copies", "programs"]
+
+
+def engine_on_gpu(
+    shape: ModelShape, repository: Path, *overrides: str
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the parts of a GPU and of the host; the engine may use half of 80 GiB."""
+    cfg = configure(repository, "learner.device=auto", "actor.gpu_memory_frac=0.5", *overrides)
+    gpu, host = make_plan(cfg, shape, on=(H100,), host_bytes=64 * GIB)
+    return sizes(gpu), sizes(host)
+
+
+TABLES = 2 * 151_936 * 896  # embedding and head
+
+
+def test_arguments_of_vllm_change_the_engines_parts(shape: ModelShape, repository: Path) -> None:
+    args = "actor.engine_args."
+    found, _ = engine_on_gpu(shape, repository, f"{args}quantization=fp8")
+    assert found["engine weights"] == 2 * TABLES + (NUM_PARAMS - TABLES)
+    assert found["KV cache"] == 40 * GIB - 3 * GIB // 2 - found["engine weights"]
+    found, _ = engine_on_gpu(shape, repository, f"{args}kv_cache_memory_bytes={5 * GIB}")
+    assert found["KV cache"] == 5 * GIB
+    more = (f"{args}cpu_offload_gb=0.25", f"{args}kv_offloading_size=3.0")
+    found, host = engine_on_gpu(shape, repository, *more)
+    assert found["engine weights"] == 2 * NUM_PARAMS - GIB // 4
+    assert host["offloaded weights"] == GIB // 4
+    assert host["offloaded KV cache"] == 3 * GIB
+
+
+@pytest.mark.parametrize(("dtype", "num_bytes"), [("auto", 2), ("fp8", 1), ("fp8_e5m2", 1)])
+def test_cache_of_another_dtype_holds_more_tokens(
+    shape: ModelShape, repository: Path, dtype: str, num_bytes: int
+) -> None:
+    cfg = configure(repository, f"actor.engine_args.kv_cache_dtype={dtype}")
+    (host,) = make_plan(cfg, shape, on=(), host_bytes=0)
+    (cache,) = [part for part in host.parts if part.label == "KV cache"]
+    each = 2 * 24 * 2 * 64 * num_bytes
+    assert f"{GIB // each:,} tokens of {each:,} B" in cache.how
+
+
+def test_plan_names_arguments_of_vllm_that_it_cannot_count(repository: Path) -> None:
+    cfg = load_config(
+        "smoke",
+        [
+            "actor.engine_args.kv_cache_dtype=nvfp4",
+            "actor.engine_args.block_size=64",
+            "actor.engine_args.quantization=fp8",
+            "actor.engine_args.max_num_batched_tokens=4096",
+        ],
+        root=repository,
+    )
+    assert lines_here(cfg, repository)[-1] == (
+        "memory, not counted: actor.engine_args.kv_cache_dtype=nvfp4,"
+        " actor.engine_args.max_num_batched_tokens=4096"
+    )
 
 
 SLEEPS = ["learner.device=auto", "train.mode=sync", "actor.placement=colocated"]
