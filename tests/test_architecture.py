@@ -53,7 +53,7 @@ SATELLITES = (  # Folders and files that no training run needs; `run.py` or a re
 )
 # Lines that hold code. Blank lines, comments and docstrings are free.
 MAX_CORE_CODE_LINES = 35_000
-MAX_BENCHMARK_CODE_LINES = 4_200
+MAX_BENCHMARK_CODE_LINES = 4_300
 # Suites that grow with the supported model families and devices.
 UNBOUNDED_BENCHMARKS = ("benchmarks/conformance/", "benchmarks/gpu/")
 MAX_MUTUAL_FOLDERS = 5
