@@ -9,13 +9,22 @@ from jinja2 import TemplateError
 
 from common.formats.calls import ARGUMENTS, NAME, VALUES, Arguments, CallForm, as_call
 from common.formats.turns import ASSISTANT, MARGIN, NEXT, USER, Message, Turns
-from common.text import shared_length, shared_start
+from common.text import shared_length, shared_tags
 
 QUOTED = f'{NEXT}"'  # Its quote shows whether the template writes tool results verbatim or as JSON.
 PROBE_TOOL = "probe_tool"
+# Some templates require all fields of a tool, and a property.
 PROBE: Message = {
     "type": "function",
-    "function": {"name": PROBE_TOOL, "description": "", "parameters": {"type": "object"}},
+    "function": {
+        "name": PROBE_TOOL,
+        "description": "",
+        "parameters": {
+            "type": "object",
+            "properties": {"probed": {"type": "string", "description": ""}},
+            "required": ["probed"],
+        },
+    },
 }
 # (messages, tools, add_generation_prompt) -> text
 RenderCalls = Callable[[Sequence[Message], Sequence[Any], bool], str]
@@ -178,8 +187,15 @@ class _Probe:
         user: Message = {"role": "user", "content": USER}
         shown = self.render([user], self.tools, True)
         tool = str(self.tools[0]["function"]["name"])
-        if tool not in shown or self.name not in whole or NEXT not in whole:
-            raise ValueError("does not render tools, tool calls or tool results")
+        shows = {
+            "the tools of a prompt": tool in shown,
+            "tool calls": self.name in whole,
+            "tool results": NEXT in whole,
+        }
+        if missing := [what for what, is_shown in shows.items() if not is_shown]:
+            raise ValueError(
+                f"does not render {', '.join(missing)}; give one that does (model.chat_template)"
+            )
 
     def _places(self, whole: str) -> tuple[int, int, str]:
         """Return the position after the last argument, and position and text of the result."""
@@ -198,7 +214,7 @@ class _Probe:
         if not has_text or self.name in before:  # The text is dropped, or moved behind the call.
             text = self._texts(arguments, "", is_final=False)
             header = self.turns.closed + self.turns.answered
-            call = text.removeprefix(shared_start(text, header))
+            call = text.removeprefix(shared_tags(text, header))
         start = call.find(VALUES[-1]) if arguments else call.find(self.name)
         end = call.find(mark, max(start, 0))
         if start < 0:

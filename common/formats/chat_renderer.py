@@ -9,6 +9,7 @@ the context together with the sampled answer.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from jinja2 import TemplateError
@@ -44,6 +45,11 @@ class ChatRenderer(MeasuredTemplate):
         return own.last[0] if own.last else own.run[0]
 
     @property
+    def lead_of_end(self) -> list[int]:
+        """Tokens that a policy samples between the text of an answer and the end of the turn."""
+        return list(self._end.lead)
+
+    @property
     def call_end(self) -> str:
         """Text of the token that ends an answer with calls before their results."""
         assert isinstance(self.call_turn, CallTurn)
@@ -75,7 +81,7 @@ class ChatRenderer(MeasuredTemplate):
         """
         turns = self._turns
         past = self._after_first.removesuffix(turns.asked) + turns.answered
-        end = self._tokenizer.decode(self._end.run[:1])
+        end = self._tokenizer.decode([*self._end.lead, *self._end.run[:1]])
         num_answers = len(texts) // 2
         after = self._after_first if num_answers == 0 else past
         ids = list(self._known(self._before_first, turns.shown(texts[0]), after))
@@ -176,14 +182,20 @@ class ChatRenderer(MeasuredTemplate):
             ends.append(self._end_of_turn(self.call_turn.between, self.call_turn.ended))
         whole = self._safely([{"role": "user", "content": USER}, said, *messages], tools)
         _, _, tail = whole.partition(USER)[2].partition(ASSISTANT)
-        names = [self._tokenizer.decode(each.run[:1]) for each in ends]
-        found = [(tail.index(name), i) for i, name in enumerate(names) if name in tail]
+        found = [place for each in ends if (place := self._place_of(each, tail)) is not None]
         if not found:
             raise ValueError("the chat template does not end the assistant's turn")
-        at, which = min(found)
-        own = TurnEnd(num_lead=0, run=ends[which].run, last=ends[which].last)
+        at, own = min(found, key=lambda place: place[0])
         ids = self._control.encode(tail[at:])
         return ids[own.num_sampled(end, is_stopped=is_stopped) :]
+
+    def _place_of(self, end: TurnEnd, tail: str) -> tuple[int, TurnEnd] | None:
+        """Return the position of the end of a turn in a text, and its tokens there."""
+        for lead in (end.lead, ()):  # A template may write another lead before other messages.
+            name = self._tokenizer.decode([*lead, *end.run[:1]])
+            if name in tail:
+                return tail.index(name), replace(end, lead=lead)
+        return None
 
     def _safely(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> str:
         """Return a conversation as text for `ControlTokens.encode`. Raises: ValueError."""
@@ -213,7 +225,7 @@ class ChatRenderer(MeasuredTemplate):
 
     def action_text(self, token_ids: list[int]) -> str:
         """Return the text of a sampled action without its thoughts and special tokens."""
-        return self.thoughts.text(self._sampled.marked(token_ids)).strip()
+        return self.thoughts.text(self._sampled.marked(self._without_lead(token_ids))).strip()
 
     def thought_text(self, token_ids: list[int]) -> str:
         """Return the thoughts of a sampled answer, "" for none."""

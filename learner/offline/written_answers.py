@@ -78,7 +78,11 @@ class AnswerWriter:
             text = self._with_thoughts(thoughts) + text
         header, text = self._parted(text)
         end = self.renderer.sampled_end(has_calls=bool(calls))
-        return WrittenAnswer(header=header, sampled=[*self._own(text), end])
+        lead = [] if calls else self.renderer.lead_of_end
+        ids = self._own(text)
+        if ids[len(ids) - len(lead) :] == lead:
+            lead = []  # The record's text has it.
+        return WrittenAnswer(header=header, sampled=[*ids, *lead, end])
 
     def with_header(self, prompt: list[int], header: str) -> list[int]:
         """Return the tokens before an answer with this header in place of the generation prompt.
