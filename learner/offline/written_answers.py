@@ -6,7 +6,7 @@ of tokens that begin or end a turn are encoded as letters.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from jinja2 import TemplateError
@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 from common.control_tokens import special_tokens
 from common.errors import ConfigError
 from common.formats.call_turn import CallTurn
-from common.formats.calls import read_arguments
+from common.formats.calls import Call, as_call, read_arguments
 from common.formats.chat_renderer import ChatRenderer
 from common.formats.sampled import without_marks
 from common.formats.thoughts import FIELDS
@@ -31,6 +31,7 @@ class WrittenAnswer:
 
     header: str  # Text before the answer, behind the text that all prompts share.
     sampled: list[int]  # The answer with the token that ends it.
+    calls: list[Message] = field(default_factory=list[Message])  # In the form of chat templates.
 
 
 class AnswerWriter:
@@ -72,17 +73,20 @@ class AnswerWriter:
         """
         text = str(message.get("content") or "")
         thoughts = next((str(message[name]) for name in FIELDS if message.get(name)), "")
-        if calls := message.get("tool_calls"):
-            text = self._with_calls(message, calls, tools)
+        calls = message.get("tool_calls")
+        checked = _checked_calls(calls) if calls else []
+        if checked:
+            text = self._with_calls(message, checked, tools)
         if thoughts:
             text = self._with_thoughts(thoughts) + text
         header, text = self._parted(text)
-        end = self.renderer.sampled_end(has_calls=bool(calls))
-        lead = [] if calls else self.renderer.lead_of_end
+        end = self.renderer.sampled_end(has_calls=bool(checked))
+        lead = [] if checked else self.renderer.lead_of_end
         ids = self._own(text)
         if ids[len(ids) - len(lead) :] == lead:
             lead = []  # The record's text has it.
-        return WrittenAnswer(header=header, sampled=[*ids, *lead, end])
+        own = [as_call(name, arguments) for name, arguments in checked]
+        return WrittenAnswer(header=header, sampled=[*ids, *lead, end], calls=own)
 
     def with_header(self, prompt: list[int], header: str) -> list[int]:
         """Return the tokens before an answer with this header in place of the generation prompt.
@@ -134,12 +138,13 @@ class AnswerWriter:
                 return block.replace(THOUGHT, thoughts)
         raise ValueError(f"{FIELDS[0]}: the chat template shows no thoughts")
 
-    def _with_calls(self, message: Message, calls: Any, tools: Sequence[Message]) -> str:
+    def _with_calls(
+        self, message: Message, checked: list[Call], tools: Sequence[Message]
+    ) -> str:
         """Return an answer with its calls as the template writes them."""
         turn = self.renderer.call_turn
         if not isinstance(turn, CallTurn):
             raise ValueError(f"tool_calls: {turn}")
-        checked = _checked_calls(calls)
         shown = [turn.call(name, arguments) for name, arguments in checked]
         said = {"role": "assistant", "content": message.get("content") or "", "tool_calls": shown}
         results = [{"role": "tool", "name": name, "content": NEXT} for name, _ in checked]
