@@ -11,12 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
-from common.formats.call_values import (
-    read_literal,
-    read_python,
-    read_python_lines,
-    read_quoted,
-)
+from common.formats.call_values import read_literal, read_python, read_python_lines, read_quoted
 
 NAME = "probe_of_a_name"
 KEYS = ("first_probed_key", "second_probed_key")
