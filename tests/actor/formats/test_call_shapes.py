@@ -49,7 +49,8 @@ NAMED = (
     + "{% if m.role == 'tool' %}<|start|>tool {{ n.last }}<|message|>{{ m.content }}<|end|>"
     + "{% else %}"
     + MESSAGE
-    + '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    + '<tool_call>{"name": "{{ c.function.name }}", "arguments":'
+    + " {{ c.function.arguments | tojson }}}"
     + "</tool_call>"
     + LAST
     + "{% endif %}{% endfor %}"

@@ -34,6 +34,18 @@ SPACED = (
     "{% for m in messages %}<|head|>{{ m.role }}\n{{ m.content }}\n<|end|>\n{% endfor %}"
     + ASK.replace("ASKED", "<|head|>assistant\n")
 )
+# Nemotron 3's: all answers begin with the mark of thoughts.
+ALWAYS_OPEN = (
+    "{% for m in messages %}<|head|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n{% else %}"
+    "<think></think>{% endif %}{% endif %}{{ m.content }}<|end|>\n{% endfor %}"
+    + ASK.replace("ASKED", "<|head|>assistant\n<think>\n")
+)
+# Command R7B's: a header that the policy samples before its text, and an empty block of thoughts.
+HEADED = (
+    "{% for m in messages %}<|head|>{{ m.role }}<|text|>{{ m.content }}<|end|>{% endfor %}"
+    + ASK.replace("ASKED", "<|head|>assistant<think></think>")
+)
 # Solar-Open's: thoughts are a message of their own, and end as the answer does.
 SAME_END = (
     "{% for m in messages %}{% if m.reasoning %}<|begin|>{{ m.role }}<|think|>{{ m.reasoning }}"
@@ -112,6 +124,29 @@ def test_answer_is_learnt_with_the_space_before_its_end() -> None:
     roles = ("user", "assistant", "user")
     said = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
     assert renderer.conversation(texts) == ids_of(tokenizer, render_chat(tokenizer, said))
+
+
+def test_answer_without_thoughts_is_learnt_outside_of_thoughts() -> None:
+    tokenizer = byte_tokenizer(ALWAYS_OPEN, eos="<|end|>", special=["<|head|>"])
+    writer = AnswerWriter(tokenizer)
+    asked = ids_of(tokenizer, render_chat(tokenizer, [USER]))
+    told: dict[str, Any] = {"role": "assistant", "content": "go"}
+    for more, learnt in (
+        ({}, "go<|end|>"),
+        ({"reasoning_content": "Left?"}, "Left?\n</think>\ngo<|end|>"),
+    ):
+        written = writer.write({**told, **more}, tools=[])
+        assert tokenizer.decode(written.sampled) == learnt
+        row = [*writer.with_header(asked, written.header), *written.sampled]
+        whole = render_chat(tokenizer, [USER, {**told, **more}], add_generation_prompt=False)
+        assert tokenizer.decode(row) == whole.rstrip()
+
+
+def test_header_that_a_policy_samples_is_learnt() -> None:
+    tokenizer = byte_tokenizer(HEADED, eos="<|end|>", special=["<|head|>", "<|text|>"])
+    written = AnswerWriter(tokenizer).write({"role": "assistant", "content": "go"}, tools=[])
+    assert tokenizer.decode(written.sampled) == "<|text|>go<|end|>"
+    assert written.header == "<think></think>"
 
 
 def test_thoughts_that_end_like_answers_need_another_end() -> None:
