@@ -88,7 +88,7 @@ class Forgetting(Protocol):
 
 
 @runtime_checkable
-class Answering(Protocol):
+class AnswerDependent(Protocol):
     """A renderer whose observations depend on the answer before them."""
 
     def after_action(
@@ -432,7 +432,7 @@ def ending(taken: Turn | None) -> dict[str, Any]:
 
 def observing(render: Render, taken: Turn | None) -> Encode:
     """Return the encoder of an observation that follows an answer; None: an empty one."""
-    if isinstance(render, Answering) and taken is not None:
+    if isinstance(render, AnswerDependent) and taken is not None:
         return partial(render.after_action, answer=taken.token_ids, **ending(taken))
     return partial(render.after_action, **ending(taken))
 

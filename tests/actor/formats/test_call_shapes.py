@@ -169,7 +169,7 @@ def test_rows_have_the_name_of_the_called_tool(tmp_path: Path) -> None:
     del messages[-1]["name"]  # OpenAI's results have none.
     told = [*messages, {"role": "assistant", "content": "I see."}]
     path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"messages": told, "tools": FUNCTIONS}))
+    path.write_text(json.dumps({"messages": told, "tools": FUNCTIONS}), encoding="utf-8")
     (conversation,) = read_conversations(path)
     row = row_of_conversation(tokenizer, conversation)
     text = render_chat(tokenizer, with_ids(told), tools=FUNCTIONS, add_generation_prompt=False)
