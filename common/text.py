@@ -2,9 +2,12 @@
 
 import html
 import json
+import re
 import unicodedata
 from collections.abc import Sequence
 
+# Tags of chat templates, such as <think> and [INST].
+_TAG = re.compile(r"<[^<>\n]*>|\[[^\[\]\s]*\]")
 # These characters can end a document or reverse the direction of the text after them.
 BIDI_CONTROLS = frozenset(
     "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
@@ -77,3 +80,25 @@ def shared_length(one: Sequence[object], other: Sequence[object]) -> int:
 def shared_start(one: str, other: str) -> str:
     """Return the longest text with which both texts begin."""
     return one[: shared_length(one, other)]
+
+
+def shared_tags(one: str, other: str) -> str:
+    """Return the longest text with which both texts begin, without a part of a tag at its end.
+
+    Example: `<a><think>` and `<a></think>` share `<a>`, although both begin with `<a><`.
+    """
+    at = shared_length(one, other)
+    spans = [each.span() for text in (one, other) for each in _TAG.finditer(text)]
+    return one[: min([at, *(start for start, end in spans if start < at < end)])]
+
+
+def shared_end_tags(one: str, other: str) -> str:
+    """Return the longest text with which both texts end, without a part of a tag at its start."""
+    num = shared_length(one[::-1], other[::-1])
+    spans = [
+        (len(text) - each.end(), len(text) - each.start())
+        for text in (one, other)
+        for each in _TAG.finditer(text)
+    ]
+    num = min([num, *(start for start, end in spans if start < num < end)])
+    return one[len(one) - num :]

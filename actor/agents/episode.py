@@ -248,8 +248,9 @@ class AgentEpisode:
         how = ending(self._taken)
         if [each["role"] for each in new] == ["user"]:
             return self._renderer.after_turn(new[0]["content"], **how)
-        has_calls = "tool_calls" in self._said[-1]
-        return self._renderer.after_calls(new, tools=tools, has_calls=has_calls, **how)
+        calls = self._said[-1].get("tool_calls") or []
+        how |= {"has_calls": bool(calls), "calls": calls}
+        return self._renderer.after_calls(new, tools=tools, **how)
 
     def _bare(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):

@@ -110,19 +110,36 @@ class ToolRenderer(Renderer):
         if first == self._rendered([{"role": "user", "content": USER}]):
             raise ConfigError(NO_TOOLS)
         self._before_first, _, self._after_first = first.partition(USER)
-        self._called = self._call_of_own()
+        self._called = self._call_of_own(self._names[0])
+        self._called_by_name = {self._names[0]: self._called}
         self._call_end = self._end_of_turn(self._called.between, self._called.ended)
         own = (*self.end_of_turn_ids, self._call_end.run[0])
         self.end_of_turn_ids = list(dict.fromkeys(own))
 
-    def _call_of_own(self) -> CallTurn:
-        """Return the turn of a call of the first tool and its result."""
+    def _call_of_own(self, name: str) -> CallTurn:
+        """Return the turn of a call of a tool and its result."""
         try:
-            return self._measured_call(tools=self._tools, name=self._names[0], form=self.calls)
+            return self._measured_call(tools=self._tools, name=name, form=self.calls)
         except (TemplateError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"actor.format=function_call: the chat template of model.path: {error}"
             ) from error
+
+    def _turn_of(self, answer: Sequence[int]) -> CallTurn:
+        """Return the turn of the tool that an answer calls; of the first tool if it calls none.
+
+        A template may write the tool's name before its result.
+        """
+        if len(self._names) == 1 or not answer:
+            return self._called
+        assert isinstance(self.calls, CallForm)
+        _, calls = self.calls.read(self.call_text(list(answer)), self._tools)
+        name = calls[0][0] if len(calls) == 1 else ""
+        if name not in self._names:
+            return self._called
+        if name not in self._called_by_name:
+            self._called_by_name[name] = self._call_of_own(name)
+        return self._called_by_name[name]
 
     @property
     def _past_header(self) -> str:
@@ -143,10 +160,19 @@ class ToolRenderer(Renderer):
         return Renderer(self._tokenizer)
 
     def after_action(
-        self, observation: str, *, is_stopped: bool, end: int | None = None
+        self,
+        observation: str,
+        *,
+        is_stopped: bool,
+        end: int | None = None,
+        answer: Sequence[int] = (),
     ) -> list[int]:
-        """Return the ids between an answer and the next one: a tool result with `observation`."""
-        called = self._called
+        """Return the ids between an answer and the next one: a tool result with `observation`.
+
+        Args:
+            answer: the sampled answer, whose tool the result belongs to; (): the first tool.
+        """
+        called = self._turn_of(answer)
         shown = called.shown(observation)
         how: dict[str, Any] = {"is_stopped": is_stopped, "end": end}
         return self._framed(self._call_end, called.between, shown, called.after, **how)

@@ -87,6 +87,17 @@ class Forgetting(Protocol):
     ) -> tuple[list[int], list[int]]: ...
 
 
+@runtime_checkable
+class AnswerDependent(Protocol):
+    """A renderer whose observations depend on the answer before them."""
+
+    def after_action(
+        self, observation: str, *, is_stopped: bool, end: int | None, answer: list[int]
+    ) -> list[int]: ...
+
+    def called(self, token_ids: list[int]) -> str | None: ...
+
+
 @dataclass(slots=True)
 class Tape:
     """The token columns of an episode. Only `add` appends, so that the columns stay aligned."""
@@ -340,7 +351,7 @@ class History:
         Args:
             taken: the answer before the observation; None: an empty one.
         """
-        return partial(_ending, partial(self._render.after_action, **ending(taken)), self._demand)
+        return partial(_ending, observing(self._render, taken), self._demand)
 
     def _without_thoughts(self, page: list[int], turns: Iterable[Step]) -> list[int]:
         """Return a context in which past answers have only the thoughts that are kept."""
@@ -359,7 +370,7 @@ class History:
 
     def last(self, observation: str, taken: Turn, turn: int) -> None:
         """Append the observation after the last turn, as far as it fits. A cut is not counted."""
-        encode = partial(self._render.after_action, **ending(taken))
+        encode = observing(self._render, taken)
         room = self._room.max_tokens - self.tape.num_in_context
         self.tape.observe(Observations().fitted(observation, encode, max_tokens=room) or [], turn)
 
@@ -417,6 +428,13 @@ def ending(taken: Turn | None) -> dict[str, Any]:
     if taken is None or not taken.is_stopped:
         return {"is_stopped": False}
     return {"is_stopped": True, "end": taken.end}
+
+
+def observing(render: Render, taken: Turn | None) -> Encode:
+    """Return the encoder of an observation that follows an answer; None: an empty one."""
+    if isinstance(render, AnswerDependent) and taken is not None:
+        return partial(render.after_action, answer=taken.token_ids, **ending(taken))
+    return partial(render.after_action, **ending(taken))
 
 
 def _ending(encode: Encode, end: str, text: str) -> list[int]:

@@ -7,15 +7,24 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from common.formats.calls import ARGUMENTS, NAME, VALUES, Arguments, CallForm, as_call
+from common.formats.calls import ARGUMENTS, KEYS, NAME, VALUES, Arguments, CallForm, as_call
 from common.formats.turns import ASSISTANT, MARGIN, NEXT, USER, Message, Turns
-from common.text import shared_length, shared_start
+from common.text import shared_length, shared_tags
 
 QUOTED = f'{NEXT}"'  # Its quote shows whether the template writes tool results verbatim or as JSON.
 PROBE_TOOL = "probe_tool"
+# Some templates require all fields of a tool, and a property.
 PROBE: Message = {
     "type": "function",
-    "function": {"name": PROBE_TOOL, "description": "", "parameters": {"type": "object"}},
+    "function": {
+        "name": PROBE_TOOL,
+        "description": "",
+        "parameters": {
+            "type": "object",
+            "properties": {"probed": {"type": "string", "description": ""}},
+            "required": ["probed"],
+        },
+    },
 }
 # (messages, tools, add_generation_prompt) -> text
 RenderCalls = Callable[[Sequence[Message], Sequence[Any], bool], str]
@@ -112,8 +121,12 @@ class _Probe:
         end_at = _end_of_call(whole, final, start, result_at, self.names)
         if form is None:
             mark = next(each for each in self.names.special if whole.startswith(each, end_at))
-            texts = (self._call(ARGUMENTS, mark), self._call({}, mark))
-            form = CallForm.of(*map(sampled, texts))
+            form = CallForm.of(
+                sampled(self._call(ARGUMENTS, mark)),
+                sampled(self._call({}, mark)),
+                closing=sampled(self._closing(mark)),
+            )
+            self._check_read(form, sampled, whole[end_at : end_at + len(mark)])
         if not self._again().endswith(whole[end_at:]):
             raise ValueError(f"shows a second call otherwise than the first: {whole!r:.1000}")
         shares_start = final[:end_at] == whole[:end_at]
@@ -135,6 +148,7 @@ class _Probe:
         *,
         is_final: bool,
         num_calls: int = 1,
+        num_together: int = 1,
         result: str = QUOTED,
     ) -> str:
         """Return the rendered text after the user's text, with or without the call's result."""
@@ -142,12 +156,39 @@ class _Probe:
         said = {
             "role": "assistant",
             "content": content,
-            "tool_calls": [as_text(call) if self.has_text else call],
+            "tool_calls": [as_text(call) if self.has_text else call] * num_together,
         }
-        answered = {"role": "tool", "name": self.name, "content": result}
-        turn = [said] if is_final else [said, answered]
+        answered = [{"role": "tool", "name": self.name, "content": result}] * num_together
+        turn = [said] if is_final else [said, *answered]
         messages = [{"role": "user", "content": USER}, *(turn * num_calls)]
         return self.render(messages, self.tools, not is_final).partition(USER)[2]
+
+    def _closing(self, mark: str) -> str:
+        """Return the end of a call that stands only behind the last of several calls."""
+        one = self._texts(ARGUMENTS, "", is_final=False).partition(VALUES[-1])[2].partition(mark)[0]
+        try:
+            two = self._texts(ARGUMENTS, "", is_final=False, num_together=2)
+        except (TemplateError, TypeError):
+            return ""
+        between = two.partition(VALUES[-1])[2].partition(self.name)[0]
+        return one.removeprefix(shared_tags(one, between))
+
+    def _check_read(self, form: CallForm, sampled: Callable[[str], str], mark: str) -> None:
+        """Check that a call with a number is read as given, up to the first end of a turn."""
+        given: Arguments = {KEYS[1]: 7, KEYS[0]: VALUES[0]}
+        whole = self._texts(given, "", is_final=False)
+        user: Message = {"role": "user", "content": USER}
+        asked = self.render([user], self.tools, True).partition(USER)[2]
+        text = whole.removeprefix(shared_tags(whole, asked))
+        ends = [at for each in (mark, *self.names.ends) if (at := text.find(each)) >= 0]
+        kinds = {KEYS[0]: {"type": "string"}, KEYS[1]: {"type": "integer"}}
+        tool: Message = {"function": {"name": self.name, "parameters": {"properties": kinds}}}
+        _, calls = form.read(sampled(text[: min(ends)]), [tool])
+        if calls != [(self.name, given)]:
+            raise ValueError(
+                f"writes tool calls in a form that cannot be read back: {text!r:.300}; give"
+                " another template (model.chat_template)"
+            )
 
     def _header(self, whole: str, form: CallForm) -> str:
         """Return the text between the end of the user's message and the call."""
@@ -178,8 +219,15 @@ class _Probe:
         user: Message = {"role": "user", "content": USER}
         shown = self.render([user], self.tools, True)
         tool = str(self.tools[0]["function"]["name"])
-        if tool not in shown or self.name not in whole or NEXT not in whole:
-            raise ValueError("does not render tools, tool calls or tool results")
+        shows = {
+            "the tools of a prompt": tool in shown,
+            "tool calls": self.name in whole,
+            "tool results": NEXT in whole,
+        }
+        if missing := [what for what, is_shown in shows.items() if not is_shown]:
+            raise ValueError(
+                f"does not render {', '.join(missing)}; give one that does (model.chat_template)"
+            )
 
     def _places(self, whole: str) -> tuple[int, int, str]:
         """Return the position after the last argument, and position and text of the result."""
@@ -198,7 +246,7 @@ class _Probe:
         if not has_text or self.name in before:  # The text is dropped, or moved behind the call.
             text = self._texts(arguments, "", is_final=False)
             header = self.turns.closed + self.turns.answered
-            call = text.removeprefix(shared_start(text, header))
+            call = text.removeprefix(shared_tags(text, header))
         start = call.find(VALUES[-1]) if arguments else call.find(self.name)
         end = call.find(mark, max(start, 0))
         if start < 0:

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 MAX_TRIES = 64  # Closing brackets that are tried as the end of a list of Python calls.
 CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
+_PYTHON_NAME = re.compile(r"\b(?:True|False|None)\b")  # Templates write nested values so.
 _BARE_KEY = re.compile(r"([{,]\s*)([\w.-]+)\s*:")
 _PLACE = "\udc04"  # Half of a surrogate pair. Valid text never contains it.
 _PLACES = re.compile(f"{_PLACE}(\\d+){_PLACE}")
@@ -79,6 +80,15 @@ def _value_of(node: ast.expr) -> object:
     return value
 
 
+def read_literal(text: str) -> object:
+    """Return a list or an object in Python's syntax; the text itself if it is neither."""
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+        return _value_of(node) if isinstance(node, ast.List | ast.Dict) else text
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return text
+
+
 def read_quoted(text: str, at: int, quote: str) -> tuple[dict[str, Any], int]:
     """Return an object with bare keys and quoted texts that begins at a position, and its end.
 
@@ -108,6 +118,7 @@ def read_quoted(text: str, at: int, quote: str) -> tuple[dict[str, Any], int]:
     if depth:
         raise ValueError("an object has no end")
     keyed = _BARE_KEY.sub(r'\1"\2":', "".join(parts))
+    keyed = _PYTHON_NAME.sub(lambda each: json.dumps(CONSTANTS[each[0].lower()]), keyed)
     found: object = json.loads(_PLACES.sub(lambda each: json.dumps(texts[int(each[1])]), keyed))
     if not isinstance(found, dict):
         raise ValueError("must be an object")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
-from common.formats.call_values import read_python, read_python_lines, read_quoted
+from common.formats.call_values import read_literal, read_python, read_python_lines, read_quoted
 
 NAME = "probe_of_a_name"
 KEYS = ("first_probed_key", "second_probed_key")
@@ -109,23 +109,27 @@ class CallForm:
     is_python: bool = False  # A list of calls in Python's syntax.
 
     @classmethod
-    def of(cls, full: str, bare: str) -> "CallForm":
+    def of(cls, full: str, bare: str, closing: str = "") -> "CallForm":
         """Return the form of a template from its rendered call of NAME with ARGUMENTS.
 
-        `bare` is the call without arguments. Raises: ValueError: the form is not recognized.
+        Args:
+            bare: the call without arguments.
+            closing: the end of `full` that stands only behind the last of several calls.
+
+        Raises: ValueError: the form is not recognized.
         """
-        form = cls._of_json(full) or cls._of_python(full) or cls._of_quoted(full)
-        return form or cls._of_tags(full, bare)
+        form = cls._of_json(full, closing) or cls._of_python(full) or cls._of_quoted(full, closing)
+        return form or cls._of_tags(full, bare, closing)
 
     @classmethod
-    def _of_json(cls, full: str) -> "CallForm | None":
+    def _of_json(cls, full: str, closing: str) -> "CallForm | None":
         for found in re.finditer(r"[{\[]", full):
             lead = full[: found.start()]
             try:
                 value, end = DECODER.raw_decode(full, found.start())
             except ValueError:
                 continue
-            after = _loosely(full[end:])
+            after = _closed(full[end:], closing)
             call = _only(value)
             names = [key for key, each in call.items() if each == NAME]
             arguments = [key for key, each in call.items() if _is_probed(each)]
@@ -162,7 +166,7 @@ class CallForm:
         return cls(begin=begin, end=after, is_python=True) if calls == [(NAME, ARGUMENTS)] else None
 
     @classmethod
-    def _of_quoted(cls, full: str) -> "CallForm | None":
+    def _of_quoted(cls, full: str, closing: str) -> "CallForm | None":
         lead, _, rest = full.partition(f"{{{KEYS[0]}:")
         quote = rest.partition(VALUES[0])[0]
         before, is_named, between = lead.rpartition(NAME)
@@ -175,11 +179,11 @@ class CallForm:
         if given != ARGUMENTS:
             return None
         head = re.compile(rf"{NAMED}(?=\{{)")
-        after = re.compile(_loosely(full[end:]))
+        after = re.compile(_closed(full[end:], closing))
         return cls(begin=_begin(before), head=head, end=after, quote=quote)
 
     @classmethod
-    def _of_tags(cls, full: str, bare: str) -> "CallForm":
+    def _of_tags(cls, full: str, bare: str, closing: str) -> "CallForm":
         head, is_keyed, _ = full.partition(KEYS[0])
         named, _, last = head.rpartition(NAME)
         lead = named.rpartition(NAME)[2]  # Some templates also name the tool before the call.
@@ -187,12 +191,13 @@ class CallForm:
         bare = NAME + bare.rpartition(NAME)[2]
         pieces = _split(full, NAME, KEYS[0], VALUES[0], KEYS[1], VALUES[1])
         empty = bare.partition(NAME)[2]
-        lead, first, equals, between, again, end = map(_loosely, pieces)
+        lead, first, equals, between, again = map(_with_attributes, pieces[:-1])
+        end = _closed(pieces[-1], closing)
         is_quoted = equals[-1:] in ("'", '"')  # Not supported: the escaping rules are unknown.
         is_framed = all((lead, first, equals, between, end, empty.strip())) and not is_quoted
         if not is_framed or equals != again:
             raise ValueError(f"name and arguments are not found in {full!r:.300}")
-        head = re.compile(rf"{NAMED}(?:(?P<none>{_loosely(empty)})|{first})")
+        head = re.compile(rf"{NAMED}(?:(?P<none>{_closed(empty, closing)})|{first})")
         tags = Tags(equals=re.compile(equals), between=re.compile(between), end=re.compile(end))
         return cls(begin=_begin(pieces[0]), head=head, tags=tags)
 
@@ -263,15 +268,30 @@ class CallForm:
             value, at = DECODER.raw_decode(text, head.end())
             return [(head["name"], read_arguments(value))], self._ended(text, at)
         if head["none"] is not None:
-            return [(head["name"], {})], head.end()
+            return [(head["name"], {})], self._past(text, head)
         stop = self.tags.end.search(text, head.end())
         if stop is None:
             raise ValueError("a call does not end")
         given: Arguments = {}
         for part in self.tags.between.split(text[head.end() : stop.start()]):
-            key, value = self.tags.equals.split(part, maxsplit=1)
-            given[key.strip()] = value.removeprefix("\n").removesuffix("\n")
-        return [(head["name"], given)], stop.end()
+            pair = self.tags.equals.split(part, maxsplit=1)
+            if len(pair) != 2:
+                raise ValueError(f"an argument without a value: {part[:80]!r}")
+            key, value = pair
+            value = value.removeprefix("\n").removesuffix("\n")
+            given[key.strip()] = inner[1] if (inner := CDATA.fullmatch(value)) else value
+        return [(head["name"], given)], self._past(text, stop)
+
+    def _past(self, text: str, end: re.Match[str]) -> int:
+        """Return the position behind the end of a call.
+
+        Raises: ValueError: neither the end of all calls nor another call stands there.
+        """
+        at = _skip_space(text, end.end())
+        is_closed = CLOSING not in end.re.groupindex or end[CLOSING] is not None
+        if not is_closed and at < len(text) and self.begin.match(text, at) is None:
+            raise ValueError("a call does not end")
+        return end.end()
 
     def _call(self, value: object) -> Call:
         found = cast(dict[str, object], value) if isinstance(value, dict) else {}
@@ -284,13 +304,18 @@ class CallForm:
         """Return the end of a call whose JSON ends at `at`."""
         # The end mark is optional at the end of the text and before the next call.
         at = _skip_space(text, at)
-        if (closed := self.end.match(text, at)) is not None:
-            return closed.end()
+        closed = self.end.match(text, at)
+        if closed is not None and (closed[0] or not self.end.pattern):
+            return self._past(text, closed)
         if at < len(text) and self.begin.match(text, at) is None:
             raise ValueError("a call does not end")
         return at
 
 
+# XML's notation for texts with special characters.
+CDATA = re.compile(r"<!\[CDATA\[(.*)\]\]>", re.DOTALL)
+CLOSING = "closing"  # Group of the text that stands only behind the last of several calls.
+ATTRIBUTE = re.compile(r'="[^"]*"')  # The value of an attribute depends on the argument's type.
 NAMED = r"\s*(?P<name>\S+?)\s*"
 WORDS = re.compile(r"<[^<>\s]*>|\[[A-Z_]+\]|[^\s<\[]+|\S")  # Tags and words of a template.
 
@@ -354,6 +379,19 @@ def _head_end(between: str) -> str:
     return rf"(?:{_loosely(between)}|[^\w.{{}}-][^{{}}]*?{re.escape(words[-1])})"
 
 
+def _closed(piece: str, closing: str) -> str:
+    """Return the pattern of the text after a call, whose last part may be missing."""
+    if not closing.strip() or not piece.endswith(closing):
+        return _with_attributes(piece)
+    item = _with_attributes(piece.removesuffix(closing))
+    return rf"{item}(?:\s*(?P<{CLOSING}>{_loosely(closing)}))?"
+
+
+def _with_attributes(piece: str) -> str:
+    """Return the pattern of a text of a template with any values of complete attributes."""
+    return ATTRIBUTE.pattern.join(map(_loosely, ATTRIBUTE.split(piece)))
+
+
 def _loosely(piece: str) -> str:
     """Return a pattern of a text that matches any whitespace between its words and tags."""
     return r"\s*".join(map(re.escape, WORDS.findall(piece)))
@@ -391,7 +429,7 @@ def _of_type(text: str, kinds: set[str]) -> object:
     try:
         return DECODER.decode(PYTHON.get(text.strip(), text))
     except (ValueError, RecursionError):
-        return text
+        return read_literal(text) if kinds & {"object", "array"} else text
 
 
 def _kinds(schema: object) -> set[str]:

@@ -9,12 +9,13 @@ the context together with the sampled answer.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from jinja2 import TemplateError
 
 from common.formats.call_turn import CallTurn, as_text
-from common.formats.calls import CallForm, as_call, each_text
+from common.formats.calls import NAME, CallForm, as_call, each_text
 from common.formats.measured import MeasuredTemplate
 from common.formats.past_answers import PastAnswers, past_end
 from common.formats.sampled import without_marks
@@ -42,6 +43,11 @@ class ChatRenderer(MeasuredTemplate):
         if has_calls and isinstance(self.call_turn, CallTurn):
             own = self._end_of_turn(self.call_turn.between, self.call_turn.ended)
         return own.last[0] if own.last else own.run[0]
+
+    @property
+    def lead_of_end(self) -> list[int]:
+        """Tokens that a policy samples between the text of an answer and the end of the turn."""
+        return list(self._end.lead)
 
     @property
     def call_end(self) -> str:
@@ -75,7 +81,7 @@ class ChatRenderer(MeasuredTemplate):
         """
         turns = self._turns
         past = self._after_first.removesuffix(turns.asked) + turns.answered
-        end = self._tokenizer.decode(self._end.run[:1])
+        end = self._tokenizer.decode([*self._end.lead, *self._end.run[:1]])
         num_answers = len(texts) // 2
         after = self._after_first if num_answers == 0 else past
         ids = list(self._known(self._before_first, turns.shown(texts[0]), after))
@@ -160,30 +166,61 @@ class ChatRenderer(MeasuredTemplate):
         has_calls: bool,
         tools: Sequence[dict[str, Any]],
         end: int | None = None,
+        calls: Sequence[dict[str, Any]] = (),
     ) -> list[int]:
         """Return the ids between an answer and the next one: `after_action` for any messages.
 
         Args:
             has_calls: the answer consisted of calls, which a template may require before their
                 results.
+            calls: those calls. A template may write the name of the called tool before a result.
 
         Raises: ValueError: the chat template refuses it; the message gives the reason.
         """
         said: Message = {"role": "assistant", "content": ASSISTANT}
         ends = [self._end]
+        mark = ASSISTANT
         if has_calls and isinstance(self.call_turn, CallTurn):
-            said = {**said, "content": "", "tool_calls": [self.call_turn.call(ASSISTANT, {})]}
+            said = {**said, "content": "", "tool_calls": self._answered_calls(messages, calls)}
+            mark = said["tool_calls"][0]["function"]["name"]
             ends.append(self._end_of_turn(self.call_turn.between, self.call_turn.ended))
         whole = self._safely([{"role": "user", "content": USER}, said, *messages], tools)
-        _, _, tail = whole.partition(USER)[2].partition(ASSISTANT)
-        names = [self._tokenizer.decode(each.run[:1]) for each in ends]
-        found = [(tail.index(name), i) for i, name in enumerate(names) if name in tail]
+        _, _, tail = whole.partition(USER)[2].partition(mark)
+        found = [place for each in ends if (place := self._place_of(each, tail)) is not None]
         if not found:
             raise ValueError("the chat template does not end the assistant's turn")
-        at, which = min(found)
-        own = TurnEnd(num_lead=0, run=ends[which].run, last=ends[which].last)
+        at, own = min(found, key=lambda place: place[0])
         ids = self._control.encode(tail[at:])
         return ids[own.num_sampled(end, is_stopped=is_stopped) :]
+
+    def _answered_calls(
+        self, results: Sequence[Message], calls: Sequence[Message]
+    ) -> list[dict[str, Any]]:
+        """Return calls of an answer without their arguments, one for each name and id.
+
+        Without the calls, they are made for the results that follow them.
+        """
+        assert isinstance(self.call_turn, CallTurn)
+        if not calls:
+            named = [each for each in results if each["role"] == "tool"] or [{}]
+            calls = [
+                {**as_call(each.get("name") or NAME, {}), **_id_of(each, "tool_call_id")}
+                for each in named
+            ]
+        has_ids = any(each.get("tool_call_id") for each in results)
+        call = self.call_turn.call
+        return [
+            {**call(str(each["function"]["name"]), {}), **(_id_of(each, "id") if has_ids else {})}
+            for each in calls
+        ]
+
+    def _place_of(self, end: TurnEnd, tail: str) -> tuple[int, TurnEnd] | None:
+        """Return the position of the end of a turn in a text, and its tokens there."""
+        for lead in (end.lead, ()):  # A template may write another lead before other messages.
+            name = self._tokenizer.decode([*lead, *end.run[:1]])
+            if name in tail:
+                return tail.index(name), replace(end, lead=lead)
+        return None
 
     def _safely(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> str:
         """Return a conversation as text for `ControlTokens.encode`. Raises: ValueError."""
@@ -213,7 +250,7 @@ class ChatRenderer(MeasuredTemplate):
 
     def action_text(self, token_ids: list[int]) -> str:
         """Return the text of a sampled action without its thoughts and special tokens."""
-        return self.thoughts.text(self._sampled.marked(token_ids)).strip()
+        return self.thoughts.text(self._sampled.marked(self._without_lead(token_ids))).strip()
 
     def thought_text(self, token_ids: list[int]) -> str:
         """Return the thoughts of a sampled answer, "" for none."""
@@ -241,4 +278,13 @@ class ChatRenderer(MeasuredTemplate):
     def _said_beside(self, text: str) -> str:
         """Return the text beside calls without special tokens and heads of messages."""
         marked = self._sampled.encoded(text)
-        return self.thoughts.shown(marked).strip()
+        form = self.thoughts
+        has_heads = bool(form.between and self._turns.answered.strip())
+        if has_heads and form.head_end not in marked:
+            return ""  # The head of the call's own message.
+        return form.shown(marked).strip()
+
+
+def _id_of(message: Message, name: str) -> dict[str, Any]:
+    """Return the id of a call as a field, {} without one."""
+    return {"id": message[name]} if message.get(name) else {}

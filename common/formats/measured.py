@@ -39,6 +39,8 @@ class MeasuredTemplate:
         self._before_first = self._turns.before
         self._after_first = self._turns.after_user
         self.thoughts = measure_thoughts(self._asking, self._turns, self._sampled)
+        marks = self.thoughts.special
+        self._inner = [each for each in self._special if self._sampled.marked([each]) in marks]
         self._configured = configured_ends(tokenizer)
         self._end = self._end_of_turn(self._turns.between, self._turns.ended)
         self.end_of_turn_ids = self._stops()
@@ -67,6 +69,7 @@ class MeasuredTemplate:
             self._encoded(last),
             self._special,
             lambda token_id: not self._tokenizer.decode([token_id]).strip(),
+            self._inner,
         )
         if found is None:
             raise ConfigError(
@@ -78,13 +81,20 @@ class MeasuredTemplate:
     def _stops(self) -> list[int]:
         """Return the tokens that end a sampled turn, the template's own first.
 
-        A token that also separates the messages of one answer, as gpt-oss writes them, ends no
+        A token that also stands inside of an answer, as between the messages of gpt-oss, ends no
         turn.
+
+        Raises: ConfigError: no other token ends a turn.
         """
-        end = self._end
-        inner = self.thoughts.between
-        own = [each for each in end.run[:1] if self._sampled.marked([each]) not in inner]
-        return list(dict.fromkeys([*own, *end.last, *self._configured]))
+        own = [*self._end.run[:1], *self._end.last, *self._configured]
+        ends = list(dict.fromkeys(each for each in own if each not in self._inner))
+        if not ends:
+            raise ConfigError(
+                f"model.path: the chat template ends an answer with {self.shown(own[:1])!r}, which"
+                " also ends its thoughts; give another end of a turn (eos_token_id in"
+                " generation_config.json)"
+            )
+        return ends
 
     @cached_property
     def call_turn(self) -> CallTurn | str:
@@ -134,6 +144,13 @@ class MeasuredTemplate:
         while token_ids and token_ids[-1] in self.end_of_turn_ids:
             token_ids = token_ids[:-1]
         return token_ids
+
+    def _without_lead(self, token_ids: list[int]) -> list[int]:
+        """Return a sampled answer without its end and the template's tokens before the end."""
+        body = self._without_end(token_ids)
+        lead = list(self._end.lead)
+        has_lead = bool(lead) and body[-len(lead) :] == lead
+        return body[: -len(lead)] if has_lead else body
 
 
 def with_ids(messages: Sequence[Message]) -> list[Message]:

@@ -15,12 +15,14 @@ from jinja2 import TemplateError
 from common.formats.calls import NAME, as_call
 from common.formats.sampled import SampledText, special_in, without_marks, without_special
 from common.formats.turns import ASSISTANT, USER, Message, RenderTurns, Turns
-from common.text import shared_start
+from common.text import shared_end_tags, shared_tags
 
 THOUGHT = "\u2402thought\u2403"
 USUAL = ("<think>", "</think>")  # Most models that think write these, whatever the template has.
 # Names of a message's field for thoughts, in the order in which they are tried.
 FIELDS = ("reasoning_content", "reasoning", "thinking")
+USER_SAID: Message = {"role": "user", "content": USER}
+_BREAK = "\ue000"  # A character that no tag of a template contains.
 Span = tuple[int, int]
 
 
@@ -67,6 +69,12 @@ class ThoughtForm:
         for mark in (self.opens, self.between, *(each for pair in self.blocks for each in pair)):
             found = found.replace(mark, "") if mark else found
         return without_special(found).strip()
+
+    @property
+    def special(self) -> list[str]:
+        """Special tokens in the marks of thoughts. Such a token ends no turn."""
+        marks = [self.between, self.opens, *(each for pair in self.blocks for each in pair)]
+        return [name for each in marks for name in special_in(each)]
 
     def described(self) -> str:
         """Return the form of thoughts as text."""
@@ -126,10 +134,10 @@ def measure_thoughts(render: RenderTurns, turns: Turns, sampled: SampledText) ->
     shown = _shown(render, turns)
     if shown is None:
         return ThoughtForm(blocks=_distinct(usual), asked=asked)
-    opens, closes = map(sampled.encoded, shown)
+    opens, closes = map(sampled.encoded, shown[:2])
     header = sampled.encoded(turns.answered)
     between = closes.removesuffix(header)
-    repeated = _common_end(between, asked)  # The head of another message of the same answer.
+    repeated = shared_end_tags(between, asked)  # The head of another message of the same answer.
     if special_in(repeated):
         *_, head_end = special_in(header or opens)
         return ThoughtForm(
@@ -139,26 +147,54 @@ def measure_thoughts(render: RenderTurns, turns: Turns, sampled: SampledText) ->
             head_end=head_end,
             asked=asked.rpartition(repeated)[2],
         )
-    own = (opens.strip(), closes.strip().partition("\n")[0])
+    own = (opens.strip(), sampled.encoded(shown[2]).strip().partition("\n")[0])
     return ThoughtForm(blocks=_distinct([own, *usual]), asked=asked)
 
 
-def _shown(render: RenderTurns, turns: Turns) -> tuple[str, str] | None:
-    """Return the text before and after thoughts in an answer; None: the template shows none."""
-    user = {"role": "user", "content": USER}
+def _shown(render: RenderTurns, turns: Turns) -> tuple[str, str, str] | None:
+    """Return the text before and after thoughts in an answer; None: the template shows none.
+
+    The third text is the end of the thoughts: the start of the second one that an answer with text
+    and one with calls share.
+    """
+    found: list[tuple[str, str]] = []
     for extra in ({"content": ASSISTANT}, {"content": "", "tool_calls": [as_call(NAME, {})]}):
-        plain = _text_of(render, [user, {"role": "assistant", **extra}])
-        for name in FIELDS:
-            text = _text_of(render, [user, {"role": "assistant", **extra, name: THOUGHT}])
-            lead, _, rest = text.partition(THOUGHT)
-            closes = rest[: len(rest) - len(_common_end(rest, plain))]
-            if ASSISTANT in plain:
-                closes = rest.partition(ASSISTANT)[0]
-            own = lead.removeprefix(shared_start(lead, turns.closed))
-            opens = own if own.strip() else lead.rstrip().rpartition("\n")[2]
-            if opens and closes.strip():
-                return opens, closes
-    return None
+        plain = _text_of(render, [USER_SAID, {"role": "assistant", **extra}])
+        shown = (_around(render, turns, plain, {**extra, name: THOUGHT}) for name in FIELDS)
+        found += [each for each in shown if each is not None][:1]
+    if not found:
+        return None
+    opens, closes = found[0]
+    shared = shared_tags(closes, found[-1][1])
+    return opens, closes, shared if shared.strip() else closes
+
+
+def _around(render: RenderTurns, turns: Turns, plain: str, said: Message) -> tuple[str, str] | None:
+    """Return the text before and after thoughts in one message; None: it shows none.
+
+    Args:
+        plain: the text of the same message without thoughts.
+    """
+    text = _text_of(render, [USER_SAID, {"role": "assistant", **said}])
+    lead, _, rest = text.partition(THOUGHT)
+    closes = rest[: len(rest) - len(shared_end_tags(rest, plain))]
+    if ASSISTANT in plain:
+        closes = rest.partition(ASSISTANT)[0]
+    own = lead.removeprefix(shared_tags(lead, turns.closed))
+    opens = own if own.strip() else _opening(lead, closes, turns)
+    return (opens, closes) if opens and closes.strip() else None
+
+
+def _opening(lead: str, closes: str, turns: Turns) -> str:
+    """Return the mark that opens thoughts, if the text before all answers contains it.
+
+    It ends as the closing mark does: <think> and </think>, <|open|>think and <|close|>think.
+    """
+    line = lead.rstrip().rpartition("\n")[2]
+    start = next((i for i in range(len(line)) if line[i:] in closes), len(line))
+    if len(line) - start > 1:  # A bracket alone is the end of any tag.
+        return line[len(shared_tags(line, line[:start] + _BREAK)) :]
+    return turns.asked if turns.asked.strip() and closes.strip() not in turns.asked else line
 
 
 def _text_of(render: RenderTurns, messages: list[Message]) -> str:
@@ -172,7 +208,3 @@ def _text_of(render: RenderTurns, messages: list[Message]) -> str:
 def _distinct(pairs: Sequence[Sequence[str]]) -> list[tuple[str, str]]:
     """Return pairs of marks in their order, each once."""
     return list(dict.fromkeys((opens, closes) for opens, closes in pairs if opens and closes))
-
-
-def _common_end(one: str, other: str) -> str:
-    return shared_start(one[::-1], other[::-1])[::-1]

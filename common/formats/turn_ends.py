@@ -41,7 +41,7 @@ def _ends_in(path: Path) -> list[int]:
 class TurnEnd:
     """The tokens with which a template ends an answer before the next message."""
 
-    num_lead: int  # Tokens of whitespace before them.
+    lead: Sequence[int]  # Tokens before them: whitespace, or an end of the answer's own parts.
     run: Sequence[int]  # The tokens of the end, in order.
     last: Sequence[int] = ()  # Tokens that stand there if the conversation ends with the answer.
 
@@ -55,10 +55,10 @@ class TurnEnd:
         if not is_stopped:
             return 0
         if end is None:
-            return self.num_lead + 1
+            return len(self.lead) + 1
         if end in self.run:
-            return self.num_lead + self.run.index(end) + 1
-        return self.num_lead + len(self.run) if end in self.last else 0
+            return len(self.lead) + self.run.index(end) + 1
+        return len(self.lead) + len(self.run) if end in self.last else 0
 
 
 def find_end(
@@ -66,6 +66,7 @@ def find_end(
     last: Sequence[int],
     special: Collection[int],
     is_blank: Callable[[int], bool],
+    inner: Collection[int] = (),
 ) -> TurnEnd | None:
     """Return the end of a turn; None: no special token ends it.
 
@@ -74,6 +75,8 @@ def find_end(
         last: tokens of the template after an answer that ends the conversation.
         special: ids of the special tokens.
         is_blank: returns whether the text of a token is whitespace.
+        inner: special tokens that also stand inside of an answer. The end is another one, if the
+            template has one.
     """
     num_lead = next((i for i, each in enumerate(after) if not is_blank(each)), len(after))
     if num_lead == len(after) or after[num_lead] not in special:
@@ -81,5 +84,8 @@ def find_end(
     own = after[num_lead:]
     shared = own[: shared_length(own, [each for each in last if not is_blank(each)])]
     num_run = max((i + 1 for i, each in enumerate(shared) if each in special), default=1)
-    ends = [each for each in last if each in special][:1]
-    return TurnEnd(num_lead=num_lead, run=list(after[num_lead : num_lead + num_run]), last=ends)
+    first = next((i for i, each in enumerate(shared) if each in special and each not in inner), 0)
+    ends = [each for each in last if each in special and each not in inner][:1]
+    return TurnEnd(
+        lead=list(after[: num_lead + first]), run=list(own[first : max(num_run, 1)]), last=ends
+    )

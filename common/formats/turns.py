@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from common.errors import ConfigError
-from common.text import shared_start
+from common.text import shared_tags
 
 Message = dict[str, Any]
 USER = "\u2402user\u2403"
@@ -72,7 +72,7 @@ def measure_turns(render: RenderTurns) -> Turns:
     if not head.startswith(before + USER):
         raise _rewritten(first, both, "changes the text before or in the first user's message")
     header = head.removeprefix(before + USER)
-    closed = shared_start(after_user, header)
+    closed = shared_tags(after_user, header)
     if after_next != after_user:
         law = "asks for a later answer in another form than for the first"
         raise _rewritten(first, both, law)

@@ -191,21 +191,21 @@ def _parts_of(conversation: Conversation, writer: AnswerWriter) -> Iterator[tupl
     tools = conversation.tools
     shown: list[dict[str, Any]] = []  # Messages since the last answer.
     last: WrittenAnswer | None = None
-    has_calls = False
+    calls: list[dict[str, Any]] = []  # Calls of the last answer.
     for each in conversation.messages:
         message = _as_chat(each)
         if not each.is_agent:
             shown.append(message)
             continue
         answer = writer.write(message, tools=tools)
-        prompt = _prompt(writer.renderer, shown, tools, last, has_calls=has_calls)
+        prompt = _prompt(writer.renderer, shown, tools, last, calls)
         yield writer.with_header(prompt, answer.header), False
         yield answer.sampled, each.is_trained
         shown = []
         last = answer
-        has_calls = bool(each.calls)
+        calls = answer.calls
     if shown:
-        yield _prompt(writer.renderer, shown, tools, last, has_calls=has_calls), False
+        yield _prompt(writer.renderer, shown, tools, last, calls), False
 
 
 def _prompt(
@@ -213,8 +213,7 @@ def _prompt(
     shown: list[dict[str, Any]],
     tools: list[dict[str, Any]],
     last: WrittenAnswer | None,
-    *,
-    has_calls: bool,
+    calls: list[dict[str, Any]],
 ) -> list[int]:
     """Return the tokens from the last answer, or from the beginning, to the next answer."""
     if not shown:
@@ -226,10 +225,10 @@ def _prompt(
             return renderer.first_prompt(text)
         return renderer.of_messages(shown, tools=tools)
     end = last.sampled[-1]
-    if is_user and not has_calls:
+    if is_user and not calls:
         return renderer.after_turn(text, is_stopped=True, end=end)
-    has_calls = has_calls or shown[0]["role"] == "tool"
-    how: dict[str, Any] = {"is_stopped": True, "has_calls": has_calls, "end": end}
+    has_calls = bool(calls) or shown[0]["role"] == "tool"
+    how: dict[str, Any] = {"is_stopped": True, "has_calls": has_calls, "calls": calls, "end": end}
     return renderer.after_calls(shown, tools=tools, **how)
 
 

@@ -6,7 +6,7 @@ of tokens that begin or end a turn are encoded as letters.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from jinja2 import TemplateError
@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 from common.control_tokens import special_tokens
 from common.errors import ConfigError
 from common.formats.call_turn import CallTurn
-from common.formats.calls import read_arguments
+from common.formats.calls import Call, as_call, read_arguments
 from common.formats.chat_renderer import ChatRenderer
 from common.formats.sampled import without_marks
 from common.formats.thoughts import FIELDS
@@ -31,6 +31,7 @@ class WrittenAnswer:
 
     header: str  # Text before the answer, behind the text that all prompts share.
     sampled: list[int]  # The answer with the token that ends it.
+    calls: list[Message] = field(default_factory=list[Message])  # In the form of chat templates.
 
 
 class AnswerWriter:
@@ -59,7 +60,12 @@ class AnswerWriter:
         }
         spelled = sorted(filter(None, framing), key=len, reverse=True)
         self._framing = re.compile("|".join(map(re.escape, spelled)) or r"(?!)")
-        self._blocks = self.renderer.thoughts.blocks
+        self._marks = [tuple(map(without_marks, pair)) for pair in form.blocks]
+        head = turns.answered
+        for mark in (each for pair in self._marks for each in pair):
+            head = head.replace(mark, "")
+        # The header of an answer beside thoughts, such as Command's <|START_RESPONSE|>.
+        self._head = head if head.strip() else ""
         self._joint = without_marks(self.renderer.thoughts.between)
 
     def write(self, message: Message, *, tools: Sequence[Message]) -> WrittenAnswer:
@@ -72,13 +78,21 @@ class AnswerWriter:
         """
         text = str(message.get("content") or "")
         thoughts = next((str(message[name]) for name in FIELDS if message.get(name)), "")
-        if calls := message.get("tool_calls"):
-            text = self._with_calls(message, calls, tools)
+        calls = message.get("tool_calls")
+        checked = _checked_calls(calls) if calls else []
+        past = self.renderer.turns.answered  # Header of an answer without thoughts.
+        if checked:
+            past, text = self._with_calls(message, checked, tools)
         if thoughts:
             text = self._with_thoughts(thoughts) + text
-        header, text = self._parted(text)
-        end = self.renderer.sampled_end(has_calls=bool(calls))
-        return WrittenAnswer(header=header, sampled=[*self._own(text), end])
+        header, text = self._parted(text, past, head="" if checked else self._head)
+        end = self.renderer.sampled_end(has_calls=bool(checked))
+        lead = [] if checked else self.renderer.lead_of_end
+        ids = self._own(text)
+        if ids[len(ids) - len(lead) :] == lead:
+            lead = []  # The record's text has it.
+        own = [as_call(name, arguments) for name, arguments in checked]
+        return WrittenAnswer(header=header, sampled=[*ids, *lead, end], calls=own)
 
     def with_header(self, prompt: list[int], header: str) -> list[int]:
         """Return the tokens before an answer with this header in place of the generation prompt.
@@ -88,35 +102,49 @@ class AnswerWriter:
         turns = self.renderer.turns
         if header == turns.asked:
             return prompt
-        asked = self._plain(turns.after_user)
-        if prompt[-len(asked) :] != asked:
-            raise ValueError("messages: the chat template asks for this answer in another form")
-        return [*prompt[: len(prompt) - len(asked)], *self._plain(turns.closed + header)]
+        for before, after in ((turns.after_user, turns.closed + header), (turns.asked, header)):
+            asked = self._plain(before)
+            if prompt[len(prompt) - len(asked) :] == asked:
+                return [*prompt[: len(prompt) - len(asked)], *self._plain(after)]
+        raise ValueError("messages: the chat template asks for this answer in another form")
 
-    def _parted(self, text: str) -> tuple[str, str]:
+    def _parted(self, text: str, past: str, *, head: str) -> tuple[str, str]:
         """Return the header before an answer, behind the text of all prompts, and the answer.
 
         A header that opens a block of thoughts stands before an answer with thoughts only.
+
+        Args:
+            past: the template's header before such an answer in later prompts.
+            head: the header that a policy samples before the text of an answer.
         """
         turns = self.renderer.turns
         form = self.renderer.thoughts
         if form.between:
             has_head = without_marks(form.head_end) in text
             return turns.asked, text if has_head else turns.answered + text
-        blocks = [tuple(map(without_marks, pair)) for pair in form.blocks]
-        opens, closes = next((each for each in blocks if each[0] in turns.asked), ("", ""))
-        has_thoughts = any(closing in text for _, closing in blocks)
+        opens, closes = next(
+            (each for each in self._marks if each[0] in turns.after_user), ("", "")
+        )
+        has_thoughts = any(closing in text for _, closing in self._marks)
         if not opens:
-            return turns.asked, text
-        if closes in turns.asked:
-            return (turns.answered if has_thoughts else turns.asked), text
+            return turns.asked, self._headed(text, head)
+        lead = turns.after_user[turns.after_user.rindex(opens) :]
+        if closes in lead:
+            if has_thoughts:
+                return turns.answered.removesuffix(self._head), text
+            return turns.asked, self._headed(text, head)
         if not has_thoughts:
-            return turns.answered, text
-        lead = turns.asked[turns.asked.index(opens) :]
+            return past, text
         for start in (lead, lead.strip()):
             if text.startswith(start):
                 return turns.asked, text.removeprefix(start).lstrip("\n")
         return turns.asked, text
+
+    def _headed(self, text: str, head: str) -> str:
+        """Return an answer with the header that a policy samples before its text."""
+        if not head or head in text:
+            return text
+        return text if any(closes in text for _, closes in self._marks) else head + text
 
     def _with_thoughts(self, thoughts: str) -> str:
         """Return thoughts as the template writes them before an answer's text."""
@@ -127,15 +155,19 @@ class AnswerWriter:
             before, has_answer, _ = text.partition(ASSISTANT)
             if has_answer and THOUGHT in before:
                 block = before.partition(USER)[2].removeprefix(turns.closed)
+                opening = next((each for each, _ in self._marks if each in turns.closed), "")
+                if opening and opening not in block:  # The mark stands before all answers.
+                    block = turns.closed[turns.closed.rindex(opening) :] + block
                 return block.replace(THOUGHT, thoughts)
         raise ValueError(f"{FIELDS[0]}: the chat template shows no thoughts")
 
-    def _with_calls(self, message: Message, calls: Any, tools: Sequence[Message]) -> str:
-        """Return an answer with its calls as the template writes them."""
+    def _with_calls(
+        self, message: Message, checked: list[Call], tools: Sequence[Message]
+    ) -> tuple[str, str]:
+        """Return the header of an answer, and the answer with its calls as the template writes."""
         turn = self.renderer.call_turn
         if not isinstance(turn, CallTurn):
             raise ValueError(f"tool_calls: {turn}")
-        checked = _checked_calls(calls)
         shown = [turn.call(name, arguments) for name, arguments in checked]
         said = {"role": "assistant", "content": message.get("content") or "", "tool_calls": shown}
         results = [{"role": "tool", "name": name, "content": NEXT} for name, _ in checked]
@@ -143,13 +175,18 @@ class AnswerWriter:
             [{"role": "user", "content": USER}, said, *results], tools, is_asking=False
         )
         answer = whole.partition(USER)[2].removeprefix(self.renderer.turns.closed)
-        if any(without_marks(mark) in turn.answered for pair in self._blocks for mark in pair):
-            answer = answer.removeprefix(turn.answered)  # Thoughts that the record does not have.
+        header = self.renderer.turns.answered.removesuffix(self._head)
+        marks = [mark for pair in self._marks for mark in pair]
+        for past in (turn.answered, header):  # Thoughts that the record does not have.
+            if any(mark in past for mark in marks) and answer.startswith(past):
+                header = past
+                answer = answer.removeprefix(past)
+                break
         text, has_end, _ = answer.partition(self.renderer.call_end)
         found = turn.form.read(text, list(tools))[1] if has_end else []
         if found != checked:
             raise ValueError("tool_calls: the chat template does not show them as given")
-        return text
+        return header, text
 
     def _rendered(
         self, messages: Sequence[Message], tools: Sequence[Message], *, is_asking: bool

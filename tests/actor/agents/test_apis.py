@@ -293,7 +293,7 @@ def test_unsupported_tools_are_refused_in_every_api() -> None:
             ]:
                 status, told = await at.post(path, body)
                 assert (status, code_of(path, told)) == (400, "unsupported_parameter")
-                assert "does not render tools" in told["error"]["message"]
+                assert "does not render the tools of a prompt" in told["error"]["message"]
             assert not at.tape.token_ids
             none = {"messages": [USER], "tools": [TOOL], "tool_choice": "none"}
             assert (await at.post(CHAT, none, header="x-api-key"))[0] == 200

@@ -72,7 +72,7 @@ TOKENIZER = with_calls()
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        (CHATML, "does not render tools, tool calls or tool results"),
+        (CHATML, "does not render the tools of a prompt, tool calls"),
         (UNREADABLE, "name and arguments are not found"),
         (CHATML + "{% if tools %}{{ raise_exception('what tools?') }}{% endif %}", "what tools"),
     ],

@@ -108,7 +108,7 @@ def test_environment_tools_replace_the_default_tool(tokenizer: PreTrainedTokeniz
 
 
 REFUSED = {
-    "without_tools": (CHATML, "does not render tools"),
+    "without_tools": (CHATML, "does not render the tools of a prompt"),
     "no_answers_of_tools": (
         TOOLS
         + CHATML.replace(
@@ -121,7 +121,7 @@ REFUSED = {
         "{% if tools %}{{ raise_exception('no tools here') }}{% endif %}" + CHATML,
         "no tools here",
     ),
-    "shows_no_calls": (TOOLS + BODY.replace("CALL", ""), "does not render tools"),
+    "shows_no_calls": (TOOLS + BODY.replace("CALL", ""), "does not render tool calls"),
 }
 
 
@@ -134,5 +134,5 @@ def test_template_without_calls_is_refused_by_name(template: str, named: str) ->
 
 def test_compact_template_supports_no_tools() -> None:
     make_renderer(COMPACT, AgentFormat.REACT)
-    with pytest.raises(ConfigError, match=r"function_call.*does not render tools"):
+    with pytest.raises(ConfigError, match=r"function_call.*does not render the tools"):
         make_renderer(COMPACT, AgentFormat.FUNCTION_CALL)

@@ -57,16 +57,25 @@ def test_end_is_the_run_that_all_answers_share() -> None:
     def end_of(after: list[int], last: list[int]) -> TurnEnd | None:
         return find_end(after, last, {7, 8, 9}, lambda each: each == 0)
 
-    assert end_of([7, 0, 9, 1], [7, 0]) == TurnEnd(num_lead=0, run=[7], last=[7])
-    assert end_of([7, 8, 9, 1], [7, 8]) == TurnEnd(num_lead=0, run=[7, 8], last=[7])
-    assert end_of([7, 9, 1], [8]) == TurnEnd(num_lead=0, run=[7], last=[8])
-    assert end_of([0, 7, 1], []) == TurnEnd(num_lead=1, run=[7], last=[])
+    assert end_of([7, 0, 9, 1], [7, 0]) == TurnEnd(lead=[], run=[7], last=[7])
+    assert end_of([7, 8, 9, 1], [7, 8]) == TurnEnd(lead=[], run=[7, 8], last=[7])
+    assert end_of([7, 9, 1], [8]) == TurnEnd(lead=[], run=[7], last=[8])
+    assert end_of([0, 7, 1], []) == TurnEnd(lead=[0], run=[7], last=[])
     assert end_of([1, 7], [7]) is None
     assert end_of([], []) is None
 
 
+def test_token_inside_answers_ends_no_turn() -> None:
+    # The answer's own part ends with 7, the turn with 9.
+    found = find_end([7, 1, 9, 2], [7, 1, 9], {7, 8, 9}, lambda each: each == 0, {7})
+    assert found == TurnEnd(lead=[7, 1], run=[9], last=[9])
+    # The template has no other end: 7 stays the end of a turn in the context.
+    found = find_end([7, 2], [8], {7, 8}, lambda each: each == 0, {7})
+    assert found == TurnEnd(lead=[], run=[7], last=[8])
+
+
 def test_tokens_of_an_end_are_counted_once() -> None:
-    own = TurnEnd(num_lead=1, run=[7, 8], last=[6])
+    own = TurnEnd(lead=[0], run=[7, 8], last=[6])
     told = {None: 2, 7: 2, 8: 3, 6: 3, 5: 0}  # Sampled end -> tokens that need not be inserted.
     assert {end: own.num_sampled(end, is_stopped=True) for end in told} == told
     assert own.num_sampled(7, is_stopped=False) == 0

@@ -74,8 +74,8 @@ def plain_answers(renderer: Renderer) -> list[str]:
 
 def asks_for_thoughts(renderer: Renderer) -> bool:
     """Return whether the generation prompt begins thoughts that the answer must end."""
-    asked = renderer.turns.asked
-    return "<think>" in asked and "</think>" not in asked
+    asked = renderer.turns.after_user
+    return asked.rfind("<think>") > asked.rfind("</think>")
 
 
 @ANY_TEMPLATE
