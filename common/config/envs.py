@@ -224,7 +224,8 @@ class DatasetOptions:
     )
     eval: str = knob(
         "",
-        "Names the held-out records. Empty takes them from data.train, see data.eval_size.",
+        "Names the held-out records. Empty takes data.eval_split of the folder data.train, or else "
+        "data.eval_size records of data.train.",
         form=PATH,
         also="",
     )
@@ -232,7 +233,7 @@ class DatasetOptions:
     eval_split: str = knob("test", "Selects the split of a folder for evaluation.", form=WORD)
     eval_size: int = knob(
         -1,
-        "Holds out this many records of data.train if data.eval is empty. -1 holds out a tenth, at "
+        "Holds out this many records of data.train if there are no others. -1 means a tenth, at "
         "most 200.",
         ge=-1,
         le=10**7,

@@ -72,6 +72,16 @@ def files_of(key: str, path: Path, split: str) -> list[Path]:
     return own or found
 
 
+def has_split(path: Path, split: str) -> bool:
+    """Return whether a path is a folder with a split of this name."""
+    if not path.is_dir():
+        return False
+    if (path / SPLITS).is_file():
+        return split in json.loads((path / SPLITS).read_text(encoding="utf-8"))["splits"]
+    found = [each for each in path.rglob("*") if each.suffix.lower() in READERS]
+    return any(_is_of(split, each.relative_to(path)) for each in found)
+
+
 NAMED = ("train", "test", "validation", "valid", "dev", "eval")
 
 

@@ -5,14 +5,21 @@ import json
 import logging
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from common.config.envs import DatasetOptions
 from common.errors import ConfigError
-from envhub.envs.dataset.files import Record, digest_of, files_of, find_path, read_records
+from envhub.envs.dataset.files import (
+    Record,
+    digest_of,
+    files_of,
+    find_path,
+    has_split,
+    read_records,
+)
 from envhub.envs.dataset.prompts import PromptMaker, Question, relative
 
 logger = logging.getLogger(__name__)
@@ -70,6 +77,8 @@ def load_dataset(options: DatasetOptions) -> Dataset:
         raise ConfigError("data.train is not set: give data.train=FILE")
     paths = [find_path("data.train", options.train)]
     splits = [options.train_split]
+    if not options.eval and has_split(paths[0], options.eval_split):
+        options = replace(options, eval=options.train)
     if options.eval:
         paths.append(find_path("data.eval", options.eval))
         splits.append(options.eval_split)
