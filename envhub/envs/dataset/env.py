@@ -126,7 +126,7 @@ class DatasetEnv:
         """Return the text of `data.step`, and whether it ends the episode. Raises: EnvFailure."""
         keywords, columns = self._offered(completion, call)
         offered = {**columns, **keywords}
-        where = f"data.step ({user.reference}) failed on {self._place}"
+        where = f"data.step={user.reference} failed on {self._place}"
         try:
             value = await self._task.caller.call(user, offered, timeout_s=self._task.step_timeout_s)
         except EnvFailure as error:

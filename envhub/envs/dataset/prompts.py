@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from jinja2 import StrictUndefined, Template, TemplateError
@@ -241,8 +240,3 @@ def _tool(where: str, tool: Any) -> dict[str, Any]:
         "description": str(own.get("description") or ""),
         "parameters": own.get("parameters") or empty,
     }
-
-
-def relative(path: Path) -> str:
-    """Return a path as short as possible, for messages."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -20,7 +20,7 @@ from envhub.envs.dataset.files import (
     has_split,
     read_records,
 )
-from envhub.envs.dataset.prompts import PromptMaker, Question, relative
+from envhub.envs.dataset.prompts import PromptMaker, Question
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ def _load(settings: str, paths: tuple[Path, ...], stamps: object) -> Dataset:
     train = read_records("data.train", paths[0], options.train_split)
     content = {"data.train": digest_of(files_of("data.train", paths[0], options.train_split))}
     prompts = PromptMaker(options, train[0])
-    name = relative(paths[0])
+    name = paths[0].name
     _check_prompts(prompts, train, name)
     kept = _kept(options, prompts, train, name)
     if options.eval:
@@ -117,7 +117,7 @@ def _load(settings: str, paths: tuple[Path, ...], stamps: object) -> Dataset:
         content["data.eval"] = digest_of(files_of("data.eval", paths[1], options.eval_split))
         if content["data.eval"] == content["data.train"]:
             raise ConfigError(f"data.eval={options.eval}: it has the same content as data.train")
-        eval_name = relative(paths[1])
+        eval_name = paths[1].name
         _check_prompts(prompts, held, eval_name)
         test = DataSplit(
             name=eval_name, records=held, numbers=_kept(options, prompts, held, eval_name)

@@ -147,8 +147,8 @@ async def _value(term: RewardTerm, caller: Caller, offered: Keywords, place: str
         except EnvFailure as error:
             if attempt == term.retries:
                 tries = f" ({attempt + 1} tries)" if attempt else ""
-                what = f"reward {term.name} ({term.user.reference}) failed on {place}{tries}"
-                raise EnvFailure(f"{what}: {error}") from error
+                what = f"reward {term.name} failed on {place}{tries}: {error}"
+                raise EnvFailure(f"{what} ({term.user.reference})") from error
             await asyncio.sleep(BACKOFF_S * 2**attempt)
     raise AssertionError("unreachable")
 

@@ -86,5 +86,5 @@ def test_parquet_without_pyarrow_names_the_package(tmp_path: Path) -> None:
     if find_spec("pyarrow") is not None:
         pytest.skip("pyarrow is installed")
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ConfigError, match="needs pyarrow. Install it with: pip install pyarrow"):
+    with pytest.raises(ConfigError, match=r"needs pyarrow\. Install it with: pip install pyarrow"):
         read(tmp_path / "a.parquet")

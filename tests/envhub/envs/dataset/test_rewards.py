@@ -65,9 +65,7 @@ def test_failed_reward_names_function_record_and_error(
     options = make(tmp_path, reward=f"user:{name}", reward_timeout_s=0.2)
     with pytest.raises(EnvFailure) as caught:
         played(options, "7", item=1)
-    assert f"reward {name} (" in str(caught.value)
-    assert "record 2 of" in str(caught.value)
-    assert words in str(caught.value)
+    assert str(caught.value).startswith(f"reward {name} failed on record 2 of train.jsonl: {words}")
 
 
 def test_failed_reward_is_called_again(tmp_path: Path) -> None:
