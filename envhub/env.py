@@ -223,6 +223,7 @@ class EnvSpec:
             concurrent episodes in the hub.
         reward: how the return is computed from the step rewards.
         start_score: the score before the first step: a raw score of 0, mapped to [0, 1].
+        takes_any_text: every text is a valid action, such as an answer in words.
         is_repeatable: equal actions always have equal results and no effect outside the episode.
         from_agentgym: maps AgentGym's data index to an item id; raises UnknownItem. None: no
             mapping.
@@ -247,6 +248,7 @@ class EnvSpec:
     step_timeout_s: float | None = None  # Deadline of one call; None: the hub's value.
     reward: Reward = Reward.LAST
     start_score: float = 0.0
+    takes_any_text: bool = False
     is_repeatable: bool = True
     from_agentgym: Callable[[int], str] | None = None
     column_item: Callable[[int], str] | None = None

@@ -271,6 +271,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         worker_memory_bytes=int(own.worker_memory_gib * 2**30),
         step_timeout_s=longest_s + MARGIN_S,
         start_score=task.rewards.start_score,
+        takes_any_text=True,
         is_repeatable=False,  # A reward may ask a server.
         tools=tuple(task.tools),
         content=task.dataset.content,
