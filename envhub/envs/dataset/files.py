@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from common.repository import ROOT
+from common.repository import ROOT, working_directory
 
 Record = dict[str, Any]
 HASH_BYTES = 1 << 20
@@ -20,14 +20,15 @@ SPLITS = "dataset_dict.json"  # A file of a folder with several such splits.
 
 
 def find_path(key: str, given: str) -> Path:
-    """Return a path of the configuration, in the working directory or else in the repository.
+    """Return a path of the configuration, below the command's directory or else the repository.
 
     Raises: ConfigError: neither has it.
     """
-    for path in (Path(given).expanduser(), ROOT / given):
+    folder = working_directory()
+    for path in (folder / Path(given).expanduser(), ROOT / given):
         if path.exists():
             return path
-    raise ConfigError(f"{key}={given}: no such file or folder (from {Path.cwd()})")
+    raise ConfigError(f"{key}={given}: no such file or folder (from {folder})")
 
 
 def read_records(key: str, path: Path, split: str) -> list[Record]:

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from common.errors import ConfigError
+from common.repository import working_directory
 from envhub.env import EnvFailure
 from envhub.envs.dataset.files import find_path
 
@@ -102,9 +103,10 @@ def check_keywords(where: str, user: UserFunction, offered: Mapping[str, Any]) -
 
 def _load_module(key: str, where: str, name: str) -> ModuleType:
     """Return a module by its name or its file. Raises: ConfigError: it is missing or fails."""
-    folder = str(Path.cwd())
+    folder = str(working_directory())
     if folder not in sys.path:
         sys.path.append(folder)
+    importlib.invalidate_caches()  # The file may be new.
     load: Callable[[], ModuleType] = partial(import_module, name)
     if name.endswith(".py"):
         load = partial(_load_file, find_path(key, name).resolve())
