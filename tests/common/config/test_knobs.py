@@ -146,7 +146,9 @@ def test_malformed_text_is_refused_by_its_key(key: str, kind: Any, law: Constrai
         assert message == f"{told}{law.phrase}"
 
 
-@pytest.mark.parametrize(("key", "kind"), [(key, kind) for key, kind, *_ in LEAVES])
+@pytest.mark.parametrize(
+    ("key", "kind"), [(key, kind) for key, kind, *_ in LEAVES if kind is not Any]
+)
 def test_wrong_type_is_refused_by_its_key(key: str, kind: Any) -> None:
     wrong: list[Any] = [None, [[1]], True if kind not in (bool, EnforceEager) else "maybe"]
     wrong += [] if key in FREE else [{"a": {"b": 1}}]
