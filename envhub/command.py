@@ -12,6 +12,7 @@ from common.launch.commands import on_loopback
 from common.log import configure_logging
 from common.repository import ROOT
 from common.store.run_dir import RunDir
+from envhub.catalogue.content import changed_content, contents_of
 from envhub.catalogue.distances import counted, measured
 from envhub.catalogue.health import hub_at, not_served, servers_of, silent, untrainable
 from envhub.catalogue.registry import (
@@ -101,7 +102,9 @@ def examine(cfg: RunConfig, *, is_to_train: bool = True) -> tuple[list[str], lis
         registry = Registry(usable, cfg.envs, cfg.env)
     except UnknownEnv as error:
         return lacking, [f"{_key_of(str(error), cfg)}: {error}"]
-    return lacking, _wrong_tasks(cfg, registry, is_to_train=is_to_train)
+    wrong = _wrong_tasks(cfg, registry, is_to_train=is_to_train)
+    folder = RunDir(root=ROOT / cfg.run.dir / cfg.run.name).root
+    return lacking, wrong or changed_content(folder, contents_of(registry))
 
 
 def _wrong_tasks(cfg: RunConfig, registry: Registry, *, is_to_train: bool) -> list[str]:

@@ -86,6 +86,7 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):  # Construction takes 
             with other turns taken in the same state. "": the observation is used instead.
         is_truncated: the episode ended (`done`) at a limit of the environment itself, as
             gymnasium's `truncated`: the task was not finished.
+        metrics: named numbers of the episode for the run's metrics, such as parts of its reward.
     """
 
     observation: str
@@ -96,6 +97,7 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):  # Construction takes 
     score: float | None = None
     state: str = ""
     is_truncated: bool = False
+    metrics: dict[str, float] | None = None
     tells_success: bool = True  # Set by `__post_init__`.
 
     def __post_init__(self) -> None:
@@ -107,7 +109,7 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):  # Construction takes 
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result as JSON for clients of the hub's own routes."""
-        return {
+        plain = {
             "observation": self.observation,
             "reward": self.reward,
             "done": self.done,
@@ -116,10 +118,14 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):  # Construction takes 
             "state": self.state,
             "is_truncated": self.is_truncated,
         }
+        return plain | {"metrics": self.metrics} if self.metrics else plain
 
 
 class Env(Protocol):
     """One live episode. Its calls never overlap; a call before `reset` may raise.
+
+    An environment may also have a method `first_messages()`, called after `reset`. It returns the
+    messages before the first observation, as {"role": ..., "content": text} each.
 
     An environment may also have a method `detail(what: str)`. It returns JSON for AgentGym's pages,
     or None for an unknown request. The result for "picture" is one of:
@@ -217,11 +223,14 @@ class EnvSpec:
             concurrent episodes in the hub.
         reward: how the return is computed from the step rewards.
         start_score: the score before the first step: a raw score of 0, mapped to [0, 1].
+        takes_any_text: every text is a valid action, such as an answer in words.
         is_repeatable: equal actions always have equal results and no effect outside the episode.
         from_agentgym: maps AgentGym's data index to an item id; raises UnknownItem. None: no
             mapping.
         column_item: the same mapping into the subset of the paper's table; None: `from_agentgym`.
         note: remark printed with every table row; "" where the tasks match the name.
+        content: digests of the files and settings that determine the items, by the key that names
+            them. A run continues only with equal ones.
     """
 
     name: str
@@ -239,10 +248,12 @@ class EnvSpec:
     step_timeout_s: float | None = None  # Deadline of one call; None: the hub's value.
     reward: Reward = Reward.LAST
     start_score: float = 0.0
+    takes_any_text: bool = False
     is_repeatable: bool = True
     from_agentgym: Callable[[int], str] | None = None
     column_item: Callable[[int], str] | None = None
     note: str = ""
+    content: Mapping[str, str] = field(default_factory=dict[str, str])
     paper: PaperSet | None = None
     # Tools as {"name", "description", "parameters": JSON schema} each. With tools, an action is
     # {"tool": name, "arguments": {...}}; with (), an action is any text.

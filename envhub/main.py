@@ -28,6 +28,7 @@ from common.store.run_dir import RunDir
 from common.wire.addresses import AddressBook, Addresses, with_host
 from common.wire.join_messages import HubHello, HubPlace
 from common.wire.security import RunKeys, own_keys
+from envhub.catalogue.content import changed_content, contents_of, record_content
 from envhub.catalogue.registry import Registry, missing_requirements
 from envhub.errors import UnknownEnv
 from envhub.hosting.sessions import Sessions
@@ -56,6 +57,10 @@ def run(cfg: RunConfig, run_dir: RunDir) -> None:
         )
     except (ValueError, UnknownEnv) as error:
         raise ConfigError(f"envhub: {error}") from error
+    contents = contents_of(sessions.registry)
+    if changes := changed_content(run_dir.root, contents):
+        raise ConfigError(f"envhub: {'; '.join(changes)}")
+    record_content(run_dir.root, contents)
     with _listener(cfg.envhub.host, port) as listener:
         run_dir.publish_address("envhub", address_of(listener))
         place = HubPlace(url=told_address(cfg, listener), token=token, envs=sessions.env_names)

@@ -78,7 +78,10 @@ class AgentEpisode:
         instruction, acknowledgement = self._task
         observation = self._session.first_observation
         messages = [{"role": "user", "content": first_text(instruction, observation)}]
-        if acknowledgement:
+        before: list[dict[str, str]] = getattr(self._session, "first_messages", [])
+        if before:
+            messages = [*before, *messages]
+        elif acknowledgement:
             messages = [
                 {"role": "user", "content": instruction},
                 {"role": "assistant", "content": acknowledgement},

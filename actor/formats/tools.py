@@ -159,6 +159,11 @@ class ToolRenderer(Renderer):
         """Return the renderer of conversations without tools."""
         return Renderer(self._tokenizer)
 
+    def opened(self, messages: list[dict[str, str]], text: str) -> list[int]:
+        """Return the ids of messages and a user's message after them; see `of_messages`."""
+        asked = {"role": "user", "content": text}
+        return self.of_messages([*messages, asked], tools=self._tools)
+
     def after_action(
         self,
         observation: str,

@@ -38,6 +38,12 @@ class MessageRender(ScriptedRender):
             return self._observe(text)
         return [*self._observe(before[0]), *self.add(before[1]), *self._observe(text)]
 
+    def opened(self, messages: list[dict[str, str]], text: str) -> list[int]:
+        """Return the tokens of messages and a user's message after them."""
+        shown = {True: self.add, False: self._observe}
+        before = [shown[each["role"] == "assistant"](each["content"]) for each in messages]
+        return [*(token for ids in before for token in ids), *self._observe(text)]
+
     def after_action(
         self, observation: str, *, is_stopped: bool, end: int | None = None
     ) -> list[int]:

@@ -138,6 +138,14 @@ def _plans(cfg: RunConfig, catalogue: dict[str, Any]) -> Iterator[PlannedEpisode
         )
 
 
+def _shown_before(message: dict[str, str]) -> dict[str, Any]:
+    """Return a message before the first observation in AgentGym's format."""
+    if message["role"] == "assistant":
+        return {"from": "gpt", "loss": False, "value": message["content"]}
+    shown = {"from": "human", "loss": None, "value": message["content"]}
+    return shown if message["role"] == "user" else shown | {"role": message["role"]}
+
+
 async def _play(
     environments: Environments, plan: PlannedEpisode, kind: AgentFormat, slip_frac: float
 ) -> Played:
@@ -151,7 +159,10 @@ async def _play(
     instruction = worded(kind, instruction)
     messages: list[dict[str, Any]] = []
     text = session.first_observation
-    if answer:
+    if session.first_messages:
+        messages += [_shown_before(each) for each in session.first_messages]
+        text = first_text(instruction, text)
+    elif answer:
         messages += [
             {"from": "human", "loss": None, "value": instruction},
             {"from": "gpt", "loss": False, "value": answer},

@@ -171,6 +171,11 @@ class TextEpisode:
         ]
         return _bytes("\n\n".join(texts))
 
+    def opened(self, messages: list[dict[str, str]], text: str) -> list[int]:
+        """Begin a new conversation with several messages."""
+        self._messages = [*messages, {"role": "user", "content": text}]
+        return _bytes("\n\n".join(each["content"] for each in self._messages))
+
     def after_action(
         self, observation: str, *, is_stopped: bool, end: int | None = None
     ) -> list[int]:

@@ -98,6 +98,13 @@ class AnswerDependent(Protocol):
     def called(self, token_ids: list[int]) -> str | None: ...
 
 
+@runtime_checkable
+class Conversing(Protocol):
+    """A renderer of conversations that begin with several messages."""
+
+    def opened(self, messages: list[dict[str, str]], text: str) -> list[int]: ...
+
+
 @dataclass(slots=True)
 class Tape:
     """The token columns of an episode. Only `add` appends, so that the columns stay aligned."""

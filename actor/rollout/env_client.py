@@ -48,6 +48,7 @@ class HubStepResult:
     state: str = ""  # The environment's state after the step; "" if it reports none.
     # A limit of the environment, not the task itself, ended the episode.
     is_truncated: bool = False
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +143,7 @@ class HubClient(BearerClient):
         session = HubSession(self, session_id, observation, is_quick=is_quick)
         session.first_state = str(reply.get("state") or "")
         session.start_score = score_of(reply, "start_score", path=path, absent=0.0)
+        session.first_messages = _messages_of(reply, path=path)
         return session
 
     async def close(self) -> None:
@@ -256,6 +258,24 @@ def score_of(reply: Any, name: str, *, path: str, absent: float | None = None) -
     return float(score)
 
 
+def _messages_of(reply: Any, *, path: str) -> list[dict[str, str]]:
+    """Return the messages before the first observation. Raises: EnvError: they are malformed."""
+    found: list[dict[str, str]] = []
+    for each in reply.get("messages") or []:
+        texts = {name: field_of(each, name, str, path=path) for name in ("role", "content")}
+        found.append({name: valid_text(text) for name, text in texts.items()})
+    return found
+
+
+def _metrics_of(reply: Any, *, path: str) -> dict[str, float]:
+    """Return the named numbers of a step. Raises: EnvError: one is not a finite number."""
+    given: dict[str, Any] = reply.get("metrics") or {}
+    found = {name: float(field_of(given, name, float, int, path=path)) for name in given}
+    if wrong := [name for name, value in found.items() if not math.isfinite(value)]:
+        raise EnvError(f"{path}: the answer has a metric {wrong[0]!r:.100} that is not finite")
+    return found
+
+
 def retry_after_s(headers: Mapping[str, str], *, unsaid_s: float = 0.0) -> float:
     """Return the seconds in the Retry-After header; `unsaid_s` if it is missing or unreadable."""
     try:
@@ -279,6 +299,7 @@ class HubSession:
         self.first_observation = observation
         self.first_state = ""  # "" if the environment reports no state.
         self.start_score = 0.0
+        self.first_messages: list[dict[str, str]] = []  # They precede the first observation.
 
     async def step(self, action: str) -> HubStepResult:
         """Execute an action. An action that is too large for the hub is invalid.
@@ -306,6 +327,7 @@ class HubSession:
             is_success=field_of(reply, "is_success", bool, path=path),
             state=str(reply.get("state") or ""),  # Third-party hubs may omit it.
             is_truncated=done and field_of(reply, "is_truncated", bool, path=path),
+            metrics=_metrics_of(reply, path=path),
         )
 
     async def _ask(self, path: str, asked: dict[str, Any]) -> Any:

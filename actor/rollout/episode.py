@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from actor.formats.tools import Read, explained, reader_of
-from actor.rollout.context import History, Render, Room, Turn
+from actor.rollout.context import Conversing, History, Render, Room, Turn
 from actor.rollout.env_client import ExpertHint, HubStepResult
 from actor.rollout.folding import history_of
 from common.config.curriculum import HorizonUnit
@@ -72,6 +72,7 @@ class EpisodeState:
     turn_s: float = 0.0  # Seconds of the current turn, without waiting for other episodes.
     turns_s: float = 0.0  # Seconds of all completed turns.
     num_sampled: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)  # Those of the last step.
 
     async def ask(self, act: Act, session: EnvSession) -> Turn:
         """Sample a turn of the policy for the current context, and record its cost."""
@@ -103,6 +104,7 @@ class EpisodeState:
         self.num_turns += 1
         self.invalid_turns.append(not (result.is_valid and is_read))
         self.reward = result.reward
+        self.metrics = result.metrics
         self.scores.append(result.reward)
         self.states.append(state_number(result.state or result.observation))
         if result.done:
@@ -138,10 +140,22 @@ def _opening(
     render: Render, session: EnvSession, instruction: str, acknowledgement: str
 ) -> tuple[str, Callable[[str], list[int]]]:
     """Return the message with the first observation, and its encoder."""
+    messages: list[dict[str, str]] = getattr(session, "first_messages", [])
+    if messages and isinstance(render, Conversing):
+        text = first_text(instruction, session.first_observation)
+        return text, partial(_opened, render, messages)
     if acknowledgement:
         before = instruction, acknowledgement
         return session.first_observation, partial(render.first_prompt, before=before)
     return first_text(instruction, session.first_observation), render.first_prompt
+
+
+def _opened(render: Conversing, messages: list[dict[str, str]], text: str) -> list[int]:
+    """Return the ids of an item's messages. Raises: EnvError: the chat template refuses them."""
+    try:
+        return render.opened(messages, text)
+    except ValueError as error:
+        raise EnvError(f"the item's messages cannot be shown: {error}") from error
 
 
 async def run_episode(
@@ -302,6 +316,7 @@ def trajectory_of(lease: Lease, play: EpisodeState, *, actor: str, wall_s: float
         invalid_turns=np.array(play.invalid_turns, dtype=bool),
         turn_scores=np.array(play.scores, dtype=np.float32),
         start_score=play.start_score,
+        metrics={} if play.end.is_infrastructure_failure else play.metrics,
         turn_states=np.array(play.states[: play.num_turns], dtype=np.int32),
         turn_actions=np.array(play.actions, dtype=np.int32),
         segment_starts=np.array(tape.starts if len(tape.starts) > 1 else [], dtype=np.int32),

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from typing import Any
 
-from common.config.knobs import URL, WORD, Contradiction, knob, seconds
+from common.config.knobs import ANY_TEXT, PATH, URL, WORD, Contradiction, knob, seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +209,112 @@ class WordleOptions(ItemFiles):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetOptions:
+    """A file of prompts with reward functions. `data.KEY` is short for `envs.dataset.KEY`.
+
+    `reward` is short for `envs.dataset.reward`. See docs/DATASETS.md.
+    """
+
+    train: str = knob(
+        "",
+        "Names the training records: a JSONL, JSON, CSV or Parquet file, or a folder of Hugging "
+        "Face datasets.",
+        form=PATH,
+        also="",
+    )
+    eval: str = knob(
+        "",
+        "Names the held-out records. Empty takes data.eval_split of the folder data.train, or else "
+        "data.eval_size records of data.train.",
+        form=PATH,
+        also="",
+    )
+    train_split: str = knob("train", "Selects the split of a folder for training.", form=WORD)
+    eval_split: str = knob("test", "Selects the split of a folder for evaluation.", form=WORD)
+    eval_size: int = knob(
+        -1,
+        "Holds out this many records of data.train if there are no others. -1 means a tenth, at "
+        "most 200.",
+        ge=-1,
+        le=10**7,
+    )
+    prompt: str = knob(
+        "",
+        "Names the column with the prompt: a text, or a list of messages. Empty tries prompt, "
+        "messages, question, problem, instruction and input.",
+    )
+    answer: str = knob(
+        "",
+        "Names the column with the reference answer; a dot enters an object. Empty tries answer, "
+        "ground_truth, solution, reward_model.ground_truth, response, output, completion and "
+        "target.",
+    )
+    template: str = knob(
+        "{{ prompt }}",
+        "Sets the Jinja template of the prompt, or names a .jinja file. It sees the columns.",
+        form=ANY_TEXT,
+    )
+    system: str = knob(
+        "", "Sets the system prompt, or names a .txt, .md or .jinja file.", form=ANY_TEXT
+    )
+    tools: str = knob(
+        "",
+        "Names the column, or the JSON file, with the tools that the agent may call. data.step "
+        "answers the calls.",
+    )
+    step: str = knob(
+        "",
+        "Names a function that answers the agent, as module:function or file.py:function. Empty "
+        "ends an episode after one turn.",
+    )
+    max_turns: int = knob(
+        8, "Limits the turns of an episode. Without data.step it has one turn.", ge=1, le=10**5
+    )
+    max_length: int = knob(
+        0,
+        "Leaves out records with a longer prompt, in tokens of data.tokenizer or else in "
+        "characters. 0 keeps all.",
+        ge=0,
+        le=10**9,
+    )
+    tokenizer: str = knob(
+        "",
+        "Names a model's folder or its tokenizer.json, which measures data.max_length in tokens.",
+        form=PATH,
+        also="",
+    )
+    shuffle: int = knob(
+        -1, "Shuffles the training records by this seed. -1 keeps their order.", ge=-1, lt=2**32
+    )
+    reward: Any = knob(
+        None,
+        "Names the reward function: module:function, file.py:function, or exact_number, "
+        "exact_text or math. A map from names to functions, or to sections with function, weight, "
+        "min, max, timeout_s and retries, adds several.",
+        form=ANY_TEXT,
+    )
+    reward_timeout_s: float = seconds(
+        30.0, "Limits the seconds of a call of a reward or of data.step.", gt=0
+    )
+    reward_retries: int = knob(
+        0, "Calls a reward that failed or timed out this many times again.", ge=0, le=100
+    )
+    success_from: float = knob(
+        1.0, "Counts an episode as solved from this total reward on, in [0, 1].", ge=0, le=1
+    )
+    max_sessions: int = knob(64, "Limits the live episodes of one worker process.", ge=1, le=10_000)
+    max_workers: int = knob(
+        1, "Limits the worker processes, which call the rewards.", ge=1, le=1000
+    )
+    worker_memory_gib: float = knob(
+        8.0,
+        "Limits the memory of a worker process, in GiB. A larger one is replaced.",
+        gt=0,
+        le=1e4,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteOptions:
     """A server of AgentGym or OpenEnv as an environment of the run, named by its dialect."""
 
@@ -285,6 +392,7 @@ class EnvsSection:
     sqlgym: SqlgymOptions = field(default_factory=SqlgymOptions)
     maze: ItemFiles = field(default_factory=ItemFiles)
     wordle: WordleOptions = field(default_factory=WordleOptions)
+    dataset: DatasetOptions = field(default_factory=DatasetOptions)
     plugins: dict[str, str] = knob(
         {}, "Sets options of environments outside the package, by the environment's name."
     )

@@ -12,8 +12,16 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 
 MAX_WHOLE = 1 << 1000  # Numbers below this can be compared with a float.
+# Short forms of keys, with the whole keys.
+SHORT_KEYS = {"data": "envs.dataset", "reward": "envs.dataset.reward"}
 _KEY = re.compile(r"[A-Za-z_]\w*(\.\w+(/\w+)?|\[\d+\])*")
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_WORDS = {
+    Any: "text, or a map from names to values",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+}
 
 
 @cache
@@ -48,13 +56,21 @@ def nearest_keys(key: str) -> str:
         namesakes = [known for known in list_keys() if known.rsplit(".", 1)[-1] == last]
         sections = difflib.get_close_matches(key, list(field_kinds(RunConfig)), n=1, cutoff=0.7)
         if namesakes or sections:
-            return " or ".join(namesakes[:3] or sections)
+            return " or ".join(map(_shortest, namesakes[:3] or sections))
 
     def likeness(known: str) -> float:
         by_last = difflib.SequenceMatcher(None, known.rsplit(".", 1)[-1], last).ratio()
         return by_last + difflib.SequenceMatcher(None, known, key).ratio()
 
-    return max(list_keys(), key=likeness)
+    return _shortest(max(list_keys(), key=likeness))
+
+
+def _shortest(key: str) -> str:
+    """Return a key in its short form, if it has one."""
+    for short, whole in sorted(SHORT_KEYS.items(), key=lambda pair: -len(pair[1])):
+        if key == whole or key.startswith(f"{whole}."):
+            return short + key.removeprefix(whole)
+    return key
 
 
 def describe_kind(kind: Any) -> str:
@@ -73,7 +89,7 @@ def describe_kind(kind: Any) -> str:
         if is_dataclass(below):
             return f"a map from names to sections with {', '.join(field_kinds(below))}"
         return f"a map from names to {'values' if below is Any else 'texts'}, like {{a: b}}"
-    if issubclass(kind, Enum):
+    if isinstance(kind, type) and issubclass(kind, Enum):
         return f"one of {', '.join(str(member.value) for member in kind)}"
     return _WORDS[kind]
 
@@ -107,8 +123,21 @@ def declared(key: str, *, shown: str) -> tuple[Any, Field[Any]]:
 
 
 def dotted(key: str) -> str:
-    """Return `a[0].b` as `a.0.b`."""
-    return re.sub(r"\[(\d+)\]", r".\1", key)
+    """Return `a[0].b` as `a.0.b`, and a short key such as `data.train` as its whole key."""
+    first, dot, rest = re.sub(r"\[(\d+)\]", r".\1", key).partition(".")
+    return f"{SHORT_KEYS.get(first, first)}{dot}{rest}"
+
+
+def expand_sections(sections: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the sections of a YAML file with those of SHORT_KEYS at their whole keys."""
+    for short in SHORT_KEYS.keys() & sections.keys():
+        *above, last = SHORT_KEYS[short].split(".")
+        given = sections.pop(short)
+        held: Any = sections
+        for name in above:
+            held = held.setdefault(name, {})
+        held[last] = {**held.get(last, {}), **given} if isinstance(given, dict) else given
+    return sections
 
 
 def conform(value: Any, kind: Any, *, key: str) -> Any:

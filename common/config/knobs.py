@@ -151,6 +151,7 @@ CEILING = 1e10  # Default upper bound of numbers; a larger number is a typing er
 LONGEST_S = 2e6  # 23 days: many libraries store a wait as 32 bits of milliseconds.
 MAX_CHARS = 10_000  # Longest text.
 TEXT = Pattern("printable text on one line", str.isprintable)
+ANY_TEXT = Pattern("text", lambda _: True)  # It may have several lines.
 NAME = Pattern("printable text, not empty", _is_name)
 PATH = Pattern("a path", _is_path)
 WORD = Pattern("a name without spaces", lambda text: _is_name(text) and " " not in text)

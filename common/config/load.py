@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from common.config.envs import EnvsSection, choose_env
-from common.config.keys import conform, declared, dotted, show
+from common.config.keys import conform, declared, dotted, expand_sections, show
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
@@ -205,7 +205,7 @@ def _read(path: Path) -> tuple[Any, dict[str, Any]]:
     sections = cast(dict[Any, Any], tree)
     base = sections.pop(_DEFAULTS, None)
     try:
-        return base, conform(sections, RunConfig, key="")
+        return base, conform(expand_sections(sections), RunConfig, key="")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 

@@ -73,6 +73,10 @@ class ChatRenderer(MeasuredTemplate):
             return list(self._known(self._before_first, shown, self._after_first))
         return self.conversation([*before, text])
 
+    def opened(self, messages: list[dict[str, str]], text: str) -> list[int]:
+        """Return the ids of messages and a user's message after them; see `of_messages`."""
+        return self.of_messages([*messages, {"role": "user", "content": text}])
+
     def conversation(self, texts: Sequence[str]) -> list[int]:
         """Return the ids of alternating messages, up to the start of the assistant's next turn.
 

@@ -20,6 +20,7 @@ from common.errors import ConfigError
 from common.host.cores import cores_here, num_cores
 from common.host.loopback import IPV6, loopback
 from common.host.temporary import is_one_word, plain_link, shorten_temporary, take_over_links
+from common.repository import note_working_directory
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ def settle_surroundings(environ: MutableMapping[str, str]) -> None:
 
     Raises: ConfigError: there is no folder for temporary files; the message names the variable.
     """
+    note_working_directory(environ)
     name_user(environ)
     shorten_temporary(environ)
     find_home(environ)

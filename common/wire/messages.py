@@ -310,6 +310,8 @@ class Trajectory(EpisodeIdentity):
     segment_starts: np.ndarray = field(default_factory=_none, repr=False)
     # [3 * num] int32 answers that the environment did not receive, see `common.segments.asides_of`.
     asides: np.ndarray = field(default_factory=_none, repr=False)
+    # Named numbers of the episode that the environment reported, such as parts of the reward.
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
     # [chars] int32 text of a scripted policy's actions, see `common.formats.scripted`; or [0].
     action_chars: np.ndarray = field(default_factory=_none, repr=False)
     # [seq, layer, chosen] uint8 or int16 experts that the engine chose for each token; [0] if it

@@ -216,6 +216,7 @@ def _entry(spec: EnvSpec) -> dict[str, Any]:
         "subsets": {name: asdict(subset) for name, subset in spec.subsets.items()},
         "tasks": tasks,
         **({"note": spec.note} if spec.note else {}),
+        **({"content": dict(spec.content)} if spec.content else {}),
         **({"paper": asdict(spec.paper)} if spec.paper else {}),
         **({"tools": list(spec.tools)} if spec.tools else {}),
         "instruction": {style.value: text for style, text in spec.instruction.items()},

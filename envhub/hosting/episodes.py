@@ -31,6 +31,7 @@ class HostedEpisode(Protocol):
     is_instant: bool  # A step never yields to the event loop, so it is atomic without a lock.
     worker: Worker | None  # The worker process that runs the episode; None for local episodes.
     first_state: str  # State at the start of the episode; "" if the environment has no states.
+    first_messages: list[dict[str, str]]  # See `Env`; [] if the environment has none.
 
     async def open(self, item_id: str, seed: int) -> str: ...
     async def step(self, action: str) -> StepResult: ...
@@ -59,12 +60,15 @@ class LocalEpisode:
         self._style = style
         self._timeout_s = timeout_s
         self._env: Any = None
+        self.first_messages: list[dict[str, str]] = []
 
     async def open(self, item_id: str, seed: int) -> str:
         self._env = await self._call(lambda: self._spec.make(self._style))
         observation = await self._call(lambda: self._env.reset(item_id, seed))
         if hasattr(self._env, "state_text"):
             self.first_state = await self._call(self._env.state_text)
+        if hasattr(self._env, "first_messages"):
+            self.first_messages = await self._call(self._env.first_messages)
         return observation
 
     async def step(self, action: str) -> StepResult:
@@ -114,11 +118,13 @@ class WorkerEpisode:
         self._style = style
         self._timeout_s = timeout_s
         self._number = next(_numbers)
+        self.first_messages: list[dict[str, str]] = []
 
     async def open(self, item_id: str, seed: int) -> str:
         self.worker = await self._pool.take()
         start = {"style": self._style.value, "item_id": item_id, "seed": seed}
-        observation, self.first_state = await self._call("open", **start)
+        opened = await self._call("open", **start)
+        observation, self.first_state, self.first_messages = opened
         return observation
 
     async def step(self, action: str) -> StepResult:

@@ -93,7 +93,7 @@ class Sessions:
             inline_step_s=inline_step_s,
             on_lost=self._end_sessions_of,
         )
-        self._registry, self.distances = registry, Distances(registry)
+        self.registry, self.distances = registry, Distances(registry)
         self._live: LeaseTable[str, Session] = LeaseTable(lease_s, now_s)
         # Reasons of lost workers that clients have not received yet.
         self._untold: LeaseTable[str, str] = LeaseTable(lease_s, now_s)
@@ -114,12 +114,12 @@ class Sessions:
     @property
     def env_names(self) -> list[str]:
         """The names of the environments on offer, as tasks use them."""
-        return [*self._registry.names]
+        return [*self.registry.names]
 
     @property
     def num_places(self) -> int:
         """Maximum number of concurrent sessions, over all environments."""
-        specs = (self._registry.spec(name) for name in self.env_names)
+        specs = (self.registry.spec(name) for name in self.env_names)
         return min(self._max_sessions, sum(self.placement.capacity(spec) for spec in specs))
 
     async def create(
@@ -137,7 +137,7 @@ class Sessions:
         """
         if self.is_draining:
             raise HubDraining("the hub is stopping and accepts no new sessions")
-        spec = self._registry.spec(env_name)
+        spec = self.registry.spec(env_name)
         item_id = await self.distances.plain(env_name, item_id)
         async with contextlib.AsyncExitStack() as undo:
             self._reserve(spec)
@@ -223,9 +223,14 @@ class Sessions:
         session = self._live.find(session_id)
         return session.episode.first_state if session is not None else ""
 
+    def first_messages(self, session_id: str) -> list[dict[str, str]]:
+        """Return the messages before the first observation of a session; [] if there are none."""
+        session = self._live.find(session_id)
+        return session.episode.first_messages if session is not None else []
+
     def start_score(self, env_name: str) -> float:
         """Return the score of an episode before its first step. Raises: UnknownEnv."""
-        return self._registry.spec(env_name).start_score
+        return self.registry.spec(env_name).start_score
 
     async def hint(self, session_id: str) -> tuple[list[str], str | None]:
         """Return the valid actions and the expert's action (None when the expert has no plan)."""

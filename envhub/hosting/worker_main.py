@@ -64,13 +64,14 @@ class Host:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=self._spec.name)
         return os.getpid()
 
-    async def _open(self, message: dict[str, Any]) -> list[str]:
+    async def _open(self, message: dict[str, Any]) -> list[Any]:
         assert self._spec is not None
         env: Any = self._spec.make(Style(message["style"]))
         self._envs[message["session"]] = env
         observation = str(await self._run(env.reset, message["item_id"], message["seed"]))
-        tells = hasattr(env, "state_text")
-        return [observation, str(await self._run(env.state_text)) if tells else ""]
+        state = str(await self._run(env.state_text)) if hasattr(env, "state_text") else ""
+        has_messages = hasattr(env, "first_messages")
+        return [observation, state, await self._run(env.first_messages) if has_messages else []]
 
     async def _step(self, message: dict[str, Any]) -> dict[str, Any]:
         env = self._envs[message["session"]]
@@ -127,6 +128,7 @@ def _as_json(result: StepResult) -> dict[str, Any]:
         "score": None if result.score is None else float(result.score),
         "state": str(result.state),
         "is_truncated": bool(result.is_truncated),
+        "metrics": result.metrics,
     }
 
 

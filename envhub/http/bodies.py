@@ -64,12 +64,16 @@ class BatchStepRequest(StepRequest, CloseRequest):
 
 
 class Created(BaseModel):
-    """A new session; `state` as in `Stepped`; `start_score` is the reward before the first step."""
+    """A new session; `state` as in `Stepped`; `start_score` is the reward before the first step.
+
+    `messages` precede the observation, which is the user's next message.
+    """
 
     session_id: str
     observation: str
     state: str = ""
     start_score: float = Field(default=0.0, ge=0, le=1)
+    messages: list[dict[str, str]] = []
 
 
 class Stepped(BaseModel):
@@ -78,7 +82,7 @@ class Stepped(BaseModel):
     `is_valid` is False when the text was not an executable action. `is_success` is True when the
     episode ended solved, at any reward. `state` is a fingerprint of the state after the action, ""
     if the environment has no states. `is_truncated` is True when a limit of the environment ended
-    the episode (`done`) before the task was finished.
+    the episode (`done`) before the task was finished. `metrics` are named numbers of the episode.
     """
 
     observation: str
@@ -88,6 +92,7 @@ class Stepped(BaseModel):
     is_success: bool
     state: str = ""
     is_truncated: bool = False
+    metrics: dict[str, float] = {}
 
 
 class Hint(BaseModel):
@@ -130,6 +135,7 @@ class CreatedEntry(Entry):
     observation: str | None = None
     state: str | None = None
     start_score: float | None = None
+    messages: list[dict[str, str]] | None = None
 
 
 class SteppedEntry(Entry):
@@ -142,6 +148,7 @@ class SteppedEntry(Entry):
     is_success: bool | None = None
     state: str | None = None
     is_truncated: bool | None = None
+    metrics: dict[str, float] | None = None
 
 
 _BATCH = TypeAdapter(Annotated[list[Any], Field(max_length=MAX_BATCH)])

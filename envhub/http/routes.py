@@ -293,13 +293,14 @@ async def _create(sessions: Sessions, body: CreateRequest) -> dict[str, Any]:
     session_id, observation = await sessions.create(
         body.env, body.item_id, seed=body.seed, style=body.style, owner=body.owner
     )
-    state = sessions.first_state(session_id)
-    return {
+    messages = sessions.first_messages(session_id)
+    created = {
         "session_id": session_id,
         "observation": observation,
-        "state": state,
+        "state": sessions.first_state(session_id),
         "start_score": sessions.start_score(body.env),
     }
+    return created | {"messages": messages} if messages else created
 
 
 async def _step(sessions: Sessions, session_id: str, body: StepRequest) -> dict[str, Any]:

@@ -18,6 +18,8 @@ class EpisodeStats:
         self._sums: dict[str, float] = defaultdict(float)
         self._subsets: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
         self._tasks: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+        # Number and sum of the metrics that environments report.
+        self._own: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
 
     def add(self, trajectory: Trajectory) -> None:
         if trajectory.end_reason.is_infrastructure_failure:
@@ -46,6 +48,10 @@ class EpisodeStats:
         }
         for name, value in parts.items():
             self._sums[name] += value
+        for name, value in trajectory.metrics.items():
+            held = self._own[f"episodes/{name}_mean"]
+            held[0] += 1
+            held[1] += value
         env = trajectory.env
         subset = subset_of(trajectory.item_id)
         for tally in (self._subsets[subset], self._tasks[env], self._tasks[f"{env}/{subset}"]):
@@ -67,6 +73,7 @@ class EpisodeStats:
         for name, total in self._sums.items():
             is_of_turns = name == "episodes/invalid_frac"
             metrics[name] = total / max(counts["turns" if is_of_turns else "episodes"], 1)
+        metrics |= {name: total / num for name, (num, total) in sorted(self._own.items())}
         for subset, (total, solved, _) in sorted(self._subsets.items()):
             metrics[f"reward/success/{subset}"] = solved / total
         for task, (total, solved, cut) in sorted(self._tasks.items()):

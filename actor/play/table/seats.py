@@ -103,6 +103,7 @@ class SeatTable:
         about = {"id": secrets.token_urlsafe(12), "env": env, "item": item}
         about |= {"instruction": head_texts["instruction"]}
         messages = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)]
+        messages = [*session.first_messages, *messages]
         seat = Seat(client=client, session=session, about=about, messages=messages, format=format)
         self._seats[about["id"]] = seat
         first = {"observation": session.first_observation, "reward": 0.0, "done": False}

@@ -176,3 +176,16 @@ def test_compact_template_costs_two_tokens_per_turn() -> None:
     assert COMPACT.chat_template == CHAT_TEMPLATE
     assert COMPACT.convert_ids_to_tokens(renderer.first_prompt("")) == ["<|user|>", "<|assistant|>"]
     assert renderer.after_action("", is_stopped=True) == renderer.first_prompt("")
+
+
+@ANY_TOKENIZER
+def test_conversation_opens_as_the_template_renders_it(tokenizer: PreTrainedTokenizerFast) -> None:
+    messages = [
+        {"role": "system", "content": "go to <|im_end|>"},
+        {"role": "user", "content": "a red ball"},
+        {"role": "assistant", "content": "the key"},
+    ]
+    renderer = Renderer(tokenizer)
+    asked = [*messages, {"role": "user", "content": "pick up"}]
+    assert renderer.opened(messages, "pick up") == renderer.of_messages(asked)
+    assert renderer.opened([], "pick up") == renderer.first_prompt("pick up")

@@ -35,6 +35,14 @@ def test_a_subset_may_hold_dashes() -> None:
     assert subset_of("GoTo-Local-train-17") == "GoTo-Local"
 
 
+def test_metrics_of_environments_are_means_of_their_episodes() -> None:
+    stats = EpisodeStats()
+    stats.add(replace(WON, metrics={"reward_style": 0.5}))
+    stats.add(replace(WON, metrics={"reward_style": 0.25}))
+    stats.add(LOST)  # Its environment reports none.
+    assert stats.metrics(elapsed_s=1.0)["episodes/reward_style_mean"] == 0.375
+
+
 def test_means_are_over_episodes_and_invalid_over_turns() -> None:
     stats = EpisodeStats()
     stats.add(WON)

@@ -1,0 +1,286 @@
+"""A file of prompts as an environment: reward functions score the agent's answers.
+
+Without `data.step` an episode has one turn. With it, the function answers each turn until it ends
+the episode or `data.max_turns` are over.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from common.config.envs import DatasetOptions, EnvsSection
+from common.errors import ConfigError
+from common.formats.answers import TEXT_ANSWERS, TOOL_FORM, tools_text
+from envhub.env import EnvFailure, EnvSpec, Isolation, StepResult, Style, SubsetSpec, parse_item
+from envhub.envs.dataset.files import Record
+from envhub.envs.dataset.functions import Caller, UserFunction, check_keywords, load_function
+from envhub.envs.dataset.prompts import SUBMIT, Message, Question, read_tools
+from envhub.envs.dataset.records import Dataset, load_dataset
+from envhub.envs.dataset.rewards import RewardSum, load_rewards
+
+SUBSET = "data"
+MARGIN_S = 10.0  # Seconds of a step beyond the limits of its functions.
+NO_ANSWER = "I do not know."
+SUBMIT_TOOL = {
+    "name": SUBMIT,
+    "description": "Ends the episode with your answer.",
+    "parameters": {
+        "type": "object",
+        "properties": {"answer": {"type": "string"}},
+        "required": ["answer"],
+    },
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """Everything that the episodes share."""
+
+    dataset: Dataset
+    rewards: RewardSum
+    caller: Caller
+    step: UserFunction | None
+    tools: list[dict[str, Any]]
+    subset: SubsetSpec
+    step_timeout_s: float
+    success_from: float
+    samples: list[str]  # Valid actions for random play.
+
+
+class DatasetEnv:
+    """One episode: a prompt, one or several answers, and the reward of the last one."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._is_done = True
+        self._record: Record = {}
+        self._messages: list[Message] = []
+        self._state: dict[str, Any] = {}
+
+    async def reset(self, item_id: str, seed: int) -> str:
+        """Return the last message of an item's prompt. Raises: UnknownItem, EnvFailure."""
+        item = parse_item(item_id, {SUBSET: self._task.subset})
+        split = self._task.dataset.splits[item.split]
+        self._record = split.record(item.index)
+        self._place = split.place(item.index)
+        try:
+            self._question = self._task.dataset.question(item.split, item.index)
+        except ConfigError as error:
+            raise EnvFailure(str(error)) from error
+        self._messages = list(self._question.messages)
+        self._state = {"item_id": item_id, "seed": seed, "num_turns": 0}
+        self._is_done = False
+        return self._messages[-1]["content"]
+
+    def first_messages(self) -> list[Message]:
+        """Return the messages before the last one of the prompt."""
+        return self._question.messages[:-1]
+
+    async def step(self, action: str) -> StepResult:
+        """Record an answer; at the end of the episode, return its reward. Raises: EnvFailure."""
+        if self._is_done:
+            raise RuntimeError("step before reset, or after the episode has ended")
+        self._state["num_turns"] += 1
+        completion, call = self._parsed(action)
+        self._messages.append({"role": "assistant", "content": completion})
+        text, is_over = "", True
+        if self._task.step is not None and not (self._task.tools and call is None):
+            text, is_over = await self._answered(self._task.step, completion, call)
+        is_last = self._state["num_turns"] >= self._task.subset.max_turns
+        if not is_over and not is_last:
+            self._messages.append({"role": "user", "content": text})
+            reward = self._task.rewards.start_score
+            return StepResult(observation=text, reward=reward, done=False, is_valid=True)
+        return await self._scored(completion, text, is_truncated=not is_over)
+
+    async def _scored(self, completion: str, text: str, *, is_truncated: bool) -> StepResult:
+        self._is_done = True
+        began_s = time.monotonic()
+        keywords, columns = self._offered(completion, None)
+        paid = await self._task.rewards.pay(self._task.caller, keywords, columns, self._place)
+        metrics = {f"reward_{name}": value for name, value in paid.values.items()}
+        metrics["reward_s"] = time.monotonic() - began_s
+        return StepResult(
+            observation=text or "The answer was received.",
+            reward=paid.total,
+            done=True,
+            is_valid=True,
+            is_success=paid.total >= self._task.success_from,
+            is_truncated=is_truncated,
+            metrics=metrics,
+        )
+
+    def _parsed(self, action: str) -> tuple[str, dict[str, Any] | None]:
+        """Return the answer, and the call of a tool that it makes; None: it calls none."""
+        call = tool_call_of(action) if self._task.tools else None
+        if call is not None and call["tool"] == SUBMIT:
+            return str(call["arguments"].get("answer", "")), None
+        return action, call
+
+    async def _answered(
+        self, user: UserFunction, completion: str, call: dict[str, Any] | None
+    ) -> tuple[str, bool]:
+        """Return the text of `data.step`, and whether it ends the episode. Raises: EnvFailure."""
+        keywords, columns = self._offered(completion, call)
+        offered = {**columns, **keywords}
+        where = f"data.step={user.reference} failed on {self._place}"
+        try:
+            value = await self._task.caller.call(user, offered, timeout_s=self._task.step_timeout_s)
+        except EnvFailure as error:
+            raise EnvFailure(f"{where}: {error}") from error
+        if value is None:
+            return "", True
+        is_pair = isinstance(value, (tuple, list)) and len(value) == 2
+        if not is_pair or not isinstance(value[0], str) or not isinstance(value[1], bool):
+            raise EnvFailure(f"{where}: returned {value!r:.200}, not (text, is_done)")
+        return value[0], value[1]
+
+    def _offered(
+        self, completion: str, call: dict[str, Any] | None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the keywords of a function, and the columns, which TRL's functions receive."""
+        return offered_keywords(
+            self._record, self._question, self._messages, self._state, completion, call
+        )
+
+    async def valid_actions(self) -> list[str]:
+        """Return reference answers of a few records."""
+        return [] if self._is_done else list(self._task.samples)
+
+    async def expert_action(self) -> str | None:
+        """Return the reference answer; None if the record has none."""
+        return None if self._is_done else self._question.answer
+
+    async def render(self) -> str:
+        """Return the conversation as text."""
+        return "\n\n".join(f"{each['role']}: {each['content']}" for each in self._messages)
+
+    async def fingerprint(self) -> str:
+        """Return a digest of the prompt and the reference answer."""
+        state = json.dumps([self._question.messages, self._question.answer])
+        return hashlib.sha256(state.encode(errors="replace")).hexdigest()
+
+    async def close(self) -> None:
+        """Release nothing: an episode holds only memory."""
+
+
+def offered_keywords(
+    record: Record,
+    question: Question,
+    messages: list[Message],
+    state: dict[str, Any],
+    completion: str,
+    call: dict[str, Any] | None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the keywords of a reward or step function, and the record's columns.
+
+    Names of the keywords win over equal names of columns, but `answer`, `ground_truth` and
+    `solution_str` are the columns if the record has them.
+    """
+    num_asked = len(question.messages)
+    is_chat = question.is_conversational
+    keywords: dict[str, Any] = {
+        "prompt": question.messages[-1]["content"],
+        "messages": list(messages),
+        "completion": completion,
+        "record": record,
+        "state": state,
+        "call": call,
+        "prompts": question.messages if is_chat else question.messages[-1]["content"],
+        "completions": messages[num_asked:] if is_chat else completion,
+    }
+    names = {"answer": question.answer, "ground_truth": question.ground_truth}
+    names["solution_str"] = completion
+    columns = {str(name): value for name, value in record.items()}
+    return keywords, {**names, **columns}
+
+
+def tool_call_of(action: str) -> dict[str, Any] | None:
+    """Return {"tool", "arguments"} of an action; None: it is no call."""
+    text = action.rpartition("Action:")[2].strip()
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(call, dict) or not isinstance(call.get("tool"), str):
+        return None
+    arguments = call.get("arguments", {})
+    return {"tool": call["tool"], "arguments": arguments if isinstance(arguments, dict) else {}}
+
+
+def check(options: EnvsSection) -> list[str]:
+    """Return why the dataset cannot be played, as one line; [] if it can."""
+    try:
+        load_task(options.dataset)
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
+def load_task(options: DatasetOptions) -> Task:
+    """Return the records, the functions and the tools. Raises: ConfigError: one is wrong."""
+    dataset = load_dataset(options)
+    rewards = load_rewards(options)
+    step = load_function("data.step", options.step) if options.step else None
+    train = dataset.splits["train"]
+    tools = read_tools(options, train.records)
+    question = dataset.question("train", 0)
+    messages = [*question.messages, {"role": "assistant", "content": ""}]
+    offered = offered_keywords(train.record(0), question, messages, {}, "", None)
+    rewards.check(*offered)
+    if step is not None:
+        check_keywords(f"data.step={options.step}", step, {**offered[1], **offered[0]})
+    subset = SubsetSpec(
+        num_train=len(train.numbers),
+        num_test=len(dataset.splits["test"].numbers),
+        max_turns=options.max_turns if step is not None else 1,
+    )
+    return Task(
+        dataset=dataset,
+        rewards=rewards,
+        caller=Caller(),
+        step=step,
+        tools=[*tools, SUBMIT_TOOL] if tools else [],
+        subset=subset,
+        step_timeout_s=options.reward_timeout_s,
+        success_from=options.success_from,
+        samples=dataset.samples() or [NO_ANSWER],
+    )
+
+
+def make_spec(options: EnvsSection) -> EnvSpec:
+    """Return the catalogue entry of the dataset. Raises: ConfigError: it cannot be loaded."""
+    own = options.dataset
+    task = load_task(own)
+    longest_s = task.rewards.longest_s + (own.reward_timeout_s if task.step else 0.0)
+
+    def make(_: Style) -> DatasetEnv:
+        return DatasetEnv(task)
+
+    return EnvSpec(
+        name="dataset",
+        subsets={SUBSET: task.subset},
+        instruction=dict.fromkeys(Style, instruction_of(task.tools)),
+        make=make,
+        isolation=Isolation.WORKER,
+        sessions_per_worker=own.max_sessions,
+        max_workers=own.max_workers,
+        worker_memory_bytes=int(own.worker_memory_gib * 2**30),
+        step_timeout_s=longest_s + MARGIN_S,
+        start_score=task.rewards.start_score,
+        takes_any_text=True,
+        is_repeatable=False,  # A reward may ask a server.
+        tools=tuple(task.tools),
+        content=task.dataset.content,
+    )
+
+
+def instruction_of(tools: list[Mapping[str, Any]] | list[dict[str, Any]]) -> str:
+    """Return the list of tools with the form of a call; "" without tools."""
+    if not tools:
+        return ""
+    listed = tools_text([{**each, "input_schema": each["parameters"]} for each in tools])
+    return f"{listed}\n{TOOL_FORM}{TEXT_ANSWERS}"

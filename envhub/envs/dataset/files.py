@@ -1,0 +1,214 @@
+"""Reads the records of a dataset: JSONL, JSON, CSV, Parquet, and Hugging Face folders."""
+
+import csv
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError
+from common.repository import ROOT, working_directory
+
+Record = dict[str, Any]
+HASH_BYTES = 1 << 20
+MAX_FIELD_CHARS = 1 << 30  # Longest field of a CSV file.
+ENTRIES = "dataset_info.json"  # A file of each split that `datasets.save_to_disk` wrote.
+SPLITS = "dataset_dict.json"  # A file of a folder with several such splits.
+
+
+def find_path(key: str, given: str) -> Path:
+    """Return a path of the configuration, below the command's directory or else the repository.
+
+    Raises: ConfigError: neither has it.
+    """
+    folder = working_directory()
+    for path in (folder / Path(given).expanduser(), ROOT / given):
+        if path.exists():
+            return path
+    raise ConfigError(f"{key}={given}: no such file or folder (from {folder})")
+
+
+def read_records(key: str, path: Path, split: str) -> list[Record]:
+    """Return the records of a file, or of a split of a folder.
+
+    Args:
+        key: the setting that named `path`, for error messages.
+
+    Raises: ConfigError: the format is unknown, a record is malformed, or a package is missing.
+    """
+    where = f"{key}={path}"
+    files = files_of(key, path, split)
+    try:
+        records = [record for file in files for record in _read(key, file)]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}: cannot be read as UTF-8 text: {error}") from error
+    if not records:
+        raise ConfigError(f"{where}: the file has no records")
+    return records
+
+
+def files_of(key: str, path: Path, split: str) -> list[Path]:
+    """Return the data files of a path, in the order of their names. Raises: ConfigError."""
+    if path.is_file():
+        return [path]
+    where = f"{key}={path}"
+    if (path / SPLITS).is_file():
+        names = json.loads((path / SPLITS).read_text(encoding="utf-8"))["splits"]
+        if split not in names:
+            raise ConfigError(f"{where}: no split {split!r}; the splits are {', '.join(names)}")
+        path = path / split
+    if (path / ENTRIES).is_file() and (path / "state.json").is_file():
+        return _saved_files(where, path)
+    found = sorted(each for each in path.rglob("*") if each.suffix.lower() in READERS)
+    if not found:
+        known = ", ".join(READERS)
+        raise ConfigError(f"{where}: the folder has no file of a known format ({known})")
+    own = [each for each in found if _is_of(split, each.relative_to(path))]
+    if not own and any(_is_of(other, each.relative_to(path)) for other in NAMED for each in found):
+        names = ", ".join(str(each.relative_to(path)) for each in found[:5])
+        raise ConfigError(f"{where}: no file of the split {split!r}; the files are {names}")
+    return own or found
+
+
+def has_split(path: Path, split: str) -> bool:
+    """Return whether a path is a folder with a split of this name."""
+    if not path.is_dir():
+        return False
+    if (path / SPLITS).is_file():
+        return split in json.loads((path / SPLITS).read_text(encoding="utf-8"))["splits"]
+    found = [each for each in path.rglob("*") if each.suffix.lower() in READERS]
+    return any(_is_of(split, each.relative_to(path)) for each in found)
+
+
+NAMED = ("train", "test", "validation", "valid", "dev", "eval")
+
+
+def _is_of(split: str, path: Path) -> bool:
+    """Return whether a file or one of its folders is named after a split, as train-00000-of-2."""
+    return any(
+        part == split or part.startswith((f"{split}-", f"{split}.", f"{split}_"))
+        for part in path.parts
+    )
+
+
+def _saved_files(where: str, folder: Path) -> list[Path]:
+    """Return the Arrow files of a split that `datasets.save_to_disk` wrote. Raises: ConfigError."""
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    if state.get("_indices_files"):
+        raise ConfigError(
+            f"{where}: the folder holds an index beside its records; write it again with"
+            " dataset.flatten_indices().save_to_disk(...)"
+        )
+    return [folder / each["filename"] for each in state["_data_files"]]
+
+
+def digest_of(files: list[Path]) -> str:
+    """Return the sha256 of the files' bytes."""
+    digest = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            while part := file.read(HASH_BYTES):
+                digest.update(part)
+    return digest.hexdigest()
+
+
+def _read(key: str, path: Path) -> Iterator[Record]:
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        known = ", ".join(READERS)
+        raise ConfigError(f"{key}={path}: the format {path.suffix!r} is unknown; known are {known}")
+    return reader(f"{key}={path}", path)
+
+
+def _read_lines(where: str, path: Path) -> Iterator[Record]:
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield _checked(f"{where} line {number}", line)
+
+
+def _checked(place: str, text: str) -> Record:
+    """Return a JSON object. Raises: ConfigError: the text is none."""
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{place}: not JSON: {error}") from error
+    return _object(place, record)
+
+
+def _object(place: str, record: Any) -> Record:
+    if not isinstance(record, dict):
+        raise ConfigError(f"{place}: the record is {type(record).__name__}, not an object")
+    return record
+
+
+def _read_json(where: str, path: Path) -> Iterator[Record]:
+    try:
+        held = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, UnicodeDecodeError):
+            raise
+        raise ConfigError(f"{where}: not JSON: {error}") from error
+    if isinstance(held, dict):  # One list under any name, as in {"data": [...]}.
+        lists = [each for each in held.values() if isinstance(each, list)]
+        held = lists[0] if len(lists) == 1 else held
+    if not isinstance(held, list):
+        raise ConfigError(f"{where}: expects a list of objects, or an object with one such list")
+    for number, record in enumerate(held, 1):
+        yield _object(f"{where} record {number}", record)
+
+
+def _read_table(where: str, path: Path) -> Iterator[Record]:
+    csv.field_size_limit(MAX_FIELD_CHARS)
+    separator = "\t" if path.suffix.lower() == ".tsv" else ","
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = csv.DictReader(file, delimiter=separator, strict=True)
+        try:
+            for row in rows:
+                if None in row or None in row.values():
+                    have = len(rows.fieldnames or [])
+                    raise ConfigError(
+                        f"{where} line {rows.line_num}: the row has not the {have} fields of the"
+                        " first line"
+                    )
+                yield dict(row)
+        except csv.Error as error:
+            raise ConfigError(f"{where} line {rows.line_num}: not CSV: {error}") from error
+
+
+def _read_parquet(where: str, path: Path) -> Iterator[Record]:
+    parquet = _arrow(where, "pyarrow.parquet")
+    try:
+        table = parquet.read_table(path)
+    except (OSError, ValueError) as error:  # The errors of pyarrow have these base classes.
+        raise ConfigError(f"{where}: not Parquet: {error}") from error
+    yield from table.to_pylist()
+
+
+def _read_arrow(where: str, path: Path) -> Iterator[Record]:
+    arrow = _arrow(where, "pyarrow")
+    try:
+        with arrow.memory_map(str(path)) as source:
+            yield from arrow.ipc.open_stream(source).read_all().to_pylist()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{where}: not an Arrow stream: {error}") from error
+
+
+def _arrow(where: str, module: str) -> Any:
+    if find_spec("pyarrow") is None:
+        raise ConfigError(f"{where}: needs pyarrow. Install it with: pip install pyarrow")
+    return import_module(module)
+
+
+READERS: dict[str, Callable[[str, Path], Iterator[Record]]] = {
+    ".jsonl": _read_lines,
+    ".ndjson": _read_lines,
+    ".json": _read_json,
+    ".csv": _read_table,
+    ".tsv": _read_table,
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+}

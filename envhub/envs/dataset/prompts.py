@@ -1,0 +1,242 @@
+"""Makes the messages of a record: columns, templates, the system prompt and the tools."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import StrictUndefined, Template, TemplateError
+from jinja2.sandbox import SandboxedEnvironment
+
+from common.config.envs import DatasetOptions
+from common.errors import ConfigError
+from envhub.envs.dataset.files import Record, find_path
+from envhub.envs.dataset.graders import final_answer
+
+PROMPTS = ("prompt", "messages", "question", "problem", "instruction", "input")
+ANSWERS = (
+    "answer",
+    "ground_truth",
+    "solution",
+    "reward_model.ground_truth",
+    "response",
+    "output",
+    "completion",
+    "target",
+)
+ROLES = ("system", "user", "assistant", "tool")
+TEXT_FILES = (".txt", ".md", ".jinja", ".j2")
+SUBMIT = "submit"  # The tool that ends an episode with an answer.
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """The prompt of a record: messages, of which the last is the user's."""
+
+    messages: list[Message]
+    is_conversational: bool  # The record's own prompt is a list of messages.
+    answer: str | None  # The reference answer as the record has it.
+
+    @property
+    def ground_truth(self) -> str | None:
+        """The final part of the reference answer, after `####` if it has that mark."""
+        return None if self.answer is None else final_answer(self.answer)
+
+
+def value_at(record: Record, column: str) -> Any:
+    """Return the value of a column; a dot enters an object. None: the record has none."""
+    if column in record:
+        return record[column]
+    held: Any = record
+    for part in column.split("."):
+        held = held.get(part) if isinstance(held, dict) else None
+    return held
+
+
+class PromptMaker:
+    """Makes questions from records, by the columns and templates of the configuration."""
+
+    def __init__(self, options: DatasetOptions, first: Record) -> None:
+        """Choose the columns by the first record.
+
+        Raises: ConfigError: a column or a file is missing, or a template is wrong.
+        """
+        self._column = _choose("data.prompt", options.prompt, PROMPTS, first)
+        self._answer = options.answer or _first_of(ANSWERS, first)
+        if options.answer and value_at(first, options.answer) is None:
+            raise ConfigError(_no_column("data.answer", options.answer, first))
+        self._is_plain = options.template == DatasetOptions().template
+        self._template = compile_template("data.template", read_text(options.template))
+        system = read_text(options.system)
+        self._system = system
+        is_template = options.system.endswith((".jinja", ".j2"))
+        self._system_template = compile_template("data.system", system) if is_template else None
+
+    def check(self, record: Record, place: str) -> None:
+        """Raise ConfigError if the record has no prompt."""
+        value = value_at(record, self._column)
+        if value is None or value == "" or value == []:
+            raise ConfigError(f"{place}: the record has no prompt in its column {self._column!r}")
+        if not isinstance(value, (str, list)):
+            kind = type(value).__name__
+            raise ConfigError(f"{place}: the prompt is {kind}, not a text or a list of messages")
+
+    def raw_prompt(self, record: Record) -> str:
+        """Return the prompt column as text, to compare records."""
+        return json.dumps(value_at(record, self._column), default=str)
+
+    def make(self, record: Record, place: str) -> Question:
+        """Return the question of a record. Raises: ConfigError: the record or a template fails."""
+        self.check(record, place)
+        value = value_at(record, self._column)
+        answer = value_at(record, self._answer) if self._answer else None
+        messages = _messages(value, place) if isinstance(value, list) else [_user(value)]
+        if messages[-1]["role"] == "assistant":
+            answer = messages.pop()["content"] if answer is None else answer
+        if not messages or messages[-1]["role"] != "user":
+            raise ConfigError(f"{place}: the last message of the prompt must be the user's")
+        if not self._is_plain:
+            shown = {**record, "record": record, "prompt": messages[-1]["content"]}
+            messages[-1] = _user(render("data.template", self._template, shown, place))
+        if self._system:
+            messages = [each for each in messages if each["role"] != "system"]
+            messages.insert(0, {"role": "system", "content": self._system_of(record, place)})
+        return Question(
+            messages=messages,
+            is_conversational=isinstance(value, list),
+            answer=_answer_text(answer),
+        )
+
+    def _system_of(self, record: Record, place: str) -> str:
+        if self._system_template is None:
+            return self._system
+        return render("data.system", self._system_template, {**record, "record": record}, place)
+
+
+def _answer_text(answer: Any) -> str | None:
+    """Return a reference answer as text; a list of messages has the text of its last one."""
+    if isinstance(answer, list) and answer and isinstance(answer[-1], dict):
+        answer = answer[-1].get("content")
+    if answer is None or isinstance(answer, str):
+        return answer
+    return json.dumps(answer, ensure_ascii=False, default=str)
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _messages(value: Sequence[Any], place: str) -> list[Message]:
+    """Return the messages of a prompt. Raises: ConfigError: one is malformed."""
+    found: list[Message] = []
+    for number, each in enumerate(value, 1):
+        where = f"{place}: message {number} of the prompt"
+        if not isinstance(each, dict) or each.get("role") not in ROLES:
+            raise ConfigError(f"{where} needs a role of {', '.join(ROLES)}")
+        content = each.get("content")
+        if isinstance(content, list) and all(_is_text_part(part) for part in content):
+            content = "".join(part["text"] for part in content)
+        if not isinstance(content, str):
+            raise ConfigError(f"{where} has the content {content!r:.80}, which is not text")
+        found.append({"role": each["role"], "content": content})
+    return found
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str)
+
+
+def _first_of(names: Sequence[str], record: Record) -> str:
+    return next((name for name in names if value_at(record, name) is not None), "")
+
+
+def _choose(key: str, given: str, names: Sequence[str], first: Record) -> str:
+    """Return the name of a column that the first record has. Raises: ConfigError."""
+    column = given or _first_of(names, first)
+    if not column or (given and given not in first and value_at(first, given) is None):
+        raise ConfigError(_no_column(key, given, first))
+    return column
+
+
+def _no_column(key: str, given: str, first: Record) -> str:
+    shown = f"{key}={given}: no such column" if given else f"{key} is not set"
+    return f"{shown}; the columns are {', '.join(map(str, first))}"
+
+
+def read_text(given: str) -> str:
+    """Return a text of the configuration, or the content of the file that it names."""
+    if "\n" in given or not given.endswith(TEXT_FILES):
+        return given
+    return find_path("data.template or data.system", given).read_text(encoding="utf-8")
+
+
+def compile_template(key: str, text: str) -> Template:
+    """Return a Jinja template. Raises: ConfigError: its syntax is wrong."""
+    try:
+        return SandboxedEnvironment(undefined=StrictUndefined).from_string(text)
+    except TemplateError as error:
+        raise ConfigError(f"{key}: the template is wrong: {error}") from error
+
+
+def render(key: str, template: Template, shown: Mapping[str, Any], place: str) -> str:
+    """Return the text of a template. Raises: ConfigError: it fails on the record."""
+    try:
+        return template.render(shown)
+    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        columns = ", ".join(map(str, shown))
+        raise ConfigError(f"{key}: the template fails on {place}: {error} ({columns})") from error
+
+
+def read_tools(options: DatasetOptions, records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Return the tools as {"name", "description", "parameters"}; [] without tools.
+
+    Raises: ConfigError: the tools are malformed, or differ between records.
+    """
+    given = options.tools
+    if not given:
+        return []
+    if not options.step:
+        raise ConfigError(f"data.tools={given}: needs data.step, which answers the calls")
+    if given.endswith(".json"):
+        path = find_path("data.tools", given)
+        try:
+            held = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"data.tools={given}: not JSON: {error}") from error
+        return [_tool(f"data.tools={given}", each) for each in _list_of(given, held)]
+    first = value_at(records[0], given)
+    if first is None:
+        raise ConfigError(_no_column("data.tools", given, records[0]))
+    for number, record in enumerate(records, 1):
+        if value_at(record, given) != first:
+            raise ConfigError(
+                f"data.tools={given}: record {number} has other tools than record 1; all records"
+                " of a run have the same tools"
+            )
+    return [_tool(f"data.tools={given}", each) for each in _list_of(given, first)]
+
+
+def _list_of(given: str, held: Any) -> list[Any]:
+    """Return a list of tools, which may be JSON text. Raises: ConfigError."""
+    if isinstance(held, str):
+        try:
+            held = json.loads(held)
+        except ValueError as error:
+            raise ConfigError(f"data.tools={given}: not JSON: {error}") from error
+    if not isinstance(held, list) or not held:
+        raise ConfigError(f"data.tools={given}: expects a list of tools")
+    return held
+
+
+def _tool(where: str, tool: Any) -> dict[str, Any]:
+    own = tool.get("function", tool) if isinstance(tool, dict) else None
+    if not isinstance(own, dict) or not isinstance(own.get("name"), str):
+        raise ConfigError(f"{where}: a tool needs a name")
+    empty = {"type": "object", "properties": {}}
+    return {
+        "name": own["name"],
+        "description": str(own.get("description") or ""),
+        "parameters": own.get("parameters") or empty,
+    }

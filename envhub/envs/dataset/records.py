@@ -1,0 +1,224 @@
+"""The items of a dataset: its records after split, filter and shuffle, with their digests."""
+
+import hashlib
+import json
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from common.config.envs import DatasetOptions
+from common.errors import ConfigError
+from envhub.envs.dataset.files import (
+    Record,
+    digest_of,
+    files_of,
+    find_path,
+    has_split,
+    read_records,
+)
+from envhub.envs.dataset.prompts import PromptMaker, Question
+
+logger = logging.getLogger(__name__)
+
+HELD_OUT_FRAC = 0.1
+MAX_HELD_OUT = 200  # Records that are held out by default.
+# Settings that determine which record an item is.
+ITEM_SETTINGS = ("eval_size", "max_length", "shuffle", "train_split", "eval_split")
+NUM_SAMPLES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSplit:
+    """The records of one split, in the order of the items."""
+
+    name: str  # The file, for messages.
+    records: Sequence[Record]
+    numbers: Sequence[int]  # For each item the index of its record in the file.
+
+    def record(self, index: int) -> Record:
+        """Return the record of an item."""
+        return self.records[self.numbers[index]]
+
+    def place(self, index: int) -> str:
+        """Return the record of an item as text, counted from 1."""
+        return f"record {self.numbers[index] + 1} of {self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """The records of both splits with the maker of their prompts."""
+
+    prompts: PromptMaker
+    splits: dict[str, DataSplit]  # "train" and "test".
+    content: dict[str, str]  # Digests of the files and of the settings, by key.
+
+    def question(self, split: str, index: int) -> Question:
+        """Return the question of an item. Raises: ConfigError: a template fails on its record."""
+        own = self.splits[split]
+        return self.prompts.make(own.record(index), own.place(index))
+
+    def samples(self) -> list[str]:
+        """Return a few reference answers, different from each other."""
+        train = self.splits["train"]
+        answers = (self.question("train", i).answer for i in range(min(64, len(train.numbers))))
+        return list(dict.fromkeys(filter(None, answers)))[:NUM_SAMPLES]
+
+
+def load_dataset(options: DatasetOptions) -> Dataset:
+    """Return the records of the configuration; equal files are read once by a process.
+
+    Raises: ConfigError: a file, a column, a record or a template is wrong.
+    """
+    if not options.train:
+        raise ConfigError("data.train is not set: give data.train=FILE")
+    paths = [find_path("data.train", options.train)]
+    splits = [options.train_split]
+    if not options.eval and has_split(paths[0], options.eval_split):
+        options = replace(options, eval=options.train)
+    if options.eval:
+        paths.append(find_path("data.eval", options.eval))
+        splits.append(options.eval_split)
+        is_same = paths[0].resolve() == paths[1].resolve()
+        if is_same and (paths[0].is_file() or splits[0] == splits[1]):
+            raise ConfigError(
+                f"data.eval={options.eval}: it is the same data as data.train; name other data, or"
+                " unset it and use data.eval_size"
+            )
+    files = [
+        tuple(files_of(key, path, split))
+        for key, path, split in zip(("data.train", "data.eval"), paths, splits, strict=False)
+    ]
+    stamps = tuple((str(f), f.stat().st_mtime_ns, f.stat().st_size) for own in files for f in own)
+    settings = json.dumps({name: getattr(options, name) for name in DATA_SETTINGS})
+    return _load(settings, tuple(paths), stamps)
+
+
+DATA_SETTINGS = (
+    *("train", "eval", "prompt", "answer", "template", "system", "tokenizer"),
+    *ITEM_SETTINGS,
+)
+
+
+@lru_cache(maxsize=2)
+def _load(settings: str, paths: tuple[Path, ...], stamps: object) -> Dataset:
+    options = DatasetOptions(**json.loads(settings))
+    train = read_records("data.train", paths[0], options.train_split)
+    content = {"data.train": digest_of(files_of("data.train", paths[0], options.train_split))}
+    prompts = PromptMaker(options, train[0])
+    name = paths[0].name
+    _check_prompts(prompts, train, name)
+    kept = _kept(options, prompts, train, name)
+    if options.eval:
+        held = read_records("data.eval", paths[1], options.eval_split)
+        content["data.eval"] = digest_of(files_of("data.eval", paths[1], options.eval_split))
+        if content["data.eval"] == content["data.train"]:
+            raise ConfigError(f"data.eval={options.eval}: it has the same content as data.train")
+        eval_name = paths[1].name
+        _check_prompts(prompts, held, eval_name)
+        test = DataSplit(
+            name=eval_name, records=held, numbers=_kept(options, prompts, held, eval_name)
+        )
+        _warn_of_copies(prompts, train, held)
+    else:
+        held_out = _held_out(options, kept)
+        test = DataSplit(name=name, records=train, numbers=held_out)
+        kept = sorted({*kept} - {*held_out})
+    if options.shuffle >= 0:
+        random.Random(f"shuffle/{options.shuffle}").shuffle(kept)
+    if not kept:
+        raise ConfigError(f"data.train={options.train}: no record is left for training")
+    own = {name: getattr(options, name) for name in ITEM_SETTINGS}
+    own["tokenizer"] = _tokenizer_digest(options) if options.max_length else ""
+    content["data settings"] = hashlib.sha256(json.dumps(own).encode()).hexdigest()
+    splits = {"train": DataSplit(name=name, records=train, numbers=kept), "test": test}
+    made = Dataset(prompts=prompts, splits=splits, content=content)
+    for split, each in splits.items():  # A template that fails does so before the start.
+        if each.numbers:
+            made.question(split, 0)
+    return made
+
+
+def _check_prompts(prompts: PromptMaker, records: Sequence[Record], name: str) -> None:
+    for number, record in enumerate(records, 1):
+        prompts.check(record, f"record {number} of {name}")
+
+
+def _held_out(options: DatasetOptions, kept: Sequence[int]) -> list[int]:
+    """Return the records that are held out of the training file. Raises: ConfigError."""
+    size = options.eval_size
+    if size < 0:
+        size = min(MAX_HELD_OUT, int(HELD_OUT_FRAC * len(kept)))
+    if size >= len(kept):
+        raise ConfigError(f"data.eval_size={size}: data.train has only {len(kept)} records")
+    return sorted(random.Random("held out").sample(list(kept), size))
+
+
+def _kept(
+    options: DatasetOptions, prompts: PromptMaker, records: Sequence[Record], name: str
+) -> list[int]:
+    """Return the indices of the records whose prompt is short enough. Raises: ConfigError."""
+    if not options.max_length:
+        return list(range(len(records)))
+    tokenizer = _tokenizer(options)
+    unit = "tokens" if tokenizer is not None else "characters"
+    kept: list[int] = []
+    for index, record in enumerate(records):
+        question = prompts.make(record, f"record {index + 1} of {name}")
+        text = "\n".join(each["content"] for each in question.messages)
+        length = len(text) if tokenizer is None else len(tokenizer.encode(text).ids)
+        if length <= options.max_length:
+            kept.append(index)
+    left_out = len(records) - len(kept)
+    logger.info(
+        "dataset file=%s records=%d longer_than=%d %s left_out=%d",
+        name,
+        len(records),
+        options.max_length,
+        unit,
+        left_out,
+    )
+    if not kept:
+        raise ConfigError(
+            f"data.max_length={options.max_length}: every prompt of {name} has more {unit}"
+        )
+    return kept
+
+
+def _tokenizer_path(options: DatasetOptions) -> Path | None:
+    """Return the tokenizer's file. Raises: ConfigError: it does not exist."""
+    if not options.tokenizer:
+        return None
+    path = find_path("data.tokenizer", options.tokenizer)
+    path = path / "tokenizer.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ConfigError(f"data.tokenizer={options.tokenizer}: {path} does not exist")
+    return path
+
+
+def _tokenizer(options: DatasetOptions) -> Any:
+    """Return the tokenizer of `data.tokenizer`; None: lengths are characters."""
+    path = _tokenizer_path(options)
+    if path is None:
+        return None
+    from tokenizers import Tokenizer  # Imported here, because few datasets need it.
+
+    return Tokenizer.from_file(str(path))
+
+
+def _tokenizer_digest(options: DatasetOptions) -> str:
+    path = _tokenizer_path(options)
+    return "" if path is None else digest_of([path])
+
+
+def _warn_of_copies(prompts: PromptMaker, train: Sequence[Record], held: Sequence[Record]) -> None:
+    """Warn about held-out prompts that are in the training data, too."""
+    known = {prompts.raw_prompt(record) for record in train}
+    num = sum(prompts.raw_prompt(record) in known for record in held)
+    if num:
+        logger.warning(
+            "dataset: training data contains held-out prompts num=%d of=%d", num, len(held)
+        )

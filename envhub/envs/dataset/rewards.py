@@ -1,0 +1,224 @@
+"""The rewards of a dataset: their configuration, their calls, and their weighted sum in [0, 1]."""
+
+import asyncio
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.config.envs import DatasetOptions
+from common.errors import ConfigError
+from envhub.env import EnvFailure
+from envhub.envs.dataset.functions import (
+    Caller,
+    UserFunction,
+    as_function,
+    check_keywords,
+    load_function,
+)
+from envhub.envs.dataset.graders import GRADERS, built_in
+
+KEYS = ("function", "weight", "min", "max", "timeout_s", "retries")
+NUMBERS = {  # Allowed values of the numbers of a reward.
+    "weight": (-1e6, 1e6),
+    "min": (-1e6, 1e6),
+    "max": (-1e6, 1e6),
+    "timeout_s": (1e-3, 1e5),
+    "retries": (0, 100),
+}
+BACKOFF_S = 0.5  # Seconds before the first retry. The wait doubles with each retry.
+DIGITS = 9
+Keywords = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardTerm:
+    """One named reward function."""
+
+    name: str
+    user: UserFunction
+    weight: float
+    least: float  # The smallest value that the function returns.
+    most: float
+    timeout_s: float
+    retries: int
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether the function has TRL's signature, with a list for each keyword."""
+        return "completions" in self.user.keywords
+
+    @property
+    def longest_s(self) -> float:
+        """The most seconds that the function's calls and the waits between them take."""
+        waits_s = BACKOFF_S * (2**self.retries - 1)
+        return self.timeout_s * (1 + self.retries) + waits_s
+
+    def offered(self, keywords: Keywords, columns: Keywords) -> dict[str, Any]:
+        """Return the keywords of a call; with TRL's signature, each is a list of one value."""
+        if not self.is_batched:
+            return {**columns, **keywords}
+        own = {"prompts": keywords["prompts"], "completions": keywords["completions"]}
+        return {name: [value] for name, value in {**columns, **own}.items()}
+
+    def number(self, value: Any) -> float:
+        """Return the returned value as a number. Raises: EnvFailure: it is none."""
+        if self.is_batched:
+            if not isinstance(value, Sequence) or len(value) != 1:
+                raise EnvFailure(f"returned {value!r:.200}, not a list with one number")
+            value = value[0]
+        if hasattr(value, "item") and getattr(value, "ndim", -1) == 0:
+            value = value.item()  # A number of numpy or torch.
+        if not isinstance(value, (bool, int, float)):
+            raise EnvFailure(f"returned {value!r:.200}, which is not a number")
+        if not math.isfinite(value):
+            raise EnvFailure(f"returned {value}, which is not a finite number")
+        if not self.least <= value <= self.most:
+            law = f"outside of [{self.least:g}, {self.most:g}]"
+            keys = f"set reward.{self.name}.min and reward.{self.name}.max"
+            raise EnvFailure(f"returned {value:g}, {law}; {keys}")
+        return float(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paid:
+    """The reward of an episode: the sum in [0, 1], and the value of each function."""
+
+    total: float
+    values: dict[str, float]
+
+
+class RewardSum:
+    """The weighted sum of the rewards, mapped from its range to [0, 1].
+
+    Example: weights 1 and 0.5, values 1 and 0, both in [0, 1]. The sum is 1 of 1.5, so 0.666666667.
+    """
+
+    def __init__(self, terms: Sequence[RewardTerm]) -> None:
+        self.terms = terms
+        bounds = [sorted((t.weight * t.least, t.weight * t.most)) for t in terms]
+        self._least = sum(low for low, _ in bounds)
+        self._most = sum(high for _, high in bounds)
+
+    @property
+    def start_score(self) -> float:
+        """The score of an episode before its end: a sum of 0, mapped to [0, 1]."""
+        return self._mapped(0.0)
+
+    @property
+    def longest_s(self) -> float:
+        """The most seconds until all rewards have returned; they run at the same time."""
+        return max(term.longest_s for term in self.terms)
+
+    def check(self, keywords: Keywords, columns: Keywords) -> None:
+        """Raise ConfigError if a function needs a keyword that is not offered."""
+        for term in self.terms:
+            where = f"reward.{term.name}={term.user.reference}"
+            check_keywords(where, term.user, term.offered(keywords, columns))
+
+    async def pay(self, caller: Caller, keywords: Keywords, columns: Keywords, place: str) -> Paid:
+        """Return the reward of an episode.
+
+        Args:
+            place: the record, for error messages.
+
+        Raises: EnvFailure: a function failed; the text names it, the record and the error.
+        """
+        calls = [
+            _value(each, caller, each.offered(keywords, columns), place) for each in self.terms
+        ]
+        values = await asyncio.gather(*calls)
+        total = sum(t.weight * value for t, value in zip(self.terms, values, strict=True))
+        named = {t.name: value for t, value in zip(self.terms, values, strict=True)}
+        return Paid(total=self._mapped(total), values=named)
+
+    def _mapped(self, total: float) -> float:
+        share = (total - self._least) / (self._most - self._least)
+        return round(min(max(share, 0.0), 1.0), DIGITS)
+
+
+async def _value(term: RewardTerm, caller: Caller, offered: Keywords, place: str) -> float:
+    """Return the value of one reward; a failed call is repeated. Raises: EnvFailure."""
+    for attempt in range(term.retries + 1):
+        try:
+            value = await caller.call(term.user, offered, timeout_s=term.timeout_s)
+            return term.number(value)
+        except EnvFailure as error:
+            if attempt == term.retries:
+                tries = f" ({attempt + 1} tries)" if attempt else ""
+                what = f"reward {term.name} failed on {place}{tries}: {error}"
+                raise EnvFailure(f"{what} ({term.user.reference})") from error
+            await asyncio.sleep(BACKOFF_S * 2**attempt)
+    raise AssertionError("unreachable")
+
+
+def load_rewards(options: DatasetOptions) -> RewardSum:
+    """Return the rewards of the configuration.
+
+    Raises: ConfigError: no reward is set, a key is wrong, or a function cannot be loaded.
+    """
+    given = options.reward
+    if not given:
+        known = ", ".join(GRADERS)
+        raise ConfigError(f"reward is not set: give reward=module:function, or one of {known}")
+    if isinstance(given, str):
+        user = _function("reward", given)
+        name = re.sub(r"\W", "_", given.rpartition(":")[2])
+        return RewardSum([_term(name, user, {}, options)])
+    if not isinstance(given, dict):
+        raise ConfigError(f"reward={given}: expects a function, or a map from names to functions")
+    terms = [_named_term(str(name), entry, options) for name, entry in given.items()]
+    if not any(term.weight for term in terms):
+        raise ConfigError("reward: the weight of every reward is 0; give one another weight")
+    return RewardSum(terms)
+
+
+def _named_term(name: str, entry: Any, options: DatasetOptions) -> RewardTerm:
+    """Return the reward of one entry of the map. Raises: ConfigError."""
+    key = f"reward.{name}"
+    if not name.isidentifier():
+        raise ConfigError(f"{key}: the name must consist of letters, digits and _")
+    fields = {"function": entry} if isinstance(entry, str) else entry
+    if not isinstance(fields, dict) or not isinstance(fields.get("function"), str):
+        raise ConfigError(f"{key}={entry}: expects a function, or a section with function=...")
+    for field, value in fields.items():
+        if field not in KEYS:
+            raise ConfigError(f"{key}.{field}={value}: no such key; there are {', '.join(KEYS)}")
+        if field in NUMBERS:
+            low, high = NUMBERS[field]
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not low <= value <= high:
+                raise ConfigError(f"{key}.{field}={value}: must be a number in [{low:g}, {high:g}]")
+    return _term(name, _function(key, fields["function"]), fields, options)
+
+
+def _term(
+    name: str, user: UserFunction, fields: Mapping[str, Any], options: DatasetOptions
+) -> RewardTerm:
+    least = float(fields.get("min", 0.0))
+    most = float(fields.get("max", 1.0))
+    if least >= most:
+        raise ConfigError(f"reward.{name}.min={least:g}: must be < reward.{name}.max={most:g}")
+    return RewardTerm(
+        name=name,
+        user=user,
+        weight=float(fields.get("weight", 1.0)),
+        least=least,
+        most=most,
+        timeout_s=float(fields.get("timeout_s", options.reward_timeout_s)),
+        retries=int(fields.get("retries", options.reward_retries)),
+    )
+
+
+def _function(key: str, reference: str) -> UserFunction:
+    """Return a reward that ships, or a function of the user. Raises: ConfigError."""
+    if ":" in reference:
+        return load_function(key, reference)
+    found = built_in(reference)
+    if found is None:
+        known = ", ".join(GRADERS)
+        raise ConfigError(
+            f"{key}={reference}: expects module:function, file.py:function or one of {known}"
+        )
+    return as_function(f"{key}={reference}", reference, found)

@@ -1,0 +1,106 @@
+"""Laws of the formats and rewards that need packages, each in an environment that has them."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from common.repository import ROOT
+from tests.venvs import python_with
+
+PARQUET = """
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, "ROOT")
+import pyarrow
+import pyarrow.parquet as parquet
+
+from common.errors import ConfigError
+from envhub.envs.dataset.files import has_split, read_records
+from tests.envhub.envs.dataset.made import DAPO, GSM8K
+
+folder = Path(sys.argv[1])
+
+
+def read(path, split="train"):
+    return read_records("data.train", path, split)
+
+
+def save(path, records):  # The layout of `datasets.save_to_disk`.
+    path.mkdir(parents=True)
+    table = pyarrow.Table.from_pylist(records)
+    with pyarrow.OSFile(str(path / "data-00000-of-00001.arrow"), "wb") as sink:
+        with pyarrow.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+    (path / "dataset_info.json").write_text("{}")
+    files = [{"filename": "data-00000-of-00001.arrow"}]
+    (path / "state.json").write_text(json.dumps({"_data_files": files, "_fingerprint": "x"}))
+
+
+parquet.write_table(pyarrow.Table.from_pylist(DAPO), folder / "dapo.parquet")
+assert read(folder / "dapo.parquet") == DAPO
+save(folder / "one", GSM8K)
+assert read(folder / "one") == GSM8K
+save(folder / "two" / "train", GSM8K)
+save(folder / "two" / "test", GSM8K[:1])
+(folder / "two" / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+assert read(folder / "two") == GSM8K
+assert read(folder / "two", "test") == GSM8K[:1]
+assert has_split(folder / "two", "test") and not has_split(folder / "one", "test")
+for path, split, words in (
+    (folder / "two", "dev", "no split 'dev'; the splits are train, test"),
+    (folder / "broken.parquet", "train", "not Parquet"),
+):
+    (folder / "broken.parquet").write_bytes(b"PAR1")
+    try:
+        read(path, split)
+    except ConfigError as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(words)
+print("equal")
+"""
+MATH = r"""
+import asyncio
+import sys
+from pathlib import Path
+
+sys.path.insert(0, "ROOT")
+from tests.envhub.envs.dataset.made import make, play
+
+folder = Path(sys.argv[1])
+records = [{"problem": "?", "solution": answer} for answer in (r"\frac{1}{2}", "x = 3")]
+options = make(folder, records, reward="math")
+
+
+def paid(text, item):
+    return asyncio.run(play(options, text, item=item)).reward
+
+
+assert paid(r"It is $0.5$.", 0) == 1.0
+assert paid(r"It is \boxed{\frac{2}{4}}.", 0) == 1.0
+assert paid(r"It is $\frac{1}{3}$.", 0) == 0.0
+assert paid("I do not know.", 0) == 0.0
+assert paid("$3$", 1) == 1.0
+print("equal")
+"""
+
+
+def _run(python: str, code: str, folder: Path) -> None:
+    argv = [python, "-c", code.replace("ROOT", str(ROOT)), str(folder)]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=120)
+    assert done.stdout.endswith("equal\n"), done.stderr[-3000:]
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_parquet_and_saved_datasets_load_by_path(tmp_path: Path) -> None:
+    _run(python_with("pyarrow", sees_ours=True), PARQUET, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_math_verify_accepts_equal_answers(tmp_path: Path) -> None:
+    _run(python_with("math-verify==0.9.0", sees_ours=True), MATH, tmp_path)

@@ -1,0 +1,194 @@
+"""Laws of dataset episodes: turns, tools, and play at a real hub by an actor's session."""
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actor.rollout.env_client import Environments, HubClient, HubSession
+from actor.rollout.episode import Turn, run_episode
+from common.config.envs import EnvsSection, RemoteOptions
+from common.config.services import EnvhubSection
+from common.wire.codec import pack_record, unpack_record
+from common.wire.messages import EndReason
+from envhub import main
+from envhub.env import EnvFailure, UnknownItem
+from envhub.envs.dataset.env import check, make_spec
+from tests.actor.rollout.playing import LEASE, Letters
+from tests.envhub.envs.dataset.made import GSM8K, make, play, played, run
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds two numbers.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
+        },
+    }
+]
+
+
+def test_episode_without_step_function_has_one_turn(tmp_path: Path) -> None:
+    options = make(tmp_path)
+    assert make_spec(options).subsets["data"].max_turns == 1
+    result = played(options, "It is 7.")
+    assert (result.done, result.reward, result.is_success) == (True, 1.0, True)
+
+
+def test_step_function_answers_until_it_ends(tmp_path: Path) -> None:
+    options = make(tmp_path, [{"prompt": "?", "answer": "stop"}], reward="exact_text", step="step")
+    first = played(options, "wait")
+    assert (first.observation, first.done, first.reward) == ("turn 1", False, 0.0)
+    last = played(options, "wait", "stop")
+    assert (last.observation, last.done, last.reward) == ("turn 2", True, 1.0)
+    assert not last.is_truncated
+
+
+def test_turn_limit_truncates_and_scores(tmp_path: Path) -> None:
+    options = make(tmp_path, step="step", max_turns=2)
+    last = played(options, "wait", "7")
+    assert (last.done, last.is_truncated, last.reward) == (True, True, 1.0)
+
+
+@pytest.mark.parametrize(("value", "words"), [("3", "returned 3, not (text, is_done)")])
+def test_wrong_value_of_a_step_function_is_a_failure(
+    tmp_path: Path, value: str, words: str
+) -> None:
+    options = make(tmp_path)
+    (tmp_path / "own.py").write_text(f"def step(completion): return {value}\n", encoding="utf-8")
+    changed = make(tmp_path, step="")
+    object.__setattr__(changed.dataset, "step", f"{tmp_path}/own.py:step")
+    with pytest.raises(EnvFailure) as caught:
+        played(changed, "7")
+    assert words in str(caught.value)
+    assert "data.step" in str(caught.value)
+    assert "record 1 of" in str(caught.value)
+    assert check(options) == []
+
+
+def test_tool_calls_reach_the_step_function(tmp_path: Path) -> None:
+    records = [{**each, "tools": TOOLS} for each in GSM8K]
+    options = make(tmp_path, records, tools="tools", step="tool_step")
+    spec = make_spec(options)
+    assert [each["name"] for each in spec.tools] == ["add", "submit"]
+    call = json.dumps({"tool": "add", "arguments": {"a": 3, "b": 4}})
+    assert played(options, call).observation == "7"
+    submitted = json.dumps({"tool": "submit", "arguments": {"answer": "7"}})
+    assert played(options, call, submitted).reward == 1.0
+    assert played(options, call, "I say 7").reward == 1.0  # A text that is no call is the answer.
+
+
+@pytest.mark.parametrize(
+    ("tools", "step", "words"),
+    [
+        (TOOLS, "", "data.tools=tools: needs data.step"),
+        ([{"name": 3}], "tool_step", "a tool needs a name"),
+        ("[", "tool_step", "data.tools=tools: not JSON"),
+        ([], "tool_step", "expects a list of tools"),
+    ],
+)
+def test_wrong_tools_are_refused(tmp_path: Path, tools: Any, step: str, words: str) -> None:
+    records = [{**each, "tools": tools} for each in GSM8K]
+    (line,) = check(make(tmp_path, records, tools="tools", step=step))
+    assert words in line
+
+
+def test_records_with_different_tools_are_refused(tmp_path: Path) -> None:
+    records = [{**each, "tools": TOOLS * (1 + i)} for i, each in enumerate(GSM8K)]
+    (line,) = check(make(tmp_path, records, tools="tools", step="tool_step"))
+    assert "record 2 has other tools than record 1" in line
+
+
+def test_unknown_item_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnknownItem, match="the last is 'data-train-2'"):
+        run(play(make(tmp_path), "7", item=3))
+
+
+@contextmanager
+def serving(options: EnvsSection) -> Iterator[str]:
+    """Yield the address of a hub that serves the dataset."""
+    app, sessions = main.build(
+        ["dataset"], EnvhubSection(), token=None, options=options, remote=RemoteOptions()
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        config = main.uvicorn.Config(app, log_config=None, access_log=False)
+        server = main.DrainingServer(config, sessions)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server.should_exit = True
+        thread.join()
+
+
+class Conversation(Letters):
+    """Renders messages as letters, each after its role."""
+
+    def opened(self, messages: list[dict[str, str]], text: str) -> list[int]:
+        shown = [*messages, {"role": "user", "content": text}]
+        return [ord(c) for m in shown for c in f"[{m['role']}]{m['content']}"]
+
+
+async def _episodes(url: str, *answers: str) -> list[Any]:
+    """Return the episodes of an actor that gives these answers to the first item."""
+    played: list[Any] = []
+    async with HubClient(url, token=None, timeout_s=60.0) as hub:
+        environments = await Environments.of(hub, style="compact")
+        for answer in answers:
+            ids = [ord(c) for c in answer] + [0]
+
+            async def act(_: list[int], __: object, ids: list[int] = ids) -> Turn:
+                return Turn(ids, [0.0] * len(ids), [0] * len(ids))
+
+            async def opened() -> HubSession:
+                return await environments.open("dataset", "data-train-0", seed=0)
+
+            episode = await run_episode(
+                LEASE,
+                open_session=opened,
+                act=act,
+                render=Conversation(),
+                instruction=environments.instruction("dataset"),
+                max_tokens=500,
+                turn_tokens=50,
+                actor="actor-0",
+            )
+            played.append(unpack_record(pack_record(episode)))
+    return played
+
+
+@pytest.mark.slow
+def test_actor_plays_a_dataset_at_a_real_hub(tmp_path: Path) -> None:
+    file = f"{tmp_path}/user.py"
+    reward = {"right": f"{file}:right", "style": {"function": f"{file}:half", "weight": 0.5}}
+    options = make(tmp_path, reward=reward, system="Be short.")
+    with serving(options) as url:
+        right, wrong = asyncio.run(_episodes(url, "7", "8"))
+    text = "".join(map(chr, right.token_ids[~right.loss_mask]))
+    assert text == f"[system]Be short.[user]{GSM8K[0]['question']}"
+    assert (right.end_reason, right.num_turns) == (EndReason.DONE, 1)
+    assert right.reward == pytest.approx(1.25 / 1.5)
+    assert wrong.reward == pytest.approx(0.25 / 1.5)
+    assert {k: v for k, v in right.metrics.items() if k != "reward_s"} == {
+        "reward_right": 1.0,
+        "reward_style": 0.5,
+    }
+    assert np.isfinite(right.metrics["reward_s"])
+
+
+@pytest.mark.slow
+def test_failing_reward_ends_only_its_episode(tmp_path: Path) -> None:
+    options = make(tmp_path, reward="user:breaks")
+    with serving(options) as url:
+        (failed,) = asyncio.run(_episodes(url, "7"))
+    assert failed.end_reason is EndReason.ENV_ERROR
+    assert failed.end_reason.is_infrastructure_failure
+    assert "reward breaks failed on record 1 of train.jsonl: KeyError: " in failed.error
+    assert (failed.reward, failed.metrics) == (0.0, {})

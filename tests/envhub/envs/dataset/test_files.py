@@ -1,0 +1,90 @@
+"""Laws of the dataset's files: formats, splits, and errors that name file and line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from envhub.envs.dataset.files import read_records
+from tests.envhub.envs.dataset.made import write_lines
+
+RECORDS = [{"question": "1+1, or so?", "answer": "2"}, {"question": 'a "b"', "answer": "c"}]
+
+
+def read(path: Path, split: str = "train") -> list[dict[str, object]]:
+    return read_records("data.train", path, split)
+
+
+def test_json_lines_are_read_with_empty_lines_between(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n\n".join(map(json.dumps, RECORDS)), encoding="utf-8-sig")
+    assert read(path) == RECORDS
+
+
+@pytest.mark.parametrize("held", [RECORDS, {"data": RECORDS, "version": 1}])
+def test_json_list_is_read_also_below_a_name(tmp_path: Path, held: object) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(held), encoding="utf-8")
+    assert read(path) == RECORDS
+
+
+@pytest.mark.parametrize(("ending", "separator"), [("csv", ","), ("tsv", "\t")])
+def test_table_is_read_by_its_header(tmp_path: Path, ending: str, separator: str) -> None:
+    path = tmp_path / f"a.{ending}"
+    rows = [("question", "answer"), ('"1+1, or so?"', "2"), ('"a ""b"""', "c")]
+    path.write_text("".join(separator.join(row) + "\n" for row in rows), encoding="utf-8")
+    assert read(path) == RECORDS
+
+
+def test_folder_gives_the_files_of_a_split(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    write_lines(tmp_path / "data" / "train-00000-of-00002.jsonl", RECORDS[:1])
+    write_lines(tmp_path / "data" / "train-00001-of-00002.jsonl", RECORDS[1:])
+    write_lines(tmp_path / "data" / "test-00000-of-00001.jsonl", RECORDS[1:])
+    assert read(tmp_path) == RECORDS
+    assert read(tmp_path, "test") == RECORDS[1:]
+    with pytest.raises(ConfigError, match="no file of the split 'dev'; the files are data/test-0"):
+        read(tmp_path, "dev")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.jsonl", '{"a": 1}\n{"a": 1\n', r"data\.train=.*a\.jsonl line 2: not JSON"),
+        ("a.jsonl", "[1]\n", "line 1: the record is list, not an object"),
+        ("a.jsonl", "", "the file has no records"),
+        ("a.json", "{", "not JSON"),
+        ("a.json", '{"a": 1}', "expects a list of objects"),
+        ("a.json", "[1]", "record 1: the record is int"),
+        ("a.csv", "a,b\n1\n", "line 2: the row has not the 2 fields of the first line"),
+        ("a.xls", "x", r"the format '\.xls' is unknown; known are \.jsonl"),
+    ],
+)
+def test_malformed_file_is_refused_with_its_place(
+    tmp_path: Path, name: str, text: str, words: str
+) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=words):
+        read(tmp_path / name)
+
+
+def test_text_in_another_encoding_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"a": "\xff"}\n')
+    with pytest.raises(ConfigError, match="cannot be read as UTF-8 text"):
+        read(tmp_path / "a.jsonl")
+
+
+def test_folder_without_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the folder has no file of a known format"):
+        read(tmp_path)
+
+
+def test_parquet_without_pyarrow_names_the_package(tmp_path: Path) -> None:
+    from importlib.util import find_spec
+
+    if find_spec("pyarrow") is not None:
+        pytest.skip("pyarrow is installed")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ConfigError, match=r"needs pyarrow\. Install it with: pip install pyarrow"):
+        read(tmp_path / "a.parquet")

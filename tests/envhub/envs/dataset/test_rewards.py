@@ -1,0 +1,145 @@
+"""Laws of the reward functions: what they receive, what they return, and how they fail."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import ConfigError
+from envhub.env import EnvFailure
+from envhub.envs.dataset.env import check, make_spec
+from envhub.envs.dataset.graders import exact_text, final_answer, last_number
+from tests.envhub.envs.dataset.made import DAPO, make, played
+
+
+@pytest.mark.parametrize(("answer", "reward"), [("7", 1.0), ("8", 0.0)])
+def test_named_keywords_reach_the_function(tmp_path: Path, answer: str, reward: float) -> None:
+    assert played(make(tmp_path, reward="user:right"), answer).reward == reward
+
+
+def test_trl_signature_is_accepted_as_it_is(tmp_path: Path) -> None:
+    options = make(tmp_path, reward="user:trl")
+    assert played(options, "so 3+4=<<3+4=7>>7\n#### 7").reward == 1.0
+    assert played(options, "7").reward == 0.0
+
+
+def test_verl_signature_is_accepted_as_it_is(tmp_path: Path) -> None:
+    options = make(tmp_path, DAPO, reward="user:verl")
+    assert played(options, "it is 16", item=1).reward == 1.0
+
+
+def test_weighted_rewards_are_scaled_and_named(tmp_path: Path) -> None:
+    file = f"{tmp_path}/user.py"
+    reward = {
+        "right": f"{file}:right",
+        "style": {"function": f"{file}:half", "weight": 0.5},
+        "length": {"function": f"{file}:returns_two", "weight": -0.25, "min": 0, "max": 4},
+    }
+    result = played(make(tmp_path, reward=reward), "7")
+    # The sum is 1 + 0.25 - 0.5 = 0.75 in [-1, 1.5].
+    assert result.reward == pytest.approx(1.75 / 2.5)
+    assert result.metrics is not None
+    named = {name: value for name, value in result.metrics.items() if name != "reward_s"}
+    assert named == {"reward_right": 1.0, "reward_style": 0.5, "reward_length": 2.0}
+
+
+def test_start_score_is_the_scaled_zero(tmp_path: Path) -> None:
+    reward = {"length": {"function": f"{tmp_path}/user.py:returns_two", "min": -1, "max": 3}}
+    assert make_spec(make(tmp_path, reward=reward)).start_score == 0.25
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("breaks", "KeyError: 'lost'"),
+        ("hangs", "no answer within 0.2 s"),
+        ("waits", "no answer within 0.2 s"),
+        ("returns_none", "returned None, which is not a number"),
+        ("returns_nan", "returned nan, which is not a finite number"),
+        ("returns_two", "returned 2, outside of [0, 1]; set reward.returns_two.min"),
+    ],
+)
+def test_failed_reward_names_function_record_and_error(
+    tmp_path: Path, name: str, words: str
+) -> None:
+    options = make(tmp_path, reward=f"user:{name}", reward_timeout_s=0.2)
+    with pytest.raises(EnvFailure) as caught:
+        played(options, "7", item=1)
+    assert str(caught.value).startswith(f"reward {name} failed on record 2 of train.jsonl: {words}")
+
+
+def test_failed_reward_is_called_again(tmp_path: Path) -> None:
+    assert played(make(tmp_path, reward="user:second_try", reward_retries=1), "7").reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        (None, "reward is not set: give reward=module:function"),
+        ("nothing_such", "expects module:function, file.py:function or one of exact_number"),
+        ("no_such_module:f", "no module 'no_such_module'"),
+        ("missing.py:f", "missing.py: no such file or folder"),
+        ("user:absent", "has no function 'absent'; it has right, half"),
+        ("user:NUMBER", "NUMBER is int, not a function"),
+        ("user:needs_more", "the function needs 'judge', which is not offered; the keywords are"),
+        ({"a": {"function": "exact_number", "wait": 1}}, "reward.a.wait=1: no such key"),
+        ({"a": {"weight": 1}}, "expects a function, or a section with function="),
+        ({"a": {"function": "exact_number", "weight": "x"}}, "reward.a.weight=x: must be a number"),
+        ({"a": {"function": "exact_number", "min": 2}}, "reward.a.min=2: must be < reward.a.max=1"),
+        ({"a": {"function": "exact_number", "weight": 0}}, "the weight of every reward is 0"),
+        ({"a b": "exact_number"}, "the name must consist of letters, digits and _"),
+        (["exact_number"], "expects a function, or a map"),
+    ],
+)
+def test_wrong_reward_is_refused_before_the_start(tmp_path: Path, reward: Any, words: str) -> None:
+    (line,) = check(make(tmp_path, reward=reward))
+    assert words in line
+
+
+def test_failing_module_is_refused_with_its_error(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("x = 1 / 0\n", encoding="utf-8")
+    (line,) = check(make(tmp_path, reward=f"{tmp_path}/broken.py:f"))
+    assert line.endswith("broken.py fails: ZeroDivisionError: division by zero")
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("so 1,250.50 in all", "2501/2"), ("3/4", "3/4"), ("no", None), ("-7.", "-7"), ("x.5", "1/2")],
+)
+def test_last_number_of_a_text_is_read(text: str, number: str | None) -> None:
+    found = last_number(text)
+    assert (None if found is None else str(found)) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [("a #### 7", "7"), (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"), (" yes ", "yes")],
+)
+def test_final_answer_follows_its_mark(text: str, answer: str) -> None:
+    assert final_answer(text) == answer
+
+
+def test_exact_text_ignores_case_and_spaces() -> None:
+    assert exact_text("#### New  York", "new york") == 1.0
+    assert exact_text("York", "new york") == 0.0
+
+
+def test_missing_math_verify_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("importlib.util")
+    from importlib.util import find_spec
+
+    if find_spec("math_verify") is not None:
+        pytest.skip("math-verify is installed")
+    (line,) = check(make(tmp_path, reward="math"))
+    assert line == "reward=math needs math-verify. Install it with: pip install math-verify"
+
+
+def test_unreadable_reference_is_no_reward(tmp_path: Path) -> None:
+    options = make(tmp_path, [{"prompt": "?", "answer": "none"}])
+    with pytest.raises(EnvFailure, match="reference answer 'none' holds no number"):
+        played(options, "3")
+
+
+def test_error_of_the_configuration_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        make_spec(make(tmp_path, reward="nothing_such"))
