@@ -37,6 +37,8 @@ PUBLISH_S = 60.0
 MAX_MODEL_LEN = 128
 KV_CACHE_GIB = 1
 CAUSE = re.compile(r"\b\w+Error: (?:(?!Loading safetensors)[^();])+")
+PREFIX = re.compile(r"\(\w+ pid=\d+\) \w+ [\d-]+ [\d:]+ \[[\w.]+:\d+\] ?")  # Prefix of a log line.
+MARKS = re.compile(r"[\^~]{3,}")  # Marks below a line of code.
 MOST_WORDS = 300  # Characters of vLLM's message.
 
 
@@ -127,9 +129,10 @@ async def _examine(
 
 
 def _cannot(error: Exception) -> PartResult:
-    words = " ".join(str(error).split()).removeprefix("engine did not start: ")
-    causes = CAUSE.findall(words)  # The quoted lines of a log end with the cause.
-    message = causes[-1] if causes else words
+    words = PREFIX.sub("", " ".join(str(error).split())).removeprefix("engine did not start: ")
+    words = " ".join(MARKS.sub("", words).split())
+    # The quoted lines of a log end with the cause, or with the line that raised it.
+    message = CAUSE.findall(words)[-1] if CAUSE.search(words) else words[-MOST_WORDS:]
     return PartResult(verdict=Verdict.ENGINE_CANNOT, message=message[:MOST_WORDS].strip())
 
 
