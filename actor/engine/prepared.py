@@ -130,13 +130,15 @@ def can_prepare(model: nn.Module, config: VllmConfig, device: torch.device) -> b
 
 
 def _has_views(model: nn.Module) -> bool:
-    """Return whether two tensors of a model share memory; a tied weight is one tensor."""
-    places = [
-        each.untyped_storage().data_ptr()
-        for each in (*model.parameters(), *model.buffers())
-        if each.numel()
-    ]
-    return len(set(places)) < len(places) or any(True for _ in _convolutions(model))
+    """Return whether a buffer is a view of a weight, or was one before vLLM packed the weight."""
+    weights = {_place_of(each) for each in model.parameters() if each.numel()}
+    return any(_place_of(each) in weights for each in model.buffers() if each.numel()) or any(
+        True for _ in _convolutions(model)
+    )
+
+
+def _place_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _convolutions(model: nn.Module) -> Iterator[tuple[Tensor, nn.Module]]:

@@ -18,7 +18,14 @@ from vllm.v1.engine import utils as engine_utils
 from actor.engine.engine import Engine
 from actor.engine.weights import WeightLink
 from benchmarks.conformance.learner_side import SEQUENCES, Scores, gap_of, mean_gap_of
-from benchmarks.conformance.part_results import PartResult, Verdict, compared, refused, rounded
+from benchmarks.conformance.part_results import (
+    NETWORK_ERRORS,
+    PartResult,
+    Verdict,
+    compared,
+    refused,
+    rounded,
+)
 from common.checks.model_kind import check_window
 from common.config.compute import EnforceEager, WeightsTransport
 from common.config.run_config import ActorSection, ModelSection
@@ -111,7 +118,7 @@ async def _examine(
             end_of_turn_ids=[],
             seed=0,
         )
-    except (EngineError, ConfigError) as error:
+    except NETWORK_ERRORS as error:
         return {"rollout": _cannot(error), "publish": PartResult(verdict=Verdict.NOT_RUN)}
     found: dict[str, PartResult] = {}
     try:
