@@ -7,6 +7,7 @@ import numpy as np
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -29,6 +30,7 @@ class TileWorker(CPUWorker):
 
     def init_device(self) -> None:
         self.tile_permission = request_tiles()
+        rotate_all_heads()
         register_text_models(self.vllm_config.model_config.architectures)
         if self.vllm_config.lora_config is not None:
             CpuPlatform.get_punica_wrapper = classmethod(lambda _: ONE_ADAPTER)  # pyright: ignore
@@ -53,6 +55,28 @@ class TileWorker(CPUWorker):
         assert self.experts is not None
         found: np.ndarray = self.experts.take(request)
         return [found.tobytes(), list(found.shape), found.dtype.name]
+
+
+def rotate_all_heads() -> None:
+    """Let vLLM's rotary embedding take one axis for the heads and one for their numbers on a CPU.
+
+    The kernel for CPUs (0.32) takes a tensor [token, head, number] for [token, number]. It would
+    rotate the first head only.
+    """
+    rotate = RotaryEmbedding.forward_cpu
+    if getattr(rotate, "is_for_all_heads", False):
+        return
+
+    def rotate_flat(
+        self: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        flat_key = key if key is None else key.reshape(positions.numel(), -1)
+        flat = rotate(self, positions, query.reshape(positions.numel(), -1), flat_key)
+        rotated = flat[1] if key is None or flat[1] is None else flat[1].view(key.shape)
+        return flat[0].view(query.shape), rotated
+
+    rotate_flat.is_for_all_heads = True  # pyright: ignore[reportFunctionMemberAccess]
+    RotaryEmbedding.forward_cpu = rotate_flat
 
 
 def complete_routers(model: nn.Module) -> None:

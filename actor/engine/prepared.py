@@ -6,7 +6,7 @@ does not need the model that samples.
 
 import copy
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -39,6 +39,7 @@ from common.wire.weight_group import lower_priority
 # Layers with these methods keep all their state in parameters, buffers and attributes.
 KNOWN_METHODS = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 DIRECT_WRITERS = ("GptOssForCausalLM",)
+UNPACKED = "_cpu_unpacked_conv_weight"  # Attribute of vLLM's packed convolutions.
 MODULE_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
@@ -107,6 +108,8 @@ def end_reload(model: nn.Module, model_config: Any) -> None:
         if info.can_load():
             _layerwise_process(layer, info)
     finalize_layerwise_reload(model, model_config)
+    for computes, inner in _convolutions(model):
+        computes.copy_(getattr(inner, UNPACKED))
     head: Any = getattr(model, "lm_head", None)
     is_tied = getattr(model.config, "tie_word_embeddings", False)
     if head is not None and is_tied and hasattr(head, "quant_method"):
@@ -118,10 +121,36 @@ def can_prepare(model: nn.Module, config: VllmConfig, device: torch.device) -> b
     """Return whether a copy of every layer of the model can be prepared safely.
 
     Compiled graphs hold addresses, adapters wrap layers, and quantized layers keep state elsewhere.
-    Such models are reloaded in place by vLLM.
+    A view of a weight, such as that of Mamba's convolution, would keep the old numbers. Such models
+    are reloaded in place by vLLM.
     """
     is_plain = device.type == "cpu" and config.lora_config is None and config.quant_config is None
-    return is_plain and config.model_config.enforce_eager and all(map(_is_known, model.modules()))
+    is_eager = is_plain and config.model_config.enforce_eager
+    return is_eager and all(map(_is_known, model.modules())) and not _has_views(model)
+
+
+def _has_views(model: nn.Module) -> bool:
+    """Return whether a buffer is a view of a weight, or was one before vLLM packed the weight."""
+    weights = {_place_of(each) for each in model.parameters() if each.numel()}
+    return any(_place_of(each) in weights for each in model.buffers() if each.numel()) or any(
+        True for _ in _convolutions(model)
+    )
+
+
+def _place_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _convolutions(model: nn.Module) -> Iterator[tuple[Tensor, nn.Module]]:
+    """Yield Mamba's convolutions that vLLM (0.32) packs in bf16, with the weight that computes.
+
+    This weight was a view before the packing, so that a reload would leave it old.
+    """
+    for layer in model.modules():
+        computes = layer._buffers.get("conv_weights")
+        inner = layer._modules.get("conv1d")
+        if computes is not None and inner is not None and hasattr(inner, UNPACKED):
+            yield computes, inner
 
 
 def _is_known(layer: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 import zmq
 from pydantic import ValidationError
 from vllm import envs
@@ -21,6 +22,7 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import BackgroundResources, MPClient
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -185,7 +187,8 @@ def engine_config(arguments: AsyncEngineArgs) -> VllmConfig:
     """Return vLLM's configuration for these arguments on this machine. Raises: ConfigError.
 
     vLLM's kernels for CPUs (0.32) do not keep recurrent states, such as Mamba's, inside a prompt.
-    Such models have no cache of prefixes there.
+    Such models have no cache of prefixes there. Its faster kernel of latent attention computes in
+    bf16 only, so fp32 uses the other one.
     """
     if not current_platform.is_cpu():
         return _checked(arguments)
@@ -193,6 +196,10 @@ def engine_config(arguments: AsyncEngineArgs) -> VllmConfig:
     config = _checked(arguments)
     if config.cache_config.enable_prefix_caching and config.model_config.has_inner_state:
         arguments.enable_prefix_caching = False
+        config = _checked(arguments)
+    is_fp32 = config.model_config.dtype == torch.float32
+    if config.model_config.use_mla and is_fp32 and config.attention_config.backend is None:
+        arguments.attention_backend = AttentionBackendEnum.CPU_MLA
         config = _checked(arguments)
     return config
 

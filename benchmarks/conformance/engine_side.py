@@ -18,7 +18,14 @@ from vllm.v1.engine import utils as engine_utils
 from actor.engine.engine import Engine
 from actor.engine.weights import WeightLink
 from benchmarks.conformance.learner_side import SEQUENCES, Scores, gap_of, mean_gap_of
-from benchmarks.conformance.part_results import PartResult, Verdict, compared, refused, rounded
+from benchmarks.conformance.part_results import (
+    NETWORK_ERRORS,
+    PartResult,
+    Verdict,
+    compared,
+    refused,
+    rounded,
+)
 from common.checks.model_kind import check_window
 from common.config.compute import EnforceEager, WeightsTransport
 from common.config.run_config import ActorSection, ModelSection
@@ -37,6 +44,8 @@ PUBLISH_S = 60.0
 MAX_MODEL_LEN = 128
 KV_CACHE_GIB = 1
 CAUSE = re.compile(r"\b\w+Error: (?:(?!Loading safetensors)[^();])+")
+PREFIX = re.compile(r"\(\w+ pid=\d+\) \w+ [\d-]+ [\d:]+ \[[\w.]+:\d+\] ?")  # Prefix of a log line.
+MARKS = re.compile(r"[\^~]{3,}")  # Marks below a line of code.
 MOST_WORDS = 300  # Characters of vLLM's message.
 
 
@@ -109,7 +118,7 @@ async def _examine(
             end_of_turn_ids=[],
             seed=0,
         )
-    except (EngineError, ConfigError) as error:
+    except NETWORK_ERRORS as error:
         return {"rollout": _cannot(error), "publish": PartResult(verdict=Verdict.NOT_RUN)}
     found: dict[str, PartResult] = {}
     try:
@@ -127,9 +136,10 @@ async def _examine(
 
 
 def _cannot(error: Exception) -> PartResult:
-    words = " ".join(str(error).split()).removeprefix("engine did not start: ")
-    causes = CAUSE.findall(words)  # The quoted lines of a log end with the cause.
-    message = causes[-1] if causes else words
+    words = PREFIX.sub("", " ".join(str(error).split())).removeprefix("engine did not start: ")
+    words = " ".join(MARKS.sub("", words).split())
+    # The quoted lines of a log end with the cause, or with the line that raised it.
+    message = CAUSE.findall(words)[-1] if CAUSE.search(words) else words[-MOST_WORDS:]
     return PartResult(verdict=Verdict.ENGINE_CANNOT, message=message[:MOST_WORDS].strip())
 
 

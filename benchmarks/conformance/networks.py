@@ -123,6 +123,8 @@ def tiny_config(family: str) -> PretrainedConfig:
     }
     if "kv_lora_rank" in sizes:  # Latent attention has one key head for each query head.
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+        if "head_dim" in sizes:  # Of the rotary embedding.
+            sizes["head_dim"] = sizes["qk_rope_head_dim"]
     made = kind(**(_layers(default, names) | sizes | AMENDMENTS.get(family, {})))
     made.architectures = [architecture(family)]
     return made

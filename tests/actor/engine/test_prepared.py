@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Mamba2Config, Mamba2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from common.config.run_config import ActorSection, ModelSection
 from common.wire.collective import CPU, BroadcastGroup, CollectiveMember
@@ -128,6 +128,36 @@ def test_reload_leaves_no_weight_old(tmp_path: Path, kind: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_reload_renews_the_convolutions_of_mamba(tmp_path: Path, dtype: str) -> None:
+    from safetensors.torch import load_file
+    from vllm.config import set_current_vllm_config
+
+    from actor.engine.prepared import begin_reload, can_prepare, end_reload
+
+    sizes = {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 32}
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        network = Mamba2ForCausalLM(Mamba2Config(vocab_size=320, num_hidden_layers=1, **sizes))
+        tokenizer = make_tokenizer(["go to the red ball"], vocab_size=320)
+        save_policy(tmp_path / str(seed), network, tokenizer)
+    model, config = make_model(tmp_path / "0", dtype)
+    expected, _ = make_model(tmp_path / "1", dtype)
+    assert not can_prepare(model, config, CPU), "a swap would leave the convolutions old"
+    with set_current_vllm_config(config):
+        begin_reload(model)
+        model.load_weights(load_file(tmp_path / "1" / "model.safetensors").items())
+        end_reload(model, config.model_config)
+    found = dict(model.named_buffers())
+    right = dict(expected.named_buffers())
+    assert any(name.endswith("conv_weights") for name in right)
+    assert {name for name, each in right.items() if not torch.equal(each, found[name])} == set()
+    renewed = contents(model, dtype)
+    differ = {k for k, v in contents(expected, dtype).items() if not torch.equal(v, renewed[k])}
+    assert differ == set()
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("kind", ["float32", "bfloat16 tied", "bfloat16 biased"])
 def test_prepared_weights_equal_a_reload_exactly(tmp_path: Path, kind: str) -> None:
     from actor.engine.prepared import Prepared, begin_reload, can_prepare, end_reload
@@ -176,6 +206,10 @@ def test_layers_with_external_state_reload_in_place(tmp_path: Path) -> None:
     method, layer.quant_method = layer.quant_method, object()
     assert not can_prepare(model, config, CPU)
     layer.quant_method = method
+    assert can_prepare(model, config, CPU)
+    model.register_buffer("view", model.model.norm.weight.view(-1), persistent=False)
+    assert not can_prepare(model, config, CPU), "a swap would leave the view old"
+    del model.view
     config.model_config.enforce_eager = False
     assert not can_prepare(model, config, CPU)
 
