@@ -79,8 +79,13 @@ def _text(path: Path) -> str:
 
 
 @cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(_text(path))
+
+
+@cache
 def _nodes(path: Path) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(ast.parse(_text(path))))
+    return tuple(ast.walk(_tree(path)))
 
 
 def _num_lines(node: ast.stmt) -> int:
@@ -95,16 +100,18 @@ def _functions() -> Iterator[tuple[Path, Function]]:
                 yield path, node
 
 
-def _imported(path: Path) -> Iterator[str]:
-    """Yield the dotted names that a file imports, also inside functions."""
+@cache
+def _imported(path: Path) -> list[str]:
+    """Return the dotted names that a file imports, also inside functions."""
+    found: list[str] = []
     for node in _nodes(path):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{_name(path)} line {node.lineno}: relative import"
             module = node.module or ""
-            yield module
-            yield from (f"{module}.{alias.name}" for alias in node.names)
+            found += [module, *(f"{module}.{alias.name}" for alias in node.names)]
+    return found
 
 
 def _imports(path: Path) -> set[str]:
@@ -335,7 +342,7 @@ def test_package_marker_is_empty() -> None:
 
 def test_module_begins_with_a_docstring() -> None:
     modules = [path for path in SOURCES if path.name != "__init__.py"]
-    assert [_name(p) for p in modules if not ast.get_docstring(ast.parse(_text(p)))] == []
+    assert [_name(p) for p in modules if not ast.get_docstring(_tree(p))] == []
 
 
 def test_caught_error_has_one_name() -> None:

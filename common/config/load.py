@@ -232,6 +232,7 @@ def _derive(merged: DictConfig, *, is_dry: bool) -> None:
 
 def _apply(merged: DictConfig, overrides: Sequence[str]) -> None:
     seen: dict[str, str] = {}
+    _unfreeze(merged)
     for override in overrides:
         key, equals, raw = override.partition("=")
         if not equals:
@@ -242,9 +243,9 @@ def _apply(merged: DictConfig, overrides: Sequence[str]) -> None:
             raise ConfigError(f"{override}: {key} is given twice, first as {seen[name]}")
         seen[name] = override
         value = raw if kind is str else conform(_parse(raw, key), kind, key=key)
-        _unfreeze(merged)
         _make_way(merged, name, shown=override)
         OmegaConf.update(merged, name, value, merge=True)
+        _unfreeze(OmegaConf.select(merged, name.partition(".")[0]))  # It may have new nodes.
 
 
 def _make_way(merged: DictConfig, name: str, *, shown: str) -> None:

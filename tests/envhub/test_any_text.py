@@ -44,7 +44,7 @@ def test_any_text_is_an_action_of_an_outside_environment(reference: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("env", OPENENV)
+@pytest.mark.parametrize("env", long_for(OPENENV, ["wordle", "recall"]))
 def test_any_text_is_an_action_over_openenv(env: str) -> None:
     with serving(env) as inner:
         remote = RemoteOptions(
@@ -55,7 +55,7 @@ def test_any_text_is_an_action_over_openenv(env: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("env", AGENTGYM)
+@pytest.mark.parametrize("env", long_for(AGENTGYM, ["babyai", "sqlgym", "wordle"]))
 def test_any_text_is_an_action_over_agentgym(env: str) -> None:
     with serving(env) as inner:
         remote = RemoteOptions(url=f"{inner}/agentgym/{env}", dialect=env)

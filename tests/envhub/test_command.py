@@ -44,9 +44,11 @@ def test_section_with_same_name_is_unchanged():
         (["envhub", "env=textcarft"], "nearest is 'textcraft'"),
         (["envhub", "env=textcraft", "host=0.0.0.0"], "Set envhub.token"),
         (["envhub", "env=textcraft", "host=192.0.2.1", "token=a"], "cannot bind 192.0.2.1:0"),
-        (["envhub", "env=no.such:make"], "No module named 'no'"),
+        pytest.param(
+            ["envhub", "env=no.such:make"], "No module named 'no'", marks=pytest.mark.long
+        ),
         (["envhub", "prot=8080"], "prot"),
-        (["envs", "env=textcarft"], "nearest is 'textcraft'"),
+        pytest.param(["envs", "env=textcarft"], "nearest is 'textcraft'", marks=pytest.mark.long),
         (["--config", "smoke", "envhub.envs=[no.such:make]"], "No module named 'no'"),
     ],
 )

@@ -15,6 +15,7 @@ from common.repository import ROOT
 from envhub.catalogue.health import servers_of, silent
 from envhub.catalogue.registry import Registry
 from envhub.command import examine_environments, missing_for
+from tests.marks import long_for
 
 
 @pytest.fixture
@@ -136,7 +137,7 @@ def test_address_that_is_none_is_named(url: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["train", "eval", "doctor", "envhub"])
+@pytest.mark.parametrize("command", long_for(["train", "eval", "doctor", "envhub"], ["eval"]))
 def test_every_command_reports_a_silent_server_at_start(
     command: str, nobody: str, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from envhub.env import EnvFailure, Style
 from envhub.envs.sciworld.env import SciWorldEnv
 from envhub.envs.sciworld.machines import Machines
 from tests.envhub.envs.playing import elsewhere
+from tests.marks import long_for
 
 pytest.importorskip("scienceworld")
 pytestmark = pytest.mark.slow  # a JVM starts
@@ -55,7 +56,7 @@ def transcript(item_id: str, machines: Machines) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("first_action", ["task", "help", "objects"])
+@pytest.mark.parametrize("first_action", long_for(["task", "help", "objects"], ["help"]))
 def test_first_action_ignores_the_previous_episodes_score(machines, first_action):
     for item_id in ("Find-test-8", "ChemMix-train-18"):
         env = SciWorldEnv(Style.AGENTGYM, machines)
@@ -77,8 +78,14 @@ def test_agentgym_style_keeps_the_simulators_text(machines):
     env.close()
 
 
-@pytest.mark.parametrize("item_id", SOLVED)
-@pytest.mark.parametrize("style", list(Style))
+@pytest.mark.parametrize(
+    ("style", "item_id"),
+    [
+        *((Style.COMPACT, item_id) for item_id in SOLVED),
+        (Style.AGENTGYM, SOLVED[0]),
+        *(pytest.param(Style.AGENTGYM, item_id, marks=pytest.mark.long) for item_id in SOLVED[1:]),
+    ],
+)
 def test_gold_path_reaches_reward_one(machines, item_id, style):
     env = SciWorldEnv(style, machines)
     env.reset(item_id, 0)

@@ -234,17 +234,18 @@ def configured(settings: dict[str, Any]) -> tuple[AlgorithmSection, LearnerSecti
     return AlgorithmSection(**others), LearnerSection(critic=critic, **learner)
 
 
-def contexts(seed: int) -> Iterator[dict[str, Any]]:
+def contexts(seed: int, num_pairs: int) -> Iterator[dict[str, Any]]:
     """Yield every setting alone and a draw of the pairs that do not contradict each other."""
     yield from CONTEXTS
     pairs = [one | other for one, other in combinations(CONTEXTS, 2) if not one.keys() & other]
-    yield from random.Random(seed).sample(pairs, 40)
+    yield from random.Random(seed).sample(pairs, num_pairs)
 
 
 @pytest.mark.slow
-def test_every_knob_changes_a_gradient_or_is_named() -> None:
+@pytest.mark.parametrize("num_pairs", [10, pytest.param(40, marks=pytest.mark.long)])
+def test_every_knob_changes_a_gradient_or_is_named(num_pairs: int) -> None:
     wrong: list[str] = []
-    for context in contexts(seed=0):
+    for context in contexts(seed=0, num_pairs=num_pairs):
         before = gradient(*configured(context))
         for name, value in PROBES:
             if name in context:

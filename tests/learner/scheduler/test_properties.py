@@ -241,8 +241,23 @@ class SyncRunMachine(RunMachine):
         assert len({g.opened_at_version for g in is_open}) <= 1
 
 
-LIMITS = settings(max_examples=120, stateful_step_count=60)
+LIMITS = settings(max_examples=60, stateful_step_count=60)
 TestAsyncLawsHold = pytest.mark.slow(RunMachine.TestCase)
 TestAsyncLawsHold.settings = LIMITS
 TestSyncLawsHold = pytest.mark.slow(SyncRunMachine.TestCase)
 TestSyncLawsHold.settings = LIMITS
+
+
+class ManyAsyncRunsMachine(RunMachine):
+    """The same in more random runs."""
+
+
+class ManySyncRunsMachine(SyncRunMachine):
+    """The same in more random runs."""
+
+
+MORE = settings(max_examples=120, stateful_step_count=60)
+TestAsyncLawsHoldInManyRuns = pytest.mark.long(ManyAsyncRunsMachine.TestCase)
+TestAsyncLawsHoldInManyRuns.settings = MORE
+TestSyncLawsHoldInManyRuns = pytest.mark.long(ManySyncRunsMachine.TestCase)
+TestSyncLawsHoldInManyRuns.settings = MORE

@@ -368,7 +368,15 @@ class TwoSidesMachine(RuleBasedStateMachine):
 
 
 TestTwoSidesHold = pytest.mark.slow(TwoSidesMachine.TestCase)
-TestTwoSidesHold.settings = settings(max_examples=150, stateful_step_count=80)
+TestTwoSidesHold.settings = settings(max_examples=75, stateful_step_count=80)
+
+
+class TwiceAsManyRunsMachine(TwoSidesMachine):
+    """The same in more random runs."""
+
+
+TestTwoSidesHoldInManyRuns = pytest.mark.long(TwiceAsManyRunsMachine.TestCase)
+TestTwoSidesHoldInManyRuns.settings = settings(max_examples=150, stateful_step_count=80)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -252,8 +252,17 @@ def start_process(keys: RunKeys, publisher: Publisher, tmp_path: Path) -> Iterat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["between_versions", "between_ready_and_broadcast"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    ("number", "moment"),
+    [
+        pytest.param(signal.SIGKILL, "between_ready_and_broadcast", id="killed in a broadcast"),
+        pytest.param(signal.SIGSTOP, "between_versions", id="stopped between versions"),
+        pytest.param(signal.SIGKILL, "between_versions", id="killed", marks=pytest.mark.long),
+        pytest.param(
+            signal.SIGSTOP, "between_ready_and_broadcast", id="stopped", marks=pytest.mark.long
+        ),
+    ],
+)
 @pytest.mark.timed
 def test_killed_or_stopped_process_costs_a_few_heartbeats(
     publisher: Publisher, start_actor: Start, start_process: Launch, moment: str, number: int

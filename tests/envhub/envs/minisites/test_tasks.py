@@ -57,6 +57,7 @@ def test_every_template_has_a_minimal_solution_of_its_check(
             walk(client, subset, split, index)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_sampled_tasks_have_minimal_solutions_of_their_checks(client: TestClient) -> None:
     for subset, split, index in SAMPLE:
