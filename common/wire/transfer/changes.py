@@ -115,9 +115,7 @@ class ChangePacker:
         return torch.from_numpy(sums.numpy() + self._sums)  # pyright: ignore
 
 
-def apply_changes(
-    buffer: Tensor, packed: Tensor, *, words_at_a_time: int = PATCHED_WORDS
-) -> None:
+def apply_changes(buffer: Tensor, packed: Tensor, *, words_at_a_time: int = PATCHED_WORDS) -> None:
     """Turn a version [total_bytes] uint8 into the next one, in place, on any device.
 
     Args:
