@@ -20,6 +20,7 @@ SUITES = {  # Name on the command line: module and function.
     "scheduler": "scheduler.suite:run_suite",
     "transport": "transport.suite:run_suite",
     "weights": "weights.suite:run_suite",
+    "delta": "weights.delta:run_suite",
     "tail": "learner.tail:run_suite",
     "actor": "actor.suite:run_suite",
     "agents": "actor.agents:run_suite",

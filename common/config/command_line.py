@@ -46,7 +46,7 @@ STUDIES = (
     "peer",
 )
 SUITES = (
-    "envhub, learner, scheduler, transport, weights, tail, actor, agents, routing,"
+    "envhub, learner, scheduler, transport, weights, delta, tail, actor, agents, routing,"
     " end2end, chaos, chaos-short, chaos-long, hostile, soak-run, soak-run-long,"
     " dashboard, conformance, gpu, gpu-small, "
 ) + ", ".join(STUDIES)

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.config.compute import WeightsTransport
+from common.config.compute import PublishMode, WeightsTransport
 from common.wire.security import create_keys
 from common.wire.sockets import Router
 from learner.policy.finite import WeightsNotFinite
 from learner.weights.delta import VersionKeeper
 from learner.weights.gate import WeightsLock
+from learner.weights.membership import EngineMember, Membership
 from learner.weights.publisher import Publisher
 from learner.weights.routes import PublishSettings
 from learner.weights.snapshot import PublishedWeights
@@ -195,6 +196,38 @@ def test_non_finite_changes_are_not_sent_and_end_the_run(tmp_path: Path) -> None
         with pytest.raises(WeightsNotFinite, match="w has NaN or infinite values"):
             bench.publisher.wait_done()
         assert actor.loaded == [0]
+
+
+def test_engine_that_was_slow_to_load_gets_changes_again() -> None:
+    members = Membership()
+    slow = EngineMember(sender=b"s", actor="a", incarnation="i", devices=("",))
+    members.hear(slow, version=-1, current_version=3)
+    members.note_loading(slow, held_after=3)
+    members.hear(slow, version=2, current_version=3, is_free=False)
+    assert members.held(slow) == -1
+    members.hear(slow, version=3, current_version=3)
+    assert members.held(slow) == 3
+    members.note_slept(slow, 7)
+    assert members.held(slow) == -1, "a sleeping engine has freed its copy"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "has_adapters", "is_sleeping", "keeps"),
+    [
+        ("bfloat16", False, False, True),
+        ("float16", False, False, True),
+        ("float32", False, False, False),
+        ("bfloat16", True, False, False),
+        ("bfloat16", False, True, False),
+    ],
+)
+def test_auto_keeps_versions_where_changes_are_sparse(
+    dtype: str, has_adapters: bool, is_sleeping: bool, keeps: bool
+) -> None:
+    options = {"has_adapters": has_adapters, "is_sleeping": is_sleeping}
+    assert PublishMode.AUTO.keeps_versions(dtype, **options) == keeps
+    assert PublishMode.DELTA.keeps_versions(dtype, **options)
+    assert not PublishMode.FULL.keeps_versions(dtype, **options)
 
 
 def test_restarted_learner_sends_its_first_version_whole() -> None:
