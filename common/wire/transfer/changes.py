@@ -84,16 +84,21 @@ class ChangePacker:
         steps = values.view(np.int16) - before.view(np.int16)
         np.clip(steps, -FAR, FAR, out=steps)
         steps &= 3  # Two's complement: -2 and 2 give 2, -1 gives 3.
-        codes = steps.view(np.uint64)
-        codes = codes | (codes >> _BY_ONE)
-        codes |= codes >> _BY_TWO
-        far = np.flatnonzero(steps == FAR)
+        gathered = steps.view(np.uint64)
+        gathered = gathered | (gathered >> _BY_ONE)
+        gathered |= gathered >> _BY_TWO
+        codes = gathered.astype(np.uint8)
+        # Few words have such an entry. A search among bytes is shorter than one among entries.
+        has_far = np.flatnonzero(~codes & (codes >> 1) & 0b01010101)
+        found = np.flatnonzero(steps.view(np.int64).take(has_far).view(np.int16) == FAR)
+        far = values.take(has_far).view(np.int16).take(found)
         self._masks.append(np.packbits(is_changed, bitorder="little"))
-        self._codes.append(codes.astype(np.uint8))
-        self._values.append(values.view(np.int16).take(far))
+        self._codes.append(codes)
+        self._values.append(far)
         changes = values - before
-        position = rows + (self._num_compared + ROW_WORDS + 1)  # As in `word_sums`.
-        self._sums += np.stack([changes.sum(), (changes * position).sum()])
+        first = self._num_compared + ROW_WORDS + 1  # Position of the first word in `word_sums`.
+        total = changes.sum(keepdims=True)
+        self._sums += np.concatenate([total, first * total + np.dot(changes, rows)])
         copy[rows] = values
         self._num_compared += len(new)
         self._num_changed += int(np.count_nonzero(steps))
