@@ -272,6 +272,9 @@ def _publisher(run: RunConfig, run_dir: RunDir, keys: RunKeys, gate: WeightsLock
         transport=cfg.weights_transport,
         num_parts=cfg.publish_parts,
         folder=str(folder.resolve()),
+        keeps_versions=cfg.publish.keeps_versions(
+            run.model.dtype, has_adapters=cfg.lora.rank > 0, is_sleeping=run.actor.sleep > 0
+        ),
     )
     return Publisher(Router(keys, host=cfg.host, port=0), settings, gate=gate)
 

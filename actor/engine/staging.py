@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from common.errors import LongstrideError, WeightSyncError
-from common.wire.collective import views
+from common.wire.collective import aligned, views
+from common.wire.transfer.changes import apply_changes, digest_of_whole
 from common.wire.weight_group import TransferCancelled, WeightGroup, lower_priority
 from common.wire.weight_messages import WeightsOffer
 
@@ -37,6 +38,15 @@ class Staged:
         return asdict(self)
 
 
+class _Copy:
+    """The buffer with the bytes of a version."""
+
+    def __init__(self, buffer: Tensor, pages: mmap.mmap | None = None) -> None:
+        self.buffer = buffer  # [at least total_bytes] uint8
+        self.pages = pages  # Memory of the buffer; None without `prepare`.
+        self.version = -1  # The version to which changes may be applied; -1: none.
+
+
 class _Taken:
     """An offer that is being staged, or is staged."""
 
@@ -48,6 +58,8 @@ class _Taken:
 
 class Staging:
     """Receives one version at a time, in a thread, into one reused buffer.
+
+    If the learner sends changes, the buffer keeps its version, and the changes are applied to it.
 
     Consumes: the learner's buckets. Waits for: them, at most until the offer's deadlines. Unblocked
     by: `give_up`, and by the next offer.
@@ -64,9 +76,8 @@ class Staging:
         """Create the staging of a worker that computes on `device`; `prepare` is for CPUs."""
         self._device = device
         self._prepare = prepare
-        self._pages: mmap.mmap | None = None  # Memory of the buffer; None without `prepare`.
         self._group = WeightGroup()
-        self._buffer: Tensor | None = None  # [at least total_bytes] uint8
+        self._copy: _Copy | None = None
         self._taken: _Taken | None = None
         self._preparing = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -94,9 +105,8 @@ class Staging:
         """Yield (transformers name, view) of a version. Raises: WeightSyncError: as `check`."""
         self.check(version)
         assert self._taken is not None
-        assert self._buffer is not None
-        offer = self._taken.offer
-        return views(self._buffer[: offer.total_bytes], offer.tensors)
+        assert self._copy is not None
+        return views(self._copy.buffer, self._taken.offer.tensors)
 
     def check(self, version: int) -> None:
         """Check that a version is staged. Raises: WeightSyncError: another one is, or none."""
@@ -113,12 +123,13 @@ class Staging:
         state = Staged(is_done=True, error="staging failed; the engine's log contains the error")
         try:
             self._part_from(before)
-            buffer = self._room(offer.total_bytes)[: offer.total_bytes]
-            is_cancelled = taken.is_given_up.is_set
-            seconds = self._group.receive(buffer, self._device, offer, is_cancelled=is_cancelled)
+            if offer.base < 0:
+                copy, seconds = self._receive_whole(taken)
+            else:
+                copy, seconds = self._receive_changes(taken)
             if self._prepare is not None:
                 with self._preparing:
-                    self._prepare(self._consumed(taken))
+                    self._prepare(self._consumed(taken, copy))
             state = Staged(is_done=True, seconds=seconds)
         except (LongstrideError, RuntimeError) as error:  # RuntimeError: torch is out of memory.
             if not isinstance(error, WeightSyncError):
@@ -128,6 +139,48 @@ class Staging:
         finally:
             taken.state = state
 
+    def _receive_whole(self, taken: _Taken) -> tuple[_Copy, float]:
+        """Return the buffer with the whole version, and the seconds of the transfer."""
+        offer = taken.offer
+        copy = self._room(offer.total_bytes)
+        copy.version = -1  # The buffer is between two versions.
+        buffer = copy.buffer[: offer.total_bytes]
+        seconds = self._receive_into(buffer, taken)
+        if offer.digest:
+            copy.version = offer.version
+        return copy, seconds
+
+    def _receive_changes(self, taken: _Taken) -> tuple[_Copy, float]:
+        """As `_receive_whole`. Raises: WeightSyncError: the result is not that version."""
+        offer = taken.offer
+        copy = self._copy
+        found = -1 if copy is None else copy.version
+        if copy is None or found not in (offer.base, offer.version):
+            raise WeightSyncError(
+                f"version {offer.version} arrives as changes since {offer.base}, but the copy of"
+                f" this worker has version {found}; it needs the whole version"
+            )
+        packed = torch.zeros(offer.total_bytes, dtype=torch.uint8, device=copy.buffer.device)
+        seconds = self._receive_into(packed, taken)
+        last = offer.tensors[-1]
+        buffer = copy.buffer[: aligned(last.offset_bytes + last.num_bytes)]
+        if found == offer.base:  # Else they were applied in a transfer that was then cancelled.
+            copy.version = -1
+            apply_changes(buffer, packed)
+        if digest_of_whole(buffer) != offer.digest:
+            copy.version = -1
+            raise WeightSyncError(
+                f"the changes since version {offer.base} do not lead to version {offer.version}:"
+                " the digest of the whole differs; it must be sent whole"
+            )
+        copy.version = offer.version
+        return copy, seconds
+
+    def _receive_into(self, buffer: Tensor, taken: _Taken) -> float:
+        return self._group.receive(
+            buffer, self._device, taken.offer, is_cancelled=taken.is_given_up.is_set
+        )
+
     def _part_from(self, before: threading.Thread | None) -> None:
         """Wait for a cancelled transfer. If it does not end, abandon its connections and buffer."""
         if before is not None:
@@ -135,16 +188,18 @@ class Staging:
         if before is not None and before.is_alive():
             logger.warning("abandoned cancelled transfer that does not end; reconnecting")
             self._group = WeightGroup()
-            self._buffer = None
-        elif self._group.is_busy:
-            self._buffer = None
+            self._copy = None
+        elif self._group.is_busy and (self._copy is None or self._copy.version < 0):
+            self._copy = None
 
-    def _consumed(self, taken: _Taken) -> Iterator[tuple[str, Tensor]]:
+    def _consumed(self, taken: _Taken, copy: _Copy) -> Iterator[tuple[str, Tensor]]:
         """Yield (transformers name, tensor). Memory is freed with the last reference to a tensor.
+
+        The memory stays if the copy is kept for changes.
 
         Raises: TransferCancelled: another version is to be staged.
         """
-        pages = self._pages
+        pages = copy.pages
         offer = taken.offer
         assert pages is not None
         for spec in offer.tensors:
@@ -155,7 +210,7 @@ class Staging:
             part = memoryview(pages)[start:stop]
             first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
             num_bytes = stop // mmap.PAGESIZE * mmap.PAGESIZE - first
-            if num_bytes > 0:
+            if num_bytes > 0 and copy.version < 0:
                 give_back = weakref.finalize(
                     part, pages.madvise, mmap.MADV_DONTNEED, first, num_bytes
                 )
@@ -164,23 +219,24 @@ class Staging:
             del part
             yield spec.name, tensor.view(spec.shape)
 
-    def _room(self, num_bytes: int) -> Tensor:
+    def _room(self, num_bytes: int) -> _Copy:
         """Return the buffer: on the GPU if it fits into free memory, else in pinned memory."""
-        if self._buffer is None or self._buffer.numel() < num_bytes:
-            self._buffer = None
+        if self._copy is None or self._copy.buffer.numel() < num_bytes:
+            self._copy = None
             if self._prepare is not None:
                 flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-                self._pages = mmap.mmap(-1, num_bytes, flags=flags)
-                self._pages.madvise(mmap.MADV_HUGEPAGE)  # Small pages cost a second per GB.
-                self._buffer = torch.frombuffer(self._pages, dtype=torch.uint8)
-                return self._buffer
+                pages = mmap.mmap(-1, num_bytes, flags=flags)
+                pages.madvise(mmap.MADV_HUGEPAGE)  # Small pages cost a second per GB.
+                self._copy = _Copy(torch.frombuffer(pages, dtype=torch.uint8), pages)
+                return self._copy
             is_cuda = self._device.type == "cuda"
             free_bytes = torch.cuda.mem_get_info(self._device)[0] if is_cuda else 0
             fits = free_bytes >= num_bytes + SPARE_BYTES
             place = self._device if fits else torch.device("cpu")
             pins = is_cuda and not fits
-            self._buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=place, pin_memory=pins)
-        return self._buffer
+            buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=place, pin_memory=pins)
+            self._copy = _Copy(buffer)
+        return self._copy
 
     def free(self) -> None:
         """Free the buffer of a loaded version; the next version gets a new one."""
@@ -188,8 +244,7 @@ class Staging:
         if self._thread is not None:
             self._thread.join(LEAVE_S)
         self._taken = None
-        self._buffer = None
-        self._pages = None
+        self._copy = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

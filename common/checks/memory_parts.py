@@ -102,11 +102,19 @@ def learner_host_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> l
 def _publish_copies(cfg: RunConfig, shape: ModelShape) -> list[Part]:
     """Return the weight versions that the first rank keeps in host memory for publishing."""
     learner = cfg.learner
-    if learner.hold_back_steps == 0:
+    versions = 2 * _keeps_versions(cfg)  # The newest one, and as much for its changes at most.
+    if learner.hold_back_steps:
+        versions += 2 + learner.hold_back_steps  # The engines' one, the next, the held-back.
+    if versions == 0:
         return []
-    versions = 2 + learner.hold_back_steps  # The engines' one, the next, the held-back.
     copy = _weights("publish copies", shape.num_params, BYTES_OF[cfg.model.dtype])
     return [Part(copy.label, versions * copy.num_bytes, f"{versions} copies x {copy.how}")]
+
+
+def _keeps_versions(cfg: RunConfig) -> bool:
+    return cfg.learner.publish.keeps_versions(
+        cfg.model.dtype, has_adapters=cfg.learner.lora.rank > 0, is_sleeping=cfg.actor.sleep > 0
+    )
 
 
 def _sharded_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> list[Part]:
@@ -275,6 +283,9 @@ def cpu_engine_parts(cfg: RunConfig, shape: ModelShape) -> list[Part]:
         _weights("incoming weights", shape.num_params, width, ", while they load"),
         _cache_part(cfg, shape, cache, "actor.kv_cache_gib"),
     ]
+    if _keeps_versions(cfg):
+        what = f" (learner.publish={cfg.learner.publish.value})"
+        of_worker.append(_weights("kept version", shape.num_params, width, what))
     return [
         _weights("engine weights", shape.num_params, width),
         *times(of_worker, cfg.actor.tensor_parallel_size, "workers"),

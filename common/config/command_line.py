@@ -34,8 +34,8 @@ COMMANDS = {
 # Suites that train. They accept key=value, including study.*, and --dry-run.
 STUDIES = ("algorithms", "staleness", "horizon", "peer")
 SUITES = (
-    "learner, weights, actor, scheduler, transport, envhub, end2end, tail, chaos, chaos-short,"
-    " conformance, gpu, gpu-small, "
+    "learner, weights, delta, actor, scheduler, transport, envhub, end2end, tail, chaos,"
+    " chaos-short, conformance, gpu, gpu-small, "
 ) + ", ".join(STUDIES)
 
 

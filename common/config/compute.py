@@ -127,6 +127,25 @@ class WeightsTransport(StrEnum):
     FILE = "file"
 
 
+class PublishMode(StrEnum):
+    """Form in which versions are sent to the engines.
+
+    full: all weights. delta: only the numbers whose bits changed since the version that an engine
+    holds, and all weights to other engines or if most have changed. Learner and engine workers
+    then keep a copy of a version. auto: delta for 16-bit weights, else full, and full with
+    adapters and with engines that sleep.
+    """
+
+    FULL = "full"
+    DELTA = "delta"
+    AUTO = "auto"
+
+    def keeps_versions(self, dtype: str, *, has_adapters: bool, is_sleeping: bool) -> bool:
+        """Return whether engines of this dtype receive changes, so that copies are kept."""
+        is_sparse = dtype != "float32" and not has_adapters and not is_sleeping
+        return self is PublishMode.DELTA or (self is PublishMode.AUTO and is_sparse)
+
+
 class EnforceEager(StrEnum):
     """Execution of the engine's model.
 

@@ -13,6 +13,7 @@ from common.config.compute import (
     Offload,
     OptimizerKind,
     Precision,
+    PublishMode,
     WeightsTransport,
 )
 from common.config.controller import ControllerSection
@@ -439,6 +440,7 @@ class LearnerSection:
         ge=1,
         le=10**4,
     )
+    publish: PublishMode = knob(PublishMode.FULL, "Selects the form of the versions that are sent.")
     weights_transport: WeightsTransport = knob(
         WeightsTransport.AUTO, "Selects the transport of weight versions to the engines."
     )

@@ -8,7 +8,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from common.config.compute import EnforceEager, ModelSection, contradictions_of_engine_args
+from common.config.compute import (
+    EnforceEager,
+    ModelSection,
+    PublishMode,
+    contradictions_of_engine_args,
+)
 from common.config.curriculum import (
     MAX_STAGE,
     CurriculumSection,
@@ -444,6 +449,8 @@ class RunConfig:
         if self.learner.hold_back_steps:
             law = "needs learner.hold_back_steps=0: the engine wakes up with the step's version"
             yield "actor.sleep", level, law
+        if self.learner.publish is PublishMode.DELTA:
+            yield "learner.publish", "delta", "needs actor.sleep=0: sleep frees the engines' copies"
         if level > 1 and self.learner.lora.rank:
             law = "drops the base weights, which are never sent. Use 1 with learner.lora.rank > 0"
             yield "actor.sleep", level, law

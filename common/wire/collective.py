@@ -238,8 +238,13 @@ def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[TensorSpec], in
                 num_bytes=num_bytes,
             )
         )
-        offset += -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        offset += aligned(num_bytes)
     return specs, offset
+
+
+def aligned(num_bytes: int) -> int:
+    """Return the number of bytes, rounded up to the alignment of tensors."""
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def views(buffer: Tensor, specs: list[TensorSpec]) -> Iterator[tuple[str, Tensor]]:

@@ -197,7 +197,8 @@ class WeightGroup:
         cut = Cut(offer.total_bytes, offer.bucket_bytes)
 
         def work(channel: Channel, _: threading.Event) -> None:
-            receive_buckets(channel, cut, staging, offer.tensors)
+            specs = offer.tensors if offer.base < 0 else []  # Changes have no tensors.
+            receive_buckets(channel, cut, staging, specs)
 
         if is_cancelled():  # The offer was cancelled while it was queued.
             raise TransferCancelled(f"transfer cancelled epoch={offer.group_epoch}")

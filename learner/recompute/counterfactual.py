@@ -30,6 +30,7 @@ _NO_LEARNING = {
     "publish_timeout_s",
     "publish_bucket_mb",
     "publish_parts",
+    "publish",
     "weights_transport",
     "max_canary_delta",
     "max_canary_alarms",

@@ -97,7 +97,7 @@ class Answers:
 
 
 class Measures:
-    """Durations of transfers until the next `drain`. Thread-safe."""
+    """Durations and bytes of transfers until the next `drain`. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -113,6 +113,11 @@ class Measures:
             for key, value in ((name, seconds), (f"{name}_per_gb", seconds / size_gb)):
                 before = self._metrics.get(key, 0.0)
                 self._metrics[key] = before + value if is_sum else max(before, value)
+
+    def add(self, name: str, amount: float) -> None:
+        """Add to a count since the last `drain`."""
+        with self._lock:
+            self._metrics[name] = self._metrics.get(name, 0.0) + amount
 
     def drain(self) -> dict[str, float]:
         """Return the metrics measured since the last call."""

@@ -66,7 +66,7 @@ class TransferGroups:
         """Return the two buckets to send from; they are reused, because allocation is slow."""
         place = device if offer.transport in ("nccl", "ipc") else torch.device("cpu")
         size = min(offer.bucket_bytes, offer.total_bytes)
-        if not self._slots or self._slots[0].device != place or self._slots[0].numel() != size:
+        if not self._slots or self._slots[0].device != place or self._slots[0].numel() < size:
             self._slots = []
             is_pinned = device.type == "cuda" and place.type == "cpu"
             make = {"dtype": torch.uint8, "device": place, "pin_memory": is_pinned}

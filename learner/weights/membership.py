@@ -44,6 +44,8 @@ class _Standing:
     slept: int = 0  # Number of the latest request to sleep that the engine has obeyed.
     # True if the member is still loading a version after the deadline of the broadcast.
     is_loading: bool = False
+    offered: int = -1  # The version that the member is loading.
+    held: int = -1  # The version of the copies that its workers keep; -1: none, or unknown.
 
 
 class Membership:
@@ -96,6 +98,8 @@ class Membership:
         has_moved = standing.member.sender != member.sender
         standing.member, standing.heard_at = member, time.monotonic()
         if is_free:
+            if standing.is_loading and version == standing.offered:
+                standing.held = version
             standing.is_loading = False
             standing.is_asking = standing.is_asking or version != current_version
         return has_moved
@@ -174,28 +178,44 @@ class Membership:
             return False
         return standing.is_asking and not standing.is_loading
 
-    def note_served(self, members: Iterable[EngineMember]) -> None:
-        """Record that these members hold the current version."""
-        for member in members:
-            self._owing.discard(member.incarnation)
-            standing = self._by_actor.get(member.actor)
-            if standing is not None and standing.member == member:
-                standing.is_asking = False
+    def note_served(self, member: EngineMember) -> None:
+        """Record that a member has the current version."""
+        self._owing.discard(member.incarnation)
+        standing = self._by_actor.get(member.actor)
+        if standing is not None and standing.member == member:
+            standing.is_asking = False
+
+    def note_held(self, member: EngineMember, version: int) -> None:
+        """Record the version of which a member's workers keep a copy; -1: they may keep none."""
+        standing = self._by_actor.get(member.actor)
+        if standing is not None and standing.member == member:
+            standing.held = version
+
+    def held(self, member: EngineMember) -> int:
+        """Return the version of the copies of a member's workers; -1: none, or unknown."""
+        return self._by_actor[member.actor].held if self.has(member) else -1
 
     def note_failed(self, member: EngineMember) -> None:
         """Mark a member as failed: broadcasts skip it until it has loaded a version alone."""
         self._owing.add(member.incarnation)
 
-    def note_loading(self, member: EngineMember) -> None:
-        """Mark a member as busy: broadcasts skip it until it is free."""
+    def note_loading(self, member: EngineMember, *, held_after: int) -> None:
+        """Mark a member as busy: broadcasts skip it until it is free.
+
+        Args:
+            held_after: the version of its workers' copies once it is loaded; -1: none.
+        """
         standing = self._by_actor.get(member.actor)
         if standing is not None and standing.member == member:
             standing.is_loading = True
+            standing.offered = held_after
 
     def note_slept(self, member: EngineMember, number: int) -> None:
         """Record the latest request to sleep that a member has obeyed."""
         standing = self._by_actor.get(member.actor)
         if standing is not None and standing.member == member:
+            if standing.slept != number:
+                standing.held = -1  # A sleeping engine has freed its copies.
             standing.slept = number
 
     def awake(self, number: int) -> list[EngineMember]:

@@ -12,8 +12,9 @@ from common.errors import ConfigError, LongstrideError
 from common.wire.sockets import Router
 from common.wire.weight_messages import CanaryCheck, EngineSleep
 from learner.weights.canary import Canary
+from learner.weights.delta import KeptVersion, VersionKeeper
 from learner.weights.gate import WeightsLock
-from learner.weights.membership import Membership
+from learner.weights.membership import EngineMember, Membership
 from learner.weights.prompts import Prompts
 from learner.weights.routes import PublishSettings
 from learner.weights.snapshot import PublishedWeights
@@ -70,6 +71,7 @@ class Publisher(threading.Thread):
             gate=self._gate,
             stop_requested=self._stop_requested,
         )
+        self._keeper = VersionKeeper() if settings.keeps_versions else None
         self._changed = threading.Condition()
         self._wanted: PublishedWeights | None = None
         self._on_done: Done = lambda: None
@@ -265,13 +267,18 @@ class Publisher(threading.Thread):
             transfers.close()
 
     def _send_wanted(self, weights: PublishedWeights) -> None:
-        self._transfers.current = weights
-        self._canary.expect(weights)
+        if self._keeper is None:
+            kept = KeptVersion(weights, None, None)
+        else:
+            kept = self._keep(weights, self._keeper)
+        whole = kept.whole
+        self._transfers.current = whole
+        self._canary.expect(whole)
+        members = self._members.take_for_version()
+        if kept.changes is not None:
+            members = self._send_changes(kept.changes, members)
         self._transfers.broadcast(
-            weights,
-            self._members.take_for_version(),
-            is_held=weights.source.is_live,
-            must_load=self._must_load,
+            whole, members, is_held=whole.source.is_live, must_load=self._must_load
         )
         if not self._stop_requested.is_set():
             self._on_done()
@@ -279,6 +286,30 @@ class Publisher(threading.Thread):
             self._metrics["publish/total_s"] = time.monotonic() - self._begun_at
             self._wanted = None
             self._changed.notify_all()
+
+    def _keep(self, weights: PublishedWeights, keeper: VersionKeeper) -> KeptVersion:
+        """Copy a version; the trainer may change the live weights after that."""
+        try:
+            kept = keeper.keep(weights)
+        finally:
+            if weights.source.is_live:
+                self._gate.leave()
+        if kept.changed_frac is not None:
+            with self._changed:
+                self._metrics["publish/changed_frac"] = kept.changed_frac
+        return kept
+
+    def _send_changes(
+        self, changes: PublishedWeights, members: list[EngineMember]
+    ) -> list[EngineMember]:
+        """Send changes to the members that hold their base; return the others.
+
+        The others include members that refused the changes. They get the whole version.
+        """
+        holders = [m for m in members if self._members.held(m) == changes.base]
+        self._transfers.broadcast(changes, holders, must_load=self._must_load)
+        has_refused = [m for m in holders if self._members.has(m) and self._members.held(m) < 0]
+        return [*has_refused, *(m for m in members if m not in holders)]
 
     def _serve_newcomers(self, weights: PublishedWeights) -> None:
         """Send the current version to new members. If it is outdated, they get the next one."""

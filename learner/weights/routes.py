@@ -23,6 +23,7 @@ class PublishSettings:
     transport: WeightsTransport = WeightsTransport.AUTO
     num_parts: int = 1  # Parts of the fleet that are updated one after the other.
     folder: str = ""  # Folder of the transport "file".
+    keeps_versions: bool = False  # Send changes where an engine has the version before.
 
 
 class ReceiverGroup(NamedTuple):

@@ -19,6 +19,10 @@ class PublishedWeights:
 
     version: int
     source: WeightSource
+    # The version whose holders turn the source's bytes, which are changes, into this one; -1: the
+    # source has the whole version.
+    base: int = -1
+    digest: str = ""  # Digest of the whole version for engines that keep a copy; "": none does.
     canary_token_ids: list[list[int]] = field(default_factory=list)
     # [canary, seq-1] nats, of the trainer.
     canary_logprobs: list[list[float]] = field(default_factory=list)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from common.errors import LongstrideError, WeightSyncError
 from common.wire.addresses import own_host_towards
-from common.wire.collective import ALIGN_BYTES, device_id
+from common.wire.collective import aligned, device_id
 from common.wire.messages import Rejected
 from common.wire.rendezvous.server import StoreServer
 from common.wire.sockets import Router
@@ -158,6 +158,8 @@ class Transfers:
         member = self.members.find(answer.actor, answer.incarnation)
         if member is None or not self._answers.note(member, answer):
             return
+        if isinstance(answer, WeightsLoaded) and not answer.is_ok:
+            self.members.note_held(member, -1)
         if isinstance(answer, WeightsReady):
             self.members.note_ready_s(member, self._answers.waited_s(member))
         elif answer.is_ok:
@@ -218,7 +220,7 @@ class Transfers:
             error = self._attempt(receivers, context)
             if error is None or context.reading.is_lost or context.reading.must_not_wait:
                 return  # Members without this version get the next one.
-            present = tuple(member for member in receivers.members if self.members.has(member))
+            present = tuple(m for m in receivers.members if self._can_take(m, context.weights))
             is_broken = present == receivers.members
             num_broken += is_broken
             receivers = receivers._replace(members=present)
@@ -227,12 +229,18 @@ class Transfers:
                 return
 
     def _isolate_faulty(self, receivers: ReceiverGroup, context: _BroadcastContext) -> None:
+        weights = context.weights
         for member in receivers.members:
             error = self._attempt(receivers._replace(members=(member,)), context)
             if context.reading.is_lost or context.reading.must_not_wait:
                 return
-            if error is not None:
-                self._fail(member, f"version {context.weights.version}: {error}")
+            if error is not None and self._can_take(member, weights):
+                self._fail(member, f"version {weights.version}: {error}")
+
+    def _can_take(self, member: EngineMember, weights: PublishedWeights) -> bool:
+        """Return whether a member is present, and holds the version that changes belong to."""
+        is_whole = weights.base < 0
+        return self.members.has(member) and (is_whole or self.members.held(member) == weights.base)
 
     def _attempt(
         self, receivers: ReceiverGroup, context: _BroadcastContext
@@ -294,6 +302,8 @@ class Transfers:
             is_cancelled=lambda: self._is_cancelled(members, reading),
         )
         self._note("publish/transfer_s", seconds, is_sum=True)
+        num_workers = offer.world_size - 1
+        self._measures.add("publish/bytes", float(offer.total_bytes * num_workers))
         if context.is_last:
             reading.end()  # The next step may change the weights while engines load.
 
@@ -323,8 +333,10 @@ class Transfers:
             timeout_s=self._settings.timeout_s,
             tensors=weights.tensors,
             total_bytes=weights.source.total_bytes,
-            bucket_bytes=-(-self._settings.bucket_bytes // ALIGN_BYTES) * ALIGN_BYTES,
+            bucket_bytes=aligned(self._settings.bucket_bytes),
             canary_token_ids=weights.canary_token_ids,
+            base=weights.base,
+            digest=weights.digest,
         )
 
     def _collect_ready(self, members: tuple[EngineMember, ...], reading: Reading) -> None:
@@ -373,12 +385,17 @@ class Transfers:
 
     def _settle(self, weights: PublishedWeights, member: EngineMember) -> None:
         answer = self._answers.loaded(member)
+        held_after = weights.version if weights.digest else -1
         if answer is None:
             if self.members.has(member):
                 logger.warning("still loading actor=%s version=%d", member.actor, weights.version)
-            self.members.note_loading(member)
+            self.members.note_loading(member, held_after=held_after)
         elif answer.is_ok:
-            self.members.note_served([member])
+            self.members.note_served(member)
+            self.members.note_held(member, held_after)
+        elif weights.base >= 0:
+            logger.warning("changes not taken actor=%s reason=%s", member.actor, answer.error)
+            self.members.note_held(member, -1)
         else:
             self._fail(member, f"version {weights.version} was not loaded: {answer.error}")
 

@@ -132,11 +132,15 @@ class Rig:
     # --- the learner's side -----------------------------------------------------------------
 
     @contextmanager
-    def learner(self) -> Iterator[tuple[Publisher, Listener]]:
+    def learner(self, *, keeps_versions: bool = False) -> Iterator[tuple[Publisher, Listener]]:
         """A publisher whose address is in the run directory, and its ear."""
         listener = Listener(self.keys)
         settings = PublishSettings(
-            host=HOST, timeout_s=PATIENT_S, max_canary_delta=0.05, bucket_bytes=BUCKET_BYTES
+            host=HOST,
+            timeout_s=PATIENT_S,
+            max_canary_delta=0.05,
+            bucket_bytes=BUCKET_BYTES,
+            keeps_versions=keeps_versions,
         )
         publisher = Publisher(listener, settings)
         self.run_dir.publish_address("weights", f"tcp://{HOST}:{publisher.port}")

@@ -174,6 +174,15 @@ def test_each_cpu_worker_receives_a_full_version(shape: ModelShape, repository: 
     assert sizes(two)["programs"] == sizes(one)["programs"] + 2 * GIB  # workers beside the engine
 
 
+def test_changes_need_copies_at_learner_and_workers(shape: ModelShape, repository: Path) -> None:
+    changes = ["learner.publish=delta", "actor.tensor_parallel_size=2"]
+    (host,) = make_plan(configure(repository, *changes), shape, on=(), host_bytes=0)
+    assert sizes(host)["publish copies"] == 2 * 2 * NUM_PARAMS, "a version and its changes"
+    assert sizes(host)["kept version"] == 2 * 2 * NUM_PARAMS, "two workers"
+    whole = make_plan(configure(repository), shape, on=(), host_bytes=0)[0]
+    assert sizes(whole).keys().isdisjoint({"publish copies", "kept version"})
+
+
 def test_ranks_and_engine_workers_get_own_gpus(shape: ModelShape, repository: Path) -> None:
     more = ["learner.device=cuda", "learner.num_ranks=2", "actor.tensor_parallel_size=2"]
     places = make_plan(configure(repository, *more), shape, on=(H100, H100), host_bytes=0)

@@ -78,6 +78,7 @@ COLOCATED = ["train.mode=sync", "actor.placement=colocated"]
         (["actor.placement=colocated"], "actor.sleep=1: needs train.mode=sync"),
         (["train.mode=sync"], "actor.sleep=1: needs actor.placement=colocated"),
         ([*COLOCATED, "learner.hold_back_steps=2"], "needs learner.hold_back_steps=0"),
+        ([*COLOCATED, "learner.publish=delta"], "learner.publish='delta': needs actor.sleep=0"),
     ],
 )
 def test_sleep_is_refused_where_steps_overlap_sampling(overrides: list[str], law: str) -> None:

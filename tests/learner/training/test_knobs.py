@@ -143,6 +143,7 @@ ELSEWHERE = {
     "learner.num_threads": "learner/training/build.py",
     "learner.num_ranks": "learner/training/rank_workers.py",
     "learner.num_gpus": "common/config/load.py",
+    "learner.publish": "learner/build.py",
     "learner.publish_bucket_mb": "learner/build.py",
     "learner.publish_parts": "learner/build.py",
     "learner.weights_transport": "learner/build.py",

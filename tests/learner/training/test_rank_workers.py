@@ -19,12 +19,16 @@ from common.config.compute import CriticKind, CriticSection, Offload
 from common.config.learning import Advantage, AlgorithmSection, ControllerSection, LearnerSection
 from common.config.run_config import RunConfig
 from common.errors import LongstrideError
+from common.wire.transfer.changes import apply_changes
 from learner.policy.finite import WeightsNotFinite
 from learner.training.build import load_start, make_trainer
 from learner.training.checkpoint import Checkpoints
 from learner.training.rank_workers import RankWorkers
 from learner.training.ranks import deal
 from learner.training.trainer import Trainer
+from learner.weights.delta import VersionKeeper
+from learner.weights.snapshot import PublishedWeights
+from learner.weights.source import copied
 from tests.learner.builders import make_model, make_samples, run_config_with_policy, tensors_of
 from tests.learner.policy.test_loading import check_halves, weights_of
 
@@ -233,3 +237,20 @@ def test_single_rank_starts_no_worker(cfg: RunConfig) -> None:
     assert workers.join(LearnerSection()).size == 1
     workers.check()
     workers.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_changes_are_gathered_from_all_ranks(cfg: RunConfig) -> None:
+    learner = replace(cfg.learner, lr=1e-5)
+    cfg = replace(cfg, learner=learner, model=replace(cfg.model, dtype="bfloat16"))
+    with ranks_of(cfg) as (trainer, workers):
+        live = trainer.live_weights(ask=workers.ask_for_part)
+        keeper = VersionKeeper()
+        received = copied(keeper.keep(PublishedWeights(version=0, source=live)).whole.source)
+        weights_after(trainer, num_steps=1)
+        changes = keeper.keep(PublishedWeights(version=1, source=live)).changes
+        assert changes is not None
+        apply_changes(received.buffer, copied(changes.source).buffer)
+        assert torch.equal(received.buffer, copied(live).buffer)
+        assert 0 < changes.source.total_bytes < received.total_bytes / 2

@@ -177,19 +177,17 @@ class Actor(threading.Thread):
         if habit == "stop":
             time.sleep(0.2)  # The socket's own thread has no event for a sent message.
             os.kill(os.getpid(), signal.SIGSTOP)
-        buffers = [torch.zeros(offer.total_bytes, dtype=torch.uint8) for _ in self._groups]
-        error = self._receive_all(socket, buffers, offer)
+        tensors, error = self._receive_all(socket, offer)
         if habit == "damage":
             error = "damaged"
         slow_until = time.monotonic() + (SLOW_S if habit == "slow" else 0.0)
         while time.monotonic() < slow_until and not self._stop_requested.is_set():
             self._pump(socket)
         loaded = WeightsLoaded(**place, is_ok=not error, error=error, stage_s=0.5, pause_s=0.25)
-        buffer = buffers[-1]
         if not error:
             self._version = offer.version
             with self._changed:
-                first = next(views(buffer, offer.tensors))[1][0].item()
+                first = tensors[0][0].item()
                 self._loaded.append((offer.version, first))
                 self._changed.notify_all()
         self._busy_epoch = 0
@@ -203,9 +201,10 @@ class Actor(threading.Thread):
         return ""
 
     def _receive_all(
-        self, socket: zmq.Socket, buffers: list[torch.Tensor], offer: WeightsOffer
-    ) -> str:
-        """Let every worker receive; return what went wrong, or ""."""
+        self, socket: zmq.Socket, offer: WeightsOffer
+    ) -> tuple[list[torch.Tensor], str]:
+        """Let every worker receive; return the last one's tensors, and the error or ""."""
+        buffers = [torch.zeros(offer.total_bytes, dtype=torch.uint8) for _ in self._groups]
         self._given_up.clear()
         with ThreadPoolExecutor(len(buffers)) as pool:
             receiving = [
@@ -223,7 +222,8 @@ class Actor(threading.Thread):
         errors = [each.exception() for each in receiving]
         unexpected = [e for e in errors if e is not None and not isinstance(e, WeightSyncError)]
         assert not unexpected, unexpected
-        return "; ".join(str(error) for error in errors if error is not None)
+        tensors = [tensor for _, tensor in views(buffers[-1], offer.tensors)]
+        return tensors, "; ".join(str(error) for error in errors if error is not None)
 
     @property
     def loaded(self) -> list[int]:
