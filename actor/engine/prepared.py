@@ -26,6 +26,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
     _layerwise_process,
     _place_kernel_tensors,
     get_layerwise_info,
@@ -77,6 +78,10 @@ def _write_in_place(model: nn.Module) -> None:
         if info.can_load() and not has_step and not is_deferred_attention_layer(layer):
             _place_kernel_tensors(layer, info)
             info.reset()
+            for tensor in (*layer._parameters.values(), *layer._buffers.values()):
+                if hasattr(tensor, "weight_loader"):
+                    # vLLM wraps the loaders of biases in place; after a reset a wrapper drops all.
+                    tensor.weight_loader = _get_original_loader(tensor)  # pyright: ignore
 
 
 def _written_directly(model: nn.Module) -> list[nn.Module]:
