@@ -26,7 +26,7 @@ from benchmarks.conformance.part_results import (
     refused,
     rounded,
 )
-from common.checks.model_kind import check_window
+from common.checks.model_kind import check_engine_equal
 from common.config.compute import EnforceEager, WeightsTransport
 from common.config.run_config import ActorSection, ModelSection
 from common.errors import ConfigError, EngineError, WeightSyncError
@@ -66,7 +66,7 @@ def examine_engine(
         folder: gets the run directories of the publishers.
     """
     try:
-        check_window(path, MAX_MODEL_LEN, shown="MODEL")
+        check_engine_equal(path, MAX_MODEL_LEN, shown="MODEL")
     except ConfigError as error:
         return {"rollout": refused(error), "publish": PartResult(verdict=Verdict.NOT_RUN)}
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"

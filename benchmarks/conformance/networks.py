@@ -154,11 +154,11 @@ def architecture(family: str) -> str:
     return found if isinstance(found, str) else found[0]
 
 
-def save_network(family: str, folder: Path) -> Path:
+def save_network(family: str, folder: Path, *, seed: int = 0) -> Path:
     """Write a small random network of a family with a tokenizer, as transformers writes it."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
-    perturb(stored(model), seed=0)
+    perturb(stored(model), seed=seed)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     make_tokenizer(list(TEXTS), vocab_size=VOCAB).save_pretrained(folder)
@@ -185,9 +185,16 @@ def perturb(weights: Iterable[Tensor], *, seed: int) -> None:
 
 
 def stored(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the numbers that a checkpoint has: weights and stored buffers, tied ones once."""
+    """Yield the numbers that a checkpoint has: weights and stored buffers, tied ones once.
+
+    Buffers with one number are constants of an activation, such as those of Apertus.
+    """
     state = model.state_dict(keep_vars=True)
-    tensors = {id(each): each for each in state.values() if each.is_floating_point()}
+    tensors = {
+        id(each): each
+        for each in state.values()
+        if each.is_floating_point() and (each.requires_grad or each.ndim)
+    }
     yield from tensors.values()
 
 

@@ -23,6 +23,11 @@ NESTED = re.compile(r"(text|llm|language|thinker|decoder|model)(_config)?$")
 CAUSAL = re.compile(r"(ForCausalLM|LMHeadModel|LMHead|ForCausalLMV\d+)$")
 # Families whose sliding window in vLLM 0.32 is one token longer than in transformers.
 WIDER_WINDOWS = ("cohere2", "cohere2_moe")
+# Families that vLLM 0.32 computes in another way than transformers 5, with the difference.
+UNEQUAL = {
+    "bloom": "vLLM computes the exact GELU and transformers its tanh form (.0006 nats)",
+    "gemma3n_text": "vLLM computes the layers in another way than transformers (2.7 nats)",
+}
 BOTH = "ForConditionalGeneration"  # An encoder beside the decoder: of text, images or sound.
 
 
@@ -41,15 +46,22 @@ def check_kind(folder: Path, *, key: str = "model.path", shown: str = "") -> Non
         raise ConfigError(f"{key}={shown or folder}: {_name(tree)} {problem}")
 
 
-def check_window(folder: Path, max_tokens: int, *, shown: str) -> None:
-    """Check that sliding windows are equal in the engine and in the learner, or not reached.
+def check_engine_equal(folder: Path, max_tokens: int, *, shown: str) -> None:
+    """Check that the engine computes a network as the learner does.
 
     Args:
         max_tokens: value of `actor.max_model_len`.
 
-    Raises: ConfigError: the engine (vLLM 0.32) attends to one token more than transformers 5.
+    Raises: ConfigError: the engine (vLLM 0.32) has another activation or layer than transformers 5,
+        or attends to one token more.
     """
     tree = _read(folder)
+    difference = UNEQUAL.get(str(tree.get("model_type")))
+    if difference:
+        raise ConfigError(
+            f"model.path={shown}: {_name(tree)} has other log-probabilities in the engine than in"
+            f" the learner: {difference}. Choose another model"
+        )
     window = tree.get("sliding_window")
     if tree.get("model_type") not in WIDER_WINDOWS or not isinstance(window, int):
         return

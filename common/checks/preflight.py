@@ -12,7 +12,7 @@ from common.checks.engine_args_memory import kv_bytes_per_token
 from common.checks.gpu_placement import Seats, check_slices, seat
 from common.checks.machine import GIB, check_compiler, gpus, has_cuda
 from common.checks.memory_plan import check_memory, is_elsewhere, plan_here
-from common.checks.model_kind import check_kind, check_window
+from common.checks.model_kind import check_engine_equal, check_kind
 from common.checks.model_shape import ModelShape, check_heads, read_shape
 from common.config.compute import Offload
 from common.config.load import list_configs
@@ -63,7 +63,7 @@ def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
     if here.actor.num_actors and not has_cuda():
         check_heads(shape, cfg.model.path)
     _check_context(cfg, shape)
-    check_window(root / cfg.model.path, cfg.actor.max_model_len, shown=cfg.model.path)
+    check_engine_equal(root / cfg.model.path, cfg.actor.max_model_len, shown=cfg.model.path)
     check_memory(here, plan_here(here, root), shape)
 
 
@@ -102,7 +102,7 @@ def check_dry(
     here = on_this_machine(cfg)
     shape = read_shape(root / cfg.model.path)
     _check_context(cfg, shape)
-    check_window(root / cfg.model.path, cfg.actor.max_model_len, shown=cfg.model.path)
+    check_engine_equal(root / cfg.model.path, cfg.actor.max_model_len, shown=cfg.model.path)
     check_memory(here, plan_here(here, root), shape)
 
 

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Mamba2Config, Mamba2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks.conformance.networks import save_network
+from benchmarks.conformance.part_results import Verdict, read
+from benchmarks.conformance.suite import RESULTS
 from common.config.run_config import ActorSection, ModelSection
 from common.wire.collective import CPU, BroadcastGroup, CollectiveMember
 from common.wire.transfer.buckets import Cut, send_buckets
@@ -20,11 +23,17 @@ from common.wire.weight_messages import TensorSpec, WeightsOffer
 from learner.offline.scratch import make_tokenizer, save_policy
 from tests.actor.engine.engine_rig import HOST, PATIENT_S, save_tiny_policy
 from tests.common.wire.meeting import Meeting
-from tests.learner.experts import save_experts
+from tests.marks import long_for
 
 pytestmark = pytest.mark.slow
 
 TENSOR_BYTES, NUM_TENSORS = 16 << 20, 6
+FAMILIES = [  # Those that the engine runs in fp32.
+    family
+    for family, result in read(RESULTS).items()
+    if "rollout" in result.parts and result.parts["rollout"].verdict is Verdict.RIGHT
+]
+USUAL = ("gpt2", "gpt_oss", "qwen3_moe")
 
 
 def save_biased_policy(folder: Path) -> None:
@@ -107,24 +116,31 @@ def is_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
-def test_reload_leaves_no_weight_old(tmp_path: Path, kind: str) -> None:
-    """The sinks of gpt-oss are written without a weight loader."""
+@pytest.mark.parametrize("family", long_for(FAMILIES, [f for f in FAMILIES if f not in USUAL]))
+def test_reload_leaves_no_weight_old(tmp_path: Path, family: str) -> None:
+    """The sinks of gpt-oss have no weight loader, and GPT-2 has layer norms with biases."""
     from safetensors.torch import load_file
     from vllm.config import set_current_vllm_config
 
-    from actor.engine.prepared import begin_reload, end_reload
+    from actor.engine.prepared import Prepared, begin_reload, can_prepare, end_reload
 
     for seed in (0, 1):
-        save_experts(tmp_path / str(seed), kind, seed=seed)
+        save_network(family, tmp_path / str(seed), seed=seed)
+    weights = load_file(tmp_path / "1" / "model.safetensors")
+    expected = contents(make_model(tmp_path / "1", "float32")[0], "float32")
     model, config = make_model(tmp_path / "0", "float32")
-    expected, _ = make_model(tmp_path / "1", "float32")
-    assert not is_equal(contents(model, "float32"), contents(expected, "float32"))
+    assert not is_equal(contents(model, "float32"), expected)
     with set_current_vllm_config(config):
         begin_reload(model)
-        model.load_weights(load_file(tmp_path / "1" / "model.safetensors").items())
+        model.load_weights(weights.items())
         end_reload(model, config.model_config)
-    assert is_equal(contents(model, "float32"), contents(expected, "float32"))
+    assert is_equal(contents(model, "float32"), expected)
+    swapped, config = make_model(tmp_path / "0", "float32")
+    if can_prepare(swapped, config, CPU):
+        prepared = Prepared(swapped, config)
+        prepared.load(weights.items())
+        prepared.swap()
+        assert is_equal(contents(swapped, "float32"), expected)
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from actor.play.settings import check_policy
-from common.checks.model_kind import check_kind, check_window
+from common.checks.model_kind import check_engine_equal, check_kind
 from common.checks.preflight import check, check_dry, check_model
 from common.config.load import load_config
 from common.config.run_config import RunConfig
@@ -150,5 +150,14 @@ def test_window_that_engine_and_learner_differ_in_is_refused(
     for start in (check, check_dry):
         with pytest.raises(ConfigError, match=r"256 tokens .* 257 in .*actor\.max_model_len=256"):
             start(longer, repository)
-    check_window(folder, 256, shown="m")
-    check_window(save(tmp_path / "mistral", sliding_window=256), 512, shown="m")
+    check_engine_equal(folder, 256, shown="m")
+    check_engine_equal(save(tmp_path / "mistral", sliding_window=256), 512, shown="m")
+
+
+@pytest.mark.parametrize(("family", "reason"), [("bloom", "GELU"), ("gemma3n_text", "layers")])
+def test_family_that_the_engine_computes_otherwise_is_refused(
+    tmp_path: Path, family: str, reason: str
+) -> None:
+    folder = save(tmp_path, model_type=family, architectures=["SomeForCausalLM"])
+    with pytest.raises(ConfigError, match=rf"model\.path=m: .*{reason}.*Choose another model"):
+        check_engine_equal(folder, 8, shown="m")
