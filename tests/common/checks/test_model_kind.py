@@ -158,6 +158,6 @@ def test_window_that_engine_and_learner_differ_in_is_refused(
 def test_family_that_the_engine_computes_otherwise_is_refused(
     tmp_path: Path, family: str, reason: str
 ) -> None:
-    folder = save(tmp_path, model_type=family, architectures=["SomeForCausalLM"])
+    folder = save(tmp_path / family, model_type=family, architectures=["SomeForCausalLM"])
     with pytest.raises(ConfigError, match=rf"model\.path=m: .*{reason}.*Choose another model"):
         check_engine_equal(folder, 8, shown="m")
