@@ -17,10 +17,10 @@ CONFORMANCE = "conformance"
 SUITES = {  # Name on the command line: module and function.
     "learner": "learner.suite:run_suite",
     "weights": "weights.suite:run_suite",
+    "delta": "weights.delta:run_suite",
     "actor": "actor.suite:run_suite",
     "scheduler": "scheduler.suite:run_suite",
     "transport": "transport.suite:run_suite",
-    "delta": "weights.delta:run_suite",
     "envhub": "envhub.suite:run_suite",
     "end2end": "runs.end_to_end:run_suite",
     "tail": "runs.end_to_end:run_tail",

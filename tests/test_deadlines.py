@@ -37,6 +37,8 @@ ALLOWED = {  # file:function -> why no deadline of its own is needed
     "common/wire/transfer/buckets.py:": "a channel's transfers have the deadline of their group",
     "envhub/agentgym/connection.py:": "the caller's request has a deadline",
     "envhub/interop/mcp/link.py:": "a task of the connection's own; whoever asks has the deadline",
+    "envhub/envs/dataset/functions.py:_load_module": "an import is as long as its module",
+    "envhub/envs/dataset/functions.py:_value_of": "the future is done",
     "envhub/hosting/session.py:__aenter__": "whoever has the session has the deadline of a step",
     "benchmarks/transport/": "a bench is ended by whoever started it",
     "learner/ingest/group_commit.py:_next": "rest until there is work; its own thread",

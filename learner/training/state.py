@@ -38,7 +38,7 @@ class StateWriter:
 
     def __init__(self, ranks: Ranks) -> None:
         self._group = ranks.saving
-        self._copies: dict[str, Tensor] = {}
+        self.copies: dict[str, Tensor] = {}  # Of the newest state.
         self._last: Future[Any] | None = None
         self._thread = ThreadPoolExecutor(1, "state")
 
@@ -50,8 +50,8 @@ class StateWriter:
         """
         if self._last is not None:
             wait([self._last])  # The caller that started this write handles its errors.
-        self._copy(state)
-        self._last = self._thread.submit(self._write, dict(self._copies), folder)
+        self.copy(state)
+        self._last = self._thread.submit(self._write, dict(self.copies), folder)
         return self._last
 
     def _write(self, copies: dict[str, Tensor], folder: Path) -> dict[str, Tensor] | None:
@@ -61,17 +61,17 @@ class StateWriter:
         return copies if is_alone else None
 
     @torch.no_grad()
-    def _copy(self, state: Mapping[str, Tensor]) -> None:
+    def copy(self, state: Mapping[str, Tensor]) -> None:
         """Copy tensors to the host; a shard stays a shard."""
         copies: dict[str, Tensor] = {}
         for name, value in state.items():
             plain = value.detach()
-            copy = self._copies.get(name)
+            copy = self.copies.get(name)
             if copy is None or copy.shape != plain.shape:
                 copy = _host_copy(plain)
             local_part(copy).copy_(local_part(plain), non_blocking=True)
             copies[name] = copy
-        self._copies = copies
+        self.copies = copies
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 

@@ -96,7 +96,8 @@ def test_offloaded_parts_stay_in_host_memory_on_a_gpu_mesh() -> None:
             assert isinstance(part, DTensor)
             own = getattr(kept, name.removeprefix("moment."))
             assert part.to_local().data_ptr() == own.data_ptr()  # Reads fill the kept tensor.
-        copies = StateWriter(Ranks()).stage(parts)
-        assert {each.device.type for each in copies.values()} == {"cpu"}
+        writer = StateWriter(Ranks())
+        writer.copy(parts)
+        assert {each.device.type for each in writer.copies.values()} == {"cpu"}
     finally:
         distributed.destroy_process_group()
