@@ -151,7 +151,13 @@ def test_reload_renews_the_convolutions_of_mamba(tmp_path: Path, dtype: str) -> 
 
     from actor.engine.prepared import begin_reload, can_prepare, end_reload
 
-    sizes = {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 32}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_heads": 8,
+        "head_dim": 8,
+        "n_groups": 1,
+        "state_size": 32,
+    }
     for seed in (0, 1):
         torch.manual_seed(seed)
         network = Mamba2ForCausalLM(Mamba2Config(vocab_size=320, num_hidden_layers=1, **sizes))

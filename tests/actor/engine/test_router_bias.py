@@ -1,6 +1,7 @@
 """Laws of routers on a CPU: a bias changes the choice of experts, not their gates."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def test_sigmoid_routers_are_completed_on_a_cpu() -> None:
 
     from actor.engine.cpu_worker import chosen_experts, complete_routers
 
-    layer = torch.nn.Module()
+    layer: Any = torch.nn.Module()
     layer.sigmoid = CPURouter(2, 4, scoring_func="sigmoid", routed_scaling_factor=2.0)
     layer.softmax = CPURouter(2, 4)
     complete_routers(layer)

@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import Mamba2Config, Mamba2ForCausalLM
@@ -41,7 +42,13 @@ def test_recurrent_states_have_no_cached_prefix_on_a_cpu(tmp_path: Path) -> None
 
     if not current_platform.is_cpu():
         pytest.skip("vLLM is built for a GPU")
-    sizes = {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_heads": 8,
+        "head_dim": 8,
+        "n_groups": 1,
+        "state_size": 8,
+    }
     network = Mamba2ForCausalLM(Mamba2Config(vocab_size=320, num_hidden_layers=1, **sizes))
     save_policy(tmp_path, network, make_tokenizer(["go to the red ball"], vocab_size=320))
     model = ModelSection(path=str(tmp_path), dtype="float32")
