@@ -28,6 +28,7 @@ FIRST = (
     "tests/end_to_end/test_",
     "tests/envhub/envs/test_sciworld.py",
     "tests/common/launch/ray/test_starter.py",
+    "tests/learner/weights/test_faults.py",
     "tests/common/checks/test_presets.py",
     "tests/learner/training/test_",
     "tests/envhub/envs/test_miniwob",
