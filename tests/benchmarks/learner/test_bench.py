@@ -31,7 +31,7 @@ from benchmarks.learner.step import (
 )
 from benchmarks.learner.suite import add_peaks, add_step_cost
 from benchmarks.table import BenchTable
-from benchmarks.weights.rounds import BREATH_BYTES, TransferSetup, send_rounds
+from benchmarks.weights.rounds import TransferSetup, send_rounds
 from common.config.compute import Precision
 from common.config.learning import AlgorithmSection, LearnerSection
 from common.errors import EngineError, WeightSyncError
@@ -190,7 +190,7 @@ def test_sender_needs_two_buckets() -> None:
     cut = Cut(source.total_bytes, 16 << 20)
     assert cut.num == 5
     sent = send_rounds(source, cut, ["ours"] * 10, route=TransferSetup())  # peaks are short
-    assert 1.5 * cut.slot_bytes < sent.peak_bytes <= 2 * cut.slot_bytes + BREATH_BYTES
+    assert 1.5 * cut.slot_bytes < sent.peak_bytes < 2.25 * cut.slot_bytes  # Not a third one.
 
 
 @pytest.mark.slow
