@@ -4,7 +4,9 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
+from vllm.model_executor.layers.activation import XIELU
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
@@ -31,6 +33,7 @@ class TileWorker(CPUWorker):
     def init_device(self) -> None:
         self.tile_permission = request_tiles()
         rotate_all_heads()
+        keep_activations_in(self.vllm_config.model_config.dtype)
         register_text_models(self.vllm_config.model_config.architectures)
         if self.vllm_config.lora_config is not None:
             CpuPlatform.get_punica_wrapper = classmethod(lambda _: ONE_ADAPTER)  # pyright: ignore
@@ -77,6 +80,18 @@ def rotate_all_heads() -> None:
 
     rotate_flat.is_for_all_heads = True  # pyright: ignore[reportFunctionMemberAccess]
     RotaryEmbedding.forward_cpu = rotate_flat
+
+
+def keep_activations_in(dtype: torch.dtype) -> None:
+    """Let xIELU, as in Apertus, keep its parameters in this dtype. vLLM (0.32) rounds them to bf16.
+
+    Args:
+        dtype: dtype of the engine's weights.
+    """
+    defaults = XIELU.__init__.__defaults__ or ()
+    XIELU.__init__.__defaults__ = tuple(
+        dtype if isinstance(each, torch.dtype) else each for each in defaults
+    )
 
 
 def complete_routers(model: nn.Module) -> None:

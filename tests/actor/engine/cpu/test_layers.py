@@ -1,4 +1,4 @@
-"""Law of vLLM's rotary embedding on a CPU: all heads of a token are rotated."""
+"""Laws of vLLM's layers on a CPU."""
 
 import pytest
 import torch
@@ -28,3 +28,15 @@ def test_every_head_is_rotated_on_a_cpu(is_neox: bool) -> None:
     assert found[1] is not None
     torch.testing.assert_close(found[0], right[0])
     torch.testing.assert_close(found[1], right[1])
+
+
+def test_activation_keeps_its_numbers_in_the_engines_dtype() -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.activation import XIELU
+
+    from actor.engine.cpu_worker import keep_activations_in
+
+    for dtype in (torch.float32, torch.bfloat16):
+        keep_activations_in(dtype)
+        with set_current_vllm_config(VllmConfig()):
+            assert XIELU().alpha_p.dtype is dtype
