@@ -27,6 +27,8 @@ WIDER_WINDOWS = ("cohere2", "cohere2_moe")
 UNEQUAL = {
     "bloom": "vLLM computes the exact GELU and transformers its tanh form (.0006 nats)",
     "gemma3n_text": "vLLM computes the layers in another way than transformers (2.7 nats)",
+    "hrm_text": "vLLM computes the layers in another way than transformers (.7 nats)",
+    "laguna": "vLLM computes the layers in another way than transformers (.3 nats)",
 }
 BOTH = "ForConditionalGeneration"  # An encoder beside the decoder: of text, images or sound.
 
