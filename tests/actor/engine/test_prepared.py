@@ -33,7 +33,7 @@ FAMILIES = [  # Those that the engine runs in fp32.
     for family, result in read(RESULTS).items()
     if "rollout" in result.parts and result.parts["rollout"].verdict is Verdict.RIGHT
 ]
-USUAL = ("gpt2", "gpt_oss", "qwen3_moe")
+USUAL = ("gpt2", "gpt_oss")
 
 
 def save_biased_policy(folder: Path) -> None:

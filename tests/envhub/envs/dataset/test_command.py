@@ -25,9 +25,9 @@ def test_mistake_is_refused_before_the_start(
     assert "data.train=no.jsonl: no such file or folder" in refusal(capsys, "data.train=no.jsonl")
     write_lines(tmp_path / "mine.jsonl", GSM8K)
     own = ("data.train=mine.jsonl", "data.eval_size=1")
-    assert "reward=grade:f: no module 'grade'" in refusal(capsys, *own, "reward=grade:f")
-    (tmp_path / "grade.py").write_text("def f(completion): return 1\n", encoding="utf-8")
-    assert run.main(["--config", "dataset", "--dry-run", *own, "reward=grade.py:f"]) == 0
+    assert "reward=scorer:f: no module 'scorer'" in refusal(capsys, *own, "reward=scorer:f")
+    (tmp_path / "scorer.py").write_text("def f(completion): return 1\n", encoding="utf-8")
+    assert run.main(["--config", "dataset", "--dry-run", *own, "reward=scorer.py:f"]) == 0
 
 
 @pytest.mark.slow
