@@ -29,10 +29,14 @@ else
 endif
 
 # Folders whose unit tests train networks, play environments, start processes or wait.
-HEAVY = end_to_end benchmarks docs actor/agents actor/play common/checks common/dashboard common/exchange \
-  common/host common/launch envhub learner/training learner/recompute learner/simulator learner/policy \
-  learner/recovery learner/weights common/config/test_run_cli.py learner/scheduler/test_properties.py \
-  learner/scheduler/test_properties_learner.py learner/offline actor/rollout/test_hubs.py common/stall
+HEAVY = end_to_end benchmarks docs actor/agents actor/engine actor/formats actor/play common/checks \
+  common/dashboard common/evaluation common/exchange common/host common/launch common/stall envhub \
+  learner/offline learner/policy learner/recompute learner/recovery learner/simulator learner/training \
+  learner/weights actor/rollout/test_hubs.py actor/rollout/test_templates_of_models.py \
+  common/config/test_load.py common/config/test_run_cli.py common/store/test_run_start.py \
+  common/wire/test_messages.py common/wire/test_security.py \
+  learner/scheduler/episodes/test_leases_speed.py learner/scheduler/test_properties.py \
+  learner/scheduler/test_properties_learner.py
 
 test-fast: $(STAMP)
 	@$(PYTEST) $(call AT_ONCE,1) $(HEAVY:%=--ignore tests/%) -m "not slow and not gpu" $(ARGS)
