@@ -71,8 +71,8 @@ EXPERTS |= dict.fromkeys(
     ),
     1,
 )
-# Multi-head latent attention. vLLM's kernels for CPUs have one size: a rank of 512 with 64 numbers
-# of the rotary embedding.
+# Multi-head latent attention. vLLM's kernels for CPUs have one size: a rank of 512, and 64 rotated
+# numbers in a head.
 LATENT: dict[str, Any] = {
     "kv_lora_rank": 512,
     "q_lora_rank": 32,
@@ -123,7 +123,7 @@ def tiny_config(family: str) -> PretrainedConfig:
     }
     if "kv_lora_rank" in sizes:  # Latent attention has one key head for each query head.
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
-        if "head_dim" in sizes:  # Of the rotary embedding.
+        if "head_dim" in sizes:  # The family rotates a part of each head.
             sizes["head_dim"] = sizes["qk_rope_head_dim"]
     made = kind(**(_layers(default, names) | sizes | AMENDMENTS.get(family, {})))
     made.architectures = [architecture(family)]

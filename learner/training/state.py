@@ -38,7 +38,7 @@ class StateWriter:
 
     def __init__(self, ranks: Ranks) -> None:
         self._group = ranks.saving
-        self.copies: dict[str, Tensor] = {}  # Of the newest state.
+        self.copies: dict[str, Tensor] = {}  # Tensors of the newest state by name.
         self._last: Future[Any] | None = None
         self._thread = ThreadPoolExecutor(1, "state")
 

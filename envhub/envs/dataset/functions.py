@@ -29,7 +29,7 @@ _files: dict[Path, ModuleType] = {}  # Modules that were loaded from files.
 class UserFunction:
     """A function of the user with the keywords that it takes."""
 
-    reference: str  # As in the configuration.
+    reference: str  # Value of the key: module:function or file.py:function.
     function: Callable[..., Any]
     keywords: frozenset[str]  # The keywords that the signature names.
     takes_all: bool  # The signature has `**kwargs`.
