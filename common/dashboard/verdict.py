@@ -8,6 +8,7 @@ the bound on lag is the limit. The free processor time bounds the gain of each a
 from the roles' processor seconds and the number of cores.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -95,7 +96,7 @@ def _before(lines: Sequence[Mapping[str, float | None]], status: Mapping[str, An
         return ""
     if status.get("learner") and not _get(status, "learner", "waiting_for", ""):
         return "the learner trains on the first batch; "
-    num = [int(_get(status, "groups", name, 0) or 0) for name in ("ready", "open")]
+    num = [_count(status, "groups", name, 0) for name in ("ready", "open")]
     return f"the actors play the first batch ({num[0]} groups ready, {num[1]} open); "
 
 
@@ -112,8 +113,8 @@ def bound_of(waits: Waits, *, is_sync: bool) -> Bound:
 
 def _advice(bound: Bound, waits: Waits, config: Mapping[str, Any]) -> list[SettingAdvice]:
     """Return every useful setting with an upper bound of its gain."""
-    ahead = int(_get(config, "scheduler", "max_ahead_steps", 1) or 0)
-    lag = int(_get(config, "learner", "max_lag_steps", 4) or 0)
+    ahead = _count(config, "scheduler", "max_ahead_steps", 1)
+    lag = _count(config, "learner", "max_lag_steps", 4)
     if bound is Bound.LEARNER:
         knobs = _learner_knobs(waits, config)
     elif bound is Bound.SYNC:
@@ -137,14 +138,14 @@ def _advice(bound: Bound, waits: Waits, config: Mapping[str, Any]) -> list[Setti
 
 def _learner_knobs(waits: Waits, config: Mapping[str, Any]) -> dict[str, float]:
     """Return the seconds of a step by setting: more ranks first, then fewer passes over a batch."""
-    ranks = int(_get(config, "learner", "num_ranks", 1) or 1)
+    ranks = _count(config, "learner", "num_ranks", 1) or 1
     filled_s = waits.period_s * waits.slot_busy_frac
     knobs: dict[str, float] = {}
     if waits.has_idle_core:
         shared_s = waits.busy_s - waits.train_s * (1.0 - ranks / (ranks + 1) / RANKS_EFFICIENCY)
         knobs[f"learner.num_ranks={ranks + 1}"] = waits.within_cores(max(shared_s, filled_s))
     for name in ("ppo_epochs", "num_minibatches"):
-        if (passes := int(_get(config, "learner", name, 1) or 1)) > 1:
+        if (passes := _count(config, "learner", name, 1)) > 1:
             fewer_s = waits.busy_s - waits.train_s * (1.0 - (passes // 2) / passes)
             knobs[f"learner.{name}={passes // 2}"] = max(fewer_s, filled_s)
     return knobs
@@ -156,10 +157,10 @@ def _actor_knobs(bound: Bound, waits: Waits, config: Mapping[str, Any]) -> dict[
     More slots help an engine that uses all configured slots. An engine that uses fewer slots has
     already reached its own limit.
     """
-    engines = int(_get(config, "actor", "num_actors", 1) or 1)
+    engines = _count(config, "actor", "num_actors", 1) or 1
     slots = max(1, round(waits.num_slots / engines))
     knobs: dict[str, float] = {}
-    if bound is Bound.ENVIRONMENT or slots >= int(_get(config, "actor", "max_concurrent", 64) or 1):
+    if bound is Bound.ENVIRONMENT or slots >= _count(config, "actor", "max_concurrent", 64):
         halved_s = max(waits.busy_s, waits.period_s / 2)
         # A larger batch takes the engine no more processor time.
         spared = waits.cpu_frac - waits.engine_cpu_frac / 2
@@ -212,3 +213,9 @@ def _advice_text(advice: Sequence[SettingAdvice], waits: Waits) -> str:
 def _get(config: Mapping[str, Any], section: str, key: str, default: Any) -> Any:
     found = config.get(section)
     return cast(dict[str, Any], found).get(key, default) if isinstance(found, dict) else default
+
+
+def _count(config: Mapping[str, Any], section: str, key: str, default: int) -> int:
+    """Return a whole number of a file; the default where the file has no number there."""
+    found = _get(config, section, key, default)
+    return int(found) if isinstance(found, int | float) and math.isfinite(found) else default

@@ -59,6 +59,18 @@ def test_verdict_names_limit_and_knob_per_case(case: str) -> None:
     assert knob in verdict.sentence
 
 
+@pytest.mark.parametrize("case", STAGED)
+def test_malformed_configuration_counts_as_the_default(case: str) -> None:
+    lines, bound, _ = STAGED[case]
+    keys = ("max_ahead_steps", "max_lag_steps", "num_ranks", "ppo_epochs", "num_actors")
+    sections = ("actor", "learner", "scheduler")
+    for value in ("z", None, [1], float("nan")):
+        config = {section: dict.fromkeys(keys, value) for section in sections}
+        assert judge(lines, config).bound == bound
+        assert judge(lines, config).advice == judge(lines, {}).advice
+    assert judge(lines, {"learner": 3, "actor": "x"}).bound == bound
+
+
 def test_gain_is_bounded_by_the_next_limit() -> None:
     lines, *_ = STAGED["gate too tight"]
     # The learner works 5 s of each 10 s step, episodes need 4 s of the slots: 5 s would remain.
