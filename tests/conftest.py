@@ -17,6 +17,8 @@ gc.disable()  # until all is imported and collected
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Java machines of tests are short-lived: the second compiler costs more than it saves.
+os.environ.setdefault("JAVA_TOOL_OPTIONS", "-XX:TieredStopAtLevel=1")
 
 settings.register_profile("longstride", deadline=None, derandomize=True, database=None)
 settings.load_profile("longstride")
@@ -74,6 +76,7 @@ class FilesTogether(LoadFileScheduling):
         return scope_of(nodeid)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogether | None:
     return FilesTogether(config, log) if config.getvalue("dist") == "loadfile" else None
 

@@ -47,8 +47,10 @@ def add_adapters(model: PreTrainedModel, cfg: LoraSection, *, base_path: str) ->
         task_type="CAUSAL_LM",
         base_model_name_or_path=base_path,
     )
+    # A network without memory gets adapters without memory: drawing their values takes seconds.
+    is_bare = all(each.is_meta for each in model.parameters())
     try:
-        inject_adapter_in_model(settings, model, ADAPTER)
+        inject_adapter_in_model(settings, model, ADAPTER, low_cpu_mem_usage=is_bare)
     except ValueError as error:  # Such as the inner projections of Mamba, which a kernel reads.
         raise ConfigError(
             f"learner.lora.targets={','.join(cfg.targets)}: peft cannot adapt these layers of"

@@ -13,7 +13,7 @@ from tests.end_to_end.hubs import OUTSIDE, amount, offline_envs, run, worker_pid
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-FEW, MANY = 400, amount("LONGSTRIDE_FUZZ_REQUESTS", default=4000)
+FEW, MANY = 96, amount("LONGSTRIDE_FUZZ_REQUESTS", default=4000)
 NUM_ROUNDS = 4  # victims that were deleted meanwhile are replaced after each
 ITEMS = {
     "textcraft": "depth2-train-7",

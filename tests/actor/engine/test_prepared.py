@@ -34,6 +34,7 @@ FAMILIES = [  # Those that the engine runs in fp32.
     if "rollout" in result.parts and result.parts["rollout"].verdict is Verdict.RIGHT
 ]
 USUAL = ("gpt2", "gpt_oss")
+KINDS = ("float32", "bfloat16 tied", "bfloat16 biased")
 
 
 def save_biased_policy(folder: Path) -> None:
@@ -144,7 +145,7 @@ def test_reload_leaves_no_weight_old(tmp_path: Path, family: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", long_for(["float32", "bfloat16"], ["float32"]))
 def test_reload_renews_the_convolutions_of_mamba(tmp_path: Path, dtype: str) -> None:
     from safetensors.torch import load_file
     from vllm.config import set_current_vllm_config
@@ -180,7 +181,7 @@ def test_reload_renews_the_convolutions_of_mamba(tmp_path: Path, dtype: str) -> 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["float32", "bfloat16 tied", "bfloat16 biased"])
+@pytest.mark.parametrize("kind", long_for(KINDS, ["bfloat16 tied"]))
 def test_prepared_weights_equal_a_reload_exactly(tmp_path: Path, kind: str) -> None:
     from actor.engine.prepared import Prepared, begin_reload, can_prepare, end_reload
 

@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,12 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hub"
 
 
+@cache
+def plain(name: str) -> RunConfig:
+    """Return a preset as it is, with its model not resolved."""
+    return load_config(name, [], root=ROOT, is_dry=True)
+
+
 def load(name: str, *overrides: str) -> RunConfig:
     cfg = load_config(name, overrides, root=ROOT, is_dry=True)
     return resolve_models(cfg, ROOT, is_dry=True, may_stand_in=True)
@@ -58,7 +65,7 @@ def load(name: str, *overrides: str) -> RunConfig:
 
 def cache_model(hub: Path, name: str) -> Path:
     """Put a preset's model into the cache, with its sizes and a small tokenizer, no weights."""
-    model = load_config(name, [], root=ROOT, is_dry=True).model
+    model = plain(name).model
     repository = hub / f"models--{model.path.replace('/', '--')}"
     folder = repository / "snapshots" / COMMIT
     folder.mkdir(parents=True)
@@ -104,7 +111,7 @@ def test_dry_run_of_preset_needs_only_its_name(
     folder = cache_model(hub, name)
     assert run.dispatch(parse(["--config", name, "--dry-run"], root=ROOT)) == 0
     shown = capsys.readouterr().out
-    machine = load_config(name, [], root=ROOT, is_dry=True).machine
+    machine = plain(name).machine
     assert f"# This machine has no GPU. Plan for the target, {machine.text}:" in shown
     assert f"path: {folder}" in shown
     assert "# prompts: two turns" in shown  # Its template renders a conversation.
@@ -128,7 +135,7 @@ def test_start_without_model_files_is_refused_with_remedies() -> None:
 def test_preset_comment_names_its_machine_and_start(name: str) -> None:
     text = (ROOT / "configs" / f"{name}.yaml").read_text(encoding="utf-8")
     comment = " ".join(line[1:].strip() for line in text.splitlines() if line.startswith("#"))
-    machine = load_config(name, [], root=ROOT, is_dry=True).machine
+    machine = plain(name).machine
     size = re.search(r"on (one|eight) GPUs? of (24|80) GB", comment)
     assert size is not None
     assert machine.num_gpus == {"one": 1, "eight": 8}[size[1]]

@@ -299,6 +299,7 @@ def test_paying_tool_may_truncate_succeed_and_pay_negative(
     assert end[1:] == [0.25, True, True, True]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_local_server_bypasses_the_proxy(
     tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch

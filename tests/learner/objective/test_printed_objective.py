@@ -236,7 +236,7 @@ def test_walk_covers_every_setting_with_a_choice() -> None:
     ("size", "number"),
     [
         (1, 800),
-        (2, 400),
+        (2, 150),
         pytest.param(2, 1200, marks=pytest.mark.long),
         pytest.param(3, 800, marks=pytest.mark.long),
     ],

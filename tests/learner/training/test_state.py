@@ -157,6 +157,7 @@ def cpu_s_of(write: Callable[[], object]) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_utime - started
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_state_takes_a_fraction_of_the_standard_writers_cpu_time(tmp_path: Path) -> None:
     tensors = {f"model.{number}": torch.full((50_000,), 1.0) for number in range(2_000)}
@@ -167,6 +168,7 @@ def test_state_takes_a_fraction_of_the_standard_writers_cpu_time(tmp_path: Path)
     assert ours < 0.6 * theirs, (ours, theirs)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timed
 def test_checkpoint_beside_a_busy_loop_stays_near_plain_writes(tmp_path: Path) -> None:
@@ -208,6 +210,7 @@ def longest_round_s(written: Future[Any]) -> float:
     return longest
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timed
 def test_adapters_are_written_nearly_as_fast_as_plain_bytes(tmp_path: Path) -> None:

@@ -255,6 +255,7 @@ def test_seeded_databases_hold_the_documented_numbers_of_rows() -> None:
     assert count("reddit", "post") >= 100
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_hundred_sessions_reset_in_milliseconds_each(client: TestClient) -> None:
     for name in FILLERS:

@@ -62,7 +62,6 @@ def sites() -> Iterator[EnvRig]:
 @pytest.mark.parametrize(
     ("style", "numbers"),
     [
-        (Style.COMPACT, (0,)),
         (Style.AGENTGYM, (7,)),
         *(pytest.param(style, (0, 7), marks=pytest.mark.long) for style in Style),
     ],
@@ -77,8 +76,11 @@ def test_expert_solves_tasks_of_every_domain(sites: EnvRig, style: Style, number
 
 @needs_browser
 @pytest.mark.slow
-def test_observations_repeat_in_another_process_and_order(sites: EnvRig):
-    items = [f"{domain}-train-3" for domain in DOMAINS]
+@pytest.mark.parametrize(
+    "domains", [("Maps", "CMS"), pytest.param(DOMAINS, marks=pytest.mark.long)]
+)
+def test_observations_repeat_in_another_process_and_order(sites: EnvRig, domains: tuple[str, ...]):
+    items = [f"{domain}-train-3" for domain in domains]
 
     first = assert_played_alike_elsewhere(sites, minisites.make_spec, items)
     assert "127.0.0.1" not in str(first)
