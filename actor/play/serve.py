@@ -18,6 +18,7 @@ from aiohttp import web
 from transformers import AutoTokenizer
 
 from actor.api.chat_api import CHAT_API, choices_reply
+from actor.api.history import check_thoughts, matched
 from actor.api.prompts import check_tools, cut_answer, encode_messages, read_turn, thoughts_of
 from actor.api.requests import ApiError, Asked, PolicyAnswer, event_text, openai_error
 from actor.play.doors import ChatEndpoint, endpoint_path, remove_left
@@ -80,7 +81,9 @@ class Chat:
 
     async def _reply(self, asked: Asked, how: Sampling) -> dict[str, Any]:
         """Return the response to a request. Raises: ApiError, EngineError."""
+        asked = matched(asked)
         check_tools(self.renderer, asked)
+        check_thoughts(self.renderer, asked)
         ids = encode_messages(self.renderer, asked.messages, tools=asked.tools)
         how = replace(how, max_tokens=self._room(len(ids), how.max_tokens))
         choices = range(how.num_choices)

@@ -117,6 +117,7 @@ def _message(message: object, role_key: str, text_key: str, place: str) -> Recor
     if not isinstance(thoughts, str):
         raise ConfigError(f"{place}: thoughts are {type(thoughts).__name__}, not text")
     extra = {"role": shown_role, "thoughts": thoughts, "tool_calls": calls}
+    extra["tool_call_id"] = message.get("tool_call_id") if role == "tool" else None
     return {**found, **{name: value for name, value in extra.items() if value}}
 
 

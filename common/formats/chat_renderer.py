@@ -19,6 +19,7 @@ from common.formats.calls import NAME, CallForm, as_call, each_text
 from common.formats.measured import MeasuredTemplate
 from common.formats.past_answers import PastAnswers, past_end
 from common.formats.sampled import without_marks
+from common.formats.thoughts import FIELDS
 from common.formats.turn_ends import TurnEnd
 from common.formats.turns import ASSISTANT, USER, Message, Turns
 
@@ -228,8 +229,7 @@ class ChatRenderer(MeasuredTemplate):
 
     def _safely(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> str:
         """Return a conversation as text for `ControlTokens.encode`. Raises: ValueError."""
-        if any(each.get("tool_calls") for each in messages):
-            messages = list(map(self._with_own_calls, messages))
+        messages = list(map(self._with_own_fields, messages))
         named = ("role", "type")  # The actor writes these fields, so they need no escaping.
         broken = self._control.broken
         safe = [
@@ -241,8 +241,12 @@ class ChatRenderer(MeasuredTemplate):
         except (TemplateError, TypeError, RecursionError) as error:
             raise ValueError(f"the chat template: {error}") from error
 
-    def _with_own_calls(self, message: Message) -> Message:
-        """Return a message with its calls in the form that the template accepts."""
+    def _with_own_fields(self, message: Message) -> Message:
+        """Return a message with its calls and thoughts in the fields that the template reads."""
+        thoughts = message.get(FIELDS[0])
+        if thoughts and self.thoughts.field not in ("", FIELDS[0]):
+            kept = {name: value for name, value in message.items() if name != FIELDS[0]}
+            message = {**kept, self.thoughts.field: thoughts}
         calls = message.get("tool_calls")
         if not calls or isinstance(self.call_turn, str) or not self.call_turn.has_text:
             return message
