@@ -38,11 +38,21 @@ class ChatRenderer(MeasuredTemplate):
         """Text of the chat template around and between messages."""
         return self._turns
 
+    @property
+    def turn_end(self) -> TurnEnd:
+        """End of an answer before a user's message."""
+        return self._end
+
+    @property
+    def call_turn_end(self) -> TurnEnd:
+        """End of an answer with calls before their results."""
+        assert isinstance(self.call_turn, CallTurn)
+        return self._end_of_turn(self.call_turn.between, self.call_turn.ended)
+
     def sampled_end(self, *, has_calls: bool) -> int:
         """Return the token with which a policy ends an answer, or an answer with calls."""
-        own = self._end
-        if has_calls and isinstance(self.call_turn, CallTurn):
-            own = self._end_of_turn(self.call_turn.between, self.call_turn.ended)
+        has_calls = has_calls and isinstance(self.call_turn, CallTurn)
+        own = self.call_turn_end if has_calls else self._end
         return own.last[0] if own.last else own.run[0]
 
     @property
@@ -53,9 +63,7 @@ class ChatRenderer(MeasuredTemplate):
     @property
     def call_end(self) -> str:
         """Text of the token that ends an answer with calls before their results."""
-        assert isinstance(self.call_turn, CallTurn)
-        own = self._end_of_turn(self.call_turn.between, self.call_turn.ended)
-        return self._tokenizer.decode(own.run[:1])
+        return self._tokenizer.decode(self.call_turn_end.run[:1])
 
     def rendered(
         self, messages: Sequence[Message], *, tools: list[Any] | None = None, is_asking: bool = True
@@ -188,7 +196,7 @@ class ChatRenderer(MeasuredTemplate):
         if has_calls and isinstance(self.call_turn, CallTurn):
             said = {**said, "content": "", "tool_calls": self._answered_calls(messages, calls)}
             mark = said["tool_calls"][0]["function"]["name"]
-            ends.append(self._end_of_turn(self.call_turn.between, self.call_turn.ended))
+            ends.append(self.call_turn_end)
         whole = self._safely([{"role": "user", "content": USER}, said, *messages], tools)
         _, _, tail = whole.partition(USER)[2].partition(mark)
         found = [place for each in ends if (place := self._place_of(each, tail)) is not None]

@@ -11,6 +11,7 @@ from common.errors import ConfigError
 from common.exchange.records import read_records, tokens_of
 from common.exchange.writing import TRAIN_ITEM
 from common.formats.chat_renderer import ChatRenderer
+from common.formats.chat_template import fingerprint
 from common.formats.measured import RESULT_ID, in_order
 from common.formats.thoughts import FIELDS
 from common.segments import as_rows
@@ -119,7 +120,8 @@ def _is_continued(before: Row, row: Row) -> bool:
 
 def _rows_of_file(path: Path, tokenizer: Any) -> list[Row]:
     """Return the token ids of a file if all records have them; else tokenize its conversations."""
-    found = [tokens_of(record, place) for place, record in read_records(path)]
+    own = fingerprint(tokenizer)
+    found = [tokens_of(record, place, fingerprint=own) for place, record in read_records(path)]
     if not found or not all(found):
         writer = AnswerWriter(tokenizer)
         return [row_of_conversation(tokenizer, c, writer) for c in read_conversations(path)]
