@@ -51,9 +51,11 @@ class ChatRenderer(MeasuredTemplate):
 
     def sampled_end(self, *, has_calls: bool) -> int:
         """Return the token with which a policy ends an answer, or an answer with calls."""
-        has_calls = has_calls and isinstance(self.call_turn, CallTurn)
-        own = self.call_turn_end if has_calls else self._end
-        return own.last[0] if own.last else own.run[0]
+        if has_calls and isinstance(self.call_turn, CallTurn):
+            own = self.call_turn_end
+            return own.last[0] if own.last else own.run[0]
+        ends = [each for each in (*self._end.last, *self._end.run) if each in self.end_of_turn_ids]
+        return ends[0] if ends else self.end_of_turn_ids[0]
 
     @property
     def lead_of_end(self) -> list[int]:

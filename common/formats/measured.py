@@ -11,7 +11,7 @@ from common.errors import ConfigError
 from common.formats.call_turn import CallNames, CallTurn, measure_call
 from common.formats.calls import CallForm
 from common.formats.chat_template import render_chat, template_of
-from common.formats.sampled import SampledText
+from common.formats.sampled import SampledText, without_marks
 from common.formats.thoughts import measure_thoughts
 from common.formats.turn_ends import TurnEnd, configured_ends, find_end
 from common.formats.turns import Message, measure_turns
@@ -117,6 +117,7 @@ class MeasuredTemplate:
         names = CallNames(
             special=list(self._special.values()),
             ends=[self._special[each] for each in ends if each in self._special],
+            after_thoughts=[without_marks(closes) for _, closes in self.thoughts.blocks],
         )
         return measure_call(self._with_tools, self._turns, names, self._as_sampled, **which)
 
