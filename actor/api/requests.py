@@ -38,6 +38,7 @@ IGNORED = {  # The run's config sets the sampling. Labels have no effect.
     "cache_control",
     "stream_options",
 }
+STREAM_OPTIONS = {"include_usage", "include_obfuscation"}
 WHY = {
     "n": "an episode has one history; send another request for another answer",
     "tool_choice": "the policy cannot be forced to call a tool; use auto or none",
@@ -159,6 +160,12 @@ def check_fields(
         raise ApiError(400, "unknown_parameter", f"Unknown parameter: {name:.80}", name)
     if body.get("stream") not in (None, False, True):
         raise invalid("stream: must be true or false", "stream")
+    options = body.get("stream_options") or {}
+    if not isinstance(options, dict):
+        raise invalid("stream_options: must be an object", "stream_options")
+    if unknown := sorted(map(str, options.keys() - STREAM_OPTIONS)):
+        text = f"Unknown parameter: stream_options.{unknown[0]:.80}"
+        raise ApiError(400, "unknown_parameter", text, "stream_options")
 
 
 def read_limit(body: dict[str, Any], *names: str) -> int | None:

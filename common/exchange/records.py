@@ -116,8 +116,8 @@ def _message(message: object, role_key: str, text_key: str, place: str) -> Recor
     thoughts = next((message[name] for name in FIELDS if message.get(name)), "")
     if not isinstance(thoughts, str):
         raise ConfigError(f"{place}: thoughts are {type(thoughts).__name__}, not text")
-    extra = {"role": shown_role, "thoughts": thoughts, "tool_calls": calls}
-    extra["tool_call_id"] = message.get("tool_call_id") if role == "tool" else None
+    number = str(message.get("tool_call_id") or "") if role == "tool" else ""
+    extra = {"role": shown_role, "thoughts": thoughts, "tool_calls": calls, "tool_call_id": number}
     if sender == "gpt" and message.get("weight") == 0:
         found["loss"] = False
     return {**found, **{name: value for name, value in extra.items() if value}}

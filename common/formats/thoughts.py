@@ -111,19 +111,25 @@ class ThoughtForm:
 
 
 def _outside(text: str, start: int, end: int, opens: str, closes: str) -> list[Span]:
-    """Return the parts of text[start:end] outside of blocks."""
+    """Return the parts of text[start:end] outside of blocks.
+
+    Behind a block, another end of thoughts is a part of the answer.
+    """
     found: list[Span] = []
     at = start
+    has_block = False
     while at < end:
         first = text.find(opens, at, end)
         stop = text.find(closes, at, end)
         if stop >= 0 and (first < 0 or stop < first):  # The block's beginning is missing.
-            found = []
+            found = [*found, (at, stop)] if has_block else []
+            has_block = True
             at = stop + len(closes)
             continue
         found.append((at, end if first < 0 else first))
         if first < 0 or stop < 0:
             break
+        has_block = True
         at = stop + len(closes)
     return found
 
