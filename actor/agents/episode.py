@@ -5,8 +5,10 @@ import logging
 import secrets
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
+from actor.api.history import THOUGHTS, check_thoughts, matched
 from actor.api.prompts import check_tools, cut_answer, encode_messages, read_turn, thoughts_of
 from actor.api.requests import ApiError, Asked, Message, PolicyAnswer, invalid, with_system
 from actor.rollout.context import Turn, ending
@@ -65,6 +67,8 @@ class AgentEpisode:
         self._max_tokens, self._turn_tokens = room
         self._task = task
         self._said: list[Message] = []  # The segment's conversation, as the agent has it.
+        self._thoughts: dict[int, str] = {}  # Place of a sampled answer in it -> its thoughts.
+        self._own_thoughts: set[str] = set()  # Thoughts of all sampled answers.
         self._tools: list[dict[str, Any]] = []  # The tools of that conversation.
         self._kept: dict[str, list[Message]] = {}  # answer id -> the conversation up to that answer
         self._taken: Turn | None = None  # The last answer.
@@ -98,9 +102,11 @@ class AgentEpisode:
                 self.is_over = True  # Answers without a step have used up the horizon.
                 self.ended.set()
                 self._check_open()
+            continues = False
             if asked.prompt is None:
-                asked = with_system(asked, self._before(asked))
-            ids = self._prompt_of(asked)
+                asked = matched(with_system(asked, self._before(asked)))
+                asked, continues = self._continued(asked)
+            ids = self._prompt_of(asked, continues=continues)
             tape = self._play.history.tape
             turn = self._play.num_turns
             self.is_full = len(ids) + self._turn_tokens > self._max_tokens
@@ -114,13 +120,23 @@ class AgentEpisode:
             self._check_open()
             tape.add(taken, turn)
             answer = self._answer(asked, taken, stop, num_prompt=len(ids))
-            self._said = [] if asked.prompt is not None else [*asked.messages, answer.message]
-            self._tools = asked.tools
+            self._keep(asked, answer, continues=continues)
             self._taken = taken
-            if asked.is_kept:
-                first = 1 if asked.instructions else 0
-                self._kept[f"resp_{answer.number}"] = self._said[first:]
             return answer
+
+    def _keep(self, asked: Asked, answer: PolicyAnswer, *, continues: bool) -> None:
+        """Keep the conversation up to an answer."""
+        if not continues:
+            self._thoughts = {}
+        self._tools = asked.tools
+        self._said = []
+        if asked.prompt is None:
+            self._thoughts[len(asked.messages)] = answer.thoughts
+            self._own_thoughts.add(answer.thoughts)
+            self._said = [*asked.messages, answer.message]
+        if asked.is_kept:
+            first = 1 if asked.instructions else 0
+            self._kept[f"resp_{answer.number}"] = self._said[first:]
 
     def _answer(
         self, asked: Asked, taken: Turn, stop: str | None, *, num_prompt: int
@@ -230,22 +246,43 @@ class AgentEpisode:
             raise ApiError(400, "previous_response_not_found", text, "previous_response_id")
         return self._kept.get(asked.previous, [])
 
-    def _prompt_of(self, asked: Asked) -> list[int]:
+    def _continued(self, asked: Asked) -> tuple[Asked, bool]:
+        """Return the request, and whether it continues the conversation of the current segment.
+
+        An agent may return the thoughts of a sampled answer or leave them out. In both cases the
+        answer stays as it was sampled.
+        """
+        said = self._said
+        new = asked.messages[len(said) :]
+        if not said or not new or asked.tools != self._tools:
+            return asked, False
+        if any(each["role"] == "assistant" for each in new):
+            return asked, False
+        for number, (each, own) in enumerate(zip(asked.messages, said, strict=False)):
+            if each != own and self._without_own(each, number) != own:
+                return asked, False
+        return replace(asked, messages=[*said, *new]), True
+
+    def _without_own(self, message: Message, number: int) -> Message:
+        """Return a message without the thoughts that the policy has sampled at this place."""
+        if message.get(THOUGHTS, "") != self._thoughts.get(number):
+            return message
+        return {name: value for name, value in message.items() if name != THOUGHTS}
+
+    def _prompt_of(self, asked: Asked, *, continues: bool) -> list[int]:
         """Return the tokens of a prompt. Those of the current segment are reused."""
         if asked.prompt is not None:
             return self._bare(asked.prompt)
-        messages = asked.messages
-        said = self._said
         tools = asked.tools
         check_tools(self._renderer, asked)
-        new = messages[len(said) :]
-        continues = said and tools == self._tools and messages[: len(said)] == said
-        if continues and new and all(each["role"] != "assistant" for each in new):
-            try:
-                return [*self._play.history.tape.context, *self._after(new, tools)]
-            except ValueError as error:
-                raise invalid(str(error), "messages") from error
-        return encode_messages(self._renderer, messages, tools=tools)
+        if not continues:
+            check_thoughts(self._renderer, asked, self._own_thoughts)
+            return encode_messages(self._renderer, asked.messages, tools=tools)
+        try:
+            new = asked.messages[len(self._said) :]
+            return [*self._play.history.tape.context, *self._after(new, tools)]
+        except ValueError as error:
+            raise invalid(str(error), "messages") from error
 
     def _after(self, new: list[Message], tools: list[dict[str, Any]]) -> list[int]:
         how = ending(self._taken)

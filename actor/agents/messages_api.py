@@ -21,6 +21,7 @@ from actor.api.requests import (
     read_text,
     read_tools,
 )
+from common.text import valid_text
 
 USED = {"messages", "system", "tools", "tool_choice", "stop_sequences", "max_tokens"}
 HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -79,10 +80,13 @@ def _messages(given: dict[str, Any], place: str) -> list[Message]:
             case _, "text":
                 texts.append(each)
             case "assistant", "tool_use":
-                calls.append(read_call(each.get("name"), each.get("input"), here))
+                number = each.get("id")
+                calls.append(read_call(each.get("name"), each.get("input"), here, number=number))
             case "user", "tool_result":
                 text = read_text(each.get("content"), f"{here}.content")
-                results.append({"role": "tool", "content": text})
+                number = each.get("tool_use_id")
+                said = {"tool_call_id": valid_text(number)} if isinstance(number, str) else {}
+                results.append({"role": "tool", "content": text, **said})
             case _, kind:
                 raise invalid(
                     f"{here}.type={kind!r:.40}: not allowed in a message of role {role}", "messages"

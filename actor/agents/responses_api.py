@@ -64,11 +64,14 @@ def _read(body: dict[str, Any]) -> Asked:
 def _message(given: dict[str, Any], place: str) -> Message:
     match given.get("type", "message"):
         case "function_call":
-            call = read_call(given.get("name"), given.get("arguments"), place)
+            number = given.get("call_id")
+            call = read_call(given.get("name"), given.get("arguments"), place, number=number)
             return {"role": "assistant", "content": "", "tool_calls": [call]}
         case "function_call_output":
             text = read_text(given.get("output"), f"{place}.output", kinds=PARTS)
-            return {"role": "tool", "content": text}
+            number = given.get("call_id")
+            said = {"tool_call_id": valid_text(number)} if isinstance(number, str) else {}
+            return {"role": "tool", "content": text, **said}
         case "message":
             role = given.get("role")
             if role not in ROLES:

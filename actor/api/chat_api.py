@@ -4,6 +4,7 @@ from typing import Any
 
 from actor.api.requests import (
     Api,
+    ApiError,
     Asked,
     Event,
     Message,
@@ -19,9 +20,11 @@ from actor.api.requests import (
     read_limit,
     read_stop,
     read_text,
+    read_thoughts,
     read_tools,
     unsupported,
 )
+from common.formats.thoughts import FIELDS
 from common.text import valid_text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -41,6 +44,10 @@ CHAT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "prediction", "moderation", "web_search_options"), (None,)),
     **dict.fromkeys(("reasoning_effort", "verbosity"), (None,)),
 }
+MESSAGE = {"role", "content", "tool_calls", "tool_call_id", *FIELDS}
+# Fields of a message without effect on the prompt.
+LABELS = {"name", "id", "index", "status", "type", "annotations", "cache_control", "metadata"}
+LABELS |= {"provider_specific_fields", "reasoning_details"}
 BARE: dict[str, tuple[Any, ...]] = {
     **HARMLESS,
     "best_of": (None, 1),
@@ -68,20 +75,47 @@ def _message(given: dict[str, Any], place: str) -> Message:
     if role not in ROLES:
         names = ", ".join(ROLES)
         raise invalid(f"{place}.role={role!r:.40}: must be one of {names}", "messages")
-    if given.get("function_call"):
-        raise unsupported("messages", f"{place}.function_call", "use tool_calls")
+    _check_message(given, place)
     text = read_text(given.get("content"), f"{place}.content")
     if given.get("content") is None and role != "assistant":
         raise invalid(f"{place}.content: must be text", "messages")
     message: Message = {"role": "system" if role == "developer" else role, "content": text}
-    calls = read_items(given, "tool_calls") if role == "assistant" else []
-    functions = [each.get("function") or {} for each in calls]
-    if functions:
-        message["tool_calls"] = [
-            read_call(each.get("name"), each.get("arguments"), f"{place}.tool_calls")
-            for each in functions
-        ]
+    if role == "tool" and isinstance(given.get("tool_call_id"), str):
+        message["tool_call_id"] = valid_text(given["tool_call_id"])
+    if role == "assistant":
+        message |= _said(given, place)
     return message
+
+
+def _check_message(given: dict[str, Any], place: str) -> None:
+    """Reject fields of a message that would change the prompt but are not shown in it.
+
+    Raises: ApiError.
+    """
+    for name, value in given.items():
+        if name in MESSAGE or name in LABELS or value in (None, "", [], {}):
+            continue
+        if name == "function_call":
+            raise unsupported("messages", f"{place}.{name}", "use tool_calls")
+        raise ApiError(
+            400, "unknown_parameter", f"Unknown parameter: {place}.{name:.80}", "messages"
+        )
+
+
+def _said(given: dict[str, Any], place: str) -> Message:
+    """Return thoughts and calls of an answer as fields of a message. Raises: ApiError."""
+    found: Message = {}
+    if thoughts := read_thoughts(given, place):
+        found[FIELDS[0]] = thoughts
+    calls: list[Message] = []
+    for number, each in enumerate(read_items(given, "tool_calls")):
+        here = f"{place}.tool_calls[{number}]"
+        function = each.get("function")
+        if not isinstance(function, dict):
+            raise invalid(f"{here}.function: must be an object", "messages")
+        name, arguments = function.get("name"), function.get("arguments")
+        calls.append(read_call(name, arguments, here, number=each.get("id")))
+    return {**found, "tool_calls": calls} if calls else found
 
 
 def _read_bare(body: dict[str, Any]) -> Asked:
@@ -124,7 +158,7 @@ def _reply_chat(asked: Asked, answer: PolicyAnswer) -> dict[str, Any]:
     ]
     message: dict[str, Any] = {"role": "assistant", "content": answer.text}
     if answer.thoughts:
-        message["reasoning_content"] = answer.thoughts
+        message[FIELDS[0]] = answer.thoughts
     if calls:
         message |= {"content": answer.text or None, "tool_calls": calls}
     choice = {"index": 0, "message": message, "logprobs": None}
@@ -158,8 +192,8 @@ def _deltas(choice: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the parts of a stream that together are one choice."""
     said = choice["message"]
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-    if said.get("reasoning_content"):
-        deltas.append({"reasoning_content": said["reasoning_content"]})
+    if said.get(FIELDS[0]):
+        deltas.append({FIELDS[0]: said[FIELDS[0]]})
     if said["content"]:
         deltas.append({"content": said["content"]})
     for number, call in enumerate(said.get("tool_calls", [])):

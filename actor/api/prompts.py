@@ -7,6 +7,7 @@ from typing import Any
 
 from actor.api.requests import ApiError, Asked, Message, invalid
 from actor.rollout.render import Renderer
+from common.formats.thoughts import FIELDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,15 +31,16 @@ def encode_messages(
 ) -> list[int]:
     """Return the token ids of a conversation, up to the start of the assistant's turn.
 
-    A conversation in which user and assistant alternate is encoded as an episode is.
+    A conversation in which user and assistant alternate without thoughts is encoded as an episode
+    is.
 
     Raises: ApiError: the chat template refuses the conversation.
     """
     roles = [each["role"] for each in messages]
-    has_calls = any(each.get("tool_calls") for each in messages)
+    has_more = any(each.get("tool_calls") or each.get(FIELDS[0]) for each in messages)
     alternates = roles == ["user", *["assistant", "user"] * (len(roles) // 2)]
     try:
-        if alternates and not tools and not has_calls:
+        if alternates and not tools and not has_more:
             return renderer.conversation([each["content"] for each in messages])
         return renderer.of_messages(messages, tools=tools)
     except ValueError as error:

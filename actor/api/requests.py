@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.formats.calls import as_call, each_text, read_arguments
+from common.formats.thoughts import FIELDS
 from common.text import valid_text
 
 Message = dict[str, Any]  # In the format of chat templates: role, content, optional tool_calls.
@@ -37,6 +38,7 @@ IGNORED = {  # The run's config sets the sampling. Labels have no effect.
     "cache_control",
     "stream_options",
 }
+STREAM_OPTIONS = {"include_usage", "include_obfuscation"}
 WHY = {
     "n": "an episode has one history; send another request for another answer",
     "tool_choice": "the policy cannot be forced to call a tool; use auto or none",
@@ -158,6 +160,12 @@ def check_fields(
         raise ApiError(400, "unknown_parameter", f"Unknown parameter: {name:.80}", name)
     if body.get("stream") not in (None, False, True):
         raise invalid("stream: must be true or false", "stream")
+    options = body.get("stream_options") or {}
+    if not isinstance(options, dict):
+        raise invalid("stream_options: must be an object", "stream_options")
+    if unknown := sorted(map(str, options.keys() - STREAM_OPTIONS)):
+        text = f"Unknown parameter: stream_options.{unknown[0]:.80}"
+        raise ApiError(400, "unknown_parameter", text, "stream_options")
 
 
 def read_limit(body: dict[str, Any], *names: str) -> int | None:
@@ -207,6 +215,18 @@ def read_text(content: object, place: str, *, kinds: tuple[str, ...] = ("text",)
     return valid_text("".join(each["text"] for each in content))
 
 
+def read_thoughts(message: dict[str, Any], place: str) -> str:
+    """Return the thoughts of a message, "" for none. Raises: ApiError: they are no text."""
+    for name in FIELDS:
+        thoughts = message.get(name)
+        if thoughts is None:
+            continue
+        if not isinstance(thoughts, str):
+            raise invalid(f"{place}.{name}: must be text", place.partition("[")[0])
+        return valid_text(thoughts)
+    return ""
+
+
 def read_tools(body: dict[str, Any], *, schema: str, inner: str = "") -> list[dict[str, Any]]:
     """Return the tools of a request in the format of chat templates; [] if `tool_choice` is none.
 
@@ -236,8 +256,16 @@ def read_tools(body: dict[str, Any], *, schema: str, inner: str = "") -> list[di
     return [] if choice in ("none", {"type": "none"}) else found
 
 
-def read_call(name: object, arguments: object, place: str) -> dict[str, Any]:
-    """Return a call from the agent's history in the format of chat templates. Raises: ApiError."""
+def read_call(
+    name: object, arguments: object, place: str, *, number: object = None
+) -> dict[str, Any]:
+    """Return a call from the agent's history in the format of chat templates.
+
+    Args:
+        number: id of the call, which the field `id` of the result keeps; None: it has none.
+
+    Raises: ApiError.
+    """
     param = place.partition("[")[0]
     if not isinstance(name, str) or not name:
         raise invalid(f"{place}: must have a name", param)
@@ -245,7 +273,10 @@ def read_call(name: object, arguments: object, place: str) -> dict[str, Any]:
         values = read_arguments(arguments)
     except ValueError as error:
         raise invalid(f"{place}: arguments: {error}", param) from error
-    return each_text(as_call(name, values), valid_text)
+    call = as_call(name, values)
+    if isinstance(number, str) and number:
+        call = {**call, "id": number}
+    return each_text(call, valid_text)
 
 
 def joined(messages: list[Message]) -> list[Message]:

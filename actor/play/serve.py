@@ -10,14 +10,17 @@ import signal
 import socket
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
+from http import HTTPStatus
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from transformers import AutoTokenizer
 
 from actor.api.chat_api import CHAT_API, choices_reply
+from actor.api.history import check_thoughts, matched
 from actor.api.prompts import check_tools, cut_answer, encode_messages, read_turn, thoughts_of
 from actor.api.requests import ApiError, Asked, PolicyAnswer, event_text, openai_error
 from actor.play.doors import ChatEndpoint, endpoint_path, remove_left
@@ -69,18 +72,26 @@ class Chat:
         return web.Response(text=text, content_type=EVENTS)
 
     async def models(self, request: web.Request) -> web.Response:
-        """List the policy as the only model."""
-        try:
-            self._check_access(request)
-        except ApiError as error:
-            return web.json_response(openai_error(error), status=error.status)
+        """List the policy as the only model, or return it by its name."""
         model = {"id": self.name(self.engine.version), "object": "model", "created": 0}
         model["owned_by"] = "longstride"
+        asked = request.match_info.get("name")
+        try:
+            self._check_access(request)
+            if asked not in (None, model["id"]):
+                text = f"model {asked:.80}: the only model is {model['id']}"
+                raise ApiError(404, "model_not_found", text, "model")
+        except ApiError as error:
+            return web.json_response(openai_error(error), status=error.status)
+        if asked is not None:
+            return web.json_response(model)
         return web.json_response({"object": "list", "data": [model]})
 
     async def _reply(self, asked: Asked, how: Sampling) -> dict[str, Any]:
         """Return the response to a request. Raises: ApiError, EngineError."""
+        asked = matched(asked)
         check_tools(self.renderer, asked)
+        check_thoughts(self.renderer, asked)
         ids = encode_messages(self.renderer, asked.messages, tools=asked.tools)
         how = replace(how, max_tokens=self._room(len(ids), how.max_tokens))
         choices = range(how.num_choices)
@@ -151,6 +162,19 @@ async def _read_body(request: web.Request) -> dict[str, Any]:
     return cast(dict[str, Any], body)
 
 
+@web.middleware
+async def _with_api_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer errors of HTTP, such as an unknown path, in the API's format."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        code = HTTPStatus(error.status).phrase.lower().replace(" ", "_")
+        text = f"{request.method} {request.path}: {error.text or error.reason}"
+        body = openai_error(ApiError(error.status, code, text))
+        allowed = {name: value for name, value in error.headers.items() if name == "Allow"}
+        return web.json_response(body, status=error.status, headers=allowed)
+
+
 def _is_of_a_page(request: web.Request) -> bool:
     """Return whether the request may come from a website in a browser (DNS rebinding included)."""
     return "origin" in request.headers or request.url.host not in (IPV4, IPV6, "localhost")
@@ -168,9 +192,10 @@ def bound(port: int) -> socket.socket:
 @contextlib.asynccontextmanager
 async def listening(chat: Chat, place: socket.socket | None = None) -> AsyncGenerator[str]:
     """Serve requests inside the context, by default at a free port; yield the address."""
-    app = web.Application()
+    app = web.Application(middlewares=[_with_api_errors])
     app.router.add_post("/v1/chat/completions", chat.complete)
     app.router.add_get("/v1/models", chat.models)
+    app.router.add_get("/v1/models/{name:.+}", chat.models)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:

@@ -332,7 +332,7 @@ class History:
                 self.tape.observe(ids, turn)
                 return True
         if self._kind is ContextKind.WINDOW:
-            return self._slide(observation, turn)
+            return self._slide(observation, taken, turn)
         if self._kind is ContextKind.SUMMARY:
             return await self._sum_up(observation, taken, turn, ask)
         return False
@@ -352,13 +352,13 @@ class History:
         go = self._render.after_turn(GO + end, **ending(plan))
         return [*demanded(cut), *plan.token_ids, *go]
 
-    def _answering(self, taken: Turn | None) -> Encode:
+    def _answering(self, taken: Turn | None, called: Turn | None = None) -> Encode:
         """Return the encoder of an observation, with the request for a reflection if it is due.
 
         Args:
-            taken: the answer before the observation; None: an empty one.
+            taken, called: as in `observing`.
         """
-        return partial(_ending, observing(self._render, taken), self._demand)
+        return partial(_ending, observing(self._render, taken, called), self._demand)
 
     def _without_thoughts(self, page: list[int], turns: Iterable[Step]) -> list[int]:
         """Return a context in which past answers have only the thoughts that are kept."""
@@ -381,7 +381,7 @@ class History:
         room = self._room.max_tokens - self.tape.num_in_context
         self.tape.observe(Observations().fitted(observation, encode, max_tokens=room) or [], turn)
 
-    def _slide(self, observation: str, turn: int) -> bool:
+    def _slide(self, observation: str, taken: Turn, turn: int) -> bool:
         first = self._first_again(LEFT_OUT, self.max_prompt // 2)
         if first is None:
             return False
@@ -393,7 +393,7 @@ class History:
             kept.append(step)
             room -= len(step.ids)
         if not kept:  # The action is dropped, so an empty assistant turn replaces it.
-            ids = self._fitted_again(observation, None, room=room)
+            ids = self._fitted_again(observation, None, room=room, called=taken)
             if ids is None:
                 return False
             kept.append(Step([], ids))
@@ -405,7 +405,7 @@ class History:
     async def _sum_up(self, observation: str, taken: Turn, turn: int, ask: Ask) -> bool:
         room = self.max_prompt - self._room.turn_tokens  # Room that the longest summary leaves.
         first = self._first_again(f"\n\n{self._request}", room // 2)
-        ids = self._fitted_again(observation, None, room=room // 2)
+        ids = self._fitted_again(observation, None, room=room // 2, called=taken)
         if first is None or ids is None:
             return False  # Checked first: a summary is useless if no turn can follow it.
         demand = self._render.after_turn(self._request, **ending(taken))
@@ -414,7 +414,7 @@ class History:
         learns = self._room.options.learn_summaries
         self.tape.add_aside(summary, turn, Aside.SUMMARY, is_learnt=learns)
         room = min(self.max_prompt - len(first) - len(summary.token_ids), self._half)
-        ids = self._fitted_again(observation, summary, room=room)
+        ids = self._fitted_again(observation, summary, room=room, called=taken)
         assert ids is not None  # The check above used a smaller room.
         self.tape.restart([*first, *summary.token_ids, *ids], turn)
         return True
@@ -424,9 +424,15 @@ class History:
         text, encode = self._first
         return Observations().fitted(text, lambda cut: encode(cut, end), max_tokens=max_tokens)
 
-    def _fitted_again(self, observation: str, taken: Turn | None, *, room: int) -> list[int] | None:
-        """Return an observation for a new segment. A cut is not counted a second time."""
-        encode = self._answering(taken)
+    def _fitted_again(
+        self, observation: str, taken: Turn | None, *, room: int, called: Turn | None = None
+    ) -> list[int] | None:
+        """Return an observation for a new segment. A cut is not counted a second time.
+
+        Args:
+            taken, called: as in `observing`.
+        """
+        encode = self._answering(taken, called)
         return Observations().fitted(observation, encode, max_tokens=room)
 
 
@@ -437,10 +443,15 @@ def ending(taken: Turn | None) -> dict[str, Any]:
     return {"is_stopped": True, "end": taken.end}
 
 
-def observing(render: Render, taken: Turn | None) -> Encode:
-    """Return the encoder of an observation that follows an answer; None: an empty one."""
-    if isinstance(render, AnswerDependent) and taken is not None:
-        return partial(render.after_action, answer=taken.token_ids, **ending(taken))
+def observing(render: Render, taken: Turn | None, called: Turn | None = None) -> Encode:
+    """Return the encoder of an observation that follows an answer; None: an empty one.
+
+    Args:
+        called: the answer whose tool the observation belongs to; None: the same answer.
+    """
+    called = called or taken
+    if isinstance(render, AnswerDependent) and called is not None:
+        return partial(render.after_action, answer=called.token_ids, **ending(taken))
     return partial(render.after_action, **ending(taken))
 
 

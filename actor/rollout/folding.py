@@ -18,7 +18,7 @@ Source: context folding (arXiv 2510.11967), whose branch and return are tool cal
 
 from dataclasses import dataclass
 
-from actor.rollout.context import LEFT_OUT, Ask, Encode, History, Render, Room, Turn, ending
+from actor.rollout.context import LEFT_OUT, Ask, Encode, History, Render, Room, Turn, observing
 from actor.rollout.observations import CUT_MARK
 from common.config.evaluation import AgentOptions, ContextKind
 from common.segments import Aside
@@ -56,8 +56,6 @@ class Folding(History):
         self._most = room.options.branch_turns
         self._call: _Call | None = None
         self._latest = ""  # Latest observation; "" if it is part of the first message.
-        # Tokens to keep free for the segment after the branch.
-        self._reserved = room.turn_tokens + _least(render)
 
     async def begin(self, text: str, encode: Encode, ask: Ask) -> bool:
         return await super().begin(text, lambda cut: encode(cut + self._how), ask)
@@ -94,10 +92,12 @@ class Folding(History):
     def _open(self, taken: Turn, turn: int) -> bool:
         """Begin a branch if it fits, and the segment after it as well."""
         call = _Call(self.tape.context, taken)
-        if len(call.ids) + self._reserved > self.max_prompt:
+        # Tokens to keep free for the segment after the branch.
+        reserved = self._room.turn_tokens + _least(self._render, taken)
+        if len(call.ids) + reserved > self.max_prompt:
             return False
         if self._kind is ContextKind.FOLD:
-            self.tape.observe(self._render.after_action(OPENED, **ending(taken)), turn)
+            self.tape.observe(observing(self._render, taken)(OPENED), turn)
         else:
             first = self._first_again(LEFT_OUT, self.max_prompt // 2)
             room = self.max_prompt - len(first or []) - len(taken.token_ids)
@@ -114,18 +114,21 @@ class Folding(History):
         assert self._call is not None
         call = self._call
         self._call = None
-        ids = call.ids
-        text = ENDED + self._latest
-        taken = call.taken
-        if returned is not None:
-            note = self._render.after_action(CLOSED, **ending(taken))
-            ids = [*ids, *note, *returned.token_ids]
-            text = self._latest
-            taken = returned
-        room = self.max_prompt - len(ids)
-        observed = self._fitted_again(text, taken, room=room)
-        assert observed is not None  # `_open` reserved the room.
-        self.tape.restart([*ids, *observed], turn)
+        context = None if returned is None else self._with_return(call, returned)
+        if context is None:
+            observed = self._after(call.ids, ENDED + self._latest, call.taken)
+            assert observed is not None  # `_open` reserved the room.
+            context = observed
+        self.tape.restart(context, turn)
+
+    def _with_return(self, call: _Call, returned: Turn) -> list[int] | None:
+        """Return the caller's context with a branch's result, None if it does not fit."""
+        note = observing(self._render, call.taken)(CLOSED)
+        return self._after([*call.ids, *note, *returned.token_ids], self._latest, returned)
+
+    def _after(self, ids: list[int], text: str, taken: Turn) -> list[int] | None:
+        observed = self._fitted_again(text, taken, room=self.max_prompt - len(ids))
+        return None if observed is None else [*ids, *observed]
 
 
 def _says(action: str, tag: str) -> bool:
@@ -148,9 +151,11 @@ def least_of_branches(render: Render, options: AgentOptions, turn_tokens: int) -
     return 2 * (first + turn_tokens) + _least(render)
 
 
-def _least(render: Render) -> int:
-    """Return the tokens of the notes on a branch and of the shortest observation after it."""
-    cut = f"{ENDED}x{CUT_MARK.format(10**6)}"
-    return len(render.after_action(CLOSED, is_stopped=False)) + len(
-        render.after_action(cut, is_stopped=False)
-    )
+def _least(render: Render, taken: Turn | None = None) -> int:
+    """Return the tokens of the notes on a branch and of the shortest observation after it.
+
+    Args:
+        taken: the answer that opens the branch.
+    """
+    encode = observing(render, None, taken)
+    return len(encode(CLOSED)) + len(encode(f"{ENDED}x{CUT_MARK.format(10**6)}"))

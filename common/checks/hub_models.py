@@ -8,11 +8,11 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from common.checks.model_kind import check_kind
 from common.config.compute import ModelSection
@@ -28,6 +28,7 @@ NAME = re.compile(
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 WEIGHT_FILES = ("*.safetensors",)
 HUB_TIMEOUT_S = 10.0
+HTTP_LIBRARIES = ("httpx", "httpx2", "requests")  # Those of the versions of huggingface_hub.
 INDEX = "model.safetensors.index.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
@@ -119,7 +120,7 @@ def _resolve(key: str, name: str, *, has_weights: bool = True) -> HubModel:
     assert match is not None, name
     repository, revision = match["repository"], match["revision"]
     patterns = [*SMALL_FILES, *(WEIGHT_FILES if has_weights else ())]
-    folder = _cached(repository, revision, patterns)
+    folder = _cached(repository, revision, patterns, key=f"{key}={name}")
     problem = ""
     if not _is_pinned(revision) or folder is None or _missing_files(folder, has_weights):
         folder, problem = _fetch(repository, revision, SMALL_FILES, cached=folder)
@@ -145,19 +146,37 @@ def _is_pinned(revision: str | None) -> bool:
     return re.fullmatch(r"[0-9a-f]{40}", revision or "") is not None
 
 
-def _cached(repository: str, revision: str | None, patterns: Sequence[str]) -> Path | None:
-    """Return the folder of a commit in the cache, None if the cache has no part of it."""
+def _cached(
+    repository: str, revision: str | None, patterns: Sequence[str], *, key: str
+) -> Path | None:
+    """Return the folder of a commit in the cache, None if the cache has no part of it.
+
+    Raises: ConfigError: no repository can have this name.
+    """
     import huggingface_hub
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     hub: Any = huggingface_hub
     try:
         found = hub.snapshot_download(
             repository, revision=revision, allow_patterns=list(patterns), local_files_only=True
         )
-    except LocalEntryNotFoundError:
-        return None
+    except HFValidationError as error:
+        raise ConfigError(f"{key}: {_first_line(error)}") from error
+    except LocalEntryNotFoundError as error:
+        # A listing of the commit shows missing files; the folder has the others.
+        partial = getattr(error, "snapshot_path", None)
+        return Path(partial) if partial else _with_short_commit(repository, revision)
     return Path(found)
+
+
+def _with_short_commit(repository: str, revision: str | None) -> Path | None:
+    """Return the folder of the only cached commit that begins with a revision, None for none."""
+    if re.fullmatch(r"[0-9a-f]{7,39}", revision or "") is None:
+        return None
+    folder = Path(_cache_folder()) / f"models--{repository.replace('/', '--')}" / "snapshots"
+    found = list(folder.glob(f"{revision}*"))
+    return found[0] if len(found) == 1 else None
 
 
 def _fetch(
@@ -165,26 +184,31 @@ def _fetch(
 ) -> tuple[Path | None, str]:
     """Download the missing files; return the folder and "", or `cached` and the problem.
 
-    The commit is requested first: an unreachable hub is then found at once, without retries.
+    The commit is requested first: an unreachable hub is then found at once, without retries. The
+    files are requested by the name of the revision, so that the cache also finds them without a
+    network.
     """
     import huggingface_hub
 
     hub: Any = huggingface_hub
     wanted = list(patterns)
     try:
-        info = hub.HfApi().model_info(repository, revision=revision, timeout=HUB_TIMEOUT_S)
-        found = hub.snapshot_download(repository, revision=info.sha, allow_patterns=wanted)
-    except (OSError, _transport_error()) as error:  # No network, no such repository, or no access.
+        hub.HfApi().model_info(repository, revision=revision, timeout=HUB_TIMEOUT_S)
+        found = hub.snapshot_download(repository, revision=revision, allow_patterns=wanted)
+    except (OSError, *_transport_errors()) as error:  # No network, repository, access or proxy.
         return cached, _first_line(error)
     return Path(found), ""
 
 
-def _transport_error() -> type[Exception]:
-    """Return the base of the errors of the HTTP library that this huggingface_hub uses."""
-    from huggingface_hub.utils import get_session
+def _transport_errors() -> tuple[type[Exception], ...]:
+    """Return the bases of the errors of the HTTP library that this huggingface_hub uses.
 
-    library = type(get_session()).__module__.partition(".")[0]
-    return sys.modules[library].HTTPError
+    A wrong proxy variable of the shell is a ValueError or, for SOCKS, an ImportError.
+    """
+    libraries = [sys.modules[name] for name in HTTP_LIBRARIES if name in sys.modules]
+    names = ("HTTPError", "InvalidURL")
+    found = [getattr(each, name) for each in libraries for name in names if hasattr(each, name)]
+    return (*found, ValueError, ImportError)
 
 
 def _missing_files(folder: Path | None, has_weights: bool) -> list[str]:
@@ -198,10 +222,21 @@ def _missing_files(folder: Path | None, has_weights: bool) -> list[str]:
         return missing
     index = folder / INDEX
     if not index.is_file():
-        has_some = any(folder.glob("*.safetensors"))
+        # A cache whose copy is incomplete has links to missing files.
+        has_some = any(each.is_file() for each in folder.glob("*.safetensors"))
         return missing if has_some else [*missing, "model.safetensors"]
-    shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    return [*missing, *sorted(name for name in shards if not (folder / name).is_file())]
+    return [*missing, *(name for name in _shards_of(index) if not (folder / name).is_file())]
+
+
+def _shards_of(index: Path) -> list[str]:
+    """Return the names of the files of weights. Raises: ConfigError: the index is damaged."""
+    try:
+        found: object = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return sorted(set(map(str, cast(Iterable[object], found))))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{index}: has no list of files (weight_map); remove the file and fetch it again"
+        ) from error
 
 
 def _cache_folder() -> str:

@@ -15,16 +15,18 @@ from jinja2 import TemplateError
 from common.control_tokens import special_tokens
 from common.errors import ConfigError
 from common.formats.call_turn import CallTurn
+from common.formats.calls import NAME
 from common.formats.chat_renderer import ChatRenderer
-from common.formats.chat_template import render_chat
+from common.formats.chat_template import fingerprint, render_chat
+from common.formats.turn_ends import TurnEnd
 
 _OPEN = "\ue000"
 _CLOSE = "\ue001"
 _MARK = re.compile(f"{_OPEN}\\d+{_CLOSE}")
 _USER = "\u2402user\u2403"
 _NEXT = "\u2402next\u2403"
-_END = re.compile(f"\\s*{_OPEN}\\d+{_CLOSE}")  # The token that ends an answer.
-_OTHER = "another chat template produced its tokens"
+_TOOL = r"[\w.-]{1,64}"  # The name of a tool before its result.
+_NEVER = "\ue002"  # A character that no text contains.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +43,21 @@ class Spoken:
 
 
 @dataclass(frozen=True, slots=True)
+class _SystemFrame:
+    """Text of a template before and after a system message."""
+
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Frame:
-    """Text of a template before and after a message that follows an agent's message."""
+    """Text of a template around a message that follows an agent's message."""
 
     role: str
-    before: str
+    end: TurnEnd  # End of the agent's message.
+    ids: list[int]  # Tokens from that end to the message.
+    named: str  # Name in these tokens that stands for the name of any tool; "": none.
     after: str
 
 
@@ -58,6 +70,7 @@ class Framing:
         Args:
             day: the date in the prompts, as in `render_chat`.
         """
+        self.fingerprint = fingerprint(tokenizer)
         self._tokenizer = tokenizer
         self._day = day
         self._names = {
@@ -71,28 +84,18 @@ class Framing:
         user = {"role": "user", "content": _USER}
         self._head = self._framed(self._render([user]).partition(_USER)[0])
         self._after = self._framed(turns.closed)
-        self._frames = self._frames_of("user", turns.between, turns.ended, turns.closed)
-        self._end_of_turn = _first_end(self._framed(turns.between))
+        ids = self._encoded(turns.between)
+        self._user = _Frame("user", renderer.turn_end, ids, "", self._after)
+        self._frames = [self._user]
         self._system = self._system_frame(user)
         call = renderer.call_turn
-        if isinstance(call, CallTurn):
-            after = call.after.removesuffix(turns.asked)
-            frames = self._frames_of("tool", call.between, call.ended, after)
-            if frames[0].before != self._frames[0].before:
-                self._frames[:0] = frames  # First, since the user's frame may be a prefix of it.
-                self._headers.append(self._framed(call.answered))
+        if isinstance(call, CallTurn) and self._encoded(call.between) != ids:
+            after = self._framed(call.after.removesuffix(turns.asked))
+            ids = self._encoded(call.between)
+            self._frames.append(_Frame("tool", renderer.call_turn_end, ids, NAME, after))
+            self._headers.append(self._framed(call.answered))
+            self._ends.add(f"{_OPEN}{renderer.call_turn_end.run[0]}{_CLOSE}")
         self._headers.sort(key=len, reverse=True)
-
-    def _frames_of(self, role: str, between: str, last: str, after: str) -> list[_Frame]:
-        """Return the frames of a message after an answer, by the tokens that its end stands for."""
-        framed = self._framed(between)
-        end = _first_end(framed)
-        rest = framed.removeprefix(end)
-        frames = [_Frame(role, rest, self._framed(after))]
-        while end and (more := _MARK.match(rest)) and more[0] in self._framed(last):
-            rest = rest.removeprefix(more[0])  # Another token of the same end.
-            frames.append(_Frame(role, rest, self._framed(after)))
-        return frames
 
     def messages(self, token_ids: np.ndarray, loss_mask: np.ndarray) -> list[Spoken]:
         """Return the messages of a row of tokens, user and agent in turn.
@@ -112,11 +115,36 @@ class Framing:
             if start == 0:
                 said += self._begun(text)
                 continue
-            text = text.removeprefix(self._end_of_turn)
-            if end == len(token_ids) and not any(text.startswith(f.before) for f in self._frames):
+            found = self._next(text, int(token_ids[start - 1]))
+            if found is None and end == len(token_ids):
                 break  # The template's text after the last turn.
-            said += self._unsampled(text)
+            if found is None:
+                raise self._mismatch(text, self._marked(self._user.ids))
+            said += self._unsampled(*found)
         return said
+
+    def _next(self, text: str, last: int) -> tuple[_Frame, str] | None:
+        """Return the frame of the message after a sampled answer, and the text from there on.
+
+        Args:
+            text: framed text after the answer.
+            last: last token of the answer.
+        """
+        found: list[tuple[int, _Frame]] = []
+        is_stopped = f"{_OPEN}{last}{_CLOSE}" in self._ends
+        for frame in self._frames:
+            num = frame.end.num_sampled(last, is_stopped=is_stopped)
+            if begun := self._before(frame, num).match(text):
+                found.append((begun.end(), frame))
+        if not found:
+            return None
+        length, frame = max(found, key=lambda each: each[0])  # One may be a prefix of the other.
+        return frame, text[length:]
+
+    def _before(self, frame: _Frame, num: int) -> re.Pattern[str]:
+        """Return the pattern of the text before a message, without tokens of the answer's end."""
+        pieces = self._marked(frame.ids[num:]).split(frame.named or _NEVER)
+        return re.compile(_TOOL.join(map(re.escape, pieces)))
 
     def _answer(self, text: str) -> str:
         """Return an answer without the tokens that end it. Other tokens have their names."""
@@ -130,15 +158,36 @@ class Framing:
 
     def _begun(self, text: str) -> list[Spoken]:
         """Return the messages before the first sampled one."""
-        before = self._frames[-1].before
         if text.startswith(self._head) and not self._has_system(text):
-            return self._unsampled(before + text[len(self._head) :])
-        if self._system is None or not text.startswith(self._system.before):
-            raise ConfigError(_OTHER)
-        system, found, rest = text[len(self._system.before) :].partition(self._system.after)
-        if not found:
-            raise ConfigError(_OTHER)
-        return [Spoken(role="system", text=self._named(system)), *self._unsampled(before + rest)]
+            return self._unsampled(self._user, text[len(self._head) :])
+        frame = self._system
+        if frame is not None and text.startswith(frame.before):
+            system, found, rest = text[len(frame.before) :].partition(frame.after)
+            if found:
+                return [self._instruction(system), *self._unsampled(self._user, rest)]
+        # The tools of a prompt may stand in any place before the first message of the user.
+        opening = self._marked(self._user.ids[self._num_end :])
+        system, found, rest = text.partition(opening)
+        if not (found and _MARK.search(opening)):
+            raise self._mismatch(text, self._head)
+        return [self._instruction(system), *self._unsampled(self._user, rest)]
+
+    @property
+    def _num_end(self) -> int:
+        """Number of tokens that end an answer before a user's message."""
+        end = self._user.end
+        return len(end.lead) + len(end.run)
+
+    def _instruction(self, system: str) -> Spoken:
+        return Spoken(role="system", text=self._named(system))
+
+    def _mismatch(self, text: str, expected: str) -> ConfigError:
+        """Return the error for tokens that the chat template does not produce."""
+        return ConfigError(
+            f"the run's chat template does not produce its tokens: {self._named(text)!r:.80} stands"
+            f" in the place of {self._named(expected)!r:.80}; use format=json, which needs no"
+            " template"
+        )
 
     def _has_system(self, text: str) -> bool:
         """Return whether a text that begins like a user's message begins with a system message."""
@@ -151,26 +200,29 @@ class Framing:
             and frame.after in text[len(frame.before) :].partition(self._after)[0]
         )
 
-    def _unsampled(self, text: str) -> list[Spoken]:
+    def _unsampled(self, frame: _Frame, text: str) -> list[Spoken]:
+        """Return the messages of a text that begins with a message of a frame."""
         said: list[Spoken] = []
         while True:
-            frame = next((f for f in self._frames if text.startswith(f.before)), None)
-            if frame is None:
-                raise ConfigError(_OTHER)
-            inner, found, text = text[len(frame.before) :].partition(frame.after)
+            inner, found, rest = text.partition(frame.after)
             if not found:
-                raise ConfigError(_OTHER)
+                raise self._mismatch(text, frame.after)
+            text = rest
             said.append(Spoken(role=frame.role, text=self._named(inner)))
             header = next((each for each in self._headers if text.startswith(each)), "")
             text = text.removeprefix(header)
             if not text:
                 return said
-            answer, found, text = text.partition(self._end_of_turn)
-            if not found:
-                raise ConfigError(_OTHER)
-            said.append(Spoken(role="assistant", text=self._named(answer)))
+            ends = [
+                (at, each) for each in self._frames if (at := self._before(each, 0).search(text))
+            ]
+            if not ends:
+                raise self._mismatch(text, self._marked(self._user.ids))
+            begun, frame = min(ends, key=lambda each: each[0].start())
+            said.append(Spoken(role="assistant", text=self._named(text[: begun.start()])))
+            text = text[begun.end() :]
 
-    def _system_frame(self, user: dict[str, Any]) -> _Frame | None:
+    def _system_frame(self, user: dict[str, Any]) -> _SystemFrame | None:
         """Return the frame of a system message; None: the template supports none."""
         try:
             text = self._render([{"role": "system", "content": _NEXT}, user])
@@ -180,7 +232,7 @@ class Framing:
         between, has_user, _ = rest.partition(_USER)
         if not (found and has_user and between):
             return None
-        return _Frame("system", self._framed(before), self._framed(between))
+        return _SystemFrame(self._framed(before), self._framed(between))
 
     def _render(self, messages: list[dict[str, Any]]) -> str:
         if not getattr(self._tokenizer, "chat_template", None):
@@ -190,7 +242,10 @@ class Framing:
         return render_chat(self._tokenizer, messages, day=self._day)
 
     def _framed(self, text: str) -> str:
-        return self._marked(self._tokenizer.encode(text, add_special_tokens=False))
+        return self._marked(self._encoded(text))
+
+    def _encoded(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _marked(self, token_ids: list[int]) -> str:
         """Return the text with each control token's id between two marks."""
@@ -201,9 +256,3 @@ class Framing:
             else:
                 parts.append(self._tokenizer.decode(list(run)))
         return "".join(parts)
-
-
-def _first_end(framed: str) -> str:
-    """Return the token with which a framed text ends the answer before it, "" for none."""
-    found = _END.match(framed)
-    return found[0] if found else ""

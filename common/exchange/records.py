@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import ConfigError
-from common.exchange.writing import arrow
+from common.exchange.writing import FINGERPRINT, arrow
 from common.formats.thoughts import FIELDS
 
 Record = dict[str, Any]
@@ -116,7 +116,10 @@ def _message(message: object, role_key: str, text_key: str, place: str) -> Recor
     thoughts = next((message[name] for name in FIELDS if message.get(name)), "")
     if not isinstance(thoughts, str):
         raise ConfigError(f"{place}: thoughts are {type(thoughts).__name__}, not text")
-    extra = {"role": shown_role, "thoughts": thoughts, "tool_calls": calls}
+    number = str(message.get("tool_call_id") or "") if role == "tool" else ""
+    extra = {"role": shown_role, "thoughts": thoughts, "tool_calls": calls, "tool_call_id": number}
+    if sender == "gpt" and message.get("weight") == 0:
+        found["loss"] = False
     return {**found, **{name: value for name, value in extra.items() if value}}
 
 
@@ -164,8 +167,12 @@ def _about(record: Record, place: str) -> Record:
     return about
 
 
-def tokens_of(record: object, place: str) -> TokenRow | None:
+def tokens_of(record: object, place: str, *, fingerprint: str = "") -> TokenRow | None:
     """Return the tokens of a record, None if it has none.
+
+    Args:
+        fingerprint: that of the reading tokenizer. Tokens with another one are left out, since the
+            record also has its messages.
 
     Raises: ConfigError: the tokens are inconsistent or invalid.
     """
@@ -174,6 +181,8 @@ def tokens_of(record: object, place: str) -> TokenRow | None:
     if isinstance(record.get("steps"), list):
         return _of_atif(record, place)
     if not isinstance(record.get("token_ids"), list):
+        return None
+    if record.get(FINGERPRINT, fingerprint) != fingerprint:
         return None
     if "policy" in record:
         raise ConfigError(

@@ -17,6 +17,7 @@ from common.wire.messages import EpisodeKind, PolicyKind, Trajectory
 
 FORMATS = ("json", "agenttraj", "sft", "parquet", "atif")
 ATIF = "ATIF-v1.7"
+FINGERPRINT = "tokenizer"  # Field with the fingerprint of the vocabulary and chat template.
 TRAIN_ITEM = "-train-"  # Part of the id of every training item.
 ROWS_AT_ONCE = 1_000  # Rows of one write to a Parquet file.
 COLUMNS = {  # Types of the Parquet columns, by their names in pyarrow.
@@ -53,7 +54,10 @@ def write(format: str, path: Path, episodes: Iterable[Trajectory], framing: Fram
     num = 0
     with path.open("w", encoding="utf-8") as out:
         for row, number, count, said in rows:
-            out.write(json.dumps(record_of(row, number, count, said)) + "\n")
+            record = record_of(row, number, count, said)
+            if record_of in (_sft, _agenttraj):  # The other formats have tokens of their own.
+                record |= _tokens(row, framing.fingerprint)
+            out.write(json.dumps(record) + "\n")
             num += 1
     return num
 
@@ -104,8 +108,25 @@ def _sft(row: Trajectory, number: int, count: int, said: list[Spoken]) -> dict[s
     return {"messages": _messages(said), **_about(row, number, count)}
 
 
-def _messages(said: list[Spoken]) -> list[dict[str, str]]:
-    return [{"role": each.role, "content": each.text} for each in said]
+def _tokens(row: Trajectory, fingerprint: str) -> dict[str, Any]:
+    """Return the tokens of a row. They replace the texts where the fingerprint is the same."""
+    return {
+        "token_ids": row.token_ids.tolist(),
+        "loss_mask": row.loss_mask.astype(bool).tolist(),
+        FINGERPRINT: fingerprint,
+    }
+
+
+def _messages(said: list[Spoken]) -> list[dict[str, Any]]:
+    """Return messages. Weight 0, as in OpenAI's format, marks an answer that was not sampled."""
+    return [
+        {
+            "role": each.role,
+            "content": each.text,
+            **({"weight": 0} if each.is_agent and not each.is_sampled else {}),
+        }
+        for each in said
+    ]
 
 
 def _atif(row: Trajectory, number: int, count: int, said: list[Spoken]) -> dict[str, Any]:
@@ -161,7 +182,8 @@ def arrow(module: str) -> Any:
 def _write_parquet(path: Path, rows: Iterator[_Row]) -> int:
     pa = arrow("pyarrow")
     parquet = arrow("pyarrow.parquet")
-    message = pa.struct([("role", pa.string()), ("content", pa.string())])
+    kinds = {"role": "string", "content": "string", "weight": "int32"}
+    message = pa.struct([(name, getattr(pa, kind)()) for name, kind in kinds.items()])
     fields = [(name, getattr(pa, kind)()) for name, kind in COLUMNS.items()]
     fields += [(name, pa.list_(getattr(pa, kind)())) for name, kind in LISTS.items()]
     schema = pa.schema([*fields, ("messages", pa.list_(message))])

@@ -36,6 +36,7 @@ class CallNames:
 
     special: Sequence[str]
     ends: Sequence[str]  # Names of those that may end a turn.
+    after_thoughts: Sequence[str] = ()  # Marks behind thoughts.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +198,12 @@ class _Probe:
         closed = asked.removesuffix(self.turns.asked)
         text = whole.removeprefix(closed if whole.startswith(closed) else self.turns.closed)
         found = form.begin.search(text)
-        return text[: found.start()] if found else ""
+        if found is None:
+            return ""
+        # The tags before a call are also a part of its beginning.
+        lead = text[: found.end()]
+        marks = [each for each in self.names.after_thoughts if each in lead]
+        return lead[: max([found.start(), *(lead.rindex(each) + len(each) for each in marks)])]
 
     def _strips(self) -> bool:
         """Return whether the template removes whitespace around a result."""

@@ -7,8 +7,10 @@ Example:
 
 import ast
 import json
+import math
 import re
-from typing import Any, cast
+import warnings
+from typing import Any, NoReturn, cast
 
 MAX_TRIES = 64  # Closing brackets that are tried as the end of a list of Python calls.
 CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
@@ -16,6 +18,20 @@ _PYTHON_NAME = re.compile(r"\b(?:True|False|None)\b")  # Templates write nested 
 _BARE_KEY = re.compile(r"([{,]\s*)([\w.-]+)\s*:")
 _PLACE = "\udc04"  # Half of a surrogate pair. Valid text never contains it.
 _PLACES = re.compile(f"{_PLACE}(\\d+){_PLACE}")
+
+
+def _refused(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:40]} is larger than any float")
+    return number
+
+
+DECODER = json.JSONDecoder(parse_constant=_refused, parse_float=_finite)
 
 
 def read_python(text: str, at: int) -> tuple[list[tuple[str, dict[str, Any]]], int]:
@@ -28,18 +44,35 @@ def read_python(text: str, at: int) -> tuple[list[tuple[str, dict[str, Any]]], i
         stop = text.find("]", stop) + 1
         if stop == 0:
             break
-        try:
-            tree = ast.parse(text[at:stop].strip(), mode="eval")
-        except (SyntaxError, ValueError, MemoryError, RecursionError):
-            continue
-        return _calls_of(tree.body), stop
+        tree = _parsed(text[at:stop].strip())
+        if tree is not None:
+            return _calls_of(tree), stop
     raise ValueError("no list of calls in Python's syntax ends here")
+
+
+def _parsed(text: str) -> ast.expr | None:
+    """Return a Python expression, None if the text is none.
+
+    Models write line breaks inside of quotes, where Python does not allow them.
+    """
+    for each in (text, text.replace("\n", "\\n")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # An unknown escape, such as \\d.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            try:
+                return ast.parse(each, mode="eval").body
+            except (SyntaxError, ValueError, MemoryError, RecursionError):
+                continue
+    return None
 
 
 def read_python_lines(text: str) -> list[tuple[str, dict[str, Any]]]:
     """Return the calls in a text of Python statements. Raises: ValueError: it has others."""
     try:
-        tree = ast.parse(text.strip())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            warnings.simplefilter("ignore", DeprecationWarning)
+            tree = ast.parse(text.strip())
     except (SyntaxError, MemoryError, RecursionError) as error:
         raise ValueError(f"no calls in Python's syntax: {error}") from error
     values = [each.value for each in tree.body if isinstance(each, ast.Expr)]
@@ -68,24 +101,35 @@ def _value_of(node: ast.expr) -> object:
     if isinstance(node, ast.Name) and node.id in CONSTANTS:
         return CONSTANTS[node.id]
     if isinstance(node, ast.Dict):
-        keys = [ast.literal_eval(each) if each else None for each in node.keys]
+        keys = [_literal(each) if each else None for each in node.keys]
         if not all(isinstance(each, str) for each in keys):
             raise ValueError("a key of an argument is no text")
         return dict(zip(keys, map(_value_of, node.values), strict=True))
     if isinstance(node, ast.List | ast.Tuple):
         return [_value_of(each) for each in node.elts]
-    value = ast.literal_eval(node)
-    if not isinstance(value, str | int | float | bool | None):
-        raise ValueError(f"an argument is {type(value).__name__}")
+    value = _literal(node)
+    is_number = isinstance(value, float)
+    if not isinstance(value, str | int | float | bool | None) or (
+        is_number and not math.isfinite(value)
+    ):
+        raise ValueError(f"an argument is {type(value).__name__} {value!r:.40}")
     return value
+
+
+def _literal(node: ast.expr) -> object:
+    """Return the value of a literal. Raises: ValueError: it is none."""
+    try:
+        return ast.literal_eval(node)
+    except (TypeError, SyntaxError, MemoryError) as error:  # A set of lists, for example.
+        raise ValueError(f"an argument is no literal: {error}") from error
 
 
 def read_literal(text: str) -> object:
     """Return a list or an object in Python's syntax; the text itself if it is neither."""
+    node = _parsed(text.strip())
     try:
-        node = ast.parse(text.strip(), mode="eval").body
         return _value_of(node) if isinstance(node, ast.List | ast.Dict) else text
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
+    except (ValueError, RecursionError):
         return text
 
 
@@ -119,7 +163,8 @@ def read_quoted(text: str, at: int, quote: str) -> tuple[dict[str, Any], int]:
         raise ValueError("an object has no end")
     keyed = _BARE_KEY.sub(r'\1"\2":', "".join(parts))
     keyed = _PYTHON_NAME.sub(lambda each: json.dumps(CONSTANTS[each[0].lower()]), keyed)
-    found: object = json.loads(_PLACES.sub(lambda each: json.dumps(texts[int(each[1])]), keyed))
+    whole = _PLACES.sub(lambda each: json.dumps(texts[int(each[1])]), keyed)
+    found: object = DECODER.decode(whole)
     if not isinstance(found, dict):
         raise ValueError("must be an object")
     return cast(dict[str, Any], found), place

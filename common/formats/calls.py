@@ -4,14 +4,18 @@ The form is detected by rendering calls of a tool with a made-up name and argume
 """
 
 import itertools
-import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
-from common.formats.call_values import read_literal, read_python, read_python_lines, read_quoted
+from common.formats.call_values import (
+    DECODER,
+    read_literal,
+    read_python,
+    read_python_lines,
+    read_quoted,
+)
 
 NAME = "probe_of_a_name"
 KEYS = ("first_probed_key", "second_probed_key")
@@ -318,20 +322,6 @@ CLOSING = "closing"  # Group of the text that stands only behind the last of sev
 ATTRIBUTE = re.compile(r'="[^"]*"')  # The value of an attribute depends on the argument's type.
 NAMED = r"\s*(?P<name>\S+?)\s*"
 WORDS = re.compile(r"<[^<>\s]*>|\[[A-Z_]+\]|[^\s<\[]+|\S")  # Tags and words of a template.
-
-
-def _refused(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text[:40]} is larger than any float")
-    return number
-
-
-DECODER = json.JSONDecoder(parse_constant=_refused, parse_float=_finite)
 
 
 def _only(value: object) -> dict[str, object]:

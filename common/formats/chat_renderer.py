@@ -19,6 +19,7 @@ from common.formats.calls import NAME, CallForm, as_call, each_text
 from common.formats.measured import MeasuredTemplate
 from common.formats.past_answers import PastAnswers, past_end
 from common.formats.sampled import without_marks
+from common.formats.thoughts import FIELDS
 from common.formats.turn_ends import TurnEnd
 from common.formats.turns import ASSISTANT, USER, Message, Turns
 
@@ -37,12 +38,24 @@ class ChatRenderer(MeasuredTemplate):
         """Text of the chat template around and between messages."""
         return self._turns
 
+    @property
+    def turn_end(self) -> TurnEnd:
+        """End of an answer before a user's message."""
+        return self._end
+
+    @property
+    def call_turn_end(self) -> TurnEnd:
+        """End of an answer with calls before their results."""
+        assert isinstance(self.call_turn, CallTurn)
+        return self._end_of_turn(self.call_turn.between, self.call_turn.ended)
+
     def sampled_end(self, *, has_calls: bool) -> int:
         """Return the token with which a policy ends an answer, or an answer with calls."""
-        own = self._end
         if has_calls and isinstance(self.call_turn, CallTurn):
-            own = self._end_of_turn(self.call_turn.between, self.call_turn.ended)
-        return own.last[0] if own.last else own.run[0]
+            own = self.call_turn_end
+            return own.last[0] if own.last else own.run[0]
+        ends = [each for each in (*self._end.last, *self._end.run) if each in self.end_of_turn_ids]
+        return ends[0] if ends else self.end_of_turn_ids[0]
 
     @property
     def lead_of_end(self) -> list[int]:
@@ -52,9 +65,7 @@ class ChatRenderer(MeasuredTemplate):
     @property
     def call_end(self) -> str:
         """Text of the token that ends an answer with calls before their results."""
-        assert isinstance(self.call_turn, CallTurn)
-        own = self._end_of_turn(self.call_turn.between, self.call_turn.ended)
-        return self._tokenizer.decode(own.run[:1])
+        return self._tokenizer.decode(self.call_turn_end.run[:1])
 
     def rendered(
         self, messages: Sequence[Message], *, tools: list[Any] | None = None, is_asking: bool = True
@@ -187,7 +198,7 @@ class ChatRenderer(MeasuredTemplate):
         if has_calls and isinstance(self.call_turn, CallTurn):
             said = {**said, "content": "", "tool_calls": self._answered_calls(messages, calls)}
             mark = said["tool_calls"][0]["function"]["name"]
-            ends.append(self._end_of_turn(self.call_turn.between, self.call_turn.ended))
+            ends.append(self.call_turn_end)
         whole = self._safely([{"role": "user", "content": USER}, said, *messages], tools)
         _, _, tail = whole.partition(USER)[2].partition(mark)
         found = [place for each in ends if (place := self._place_of(each, tail)) is not None]
@@ -228,8 +239,7 @@ class ChatRenderer(MeasuredTemplate):
 
     def _safely(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> str:
         """Return a conversation as text for `ControlTokens.encode`. Raises: ValueError."""
-        if any(each.get("tool_calls") for each in messages):
-            messages = list(map(self._with_own_calls, messages))
+        messages = list(map(self._with_own_fields, messages))
         named = ("role", "type")  # The actor writes these fields, so they need no escaping.
         broken = self._control.broken
         safe = [
@@ -241,8 +251,12 @@ class ChatRenderer(MeasuredTemplate):
         except (TemplateError, TypeError, RecursionError) as error:
             raise ValueError(f"the chat template: {error}") from error
 
-    def _with_own_calls(self, message: Message) -> Message:
-        """Return a message with its calls in the form that the template accepts."""
+    def _with_own_fields(self, message: Message) -> Message:
+        """Return a message with its calls and thoughts in the fields that the template reads."""
+        thoughts = message.get(FIELDS[0])
+        if thoughts and self.thoughts.field not in ("", FIELDS[0]):
+            kept = {name: value for name, value in message.items() if name != FIELDS[0]}
+            message = {**kept, self.thoughts.field: thoughts}
         calls = message.get("tool_calls")
         if not calls or isinstance(self.call_turn, str) or not self.call_turn.has_text:
             return message

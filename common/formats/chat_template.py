@@ -4,10 +4,12 @@ The settings are the run's date, its own template and the variables of the templ
 once in each process.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, datetime
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -106,6 +108,16 @@ def template_of(tokenizer: Any) -> str:
     if isinstance(own, dict):
         own = cast(dict[str, str], own).get("default", "")
     return _process.template or str(own)
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """Return a digest of a vocabulary and its chat template with the settings of this process.
+
+    Texts with equal fingerprints have equal tokens. The date is no part of it.
+    """
+    parts = (sorted(tokenizer.get_vocab().items()), template_of(tokenizer), _process.variables)
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def prompt_date() -> str:

@@ -11,13 +11,14 @@ from common.errors import ConfigError
 from common.formats.call_turn import CallNames, CallTurn, measure_call
 from common.formats.calls import CallForm
 from common.formats.chat_template import render_chat, template_of
-from common.formats.sampled import SampledText
+from common.formats.sampled import SampledText, without_marks
 from common.formats.thoughts import measure_thoughts
 from common.formats.turn_ends import TurnEnd, configured_ends, find_end
 from common.formats.turns import Message, measure_turns
 
 # Size of the cache of encoded texts. Episodes of a group begin with the same text.
 NUM_KNOWN_TEXTS = 256
+RESULT_ID = "tool_call_id"  # Field of a tool result: the id of its call.
 CALL_ID = "call{:05}"  # The format that the strictest template requires.
 
 
@@ -116,6 +117,7 @@ class MeasuredTemplate:
         names = CallNames(
             special=list(self._special.values()),
             ends=[self._special[each] for each in ends if each in self._special],
+            after_thoughts=[without_marks(closes) for _, closes in self.thoughts.blocks],
         )
         return measure_call(self._with_tools, self._turns, names, self._as_sampled, **which)
 
@@ -154,17 +156,45 @@ class MeasuredTemplate:
 
 
 def with_ids(messages: Sequence[Message]) -> list[Message]:
-    """Return messages whose tool calls and results have ids, which some templates require."""
+    """Return messages whose calls and results have ids, and results the name of their call.
+
+    Some templates require them.
+    """
     found: list[Message] = []
+    names: list[str] = []  # Names of the calls of the latest answer, without those of its results.
     place = 0
     for each in messages:
         if each["role"] == "tool":
-            each = {"tool_call_id": CALL_ID.format(place), **each}
+            name = {"name": names[place]} if place < len(names) else {}
+            each = {"tool_call_id": CALL_ID.format(place), **name, **each}
             place = place + 1
         else:
             place = 0
+            names = []
         if calls := cast(list[dict[str, Any]], each.get("tool_calls") or []):
             named = [{"id": CALL_ID.format(i), **call} for i, call in enumerate(calls)]
+            names = [str(call["function"]["name"]) for call in calls]
             each = {**each, "tool_calls": named}
         found.append(each)
     return found
+
+
+def in_order(results: Sequence[Message], calls: Sequence[Message]) -> list[Message]:
+    """Return tool results without ids, in the order of the calls whose ids they have.
+
+    Raises: ValueError: a result has the id of no call.
+    """
+    places = {str(call["id"]): i for i, call in enumerate(calls) if call.get("id")}
+    order: list[int] = []
+    for place, each in enumerate(results):
+        given = str(each.get(RESULT_ID) or "")
+        if given and places and given not in places:
+            known = ", ".join(places)
+            raise ValueError(
+                f"{RESULT_ID}={given!r:.80}: the answer before it has no such call; it has {known}"
+            )
+        order.append(places.get(given, place))
+    if len(set(order)) < len(order):  # Two results of one call stay as they are.
+        order = list(range(len(results)))
+    placed = sorted(zip(order, results, strict=True), key=lambda pair: pair[0])
+    return [{k: v for k, v in each.items() if k != RESULT_ID} for _, each in placed]

@@ -36,6 +36,7 @@ class ThoughtForm:
     opens: str = ""  # Start of a message that holds thoughts.
     head_end: str = ""  # Last special token of a message's head.
     asked: str = ""  # End of the generation prompt: the answer continues it.
+    field: str = ""  # Field of a message whose thoughts the template shows; "": it shows none.
 
     def spans(self, answer: str) -> list[Span]:
         """Return start and end of each part of a marked answer that is no thought.
@@ -110,19 +111,25 @@ class ThoughtForm:
 
 
 def _outside(text: str, start: int, end: int, opens: str, closes: str) -> list[Span]:
-    """Return the parts of text[start:end] outside of blocks."""
+    """Return the parts of text[start:end] outside of blocks.
+
+    Behind a block, another end of thoughts is a part of the answer.
+    """
     found: list[Span] = []
     at = start
+    has_block = False
     while at < end:
         first = text.find(opens, at, end)
         stop = text.find(closes, at, end)
         if stop >= 0 and (first < 0 or stop < first):  # The block's beginning is missing.
-            found = []
+            found = [*found, (at, stop)] if has_block else []
+            has_block = True
             at = stop + len(closes)
             continue
         found.append((at, end if first < 0 else first))
         if first < 0 or stop < 0:
             break
+        has_block = True
         at = stop + len(closes)
     return found
 
@@ -134,6 +141,7 @@ def measure_thoughts(render: RenderTurns, turns: Turns, sampled: SampledText) ->
     shown = _shown(render, turns)
     if shown is None:
         return ThoughtForm(blocks=_distinct(usual), asked=asked)
+    field = shown[3]
     opens, closes = map(sampled.encoded, shown[:2])
     header = sampled.encoded(turns.answered)
     between = closes.removesuffix(header)
@@ -146,27 +154,31 @@ def measure_thoughts(render: RenderTurns, turns: Turns, sampled: SampledText) ->
             opens=opens.strip(),
             head_end=head_end,
             asked=asked.rpartition(repeated)[2],
+            field=field,
         )
     own = (opens.strip(), sampled.encoded(shown[2]).strip().partition("\n")[0])
-    return ThoughtForm(blocks=_distinct([own, *usual]), asked=asked)
+    return ThoughtForm(blocks=_distinct([own, *usual]), asked=asked, field=field)
 
 
-def _shown(render: RenderTurns, turns: Turns) -> tuple[str, str, str] | None:
+def _shown(render: RenderTurns, turns: Turns) -> tuple[str, str, str, str] | None:
     """Return the text before and after thoughts in an answer; None: the template shows none.
 
     The third text is the end of the thoughts: the start of the second one that an answer with text
-    and one with calls share.
+    and one with calls share. The fourth text is the field of the thoughts.
     """
-    found: list[tuple[str, str]] = []
+    found: list[tuple[str, str, str]] = []
     for extra in ({"content": ASSISTANT}, {"content": "", "tool_calls": [as_call(NAME, {})]}):
         plain = _text_of(render, [USER_SAID, {"role": "assistant", **extra}])
-        shown = (_around(render, turns, plain, {**extra, name: THOUGHT}) for name in FIELDS)
-        found += [each for each in shown if each is not None][:1]
+        for name in FIELDS:
+            shown = _around(render, turns, plain, {**extra, name: THOUGHT})
+            if shown is not None:
+                found.append((*shown, name))
+                break
     if not found:
         return None
-    opens, closes = found[0]
+    opens, closes, field = found[0]
     shared = shared_tags(closes, found[-1][1])
-    return opens, closes, shared if shared.strip() else closes
+    return opens, closes, shared if shared.strip() else closes, field
 
 
 def _around(render: RenderTurns, turns: Turns, plain: str, said: Message) -> tuple[str, str] | None:

@@ -27,6 +27,7 @@ class Message:
     role: str = ""  # "system" or "tool"; "": user or assistant, by `is_agent`.
     thoughts: str = ""  # Text of a field for thoughts, such as reasoning_content.
     calls: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    call_id: str = ""  # Id of the call that a tool result belongs to; "": it has none.
 
     @property
     def chat_role(self) -> str:
@@ -95,6 +96,7 @@ def _conversation(record: object, place: str) -> Conversation:
                 role=str(message.get("role") or ""),
                 thoughts=str(message.get("thoughts") or ""),
                 calls=message.get("tool_calls") or [],
+                call_id=str(message.get("tool_call_id") or ""),
             )
         )
     reward = record.get("reward", 1.0)

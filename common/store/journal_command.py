@@ -16,6 +16,7 @@ import numpy as np
 from common.config.command_line import ParsedCommand
 from common.errors import ConfigError
 from common.exchange.writing import FORMATS, load_framing, write
+from common.formats.chat_template import fix_template
 from common.store.journal import read_journal
 from common.store.records import PACKED_SUFFIX
 from common.store.run_dir import RunDir, read_json
@@ -147,6 +148,7 @@ def _export(run_dir: RunDir, options: dict[str, str], say: Say) -> int:
         raise ConfigError(f"to={target}: the folder of this file does not exist")
     partial = target.with_name(f".{target.name}.partial")
     if format != "json":
+        fix_template(None, run_dir.read_prompt_variables())  # The folder has the run's template.
         framing = load_framing(run_dir.tokenizer, day=run_dir.read_date())
         episodes = (trajectory for _, trajectory in read_journal(run_dir.journal))
         with contextlib.ExitStack() as stack:

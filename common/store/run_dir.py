@@ -64,12 +64,19 @@ class RunDir:
 
     def read_source(self) -> str:
         """Return `model.source` of the run's configuration, "" without one."""
+        return self._read_model().get("source", "")
+
+    def read_prompt_variables(self) -> dict[str, Any]:
+        """Return `model.chat_template_kwargs` of the run's configuration, {} without one."""
+        return self._read_model().get("chat_template_kwargs", {})
+
+    def _read_model(self) -> dict[str, Any]:
         import yaml  # Imported here, because small helper processes import this module.
 
         if not self.config.is_file():
-            return ""
+            return {}
         tree = yaml.safe_load(self.config.read_text(encoding="utf-8"))
-        return tree.get("model", {}).get("source", "")
+        return tree.get("model", {})
 
     def publish_address(self, role: str, address: str) -> None:
         """Publish the address of `role` in a file for the roles with access to this disk."""

@@ -12,6 +12,7 @@ from common.config.load import config_as_yaml, git_revision
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.formats.chat_template import today
+from common.formats.turn_ends import GENERATION_CONFIG
 from common.store.run_dir import RunDir, read_json, write_atomically, write_json
 
 logger = logging.getLogger(__name__)
@@ -115,6 +116,8 @@ def keep_tokenizer(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> None:
                 shutil.copyfile(source / name, run_dir.tokenizer / name)
     else:
         _convert_tokenizer(source, run_dir.tokenizer)
+    if (source / GENERATION_CONFIG).is_file():  # It names ends of a turn.
+        shutil.copyfile(source / GENERATION_CONFIG, run_dir.tokenizer / GENERATION_CONFIG)
     if cfg.model.chat_template:
         shutil.copyfile(root / cfg.model.chat_template, run_dir.tokenizer / OWN_TEMPLATE)
 

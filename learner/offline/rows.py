@@ -11,6 +11,8 @@ from common.errors import ConfigError
 from common.exchange.records import read_records, tokens_of
 from common.exchange.writing import TRAIN_ITEM
 from common.formats.chat_renderer import ChatRenderer
+from common.formats.chat_template import fingerprint
+from common.formats.measured import RESULT_ID, in_order
 from common.formats.thoughts import FIELDS
 from common.segments import as_rows
 from common.store.agent_traj import Conversation, Message, read_conversations
@@ -118,7 +120,8 @@ def _is_continued(before: Row, row: Row) -> bool:
 
 def _rows_of_file(path: Path, tokenizer: Any) -> list[Row]:
     """Return the token ids of a file if all records have them; else tokenize its conversations."""
-    found = [tokens_of(record, place) for place, record in read_records(path)]
+    own = fingerprint(tokenizer)
+    found = [tokens_of(record, place, fingerprint=own) for place, record in read_records(path)]
     if not found or not all(found):
         writer = AnswerWriter(tokenizer)
         return [row_of_conversation(tokenizer, c, writer) for c in read_conversations(path)]
@@ -192,20 +195,32 @@ def _parts_of(conversation: Conversation, writer: AnswerWriter) -> Iterator[tupl
     shown: list[dict[str, Any]] = []  # Messages since the last answer.
     last: WrittenAnswer | None = None
     calls: list[dict[str, Any]] = []  # Calls of the last answer.
+    given: list[dict[str, Any]] = []  # The same calls, as the record has them.
     for each in conversation.messages:
         message = _as_chat(each)
         if not each.is_agent:
             shown.append(message)
             continue
         answer = writer.write(message, tools=tools)
-        prompt = _prompt(writer.renderer, shown, tools, last, calls)
+        prompt = _prompt(writer.renderer, _with_results(shown, given), tools, last, calls)
         yield writer.with_header(prompt, answer.header), False
         yield answer.sampled, each.is_trained
         shown = []
         last = answer
         calls = answer.calls
+        given = each.calls
     if shown:
-        yield _prompt(writer.renderer, shown, tools, last, calls), False
+        yield _prompt(writer.renderer, _with_results(shown, given), tools, last, calls), False
+
+
+def _with_results(shown: list[dict[str, Any]], calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages after an answer, whose first ones are the results of its calls in order.
+
+    Raises: ValueError: a result has the id of no call.
+    """
+    others = (i for i, each in enumerate(shown) if each["role"] != "tool")
+    num = next(others, len(shown))
+    return [*in_order(shown[:num], calls), *shown[num:]]
 
 
 def _prompt(
@@ -235,6 +250,8 @@ def _prompt(
 def _as_chat(message: Message) -> dict[str, Any]:
     """Return a message in the format of chat templates."""
     found: dict[str, Any] = {"role": message.chat_role, "content": message.text}
+    if message.call_id:
+        found[RESULT_ID] = message.call_id
     if message.thoughts:
         found[FIELDS[0]] = message.thoughts
     return {**found, "tool_calls": message.calls} if message.calls else found

@@ -61,11 +61,8 @@ class AnswerWriter:
         spelled = sorted(filter(None, framing), key=len, reverse=True)
         self._framing = re.compile("|".join(map(re.escape, spelled)) or r"(?!)")
         self._marks = [tuple(map(without_marks, pair)) for pair in form.blocks]
-        head = turns.answered
-        for mark in (each for pair in self._marks for each in pair):
-            head = head.replace(mark, "")
-        # The header of an answer beside thoughts, such as Command's <|START_RESPONSE|>.
-        self._head = head if head.strip() else ""
+        # The header of an answer beside thoughts, such as Command's <|START_RESPONSE|> or a space.
+        self._head = _behind(turns.answered, [mark for pair in self._marks for mark in pair])
         self._joint = without_marks(self.renderer.thoughts.between)
 
     def write(self, message: Message, *, tools: Sequence[Message]) -> WrittenAnswer:
@@ -142,7 +139,7 @@ class AnswerWriter:
 
     def _headed(self, text: str, head: str) -> str:
         """Return an answer with the header that a policy samples before its text."""
-        if not head or head in text:
+        if text.startswith(head) or (head.strip() and head in text):
             return text
         return text if any(closes in text for _, closes in self._marks) else head + text
 
@@ -213,6 +210,16 @@ class AnswerWriter:
         marked = self._framing.sub(lambda found: found[0][0] + _BREAK + found[0][1:], text)
         pieces = marked.split(_BREAK)
         return [each for piece in pieces for each in self._plain(piece)]
+
+
+def _behind(header: str, marks: Sequence[str]) -> str:
+    """Return the part of a header that stands behind the marks of thoughts.
+
+    A space there belongs to the thoughts.
+    """
+    ends = [header.rindex(mark) + len(mark) for mark in marks if mark in header]
+    found = header[max(ends, default=0) :]
+    return found if found.strip() or not ends else ""
 
 
 def _checked_calls(calls: Any) -> list[tuple[str, dict[str, Any]]]:

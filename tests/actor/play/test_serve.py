@@ -228,9 +228,10 @@ def test_stream_adds_up_to_the_answers() -> None:
 
 def test_served_policy_is_listed_as_a_model() -> None:
     async def work(client: "AsyncOpenAI") -> list[str]:
-        return [each.id async for each in client.models.list()]
+        listed = [each.id async for each in client.models.list()]
+        return [*listed, (await client.models.retrieve(listed[0])).id]
 
-    assert served_to_client(Parrot(), work) == ["a, version 7"]
+    assert served_to_client(Parrot(), work) == ["a, version 7"] * 2
 
 
 @pytest.mark.parametrize(
@@ -248,6 +249,8 @@ def test_served_policy_is_listed_as_a_model() -> None:
         ("stop", 3),
         ("stream", "yes"),
         ("unheard_of", 1),
+        ("stream_options", {"unheard_of": 1}),
+        ("stream_options", 1),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),  # the template has none
     ],
 )
@@ -265,6 +268,28 @@ def test_field_that_is_not_obeyed_is_a_400(field: str, value: object) -> None:
 
     assert served_to_client(parrot, work) == field
     assert parrot.asked == []
+
+
+def test_errors_of_http_have_the_form_of_the_api() -> None:
+    async def work() -> list[tuple[int, str]]:
+        found: list[tuple[int, str]] = []
+        async with listening(chat(Parrot(), key="")) as url, aiohttp.ClientSession() as http:
+            for method, path, body in (
+                ("POST", "/embeddings", b"{}"),
+                ("GET", "/chat/completions", None),
+                ("POST", "/chat/completions", b"x" * 2**21),
+                ("GET", "/models/other", None),
+            ):
+                async with http.request(method, url + path, data=body) as answer:
+                    error = (await answer.json())["error"]
+                    assert f"{path.rpartition('/')[2]}" in error["message"]
+                    found.append((answer.status, error["code"]))
+        return found
+
+    assert asyncio.run(work()) == [
+        *((404, "not_found"), (405, "method_not_allowed")),
+        *((413, "request_entity_too_large"), (404, "model_not_found")),
+    ]
 
 
 def test_policy_port_is_bound_or_conflict_named() -> None:

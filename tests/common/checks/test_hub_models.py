@@ -2,9 +2,11 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
@@ -16,6 +18,7 @@ from common.errors import ConfigError
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.store.run_start import prepare, save_config
+from tests.common.checks.toy_hub import serving
 
 OLD, NEW = "a" * 40, "b" * 40
 NAME = "some-org/Tiny-1M"
@@ -99,6 +102,94 @@ def test_unknown_model_or_revision_is_refused(tmp_path: Path) -> None:
     for name in ("other/none", f"{NAME}@v9", f"{NAME}@{'c' * 40}"):
         with pytest.raises(ConfigError, match=r"the cache lacks config\.json, tokenizer\.json"):
             resolved(config(tmp_path, f"model.path={name}"))
+
+
+def test_short_commit_selects_its_commit(tmp_path: Path, cached: Path) -> None:
+    model = resolved(config(tmp_path, f"model.path={NAME}@{OLD[:7]}")).model
+    assert model.source == f"{NAME}@{OLD}"
+    shutil.copytree(cached / "snapshots" / OLD, cached / "snapshots" / (OLD[:-1] + "b"))
+    with pytest.raises(ConfigError, match=r"the cache lacks config\.json"):  # Two commits match.
+        resolved(config(tmp_path, f"model.path={NAME}@{OLD[:7]}"))
+
+
+@pytest.mark.parametrize("revision", ["v1.0", "feature/x", "refs/pr/3"])
+def test_tag_or_branch_selects_its_commit(tmp_path: Path, cached: Path, revision: str) -> None:
+    path = cached / "refs" / revision
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(OLD, encoding="utf-8")
+    model = resolved(config(tmp_path, f"model.path={NAME}@{revision}")).model
+    assert model.source == f"{NAME}@{OLD}"
+
+
+def test_link_to_a_missing_file_counts_as_missing(tmp_path: Path, cached: Path) -> None:
+    weights = cached / "snapshots" / NEW / "model.safetensors"
+    weights.unlink()
+    weights.symlink_to(cached / "blobs" / "gone")
+    with pytest.raises(ConfigError, match=r"the cache lacks model\.safetensors of"):
+        resolved(config(tmp_path, f"model.path={NAME}"))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', "{}"])
+def test_damaged_index_is_named(tmp_path: Path, cached: Path, text: str) -> None:
+    path = cached / "snapshots" / NEW / "model.safetensors.index.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"index\.json: has no list of files"):
+        resolved(config(tmp_path, f"model.path={NAME}"))
+
+
+def test_name_that_no_repository_can_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path=some-org/a--b: "):
+        resolved(config(tmp_path, "model.path=some-org/a--b"))
+
+
+@pytest.fixture
+def online(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Allow requests, with a new HTTP client before and after the test."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    huggingface_hub.close_session()
+    yield
+    huggingface_hub.close_session()
+
+
+@pytest.mark.parametrize(
+    "proxy", ["http://127.0.0.1:1", "socks5://127.0.0.1:1", "x://y", "http://[z"]
+)
+@pytest.mark.usefixtures("online")
+def test_cache_is_used_behind_an_unusable_proxy(
+    tmp_path: Path, cached: Path, monkeypatch: pytest.MonkeyPatch, proxy: str
+) -> None:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, proxy)
+        monkeypatch.setenv(name.lower(), proxy)
+    model = resolved(config(tmp_path, f"model.path={NAME}")).model
+    assert model.source == f"{NAME}@{NEW}"
+    (cached / "snapshots" / NEW / "config.json").unlink()
+    with pytest.raises(
+        ConfigError, match=r"the cache lacks config\.json of .*could not be fetched \("
+    ):
+        resolved(config(tmp_path, f"model.path={NAME}"))
+
+
+@pytest.mark.usefixtures("online")
+def test_fetched_model_is_found_without_the_hub(
+    tmp_path: Path, cached: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(cached)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with serving(NAME, NEW, ROOT / "configs/policies/tiny") as url:
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        monkeypatch.setattr(
+            constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            url + "/{repo_id}/resolve/{revision}/{filename}",
+        )
+        first = resolved(config(tmp_path, f"model.path={NAME}")).model
+    assert first.source == f"{NAME}@{NEW}"
+    again = resolved(config(tmp_path, f"model.path={NAME}")).model
+    assert again.source == first.source
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert resolved(config(tmp_path, f"model.path={NAME}@main")).model.source == first.source
 
 
 def test_dry_run_needs_no_weights(tmp_path: Path, cached: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from actor.rollout.render import Renderer
 from common.errors import ConfigError
+from common.formats.call_turn import CallTurn
 from common.formats.chat_template import render_chat
 from common.text import shared_end_tags, shared_tags
 from learner.offline.written_answers import AnswerWriter
@@ -149,8 +150,35 @@ def test_header_that_a_policy_samples_is_learnt() -> None:
     assert written.header == "<think></think>"
 
 
+def test_space_that_a_policy_samples_is_learnt() -> None:
+    spaced = SPACED.replace("{{ m.role }}\n", "{{ m.role }}:{{ ' ' }}")
+    spaced = spaced.replace("assistant\n{% endif", "assistant:{% endif")
+    tokenizer = byte_tokenizer(spaced, eos="<|end|>", special=["<|head|>"])
+    for text in ("go", " go"):
+        written = AnswerWriter(tokenizer).write({"role": "assistant", "content": text}, tools=[])
+        assert tokenizer.decode(written.sampled) == " go\n<|end|>"
+
+
+def test_header_before_a_past_call_is_the_whole_one() -> None:
+    calling = HEADED.replace(
+        "<|text|>{{ m.content }}",
+        "{% if m.tool_calls %}<think></think>CALL{% else %}<|text|>{{ m.content }}{% endif %}",
+    ).replace(
+        "CALL",
+        '<|call|>[{"name": "{{'
+        ' m.tool_calls[0].function.name }}", "parameters": {{'
+        " m.tool_calls[0].function.arguments | tojson }}}]",
+    )
+    tools = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+    special = ["<|head|>", "<|text|>", "<|call|>"]
+    renderer = Renderer(byte_tokenizer(tools + calling, eos="<|end|>", special=special))
+    assert isinstance(renderer.call_turn, CallTurn)
+    assert renderer.call_turn.answered == "<think></think>"
+
+
 def test_thoughts_that_end_like_answers_need_another_end() -> None:
     with pytest.raises(ConfigError, match=r"'<\|end\|>', which also ends its thoughts; give"):
         Renderer(byte_tokenizer(SAME_END, eos="<|end|>", special=OF_SAME_END))
     renderer = Renderer(byte_tokenizer(SAME_END, eos="<|flush|>", special=OF_SAME_END))
     assert [renderer.shown([each]) for each in renderer.end_of_turn_ids] == ["<|flush|>"]
+    assert renderer.shown([renderer.sampled_end(has_calls=False)]) == "<|flush|>"

@@ -62,3 +62,10 @@ def test_tokens_of_a_text_are_counted_within_letters_and_tokens() -> None:
     counts = {each: sampled.num_tokens(ids, text.index(each)) for each in ("ü", "a", "b")}
     assert counts == {"ü": 1, "a": 4, "b": 6}  # "ü" is two bytes, each tag one token.
     assert sampled.num_tokens(ids, len(text)) == len(ids) == 7
+
+
+def test_second_end_of_thoughts_hides_no_action() -> None:
+    form = ThoughtForm(asked="<think>\n")
+    assert form.text("Left?</think>go</think> left") == "go left"
+    assert form.thoughts("Left?</think>go</think> left") == "Left?"
+    assert ThoughtForm().text("Left?</think>go</think> left") == "go left"

@@ -1,0 +1,65 @@
+"""Joins the parts of an agent's history that belong together: calls with results, and thoughts."""
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from actor.api.requests import Asked, Message, invalid
+from actor.rollout.render import Renderer
+from common.formats.measured import in_order
+from common.formats.thoughts import FIELDS
+
+THOUGHTS = FIELDS[0]
+
+
+def matched(asked: Asked) -> Asked:
+    """Return the request with each tool result in the order of its call.
+
+    The ids of calls are removed, because sampled calls have none.
+
+    Raises: ApiError: a result has the id of no call of the answer before it.
+    """
+    found: list[Message] = []
+    calls: list[Message] = []  # Calls of the latest answer.
+    results: list[Message] = []  # Its results so far.
+    for each in (*asked.messages, None):
+        if each is not None and each["role"] == "tool":
+            results.append(each)
+            continue
+        try:
+            found += in_order(results, calls)
+        except ValueError as error:
+            raise invalid(f"messages: {error}", "messages") from error
+        if each is not None:
+            results = []
+            calls = each.get("tool_calls") or []
+            found.append(_without_ids(each))
+    return replace(asked, messages=found)
+
+
+def _without_ids(message: Message) -> Message:
+    calls: list[dict[str, Any]] = message.get("tool_calls") or []
+    if not calls:
+        return message
+    bare = [{name: value for name, value in each.items() if name != "id"} for each in calls]
+    return {**message, "tool_calls": bare}
+
+
+def check_thoughts(renderer: Renderer, asked: Asked, own: Collection[str] = ()) -> None:
+    """Check that the chat template shows the thoughts in a history.
+
+    Args:
+        own: thoughts that the policy has sampled. An agent may return them in any case.
+
+    Raises: ApiError.
+    """
+    if renderer.thoughts.field:
+        return
+    for number, each in enumerate(asked.messages):
+        if each.get(THOUGHTS) and each[THOUGHTS] not in own:
+            raise invalid(
+                f"messages[{number}].{THOUGHTS}: the chat template shows no thoughts of earlier"
+                " answers; remove the field, or give a template that shows it"
+                " (model.chat_template)",
+                "messages",
+            )
