@@ -21,8 +21,11 @@ from common.wire.collective import CPU, BroadcastGroup, CollectiveMember
 from common.wire.transfer.buckets import Cut, send_buckets
 from common.wire.weight_messages import TensorSpec, WeightsOffer
 from learner.offline.scratch import make_tokenizer, save_policy
+from learner.policy.model import load_policy
+from learner.weights.exact import policy_weights
 from tests.actor.engine.engine_rig import HOST, PATIENT_S, save_tiny_policy
 from tests.common.wire.meeting import Meeting
+from tests.learner.builders import tensors_of
 from tests.marks import long_for
 
 pytestmark = pytest.mark.slow
@@ -34,6 +37,12 @@ FAMILIES = [  # Those that the engine runs in fp32.
     if "rollout" in result.parts and result.parts["rollout"].verdict is Verdict.RIGHT
 ]
 USUAL = ("gpt2", "gpt_oss")
+IN_BF16 = [  # Those that the engine runs at all.
+    family
+    for family, result in read(RESULTS).items()
+    if "rollout" in result.parts
+    and result.parts["rollout"].verdict in (Verdict.RIGHT, Verdict.ROUNDED)
+]
 
 
 def save_biased_policy(folder: Path) -> None:
@@ -141,6 +150,26 @@ def test_reload_leaves_no_weight_old(tmp_path: Path, family: str) -> None:
         prepared.load(weights.items())
         prepared.swap()
         assert is_equal(contents(swapped, "float32"), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "family", long_for(IN_BF16, [each for each in IN_BF16 if each != "nemotron_h"])
+)
+def test_published_weights_lose_nothing_in_a_bf16_engine(tmp_path: Path, family: str) -> None:
+    """Nemotron-H has routers, their correction, decay rates and convolutions."""
+    from safetensors.torch import load_file, save_file
+
+    path = save_network(family, tmp_path / "exact")
+    expected = contents(make_model(path, "bfloat16")[0], "bfloat16")
+    policy = load_policy(str(path), device="cpu", gradient_checkpointing=False)
+    sent = tensors_of(policy_weights(policy, torch.bfloat16))
+    assert sent.keys() == load_file(path / "model.safetensors").keys()
+    save_file(sent, path / "model.safetensors", metadata={"format": "pt"})
+    found = contents(make_model(path, "bfloat16")[0], "bfloat16")
+    differ = {name for name, each in expected.items() if not torch.equal(each, found[name])}
+    assert differ == set()
+    assert found.keys() == expected.keys()
 
 
 @torch.no_grad()
