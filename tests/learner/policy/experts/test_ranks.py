@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from common.config.compute import Precision
-from common.config.learning import AlgorithmSection, LearnerSection
+from common.config.learning import AlgorithmSection, ControllerSection, LearnerSection
 from common.config.run_config import ModelSection, RunConfig
 from common.segments import RoutingShape
 from learner.batch.batching import Sample
@@ -84,7 +84,11 @@ def life(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     path = tmp_path_factory.mktemp("model")
     save_experts(path, request.param)
     learner = LearnerSection(
-        device="cpu", precision=Precision.FP32, num_ranks=2, rank_timeout_s=60.0
+        device="cpu",
+        precision=Precision.FP32,
+        num_ranks=2,
+        rank_timeout_s=60.0,
+        controller=ControllerSection(skip_step=False),  # The random records are far off-policy.
     )
     cfg = RunConfig(
         model=ModelSection(path=str(path), dtype="float32"),
