@@ -30,6 +30,21 @@ UNEQUAL = {
     "hrm_text": "vLLM computes the layers in another way than transformers (.7 nats)",
     "laguna": "vLLM computes the layers in another way than transformers (.3 nats)",
 }
+# Settings that vLLM 0.32 reads in another way than transformers 5, by family and key: the values
+# that both compute alike, the first one being the default, and the difference.
+BIAS = ((False,), "vLLM leaves out the bias of the attention's output")
+UNEQUAL_SETTINGS: dict[str, dict[str, tuple[tuple[object, ...], str]]] = {
+    "deepseek_v3": {"rope_interleave": ((True,), "vLLM always rotates interleaved pairs")},
+    "falcon": {"alibi": ((False,), "transformers rounds the position bias to bf16")},
+    "olmoe": {
+        "clip_qkv": ((None,), "vLLM does not clip queries, keys and values"),
+        "norm_topk_prob": ((False,), "vLLM does not scale the gates to sum 1"),
+    },
+    "qwen2_moe": {"qkv_bias": ((True,), "vLLM adds biases that the checkpoint lacks")},
+    "qwen3": {"attention_bias": BIAS},
+    "qwen3_moe": {"attention_bias": BIAS},
+    "cohere": {"attention_bias": ((False,), "vLLM leaves out the biases of attention")},
+}
 BOTH = "ForConditionalGeneration"  # An encoder beside the decoder: of text, images or sound.
 
 
@@ -55,9 +70,10 @@ def check_engine_equal(folder: Path, max_tokens: int, *, shown: str) -> None:
         max_tokens: value of `actor.max_model_len`.
 
     Raises: ConfigError: the engine (vLLM 0.32) has another activation or layer than transformers 5,
-        or attends to one token more.
+        ignores a setting, or attends to one token more.
     """
     tree = _read(folder)
+    _check_settings(tree, shown)
     difference = UNEQUAL.get(str(tree.get("model_type")))
     if difference:
         raise ConfigError(
@@ -74,6 +90,17 @@ def check_engine_equal(folder: Path, max_tokens: int, *, shown: str) -> None:
             f" log-probabilities differ beyond it. Set actor.max_model_len={window} or lower, or"
             " choose another model"
         )
+
+
+def _check_settings(tree: dict[str, Any], shown: str) -> None:
+    for key, (alike, difference) in UNEQUAL_SETTINGS.get(str(tree.get("model_type")), {}).items():
+        value = tree.get(key, alike[0])
+        if value not in alike:
+            raise ConfigError(
+                f"model.path={shown}: {_name(tree)} with {key}={json.dumps(value)} in config.json"
+                " has other log-probabilities in the engine than in the learner:"
+                f" {difference}. Choose another model"
+            )
 
 
 def kind_problem(config: dict[str, Any]) -> str:
