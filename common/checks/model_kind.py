@@ -54,6 +54,7 @@ UNEQUAL_SETTINGS: dict[str, dict[str, tuple[tuple[object, ...], str]]] = {
     "granitemoe": {"attention_bias": BIAS},
     "granitemoehybrid": {"attention_bias": BIAS, "time_step_limit": STEPS},
     "granitemoeshared": {"attention_bias": BIAS},
+    "minicpm3": {"attention_bias": BIAS},
     "mamba2": {"time_step_limit": STEPS},
     "nemotron_h": {"time_step_limit": STEPS},
     "olmoe": {
@@ -127,7 +128,7 @@ def _check_settings(tree: dict[str, Any], shown: str) -> None:
 
 
 def _value_of(entry: object) -> object:
-    """Return an entry of config.json; transformers 5 writes infinity as {"__float__": "Infinity"}."""
+    """Return an entry of config.json. Transformers 5 writes infinity as a section `__float__`."""
     if isinstance(entry, list):
         return [_value_of(each) for each in cast(list[object], entry)]
     if isinstance(entry, dict) and "__float__" in entry:
