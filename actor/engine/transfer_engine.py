@@ -15,6 +15,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from actor.engine.notices import CAST_LOGGER
 from actor.engine.prepared import Prepared, begin_reload, can_prepare, end_reload
 from actor.engine.staging import Staging
 from common.wire.codec import decode
@@ -52,6 +53,8 @@ class StagedTransferEngine(WeightTransferEngine[OfferInfo, LoadInfo]):
         super().__init__(*args)
         # vLLM warns at every reload about layers without weights in the checkpoint (rotary tables).
         logging.getLogger(RELOAD_LOGGER).setLevel(logging.ERROR)
+        # It also warns about vectors, which versions have in fp32 for every engine.
+        logging.getLogger(CAST_LOGGER).setLevel(logging.ERROR)
         self._prepares = can_prepare(self.model, self.vllm_config, self.device)
         self._prepared: Prepared | None = None
         self._is_half = False  # An update began and did not end.

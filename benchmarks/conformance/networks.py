@@ -4,7 +4,7 @@ One routine shrinks the default configuration of a family. `families.yaml` holds
 that a family needs beside it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -108,8 +108,8 @@ def families() -> list[str]:
     )
 
 
-def tiny_config(family: str) -> PretrainedConfig:
-    """Return the configuration of a family's small network.
+def tiny_config(family: str, settings: Mapping[str, Any] | None = None) -> PretrainedConfig:
+    """Return the configuration of a family's small network, with other settings if there are some.
 
     The layers are the first ones of the default configuration, as many as have each kind of layer.
     """
@@ -125,7 +125,9 @@ def tiny_config(family: str) -> PretrainedConfig:
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
         if "head_dim" in sizes:  # The family rotates a part of each head.
             sizes["head_dim"] = sizes["qk_rope_head_dim"]
-    made = kind(**(_layers(default, names) | sizes | AMENDMENTS.get(family, {})))
+    made = kind(
+        **(_layers(default, names) | sizes | AMENDMENTS.get(family, {}) | dict(settings or {}))
+    )
     made.architectures = [architecture(family)]
     return made
 
@@ -154,10 +156,13 @@ def architecture(family: str) -> str:
     return found if isinstance(found, str) else found[0]
 
 
-def save_network(family: str, folder: Path, *, seed: int = 0) -> Path:
+def save_network(
+    family: str, folder: Path, *, seed: int = 0, settings: Mapping[str, Any] | None = None
+) -> Path:
     """Write a small random network of a family with a tokenizer, as transformers writes it."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
+    config = tiny_config(family, settings)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     perturb(stored(model), seed=seed)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)

@@ -170,11 +170,11 @@ def examine(family: str, *, method: str) -> FamilyResult:
 
 def _version_of(policy: "PreTrainedModel", dtype: "torch.dtype") -> "PublishedWeights":
     """Return a policy's weights as a learner sends them to an engine of this dtype."""
-    from learner.policy.model import published_tensors
+    from learner.weights.exact import policy_weights
     from learner.weights.snapshot import PublishedWeights
-    from learner.weights.source import LiveWeights, copied
+    from learner.weights.source import copied
 
-    source = copied(LiveWeights(published_tensors(policy), dtype))
+    source = copied(policy_weights(policy, dtype))
     return PublishedWeights(version=1, source=source)
 
 

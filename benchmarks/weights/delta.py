@@ -17,11 +17,11 @@ from benchmarks.table import BenchTable
 from common.config.learning import LearnerSection
 from common.wire.collective import CPU
 from common.wire.transfer.changes import apply_changes, digest_of_whole
-from learner.policy.model import published_tensors
 from learner.training.optimizers.optimizer import PolicyOptimizer, make_optimizer
 from learner.weights.delta import VersionKeeper
+from learner.weights.exact import policy_weights
 from learner.weights.snapshot import PublishedWeights
-from learner.weights.source import CopiedWeights, LiveWeights
+from learner.weights.source import CopiedWeights
 
 Result = TypeVar("Result")
 
@@ -82,7 +82,7 @@ def measure(shape: ModelShape, *, lr: float, num_steps: int, seed: int) -> Curve
     model = make_random_model(shape, device=CPU)
     optimizer = make_optimizer(model, LearnerSection(lr=lr))
     generator = torch.Generator().manual_seed(seed)
-    source = LiveWeights(published_tensors(model), torch.bfloat16)
+    source = policy_weights(model, torch.bfloat16)
     keeper = VersionKeeper()
     first = keeper.keep(PublishedWeights(version=0, source=source)).whole
     received = _bytes_of(first)

@@ -30,6 +30,45 @@ UNEQUAL = {
     "hrm_text": "vLLM computes the layers in another way than transformers (.7 nats)",
     "laguna": "vLLM computes the layers in another way than transformers (.3 nats)",
 }
+# Settings that vLLM 0.32 reads in another way than transformers 5, by family and key: the values
+# that both compute alike, the first one being the default, and the difference.
+BIAS = ((False,), "vLLM leaves out biases that the checkpoint has")
+SCALED = ((False,), "vLLM does not scale the gates to sum 1")
+PAIRS = ((True,), "vLLM always rotates interleaved pairs")
+STEPS = (([0.0, float("inf")],), "vLLM does not limit the time steps")
+UNEQUAL_SETTINGS: dict[str, dict[str, tuple[tuple[object, ...], str]]] = {
+    "cohere": {"attention_bias": BIAS},
+    "deepseek_v2": {"attention_bias": BIAS},
+    "deepseek_v3": {"attention_bias": BIAS, "rope_interleave": PAIRS},
+    "ernie4_5": {"use_bias": BIAS},
+    "ernie4_5_moe": {"use_bias": BIAS},
+    "falcon": {"alibi": ((False,), "transformers rounds the position bias to bf16")},
+    "falcon_h1": {"attention_bias": BIAS, "mlp_bias": BIAS, "time_step_limit": STEPS},
+    "gemma": {"attention_bias": BIAS},
+    "glm4_moe_lite": {"rope_interleave": PAIRS},
+    "gpt2": {"scale_attn_weights": ((True,), "vLLM always scales the attention")},
+    "gpt_oss": {
+        "attention_bias": ((True,), "vLLM adds biases that the checkpoint lacks"),
+        "swiglu_limit": ((7.0,), "vLLM clips the activation at 7"),
+    },
+    "granitemoe": {"attention_bias": BIAS},
+    "granitemoehybrid": {"attention_bias": BIAS, "time_step_limit": STEPS},
+    "granitemoeshared": {"attention_bias": BIAS},
+    "minicpm3": {"attention_bias": BIAS},
+    "mamba2": {"time_step_limit": STEPS},
+    "nemotron_h": {"time_step_limit": STEPS},
+    "olmoe": {
+        "attention_bias": BIAS,
+        "clip_qkv": ((None,), "vLLM does not clip queries, keys and values"),
+        "norm_topk_prob": SCALED,
+    },
+    "qwen2_moe": {"qkv_bias": ((True,), "vLLM adds biases that the checkpoint lacks")},
+    "qwen3": {"attention_bias": BIAS},
+    "qwen3_moe": {"attention_bias": BIAS},
+    "qwen3_next": {"attention_bias": BIAS},
+    "qwen3_5_text": {"attention_bias": BIAS},
+    "qwen3_5_moe_text": {"attention_bias": BIAS},
+}
 BOTH = "ForConditionalGeneration"  # An encoder beside the decoder: of text, images or sound.
 
 
@@ -55,9 +94,10 @@ def check_engine_equal(folder: Path, max_tokens: int, *, shown: str) -> None:
         max_tokens: value of `actor.max_model_len`.
 
     Raises: ConfigError: the engine (vLLM 0.32) has another activation or layer than transformers 5,
-        or attends to one token more.
+        ignores a setting, or attends to one token more.
     """
     tree = _read(folder)
+    _check_settings(tree, shown)
     difference = UNEQUAL.get(str(tree.get("model_type")))
     if difference:
         raise ConfigError(
@@ -74,6 +114,26 @@ def check_engine_equal(folder: Path, max_tokens: int, *, shown: str) -> None:
             f" log-probabilities differ beyond it. Set actor.max_model_len={window} or lower, or"
             " choose another model"
         )
+
+
+def _check_settings(tree: dict[str, Any], shown: str) -> None:
+    for key, (alike, difference) in UNEQUAL_SETTINGS.get(str(tree.get("model_type")), {}).items():
+        value = _value_of(tree.get(key, alike[0]))
+        if value not in alike:
+            raise ConfigError(
+                f"model.path={shown}: {_name(tree)} with {key}={json.dumps(value)} in config.json"
+                " has other log-probabilities in the engine than in the learner:"
+                f" {difference}. Choose another model"
+            )
+
+
+def _value_of(entry: object) -> object:
+    """Return an entry of config.json. Transformers 5 writes infinity as a section `__float__`."""
+    if isinstance(entry, list):
+        return [_value_of(each) for each in cast(list[object], entry)]
+    if isinstance(entry, dict) and "__float__" in entry:
+        return float(str(cast(dict[str, object], entry)["__float__"]))
+    return cast(object, entry)
 
 
 def kind_problem(config: dict[str, Any]) -> str:

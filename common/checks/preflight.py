@@ -14,6 +14,7 @@ from common.checks.machine import GIB, check_compiler, gpus, has_cuda
 from common.checks.memory_plan import check_memory, is_elsewhere, plan_here
 from common.checks.model_kind import check_engine_equal, check_kind
 from common.checks.model_shape import ModelShape, check_heads, read_shape
+from common.checks.trainable import check_trainable
 from common.config.compute import Offload
 from common.config.load import list_configs
 from common.config.run_config import ActorSection, Launcher, Resume, RunConfig, check_training
@@ -41,6 +42,7 @@ def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
     if missing:
         raise ConfigError("; ".join(missing))
     check_model(cfg.model.path, root, output=cfg.sft.output)
+    check_trainable(root / cfg.model.path, shown=cfg.model.path)
     check_tools(cfg.actor.format, root / cfg.model.path, template=template_at(cfg.model, root))
     _check_other_models(cfg, root)
     check_ports(cfg)
@@ -98,6 +100,8 @@ def check_dry(
     else:
         check_model(cfg.model.path, root, output=cfg.sft.output)
         check_tools(cfg.actor.format, root / cfg.model.path, template=template_at(cfg.model, root))
+    key = "model.architecture" if is_stand_in else "model.path"
+    check_trainable(root / cfg.model.path, key=key, shown=cfg.model.path)
     _check_other_models(cfg, root)
     here = on_this_machine(cfg)
     shape = read_shape(root / cfg.model.path)
@@ -139,6 +143,7 @@ def _check_other_models(cfg: RunConfig, root: Path) -> None:
     ):
         if path:
             check_model(path, root, key=key)
+            check_trainable(root / path, key=key, shown=path)
 
 
 def check_devices(cfg: RunConfig) -> Seats:

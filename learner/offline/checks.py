@@ -6,6 +6,7 @@ from pathlib import Path
 
 from common.checks.machine import GIB, check_compiler, memory_bytes
 from common.checks.preflight import check, check_disk, check_model
+from common.checks.trainable import check_trainable
 from common.config.compute import Offload
 from common.config.offline import SftSection
 from common.config.run_config import RunConfig
@@ -31,6 +32,7 @@ def check_sft(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> Non
         _check_size_from_scratch(cfg.sft)
     else:
         check_model(cfg.model.path, root)
+        check_trainable(root / cfg.model.path, shown=cfg.model.path)
     output = (root / cfg.sft.output).resolve() if cfg.sft.output else root
     if output.is_relative_to((root / SHIPPED_POLICIES).resolve()) and not cfg.sft.overwrite:
         raise ConfigError(
@@ -56,6 +58,7 @@ def check_dpo(cfg: RunConfig, root: Path) -> None:
     """Check that `dpo` can start. Raises: ConfigError: the model is missing."""
     _check_offline(cfg)
     check_model(cfg.model.path, root)
+    check_trainable(root / cfg.model.path, shown=cfg.model.path)
     check_networks(cfg, root, is_offline=True)
 
 

@@ -18,6 +18,7 @@ from learner.policy.lora import ADAPTED
 from learner.policy.rotary import fix_rotary
 
 META = torch.device("meta")
+ROWS_AT_A_TIME = 8_192
 
 
 def is_unloaded(network: nn.Module) -> bool:
@@ -45,7 +46,8 @@ def load_network(
         max_tokens: length of the longest sequence that an engine may produce; None: the model's own
             limit.
 
-    Raises: ConfigError: its rotary embedding cannot match the engine's, or a weight is missing.
+    Raises: ConfigError: its rotary embedding cannot match the engine's, a weight is missing, or
+        tied weights have different numbers in the files.
     """
     # cuDNN's attention keeps a plan for each new length, so memory would grow without end.
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -59,6 +61,7 @@ def load_network(
             path, config=config, **how, local_files_only=True, output_loading_info=True
         )
         _check_complete(report["missing_keys"], path)
+        _check_tied(model, path)
     fix_rotary(model, path, max_tokens=max_tokens)
     make_deterministic(model)
     return model
@@ -76,6 +79,43 @@ def _check_complete(missing: Iterable[str], path: str) -> None:
             f" ({len(lacking)} are missing). Copy all files of this model, or give a checkpoint"
             " whose architectures in config.json are a causal language model"
         )
+
+
+def _check_tied(model: PreTrainedModel, path: str) -> None:
+    """Check that weights which the configuration ties are tied after loading.
+
+    Transformers leaves them apart if the files have both with different numbers, but engines tie
+    them.
+
+    Raises: ConfigError: names both weights.
+    """
+    for name, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if model.get_parameter(name) is not model.get_parameter(source):
+            raise _not_tied(name, source, path)
+
+
+def _check_equal(names: Sequence[str], files: Mapping[str, Any], path: str) -> None:
+    """Check that the names of one weight have the same numbers in the files. Raises: ConfigError.
+
+    A part of the rows is in memory at a time.
+    """
+    stored = [name for name in names if name in files]
+    for name in stored[1:]:
+        first = files[stored[0]].get_slice(stored[0])
+        other = files[name].get_slice(name)
+        num_rows = first.get_shape()[0] if first.get_shape() else 0
+        for start in range(0, num_rows, ROWS_AT_A_TIME):
+            rows = slice(start, start + ROWS_AT_A_TIME)
+            if not torch.equal(first[rows], other[rows]):
+                raise _not_tied(name, stored[0], path)
+
+
+def _not_tied(name: str, source: str, path: str) -> ConfigError:
+    return ConfigError(
+        f"{path}: config.json ties {name} to {source} (tie_word_embeddings=true), but the"
+        " files have other numbers for each. Set tie_word_embeddings=false in config.json, or"
+        f" remove {name} from the files"
+    )
 
 
 def _skeleton(auto_class: Any, config: Any, how: dict[str, Any]) -> PreTrainedModel:
@@ -140,13 +180,16 @@ def fill(network: PreTrainedModel, path: str) -> None:
     Each rank reads only its own rows, so no process ever holds the whole weights. A tensor that
     must be converted may be read whole. Adapters do not change.
 
-    Raises: ConfigError: a weight is missing in the files, or has another shape.
+    Raises: ConfigError: a weight is missing in the files, has another shape, or is tied to one with
+        other numbers.
     """
     with ExitStack() as opened:
         files: dict[str, Any] = {}
         for file in sorted(Path(path).glob("*.safetensors")):
             reader = opened.enter_context(safe_open(file, "pt"))
             files |= dict.fromkeys(reader.keys(), reader)
+        for names, _ in _tensors(network):
+            _check_equal(names, files, path)
         weights = {name: each for names, each in _tensors(network) for name in names}
         filled: set[str] = set()
         for read in plan_reads(network, files, weights):

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from common.checks.model_kind import check_kind
+from common.checks.trainable import check_trainable
 from common.config.compute import FULL, LoraSection
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch
@@ -65,11 +66,12 @@ def load_policy(
 
     Raises:
         ConfigError: the directory is missing, the model is no decoder of text, it has no head, or
-            its rotary embedding cannot match the engine's.
+            its rotary embedding cannot match the engine's, or its weights are quantised.
     """
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"model.path={path!r}: the folder has no config.json")
     check_kind(Path(path))
+    check_trainable(Path(path))
     is_cuda = torch.device(device).type == "cuda"
     # On one CPU core, bf16: plain matrix products 20-24k tokens/s, the fused kernel 13-16k.
     model = load_network(

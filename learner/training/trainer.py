@@ -22,7 +22,7 @@ from learner.batch.running_baseline import RunningBaseline
 from learner.objective.correction import Overlap
 from learner.policy.finite import TrainingDiverged, WeightsNotFinite, first_not_finite
 from learner.policy.forward import Networks
-from learner.policy.model import published_tensors, whole
+from learner.policy.model import whole
 from learner.training.controller import Controller, Decision
 from learner.training.digests import Digester, StepDigests
 from learner.training.optimizers.optimizer import lr_scale, make_critic_optimizer, make_optimizer
@@ -37,6 +37,7 @@ from learner.training.step_metrics import (
     routing_metrics,
     volume_metrics,
 )
+from learner.weights.exact import policy_weights
 from learner.weights.source import Gathering, LiveWeights
 
 logger = logging.getLogger(__name__)
@@ -168,7 +169,7 @@ class Trainer:
             return self._digester.standing(self._frozen)
 
     def live_weights(self, *, ask: Callable[[bytes], object] | None = None) -> LiveWeights:
-        """Return the policy's tensors as published, tied ones once, in the engine's dtype.
+        """Return the policy's tensors as published, tied ones once.
 
         The tensors are read from the weights themselves, sharded or not; `before_update` guards
         them.
@@ -183,7 +184,7 @@ class Trainer:
             assert ranks.publish_group is not None
             device = torch.device(ranks.publish_device)
             gathering = Gathering(ranks.publish_group, ranks.index, device, ask)
-        return LiveWeights(published_tensors(self._model), self._engine_dtype, gathering=gathering)
+        return policy_weights(self._model, self._engine_dtype, gathering=gathering)
 
     def carry_out(self, order: RankOperation) -> None:
         """Run an order of rank 0 on this rank."""

@@ -3,7 +3,7 @@
 import json
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -73,17 +73,20 @@ class LiveWeights:
         named: Iterable[tuple[str, Tensor | Merged | Stored]],
         dtype: torch.dtype | None,
         *,
+        exact: Collection[str] = (),
         gathering: Gathering | None = None,
     ) -> None:
         """Wrap tensors: DTensors on a mesh of one dimension, plain ones, or ranges of both.
 
         Args:
             dtype: dtype in which floating-point tensors are sent; None: each in its own.
+            exact: names of the tensors that are sent in their own dtype in any case.
         """
         named = list(named)
         layout = [
-            (name, torch.empty(tensor.shape, dtype=_sent_as(tensor, dtype), device="meta"))
+            (name, torch.empty(tensor.shape, dtype=sent_as, device="meta"))
             for name, tensor in named
+            for sent_as in [_sent_as(tensor, None if name in exact else dtype)]
         ]
         self.specs, self.total_bytes = lay_out(layout)
         self._dtypes = [tensor.dtype for _, tensor in layout]

@@ -22,13 +22,13 @@ from common.wire.security import create_keys
 from common.wire.sockets import Received, Router
 from learner.offline.scratch import make_policy, make_tokenizer, save_policy
 from learner.policy.forward import Networks
-from learner.policy.model import load_policy, published_tensors
+from learner.policy.model import load_policy
 from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer
+from learner.weights.exact import policy_weights
 from learner.weights.publisher import Publisher
 from learner.weights.routes import PublishSettings
 from learner.weights.snapshot import PublishedWeights, snapshot
-from learner.weights.source import LiveWeights
 from tests.actor.links.toy_peer import make_weight_link
 from tests.learner.builders import tensors_of
 
@@ -168,7 +168,7 @@ class Rig:
                 parameter.uniform_(0.8, 1.2, generator=generator)
 
     def _published(self) -> dict[str, Tensor]:
-        return tensors_of(LiveWeights(published_tensors(self.model), self.dtype))
+        return tensors_of(policy_weights(self.model, self.dtype))
 
     def weights(
         self, version: int, canary: list[list[int]] | None = None, *, spoil: str = ""

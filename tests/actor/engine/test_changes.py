@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from common.wire.weight_messages import CanaryScores, WeightsLoaded
-from learner.policy.model import published_tensors
+from learner.weights.exact import policy_weights
 from learner.weights.snapshot import PublishedWeights
-from learner.weights.source import LiveWeights
 from tests.actor.engine.engine_rig import Rig
 from tests.actor.engine.test_engine import LIMITS, eventually, make_prompts, mean_delta, sample
 
@@ -29,7 +28,7 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def live(rig: Rig, version: int, canary: list[list[int]]) -> PublishedWeights:
     """Return the trainer's live weights with the scores of canaries."""
-    source = LiveWeights(published_tensors(rig.model), rig.dtype)
+    source = policy_weights(rig.model, rig.dtype)
     scores = rig.trainer.score(canary)
     return PublishedWeights(
         version=version, source=source, canary_token_ids=canary, canary_logprobs=scores
@@ -60,7 +59,7 @@ def test_engine_computes_with_each_version_of_changes(rig: Rig) -> None:
                     publisher.drain_metrics()
                     await asyncio.to_thread(publisher.publish, live(rig, version, prompts))
                     metrics = publisher.drain_metrics()
-                    whole = LiveWeights(published_tensors(rig.model), rig.dtype).total_bytes
+                    whole = policy_weights(rig.model, rig.dtype).total_bytes
                     assert metrics["publish/bytes"] < 0.3 * whole
                     assert mean_delta(rig, prompts, before) > 10 * LIMITS[rig.dtype]
                     after = await sample(rig, prompts)

@@ -21,8 +21,11 @@ from common.wire.collective import CPU, BroadcastGroup, CollectiveMember
 from common.wire.transfer.buckets import Cut, send_buckets
 from common.wire.weight_messages import TensorSpec, WeightsOffer
 from learner.offline.scratch import make_tokenizer, save_policy
+from learner.policy.model import load_policy
+from learner.weights.exact import policy_weights
 from tests.actor.engine.engine_rig import HOST, PATIENT_S, save_tiny_policy
 from tests.common.wire.meeting import Meeting
+from tests.learner.builders import tensors_of
 from tests.marks import long_for
 
 pytestmark = pytest.mark.slow
@@ -35,6 +38,12 @@ FAMILIES = [  # Those that the engine runs in fp32.
 ]
 USUAL = ("gpt2", "gpt_oss")
 KINDS = ("float32", "bfloat16 tied", "bfloat16 biased")
+IN_BF16 = [  # Those that the engine runs at all.
+    family
+    for family, result in read(RESULTS).items()
+    if "rollout" in result.parts
+    and result.parts["rollout"].verdict in (Verdict.RIGHT, Verdict.ROUNDED)
+]
 
 
 def save_biased_policy(folder: Path) -> None:
@@ -142,6 +151,27 @@ def test_reload_leaves_no_weight_old(tmp_path: Path, family: str) -> None:
         prepared.load(weights.items())
         prepared.swap()
         assert is_equal(contents(swapped, "float32"), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "family", long_for(IN_BF16, [each for each in IN_BF16 if each not in ("glm4_moe", "mamba2")])
+)
+def test_published_weights_lose_nothing_in_a_bf16_engine(tmp_path: Path, family: str) -> None:
+    """GLM-4 MoE has routers and their correction, Mamba 2 decay rates and convolutions."""
+    from safetensors.torch import load_file, save_file
+
+    path = save_network(family, tmp_path / "exact")
+    expected = dict(make_model(path, "bfloat16")[0].state_dict())
+    policy = load_policy(str(path), device="cpu", gradient_checkpointing=False)
+    sent = tensors_of(policy_weights(policy, torch.bfloat16))
+    assert sent.keys() == load_file(path / "model.safetensors").keys()
+    save_file(sent, path / "model.safetensors", metadata={"format": "pt"})
+    found = dict(make_model(path, "bfloat16")[0].state_dict())
+    differ = {name for name, each in expected.items() if not torch.equal(each, found[name])}
+    assert differ == set()
+    assert found.keys() == expected.keys()
+    assert torch.float32 in {each.dtype for each in found.values()}
 
 
 @torch.no_grad()

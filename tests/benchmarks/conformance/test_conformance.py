@@ -2,7 +2,9 @@
 
 import io
 import json
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from benchmarks.conformance.learner_side import (
     LearnerSide,
     gap_of,
     load_plain,
+    mean_gap_of,
     passes_of,
     plain_scores,
 )
@@ -28,6 +31,7 @@ from benchmarks.conformance.part_results import (
     append,
     compared,
     read,
+    rounded,
 )
 from benchmarks.conformance.sharded import RankPair
 from benchmarks.conformance.suite import RESULTS, examine_apart, run_suite
@@ -155,6 +159,32 @@ def test_largest_difference_decides_a_finding() -> None:
     assert compared(1e-4).verdict is Verdict.RIGHT
     assert compared(2e-4).verdict is Verdict.WRONG
     assert compared(float("nan")).verdict is Verdict.WRONG
+
+
+def test_mean_difference_decides_in_bf16() -> None:
+    assert rounded(0.1).verdict is Verdict.ROUNDED
+    assert rounded(0.11).verdict is Verdict.WRONG
+    assert rounded(float("nan")).verdict is Verdict.WRONG
+    expected = [[-1.0, -2.0, -3.0], [-4.0]]
+    assert mean_gap_of([[-1.25, -2.0, -2.75], [-4.5]], expected) == 0.25  # (.25 + .25 + .5) / 4
+    assert math.isnan(mean_gap_of([[-1.0, -2.0, -3.0], [math.nan]], expected))
+
+
+def test_family_in_bf16_is_right_in_bf16_only() -> None:
+    parts = {
+        "full": PartResult(verdict=Verdict.RIGHT, gap=2e-6),
+        "rollout": replace(rounded(0.0125), message="vLLM has no fp32"),
+        "publish": rounded(0.25),
+    }
+    wrong = FamilyResult(family="f", architecture="F", parts=parts)
+    assert wrong.verdict is Verdict.WRONG, "the version was not loaded"
+    found = replace(wrong, parts=parts | {"publish": rounded(0.05)})
+    assert found.verdict is Verdict.ROUNDED
+    assert found.gap == 2e-6, "rounding is no difference"
+    text = page_text({"f": found})
+    assert "| right (bf16) | - | right |" in text
+    assert "rollout: vLLM has no fp32<br>rollout: 0.013 nats<br>publish: 0.05 nats |" in text
+    assert "1 families: 1 right in bf16." in text
 
 
 def result_of(**parts: Verdict) -> FamilyResult:

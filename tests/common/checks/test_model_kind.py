@@ -1,13 +1,15 @@
 """Laws of the kind of a checkpoint: only decoders of text are accepted, by config.json alone."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from actor.play.settings import check_policy
-from common.checks.model_kind import check_engine_equal, check_kind
+from common.checks.model_kind import UNEQUAL_SETTINGS, check_engine_equal, check_kind
 from common.checks.preflight import check, check_dry, check_model
 from common.config.load import load_config
 from common.config.run_config import RunConfig
@@ -161,3 +163,44 @@ def test_family_that_the_engine_computes_otherwise_is_refused(
     folder = save(tmp_path / family, model_type=family, architectures=["SomeForCausalLM"])
     with pytest.raises(ConfigError, match=rf"model\.path=m: .*{reason}.*Choose another model"):
         check_engine_equal(folder, 8, shown="m")
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value", "reason"),
+    [
+        ("qwen3", "attention_bias", True, "leaves out biases"),
+        ("olmoe", "clip_qkv", 8.0, "does not clip"),
+        ("deepseek_v3", "rope_interleave", False, "interleaved"),
+        ("qwen2_moe", "qkv_bias", False, "adds biases"),
+        ("mamba2", "time_step_limit", [0.01, 0.1], "does not limit"),
+    ],
+)
+def test_setting_that_the_engine_ignores_is_refused(
+    tmp_path: Path, family: str, key: str, value: object, reason: str
+) -> None:
+    folder = save(tmp_path / "other", model_type=family, **{key: value})
+    words = rf"model\.path=m: .*{key}={re.escape(json.dumps(value))} in config\.json .*{reason}"
+    with pytest.raises(ConfigError, match=words):
+        check_engine_equal(folder, 8, shown="m")
+    check_engine_equal(save(tmp_path / "plain", model_type=family), 8, shown="m")
+    alike = UNEQUAL_SETTINGS[family][key][0][0]
+    check_engine_equal(save(tmp_path / "alike", model_type=family, **{key: alike}), 8, shown="m")
+
+
+def test_infinity_in_a_config_has_two_notations(tmp_path: Path) -> None:
+    CONFIG_MAPPING["mamba2"]().save_pretrained(tmp_path)
+    check_engine_equal(tmp_path, 8, shown="m")
+    check_engine_equal(
+        save(tmp_path / "old", model_type="mamba2", time_step_limit=[0.0, float("inf")]),
+        8,
+        shown="m",
+    )
+
+
+def test_every_listed_setting_has_the_default_of_transformers() -> None:
+    for family, settings in UNEQUAL_SETTINGS.items():
+        plain = CONFIG_MAPPING[family]()
+        for key, (alike, _) in settings.items():
+            default = getattr(plain, key)
+            default = list(default) if isinstance(default, tuple) else default
+            assert default == alike[0], f"{family}.{key}"

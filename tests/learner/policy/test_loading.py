@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Qwen2Config, Qwen2ForCausalLM
@@ -120,6 +121,33 @@ def rank_of(size: int) -> Iterator[Any]:
         yield distributed.init_device_mesh("cpu", (size,))
     finally:
         distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_tied_weights_with_two_values_are_refused(tmp_path: Path, is_sharded: bool) -> None:
+    """Transformers would leave them apart, and vLLM would drop the head."""
+    tied = make_model(is_tied=True)
+    tied.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    embedding = weights["model.embed_tokens.weight"]
+    how: dict[str, Any] = {"device": "cpu", "gradient_checkpointing": False}
+
+    def load(head: torch.Tensor) -> Any:
+        save_file(weights | {"lm_head.weight": head}, file, metadata={"format": "pt"})
+        model = load_policy(str(tmp_path), **how, is_skeleton=is_sharded)
+        if is_sharded:
+            with rank_of(2) as mesh:
+                shard(model, mesh, is_bf16=False)
+                fill(model, str(tmp_path))
+        return model
+
+    other = embedding.clone()
+    other[-1, -1] += 1.0
+    with pytest.raises(ConfigError, match=r"ties .*lm_head\.weight.*tie_word_embeddings=false"):
+        load(other)
+    same = load(embedding.clone())  # Some libraries write both.
+    assert same.lm_head.weight is same.model.embed_tokens.weight
 
 
 def peak_of(load: Callable[[], object]) -> int:

@@ -1,4 +1,4 @@
-"""Laws of vLLM's models on a CPU: no torchvision, and no cached prefix of recurrent states."""
+"""Laws of vLLM's models on a CPU: no torchvision, recurrent states and latent attention."""
 
 import importlib.util
 import sys
@@ -10,6 +10,7 @@ from transformers import Mamba2Config, Mamba2ForCausalLM
 
 from common.config.run_config import ActorSection, ModelSection
 from learner.offline.scratch import make_tokenizer, save_policy
+from tests.learner.experts import save_experts
 
 pytestmark = pytest.mark.slow
 WITH_IMAGES = "Qwen3_5ForCausalLM"  # Its module holds the variant for images, too.
@@ -55,3 +56,25 @@ def test_recurrent_states_have_no_cached_prefix_on_a_cpu(tmp_path: Path) -> None
     arguments = engine_arguments(model, ActorSection(max_model_len=64), seed=0)
     assert arguments.enable_prefix_caching
     assert not engine_config(arguments).cache_config.enable_prefix_caching
+
+
+def test_latent_attention_in_fp32_has_its_own_kernel(tmp_path: Path) -> None:
+    """The kernel that vLLM chooses on a CPU with AMX units computes in bf16 only."""
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from actor.engine.start import engine_arguments, engine_config
+
+    if not current_platform.is_cpu():
+        pytest.skip("vLLM is built for a GPU")
+    save_experts(tmp_path, "deepseek_v3")
+
+    def backend(dtype: str) -> Any:
+        cfg = ActorSection(max_concurrent=4, max_model_len=128)
+        arguments = engine_arguments(ModelSection(path=str(tmp_path), dtype=dtype), cfg, seed=0)
+        config = engine_config(arguments)
+        assert config.model_config.use_mla
+        return config.attention_config.backend
+
+    assert backend("float32") is AttentionBackendEnum.CPU_MLA
+    assert backend("bfloat16") is None, "vLLM chooses"

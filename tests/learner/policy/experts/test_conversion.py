@@ -14,19 +14,15 @@ from transformers import AutoModelForCausalLM
 
 from common.config.compute import Layout, Precision
 from common.config.learning import LearnerSection
-from common.config.run_config import ModelSection, RunConfig
 from learner.batch.batching import collate_tokens
 from learner.policy.forward import Networks, Passes
 from learner.policy.loading import fill
 from learner.policy.model import load_policy, published_tensors
 from learner.policy.sharding import shard
-from learner.training.build import load_start, make_trainer
-from learner.training.rank_workers import RankWorkers
 from learner.weights.source import LiveWeights
 from tests.learner.builders import tensors_of
 from tests.learner.experts import KINDS, VOCAB, save_experts
-from tests.learner.policy.test_loading import CPU, rank_of
-from tests.marks import long_for
+from tests.learner.policy.test_loading import rank_of
 
 OTHERS = ("qwen2_moe", "olmoe", "granitemoe", "deepseek_v3")
 HOW: dict[str, Any] = {"device": "cpu", "gradient_checkpointing": False}
@@ -99,30 +95,3 @@ def test_scores_of_experts_equal_the_plain_forward(
         tails = torch.cat([plain_scores(plain, each)[15:] for each in sequences])
         with torch.no_grad():
             assert (passes.score(tokens).logprobs - tails).abs().max() < 1e-4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", long_for(["qwen3_moe", "mixtral"], ["mixtral"]))
-def test_two_ranks_score_and_publish_as_one(tmp_path: Path, kind: str) -> None:
-    save_experts(tmp_path, kind)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    learner = LearnerSection(
-        device="cpu", precision=Precision.FP32, num_ranks=2, rank_timeout_s=60.0
-    )
-    cfg = RunConfig(model=ModelSection(path=str(tmp_path), dtype="float32"), learner=learner)
-    sequences = sequences_of(40, 23, 31)
-    workers = RankWorkers(cfg, None)
-    try:
-        model, _ = load_start(cfg, None, CPU)
-        workers.wait_loaded()
-        links = {"ranks": workers.join(cfg.learner), "announce": workers.announce}
-        trainer, _ = make_trainer(cfg, model, None, **links)
-        scores = trainer.score([each.tolist() for each in sequences])
-        published = tensors_of(trainer.live_weights(ask=workers.ask_for_part))
-    finally:
-        workers.stop()
-    expected = torch.cat([plain_scores(plain, each) for each in sequences])
-    assert (torch.tensor(list(chain(*scores))) - expected).abs().max() < 1e-4
-    files = load_file(tmp_path / "model.safetensors")
-    assert published.keys() == files.keys()
-    assert all(torch.equal(published[name], files[name]) for name in files)
