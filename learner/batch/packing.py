@@ -195,9 +195,7 @@ def _hidden(
     return torch.zeros(seen.shape, device=device).masked_fill_(~seen, -torch.inf)
 
 
-def window_mask(
-    num_queries: int, num_keys: int, window: int, device: torch.device | str
-) -> Tensor:
+def window_mask(num_queries: int, num_keys: int, window: int, device: torch.device | str) -> Tensor:
     """Return whether a query attends to a key, [query, key] bool.
 
     The last query is the last key. A query attends to its own key and to the `window` - 1 keys

@@ -1,7 +1,8 @@
 """A synchronous run whose engine sleeps while the learner steps: every role is a real process.
 
-vLLM's CPU worker accepts the calls of its sleep mode and keeps its memory. A start without a GPU
-refuses `actor.sleep`, so `nvidia-smi` is a script here.
+vLLM's CPU worker accepts the calls of its sleep mode and keeps its memory. Two checks refuse the
+mode without a GPU: the project's, which asks `nvidia-smi`, and that of vLLM's platform. Both get
+another answer here.
 """
 
 import os
@@ -16,28 +17,58 @@ from tests.end_to_end.runs import Run, balances
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 NUM_STEPS = 3
+SMI = "#!/bin/sh\necho 'GPU-0, NVIDIA H100, 81559'\n"
+# Python imports this module at the start of each process.
+CUSTOMIZED = """
+import importlib.util
+import sys
 
 
-def path_with_a_gpu(folder: Path) -> str:
-    """Return a PATH on which nvidia-smi lists one GPU."""
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name != "vllm.platforms.cpu":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def load_and_allow(module):
+            load(module)
+            module.CpuPlatform.is_sleep_mode_available = lambda self: True
+
+        spec.loader.exec_module = load_and_allow
+        return spec
+
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def variables_with_a_gpu(folder: Path) -> dict[str, str]:
+    """Return variables with which nvidia-smi lists a GPU, and vLLM's platform has a sleep mode."""
     script = folder / "bin" / "nvidia-smi"
     script.parent.mkdir()
-    script.write_text("#!/bin/sh\necho 'GPU-0, NVIDIA H100, 81559'\n", encoding="utf-8")
+    script.write_text(SMI, encoding="utf-8")
     script.chmod(0o755)
-    return f"{script.parent}:{os.environ['PATH']}"
+    (folder / "bin" / "sitecustomize.py").write_text(CUSTOMIZED, encoding="utf-8")
+    return {
+        "PATH": f"{script.parent}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{script.parent}:{os.environ.get('PYTHONPATH', '')}",
+    }
 
 
 def times_of(log: Path, pattern: str) -> list[datetime]:
     """Return the times of the lines of a log that contain a pattern."""
-    lines = [line for line in log.read_text(encoding="utf-8").splitlines() if re.search(pattern, line)]
+    lines = [
+        line for line in log.read_text(encoding="utf-8").splitlines() if re.search(pattern, line)
+    ]
     return [datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f") for line in lines]
 
 
 def test_engine_sleeps_during_each_step_and_no_lease_expires(tmp_path: Path) -> None:
     overrides = ("train.mode=sync", "actor.placement=colocated", "actor.sleep=1")
     more = (f"train.num_steps={NUM_STEPS}", "learner.batch_timeout_s=400")
-    env = {"PATH": path_with_a_gpu(tmp_path)}
-    with Run(tmp_path, *overrides, *more, env=env) as run:
+    with Run(tmp_path, *overrides, *more, env=variables_with_a_gpu(tmp_path)) as run:
         assert run.wait(timeout_s=800) == 0, run.output
         assert run.left_over() == []
     logs = run.root / "logs"

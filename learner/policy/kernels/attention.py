@@ -25,12 +25,7 @@ from learner.policy.kernels import flash
 from learner.policy.kernels.products import CausalProducts
 from learner.policy.loading import is_unloaded
 from learner.policy.model import Scoring, flat_hidden, token_logprobs, vocabulary_size
-from learner.policy.selfcheck import (
-    PackingRefused,
-    make_probe,
-    own_attention,
-    packing_difference,
-)
+from learner.policy.selfcheck import PackingRefused, make_probe, own_attention, packing_difference
 
 logger = logging.getLogger(__name__)
 

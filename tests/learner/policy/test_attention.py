@@ -7,12 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from common.config.compute import Attention, Layout
 from common.errors import ConfigError
@@ -200,7 +195,13 @@ def test_window_of_three_averages_three_values(name: str) -> None:
     zeros = torch.zeros(1, 1, 6, 8)
     packing = pack([(4, np.arange(4)), (2, np.arange(4, 6))], "cpu")
     out = kernel(
-        torch.nn.Identity(), zeros, zeros, values, None, scaling=1.0, packing=packing,
+        torch.nn.Identity(),
+        zeros,
+        zeros,
+        values,
+        None,
+        scaling=1.0,
+        packing=packing,
         sliding_window=3,
     )[0]
     expected = torch.tensor([3.0, 4.5, 6.0, 9.0, 100.0, 150.0])
@@ -212,11 +213,9 @@ def test_queries_after_a_shared_prefix_attend_to_their_window() -> None:
     parts = [(3, np.arange(3)), (2, np.arange(5)), (1, np.array([0, 1, 2, 5]))]
     blocks = pack(parts, "cpu").blocks(2)
     hidden = -torch.inf
-    assert [each.keys if isinstance(each.keys, slice) else each.keys.tolist() for each in blocks] == [
-        slice(0, 3),
-        slice(2, 5),
-        [2, 5],
-    ]
+    assert [
+        each.keys if isinstance(each.keys, slice) else each.keys.tolist() for each in blocks
+    ] == [slice(0, 3), slice(2, 5), [2, 5]]
     assert [each.hidden.tolist() for each in blocks] == [
         [[0, hidden, hidden], [0, 0, hidden], [hidden, 0, 0]],
         [[0, 0, hidden], [hidden, 0, 0]],

@@ -25,7 +25,9 @@ ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_
 # Families with windows or caps, in a form that can be packed.
 CHANGED: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": WINDOW},
-    "gemma2": HEAD | ALTERNATING | {"final_logit_softcapping": None, "attn_logit_softcapping": None},
+    "gemma2": HEAD
+    | ALTERNATING
+    | {"final_logit_softcapping": None, "attn_logit_softcapping": None},
     "gemma3_text": HEAD | ALTERNATING,
     "olmo3": ALTERNATING,
     "exaone4": HEAD | ALTERNATING,

@@ -97,12 +97,12 @@ def policy_of(case: Case) -> Any:
     if case.has_adapters:
         return make_model_with_adapters()
     model = make_model(num_layers=1)
-    if case.window is not None:
-        model.config.layer_types = ["sliding_attention"]
-        model.config.sliding_window = case.window
-        attention: Any = model.model.layers[0].self_attn
-        attention.sliding_window = case.window
-    return model
+    if case.window is None:
+        return model
+    config = model.config
+    config.layer_types = ["sliding_attention"]
+    config.sliding_window = case.window
+    return type(model)(config).train()
 
 
 def waits_of(case: Case, max_tokens: int, version: int) -> dict[str, Any]:
