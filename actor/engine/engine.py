@@ -402,6 +402,7 @@ class Engine:
             if self.is_asleep:
                 await self._llm.wake_up(["kv_cache"])
                 self._is_awake.set()
+                logger.info("engine is awake version=%d", offer.version)
             if self._cfg.kv_at_update is AtUpdate.DROP:
                 # Running requests are preempted. Their prompts and samples are computed again.
                 await self._llm.reset_prefix_cache(reset_running_requests=True)

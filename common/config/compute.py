@@ -89,8 +89,8 @@ class Layout(StrEnum):
 
     padded: one row for each sequence, as wide as the longest. packed: all sequences in one row,
     without computation for padding. auto: packed if every layer of the model attends to all
-    earlier tokens, else padded. On a CPU both are timed at the run's start, and padded is used if
-    it is faster.
+    earlier tokens or to a sliding window of them, else padded. On a CPU both are timed at the run's
+    start, and padded is used if it is faster.
     """
 
     AUTO = "auto"

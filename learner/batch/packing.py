@@ -53,14 +53,15 @@ def padded_width(length: int) -> int:
 class PairBlock:
     """A piece of a sequence whose attention is one batch of matrix products.
 
-    The queries are adjacent rows. The keys are all keys up to the last query.
+    The queries are adjacent rows. The keys end with the last query. They begin with the sequence, or
+    with the window of the first query.
     """
 
     queries: slice
     # [key] int64; a slice: the rows are adjacent
     keys: slice | Tensor = field(repr=False)
-    num_earlier: int  # Keys before the first query, which every query attends to.
-    later: Tensor = field(repr=False)  # [query, key from num_earlier] 0; -inf: hidden
+    num_earlier: int  # Keys at the start that every query attends to.
+    hidden: Tensor = field(repr=False)  # [query, key from num_earlier] 0; -inf: hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +77,8 @@ class Packing:
     # [sequence + 1] int32, starts of sequences and the end. Empty sequences follow the last one.
     bounds: Tensor = field(repr=False)
     key_bounds: Tensor = field(repr=False)  # [sequence + 1] int32
-    # Blocks that hold each query once.
-    blocks: Callable[[], Sequence[PairBlock]] = field(repr=False)
+    # Blocks that hold each query once, by the number of keys that a query attends to; None: all.
+    blocks: Callable[[int | None], Sequence[PairBlock]] = field(repr=False)
     # [key] int64; None: the rows of the queries
     key_rows: Tensor | None = field(repr=False, default=None)
 
@@ -153,28 +154,53 @@ def pack(parts: Sequence[tuple[int, np.ndarray]], device: torch.device | str) ->
     )
 
 
-def _blocks(parts: Sequence[tuple[int, np.ndarray]], device: torch.device | str) -> list[PairBlock]:
+def _blocks(
+    parts: Sequence[tuple[int, np.ndarray]], device: torch.device | str, window: int | None
+) -> list[PairBlock]:
     found: list[PairBlock] = []
     first = 0  # First query of the sequence.
+    hidden_of = cache(partial(_hidden, window, device))  # Most blocks have the same pattern.
     for length, keys in parts:
         for start in range(0, length, CHUNK_TOKENS):
             end = min(start + CHUNK_TOKENS, length)
-            num_keys = len(keys) - length + end
             queries = slice(first + start, first + end)
-            found.append(_block(queries, keys[:num_keys], device))
+            last = len(keys) - length + end
+            seen = keys[first_key(last, end - start, window) : last]
+            hidden = hidden_of(end - start, len(seen))
+            found.append(
+                PairBlock(queries, _rows(seen, device), len(seen) - hidden.shape[1], hidden)
+            )
         first += length
     return found
 
 
-def _block(queries: slice, keys: np.ndarray, device: torch.device | str) -> PairBlock:
-    num_queries = queries.stop - queries.start
-    is_adjacent = keys[-1] - keys[0] == len(keys) - 1
-    later = torch.full((num_queries, num_queries), -torch.inf, device=device).triu(1)
-    return PairBlock(
-        queries,
-        slice(int(keys[0]), int(keys[-1]) + 1)
-        if is_adjacent
-        else torch.from_numpy(keys).to(device),
-        len(keys) - num_queries,
-        later,
-    )
+def first_key(end: int, num_queries: int, window: int | None) -> int:
+    """Return the first key that any of the queries before `end` attends to."""
+    return 0 if window is None else max(0, end - num_queries - window + 1)
+
+
+def _rows(keys: np.ndarray, device: torch.device | str) -> slice | Tensor:
+    if keys[-1] - keys[0] == len(keys) - 1:
+        return slice(int(keys[0]), int(keys[-1]) + 1)
+    return torch.from_numpy(keys).to(device)
+
+
+def _hidden(
+    window: int | None, device: torch.device | str, num_queries: int, num_keys: int
+) -> Tensor:
+    """Return 0 or -inf for a query and a key, [query, key]; omit the keys that all queries see."""
+    if window is None or window >= num_keys:
+        return torch.full((num_queries, num_queries), -torch.inf, device=device).triu(1)
+    seen = window_mask(num_queries, num_keys, window, device)
+    return torch.zeros(seen.shape, device=device).masked_fill_(~seen, -torch.inf)
+
+
+def window_mask(num_queries: int, num_keys: int, window: int, device: torch.device | str) -> Tensor:
+    """Return whether a query attends to a key, [query, key] bool.
+
+    The last query is the last key. A query attends to its own key and to the `window` - 1 keys
+    before it.
+    """
+    pairs = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    own = num_keys - num_queries  # Key of the first query.
+    return pairs.tril(own) & pairs.triu(own - window + 1)

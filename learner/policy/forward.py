@@ -34,6 +34,7 @@ from learner.policy.model import (
 from learner.policy.precision import uses_bf16
 from learner.policy.selfcheck import (
     NeighboursDiffer,
+    PackingRefused,
     Score,
     arithmetics,
     check_scores,
@@ -201,7 +202,7 @@ class Passes:
         All ranks call this method together after the weights are loaded.
 
         Args:
-            may_pad: switch to padding if packed sequences attend to each other.
+            may_pad: switch to padding if packed sequences attend to each other, or are refused.
 
         Raises: ConfigError: scores differ by more than rounding; names both scores.
         """
@@ -209,7 +210,7 @@ class Passes:
         with torch.compiler.set_stance("force_eager"):
             try:
                 self._check_networks()
-            except NeighboursDiffer as error:
+            except (NeighboursDiffer, PackingRefused) as error:
                 if not (may_pad and self.is_packed):
                     raise
                 logger.warning("learner.layout=auto: sequences are padded, not packed: %s", error)

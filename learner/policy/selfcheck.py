@@ -43,6 +43,10 @@ class NeighboursDiffer(ScoresDiffer):
     """The score of a sequence changes in a block of several."""
 
 
+class PackingRefused(ConfigError):
+    """A kernel of packed sequences does not support the arguments of a layer."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
     """The sequences of a check, and their layout."""

@@ -11,7 +11,7 @@ from tests.common.checks.models import write_model
 
 pytestmark = pytest.mark.slow  # torch and the environments load
 
-WINDOWED = {"model_type": "mistral", "sliding_window": 64}
+CAPPED = {"model_type": "gemma2", "head_dim": 64}
 NO_PARTS = {"model_type": "opt", "word_embed_proj_dim": 896, "ffn_dim": 896}
 SMALL = {"num_hidden_layers": 2, "vocab_size": 2000, "num_rest": 20_000_000}
 SFT = ["sft", "--config", "smoke", "sft.from_scratch=false"]
@@ -39,11 +39,8 @@ def refusal(capsys: pytest.CaptureFixture[str], folder: Path, argv: list[str], *
 def test_impossible_layout_is_refused_before_start(
     argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    error = refusal(capsys, tmp_path, [*argv, "learner.layout=packed"], **WINDOWED)
-    assert (
-        "learner.layout=packed: mistral has layers that cannot be packed: sliding_attention"
-        in error
-    )
+    error = refusal(capsys, tmp_path, [*argv, "learner.layout=packed"], **CAPPED)
+    assert "learner.layout=packed: gemma2 has attn_logit_softcapping=50.0, which packing" in error
     assert "learner.layout=padded" in error
 
 

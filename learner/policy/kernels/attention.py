@@ -20,20 +20,22 @@ from transformers import AttentionInterface, PreTrainedModel
 from common.config.compute import Attention, Layout
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch
-from learner.batch.packing import Packing
+from learner.batch.packing import CHUNK_TOKENS, Packing, first_key, window_mask
 from learner.policy.kernels import flash
 from learner.policy.kernels.products import CausalProducts
 from learner.policy.loading import is_unloaded
 from learner.policy.model import Scoring, flat_hidden, token_logprobs, vocabulary_size
-from learner.policy.selfcheck import make_probe, own_attention, packing_difference
+from learner.policy.selfcheck import PackingRefused, make_probe, own_attention, packing_difference
 
 logger = logging.getLogger(__name__)
 
 FUSED = "packed_fused"
 PRODUCTS = "packed_products"
 _FULL = "full_attention"
+_SLIDING = "sliding_attention"
+PACKABLE = {_FULL, _SLIDING}  # Kinds of layers.
 # Additions of other families to attention; both kernels would have to implement each of them.
-UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sliding_window")
+UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 # cuDNN is absent: it keeps a plan for each new length, so memory would grow without end.
 SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -50,19 +52,30 @@ def packing_problem(network: nn.Module) -> str:
     """
     for model in _transformers(network):
         config = model.config
-        kinds = set(getattr(config, "layer_types", None) or [_kind_of_all(config)]) - {_FULL}
+        kinds = set(getattr(config, "layer_types", None) or [_kind_of_all(config)]) - PACKABLE
         if kinds:
             return (
                 f"{config.model_type} has layers that cannot be packed: {', '.join(sorted(kinds))}"
             )
         if not model._supports_attention_backend:
             return f"{type(model).__name__} has its own attention implementation"
+        if addition := _addition(model):
+            return f"{config.model_type} has {addition}, which packing does not support"
     for model in _outermost(network):
         if model not in _measured and not is_unloaded(model):
             _measured[model] = _measured_problem(model)
         if _measured.get(model):
             return _measured[model]
     return ""
+
+
+def _addition(model: PreTrainedModel) -> str:
+    """Return an addition to attention that the configuration or the weights show; "" if none."""
+    softcap = getattr(model.config, "attn_logit_softcapping", None)
+    if softcap:
+        return f"attn_logit_softcapping={softcap}"
+    has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
+    return "attention with sinks" if has_sinks else ""
 
 
 def _outermost(network: nn.Module) -> Iterator[PreTrainedModel]:
@@ -127,7 +140,7 @@ def _set_attention(network: nn.Module, name: str) -> None:
 def _kind_of_all(config: Any) -> str:
     """Return the kind of all layers if a config has no list of kinds, as in Mistral or Phi-3."""
     is_sliding = getattr(config, "use_sliding_window", True)
-    return "sliding_attention" if is_sliding and getattr(config, "sliding_window", None) else _FULL
+    return _SLIDING if is_sliding and getattr(config, "sliding_window", None) else _FULL
 
 
 def attention_by_rule(device_type: str) -> Attention:
@@ -191,6 +204,7 @@ def _fused(
     *,
     scaling: float,
     packing: Packing | None = None,
+    sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return attention [1, seq, head, size]; without `packing`, each row is one sequence.
@@ -198,24 +212,32 @@ def _fused(
     Args:
         query: [1, head, seq, size].
         key: [1, kv_head, seq, size], as is `value`.
+        sliding_window: number of keys up to its own that a query attends to; None: all.
     """
-    _refuse(module, others)
+    _refuse(module, others, sliding_window)
     query, key, value = _as_computed(query, key, value)
     if packing is None:
         whole = [query.shape[2]]
-        return _one_by_one(query, key, value, whole, whole, scaling), None
+        return _one_by_one(query, key, value, whole, whole, scaling, sliding_window), None
     if packing.key_rows is not None:
         key, value = (tensor.index_select(2, packing.key_rows) for tensor in (key, value))
     problem = flash.flash_problem(query, value)
     if not problem:
         # [seq, head, size] each
         queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
-        return flash.flash(queries, keys, values, packing, scaling=scaling)[None], None
+        window = _shorter(sliding_window, packing.max_key_length)
+        out = flash.flash(queries, keys, values, packing, scaling=scaling, window=window)
+        return out[None], None
     if problem != flash.NO_CUDA:
         _warn_slow(module, problem)
     lengths = list(packing.lengths)
     key_lengths = list(packing.key_lengths)
-    return _one_by_one(query, key, value, lengths, key_lengths, scaling), None
+    return _one_by_one(query, key, value, lengths, key_lengths, scaling, sliding_window), None
+
+
+def _shorter(window: int | None, num_keys: int) -> int | None:
+    """Return the window if it hides any of so many keys, else None."""
+    return None if window is None or window >= num_keys else window
 
 
 def _as_computed(*tensors: Tensor) -> Iterator[Tensor]:
@@ -244,23 +266,43 @@ def _one_by_one(
     lengths: list[int],
     key_lengths: list[int],
     scaling: float,
+    window: int | None,
 ) -> Tensor:
     """Return attention [1, seq, head, size] of sequences whose numbers of rows are given."""
     parts = zip(
         query.split(lengths, 2), key.split(key_lengths, 2), value.split(key_lengths, 2), strict=True
     )
     with sdpa_kernel(SDPA_BACKENDS):
-        found = [_one_fused(*each, scaling) for each in parts]
+        found = [out for each in parts for out in _one_fused(*each, scaling, window)]
     return torch.cat(found, 2).transpose(1, 2)
 
 
-def _one_fused(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+def _one_fused(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+) -> Iterator[Tensor]:
+    """Yield the attention of one sequence: in one piece, with a window in pieces of its length."""
     num_queries = query.shape[2]
     num_keys = key.shape[2]
+    window = _shorter(window, num_keys)
+    if window is not None:
+        piece = max(window, CHUNK_TOKENS)
+        for start in range(0, num_queries, piece):
+            end = min(start + piece, num_queries)
+            last = num_keys - num_queries + end
+            seen = slice(first_key(last, end - start, window), last)
+            mask = window_mask(end - start, last - seen.start, window, query.device)
+            asked = query[:, :, start:end]
+            yield _scaled_products(asked, key[:, :, seen], value[:, :, seen], mask, scaling)
+        return
     mask = None  # Without a prefix the kernel applies the causal mask itself.
     if num_queries < num_keys:
-        seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
-        mask = seen.tril(num_keys - num_queries)
+        mask = window_mask(num_queries, num_keys, num_keys, query.device)
+    yield _scaled_products(query, key, value, mask, scaling)
+
+
+def _scaled_products(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
+) -> Tensor:
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -281,26 +323,47 @@ def _products(
     *,
     scaling: float,
     packing: Packing | None = None,
+    sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return attention in the format of `_fused`."""
     if packing is None:
+        others |= {"sliding_window": sliding_window}
         return _fused(module, query, key, value, attention_mask, scaling=scaling, **others)
-    _refuse(module, others)
+    _refuse(module, others, sliding_window)
     tensors = _as_computed(query * scaling, key, value)
     rows = [each[0].transpose(0, 1) for each in tensors]
-    out = CausalProducts.apply(*rows, packing.blocks())
+    window = _shorter(sliding_window, packing.max_key_length)
+    out = CausalProducts.apply(*rows, packing.blocks(window))
     assert isinstance(out, Tensor)
     return out[None], None
 
 
-def _refuse(module: nn.Module, others: dict[str, Any]) -> None:
-    present = [name for name in UNSUPPORTED if others.get(name) is not None]
+def _refuse(module: nn.Module, others: dict[str, Any], window: int | None) -> None:
+    """Check the arguments of a layer. Raises: PackingRefused: packing does not support them."""
+    name = type(module).__name__
+    present = [each for each in UNSUPPORTED if others.get(each) is not None]
     if present:
-        raise ConfigError(
-            f"learner.layout=packed: {type(module).__name__} uses {', '.join(present)}, which"
-            " packing does not support. Use learner.layout=padded."
-        )
+        problem = f"{name} uses {', '.join(present)}, which packing does not support"
+    elif not _has_window(module, window):
+        problem = f"{name} gives its kernel sliding_window={window}, unlike its config.json"
+    else:
+        return
+    raise PackingRefused(f"learner.layout=packed: {problem}. Use learner.layout=padded.")
+
+
+def _has_window(module: nn.Module, window: int | None) -> bool:
+    """Return whether the configuration of a layer has this window.
+
+    The start check cannot notice a missing window: its sequences are shorter than most windows.
+    """
+    config: Any = getattr(module, "config", None)
+    if config is None:
+        return True
+    kinds = getattr(config, "layer_types", None)
+    index: Any = getattr(module, "layer_idx", None)
+    kind = _kind_of_all(config) if not kinds or index is None else kinds[index]
+    return window == (getattr(config, "sliding_window", None) if kind == _SLIDING else None)
 
 
 AttentionInterface.register(FUSED, _fused)

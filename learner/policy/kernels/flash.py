@@ -53,19 +53,28 @@ def _format_problem(dtype: torch.dtype, size: int) -> str:
     return ""
 
 
-def flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, *, scaling: float) -> Tensor:
+def flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    *,
+    scaling: float,
+    window: int | None = None,
+) -> Tensor:
     """Return causal attention [query, head, size of a value] in one kernel call.
 
     Args:
         query: [query, head, size].
         key: [key, kv_head, size].
         value: [key, kv_head, size], whose size may differ.
+        window: number of keys up to its own that a query attends to; None: all.
     """
     size = value.shape[-1]
     widest = max(query.shape[-1], size)
     padded = -(-widest // HEAD_MULTIPLE) * HEAD_MULTIPLE
     rows = [_widened(each, padded) for each in (query, key, value)]
-    out = _call(varlen_attn, rows, packing, scaling)
+    out = _call(varlen_attn, rows, packing, scaling, window)
     return out if size == padded else out[..., :size]
 
 
@@ -76,7 +85,11 @@ def _widened(rows: Tensor, size: int) -> Tensor:
 
 
 def _call(
-    kernel: Callable[..., Any], rows: list[Tensor], packing: Packing, scaling: float
+    kernel: Callable[..., Any],
+    rows: list[Tensor],
+    packing: Packing,
+    scaling: float,
+    window: int | None,
 ) -> Tensor:
     """Call the kernel of this torch; without grouped heads it gets a copy of a key for each."""
     query, key, value = rows
@@ -95,7 +108,7 @@ def _call(
         packing.max_length,
         packing.max_key_length,
         scale=scaling,
-        window_size=CAUSAL,
+        window_size=CAUSAL if window is None else (window - 1, 0),
         **more,
     )
     assert isinstance(out, Tensor)  # No other output was requested.

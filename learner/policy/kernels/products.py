@@ -30,7 +30,7 @@ class CausalProducts(torch.autograd.Function):
                 asked = _by_head(queries[block.queries], kv_heads, query.shape[2])
                 keys, values = _keys_and_values(block, both, kv_heads)
                 scores = asked @ keys.transpose(1, 2)  # [kv_head, query * group, key]
-                _hide_later(scores, block)
+                _hide(scores, block)
                 weights = torch.softmax(scores, -1)  # In fp32 internally.
                 num_queries = block.queries.stop - block.queries.start
                 out[block.queries] = _by_row(weights @ values, num_queries)
@@ -86,10 +86,10 @@ def _keys_and_values(block: PairBlock, both: Tensor, kv_heads: int) -> tuple[Ten
     return keys, values
 
 
-def _hide_later(scores: Tensor, block: PairBlock) -> None:
+def _hide(scores: Tensor, block: PairBlock) -> None:
     num_queries = block.queries.stop - block.queries.start
     apart = scores.view(scores.shape[0], num_queries, -1, scores.shape[-1])
-    apart[..., block.num_earlier :] += block.later.to(scores.dtype)[:, None]
+    apart[..., block.num_earlier :] += block.hidden.to(scores.dtype)[:, None]
 
 
 def _add(into: Tensor, block: PairBlock, parts: Sequence[Tensor]) -> None:

@@ -72,6 +72,7 @@ class Rig:
         is_repeatable: bool = True,
         save: Callable[[Path], None] | None = None,
         algorithm: AlgorithmSection = AlgorithmSection(),  # noqa: B008 - it is frozen
+        engine_args: dict[str, Any] | None = None,
     ) -> None:
         from actor.engine.engine import Engine
 
@@ -99,6 +100,7 @@ class Rig:
             max_model_len=512,
             kv_at_update=at_update,
             tensor_parallel_size=num_workers,
+            engine_args=engine_args or {},
         )
         self._runner = asyncio.Runner()
         start = Engine.start(

@@ -41,13 +41,13 @@ from common.repository import ROOT
 from learner.policy.model import load_policy
 
 # Families by their peculiarity: with LAYOUT, sequences are padded.
-LAYOUT = "has layers that cannot be packed"
+LAYOUT = "which packing does not support"
 TEN = {
     "qwen2": "",  # Biases of attention.
     "qwen3": "",  # Norms of queries and keys.
     "llama": "",
-    "mistral": LAYOUT,  # One sliding window for all layers.
-    "gemma3_text": LAYOUT,  # Scaled embedding, two rotary embeddings, sliding windows.
+    "mistral": "",  # One sliding window for all layers.
+    "gemma3_text": "",  # Scaled embedding, two rotary embeddings, sliding windows.
     "gemma2": LAYOUT,  # Capped logits.
     "cohere": "",  # Scaled logits, blocks in parallel.
     "granite": "",  # Four factors.

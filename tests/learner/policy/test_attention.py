@@ -7,14 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from common.config.compute import Attention, Layout
 from common.errors import ConfigError
@@ -22,7 +15,7 @@ from learner.batch.batching import collate_tokens
 from learner.batch.packing import Packing, pack, packed_rows
 from learner.policy.kernels import attention as under_test
 from learner.policy.kernels.attention import use_attention
-from learner.policy.model import flat_hidden, load_policy
+from learner.policy.model import Scoring, flat_hidden, load_policy, token_logprobs
 from tests.learner.builders import VOCAB, make_model
 
 # Below, at and beyond a chunk of queries; 768 in all, so that the row is not filled up.
@@ -31,6 +24,7 @@ KERNELS = {"fused": under_test._fused, "products": under_test._products}
 # Torch's fused kernel keeps sums of exponentials in fp32 for its backward pass.
 TOLERANCE = {"fused": 1e-5, "products": 1e-10}
 HEADS, KV_HEADS, SIZE = 4, 2, 8
+EXACT = Scoring(chunk_tokens=512, autocast=False)
 
 
 def packing_of(lengths: tuple[int, ...]) -> Packing:
@@ -49,25 +43,30 @@ def inputs(dtype: torch.dtype = torch.float64) -> list[Tensor]:
     ]
 
 
-def block_masked(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def block_masked(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
     """Return attention with one mask over all pairs, [1, seq, head, size]."""
     owner = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     mask = (owner[:, None] == owner[None]).tril()
+    if window is not None:
+        at = torch.arange(len(owner))
+        mask &= at[None] > at[:, None] - window
     keys, values = (each.repeat_interleave(HEADS // KV_HEADS, 1) for each in (key, value))
     scores = (query @ keys.transpose(2, 3) * 0.3).masked_fill(~mask, float("-inf"))
     return (scores.softmax(-1) @ values).transpose(1, 2)
 
 
-def run(kernel: Any, tensors: list[Tensor]) -> Tensor:
+def run(kernel: Any, tensors: list[Tensor], window: int | None) -> Tensor:
     module = torch.nn.Identity()
-    return kernel(module, *tensors, None, scaling=0.3, packing=packing_of(LENGTHS))[0]
+    more: dict[str, Any] = {"packing": packing_of(LENGTHS), "sliding_window": window}
+    return kernel(module, *tensors, None, scaling=0.3, **more)[0]
 
 
+@pytest.mark.parametrize("window", [None, 1, 7, 128, 150, 1_000])
 @pytest.mark.parametrize("name", KERNELS)
-def test_packed_kernels_equal_one_block_mask(name: str) -> None:
+def test_packed_kernels_equal_one_block_mask(name: str, window: int | None) -> None:
     ours, theirs = inputs(), inputs()
     weights = torch.linspace(-1, 1, sum(LENGTHS) * HEADS * SIZE, dtype=torch.float64)
-    found, expected = run(KERNELS[name], ours), block_masked(*theirs)
+    found, expected = run(KERNELS[name], ours, window), block_masked(*theirs, window)
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
     (found.flatten() * weights).sum().backward()
     (expected.flatten() * weights).sum().backward()
@@ -97,7 +96,7 @@ def test_kernels_round_no_more_than_the_models_attention(name: str) -> None:
 
 
 def test_each_query_runs_once_with_at_most_128_in_a_block() -> None:
-    asked = [block.queries for block in packing_of(LENGTHS).blocks()]
+    asked = [block.queries for block in packing_of(LENGTHS).blocks(None)]
     assert [row for each in asked for row in range(each.start, each.stop)] == list(range(768))
     assert len(asked) == 10  # 200 and 129 have two blocks, 308 has three.
     assert max(each.stop - each.start for each in asked) == 128
@@ -129,42 +128,129 @@ def test_no_sequence_sees_another_in_its_row() -> None:
     assert states(first).equal(states(other))
 
 
-def test_packing_is_refused_for_sliding_attention() -> None:
-    config = Gemma3TextConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        layer_types=["sliding_attention", "full_attention"],
+FAMILY_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+}
+ALTERNATING = {
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+WINDOWED: dict[str, dict[str, Any]] = {
+    "mistral": {"num_hidden_layers": 2},
+    "mixtral": {"num_hidden_layers": 1},
+    "phi3": {"num_hidden_layers": 1},
+    "starcoder2": {"num_hidden_layers": 1},
+    "gemma3_text": ALTERNATING,
+    "qwen3": ALTERNATING | {"use_sliding_window": True},
+    "olmo3": ALTERNATING,
+}
+
+
+def windowed_model(family: str, window: int) -> Any:
+    sizes = FAMILY_SIZES | WINDOWED[family] | {"sliding_window": window}
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("family", WINDOWED)
+def test_packed_sequences_longer_than_a_window_score_as_alone(family: str, name: str) -> None:
+    model = windowed_model(family, window=8)
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(0, VOCAB, size=length) for length in (30, 5, 140, 150)]
+    sequences[3][:100] = sequences[2][:100]  # The last two have one copy of their prefix.
+    masks = [np.arange(len(each)) >= min(100, len(each) - 4) for each in sequences]
+    model.config._attn_implementation = "eager"
+    expected = [
+        model(input_ids=torch.from_numpy(each)[None]).logits[0].log_softmax(-1)
+        for each in sequences
+    ]
+    assert use_attention([model], "cpu", Layout.AUTO, Attention(name))
+    for shared in ((), [(1, 0), (1, 0), (2, 100)]):
+        tokens = collate_tokens(sequences, masks, device="cpu", is_packed=True, shared=shared)
+        found = token_logprobs(model, tokens, EXACT)
+        own = torch.cat(
+            [
+                each[np.flatnonzero(mask) - 1, ids[mask]]
+                for each, ids, mask in zip(expected, sequences, masks, strict=True)
+            ]
+        )
+        torch.testing.assert_close(found, own, atol=1e-5, rtol=0)
+    alone = collate_tokens(sequences[2:3], masks[2:3], device="cpu", is_packed=True)
+    found = token_logprobs(model, alone, EXACT)
+    torch.testing.assert_close(found, own[8:48], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_window_of_three_averages_three_values(name: str) -> None:
+    # Equal scores: each output is the mean of the values that its query attends to.
+    kernel: Any = KERNELS[name]
+    values = torch.tensor([3.0, 6.0, 9.0, 12.0, 100.0, 200.0]).view(1, 1, 6, 1).expand(1, 1, 6, 8)
+    zeros = torch.zeros(1, 1, 6, 8)
+    packing = pack([(4, np.arange(4)), (2, np.arange(4, 6))], "cpu")
+    out = kernel(
+        torch.nn.Identity(),
+        zeros,
+        zeros,
+        values,
+        None,
+        scaling=1.0,
+        packing=packing,
+        sliding_window=3,
+    )[0]
+    expected = torch.tensor([3.0, 4.5, 6.0, 9.0, 100.0, 150.0])
+    torch.testing.assert_close(out[0, :, 0, 0], expected)
+
+
+def test_queries_after_a_shared_prefix_attend_to_their_window() -> None:
+    # The prefix has keys 0 to 2; two tails of two and one queries follow.
+    parts = [(3, np.arange(3)), (2, np.arange(5)), (1, np.array([0, 1, 2, 5]))]
+    blocks = pack(parts, "cpu").blocks(2)
+    hidden = -torch.inf
+    assert [
+        each.keys if isinstance(each.keys, slice) else each.keys.tolist() for each in blocks
+    ] == [slice(0, 3), slice(2, 5), [2, 5]]
+    assert [each.hidden.tolist() for each in blocks] == [
+        [[0, hidden, hidden], [0, 0, hidden], [hidden, 0, 0]],
+        [[0, 0, hidden], [hidden, 0, 0]],
+        [[0]],
+    ]
+
+
+def test_window_that_a_kernel_does_not_get_is_refused() -> None:
+    # The attention of Qwen2-MoE gives no window to its kernel, so only a mask could apply it.
+    sizes = FAMILY_SIZES | ALTERNATING | {"num_experts": 2, "num_experts_per_tok": 1}
+    config = AutoConfig.for_model(
+        "qwen2_moe", **sizes, use_sliding_window=True, sliding_window=64, moe_intermediate_size=16
     )
-    model = Gemma3ForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     assert not use_attention([model], "cpu", Layout.AUTO, Attention.AUTO)
-    assert model.config._attn_implementation == "eager"
-    with pytest.raises(ConfigError, match=r"packed: gemma3_text has layers that .* slid"):
+    with pytest.raises(
+        ConfigError, match="Qwen2MoeAttention gives its kernel sliding_window=None, unlike"
+    ):
         use_attention([model], "cpu", Layout.PACKED, Attention.AUTO)
 
 
-@pytest.mark.parametrize("window", [8, None])
-@pytest.mark.parametrize("family", ["mistral", "mixtral", "phi3", "starcoder2"])
-def test_sequences_are_packed_only_without_window(family: str, window: int | None) -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0}
-    config = AutoConfig.for_model(family, vocab_size=VOCAB, sliding_window=window, **sizes, **heads)
-    model = AutoModelForCausalLM.from_config(config)
-    is_packed = use_attention([model], "cpu", Layout.AUTO, Attention.PRODUCTS)
-    assert is_packed == (window is None)
-    sequences = [np.arange(9), np.arange(5, 12)]
-    masks = [np.arange(len(sequence)) > 0 for sequence in sequences]
-    tokens = collate_tokens(sequences, masks, device="cpu", is_packed=is_packed)
-    assert flat_hidden(model.base_model, tokens, autocast=False).isfinite().all()
-    if window is not None:
-        with pytest.raises(
-            ConfigError, match=f"packed: {family} has layers that .* sliding_attention"
-        ):
-            use_attention([model], "cpu", Layout.PACKED, Attention.AUTO)
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("gemma2", r"gemma2 has attn_logit_softcapping=50\.0"),
+        ("gpt_oss", "gpt_oss has attention with sinks"),
+    ],
+)
+def test_additions_to_attention_are_known_without_weights(family: str, reason: str) -> None:
+    config = AutoConfig.for_model(family, **FAMILY_SIZES, num_hidden_layers=2, head_dim=8)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert not use_attention([model], "cpu", Layout.AUTO, Attention.AUTO)
+    with pytest.raises(ConfigError, match=f"learner.layout=packed: {reason}"):
+        use_attention([model], "cpu", Layout.PACKED, Attention.AUTO)
 
 
 def test_unsupported_attention_arguments_are_refused() -> None:

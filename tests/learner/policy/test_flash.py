@@ -20,17 +20,25 @@ from tests.learner.policy.test_selfcheck import FAMILIES, HEAD, PADDED, SCALED, 
 from tests.learner.policy.varlen_kernel import VarlenKernel, use_kernel
 
 BF16 = Scoring(chunk_tokens=64, autocast=True)
-FULL = {"layer_types": ["full_attention"] * 2}
-# Families whose published models have windows or caps, in a form without them.
-PLAIN: dict[str, dict[str, Any]] = {
-    "mistral": {"sliding_window": None},
-    "gemma2": HEAD | FULL | {"final_logit_softcapping": None, "attn_logit_softcapping": None},
-    "gemma3_text": HEAD | FULL,
-    "olmo3": FULL,
-    "exaone4": HEAD | FULL,
+WINDOW = 8
+ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+# Families with windows or caps, in a form that can be packed.
+CHANGED: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": WINDOW},
+    "gemma2": HEAD
+    | ALTERNATING
+    | {"final_logit_softcapping": None, "attn_logit_softcapping": None},
+    "gemma3_text": HEAD | ALTERNATING,
+    "olmo3": ALTERNATING,
+    "exaone4": HEAD | ALTERNATING,
+    "cohere2": ALTERNATING,
 }
 NO_AUTOCAST = {"dbrx"}  # Experts of dbrx add bf16 to fp32 in transformers.
-PACKED = {name: more for name, more in FAMILIES.items() if name not in PADDED | NO_AUTOCAST} | PLAIN
+PACKED = {name: more for name, more in FAMILIES.items() if name not in PADDED | NO_AUTOCAST}
+PACKED |= CHANGED
+
+BOTH = {-1, WINDOW - 1}  # The kernel counts the keys before a query's own.
+WINDOWS = {"mistral": {WINDOW - 1}} | dict.fromkeys(CHANGED.keys() - {"mistral"}, BOTH)
 
 
 def model_of(family: str) -> Any:
@@ -66,6 +74,7 @@ def test_kernel_gets_bf16_once_per_layer(family: str, monkeypatch: pytest.Monkey
         found.sum().backward()
         assert (found - other).abs().mean() < 0.02 * other.abs().mean()
     assert len(kernel.dtypes) == len(blocks) * model.config.num_hidden_layers
+    assert set(kernel.windows) == WINDOWS.get(family, {-1})
     assert set.union(*kernel.dtypes) == {torch.bfloat16}
     grads = [each.grad for each in model.parameters() if each.grad is not None]
     assert {each.dtype for each in grads} == {torch.float32}

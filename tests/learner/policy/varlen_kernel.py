@@ -17,6 +17,7 @@ class VarlenKernel:
         self.dtypes: list[set[torch.dtype]] = []  # Dtypes of query, key and value by call.
         self.heads: list[tuple[int, int]] = []  # Heads of queries and of keys by call.
         self.sizes: list[tuple[int, int, int, int]] = []  # Rows, bounds, and both upper bounds.
+        self.windows: list[int] = []  # Keys before a query's own by call; -1: all.
 
     def __call__(
         self,
@@ -36,7 +37,8 @@ class VarlenKernel:
         self.dtypes.append({query.dtype, key.dtype, value.dtype})
         self.heads.append((query.shape[1], key.shape[1]))
         self.sizes.append((len(query), len(cu_seq_q), max_q, max_k))
-        assert window_size == (-1, 0)
+        self.windows.append(window_size[0])
+        assert window_size[1] == 0
         assert query.shape[1] == key.shape[1] or enable_gqa
         assert query.shape[2] == key.shape[2] == value.shape[2]
         assert query.shape[2] % 8 == 0
@@ -45,16 +47,21 @@ class VarlenKernel:
         assert max_q >= max(end - first for first, end in own)
         assert max_k >= max(end - first for first, end in of_keys)
         parts = [
-            _causal(query[slice(*rows)], key[slice(*seen)], value[slice(*seen)], scale)
+            _causal(query[slice(*rows)], key[slice(*seen)], value[slice(*seen)], scale, window_size)
             for rows, seen in zip(own, of_keys, strict=True)
             if rows[0] < rows[1]
         ]
         return torch.cat(parts)
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def _causal(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window_size: tuple[int, int]
+) -> Tensor:
     q, k, v = (each.transpose(0, 1)[None] for each in (query, key, value))
-    mask = torch.ones(len(query), len(key), dtype=torch.bool).tril(len(key) - len(query))
+    own = len(key) - len(query)
+    mask = torch.ones(len(query), len(key), dtype=torch.bool).tril(own)
+    if window_size[0] >= 0:
+        mask = mask.triu(own - window_size[0])
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)
 

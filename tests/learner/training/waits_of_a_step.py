@@ -1,6 +1,7 @@
 """Prints, as JSON, how often the host waits for the device in a training step of each algorithm."""
 
 import json
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.config.compute import Attention, CriticSection, Layout, Precision
+from common.config.compute import FULL, Attention, CriticSection, Layout, LoraSection, Precision
 from common.config.learning import (
     Advantage,
     AlgorithmSection,
@@ -25,7 +26,7 @@ from learner.policy.kernels import attention, flash
 from learner.training.step import TrainerSettings
 from learner.training.trainer import INFORMATION_EVERY_STEPS, Trainer
 from learner.weights.source import LiveWeights
-from tests.learner.builders import make_model, make_samples
+from tests.learner.builders import make_model, make_model_with_adapters, make_samples
 from tests.learner.fake_device import NAME, FakeDevice, OnDevice, register
 
 ALGORITHMS = {
@@ -38,6 +39,24 @@ ALGORITHMS = {
     "critic": AlgorithmSection(advantage=Advantage.PPO),
 }
 BUDGETS = (10_000, 14)  # Tokens of a microbatch: one microbatch, and many.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """An algorithm, and the form of the policy that it trains."""
+
+    algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    layout: Layout = Layout.PACKED
+    has_adapters: bool = False  # The policy without them is the reference.
+    window: int | None = None  # Keys that a query attends to; None: all.
+
+
+CASES = {
+    **{name: Case(algorithm=each) for name, each in ALGORITHMS.items()},
+    "padded": Case(layout=Layout.PADDED),
+    "adapters": Case(algorithm=AlgorithmSection(kl_coef=0.1), has_adapters=True),
+    "window": Case(window=4),
+}
 
 
 def varlen(
@@ -61,7 +80,11 @@ def varlen(
         own = (query[first:end], key[k_first:k_end], value[k_first:k_end])
         q, k, v = (each.transpose(0, 1) for each in own)
         hidden = torch.full((end - first, k_end - k_first), -torch.inf, device=NAME)
-        scores = q @ k.transpose(1, 2) * scale + hidden.triu(k_end - k_first - (end - first) + 1)
+        own_key = k_end - k_first - (end - first)  # Key of the first query.
+        pattern = hidden.triu(own_key + 1)
+        if window_size[0] >= 0:
+            pattern = pattern + hidden.tril(own_key - window_size[0] - 1)
+        scores = q @ k.transpose(1, 2) * scale + pattern
         parts.append((scores.softmax(-1) @ v).transpose(0, 1))
     return torch.cat(parts)
 
@@ -70,25 +93,42 @@ def on_device(model: Any) -> Any:
     return model.to(NAME)
 
 
-def waits_of(algorithm: AlgorithmSection, max_tokens: int, version: int) -> dict[str, Any]:
+def policy_of(case: Case) -> Any:
+    if case.has_adapters:
+        return make_model_with_adapters()
+    model = make_model(num_layers=1)
+    if case.window is None:
+        return model
+    config = model.config
+    config.layer_types = ["sliding_attention"]
+    config.sliding_window = case.window
+    return type(model)(config).train()
+
+
+def waits_of(case: Case, max_tokens: int, version: int) -> dict[str, Any]:
     """Return the counts of the second step of a trainer on the fake device."""
     watch = FakeDevice()
+    algorithm = case.algorithm
     cfg = LearnerSection(
         precision=Precision.FP32,
-        layout=Layout.PACKED,
+        layout=case.layout,
         attention=Attention.FUSED,
         max_tokens_per_microbatch=max_tokens,
         critic=CriticSection(whiten=False),
+        lora=LoraSection(rank=4, alpha=8.0) if case.has_adapters else FULL,
     )
     with watch:
-        model = on_device(make_model(num_layers=1))
+        model = on_device(policy_of(case))
         has_critic = algorithm.advantage is Advantage.PPO
         critic = Critic(model.config.hidden_size, None).to(NAME) if has_critic else None
-        reference: Any = on_device(make_model(seed=1, num_layers=1)) if algorithm.kl_coef else None
+        has_reference = algorithm.kl_coef > 0 and not case.has_adapters
+        reference: Any = on_device(make_model(seed=1, num_layers=1)) if has_reference else None
         for each in filter(None, (model, reference)):
             attention._measured[each] = ""
         settings = TrainerSettings(learner=cfg, algorithm=algorithm, num_steps=10)
-        networks = Networks(policy=model, critic=critic, reference=reference)
+        networks = Networks(
+            policy=model, critic=critic, reference=reference, is_base_reference=case.has_adapters
+        )
         trainer = Trainer(settings, networks)
         samples = make_samples(num_groups=3)
         trainer.train_on(samples, version=1, must_train=True)
@@ -134,11 +174,10 @@ def main() -> None:
     flash.DTYPES = (torch.float32,)  # pyright: ignore
     flash.varlen_attn = varlen  # pyright: ignore
     found: dict[str, Any] = {
-        name: [waits_of(algorithm, each, version=2) for each in BUDGETS]
-        for name, algorithm in ALGORITHMS.items()
+        name: [waits_of(case, each, version=2) for each in BUDGETS] for name, case in CASES.items()
     }
     found["with information"] = [
-        waits_of(ALGORITHMS["grpo"], each, version=INFORMATION_EVERY_STEPS) for each in BUDGETS
+        waits_of(CASES["grpo"], each, version=INFORMATION_EVERY_STEPS) for each in BUDGETS
     ]
     found["a part of a version"] = waits_of_a_part()
     print(json.dumps(found))  # noqa: T201 - the test reads it

@@ -71,7 +71,7 @@ def test_engines_receive_the_tensors_of_a_checkpoint(tmp_path: Path, kind: str) 
         ("qwen3_moe", Layout.PACKED),
         ("mixtral", Layout.PADDED),
         ("mixtral", Layout.PACKED),
-        ("gpt_oss", Layout.PADDED),  # Its sliding windows cannot be packed.
+        ("gpt_oss", Layout.PADDED),  # Its attention with sinks cannot be packed.
     ],
 )
 def test_scores_of_experts_equal_the_plain_forward(
