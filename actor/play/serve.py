@@ -28,6 +28,7 @@ from common.config.compute import FULL, LoraSection
 from common.config.run_config import ActorSection, RunConfig
 from common.errors import ConfigError, EngineError
 from common.host.loopback import IPV4, IPV6, family_of, loopback
+from common.stall.beacon import Beacon, beacon_of
 from common.store.run_dir import RunDir
 from common.wire.addresses import bracketed
 from common.wire.security import write_private
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 ADAPTERS = "adapter_config.json"
 EVENTS = "text/event-stream"
+BEAT_S = 0.5  # Seconds between two reports of a served engine that is a role of a run.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,12 +226,45 @@ def serve(cfg: RunConfig, run_dir: RunDir) -> int:
         EngineError: the engine did not start.
     """
     key = read_key(cfg.policy)
-    with bound(cfg.policy.port) as place:  # Bound first, because the engine's start takes long.
-        asyncio.run(_serve(cfg, key, place))
+    role = cfg.policy.role
+    start_s = cfg.actor.start_timeout_s
+    with contextlib.ExitStack() as stack:
+        # The port is bound first, because the engine's start takes long.
+        place = stack.enter_context(bound(cfg.policy.port))
+        part = None
+        if role:
+            beacon = stack.enter_context(beacon_of(run_dir, role, start_s=start_s))
+            part = Membership(run_dir, role, beacon)
+        asyncio.run(_serve(cfg, key, place, part))
     return 0
 
 
-async def _serve(cfg: RunConfig, key: str, place: socket.socket) -> None:
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """The part of a served engine in a run."""
+
+    run_dir: RunDir
+    role: str
+    beacon: Beacon
+
+    @contextlib.asynccontextmanager
+    async def published(self, url: str) -> AsyncGenerator[None]:
+        """Publish the address inside the context, and report that the event loop is alive."""
+        self.run_dir.publish_address(self.role, url)
+        beating = asyncio.create_task(self._beat())
+        try:
+            yield
+        finally:
+            beating.cancel()
+            self.run_dir.forget_address(self.role)
+
+    async def _beat(self) -> None:
+        while True:
+            self.beacon.note("main", "serving")
+            await asyncio.sleep(BEAT_S)
+
+
+async def _serve(cfg: RunConfig, key: str, place: socket.socket, part: Membership | None) -> None:
     from actor.engine.engine import Engine  # Imported here, because it loads vLLM.
 
     folder = Path(cfg.model.path)
@@ -261,7 +296,8 @@ async def _serve(cfg: RunConfig, key: str, place: socket.socket) -> None:
     try:
         async with listening(chat, place) as url:
             print(f"policy: {url}", flush=True)  # noqa: T201 - the command's output
-            await ended.wait()
+            async with part.published(url) if part else contextlib.nullcontext():
+                await ended.wait()
     finally:
         engine.shut_down()
 
