@@ -43,11 +43,8 @@ def own_judges(cfg: RunConfig) -> dict[str, dict[str, Any]]:
     if "dataset" not in served or not isinstance(reward, dict):
         return {}
     entries = cast("dict[Any, Any]", reward).items()
-    return {
-        str(name): cast("dict[str, Any]", entry)
-        for name, entry in entries
-        if isinstance(entry, dict) and entry.get("path")
-    }
+    sections = {str(n): cast("dict[str, Any]", e) for n, e in entries if isinstance(e, dict)}
+    return {name: entry for name, entry in sections.items() if entry.get("path")}
 
 
 def make_judge_specs(
