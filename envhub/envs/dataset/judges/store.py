@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+MAX_ANSWERS = 100_000  # Older answers are removed.
+ANSWERS_PER_CHECK = 1_000
 BUSY_S = 30.0  # Seconds for which a statement waits for other processes.
 SCHEMA = """
 create table if not exists answers (key text primary key, answer text, tokens_in int,
-    tokens_out int) without rowid;
+    tokens_out int);
 create table if not exists totals (name text primary key, num int) without rowid;
 """
 
@@ -41,6 +43,7 @@ class JudgeStore:
             path.parent.mkdir(parents=True, exist_ok=True)
         place = ":memory:" if path is None else str(path)
         self._lock = threading.Lock()
+        self._num_kept = 0
         self._base = sqlite3.connect(
             place, timeout=BUSY_S, isolation_level=None, check_same_thread=False
         )
@@ -57,9 +60,17 @@ class JudgeStore:
         return Answer(text=text, prompt_tokens=tokens_in, completion_tokens=tokens_out)
 
     def keep(self, key: str, answer: Answer) -> None:
-        """Keep an answer."""
+        """Keep an answer; remove the oldest ones beyond `MAX_ANSWERS` from time to time."""
         values = (key, answer.text, answer.prompt_tokens, answer.completion_tokens)
         self._run("insert or replace into answers values (?, ?, ?, ?)", *values)
+        self._num_kept += 1
+        if self._num_kept % ANSWERS_PER_CHECK == 0:
+            self.prune(MAX_ANSWERS)
+
+    def prune(self, num: int) -> None:
+        """Remove all answers but the `num` newest ones."""
+        newest = "select max(rowid) from answers"
+        self._run(f"delete from answers where rowid <= ({newest}) - ?", num)
 
     def total(self, name: str) -> int:
         """Return a total, 0 for a new one."""
