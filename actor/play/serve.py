@@ -23,12 +23,13 @@ from actor.api.requests import ApiError, Asked, PolicyAnswer, event_text, openai
 from actor.play.doors import ChatEndpoint, endpoint_path, remove_left
 from actor.play.endpoint import read_key
 from actor.play.sampling import MAX_SEED, Sampling, read_sampling
+from actor.play.served_role import ServedRole
 from actor.rollout.render import Renderer
 from common.config.compute import FULL, LoraSection
 from common.config.run_config import ActorSection, RunConfig
 from common.errors import ConfigError, EngineError
 from common.host.loopback import IPV4, IPV6, family_of, loopback
-from common.stall.beacon import Beacon, beacon_of
+from common.stall.beacon import beacon_of
 from common.store.run_dir import RunDir
 from common.wire.addresses import bracketed
 from common.wire.security import write_private
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
 ADAPTERS = "adapter_config.json"
 EVENTS = "text/event-stream"
-BEAT_S = 0.5  # Seconds between two reports of a served engine that is a role of a run.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,37 +234,12 @@ def serve(cfg: RunConfig, run_dir: RunDir) -> int:
         part = None
         if role:
             beacon = stack.enter_context(beacon_of(run_dir, role, start_s=start_s))
-            part = Membership(run_dir, role, beacon)
+            part = ServedRole(run_dir, role, beacon)
         asyncio.run(_serve(cfg, key, place, part))
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class Membership:
-    """The part of a served engine in a run."""
-
-    run_dir: RunDir
-    role: str
-    beacon: Beacon
-
-    @contextlib.asynccontextmanager
-    async def published(self, url: str) -> AsyncGenerator[None]:
-        """Publish the address inside the context, and report that the event loop is alive."""
-        self.run_dir.publish_address(self.role, url)
-        beating = asyncio.create_task(self._beat())
-        try:
-            yield
-        finally:
-            beating.cancel()
-            self.run_dir.forget_address(self.role)
-
-    async def _beat(self) -> None:
-        while True:
-            self.beacon.note("main", "serving")
-            await asyncio.sleep(BEAT_S)
-
-
-async def _serve(cfg: RunConfig, key: str, place: socket.socket, part: Membership | None) -> None:
+async def _serve(cfg: RunConfig, key: str, place: socket.socket, part: ServedRole | None) -> None:
     from actor.engine.engine import Engine  # Imported here, because it loads vLLM.
 
     folder = Path(cfg.model.path)

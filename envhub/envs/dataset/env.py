@@ -4,11 +4,10 @@ Without `data.step` an episode has one turn. With it, the function answers each 
 the episode or `data.max_turns` are over.
 """
 
-import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from common.formats.answers import TEXT_ANSWERS, TOOL_FORM, tools_text
 from envhub.env import EnvFailure, EnvSpec, Isolation, StepResult, Style, SubsetSpec, parse_item
 from envhub.envs.dataset.files import Record
 from envhub.envs.dataset.functions import Caller, UserFunction, check_keywords, load_function
-from envhub.envs.dataset.judges.judge import Judge
+from envhub.envs.dataset.judges.judge import probe_of
 from envhub.envs.dataset.prompts import SUBMIT, Message, Question, read_tools
 from envhub.envs.dataset.records import Dataset, load_dataset
 from envhub.envs.dataset.rewards import RewardSum, load_rewards
@@ -279,18 +278,8 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         is_repeatable=False,  # A reward may ask a server.
         tools=tuple(task.tools),
         content=task.dataset.content,
-        service=service_of(task.rewards.judges),
+        service=probe_of(task.rewards.judges),
     )
-
-
-def service_of(judges: Sequence[Judge]) -> Callable[[], Awaitable[str]] | None:
-    """Return the probe of the judges, which returns why one does not answer; None: no judge."""
-
-    async def probe() -> str:
-        reasons = await asyncio.gather(*(each.probe() for each in judges))
-        return "; ".join(filter(None, reasons))
-
-    return probe if judges else None
 
 
 def instruction_of(tools: list[Mapping[str, Any]] | list[dict[str, Any]]) -> str:

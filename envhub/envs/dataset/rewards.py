@@ -21,6 +21,8 @@ from envhub.envs.dataset.graders import GRADERS, built_in
 from envhub.envs.dataset.judges.judge import Judge
 from envhub.envs.dataset.judges.options import is_judge
 from envhub.envs.dataset.judges.term import JudgeTerm, judge_term
+from envhub.envs.dataset.records import load_tokenizer
+from envhub.envs.dataset.trl import IDS, LOGS, LoggedMetrics, check_ids, is_of_trl
 
 KEYS = ("function", "weight", "min", "max", "timeout_s", "retries")
 NUMBERS = {  # Allowed values of the numbers of a reward.
@@ -46,11 +48,12 @@ class RewardTerm:
     most: float
     timeout_s: float
     retries: int
+    tokenizer: Any = None  # Encodes the answer for functions that name `completion_ids`.
 
     @property
     def is_batched(self) -> bool:
         """Whether the function has TRL's signature, with a list for each keyword."""
-        return "completions" in self.user.keywords
+        return is_of_trl(self.user)
 
     @property
     def longest_s(self) -> float:
@@ -62,15 +65,23 @@ class RewardTerm:
         """Return the keywords of a call; with TRL's signature, each is a list of one value."""
         if not self.is_batched:
             return {**columns, **keywords}
-        own = {"prompts": keywords["prompts"], "completions": keywords["completions"]}
+        own = {name: keywords[name] for name in ("prompts", "completions")}
+        if self.tokenizer is not None:
+            text = keywords["completion"]
+            own[IDS] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return {name: [value] for name, value in {**columns, **own}.items()}
 
-    def number(self, value: Any) -> float:
-        """Return the returned value as a number. Raises: EnvFailure: it is none."""
+    def number(self, value: Any) -> float | None:
+        """Return the returned value as a number. Raises: EnvFailure: it is none.
+
+        None: with TRL's signature, [None] means that the function does not apply to the record.
+        """
         if self.is_batched:
             if not isinstance(value, Sequence) or len(value) != 1:
                 raise EnvFailure(f"returned {value!r:.200}, not a list with one number")
             value = value[0]
+            if value is None:
+                return None
         if hasattr(value, "item") and getattr(value, "ndim", -1) == 0:
             value = value.item()  # A number of numpy or torch.
         if not isinstance(value, (bool, int, float)):
@@ -86,17 +97,27 @@ class RewardTerm:
     def check(self, keywords: Keywords, columns: Keywords) -> None:
         """Raise ConfigError if the function needs a keyword that is not offered."""
         where = f"reward.{self.name}={self.user.reference}"
-        check_keywords(where, self.user, self.offered(keywords, columns))
+        offered = self.offered(keywords, columns)
+        if self.is_batched:
+            check_ids(where, self.user, self.tokenizer)
+            offered |= dict.fromkeys(LOGS)
+        check_keywords(where, self.user, offered)
 
     async def value(
         self, caller: Caller, keywords: Keywords, columns: Keywords, place: str
-    ) -> tuple[float, dict[str, float]]:
-        """Return the value and no metrics; a failed call is repeated. Raises: EnvFailure."""
+    ) -> tuple[float | None, dict[str, float]]:
+        """Return the value and its metrics; a failed call is repeated. Raises: EnvFailure.
+
+        None: the function does not apply to the record.
+        """
+        logged = LoggedMetrics(self.name)
         offered = self.offered(keywords, columns)
+        if self.is_batched:
+            offered |= {"log_metric": logged.log_metric, "log_extra": logged.log_extra}
         for attempt in range(self.retries + 1):
             try:
                 value = await caller.call(self.user, offered, timeout_s=self.timeout_s)
-                return self.number(value), {}
+                return self.number(value), logged.values
             except EnvFailure as error:
                 if attempt == self.retries:
                     tries = f" ({attempt + 1} tries)" if attempt else ""
@@ -161,8 +182,11 @@ class RewardSum:
         """
         calls = [term.value(caller, keywords, columns, place) for term in self.terms]
         outcomes = await asyncio.gather(*calls)
-        values = {t.name: value for t, (value, _) in zip(self.terms, outcomes, strict=True)}
-        total = sum(term.weight * values[term.name] for term in self.terms)
+        found = {t.name: value for t, (value, _) in zip(self.terms, outcomes, strict=True)}
+        values = {name: value for name, value in found.items() if value is not None}
+        if not values:
+            raise EnvFailure(f"no reward applies to {place}: each function returned [None]")
+        total = sum(term.weight * values.get(term.name, 0.0) for term in self.terms)
         costs = {name: cost for _, own in outcomes for name, cost in own.items()}
         return Paid(total=self._mapped(total), values=values, costs=costs)
 
@@ -234,6 +258,7 @@ def _term(
         most=most,
         timeout_s=float(fields.get("timeout_s", options.reward_timeout_s)),
         retries=int(fields.get("retries", options.reward_retries)),
+        tokenizer=load_tokenizer(options) if IDS in user.keywords else None,
     )
 
 

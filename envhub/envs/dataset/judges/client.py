@@ -35,7 +35,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
+class JudgeEndpoint:
     """An endpoint of chat completions. Its key is in no text of an error."""
 
     find_url: Callable[[], str]  # Base URL; "" while the endpoint has none.

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from common.errors import ConfigError
 from common.launch.judges.specs import find_model
 from common.store.run_dir import RunDir
 from envhub.env import EnvFailure, ServiceDown
-from envhub.envs.dataset.judges.client import Endpoint, Refused, Unanswered
+from envhub.envs.dataset.judges.client import JudgeEndpoint, Refused, Unanswered
 from envhub.envs.dataset.judges.options import JudgeOptions
 from envhub.envs.dataset.judges.rubric import Rubric, Unparsed
 from envhub.envs.dataset.judges.store import Answer, JudgeStore, key_of
@@ -78,7 +78,7 @@ class Judge:
         self._slots = asyncio.Semaphore(max(1, options.concurrency // num_processes))
         self._asking: dict[str, asyncio.Task[tuple[float, Cost]]] = {}
         self._num_unanswered = 0
-        self._endpoint = Endpoint(
+        self._endpoint = JudgeEndpoint(
             find_url=self._find_url,
             key=read_key(options),
             timeout_s=options.timeout_s,
@@ -256,6 +256,16 @@ class Judge:
 
     def _failed(self, text: str) -> EnvFailure:
         return EnvFailure(f"judge {self.options.name} ({self.options.shown}): {text}")
+
+
+def probe_of(judges: Sequence[Judge]) -> Callable[[], Awaitable[str]] | None:
+    """Return a probe that returns why a judge does not answer, "" if all do; None: no judges."""
+
+    async def probe() -> str:
+        reasons = await asyncio.gather(*(each.probe() for each in judges))
+        return "; ".join(filter(None, reasons))
+
+    return probe if judges else None
 
 
 def read_key(options: JudgeOptions) -> str:

@@ -82,7 +82,7 @@ def test_engine_of_a_judge_gets_a_free_gpu() -> None:
     [
         ([], "use all 2 GPUs of this machine"),
         (["reward.judge.gpus=[2]"], "expects numbers of GPUs from 0 to 1"),
-        (["reward.judge.serve=fast"], "expects a list such as"),
+        (["reward.judge.gpus=[0]", "reward.judge.serve=fast"], "expects a list such as"),
         (["launcher=ray"], "needs launcher=local. Start the engine with `python run.py serve`"),
     ],
 )
