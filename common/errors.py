@@ -36,6 +36,13 @@ class HubLost(EnvError):
     """
 
 
+class EnvPaused(HubLost):
+    """A hub has paused an environment, because a service that it needs does not answer.
+
+    The hub and its other environments work. Episodes of this environment can be played later.
+    """
+
+
 class EnvTimeout(EnvError, TimeoutError):
     """The environment did not answer within its deadline."""
 

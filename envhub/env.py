@@ -51,6 +51,14 @@ class EnvFailure(RuntimeError):
     """
 
 
+class ServiceDown(EnvFailure):
+    """A service outside of the environment, such as a judge, does not answer.
+
+    The session ends without an outcome, and its episode is played again later. The hub opens no
+    session of the environment until `EnvSpec.service` reports that the service answers.
+    """
+
+
 class UnknownItem(ValueError):
     """The item id names no task of this environment; the text suggests a valid one."""
 
@@ -258,6 +266,9 @@ class EnvSpec:
     # Tools as {"name", "description", "parameters": JSON schema} each. With tools, an action is
     # {"tool": name, "arguments": {...}}; with (), an action is any text.
     tools: tuple[Mapping[str, Any], ...] = ()
+    # Returns why a service that the episodes need does not answer; "" if it does. The hub calls it
+    # at its start, and repeatedly after an episode raised ServiceDown.
+    service: Callable[[], Awaitable[str]] | None = None
     # Called when the process that holds the episodes ends.
     stop: Callable[[], Awaitable[None]] | None = None
     stop_timeout_s: float = 1.0

@@ -30,5 +30,9 @@ class EnvRaised(EnvError):
     """The environment or its worker failed; the session has ended."""
 
 
+class ServicePaused(EnvRaised):
+    """A service that the environment needs does not answer; the session has no outcome."""
+
+
 class WorkerLost(EnvRaised):
     """The worker process of the session died or was killed because of another session."""

@@ -11,6 +11,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 
@@ -52,8 +53,9 @@ def run(cfg: RunConfig, run_dir: RunDir) -> None:
     port = cfg.envhub.port or _previous_port(run_dir)
     token = keys.hub_token
     try:
+        options = replace(cfg.envs, run_dir=cfg.envs.run_dir or str(run_dir.root))
         app, sessions = build(
-            envs_of_run(cfg), cfg.envhub, token=token, options=cfg.envs, remote=cfg.env
+            envs_of_run(cfg), cfg.envhub, token=token, options=options, remote=cfg.env
         )
     except (ValueError, UnknownEnv) as error:
         raise ConfigError(f"envhub: {error}") from error
@@ -131,6 +133,7 @@ def registered(
         silence_s=silence_s,
         refused=app.state.refusals.report,
         sessions=lambda: (len(sessions), sessions.num_places),
+        paused=lambda: dict(sessions.services.paused),
     )
     registration.start()
     try:

@@ -48,8 +48,14 @@ class Registration(threading.Thread):
         silence_s: float | None,
         refused: Callable[[], dict[str, int]] = dict,
         sessions: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        paused: Callable[[], dict[str, str]] = dict,
     ) -> None:
-        """Prepare the thread; `sessions` returns the numbers of live and of possible sessions."""
+        """Prepare the thread.
+
+        Args:
+            sessions: returns the numbers of live and of possible sessions.
+            paused: returns the environments that wait for a service, with the reasons.
+        """
         super().__init__(name="registration", daemon=True)
         self._addresses = addresses
         self._hello = hello
@@ -57,6 +63,7 @@ class Registration(threading.Thread):
         self._silence_s = silence_s
         self._refused = refused
         self._sessions = sessions
+        self._paused = paused
         self._use = HubUse()
         self._look_at = 0.0
         self._context = zmq.Context()
@@ -91,7 +98,8 @@ class Registration(threading.Thread):
         num, most = self._sessions()
         use = replace(self._used(), num_sessions=num, max_sessions=most)
         message = replace(self._hello, node=node_name(self._line.address), use=use)
-        return replace(message, place=replace(place, url=url), refused=self._refused())
+        place = replace(place, url=url)
+        return replace(message, place=place, refused=self._refused(), paused=self._paused())
 
     def _used(self) -> HubUse:
         """Return memory and CPU in use, as last measured."""

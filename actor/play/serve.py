@@ -26,11 +26,13 @@ from actor.api.requests import ApiError, Asked, PolicyAnswer, event_text, openai
 from actor.play.doors import ChatEndpoint, endpoint_path, remove_left
 from actor.play.endpoint import read_key
 from actor.play.sampling import MAX_SEED, Sampling, read_sampling
+from actor.play.served_role import ServedRole
 from actor.rollout.render import Renderer
 from common.config.compute import FULL, LoraSection
 from common.config.run_config import ActorSection, RunConfig
 from common.errors import ConfigError, EngineError
 from common.host.loopback import IPV4, IPV6, family_of, loopback
+from common.stall.beacon import beacon_of
 from common.store.run_dir import RunDir
 from common.wire.addresses import bracketed
 from common.wire.security import write_private
@@ -249,12 +251,20 @@ def serve(cfg: RunConfig, run_dir: RunDir) -> int:
         EngineError: the engine did not start.
     """
     key = read_key(cfg.policy)
-    with bound(cfg.policy.port) as place:  # Bound first, because the engine's start takes long.
-        asyncio.run(_serve(cfg, key, place))
+    role = cfg.policy.role
+    start_s = cfg.actor.start_timeout_s
+    with contextlib.ExitStack() as stack:
+        # The port is bound first, because the engine's start takes long.
+        place = stack.enter_context(bound(cfg.policy.port))
+        part = None
+        if role:
+            beacon = stack.enter_context(beacon_of(run_dir, role, start_s=start_s))
+            part = ServedRole(run_dir, role, beacon)
+        asyncio.run(_serve(cfg, key, place, part))
     return 0
 
 
-async def _serve(cfg: RunConfig, key: str, place: socket.socket) -> None:
+async def _serve(cfg: RunConfig, key: str, place: socket.socket, part: ServedRole | None) -> None:
     from actor.engine.engine import Engine  # Imported here, because it loads vLLM.
 
     folder = Path(cfg.model.path)
@@ -286,7 +296,8 @@ async def _serve(cfg: RunConfig, key: str, place: socket.socket) -> None:
     try:
         async with listening(chat, place) as url:
             print(f"policy: {url}", flush=True)  # noqa: T201 - the command's output
-            await ended.wait()
+            async with part.published(url) if part else contextlib.nullcontext():
+                await ended.wait()
     finally:
         engine.shut_down()
 

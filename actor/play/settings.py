@@ -1,7 +1,6 @@
 """Settings of `eval` that fit the model, and checks before it starts."""
 
 import json
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,9 +11,9 @@ from tokenizers import Tokenizer
 from actor.engine.arguments import check_engine_args
 from actor.formats.checks import check_rendering
 from actor.play.endpoint import read_key
+from common.checks.fitting import fitting_overrides
 from common.checks.hub_models import resolve_models
-from common.checks.machine import GIB
-from common.checks.model_shape import BYTES_OF, ModelShape, read_shape
+from common.checks.model_shape import read_shape
 from common.checks.preflight import check_agent, check_engine, check_model
 from common.config.command_line import ParsedCommand
 from common.config.load import override_value
@@ -23,9 +22,6 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.formats.answers import check_tools
 from common.formats.chat_template import template_at
-
-MAX_MODEL_LEN = 16_384  # Tokens. A longer context needs more cache than most machines have.
-MAX_TURN_TOKENS = 512  # Room for a thought and an action.
 
 
 def load_evaluation(request: ParsedCommand, *, root: Path) -> RunConfig:
@@ -128,20 +124,3 @@ def _fitting(cfg: RunConfig, request: ParsedCommand, root: Path) -> list[str]:
         if (own.hidden, own.layers, own.vocab) == (shape.hidden, shape.layers, shape.vocab):
             return []
     return fitting_overrides(shape)
-
-
-def fitting_overrides(shape: ModelShape) -> list[str]:
-    """Return the settings of the engine and of a turn that suit a model.
-
-    Example: 40,960 positions and 28 KiB of cache a token give max_model_len=16384,
-    max_turn_tokens=512, and kv_cache_gib=1 for two such episodes at once.
-    """
-    context = min(shape.context_tokens or MAX_MODEL_LEN, MAX_MODEL_LEN)
-    dtype = shape.dtype if shape.dtype in BYTES_OF else "bfloat16"
-    cache_gib = max(1, math.ceil(2 * context * shape.kv_bytes_per_token(dtype) / GIB))
-    return [
-        f"actor.max_model_len={context}",
-        f"actor.max_turn_tokens={min(MAX_TURN_TOKENS, context // 4)}",
-        f"actor.kv_cache_gib={cache_gib}",
-        f"model.dtype={dtype}",
-    ]

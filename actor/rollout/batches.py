@@ -5,12 +5,13 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, NamedTuple
 
-from common.errors import EnvError, EnvTimeout, HubLost
+from common.errors import EnvError, EnvPaused, EnvTimeout, HubLost
 from common.formats.action_size import TOGETHER_BYTES, most_bytes
 
 SESSION_PATH = "/v1/sessions/"
 FULL = 429
 TOO_LARGE = 413
+PAUSED = 424
 CLOSE_S = 1.0  # Seconds that requests in flight get to finish when their client closes.
 
 Request = Callable[[str, str, object], Awaitable[Any]]  # (method, path, body) -> parsed answer
@@ -188,5 +189,7 @@ def failure_of(method: str, path: str, status: int, text: str) -> EnvError | Non
     if status == TOO_LARGE and path.startswith((SESSION_PATH, STEP.path)):
         return ActionTooLarge(f"{method} {path}: {text:.300}")
     is_gone = status == 404 and path.startswith((SESSION_PATH, STEP.path))
+    if status == PAUSED:
+        return EnvPaused(f"{method} {path}: {text:.500}")
     kind = HubLost if is_gone or status == 503 else EnvError
     return kind(f"{method} {path}: HTTP {status} {text:.300}") if status >= 400 else None

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -11,13 +12,15 @@ from typing import Any
 
 from actor.rollout.env_client import Environments, HubClient, HubSession
 from common.config.run_config import ActorSection
-from common.errors import EnvError, HubLost
+from common.errors import EnvError, EnvPaused, HubLost
 from common.wire.join_messages import HubPlace
 
 logger = logging.getLogger(__name__)
 
 PROBE_EVERY_S = 0.5  # Seconds between two polls of a lost hub.
 SAY_EVERY_S = 10.0  # Seconds between two warnings that no hub serves an environment.
+PAUSE_S = 2.0  # Seconds between two openings of a paused environment.
+PAUSE_GRACE_S = 8.0  # Seconds after a pause in which no new work of the environment is requested.
 AVOID_S = 5.0  # Seconds for which a hub that failed to open a session is tried last.
 
 
@@ -62,6 +65,8 @@ class Hubs:
         self._tools: dict[str, list[Any]] = {}  # environment -> its tools
         self._failed_at: dict[str, float] = {}  # url -> time of the last failed opening
         self._num_opened: Counter[str] = Counter()  # url -> number of opened sessions
+        # environment -> (end of its pause, reason)
+        self._pauses: dict[str, tuple[float, str]] = {}
         self._connecting = asyncio.Lock()
 
     async def start(self, *, patience_s: float = 0.0) -> None:
@@ -117,7 +122,11 @@ class Hubs:
             try:
                 environments = await self._connect(place)
                 self._num_opened[place.url] += 1
-                return await environments.open(env, item_id, seed=seed)
+                session = await environments.open(env, item_id, seed=seed)
+                self._pauses.pop(env, None)
+                return session
+            except EnvPaused as error:
+                failure = error
             except HubLost as error:
                 failure = error
                 self.lose(place, error)
@@ -127,12 +136,28 @@ class Hubs:
                 logger.warning(
                     "failed to open session url=%s env=%s reason=%s", place.url, env, error
                 )
+        if isinstance(failure, EnvPaused):
+            self.pause(env, failure)
         raise failure
+
+    def pause(self, env: str, reason: EnvPaused) -> None:
+        """Open no session of an environment for a while, because a service that it needs is down.
+
+        Each failed opening extends the pause. After it, one more opening is tried.
+        """
+        self._pauses[env] = (time.monotonic() + PAUSE_S, str(reason))
+
+    def _is_paused(self, env: str, *, grace_s: float = 0.0) -> bool:
+        """Return whether an environment is paused, or was until `grace_s` ago."""
+        return time.monotonic() < self._pauses.get(env, (-math.inf, ""))[0] + grace_s
 
     @property
     def waiting_for(self) -> str:
-        """The reason why no hub is available; "" if at least one hub answers."""
+        """The reason why no environment is available; "" if at least one is."""
         places = self._places()
+        served = {env for place in places for env in place.envs}
+        if served and all(self._is_paused(env, grace_s=PAUSE_GRACE_S) for env in served):
+            return f"envhub: {self._pauses[min(served)][1]}"
         if any(place.url not in self._lost for place in places):
             return ""
         return (
@@ -155,6 +180,8 @@ class Hubs:
 
     def _is_served(self, env: str | None) -> bool:
         """Return whether a hub that serves `env` answers; None: any hub."""
+        if env and self._is_paused(env):
+            return False
         return any(
             place.url not in self._lost and (not env or env in place.envs)
             for place in self._places()
@@ -162,7 +189,7 @@ class Hubs:
 
     def is_gone(self, env: str) -> bool:
         """Return whether an environment has had no hub for longer than `episode_timeout_s`."""
-        if self._is_served(env):
+        if self._is_served(env) or self._is_paused(env):
             self._away_since.pop(env, None)
             return False
         since = self._away_since.setdefault(env, time.monotonic())
@@ -170,8 +197,13 @@ class Hubs:
 
     def absent(self) -> list[str]:
         """Return the environments that have no hub now and are still waited for."""
-        known = sorted(self._instructions)
-        return [env for env in known if not self._is_served(env) and not self.is_gone(env)]
+        return [env for env in sorted(self._instructions) if self._is_absent(env)]
+
+    def _is_absent(self, env: str) -> bool:
+        # The episodes that wait for a paused environment try it before new ones are requested.
+        if self._is_paused(env, grace_s=PAUSE_GRACE_S):
+            return True
+        return not self._is_served(env) and not self.is_gone(env)
 
     def is_lost(self, env: str) -> bool:
         """Return whether no hub serves the environment, or a hub that serves it does not answer."""

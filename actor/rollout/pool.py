@@ -15,7 +15,7 @@ from actor.rollout.lockstep import Rounds
 from actor.rollout.render import Renderer
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender, with_actions
 from common.config.run_config import ActorSection, AtUpdate
-from common.errors import HubLost
+from common.errors import EnvPaused, HubLost
 from common.seeds import SamplingSeeds, environment_seed
 from common.wire.messages import EpisodeKind, Lease, PolicyKind, Trajectory
 
@@ -143,7 +143,8 @@ class EpisodePool:
         Lost attempts are not counted. An episode that waits for a hub frees its slot, and the wait
         does not count towards its deadline. The episode fails if a hub that answers loses its
         session too often, or if it loses its hubs too often. It also fails if its environment has
-        had no hub for as long as an episode may take.
+        had no hub for as long as an episode may take. It waits without limit while a hub has paused
+        its environment, because a service that it needs is down.
         """
         num_lost = num_vanished = 0
         while True:
@@ -151,6 +152,9 @@ class EpisodePool:
             is_last = is_last or self._environments.is_gone(lease.env)
             try:
                 return await self._try(lease, may_repeat=not is_last)
+            except EnvPaused as error:
+                logger.debug("episode waits episode=%s reason=%s", lease.episode_id, error)
+                self._environments.pause(lease.env, error)
             except HubLost as error:
                 num_lost += 1
                 num_vanished += not self._environments.is_lost(lease.env)

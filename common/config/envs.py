@@ -290,7 +290,8 @@ class DatasetOptions:
         None,
         "Names the reward function: module:function, file.py:function, or exact_number, "
         "exact_text or math. A map from names to functions, or to sections with function, weight, "
-        "min, max, timeout_s and retries, adds several.",
+        "min, max, timeout_s and retries, adds several. A section with url or path is a judge, see "
+        "docs/JUDGES.md.",
         form=ANY_TEXT,
     )
     reward_timeout_s: float = seconds(
@@ -395,6 +396,12 @@ class EnvsSection:
     dataset: DatasetOptions = field(default_factory=DatasetOptions)
     plugins: dict[str, str] = knob(
         {}, "Sets options of environments outside the package, by the environment's name."
+    )
+    run_dir: str = knob(
+        "",
+        "Names the folder in which environments keep files. A run uses its own directory.",
+        form=PATH,
+        also="",
     )
 
 

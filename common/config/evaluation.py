@@ -315,6 +315,13 @@ class PolicySection:
         ge=0,
         le=65535,
     )
+    role: str = knob(
+        "",
+        "Names the role that the command `serve` has in the run `run.name`. The run then finds its "
+        "address and observes it. Empty serves no run.",
+        form=WORD,
+        also="",
+    )
     temperature: float = knob(1.0, "Sets the sampling temperature of the endpoint.", ge=0, le=100)
     max_turn_tokens: int = knob(
         1024, "Limits the sampled tokens of a turn, including hidden reasoning.", ge=1

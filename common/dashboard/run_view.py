@@ -161,6 +161,9 @@ def _starting(started_at: dict[str, float], status: Status, run_dir: RunDir) -> 
     for name, role in [("learner", status.learner), *((a.name, a) for a in status.actors)]:
         if role.last_seen_s is not None:
             heard_at[name] = written_at - role.last_seen_s
+    for name in started_at:
+        if name.startswith("judge-"):  # It publishes its address when its engine is ready.
+            heard_at[name] = _modified_at(run_dir.addresses / name) or 0.0
     now = time.time()
     return {
         name: now - started

@@ -45,6 +45,7 @@ def train(
     """Start all roles and wait for the end of the run; return the exit code."""
     from common.checks.machine import gpus
     from common.checks.preflight import check_devices
+    from common.launch.judges.specs import make_judge_specs, with_judges
     from common.launch.lock import hold_run
     from common.launch.roles import make_role_specs
     from common.launch.supervise import supervise
@@ -53,12 +54,14 @@ def train(
 
     is_here = cfg.launcher is Launcher.LOCAL
     seats = check_devices(cfg) if is_here else None
+    found = gpus() if is_here else ()
+    judges = make_judge_specs(cfg, run_dir, root=root, seats=seats, found=found)
     started = time.monotonic()
     with hold_run(run_dir.root, name=cfg.run.name), start_roles(cfg, run_dir) as starter:
         cfg = reachable_at(cfg, starter.host)
         prepare(cfg, run_dir)
         cfg = dated(cfg, run_dir, is_kept=True)
-        for role in ("envhub", "scheduler"):
+        for role in ("envhub", "scheduler", *(each.name for each in judges)):
             run_dir.forget_address(role)
         create_keys(run_dir.keys)
         save_config(cfg, run_dir.config)
@@ -71,8 +74,9 @@ def train(
             num_actors=cfg.actor.num_engines,
             has_hub=cfg.envhub.is_started and not cfg.envhub.url,
             seats=seats,
-            found=gpus() if is_here else (),
+            found=found,
         )
+        specs = with_judges(specs, judges)
         ending, peak_bytes = supervise(cfg, run_dir, specs, starter, observer=observer)
     if 0 < ending.exit_code <= 128:  # No signal ended the run.
         print(f"error: {ending.reason}", file=sys.stderr)

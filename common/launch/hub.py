@@ -3,12 +3,16 @@
 import contextlib
 import logging
 from collections.abc import Generator
+from functools import partial
 from pathlib import Path
 
+from common.checks.gpu_placement import Seats
+from common.checks.machine import gpus
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, EnvError
 from common.launch.base import EXIT_CONFIG_ERROR
 from common.launch.guardian import Guardian
+from common.launch.judges.specs import make_judge_specs, own_judges, with_judges
 from common.launch.process import ChildFailed, ChildProcess
 from common.launch.roles import make_role_specs
 from common.store.run_dir import RunDir
@@ -35,21 +39,32 @@ def serve_hub(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> Generator[tuple
     if cfg.envhub.url:
         yield cfg.envhub.url, cfg.envhub.token or token
         return
-    logger.info("starting the environment hub")
-    run_dir.forget_address("envhub")
-    spec = make_role_specs(cfg.run, run_dir, root=root, num_actors=0, has_hub=True)[0]
+    gpus_of_engine = tuple(range(cfg.actor.tensor_parallel_size))
+    seats = Seats(learner=(), actors=(gpus_of_engine,))
+    found = gpus() if own_judges(cfg) else ()
+    judges = make_judge_specs(cfg, run_dir, root=root, seats=seats, found=found)
+    hub = make_role_specs(cfg.run, run_dir, root=root, num_actors=0, has_hub=True)[0]
     guardian = Guardian()
-    hub = ChildProcess("hub", spec.argv, log_path=spec.log_path, env=spec.env, guardian=guardian)
-    try:
-        is_there = run_dir.find_address
-        timeout_s = cfg.actor.start_timeout_s
-        try:
-            hub.wait_until(lambda: is_there("envhub") is not None, timeout_s=timeout_s)
-        except ChildFailed as error:
-            if hub.poll() == EXIT_CONFIG_ERROR:
-                raise ConfigError(f"envhub: {hub.last_error()}") from error
-            raise EnvError(f"the hub did not start: {error}") from error
+    with contextlib.ExitStack() as stack:
+        stack.callback(guardian.close)
+        for spec in with_judges([hub], judges):
+            logger.info("starting role=%s", spec.name)
+            run_dir.forget_address(spec.name)
+            child = ChildProcess(
+                spec.name, spec.argv, log_path=spec.log_path, env=spec.env, guardian=guardian
+            )
+            stack.callback(partial(child.stop, timeout_s=STOP_TIMEOUT_S))
+            _wait_for(child, run_dir, timeout_s=cfg.actor.start_timeout_s)
         yield run_dir.find_address("envhub") or "", token
-    finally:
-        hub.stop(timeout_s=STOP_TIMEOUT_S)
-        guardian.close()
+
+
+def _wait_for(child: ChildProcess, run_dir: RunDir, *, timeout_s: float) -> None:
+    """Wait until a role has published its address. Raises: ConfigError, EnvError."""
+    role = child.name
+    try:
+        child.wait_until(lambda: run_dir.find_address(role) is not None, timeout_s=timeout_s)
+    except ChildFailed as error:
+        if child.poll() == EXIT_CONFIG_ERROR:
+            raise ConfigError(f"{role}: {child.last_error()}") from error
+        name = "the hub" if role == "envhub" else role
+        raise EnvError(f"{name} did not start: {error}") from error

@@ -195,6 +195,9 @@ class StallWatch:
         if starting - engines or (engines and starting >= engines):
             self._progress = (counts, self._awake_s)  # The start has its own time limit.
             return None
+        if any(hub.get("paused") for hub in status.get("hubs", [])):
+            self._progress = (counts, self._awake_s)  # A service outside of the run is down.
+            return None
         waiting = waits(activities, status)
         limit_s = max(self._cfg.stall_s, FACTOR * self._longest_s)
         members: list[Any] = status.get("actors", [])

@@ -98,6 +98,8 @@ class HubHello:
     refused: dict[str, int] = field(default_factory=dict[str, int], compare=False)
     node: Id = ""  # Name of the machine from `common.wire.addresses.node_name`.
     use: HubUse = field(default=HubUse(), compare=False)
+    # Environments that wait for a service, such as a judge, with the reasons.
+    paused: dict[str, str] = field(default_factory=dict[str, str], compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,8 @@ from time import monotonic
 from typing import Any
 
 from common.errors import EnvTimeout
-from envhub.env import UnknownItem
-from envhub.errors import EnvRaised
+from envhub.env import ServiceDown, UnknownItem
+from envhub.errors import EnvRaised, ServicePaused
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +29,7 @@ async def call_environment(
 
     Raises:
         EnvTimeout: the call took longer.
+        ServicePaused: the call raised ServiceDown.
         EnvRaised: the call raised any other exception.
     """
     began_s = monotonic()
@@ -41,6 +42,8 @@ async def call_environment(
                 return await result
     except passes:
         raise
+    except ServiceDown as error:
+        raise ServicePaused(str(error)) from error
     except Exception as error:
         if deadline is not None and deadline.expired():
             text = f"{env_name}: no answer within {timeout_s:g} s, the limit of a call"

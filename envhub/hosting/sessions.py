@@ -23,6 +23,7 @@ from envhub.errors import (
     CapacityFull,
     EnvRaised,
     HubDraining,
+    ServicePaused,
     SessionConflict,
     SessionUnknown,
     WorkerLost,
@@ -30,6 +31,7 @@ from envhub.errors import (
 from envhub.hosting.inline import INLINE_STEP_S
 from envhub.hosting.leases import LeaseTable
 from envhub.hosting.placement import EpisodeFactory
+from envhub.hosting.services import Services
 from envhub.hosting.session import STEP_BUCKETS_S, Session, SessionLock, no_steps
 from envhub.hosting.worker import Worker
 
@@ -94,6 +96,7 @@ class Sessions:
             on_lost=self._end_sessions_of,
         )
         self.registry, self.distances = registry, Distances(registry)
+        self.services = Services(registry)
         self._live: LeaseTable[str, Session] = LeaseTable(lease_s, now_s)
         # Reasons of lost workers that clients have not received yet.
         self._untold: LeaseTable[str, str] = LeaseTable(lease_s, now_s)
@@ -138,13 +141,14 @@ class Sessions:
         if self.is_draining:
             raise HubDraining("the hub is stopping and accepts no new sessions")
         spec = self.registry.spec(env_name)
+        self.services.check(env_name)
         item_id = await self.distances.plain(env_name, item_id)
         async with contextlib.AsyncExitStack() as undo:
             self._reserve(spec)
             undo.callback(self._release, env_name)
             episode = self.placement.make(spec, style)
             undo.push_async_callback(episode.close)
-            with self._running():
+            with self._running(env_name):
                 observation = await episode.open(item_id, seed)
             undo.pop_all()
         session_id = secrets.token_urlsafe(18)
@@ -360,20 +364,20 @@ class Sessions:
         try:
             return await call
         except EnvError as error:
-            self._count_failure(error)
+            self._note_failure(session.env_name, error)
             await self._drop(session)
             raise
         finally:
             self._end_call()
 
     @contextlib.contextmanager
-    def _running(self) -> Iterator[None]:
+    def _running(self, env_name: str) -> Iterator[None]:
         """Count a call into an environment while it runs, and its failure."""
         self._begin_call()
         try:
             yield
         except EnvError as error:
-            self._count_failure(error)
+            self._note_failure(env_name, error)
             raise
         finally:
             self._end_call()
@@ -387,9 +391,12 @@ class Sessions:
         if not self._num_running:
             self._is_idle.set()
 
-    def _count_failure(self, error: EnvError) -> None:
+    def _note_failure(self, env_name: str, error: EnvError) -> None:
         if isinstance(error, EnvTimeout):
             self.counts["timed_out"] += 1
+        elif isinstance(error, ServicePaused):
+            self.counts["paused"] += 1
+            self.services.pause(env_name, str(error))
         elif isinstance(error, EnvRaised):
             self.counts["failed"] += 1
 

@@ -15,13 +15,14 @@ from common.launch.guardian import Guardian
 from common.launch.process import ChildProcess
 from common.repository import ROOT
 from envhub.env import UnknownItem
-from envhub.errors import EnvRaised, WorkerLost
+from envhub.errors import EnvRaised, ServicePaused, WorkerLost
 from envhub.hosting.frames import MAX_FRAME_BYTES, encode_frame, read_frame
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
 ENDING_TIMEOUT_S = 0.2  # Seconds to wait for a worker's exit after its connection has closed.
+RAISED: dict[str, type[Exception]] = {"unknown_item": UnknownItem, "paused": ServicePaused}
 LATE_S = 1.0  # A deadline noticed later than this means that the hub was suspended, not the worker.
 
 
@@ -91,7 +92,7 @@ class Worker:
         """Return the worker's answer; a call past its deadline ends the worker.
 
         Raises:
-            UnknownItem, EnvRaised: raised by the environment in the worker.
+            UnknownItem, ServicePaused, EnvRaised: raised by the environment in the worker.
             EnvTimeout: no answer in time.
             WorkerLost: the worker died, or was killed because of another call.
         """
@@ -116,7 +117,7 @@ class Worker:
             self._pending.pop(number, None)
         if "error" not in reply:
             return reply["result"]
-        raise (UnknownItem if reply["error"] == "unknown_item" else EnvRaised)(reply["detail"])
+        raise RAISED.get(reply["error"], EnvRaised)(reply["detail"])
 
     def lose(self, cause: str, what: str) -> None:
         """Kill the process and its children; pending calls raise. Later calls have no effect.

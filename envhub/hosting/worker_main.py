@@ -19,7 +19,7 @@ from typing import Any
 
 from common.log import configure_logging
 from envhub.catalogue.registry import load_spec, parse_options
-from envhub.env import EnvFailure, EnvSpec, StepResult, Style, UnknownItem
+from envhub.env import EnvFailure, EnvSpec, ServiceDown, StepResult, Style, UnknownItem
 from envhub.errors import EnvRaised
 from envhub.hosting.env_calls import call_environment
 from envhub.hosting.frames import MAX_FRAME_BYTES, encode_frame, read_frame
@@ -46,6 +46,8 @@ class Host:
             result = await call_environment(self.name, lambda: handle(message), passes=TOLD)
         except UnknownItem as error:
             return reply | {"error": "unknown_item", "detail": str(error)}
+        except ServiceDown as error:
+            return {**self.refusal(message, str(error)), "error": "paused"}
         except EnvFailure as error:
             detail = f"{self.name}: {error}"
         except EnvRaised as error:

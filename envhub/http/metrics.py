@@ -68,6 +68,14 @@ class HubMetrics(Collector):
         for who, num in self._refusals.report().items():
             refused.add_metric(who.rsplit("/", 1), num)
         yield refused
+        paused = GaugeMetricFamily(
+            "envhub_paused",
+            "1 for an environment that waits for a service, such as a judge.",
+            labels=["env"],
+        )
+        for env_name in sessions.services.names:
+            paused.add_metric([env_name], float(env_name in sessions.services.paused))
+        yield paused
         placement = sessions.placement
         restarts = CounterMetricFamily(
             "envhub_worker_restarts",

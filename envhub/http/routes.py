@@ -21,6 +21,7 @@ from envhub.errors import (
     CapacityFull,
     EnvRaised,
     HubDraining,
+    ServicePaused,
     SessionConflict,
     SessionUnknown,
     UnknownEnv,
@@ -65,6 +66,7 @@ STATUS_CODES: dict[type[Exception], int] = {
     SessionUnknown: 404,
     SessionConflict: 409,
     CapacityFull: 429,
+    ServicePaused: 424,  # "Failed dependency". The entry precedes its base class.
     EnvRaised: 500,
     HubDraining: 503,
     EnvTimeout: 504,
@@ -125,6 +127,8 @@ def _lifespan_of(sessions: Sessions) -> Callable[[FastAPI], AbstractAsyncContext
             asyncio.create_task(sessions.watch_leases()),
             asyncio.create_task(sessions.placement.watch_memory()),
         ]
+        if sessions.services.names:
+            upkeep.append(asyncio.create_task(sessions.services.watch()))
         for task in upkeep:
             task.add_done_callback(_log_end)
         yield
@@ -158,6 +162,8 @@ def _add_catalogue_routes(
         state = {"status": status, "num_sessions": len(sessions), "num_workers": num_workers}
         moved = sessions.placement.inline.moved
         state |= {"moved_to_workers": moved} if moved else {}
+        paused = sessions.services.paused
+        state |= {"paused": sorted(paused)} if paused else {}
         return json_response(state | {"step_timeout_s": step_timeout_s} | counts)
 
     @app.get("/readyz", tags=["hub"], responses=_fails(503))
@@ -186,7 +192,7 @@ def _add_session_routes(app: FastAPI, sessions: Sessions) -> None:
         "/v1/sessions",
         status_code=201,
         response_model=Created,
-        responses=_fails(404, 422, 429, 500, 503, 504),
+        responses=_fails(404, 422, 424, 429, 500, 503, 504),
         openapi_extra=body_of(CreateRequest),
         tags=["sessions"],
     )
@@ -197,7 +203,7 @@ def _add_session_routes(app: FastAPI, sessions: Sessions) -> None:
     @app.post(
         "/v1/sessions/{session_id}/step",
         response_model=Stepped,
-        responses=_fails(404, 409, 422, 500, 504),
+        responses=_fails(404, 409, 422, 424, 500, 504),
         openapi_extra=body_of(StepRequest),
         tags=["sessions"],
     )

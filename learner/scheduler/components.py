@@ -16,6 +16,7 @@ from learner.scheduler.dispatch.limits import DispatchLimits
 from learner.scheduler.dispatch.pace import Pace
 from learner.scheduler.dispatch.signal import SignalWatch
 from learner.scheduler.episodes.lifecycle import EpisodeLifecycle
+from learner.scheduler.episodes.table import GroupState
 from learner.scheduler.evaluation.eval_stream import EvalStream
 from learner.scheduler.evaluation.phases import Phase, PhaseGroups
 from learner.scheduler.members.members import Members
@@ -57,6 +58,7 @@ class Components:
     # Seconds from a lease to the end of its episode.
     episode_timeout_s: float = field(metadata=FIXED)
     seed: int = field(metadata=FIXED)  # Seed of the run.
+    envs: frozenset[str] = field(metadata=FIXED)  # Environments of the tasks.
 
     def notice(self, now: float) -> str:
         """Return why training makes no progress although all roles work; "" if it does."""
@@ -64,14 +66,30 @@ class Components:
         return self.signal.notice(now, self.success.mean) if is_training else ""
 
     def gate_state(self) -> GateState:
-        """Return the current input of the gate."""
+        """Return the current input of the gate.
+
+        Open groups of an environment that no actor can play do not count, up to the groups of a
+        step. Otherwise they would stop the other environments.
+        """
+        num_held = min(self._num_held(), self.gate.max_groups_of_step)
         return GateState(
             version=self.run.version,
-            num_open=self.lifecycle.table.num_open,
+            num_open=self.lifecycle.table.num_open - num_held,
             num_ready=self.lifecycle.table.num_ready,
             num_filtered=self.lifecycle.num_filtered,
             max_ahead_steps=self.limits.max_ahead_steps,
             needed_ahead_steps=self.limits.needed_ahead_steps,
+        )
+
+    def _num_held(self) -> int:
+        """Return the number of open groups that wait for their environment, while others play."""
+        absent = self.members.absent_envs()
+        if not absent or self.gate.is_sync or absent >= self.envs:
+            return 0
+        groups = self.lifecycle.table.groups.values()
+        return sum(
+            each.is_train and each.state is GroupState.OPEN and each.episodes[0].env in absent
+            for each in groups
         )
 
 
@@ -109,4 +127,5 @@ def build_components(cfg: RunConfig, catalogue: HubCatalogue) -> Components:
         needed_version=partial(published_version, cfg),
         episode_timeout_s=cfg.actor.episode_timeout_s,
         seed=seed,
+        envs=frozenset(task.env for task in cfg.tasks),
     )

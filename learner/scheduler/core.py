@@ -182,6 +182,7 @@ class SchedulerCore:
             return self._answer([], f"{message.actor} is not registered, a Hello is needed")
         self.members.touch(member, now)
         member.version = message.version
+        member.absent = list(message.absent)
         if run.phase is Phase.DONE:
             return self._answer([], "finished")
         if self.members.is_spare(member, now):

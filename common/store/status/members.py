@@ -41,7 +41,9 @@ def hub_text(hub: Mapping[str, Any]) -> str:
     where = f" on {hub['node']}" if hub.get("node") else ""
     places = f", {hub.get('num_sessions', 0)} of {hub['max_sessions']} sessions"
     heard = f", last message {_number(hub, 'last_seen_s'):.0f}s before the status"
-    again = f", restarted {hub['num_restarts']} times" if hub.get("num_restarts") else ""
+    waits = [f"{env} ({reason})" for env, reason in as_map(hub.get("paused")).items()]
+    again = f", paused: {'; '.join(waits)}" if waits else ""
+    again += f", restarted {hub['num_restarts']} times" if hub.get("num_restarts") else ""
     return (
         f"{hub.get('gone') or 'serves'} {', '.join(_list(hub, 'envs'))} at {hub.get('url')}{where}"
         f"{places if hub.get('max_sessions') else ''}{again}{heard if 'last_seen_s' in hub else ''}"

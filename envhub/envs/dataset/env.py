@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from common.config.envs import DatasetOptions, EnvsSection
+from common.config.envs import EnvsSection
 from common.errors import ConfigError
 from common.formats.answers import TEXT_ANSWERS, TOOL_FORM, tools_text
 from envhub.env import EnvFailure, EnvSpec, Isolation, StepResult, Style, SubsetSpec, parse_item
 from envhub.envs.dataset.files import Record
 from envhub.envs.dataset.functions import Caller, UserFunction, check_keywords, load_function
+from envhub.envs.dataset.judges.judge import probe_of
 from envhub.envs.dataset.prompts import SUBMIT, Message, Question, read_tools
 from envhub.envs.dataset.records import Dataset, load_dataset
 from envhub.envs.dataset.rewards import RewardSum, load_rewards
@@ -102,6 +103,7 @@ class DatasetEnv:
         keywords, columns = self._offered(completion, None)
         paid = await self._task.rewards.pay(self._task.caller, keywords, columns, self._place)
         metrics = {f"reward_{name}": value for name, value in paid.values.items()}
+        metrics |= paid.costs
         metrics["reward_s"] = time.monotonic() - began_s
         return StepResult(
             observation=text or "The answer was received.",
@@ -214,16 +216,17 @@ def tool_call_of(action: str) -> dict[str, Any] | None:
 def check(options: EnvsSection) -> list[str]:
     """Return why the dataset cannot be played, as one line; [] if it can."""
     try:
-        load_task(options.dataset)
+        load_task(options)
     except ConfigError as error:
         return [str(error)]
     return []
 
 
-def load_task(options: DatasetOptions) -> Task:
+def load_task(section: EnvsSection) -> Task:
     """Return the records, the functions and the tools. Raises: ConfigError: one is wrong."""
+    options = section.dataset
     dataset = load_dataset(options)
-    rewards = load_rewards(options)
+    rewards = load_rewards(options, run_dir=section.run_dir)
     step = load_function("data.step", options.step) if options.step else None
     train = dataset.splits["train"]
     tools = read_tools(options, train.records)
@@ -254,7 +257,7 @@ def load_task(options: DatasetOptions) -> Task:
 def make_spec(options: EnvsSection) -> EnvSpec:
     """Return the catalogue entry of the dataset. Raises: ConfigError: it cannot be loaded."""
     own = options.dataset
-    task = load_task(own)
+    task = load_task(options)
     longest_s = task.rewards.longest_s + (own.reward_timeout_s if task.step else 0.0)
 
     def make(_: Style) -> DatasetEnv:
@@ -275,6 +278,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         is_repeatable=False,  # A reward may ask a server.
         tools=tuple(task.tools),
         content=task.dataset.content,
+        service=probe_of(task.rewards.judges),
     )
 
 

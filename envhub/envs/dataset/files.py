@@ -70,7 +70,26 @@ def files_of(key: str, path: Path, split: str) -> list[Path]:
     if not own and any(_is_of(other, each.relative_to(path)) for other in NAMED for each in found):
         names = ", ".join(str(each.relative_to(path)) for each in found[:5])
         raise ConfigError(f"{where}: no file of the split {split!r}; the files are {names}")
+    _check_parts(where, split, [each.relative_to(path) for each in own])
     return own or found
+
+
+def _check_parts(where: str, split: str, files: list[Path]) -> None:
+    """Check that a folder has one part with the split. Raises: ConfigError: it has several.
+
+    Example: gsm8k has main/train-0.parquet and socratic/train-0.parquet, the same questions twice.
+    """
+    parts: dict[Path, None] = {}
+    for file in files:
+        depth = next(i for i, part in enumerate(file.parts) if _is_named(split, part))
+        parts[Path(*file.parts[:depth])] = None
+    if len(parts) > 1:
+        names = ", ".join(str(each) for each in parts)
+        first = next(each for each in parts if each.parts)
+        raise ConfigError(
+            f"{where}: several folders have the split {split!r}: {names}; name one of them, such as"
+            f" {where}/{first}"
+        )
 
 
 def has_split(path: Path, split: str) -> bool:
@@ -88,10 +107,11 @@ NAMED = ("train", "test", "validation", "valid", "dev", "eval")
 
 def _is_of(split: str, path: Path) -> bool:
     """Return whether a file or one of its folders is named after a split, as train-00000-of-2."""
-    return any(
-        part == split or part.startswith((f"{split}-", f"{split}.", f"{split}_"))
-        for part in path.parts
-    )
+    return any(_is_named(split, part) for part in path.parts)
+
+
+def _is_named(split: str, part: str) -> bool:
+    return part == split or part.startswith((f"{split}-", f"{split}.", f"{split}_"))
 
 
 def _saved_files(where: str, folder: Path) -> list[Path]:

@@ -165,11 +165,14 @@ def _no_column(key: str, given: str, first: Record) -> str:
     return f"{shown}; the columns are {', '.join(map(str, first))}"
 
 
-def read_text(given: str) -> str:
-    """Return a text of the configuration, or the content of the file that it names."""
+def read_text(given: str, key: str = "data.template or data.system") -> str:
+    """Return a text of the configuration, or the content of the file that it names.
+
+    Raises: ConfigError: there is no such file; the message has the key.
+    """
     if "\n" in given or not given.endswith(TEXT_FILES):
         return given
-    return find_path("data.template or data.system", given).read_text(encoding="utf-8")
+    return find_path(key, given).read_text(encoding="utf-8")
 
 
 def compile_template(key: str, text: str) -> Template:

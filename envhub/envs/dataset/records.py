@@ -163,7 +163,7 @@ def _kept(
     """Return the indices of the records whose prompt is short enough. Raises: ConfigError."""
     if not options.max_length:
         return list(range(len(records)))
-    tokenizer = _tokenizer(options)
+    tokenizer = load_tokenizer(options)
     unit = "tokens" if tokenizer is not None else "characters"
     kept: list[int] = []
     for index, record in enumerate(records):
@@ -199,8 +199,8 @@ def _tokenizer_path(options: DatasetOptions) -> Path | None:
     return path
 
 
-def _tokenizer(options: DatasetOptions) -> Any:
-    """Return the tokenizer of `data.tokenizer`; None: lengths are characters."""
+def load_tokenizer(options: DatasetOptions) -> Any:
+    """Return the tokenizer of `data.tokenizer`; None without one."""
     path = _tokenizer_path(options)
     if path is None:
         return None

@@ -18,6 +18,11 @@ from envhub.envs.dataset.functions import (
     load_function,
 )
 from envhub.envs.dataset.graders import GRADERS, built_in
+from envhub.envs.dataset.judges.judge import Judge
+from envhub.envs.dataset.judges.options import is_judge
+from envhub.envs.dataset.judges.term import JudgeTerm, judge_term
+from envhub.envs.dataset.records import load_tokenizer
+from envhub.envs.dataset.trl import IDS, LOGS, LoggedMetrics, check_ids, is_of_trl
 
 KEYS = ("function", "weight", "min", "max", "timeout_s", "retries")
 NUMBERS = {  # Allowed values of the numbers of a reward.
@@ -43,11 +48,12 @@ class RewardTerm:
     most: float
     timeout_s: float
     retries: int
+    tokenizer: Any = None  # Encodes the answer for functions that name `completion_ids`.
 
     @property
     def is_batched(self) -> bool:
         """Whether the function has TRL's signature, with a list for each keyword."""
-        return "completions" in self.user.keywords
+        return is_of_trl(self.user)
 
     @property
     def longest_s(self) -> float:
@@ -59,15 +65,23 @@ class RewardTerm:
         """Return the keywords of a call; with TRL's signature, each is a list of one value."""
         if not self.is_batched:
             return {**columns, **keywords}
-        own = {"prompts": keywords["prompts"], "completions": keywords["completions"]}
+        own = {name: keywords[name] for name in ("prompts", "completions")}
+        if self.tokenizer is not None:
+            text = keywords["completion"]
+            own[IDS] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return {name: [value] for name, value in {**columns, **own}.items()}
 
-    def number(self, value: Any) -> float:
-        """Return the returned value as a number. Raises: EnvFailure: it is none."""
+    def number(self, value: Any) -> float | None:
+        """Return the returned value as a number. Raises: EnvFailure: it is none.
+
+        None: with TRL's signature, [None] means that the function does not apply to the record.
+        """
         if self.is_batched:
             if not isinstance(value, Sequence) or len(value) != 1:
                 raise EnvFailure(f"returned {value!r:.200}, not a list with one number")
             value = value[0]
+            if value is None:
+                return None
         if hasattr(value, "item") and getattr(value, "ndim", -1) == 0:
             value = value.item()  # A number of numpy or torch.
         if not isinstance(value, (bool, int, float)):
@@ -80,6 +94,41 @@ class RewardTerm:
             raise EnvFailure(f"returned {value:g}, {law}; {keys}")
         return float(value)
 
+    def check(self, keywords: Keywords, columns: Keywords) -> None:
+        """Raise ConfigError if the function needs a keyword that is not offered."""
+        where = f"reward.{self.name}={self.user.reference}"
+        offered = self.offered(keywords, columns)
+        if self.is_batched:
+            check_ids(where, self.user, self.tokenizer)
+            offered |= dict.fromkeys(LOGS)
+        check_keywords(where, self.user, offered)
+
+    async def value(
+        self, caller: Caller, keywords: Keywords, columns: Keywords, place: str
+    ) -> tuple[float | None, dict[str, float]]:
+        """Return the value and its metrics; a failed call is repeated. Raises: EnvFailure.
+
+        None: the function does not apply to the record.
+        """
+        logged = LoggedMetrics(self.name)
+        offered = self.offered(keywords, columns)
+        if self.is_batched:
+            offered |= {"log_metric": logged.log_metric, "log_extra": logged.log_extra}
+        for attempt in range(self.retries + 1):
+            try:
+                value = await caller.call(self.user, offered, timeout_s=self.timeout_s)
+                return self.number(value), logged.values
+            except EnvFailure as error:
+                if attempt == self.retries:
+                    tries = f" ({attempt + 1} tries)" if attempt else ""
+                    what = f"reward {self.name} failed on {place}{tries}: {error}"
+                    raise EnvFailure(f"{what} ({self.user.reference})") from error
+                await asyncio.sleep(BACKOFF_S * 2**attempt)
+        raise AssertionError("unreachable")
+
+
+Term = RewardTerm | JudgeTerm
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paid:
@@ -87,6 +136,7 @@ class Paid:
 
     total: float
     values: dict[str, float]
+    costs: dict[str, float]  # Metrics of the judges.
 
 
 class RewardSum:
@@ -95,7 +145,7 @@ class RewardSum:
     Example: weights 1 and 0.5, values 1 and 0, both in [0, 1]. The sum is 1 of 1.5, so 0.666666667.
     """
 
-    def __init__(self, terms: Sequence[RewardTerm]) -> None:
+    def __init__(self, terms: Sequence[Term]) -> None:
         self.terms = terms
         bounds = [sorted((t.weight * t.least, t.weight * t.most)) for t in terms]
         self._least = sum(low for low, _ in bounds)
@@ -114,8 +164,12 @@ class RewardSum:
     def check(self, keywords: Keywords, columns: Keywords) -> None:
         """Raise ConfigError if a function needs a keyword that is not offered."""
         for term in self.terms:
-            where = f"reward.{term.name}={term.user.reference}"
-            check_keywords(where, term.user, term.offered(keywords, columns))
+            term.check(keywords, columns)
+
+    @property
+    def judges(self) -> list[Judge]:
+        """The judges among the rewards."""
+        return [term.judge for term in self.terms if isinstance(term, JudgeTerm)]
 
     async def pay(self, caller: Caller, keywords: Keywords, columns: Keywords, place: str) -> Paid:
         """Return the reward of an episode.
@@ -124,37 +178,28 @@ class RewardSum:
             place: the record, for error messages.
 
         Raises: EnvFailure: a function failed; the text names it, the record and the error.
+            ServiceDown: a judge does not answer.
         """
-        calls = [
-            _value(each, caller, each.offered(keywords, columns), place) for each in self.terms
-        ]
-        values = await asyncio.gather(*calls)
-        total = sum(t.weight * value for t, value in zip(self.terms, values, strict=True))
-        named = {t.name: value for t, value in zip(self.terms, values, strict=True)}
-        return Paid(total=self._mapped(total), values=named)
+        calls = [term.value(caller, keywords, columns, place) for term in self.terms]
+        outcomes = await asyncio.gather(*calls)
+        found = {t.name: value for t, (value, _) in zip(self.terms, outcomes, strict=True)}
+        values = {name: value for name, value in found.items() if value is not None}
+        if not values:
+            raise EnvFailure(f"no reward applies to {place}: each function returned [None]")
+        total = sum(term.weight * values.get(term.name, 0.0) for term in self.terms)
+        costs = {name: cost for _, own in outcomes for name, cost in own.items()}
+        return Paid(total=self._mapped(total), values=values, costs=costs)
 
     def _mapped(self, total: float) -> float:
         share = (total - self._least) / (self._most - self._least)
         return round(min(max(share, 0.0), 1.0), DIGITS)
 
 
-async def _value(term: RewardTerm, caller: Caller, offered: Keywords, place: str) -> float:
-    """Return the value of one reward; a failed call is repeated. Raises: EnvFailure."""
-    for attempt in range(term.retries + 1):
-        try:
-            value = await caller.call(term.user, offered, timeout_s=term.timeout_s)
-            return term.number(value)
-        except EnvFailure as error:
-            if attempt == term.retries:
-                tries = f" ({attempt + 1} tries)" if attempt else ""
-                what = f"reward {term.name} failed on {place}{tries}: {error}"
-                raise EnvFailure(f"{what} ({term.user.reference})") from error
-            await asyncio.sleep(BACKOFF_S * 2**attempt)
-    raise AssertionError("unreachable")
-
-
-def load_rewards(options: DatasetOptions) -> RewardSum:
+def load_rewards(options: DatasetOptions, *, run_dir: str = "") -> RewardSum:
     """Return the rewards of the configuration.
+
+    Args:
+        run_dir: the run directory, which keeps the answers of judges; "": there is none.
 
     Raises: ConfigError: no reward is set, a key is wrong, or a function cannot be loaded.
     """
@@ -168,20 +213,25 @@ def load_rewards(options: DatasetOptions) -> RewardSum:
         return RewardSum([_term(name, user, {}, options)])
     if not isinstance(given, dict):
         raise ConfigError(f"reward={given}: expects a function, or a map from names to functions")
-    terms = [_named_term(str(name), entry, options) for name, entry in given.items()]
+    terms = [_named_term(str(name), entry, options, run_dir) for name, entry in given.items()]
     if not any(term.weight for term in terms):
         raise ConfigError("reward: the weight of every reward is 0; give one another weight")
     return RewardSum(terms)
 
 
-def _named_term(name: str, entry: Any, options: DatasetOptions) -> RewardTerm:
+def _named_term(name: str, entry: Any, options: DatasetOptions, run_dir: str) -> Term:
     """Return the reward of one entry of the map. Raises: ConfigError."""
     key = f"reward.{name}"
     if not name.isidentifier():
         raise ConfigError(f"{key}: the name must consist of letters, digits and _")
+    if is_judge(entry):
+        return judge_term(name, entry, run_dir=run_dir, num_processes=options.max_workers)
     fields = {"function": entry} if isinstance(entry, str) else entry
     if not isinstance(fields, dict) or not isinstance(fields.get("function"), str):
-        raise ConfigError(f"{key}={entry}: expects a function, or a section with function=...")
+        raise ConfigError(
+            f"{key}={entry}: expects a function, or a section with function=..., url=... or"
+            " path=..."
+        )
     for field, value in fields.items():
         if field not in KEYS:
             raise ConfigError(f"{key}.{field}={value}: no such key; there are {', '.join(KEYS)}")
@@ -208,6 +258,7 @@ def _term(
         most=most,
         timeout_s=float(fields.get("timeout_s", options.reward_timeout_s)),
         retries=int(fields.get("retries", options.reward_retries)),
+        tokenizer=load_tokenizer(options) if IDS in user.keywords else None,
     )
 
 
@@ -215,6 +266,8 @@ def _function(key: str, reference: str) -> UserFunction:
     """Return a reward that ships, or a function of the user. Raises: ConfigError."""
     if ":" in reference:
         return load_function(key, reference)
+    if reference == "judge":
+        raise ConfigError(f"{key}=judge: set reward.judge.url or reward.judge.path instead")
     found = built_in(reference)
     if found is None:
         known = ", ".join(GRADERS)

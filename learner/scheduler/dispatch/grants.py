@@ -102,7 +102,7 @@ def _open_groups(parts: Components, now: float, absent: Sequence[str]) -> str:
     for _ in range(verdict.num_allowed if gate.is_sync else min(1, verdict.num_allowed)):
         number = lifecycle.table.next_number
         version = parts.run.version
-        shunned = () if gate.is_sync else absent
+        shunned = () if gate.is_sync else sorted({*absent, *parts.members.absent_envs()})
         make = parts.curriculum.make_group
         lifecycle.open(make(number, version=version, now=now, shunned=shunned))
     return verdict.reason

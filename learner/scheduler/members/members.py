@@ -40,6 +40,8 @@ class RunMember:
     cpu_s: float = field(default=0.0, metadata=VOLATILE)  # CPU seconds since the start.
     # Seconds without progress, as the process reports.
     unchanged_s: float = field(default=0.0, metadata=VOLATILE)
+    # Environments that an actor cannot play, because no hub serves them now.
+    absent: list[str] = field(default_factory=list[str], metadata=VOLATILE)
     is_playing: bool = False  # In a run with spare engines: True if the engine is not a spare.
     refused: dict[str, int] = field(default_factory=dict[str, int], metadata=VOLATILE)
     num_finished: int = 0  # Number of finished episodes.
@@ -114,6 +116,16 @@ class Members:
         member.refused = message.refused
         self.touch(member, now)
         return member
+
+    def absent_envs(self) -> set[str]:
+        """Return the environments that no live actor can play."""
+        found: set[str] | None = None
+        for each in self.by_name.values():
+            if each.role == "actor" and not each.is_dead:
+                if not each.absent:
+                    return set()
+                found = {*each.absent} if found is None else found & {*each.absent}
+        return found or set()
 
     def _enter(self, message: Hello | Heartbeat) -> RunMember:
         member = RunMember(role=message.role, name=message.name, incarnation="", version=0)

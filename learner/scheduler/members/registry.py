@@ -132,6 +132,7 @@ class AddressRegistry:
                 "max_sessions": use.max_sessions,
                 "rss_bytes": use.rss_bytes,
                 "cpu_s": use.cpu_s,
+                "paused": dict(hub.hello.paused),
             }
             for hub in (*self._hubs.values(), *self._gone.values())
             for use in (hub.hello.use,)

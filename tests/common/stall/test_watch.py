@@ -284,6 +284,20 @@ def test_long_turns_are_no_stall_until_overdue(
     assert run.verdict_within(100.0) is None, "a turn has 300 s"
 
 
+def test_run_that_waits_for_a_service_is_no_stall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Standing(tmp_path, monkeypatch, stall_s=20.0)
+    hub = {"name": "envhub", "paused": {"dataset": "judge style does not answer"}}
+    run.status["hubs"] = [hub]
+    assert run.verdict_within(400.0) is None
+    hub["paused"] = {}
+    assert run.verdict_within(15.0) is None
+    verdict = run.verdict_within(60.0)
+    assert verdict is not None
+    assert "finished no episode" in verdict.report
+
+
 class Steady:
     """A run that makes progress, whatever dies."""
 

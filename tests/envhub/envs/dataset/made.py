@@ -45,6 +45,20 @@ def trl(prompts, completions, answer, **columns):
     return [float(a in c) for a, c in zip(answer, completions)]
 
 
+def trl_ids(completion_ids, **kwargs):
+    return [len(ids) / 100 for ids in completion_ids]
+
+
+def trl_logs(completions, answer, log_extra, log_metric, **kwargs):
+    log_extra("answer", answer)
+    log_metric("share of a", completions[0].count("a") / 10)
+    return [1.0]
+
+
+def trl_of_others(completions, **kwargs):
+    return [None]
+
+
 def verl(data_source, solution_str, ground_truth, extra_info=None):
     return 1.0 if solution_str.endswith(ground_truth) and data_source == "math_dapo" else 0.0
 

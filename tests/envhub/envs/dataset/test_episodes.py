@@ -113,19 +113,25 @@ def test_unknown_item_is_refused(tmp_path: Path) -> None:
 
 
 @contextmanager
-def serving(options: EnvsSection) -> Iterator[str]:
-    """Yield the address of a hub that serves the dataset."""
+def serving(options: EnvsSection, *envs: str) -> Iterator[str]:
+    """Yield the address of a hub that serves the dataset, or these environments."""
     app, sessions = main.build(
-        ["dataset"], EnvhubSection(), token=None, options=options, remote=RemoteOptions()
+        [*(envs or ["dataset"])],
+        EnvhubSection(),
+        token=None,
+        options=options,
+        remote=RemoteOptions(),
     )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         config = main.uvicorn.Config(app, log_config=None, access_log=False)
         server = main.DrainingServer(config, sessions)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server.should_exit = True
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 class Conversation(Letters):

@@ -88,3 +88,20 @@ def test_parquet_without_pyarrow_names_the_package(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(ConfigError, match=r"needs pyarrow\. Install it with: pip install pyarrow"):
         read(tmp_path / "a.parquet")
+
+
+def test_folder_with_two_datasets_is_refused_by_name(tmp_path: Path) -> None:
+    for name in ("main", "socratic"):
+        (tmp_path / name).mkdir()
+        write_lines(tmp_path / name / "train-00000-of-00001.jsonl", RECORDS)
+    with pytest.raises(ConfigError) as caught:
+        read_records("data.train", tmp_path, "train")
+    assert "several folders have the split 'train': main, socratic; name one" in str(caught.value)
+    assert read_records("data.train", tmp_path / "main", "train") == RECORDS
+
+
+def test_split_in_a_folder_of_its_own_may_have_several_files(tmp_path: Path) -> None:
+    for part in ("train/a", "train/b"):
+        (tmp_path / part).mkdir(parents=True)
+        write_lines(tmp_path / part / "0.jsonl", RECORDS[:1])
+    assert read_records("data.train", tmp_path, "train") == [RECORDS[0], RECORDS[0]]

@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from common.errors import ConfigError
+from common.repository import ROOT
 from envhub.env import EnvFailure
 from envhub.envs.dataset.env import check, make_spec
 from envhub.envs.dataset.graders import exact_text, final_answer, last_number
@@ -21,6 +23,32 @@ def test_trl_signature_is_accepted_as_it_is(tmp_path: Path) -> None:
     options = make(tmp_path, reward="user:trl")
     assert played(options, "so 3+4=<<3+4=7>>7\n#### 7").reward == 1.0
     assert played(options, "7").reward == 0.0
+
+
+def test_function_of_trl_gets_token_ids(tmp_path: Path) -> None:
+    tokenizer = str(ROOT / "configs/policies/tiny-arithmetic")
+    options = make(tmp_path, reward="user:trl_ids", tokenizer=tokenizer)
+    ids = Tokenizer.from_file(f"{tokenizer}/tokenizer.json").encode(
+        "7 + 4", add_special_tokens=False
+    )
+    assert played(options, "7 + 4").reward == pytest.approx(len(ids.ids) / 100)
+    (line,) = check(make(tmp_path, reward="user:trl_ids"))
+    assert "needs 'completion_ids'; set data.tokenizer" in line
+
+
+def test_function_of_trl_logs_metrics_of_the_episode(tmp_path: Path) -> None:
+    metrics = played(make(tmp_path, reward="user:trl_logs"), "banana").metrics or {}
+    assert metrics["reward_trl_logs_share_of_a"] == pytest.approx(0.3)
+
+
+def test_function_of_trl_may_not_apply_to_a_record(tmp_path: Path) -> None:
+    file = f"{tmp_path}/user.py"
+    reward = {"right": f"{file}:right", "other": f"{file}:trl_of_others"}
+    result = played(make(tmp_path, reward=reward), "7")
+    assert result.reward == 0.5
+    assert "reward_other" not in (result.metrics or {})
+    with pytest.raises(EnvFailure, match=r"no reward applies to record 1 of train\.jsonl"):
+        played(make(tmp_path, reward="user:trl_of_others"), "7")
 
 
 def test_verl_signature_is_accepted_as_it_is(tmp_path: Path) -> None:

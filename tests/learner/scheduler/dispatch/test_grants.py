@@ -38,6 +38,32 @@ def test_groups_are_drawn_from_reachable_environments_only() -> None:
     assert {lease.env for lease in ask(core, 32)} == {"maze", "cave"}
 
 
+def test_groups_of_an_absent_environment_do_not_block_others() -> None:
+    core = core_of_two()
+    held: list[Lease] = []
+    while len({lease.group_id for lease in held}) < core.parts.gate_state().num_open or not held:
+        held += ask(core, 1)
+    for _ in range(200):  # Both environments play until the gate is closed.
+        held += ask(core, 1)
+    assert ask(core, 1) == []
+    num_open = core.parts.gate_state().num_open
+    num_absent = len({lease.group_id for lease in held if lease.env == "cave"})
+    assert 0 < num_absent < num_open
+    more = ask(core, 1000, "cave")
+    assert {lease.env for lease in more} == {"maze"}
+    assert len({lease.group_id for lease in more}) == num_absent
+    assert core.parts.gate_state().num_open == num_open
+    assert ask(core, 1000, "cave") == []
+    assert ask(core, 1000) == []  # The environment is back, and its groups count again.
+    assert core.parts.gate_state().num_open == num_open + num_absent
+
+
+def test_absence_of_all_environments_opens_no_more_groups() -> None:
+    core = core_of_two()
+    ask(core, 1000)
+    assert ask(core, 1000, "cave", "maze") == []
+
+
 def test_waiting_group_members_keep_their_order_until_reachable() -> None:
     core = core_of_two()
     some = ask(core, 1)

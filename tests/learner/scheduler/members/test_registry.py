@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from common.store.status.members import hub_text
 from common.wire.join_messages import HubGoodbye, HubHello, HubNoted, HubPlace, HubUse
 from common.wire.messages import Goodbye, Heartbeat, Hello
 from learner.scheduler.members.registry import AddressRegistry
@@ -87,6 +88,18 @@ def test_restarted_hub_replaces_its_old_entry() -> None:
     assert registry.hub_senders == [b"2"]
     noted = registry.hear_hub(hub_hello("b", "http://b:2"), b"2", 0.0, is_finished=True)
     assert noted == HubNoted(is_finished=True)
+
+
+def test_report_shows_paused_environments_with_their_reason() -> None:
+    registry = AddressRegistry(dead_after_s=5.0)
+    hello = replace(hub_hello("hub", "http://h:1"), paused={"dataset": "judge style is down"})
+    registry.hear_hub(hello, b"hub", 1.0)
+    (row,) = registry.report(1.0)
+    assert row["paused"] == {"dataset": "judge style is down"}
+    assert ", paused: dataset (judge style is down)" in hub_text(row)
+    registry.hear_hub(replace(hello, paused={}), b"hub", 2.0)
+    (row,) = registry.report(2.0)
+    assert "paused" not in hub_text(row)
 
 
 def test_report_lists_present_and_departed_hubs_without_tokens() -> None:

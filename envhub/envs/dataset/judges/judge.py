@@ -1,0 +1,280 @@
+"""A reward that asks a language model for a score."""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError
+from common.launch.judges.specs import find_model
+from common.store.run_dir import RunDir
+from envhub.env import EnvFailure, ServiceDown
+from envhub.envs.dataset.judges.client import JudgeEndpoint, Refused, Unanswered
+from envhub.envs.dataset.judges.options import JudgeOptions
+from envhub.envs.dataset.judges.rubric import Rubric, Unparsed
+from envhub.envs.dataset.judges.store import Answer, JudgeStore, key_of
+
+logger = logging.getLogger(__name__)
+
+BACKOFF_S = 0.5  # Seconds before the first retry. The wait doubles with each retry.
+# An equal request at temperature 0 has an equal answer. A request after an answer without a score
+# has at least this temperature.
+RETRY_TEMPERATURE = 0.5
+CALLS = "calls"  # Total of answered requests, which `budget` limits.
+PING = [{"role": "user", "content": "Reply with one word."}]
+SHOWN_CHARS = 120
+
+
+@dataclass(slots=True, kw_only=True)
+class Cost:
+    """The requests for one score. `as_metrics` names them for the metrics of an episode."""
+
+    calls: int = 0  # Answered requests.
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    seconds: float = 0.0  # Sum over the answered requests.
+    cached: int = 0  # 1 if the score came from the cache.
+    unparsed: int = 0  # Answers without a score.
+    unanswered: int = 0  # Requests without an answer, since the last score.
+
+    def as_metrics(self, name: str) -> dict[str, float]:
+        """Return the numbers as metrics of the judge `name`."""
+        return {
+            f"reward_{name}_calls": float(self.calls),
+            f"reward_{name}_prompt_tokens": float(self.prompt_tokens),
+            f"reward_{name}_completion_tokens": float(self.completion_tokens),
+            f"reward_{name}_s": self.seconds,
+            f"reward_{name}_cached": float(self.cached),
+            f"reward_{name}_unparsed": float(self.unparsed),
+            f"reward_{name}_unanswered": float(self.unanswered),
+        }
+
+
+class Judge:
+    """Asks an endpoint for scores, within its limits. One per process.
+
+    Example: two episodes end with the same answer. One request is sent, and both get its score. The
+    endpoint then goes down: `ask` raises ServiceDown, the hub pauses the environment, and `probe`
+    resumes it. No score is made up.
+    """
+
+    def __init__(self, options: JudgeOptions, *, run_dir: str, num_processes: int) -> None:
+        """Read the templates and the key; connect to nothing.
+
+        Args:
+            run_dir: the run directory, which holds the answers; "": they are kept in memory.
+            num_processes: worker processes, which share the limit of concurrent requests.
+
+        Raises: ConfigError: a template is wrong, or the variable with the key is not set.
+        """
+        self.options = options
+        self.rubric = Rubric(options)
+        self._run_dir = RunDir(root=Path(run_dir)) if run_dir else None
+        self._slots = asyncio.Semaphore(max(1, options.concurrency // num_processes))
+        self._asking: dict[str, asyncio.Task[tuple[float, Cost]]] = {}
+        self._num_unanswered = 0
+        self._endpoint = JudgeEndpoint(
+            find_url=self._find_url,
+            key=read_key(options),
+            timeout_s=options.timeout_s,
+            is_own=bool(options.path),
+        )
+
+    @property
+    def longest_s(self) -> float:
+        """The most seconds of `ask`, with the wait for other requests."""
+        tries = 1 + self.options.retries
+        return self.options.timeout_s * tries + BACKOFF_S * (2**self.options.retries - 1)
+
+    @cached_property
+    def store(self) -> JudgeStore:
+        """The answers and totals. The file is opened at the first use."""
+        if self._run_dir is None:
+            return JudgeStore(None)
+        return JudgeStore(self._run_dir.root / "judges" / f"{self.options.name}.sqlite")
+
+    @cached_property
+    def _model_stamp(self) -> list[Any]:
+        """The files of the judge's folder, whose change makes kept answers invalid."""
+        if not self.options.path:
+            return []
+        files = sorted(find_model(self.options.path).iterdir())
+        stats = [(each.name, each.stat()) for each in files if each.is_file()]
+        return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+
+    def _find_url(self) -> str:
+        if self.options.url:
+            return self.options.url
+        found = self._run_dir.find_address(self.options.role) if self._run_dir else None
+        return found or ""
+
+    async def ask(self, offered: Mapping[str, Any], place: str) -> tuple[float, Cost]:
+        """Return the score of an answer in [0, 1], and its cost.
+
+        Args:
+            offered: the keywords of a reward function.
+            place: the record, for error messages.
+
+        Raises:
+            ServiceDown: the endpoint does not answer; the episode can be played again later.
+            EnvFailure: the endpoint refuses the request, its answers have no score, or the budget
+                is used up.
+        """
+        try:
+            messages = self.rubric.messages(offered, place)
+        except ConfigError as error:
+            raise EnvFailure(str(error)) from error
+        options = self.options
+        request = self._body(messages, options.temperature)
+        key = key_of([options.url, options.path, self._model_stamp, request])
+        if options.cache:
+            if (kept := self._kept_score(key)) is not None:
+                return kept, Cost(cached=1)
+            if (asking := self._asking.get(key)) is not None:
+                score, _ = await asyncio.shield(asking)
+                return score, Cost(cached=1)
+        asking = asyncio.create_task(self._ask_in_time(key, messages))
+        self._asking[key] = asking
+        asking.add_done_callback(lambda done: self._forget(key, done))
+        return await asyncio.shield(asking)
+
+    def _forget(self, key: str, done: asyncio.Task[tuple[float, Cost]]) -> None:
+        if self._asking.get(key) is done:
+            del self._asking[key]
+        if not done.cancelled():
+            done.exception()  # The error is known, so asyncio does not log it.
+
+    def _kept_score(self, key: str) -> float | None:
+        kept = self.store.find(key)
+        if kept is None:
+            return None
+        try:
+            return self.rubric.score(kept.text)
+        except Unparsed:  # The rule has changed since.
+            return None
+
+    async def _ask_in_time(self, key: str, messages: list[dict[str, str]]) -> tuple[float, Cost]:
+        cost = Cost()
+        try:
+            async with asyncio.timeout(self.longest_s), self._slots:
+                score = await self._score(key, messages, cost)
+        except TimeoutError as error:
+            text = f"{self.options.concurrency} requests at once do not keep up"
+            raise self._down(f"no score within {self.longest_s:g} s; {text}") from error
+        cost.unanswered = self._num_unanswered
+        self._num_unanswered = 0
+        return score, cost
+
+    async def _score(self, key: str, messages: list[dict[str, str]], cost: Cost) -> float:
+        """Return a score; failed requests are repeated. Raises: ServiceDown, EnvFailure."""
+        failure = ""
+        temperature = self.options.temperature
+        for attempt in range(self.options.retries + 1):
+            is_last = attempt == self.options.retries
+            try:
+                answer = await self._call(self._body(messages, temperature), cost)
+                score = self.rubric.score(answer.text)
+            except Unanswered as error:
+                self._num_unanswered += 1
+                if is_last:
+                    raise self._down(str(error)) from error
+                await asyncio.sleep(max(error.wait_s, BACKOFF_S * 2**attempt))
+            except Unparsed as error:
+                cost.unparsed += 1
+                self.store.add("unparsed")
+                failure = f"{error} in {answer.text[:SHOWN_CHARS]!r}"
+                temperature = max(temperature, RETRY_TEMPERATURE)
+            else:
+                if self.options.cache:
+                    self.store.keep(key, answer)
+                return score
+        tries = f"{self.options.retries + 1} tries"
+        raise self._failed(f"an answer has no score ({tries}): {failure}")
+
+    async def _call(self, body: dict[str, Any], cost: Cost) -> Answer:
+        """Return the answer to one request. Raises: Unanswered, EnvFailure."""
+        if not self.store.add(CALLS, most=self.options.budget):
+            key = f"reward.{self.options.name}.budget={self.options.budget}"
+            raise self._failed(f"{key} requests are used up; continue the run with a larger one")
+        began_s = time.monotonic()
+        is_charged = True
+        try:
+            answer = await self._endpoint.complete(body)
+        except Unanswered as error:
+            is_charged = error.is_charged
+            raise
+        except Refused as error:
+            is_charged = False
+            raise self._failed(str(error)) from error
+        finally:
+            if not is_charged:
+                self.store.add(CALLS, -1)
+        cost.calls += 1
+        cost.seconds += time.monotonic() - began_s
+        cost.prompt_tokens += answer.prompt_tokens
+        cost.completion_tokens += answer.completion_tokens
+        self.store.add("prompt_tokens", answer.prompt_tokens)
+        self.store.add("completion_tokens", answer.completion_tokens)
+        return answer
+
+    async def probe(self) -> str:
+        """Return why the endpoint does not answer; "" if it does.
+
+        An answered probe counts as a request of the budget.
+        """
+        try:
+            await self._call(self._body(PING, self.options.temperature), Cost())
+        except Unanswered as error:
+            return self._down_text(str(error))
+        except EnvFailure:  # It answers. The next episode gets the error.
+            return ""
+        return ""
+
+    def _body(self, messages: list[dict[str, str]], temperature: float) -> dict[str, Any]:
+        options = self.options
+        body: dict[str, Any] = {
+            "model": options.model or options.name,
+            "messages": messages,
+            "temperature": temperature,
+            "max_tokens": options.max_tokens,
+            **options.extra,
+        }
+        # A null of `extra` removes a field that an endpoint refuses.
+        return {name: value for name, value in body.items() if value is not None}
+
+    def _down_text(self, text: str) -> str:
+        return f"judge {self.options.name} ({self.options.shown}) does not answer: {text}"
+
+    def _down(self, text: str) -> ServiceDown:
+        logger.warning("judge does not answer name=%s reason=%s", self.options.name, text)
+        return ServiceDown(self._down_text(text))
+
+    def _failed(self, text: str) -> EnvFailure:
+        return EnvFailure(f"judge {self.options.name} ({self.options.shown}): {text}")
+
+
+def probe_of(judges: Sequence[Judge]) -> Callable[[], Awaitable[str]] | None:
+    """Return a probe that returns why a judge does not answer, "" if all do; None: no judges."""
+
+    async def probe() -> str:
+        reasons = await asyncio.gather(*(each.probe() for each in judges))
+        return "; ".join(filter(None, reasons))
+
+    return probe if judges else None
+
+
+def read_key(options: JudgeOptions) -> str:
+    """Return the key of the endpoint, "" without one.
+
+    Raises: ConfigError: the environment variable is not set.
+    """
+    key = os.environ.get(options.key_variable, "").strip() if options.key_variable else ""
+    if options.key_env and not key:
+        name = f"reward.{options.name}.key_env={options.key_env}"
+        raise ConfigError(f"{name}: this environment variable is not set")
+    return key

@@ -1,0 +1,28 @@
+"""Laws of the kept answers and totals of a judge."""
+
+from pathlib import Path
+
+from envhub.envs.dataset.judges.store import Answer, JudgeStore
+
+
+def test_totals_of_two_processes_share_one_limit(tmp_path: Path) -> None:
+    first, second = (JudgeStore(tmp_path / "j.sqlite") for _ in range(2))
+    assert [first.add("calls", most=3), second.add("calls", most=3)] == [True, True]
+    assert [first.add("calls", most=3), second.add("calls", most=3)] == [True, False]
+    assert first.add("calls", -1)
+    assert second.add("calls", most=3)
+    assert (first.total("calls"), first.total("other")) == (3, 0)
+    first.close()
+    second.close()
+
+
+def test_newest_answers_are_kept() -> None:
+    store = JudgeStore(None)
+    for number in range(5):
+        store.keep(f"k{number}", Answer(text=f"t{number}", prompt_tokens=number))
+    store.keep("k0", Answer(text="again"))
+    store.prune(2)
+    found = {f"k{n}" for n in range(5) if store.find(f"k{n}") is not None}
+    assert found == {"k0", "k4"}
+    assert store.find("k4") == Answer(text="t4", prompt_tokens=4)
+    store.close()
