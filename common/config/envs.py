@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from common.config.sandbox.options import CodeOptions, SandboxOptions, TerminalOptions
 from common.config.knobs import ANY_TEXT, PATH, URL, WORD, Contradiction, knob, seconds
+from common.config.sandbox.options import CodeOptions, SandboxOptions, TerminalOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,7 +70,9 @@ class Agent:
         self.selector.register(awake, selectors.EVENT_READ)
         self.watched = 0  # Process id of the running command.
         self.code: int | None = None  # Its exit code, negative for a signal.
-        self.discarded: set[int] = set()  # Outputs of background processes, which are read and dropped.
+        self.discarded: set[int] = (
+            set()
+        )  # Outputs of background processes, which are read and dropped.
 
     def serve(self) -> NoReturn:
         self.send({"ready": True, "python": sys.version.split()[0]})
@@ -163,9 +165,10 @@ class Agent:
 
     def violation(self) -> str:
         """Return the limit that is exceeded: memory or files; "" if none."""
-        if self.memory(is_exact=False) > self.limits["memory_bytes"]:
-            if self.memory(is_exact=True) > self.limits["memory_bytes"]:
-                return "memory"
+        most = self.limits["memory_bytes"]
+        # The exact measurement is slow, and never larger.
+        if self.memory(is_exact=False) > most and self.memory(is_exact=True) > most:
+            return "memory"
         if self.num_files() > self.max_files:
             return "files"
         return ""
@@ -180,12 +183,12 @@ class Agent:
         return total
 
     def resident(self, name: str) -> int:
-        with open("/proc/%s/statm" % name, "rb") as file:
+        with open(f"/proc/{name}/statm", "rb") as file:
             return int(file.read().split()[1]) * PAGE_BYTES
 
     def exact(self, name: str) -> int:
         try:
-            with open("/proc/%s/smaps_rollup" % name, "rb") as file:
+            with open(f"/proc/{name}/smaps_rollup", "rb") as file:
                 lines = [line.split() for line in file]
             return sum(int(line[1]) << 10 for line in lines if line[0] == b"Pss:")
         except OSError:

@@ -6,6 +6,7 @@ from envhub.sandbox.containers import Containers
 from envhub.sandbox.interface import MIB, SandboxBackend, SandboxLimits
 from envhub.sandbox.remote import RemoteSandboxes
 
+SHARED_FACTOR = 4
 MAKERS = {
     "bwrap": Bubblewrap,
     "docker": Containers,
@@ -32,6 +33,10 @@ def limits_of(options: SandboxOptions) -> SandboxLimits:
 
 
 def worker_bytes(options: SandboxOptions, num_sandboxes: int) -> int:
-    """Return the memory limit of a worker process with its sandboxes, in bytes."""
-    is_own = options.backend == "bwrap"
-    return (1024 + is_own * num_sandboxes * (options.memory_mib + 3 * options.disk_mib)) * MIB
+    """Return the memory limit of a worker process with its sandboxes, in bytes.
+
+    The worker's measurement counts pages several times that processes share, so the limit is wide.
+    Each sandbox has its own exact limit.
+    """
+    num_own = num_sandboxes if options.backend == "bwrap" else 0
+    return (1024 + num_own * SHARED_FACTOR * (options.memory_mib + 3 * options.disk_mib)) * MIB

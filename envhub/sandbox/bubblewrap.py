@@ -1,12 +1,12 @@
 """Sandboxes of bubblewrap: namespaces of Linux without a daemon and without root."""
 
-import asyncio
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 from common.config.sandbox.options import SandboxOptions
+from envhub.sandbox.apart import run_apart
 from envhub.sandbox.cgroup import Cgroup
 from envhub.sandbox.interface import (
     HOME,
@@ -36,14 +36,18 @@ ACCOUNTS = {
 }
 AGENT_PATH = "/run/agent.py"
 INSTALL = "apt-get install bubblewrap"
+NAMESPACES = (
+    "allow user namespaces (sysctl user.max_user_namespaces=15000, and where the kernel has them"
+    " kernel.unprivileged_userns_clone=1 and kernel.apparmor_restrict_unprivileged_userns=0)"
+)
+CONTAINER = "start the hub outside of a container, or the container with --security-opt"
 REMEDIES = {  # Parts of bubblewrap's errors, with the remedy.
-    "No permissions to creat": "allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
-    "user.max_user_namespaces=15000, kernel.apparmor_restrict_unprivileged_userns=0)",
-    "Creating new namespace failed": "allow user namespaces (sysctl user.max_user_namespaces=15000)",
-    "Operation not permitted": "run the hub outside of an unprivileged container, or with "
-    "--security-opt seccomp=unconfined",
-    "Unknown option": "install bubblewrap 0.8 or newer",
-    "Can't mount proc": "run the container with --security-opt systempaths=unconfined",
+    "No permissions to creat": NAMESPACES,
+    "Creating new namespace failed": NAMESPACES,
+    "setting up uid map": NAMESPACES,
+    "Operation not permitted": f"{CONTAINER} seccomp=unconfined",
+    "mount proc": f"{CONTAINER} systempaths=unconfined",
+    "nknown option": "install bubblewrap 0.8 or newer",
 }
 ELSE = "use envs.sandbox.backend=docker, podman or remote"
 
@@ -58,7 +62,7 @@ class Bubblewrap:
     def problem(self) -> str:
         """Return why no sandbox can start here, with the remedy; "" if one can."""
         try:
-            asyncio.run(self._try())
+            run_apart(self._try())
         except SandboxFailed as error:
             return str(error)
         return ""

@@ -7,6 +7,7 @@ import shutil
 from functools import partial
 
 from common.config.sandbox.options import SandboxOptions
+from envhub.sandbox.apart import run_apart
 from envhub.sandbox.interface import HOME, LOGS, TESTS, VARIABLES, SandboxFailed, SandboxRequest
 from envhub.sandbox.process import AgentSandbox, Launch, agent_argv
 
@@ -33,7 +34,7 @@ class Containers:
                 f"{self._name} is missing; install it, or use another backend"
                 " (envs.sandbox.backend=bwrap)"
             )
-        code, said = asyncio.run(_run([self._program, "info"], PROBE_TIMEOUT_S))
+        code, said = run_apart(_run([self._program, "info"], PROBE_TIMEOUT_S))
         if code == 0:
             return ""
         return f"{self._name} does not answer: {said}; start its daemon, or use another backend"
@@ -82,10 +83,7 @@ async def _run(argv: list[str], timeout_s: float) -> tuple[int, str]:
     """Return the exit code of a command, and its output as text."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        *argv,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=pipe,
-        stderr=asyncio.subprocess.STDOUT,
+        *argv, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=asyncio.subprocess.STDOUT
     )
     try:
         async with asyncio.timeout(timeout_s):
@@ -96,4 +94,3 @@ async def _run(argv: list[str], timeout_s: float) -> tuple[int, str]:
         await process.wait()
         return 1, f"no answer within {timeout_s:g} s"
     return process.returncode or 0, said.decode("utf-8", errors="replace").strip()[-500:]
-

@@ -87,9 +87,7 @@ class AgentSandbox:
         """Start the process and wait for its agent. Raises: SandboxFailed."""
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
         try:
-            process = await asyncio.create_subprocess_exec(
-                *launch.argv, **pipes, **launch.options
-            )
+            process = await asyncio.create_subprocess_exec(*launch.argv, **pipes, **launch.options)
         except OSError as error:
             raise SandboxFailed(f"{launch.argv[0]} cannot start: {error}") from error
         found = cls(process, launch, folder)

@@ -1,6 +1,5 @@
 """Sandboxes of an HTTP server. docs/SANDBOX.md describes the interface."""
 
-import asyncio
 import base64
 import contextlib
 import os
@@ -13,6 +12,7 @@ import aiohttp
 
 from common.config.sandbox.options import SandboxOptions
 from common.http.sessions import open_session
+from envhub.sandbox.apart import run_apart
 from envhub.sandbox.interface import (
     CommandEnd,
     CommandResult,
@@ -35,7 +35,7 @@ class RemoteSandboxes:
     def problem(self) -> str:
         """Return why the server cannot be used, with the remedy; "" if it can."""
         try:
-            asyncio.run(self._probe())
+            run_apart(self._probe())
         except SandboxFailed as error:
             return f"{error}; start it with python -m envhub.sandbox.serve, or correct the key"
         return ""

@@ -17,7 +17,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import uvicorn
@@ -108,7 +108,7 @@ class SandboxTable:
         return number
 
     def _lowered(self, asked: dict[str, int]) -> SandboxLimits:
-        most = {each.name: getattr(self._limits, each.name) for each in fields(self._limits)}
+        most: dict[str, int] = asdict(self._limits)
         unknown = asked.keys() - most.keys()
         if unknown:
             raise HTTPException(400, f"unknown limit {min(unknown)!r}; there are {', '.join(most)}")
@@ -260,7 +260,9 @@ def main() -> None:
     options = SandboxOptions(**{k: v for k, v in given.items() if k not in own})
     token = os.environ.pop(given["token_env"], "")
     if not token and given["host"] not in LOOPBACK:
-        raise SystemExit(f"--host {given['host']} needs a token in the variable {given['token_env']}")
+        raise SystemExit(
+            f"--host {given['host']} needs a token in the variable {given['token_env']}"
+        )
     configure_logging("sandbox", "INFO")
     backend = make_backend(options)
     if problem := backend.problem():

@@ -34,8 +34,7 @@ class SandboxOptions:
         le=MOST_MIB,
     )
     cgroups: bool = knob(
-        True,
-        "Limits memory and processes with control groups, too, where the hub may create them.",
+        True, "Limits memory and processes with control groups, too, where the hub may create them."
     )
     start_timeout_s: float = seconds(60.0, "Limits the seconds in which a sandbox starts.", gt=0)
     uid: int = knob(
@@ -110,7 +109,10 @@ class TerminalOptions:
         600.0, "Limits the seconds of the tests. A task may set a lower limit.", gt=0
     )
     output_chars: int = knob(
-        4000, "Limits the output of a command that the agent reads, in characters.", ge=100, le=10**7
+        4000,
+        "Limits the output of a command that the agent reads, in characters.",
+        ge=100,
+        le=10**7,
     )
     keeps_processes: bool = knob(
         False,

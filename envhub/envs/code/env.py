@@ -11,12 +11,7 @@ from common.errors import ConfigError
 from envhub.env import EnvSpec, Isolation, StepResult, Style, SubsetSpec, parse_item
 from envhub.envs.code.problems import CodeProblem, digest_of_problems, load_problems
 from envhub.sandbox.backends import limits_of, make_backend, worker_bytes
-from envhub.sandbox.interface import (
-    CommandEnd,
-    SandboxBackend,
-    SandboxLimits,
-    SandboxRequest,
-)
+from envhub.sandbox.interface import CommandEnd, SandboxBackend, SandboxLimits, SandboxRequest
 
 SUBSET = "problems"
 HARNESS = Path(__file__).with_name("harness.py")
@@ -149,7 +144,7 @@ def check(options: EnvsSection) -> list[str]:
         task = load_code_task(options)
     except ConfigError as error:
         return [str(error)]
-    return [task.backend.problem()]
+    return [*filter(None, [task.backend.problem()])]
 
 
 def make_spec(options: EnvsSection) -> EnvSpec:
@@ -176,4 +171,3 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         is_repeatable=False,  # A time limit depends on the machine's load.
         content=content,
     )
-

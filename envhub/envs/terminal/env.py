@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from common.config.envs import EnvsSection, TerminalOptions
 from common.errors import ConfigError
@@ -13,6 +13,7 @@ from envhub.envs.terminal.tasks import TerminalTask, digest_of_tasks, load_tasks
 from envhub.sandbox.backends import limits_of, make_backend, worker_bytes
 from envhub.sandbox.interface import (
     LOGS,
+    TESTS,
     CommandEnd,
     CommandResult,
     RefusedBySandbox,
@@ -29,6 +30,7 @@ VERIFIER = f"{LOGS}/verifier"
 REWARDS = (f"{VERIFIER}/reward.txt", f"{VERIFIER}/reward.json")
 MAX_REWARD_BYTES = 100_000
 MAX_OUTPUT_BYTES = 64_000
+CLEAR_TIMEOUT_S = 60.0
 MARGIN_S = 240.0  # Seconds of a step beyond its commands: start, files and end of the sandbox.
 NOT_RUN = (126, 127)  # Exit codes of a shell whose command does not exist or cannot run.
 # The shell keeps its directory and exported variables between commands.
@@ -38,8 +40,12 @@ trap '{ printf "cd %q\\n" "$PWD"; export -p; } >"$state" 2>/dev/null' EXIT
 [ -f "$state" ] && . "$state" 2>/dev/null
 eval "$1"
 """
-# The tests must not load modules that the agent has placed beside its work.
-GUARDED = {"PYTHONNOUSERSITE": "1", "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+# The tests do not load packages that the agent has installed for its user.
+GUARDED = {"PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+CLEAR = f"""
+chmod -R u+rwX {TESTS} {LOGS} 2>/dev/null
+find {TESTS} {LOGS} -mindepth 1 -delete && mkdir {VERIFIER}
+"""
 ENDS = {
     CommandEnd.TIMEOUT: "The command took longer than {limit:g} s.",
     CommandEnd.MEMORY: "The command exceeded the memory limit.",
@@ -164,8 +170,9 @@ class TerminalEnv:
         task = self._task
         if not self._shared.options.keeps_processes:
             await self._sandbox.kill()
-        clear = ["bash", "-c", f"rm -rf {LOGS}/* /tests/* /tests/.[!.]*; mkdir -p {VERIFIER}"]
-        await self._run(clear, 60.0)
+        cleared = await self._run(["bash", "-c", CLEAR], CLEAR_TIMEOUT_S)
+        if not cleared.is_ok:
+            raise EnvFailure(f"{TESTS} cannot be cleared: {cleared.text.strip()[-300:]}")
         if task.needs_pytest:
             probe = await self._run(["python3", "-I", "-c", "import pytest"], 120.0)
             if not probe.is_ok:
@@ -176,12 +183,15 @@ class TerminalEnv:
         for file in task.tests:
             await self._put(file.target, file.source.read_bytes(), file.mode)
         limit_s = min(task.test_timeout_s or math.inf, self._shared.options.test_timeout_s)
-        variables = {**task.variables, **GUARDED, "TEST_DIR": "/tests", **task.test_variables}
+        variables = {**task.variables, **GUARDED, "TEST_DIR": TESTS, **task.test_variables}
         result = await self._run(task.command, limit_s, variables)
         return await self._verdict(task, result)
 
     async def _run(
-        self, argv: tuple[str, ...] | list[str], limit_s: float, variables: dict[str, str] | None = None
+        self,
+        argv: tuple[str, ...] | list[str],
+        limit_s: float,
+        variables: dict[str, str] | None = None,
     ) -> CommandResult:
         """Return the result of a command of the environment itself. Raises: EnvFailure."""
         assert self._sandbox is not None
@@ -285,7 +295,10 @@ def reward_of(text: str) -> float:
     """
     held = json.loads(text)
     if isinstance(held, dict):
-        held = held["reward"] if "reward" in held else sum(held.values()) / max(1, len(held))
+        values = [held["reward"]] if "reward" in held else [*held.values()]
+        if not values or not all(isinstance(each, (int, float)) for each in values):
+            raise ValueError(f"the rewards are {text.strip()[:80]!r}, not numbers")
+        held = sum(values) / len(values)
     if isinstance(held, bool) or not isinstance(held, (int, float)) or not 0 <= held <= 1:
         raise ValueError(f"the reward is {text.strip()[:80]!r}, not a number in [0, 1]")
     return float(held)
@@ -315,7 +328,7 @@ def check(options: EnvsSection) -> list[str]:
         shared = load_terminal_tasks(options)
     except ConfigError as error:
         return [str(error)]
-    return [shared.backend.problem()]
+    return [*filter(None, [shared.backend.problem()])]
 
 
 def make_spec(options: EnvsSection) -> EnvSpec:

@@ -14,15 +14,23 @@ import yaml
 
 from common.errors import ConfigError
 from envhub.envs.dataset.files import find_path
+from envhub.sandbox.interface import HOME
 
 HARBOR = "task.toml"
 BENCH = "task.yaml"
 DOCKERFILES = ("environment/Dockerfile", "Dockerfile")
 SOLUTIONS = ("solution/solve.sh", "solution.sh")
 SCRIPTS = ("tests/test.sh", "tests/run-tests.sh", "run-tests.sh")
+# Folders of the sandbox that cannot be the work folder.
+SYSTEM = (
+    *("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc", "proc", "dev", "sys", "run"),
+    *("tests", "logs", "tmp"),
+)
 FOLDER = "/app"  # Work folder if the Dockerfile names none.
 MAX_BYTES = 256 << 20  # Size of the files of one task.
-DOWNLOADS = re.compile(r"^\s*[^#\n]*\b(apt-get|apk add|pip3? install|uvx|uv pip|npm i|curl|wget)\b", re.M)
+DOWNLOADS = re.compile(
+    r"^\s*[^#\n]*\b(apt-get|apk add|pip3? install|uvx|uv pip|npm i|curl|wget)\b", re.M
+)
 BASE_ONLY = ("FROM", "WORKDIR", "COPY", "ADD", "ENV", "CMD", "ENTRYPOINT", "LABEL", "USER", "ARG")
 
 
@@ -154,7 +162,10 @@ def _settings(folder: Path) -> tuple[Mapping[str, Any], str]:
     """Return the settings and the instruction. Raises: ValueError."""
     if (folder / HARBOR).is_file():
         settings = tomllib.loads((folder / HARBOR).read_text(encoding="utf-8"))
-        if settings.get("steps") or _table(settings, "verifier").get("environment_mode") == "separate":
+        if (
+            settings.get("steps")
+            or _table(settings, "verifier").get("environment_mode") == "separate"
+        ):
             raise ConfigError(f"task {folder.name}: several steps, or a separate verifier")
     else:
         settings = yaml.safe_load((folder / BENCH).read_text(encoding="utf-8")) or {}
@@ -182,8 +193,9 @@ def _command(folder: Path, where: str) -> tuple[tuple[str, ...], bool]:
     if not found:
         raise ConfigError(f"{where}: no {', '.join(SCRIPTS)}, and no tests/test_*.py")
     paths = [f"/tests/{path.name}" for path in found]
+    # Python's option -I ignores modules beside the agent's work.
     options = ["--rootdir", "/tests", "-p", "no:cacheprovider", "-q"]
-    return ("python3", "-m", "pytest", *options, *paths), True
+    return ("python3", "-I", "-m", "pytest", *options, *paths), True
 
 
 def _refuse_downloads(folder: Path, where: str) -> None:
@@ -228,9 +240,9 @@ def _image(folder: Path, where: str, *, is_built: bool) -> _Image:
     path = next((folder / name for name in DOCKERFILES if (folder / name).is_file()), None)
     if path is None:
         context = folder / "environment"
-        files = tuple(_files_below(context, FOLDER, folder, where)) if context.is_dir() else ()
-        return _Image(folder=FOLDER, files=files, variables={})
-    work = "" if path is None else "/"
+        held = tuple(_files_below(context, FOLDER, folder, where)) if context.is_dir() else ()
+        return _Image(folder=FOLDER, files=held, variables={})
+    work = "/"
     files: list[TaskFile] = []
     variables: dict[str, str] = {}
     for word, rest in _dockerfile_lines(path.read_text(encoding="utf-8")):
@@ -242,10 +254,23 @@ def _image(folder: Path, where: str, *, is_built: bool) -> _Image:
         if word == "WORKDIR":
             work = os.path.normpath(os.path.join(work, rest))
         elif word == "ENV":
-            variables |= dict(part.partition("=")[::2] for part in shlex.split(rest) if "=" in part)
+            variables |= dict(part.split("=", 1) for part in shlex.split(rest) if "=" in part)
         elif word in ("COPY", "ADD") and not is_built:
             files += _copied(path.parent, rest, work, folder, where)
-    return _Image(folder=FOLDER if work == "/" else work, files=tuple(files), variables=variables)
+    work = FOLDER if work == "/" else work
+    _check_folders(work, files, where)
+    return _Image(folder=work, files=tuple(files), variables=variables)
+
+
+def _check_folders(work: str, files: list[TaskFile], where: str) -> None:
+    """Raise ConfigError if the sandbox cannot have the work folder, or a file is elsewhere."""
+    if not re.fullmatch(r"/[\w./-]+", work) or work.split("/")[1] in SYSTEM:
+        raise ConfigError(f"{where}: WORKDIR {work} is a folder of the system")
+    for file in files:
+        if not file.target.startswith((f"{work}/", "/tmp/", f"{HOME}/")):
+            raise ConfigError(
+                f"{where}: COPY writes {file.target}, which is outside of the work folder {work}"
+            )
 
 
 def _dockerfile_lines(text: str) -> Iterator[tuple[str, str]]:
