@@ -70,6 +70,6 @@ class Cgroup:
     def remove(self) -> None:
         """End all processes of the group and remove it."""
         with contextlib.suppress(OSError):
-            (self._folder / "cgroup.kill").write_text("1", encoding="ascii")
+            self._set("cgroup.kill", 1)
         with contextlib.suppress(OSError):
             os.rmdir(self._folder)

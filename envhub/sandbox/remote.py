@@ -110,7 +110,9 @@ class RemoteSandbox:
 
     async def delete(self) -> None:
         """End the sandbox; without an answer, its lease at the server ends it."""
-        with contextlib.suppress(SandboxFailed):
+        if self._session.closed:
+            return
+        with contextlib.suppress(SandboxFailed, RefusedBySandbox):
             await self._call("DELETE", "", GRACE_S)
         await self._session.close()
 

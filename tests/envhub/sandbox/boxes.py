@@ -28,6 +28,7 @@ OPTIONS = SandboxOptions(
     disk_mib=8,
     start_timeout_s=300.0,
 )
+SLEEPER = "sleep 600 & until pgrep -x sleep; do :; done"  # It runs when the command ends.
 PATIENT_S = 120.0  # Time limit of commands that end by themselves.
 
 

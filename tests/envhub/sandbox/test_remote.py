@@ -26,7 +26,7 @@ from envhub.sandbox.interface import (
 )
 from envhub.sandbox.remote import RemoteSandboxes
 from envhub.sandbox.serve import SandboxTable, make_sandbox_app
-from tests.envhub.sandbox.boxes import LIMITS, OPTIONS, need_bubblewrap, shell
+from tests.envhub.sandbox.boxes import LIMITS, OPTIONS, SLEEPER, need_bubblewrap, shell
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TOKEN = "a-token"
@@ -65,7 +65,7 @@ def at(url: str, work: Callable[[Sandbox], Awaitable[Any]]) -> Any:
         try:
             return await work(sandbox)
         finally:
-            await sandbox.delete()
+            await sandbox.delete()  # It has no effect on a deleted sandbox.
 
     return asyncio.run(perform())
 
@@ -75,9 +75,11 @@ def test_remote_sandbox_has_the_interface_of_a_local_one(url: str) -> None:
         content = bytes(range(256)) * 100
         await sandbox.write("/work/a b", content, mode=0o600)
         assert await sandbox.read("/work/a b", max_bytes=1 << 20) == content
-        result = await shell(sandbox, "pwd; stat -c %a 'a b'; echo $X; exit 3", variables={"X": "y"})
+        result = await shell(
+            sandbox, "pwd; stat -c %a 'a b'; echo $X; exit 3", variables={"X": "y"}
+        )
         assert (result.text, result.exit_code) == ("/work\n600\ny\n", 3)
-        await shell(sandbox, "sleep 600 & true", keeps_processes=True)
+        await shell(sandbox, SLEEPER, keeps_processes=True)
         await sandbox.kill()
         assert (await shell(sandbox, "pgrep -c sleep")).text == "0\n"
         late = await shell(sandbox, "sleep 600", timeout_s=0.5)
@@ -90,8 +92,8 @@ def test_remote_sandbox_has_the_interface_of_a_local_one(url: str) -> None:
 
 def test_deleted_sandbox_is_gone_at_the_server(url: str) -> None:
     async def work(sandbox: Sandbox) -> None:
-        await shell(sandbox, "setsid sleep 601 & true", keeps_processes=True)
-        inside = [p for p in psutil.Process().children(recursive=True) if "601" in p.cmdline()]
+        await shell(sandbox, f"setsid {SLEEPER}", keeps_processes=True)
+        inside = [p for p in psutil.Process().children(recursive=True) if p.name() == "sleep"]
         assert inside
         await sandbox.delete()
         _, alive = psutil.wait_procs(inside, timeout=60)
