@@ -1,6 +1,7 @@
 """Laws of hostile commands: the hub, its other sessions and the host stay untouched."""
 
 import asyncio
+import contextlib
 import json
 import shutil
 import socket
@@ -38,11 +39,11 @@ ATTACKS = {
     "1 GB of output": "head -c 1000000000 /dev/zero | tr '\\0' x",
     "endless output": "yes",
     "ignored SIGTERM": "trap '' TERM INT HUP QUIT; while :; do sleep 600; done",
-    "processes that outlive their shell": "for i in 1 2 3; do setsid nohup sleep 600 & done; sleep 600",
+    "processes that outlive their shell": "setsid nohup sleep 600 & setsid sleep 600 & sleep 600",
     "kill all": "kill -KILL -1; kill -KILL 1; sleep 1",
     "network": "for a in 127.0.0.1/22 127.0.0.1/80 1.1.1.1/80; do (: > /dev/tcp/$a); done",
     "host's /proc": "cat /proc/1/{environ,mem} /proc/kcore /proc/sysrq-trigger; ls /proc",
-    "kernel settings": "cd /proc; echo 1 > sys/kernel/panic; echo c > sysrq-trigger; mount -t tmpfs x ~",
+    "kernel settings": "cd /proc; echo 1 > sys/kernel/panic; echo c > sysrq-trigger; mount x ~",
     "new namespaces": "unshare -Urm sh -c 'mount -t tmpfs none /tmp; cat /dev/zero > /tmp/x'",
 }
 
@@ -92,16 +93,25 @@ class AttackSession:
 
 
 class HostWatch:
-    """The least available memory and the most processes of the host during an attack."""
+    """The most memory and processes of all sandboxes during an attack."""
 
     def __init__(self) -> None:
-        self.least_available = psutil.virtual_memory().available
-        self.most_processes = len(psutil.pids())
+        self.most_bytes = 0
+        self.most_processes = 0
+
+    def measure(self) -> None:
+        """Measure once. Pages that processes share count once."""
+        inside = psutil.Process().children(recursive=True)
+        total = 0
+        for each in inside:
+            with contextlib.suppress(psutil.Error):
+                total += each.memory_full_info().pss
+        self.most_bytes = max(self.most_bytes, total)
+        self.most_processes = max(self.most_processes, len(inside))
 
     async def watch(self) -> None:
         while True:
-            self.least_available = min(self.least_available, psutil.virtual_memory().available)
-            self.most_processes = max(self.most_processes, len(psutil.pids()))
+            await asyncio.to_thread(self.measure)
             await asyncio.sleep(0.02)
 
 
@@ -112,8 +122,8 @@ async def attacked(url: str, command: str) -> dict[str, float]:
         attacker = await AttackSession.open(http, "terminal", "tasks-train-0")
         other = await AttackSession.open(http, "terminal", "tasks-train-1")
         quick = await AttackSession.open(http, "textcraft", "depth1-train-0")
-        available = psutil.virtual_memory().available
-        num_before = len(psutil.pids())
+        idle = HostWatch()
+        idle.measure()
         disk = shutil.disk_usage("/").free
         host = HostWatch()
         watching = asyncio.create_task(host.watch())
@@ -134,8 +144,8 @@ async def attacked(url: str, command: str) -> dict[str, float]:
         assert (last["done"], last["reward"]) == (True, 0.0)
         return {
             "seconds": took_s,
-            "memory_mib": (available - host.least_available) / MIB,
-            "processes": host.most_processes - num_before,
+            "memory_mib": (host.most_bytes - idle.most_bytes) / MIB,
+            "processes": host.most_processes - idle.most_processes,
             "disk_mib": (disk - shutil.disk_usage("/").free) / MIB,
             "slowest_s": max(waits, default=0.0),
         }
@@ -146,6 +156,7 @@ def test_attack_leaves_hub_sessions_and_host_untouched(name: str) -> None:
     with hub() as url:
         found = asyncio.run(attacked(url, ATTACKS[name]))
     print(json.dumps({"name": name, **found}))  # noqa: T201 - `pytest -s` shows the figures.
-    assert found["processes"] <= 4 * LIMITS.processes  # The attacker's, and those of both others.
+    assert found["processes"] <= LIMITS.processes + 8  # The other sandbox runs commands, too.
+    assert found["memory_mib"] <= 2 * LIMITS.memory_bytes / MIB + 64
     left = [p for p in psutil.Process().children(recursive=True) if p.name() in ("bwrap", "yes")]
     assert psutil.wait_procs(left, timeout=60)[1] == []
