@@ -61,12 +61,14 @@ smoke: $(STAMP)
 
 setup: $(STAMP)
 
-# Installs Java (ScienceWorld), a browser (web environments) and a C++ compiler (vLLM on a CPU).
+# Installs Java (ScienceWorld), a browser (web environments), bubblewrap (sandboxes) and a C++
+# compiler (vLLM on a CPU).
 system: $(STAMP)
 	@missing=""; \
 	command -v java >/dev/null || missing="$$missing default-jre-headless"; \
 	command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
 	  command -v google-chrome >/dev/null || missing="$$missing chromium"; \
+	command -v bwrap >/dev/null || missing="$$missing bubblewrap"; \
 	$(VENV)/bin/python -c 'from common.checks.machine import *; exit(bool(compiler_problem()))' || \
 	  missing="$$missing g++ python3-dev"; \
 	install="apt-get install --yes --no-install-recommends $$missing"; \

@@ -14,5 +14,5 @@ def long_for(values: Iterable[str], costly: Collection[str]) -> list[ParameterSe
     ]
 
 
-WITH_PROCESSES = ("miniwob", "minisites", "sciworld", "webarena")
-"""The environments that start a browser or a Java machine. Their own tests always run."""
+WITH_PROCESSES = ("code", "miniwob", "minisites", "sciworld", "terminal", "webarena")
+"""The environments that start a browser, Java or sandboxes. Their own tests always run."""

@@ -49,6 +49,7 @@ SATELLITES = (  # Folders and files that no training run needs; `run.py` or a re
     "envhub/agentgym",
     "envhub/interop",
     "envhub/author",
+    "envhub/sandbox",
     "envhub/catalogue/listing.py",
 )
 # Lines that hold code. Blank lines, comments and docstrings are free.

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from common.config.knobs import ANY_TEXT, PATH, URL, WORD, Contradiction, knob, seconds
+from common.config.sandbox.options import CodeOptions, SandboxOptions, TerminalOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -394,6 +395,9 @@ class EnvsSection:
     maze: ItemFiles = field(default_factory=ItemFiles)
     wordle: WordleOptions = field(default_factory=WordleOptions)
     dataset: DatasetOptions = field(default_factory=DatasetOptions)
+    sandbox: SandboxOptions = field(default_factory=SandboxOptions)
+    code: CodeOptions = field(default_factory=CodeOptions)
+    terminal: TerminalOptions = field(default_factory=TerminalOptions)
     plugins: dict[str, str] = knob(
         {}, "Sets options of environments outside the package, by the environment's name."
     )

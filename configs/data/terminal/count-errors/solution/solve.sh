@@ -1,0 +1,1 @@
+awk '$2 == "ERROR"' server.log | wc -l > errors.txt

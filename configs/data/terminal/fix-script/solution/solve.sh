@@ -1,0 +1,1 @@
+sed -i 's/^count=1$/count=0/' average.sh

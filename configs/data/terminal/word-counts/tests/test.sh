@@ -1,0 +1,10 @@
+#!/bin/bash
+cd /app || exit 1
+check() {
+  found=$(printf '%s' "$1" | python3 count.py | xargs)
+  [ "$found" = "$2" ] || { echo "expected $2, found $found"; exit 1; }
+}
+check "the cat and the dog and the bird" "the 3 and 2 bird 1"
+check "B a A b c" "a 2 b 2 c 1"
+check "one" "one 1"
+check "" ""

@@ -1,0 +1,173 @@
+"""Programming problems: the code of one answer runs with the tests in a sandbox."""
+
+import hashlib
+import json
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.config.envs import CodeOptions, EnvsSection
+from common.errors import ConfigError
+from envhub.env import EnvSpec, Isolation, StepResult, Style, SubsetSpec, parse_item
+from envhub.envs.code.problems import CodeProblem, digest_of_problems, load_problems
+from envhub.sandbox.backends import limits_of, make_backend, worker_bytes
+from envhub.sandbox.interface import CommandEnd, SandboxBackend, SandboxLimits, SandboxRequest
+
+SUBSET = "problems"
+HARNESS = Path(__file__).with_name("harness.py")
+GIVEN = "/tmp/given.json"
+MAX_CODE_BYTES = 1 << 20
+MAX_OUTPUT_BYTES = 1 << 20
+MARGIN_S = 180.0  # Seconds of a step beyond the tests: start and end of the sandbox.
+INSTRUCTION = "Solve the problem with a Python program. Answer with the code in a ```python block."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeTask:
+    """Everything that the episodes share."""
+
+    problems: dict[str, list[CodeProblem]]  # By split.
+    options: CodeOptions
+    limits: SandboxLimits
+    backend: SandboxBackend
+
+    @property
+    def subsets(self) -> dict[str, SubsetSpec]:
+        """The only subset with its sizes."""
+        sizes = {split: len(each) for split, each in self.problems.items()}
+        spec = SubsetSpec(num_train=sizes["train"], num_test=sizes["test"], max_turns=1)
+        return {SUBSET: spec}
+
+
+class CodeEnv:
+    """One problem with one answer. The reward is that of its tests."""
+
+    def __init__(self, task: CodeTask) -> None:
+        self._task = task
+        self._problem: CodeProblem | None = None
+
+    async def reset(self, item_id: str, seed: int) -> str:
+        """Return the problem of an item. Raises: UnknownItem."""
+        item = parse_item(item_id, self._task.subsets)
+        self._problem = self._task.problems[item.split][item.index]
+        return self._problem.prompt
+
+    async def step(self, action: str) -> StepResult:
+        """Run the tests of an answer and return its reward. Raises: SandboxFailed."""
+        problem = self._problem
+        if problem is None:
+            raise RuntimeError("step before reset, or after the episode has ended")
+        self._problem = None
+        program = problem.program(action).encode(errors="replace").decode()
+        num_tests = len(problem.tests)
+        if not program.strip() or len(program.encode()) > MAX_CODE_BYTES:
+            return self._result("The answer has no code, or too much of it.", 0, num_tests, "")
+        num_passed, limit = await self._run(problem, program)
+        said = f"{num_passed} of {num_tests} tests passed."
+        if limit:
+            said += f" The {limit} limit ended the tests."
+        return self._result(said, num_passed, num_tests, limit)
+
+    def _result(self, said: str, num_passed: int, num_tests: int, limit: str) -> StepResult:
+        share = num_passed / num_tests
+        is_solved = num_passed == num_tests
+        return StepResult(
+            observation=said,
+            reward=share if self._task.options.reward == "share" else float(is_solved),
+            done=True,
+            is_valid=not said.startswith("The answer has no code"),
+            is_success=is_solved,
+            metrics={"tests_passed_frac": share, "limit_reached": float(bool(limit))},
+        )
+
+    async def _run(self, problem: CodeProblem, program: str) -> tuple[int, str]:
+        """Return how many tests pass, and the limit that ended them; "" if none did."""
+        options = self._task.options
+        mark = secrets.token_hex(16)
+        given = {"program": program, "setup": problem.setup, "tests": problem.tests}
+        given |= {"seconds": options.timeout_s, "mark": mark}
+        sandbox = await self._task.backend.create(SandboxRequest(limits=self._task.limits))
+        try:
+            await sandbox.write(GIVEN, json.dumps(given).encode())
+            harness = HARNESS.read_text(encoding="utf-8")
+            result = await sandbox.exec(
+                ["python3", "-I", "-c", harness, GIVEN],
+                timeout_s=options.total_timeout_s,
+                max_output_bytes=MAX_OUTPUT_BYTES,
+            )
+        finally:
+            await sandbox.delete()
+        expected = {f"{mark} {index}" for index in range(len(problem.tests))}
+        passed = expected.intersection(result.text.splitlines())
+        limit = "" if result.ended_by is CommandEnd.EXIT else result.ended_by.value
+        return len(passed), limit
+
+    async def valid_actions(self) -> list[str]:
+        """Return an answer without a solution, as a sample of all texts."""
+        return [] if self._problem is None else ["```python\npass\n```"]
+
+    async def expert_action(self) -> str | None:
+        """Return the reference solution; None if the problem has none."""
+        if self._problem is None or self._problem.solution is None:
+            return None
+        return f"```python\n{self._problem.solution.strip()}\n```"
+
+    async def render(self) -> str:
+        """Return the problem as text."""
+        return "" if self._problem is None else self._problem.prompt
+
+    async def fingerprint(self) -> str:
+        """Return a digest of the problem."""
+        return hashlib.sha256(repr(self._problem).encode()).hexdigest()
+
+    async def close(self) -> None:
+        """Release nothing: a sandbox lives only during a step."""
+
+
+def load_code_task(options: EnvsSection) -> CodeTask:
+    """Return the problems and the sandbox. Raises: ConfigError."""
+    own = options.code
+    problems = {"train": load_problems("envs.code.train", own.train), "test": []}
+    if own.eval:
+        problems["test"] = load_problems("envs.code.eval", own.eval)
+    return CodeTask(
+        problems=problems,
+        options=own,
+        limits=limits_of(options.sandbox),
+        backend=make_backend(options.sandbox),
+    )
+
+
+def check(options: EnvsSection) -> list[str]:
+    """Return a line for each reason why the problems cannot be played here."""
+    try:
+        task = load_code_task(options)
+    except ConfigError as error:
+        return [str(error)]
+    return [*filter(None, [task.backend.problem()])]
+
+
+def make_spec(options: EnvsSection) -> EnvSpec:
+    """Return the catalogue entry of the problems. Raises: ConfigError."""
+    task = load_code_task(options)
+    own = options.code
+    content = {"envs.code.train": digest_of_problems("envs.code.train", own.train)}
+    if own.eval:
+        content["envs.code.eval"] = digest_of_problems("envs.code.eval", own.eval)
+
+    def make(_: Style) -> CodeEnv:
+        return CodeEnv(task)
+
+    return EnvSpec(
+        name="code",
+        subsets=task.subsets,
+        instruction=dict.fromkeys(Style, INSTRUCTION),
+        make=make,
+        isolation=Isolation.WORKER,
+        sessions_per_worker=own.max_sessions,
+        worker_memory_bytes=worker_bytes(options.sandbox, own.max_sessions),
+        step_timeout_s=own.total_timeout_s + MARGIN_S,
+        takes_any_text=True,
+        is_repeatable=False,  # A time limit depends on the machine's load.
+        content=content,
+    )

@@ -1,0 +1,357 @@
+"""Tasks in a terminal: the agent runs commands in a sandbox, and tests decide at the end."""
+
+import hashlib
+import json
+import math
+import re
+from dataclasses import dataclass
+
+from common.config.envs import EnvsSection, TerminalOptions
+from common.errors import ConfigError
+from envhub.env import EnvFailure, EnvSpec, Isolation, StepResult, Style, SubsetSpec, parse_item
+from envhub.envs.terminal.tasks import TerminalTask, digest_of_tasks, load_tasks_of
+from envhub.sandbox.backends import limits_of, make_backend, worker_bytes
+from envhub.sandbox.interface import (
+    LOGS,
+    TESTS,
+    CommandEnd,
+    CommandResult,
+    RefusedBySandbox,
+    Sandbox,
+    SandboxBackend,
+    SandboxLimits,
+    SandboxRequest,
+)
+
+SUBSET = "tasks"
+SUBMIT = "submit"
+FENCE = re.compile(r"```(?:bash|sh|shell|console)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+VERIFIER = f"{LOGS}/verifier"
+REWARDS = (f"{VERIFIER}/reward.txt", f"{VERIFIER}/reward.json")
+MAX_REWARD_BYTES = 100_000
+MAX_OUTPUT_BYTES = 64_000
+CLEAR_TIMEOUT_S = 60.0
+MARGIN_S = 240.0  # Seconds of a step beyond its commands: start, files and end of the sandbox.
+NOT_RUN = (126, 127)  # Exit codes of a shell whose command does not exist or cannot run.
+# The shell keeps its directory and exported variables between commands.
+SHELL = """
+state=/tmp/.shell_state
+trap '{ printf "cd %q\\n" "$PWD"; export -p; } >"$state" 2>/dev/null' EXIT
+[ -f "$state" ] && . "$state" 2>/dev/null
+eval "$1"
+"""
+# The tests do not load packages that the agent has installed for its user.
+GUARDED = {"PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+CLEAR = f"""
+chmod -R u+rwX {TESTS} {LOGS} 2>/dev/null
+find {TESTS} {LOGS} -mindepth 1 -delete && mkdir {VERIFIER}
+"""
+ENDS = {
+    CommandEnd.TIMEOUT: "The command took longer than {limit:g} s.",
+    CommandEnd.MEMORY: "The command exceeded the memory limit.",
+    CommandEnd.FILES: "The command created too many files.",
+}
+INSTRUCTION = (
+    "You work in a Linux terminal without a network. Each answer is one shell command, in a ```bash"
+    f" block or as plain text. Answer {SUBMIT} when the task is finished."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TerminalTasks:
+    """Everything that the episodes share."""
+
+    tasks: dict[str, list[TerminalTask]]  # By split.
+    options: TerminalOptions
+    limits: SandboxLimits
+    backend: SandboxBackend
+
+    @property
+    def subsets(self) -> dict[str, SubsetSpec]:
+        """The only subset with its sizes."""
+        sizes = {split: len(each) for split, each in self.tasks.items()}
+        turns = self.options.max_turns
+        spec = SubsetSpec(num_train=sizes["train"], num_test=sizes["test"], max_turns=turns)
+        return {SUBSET: spec}
+
+    @property
+    def longest_s(self) -> float:
+        """The most seconds of a step: a command, and the tests."""
+        return self.options.command_timeout_s + self.options.test_timeout_s + MARGIN_S
+
+
+class TerminalEnv:
+    """One task in its own sandbox.
+
+    Example: the agent runs commands until it answers `submit`, or until its turns or its time are
+    over. Then its processes end, the tests are written into `/tests`, and their result is the
+    reward.
+    """
+
+    def __init__(self, shared: TerminalTasks) -> None:
+        self._shared = shared
+        self._task: TerminalTask | None = None
+        self._sandbox: Sandbox | None = None
+        self._num_turns = 0
+        self._used_s = 0.0  # Seconds of all commands.
+
+    async def reset(self, item_id: str, seed: int) -> str:
+        """Return the instruction of an item. Raises: UnknownItem, SandboxFailed."""
+        item = parse_item(item_id, self._shared.subsets)
+        await self.close()
+        self._task = task = self._shared.tasks[item.split][item.index]
+        self._num_turns = 0
+        self._used_s = 0.0
+        limits = self._shared.limits
+        self._sandbox = await self._shared.backend.create(
+            SandboxRequest(limits=limits, folder=task.folder, image=task.image)
+        )
+        for file in task.files:
+            await self._put(file.target, file.source.read_bytes(), file.mode)
+        return f"{task.instruction}\n\nThe work folder is {task.folder}."
+
+    async def step(self, action: str) -> StepResult:
+        """Run a command, or end the episode with its tests. Raises: EnvFailure."""
+        if self._sandbox is None or self._task is None:
+            raise RuntimeError("step before reset, or after the episode has ended")
+        self._num_turns += 1
+        command = command_of(action)
+        is_submitted = command == SUBMIT
+        said = "" if is_submitted else await self._shell(command)
+        is_valid = said is not None
+        limit_s = self._task.agent_timeout_s or math.inf
+        is_over = self._num_turns >= self._shared.options.max_turns or self._used_s >= limit_s
+        if not is_submitted and not is_over:
+            return StepResult(
+                observation=said if said is not None else "Invalid action: it is no command.",
+                reward=0.0,
+                done=False,
+                is_valid=is_valid,
+            )
+        reward, note = await self._test()
+        await self.close()
+        observation = f"{said}\n{note}" if said else note
+        return StepResult(
+            observation=observation,
+            reward=reward,
+            done=True,
+            is_valid=is_valid,
+            is_truncated=not is_submitted,
+            metrics={"commands": float(self._num_turns), "commands_s": self._used_s},
+        )
+
+    async def _shell(self, command: str) -> str | None:
+        """Return the output of a command as the agent reads it; None: it is no command."""
+        assert self._sandbox is not None
+        assert self._task is not None
+        options = self._shared.options
+        if not command.strip():
+            return None
+        limit_s = options.command_timeout_s
+        if self._task.agent_timeout_s is not None:
+            limit_s = min(limit_s, max(0.1, self._task.agent_timeout_s - self._used_s))
+        try:
+            result = await self._sandbox.exec(
+                ["bash", "--noprofile", "--norc", "-c", SHELL, "shell", command],
+                timeout_s=limit_s,
+                max_output_bytes=MAX_OUTPUT_BYTES,
+                variables=self._task.variables,
+                keeps_processes=True,
+            )
+        except RefusedBySandbox as error:
+            return f"The command could not start: {error}"
+        self._used_s += result.seconds
+        return describe(result, limit_s, options.output_chars)
+
+    async def _test(self) -> tuple[float, str]:
+        """Return the reward of the tests and a remark. Raises: EnvFailure."""
+        assert self._sandbox is not None
+        assert self._task is not None
+        task = self._task
+        if not self._shared.options.keeps_processes:
+            await self._sandbox.kill()
+        cleared = await self._run(["bash", "-c", CLEAR], CLEAR_TIMEOUT_S)
+        if not cleared.is_ok:
+            raise EnvFailure(f"{TESTS} cannot be cleared: {cleared.text.strip()[-300:]}")
+        if task.needs_pytest:
+            probe = await self._run(["python3", "-I", "-c", "import pytest"], 120.0)
+            if not probe.is_ok:
+                raise EnvFailure(
+                    f"task {task.name}: its tests need pytest, which the sandbox's Python lacks;"
+                    " run apt-get install python3-pytest, or add its folder to envs.sandbox.mounts"
+                )
+        for file in task.tests:
+            await self._put(file.target, file.source.read_bytes(), file.mode)
+        limit_s = min(task.test_timeout_s or math.inf, self._shared.options.test_timeout_s)
+        variables = {**task.variables, **GUARDED, "TEST_DIR": TESTS, **task.test_variables}
+        result = await self._run(task.command, limit_s, variables)
+        return await self._verdict(task, result)
+
+    async def _run(
+        self,
+        argv: tuple[str, ...] | list[str],
+        limit_s: float,
+        variables: dict[str, str] | None = None,
+    ) -> CommandResult:
+        """Return the result of a command of the environment itself. Raises: EnvFailure."""
+        assert self._sandbox is not None
+        try:
+            return await self._sandbox.exec(
+                argv, timeout_s=limit_s, max_output_bytes=MAX_OUTPUT_BYTES, variables=variables
+            )
+        except RefusedBySandbox as error:
+            raise EnvFailure(f"{argv[0]} could not start in the sandbox: {error}") from error
+
+    async def _put(self, target: str, content: bytes, mode: int) -> None:
+        assert self._sandbox is not None
+        try:
+            await self._sandbox.write(target, content, mode=mode)
+        except RefusedBySandbox as error:
+            raise EnvFailure(f"a file of the task cannot be written: {error}") from error
+
+    async def _verdict(self, task: TerminalTask, result: CommandResult) -> tuple[float, str]:
+        """Return the reward and a remark. Raises: EnvFailure: the tests did not decide."""
+        if result.ended_by is not CommandEnd.EXIT:
+            return 0.0, f"The tests failed: their {result.ended_by.value} limit was reached."
+        reward = await self._written_reward(task)
+        if reward is None and result.exit_code in NOT_RUN:
+            said = result.text.strip()[-300:]
+            raise EnvFailure(f"task {task.name}: the tests could not run: {said}")
+        if reward is None:
+            reward = float(result.exit_code == 0)
+        return reward, "The tests passed." if reward >= 1.0 else f"The tests gave {reward:g}."
+
+    async def _written_reward(self, task: TerminalTask) -> float | None:
+        """Return the reward that the tests wrote; None if they wrote none. Raises: EnvFailure."""
+        assert self._sandbox is not None
+        for path in REWARDS:
+            try:
+                content = await self._sandbox.read(path, max_bytes=MAX_REWARD_BYTES)
+            except RefusedBySandbox:
+                continue  # Tests without such a file decide by their exit code.
+            try:
+                return reward_of(content.decode("utf-8", errors="replace"))
+            except ValueError as error:
+                raise EnvFailure(f"task {task.name}: {path}: {error}") from error
+        return None
+
+    async def valid_actions(self) -> list[str]:
+        """Return commands that change nothing, as a sample of all commands."""
+        return [] if self._sandbox is None else ["ls -la", "pwd", "cat *", SUBMIT]
+
+    async def expert_action(self) -> str | None:
+        """Return the reference solution as one command, then `submit`; None without one."""
+        if self._sandbox is None or self._task is None or self._task.solution is None:
+            return None
+        return self._task.solution.strip() if self._num_turns == 0 else SUBMIT
+
+    async def render(self) -> str:
+        """Return the task's name and instruction."""
+        return "" if self._task is None else f"{self._task.name}\n\n{self._task.instruction}"
+
+    async def fingerprint(self) -> str:
+        """Return a digest of the task's name, instruction and initial files."""
+        task = self._task
+        digest = hashlib.sha256(repr((task and task.name, task and task.instruction)).encode())
+        for file in task.files if task else ():
+            digest.update(f"{file.target}\0".encode() + file.source.read_bytes())
+        return digest.hexdigest()
+
+    async def close(self) -> None:
+        """End the sandbox."""
+        if self._sandbox is not None:
+            sandbox = self._sandbox
+            self._sandbox = None
+            await sandbox.delete()
+
+
+def command_of(action: str) -> str:
+    """Return the command of an action: its last fenced block, or the text after `Action:`."""
+    blocks = FENCE.findall(action)
+    text = blocks[-1] if blocks else action.rpartition("Action:")[2]
+    return text.strip().encode("utf-8", errors="replace").decode()
+
+
+def describe(result: CommandResult, limit_s: float, max_chars: int) -> str:
+    """Return a command's output with notes; a long output loses its middle."""
+    text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in result.text)
+    if len(text) > max_chars:
+        half = max_chars // 2
+        note = f"\n[{len(text) - 2 * half} characters were left out here]\n"
+        text = text[:half] + note + text[-half:]
+    lines = [text.rstrip("\n")] if text.strip() else []
+    if result.ended_by is not CommandEnd.EXIT:
+        lines.append(ENDS[result.ended_by].format(limit=limit_s))
+        lines.append("All processes were ended.")
+    elif result.exit_code != 0:
+        lines.append(f"[exit code {result.exit_code}]")
+    return "\n".join(lines) or "[no output]"
+
+
+def reward_of(text: str) -> float:
+    """Return the reward of reward.txt (a number) or reward.json (`reward`, or the mean of all).
+
+    Raises: ValueError: it is no number in [0, 1].
+    """
+    held = json.loads(text)
+    if isinstance(held, dict):
+        values = [held["reward"]] if "reward" in held else [*held.values()]
+        if not values or not all(isinstance(each, (int, float)) for each in values):
+            raise ValueError(f"the rewards are {text.strip()[:80]!r}, not numbers")
+        held = sum(values) / len(values)
+    if isinstance(held, bool) or not isinstance(held, (int, float)) or not 0 <= held <= 1:
+        raise ValueError(f"the reward is {text.strip()[:80]!r}, not a number in [0, 1]")
+    return float(held)
+
+
+def load_terminal_tasks(options: EnvsSection) -> TerminalTasks:
+    """Return the tasks and the sandbox. Raises: ConfigError."""
+    own = options.terminal
+    has_images = options.sandbox.backend != "bwrap"
+    given = {"train": own.train, "test": own.eval or own.train}
+    keys = {"train": "envs.terminal.train", "test": "envs.terminal.eval"}
+    tasks = {
+        split: load_tasks_of(keys[split], path, has_images=has_images)
+        for split, path in given.items()
+    }
+    return TerminalTasks(
+        tasks=tasks,
+        options=own,
+        limits=limits_of(options.sandbox),
+        backend=make_backend(options.sandbox),
+    )
+
+
+def check(options: EnvsSection) -> list[str]:
+    """Return a line for each reason why the tasks cannot be played here."""
+    try:
+        shared = load_terminal_tasks(options)
+    except ConfigError as error:
+        return [str(error)]
+    return [*filter(None, [shared.backend.problem()])]
+
+
+def make_spec(options: EnvsSection) -> EnvSpec:
+    """Return the catalogue entry of the tasks. Raises: ConfigError."""
+    shared = load_terminal_tasks(options)
+    own = options.terminal
+    content = {"envs.terminal.train": digest_of_tasks("envs.terminal.train", own.train)}
+    if own.eval:
+        content["envs.terminal.eval"] = digest_of_tasks("envs.terminal.eval", own.eval)
+
+    def make(_: Style) -> TerminalEnv:
+        return TerminalEnv(shared)
+
+    return EnvSpec(
+        name="terminal",
+        subsets=shared.subsets,
+        instruction=dict.fromkeys(Style, INSTRUCTION),
+        make=make,
+        isolation=Isolation.WORKER,
+        sessions_per_worker=own.max_sessions,
+        worker_memory_bytes=worker_bytes(options.sandbox, own.max_sessions),
+        step_timeout_s=shared.longest_s,
+        takes_any_text=True,
+        is_repeatable=False,  # Commands read clocks and random numbers.
+        content=content,
+    )

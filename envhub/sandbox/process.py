@@ -1,0 +1,237 @@
+"""A sandbox behind a process: starts it, and exchanges requests and replies with its agent."""
+
+import asyncio
+import base64
+import contextlib
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from envhub.sandbox.cgroup import Cgroup
+from envhub.sandbox.interface import (
+    HOME,
+    LOGS,
+    TESTS,
+    VARIABLES,
+    CommandEnd,
+    CommandResult,
+    RefusedBySandbox,
+    SandboxFailed,
+    SandboxLimits,
+)
+
+AGENT = Path(__file__).with_name("agent.py")
+GRACE_S = 60.0  # Seconds beyond the time limit of a command in which the agent must reply.
+END_S = 10.0  # Seconds in which a killed sandbox must have ended.
+MAX_ERROR_BYTES = 4096
+WRITE_BYTES = 1 << 20  # Size of one part of a file in a request.
+MAX_PART_BYTES = 32 << 20  # Size of one reply's part of a file.
+MAX_ARGUMENT_BYTES = 100_000  # The kernel accepts 131,072 bytes for one argument.
+TRUNCATED = b"\n[%d bytes were left out here]\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """The command line of a sandbox's process.
+
+    Attributes:
+        options: more arguments of `asyncio.create_subprocess_exec`.
+        remove: called after the process has ended, for example to remove a container.
+        memory: a control group for the processes; None: the agent's own limits hold.
+    """
+
+    argv: Sequence[str]
+    options: Mapping[str, Any]
+    remove: Callable[[], Awaitable[object]] | None = None
+    memory: Cgroup | None = None
+
+
+def agent_argv(python: str, limits: SandboxLimits, folder: str, path: str = "") -> list[str]:
+    """Return the command line of the agent.
+
+    Args:
+        path: the agent's file in the sandbox; "" means that the command line has its text.
+    """
+    folders = [folder, "/tmp", HOME, TESTS, LOGS, "/dev/shm"]
+    given = json.dumps({**asdict(limits), "folders": folders})
+    code = [path] if path else ["-c", agent_text()]
+    return [python, "-I", "-S", *code, given]
+
+
+def agent_text() -> str:
+    """Return the code of the agent."""
+    return AGENT.read_text(encoding="utf-8")
+
+
+class AgentSandbox:
+    """A sandbox whose agent answers over pipes.
+
+    Example: a command exceeds its time. The agent ends all processes and replies `timeout`. If it
+    does not reply within `GRACE_S`, the sandbox is deleted, and the call raises SandboxFailed.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, launch: Launch, folder: str) -> None:
+        self._process = process
+        self._launch = launch
+        self._folder = folder
+        self._lock = asyncio.Lock()
+        self._is_usable = True  # False while a request has no reply, and after the end.
+        self._is_deleted = False
+        self._errors = bytearray()
+        self._reading = asyncio.create_task(self._read_errors())
+
+    @classmethod
+    async def start(cls, launch: Launch, *, folder: str, timeout_s: float) -> "AgentSandbox":
+        """Start the process and wait for its agent. Raises: SandboxFailed."""
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
+        try:
+            process = await asyncio.create_subprocess_exec(*launch.argv, **pipes, **launch.options)
+        except OSError as error:
+            raise SandboxFailed(f"{launch.argv[0]} cannot start: {error}") from error
+        found = cls(process, launch, folder)
+        async with contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(found.delete)
+            await found._reply(timeout_s, "start")
+            if launch.memory is not None:
+                launch.memory.add(process.pid)
+            undo.pop_all()
+        return found
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        max_output_bytes: int,
+        folder: str = "",
+        variables: Mapping[str, str] | None = None,
+        keeps_processes: bool = False,
+    ) -> CommandResult:
+        """Run a command; see `Sandbox.exec`."""
+        _check_arguments(argv)
+        reply = await self._ask(
+            timeout_s,
+            op="exec",
+            argv=list(argv),
+            folder=folder or self._folder,
+            variables={**VARIABLES, **(variables or {})},
+            seconds=timeout_s,
+            max_output=max_output_bytes,
+            keep=keeps_processes,
+        )
+        head, tail = (base64.b64decode(reply[name]) for name in ("head", "tail"))
+        left_out = reply["num_bytes"] - len(head) - len(tail)
+        return CommandResult(
+            exit_code=reply["code"],
+            ended_by=CommandEnd(reply["end"]),
+            output=head + (TRUNCATED % left_out if left_out else b"") + tail,
+            num_bytes=reply["num_bytes"],
+            seconds=reply["seconds"],
+        )
+
+    async def write(self, path: str, content: bytes, *, mode: int = 0o644) -> None:
+        """Write a regular file; see `Sandbox.write`."""
+        _check_arguments([path])
+        for start in range(0, max(1, len(content)), WRITE_BYTES):
+            part = base64.b64encode(content[start : start + WRITE_BYTES]).decode()
+            fields = {"path": path, "content": part, "mode": mode, "append": start > 0}
+            await self._ask(0.0, op="write", **fields)
+
+    async def read(self, path: str, *, max_bytes: int) -> bytes:
+        """Return a regular file; see `Sandbox.read`."""
+        _check_arguments([path])
+        reply = await self._ask(0.0, op="read", path=path, max_bytes=min(max_bytes, MAX_PART_BYTES))
+        content = base64.b64decode(reply["content"])
+        if reply["size"] > len(content):
+            size = reply["size"]
+            raise RefusedBySandbox(f"{path}: it has {size} bytes, more than {len(content)}")
+        return content
+
+    async def kill(self) -> None:
+        """End all processes of the commands."""
+        await self._ask(0.0, op="kill")
+
+    async def delete(self) -> None:
+        """End the sandbox. The process namespace ends with its first process."""
+        if self._is_deleted:
+            return
+        self._is_deleted = True
+        self._is_usable = False
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        if self._launch.memory is not None:
+            self._launch.memory.remove()
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                await self._process.wait()
+        if self._launch.remove is not None:
+            await self._launch.remove()
+        self._reading.cancel()
+
+    async def _ask(self, timeout_s: float, **request: Any) -> dict[str, Any]:
+        """Send a request and return the reply. Raises: RefusedBySandbox, SandboxFailed."""
+        async with self._lock:
+            if not self._is_usable:
+                raise SandboxFailed("the sandbox has ended")
+            text = json.dumps(request).encode()
+            self._is_usable = False
+            try:
+                assert self._process.stdin is not None
+                self._process.stdin.write(len(text).to_bytes(4, "big") + text)
+                await self._process.stdin.drain()
+            except ConnectionError:
+                pass  # The missing reply has the reason.
+            reply = await self._reply(timeout_s + GRACE_S, str(request["op"]))
+        if "refused" in reply:
+            path = f"{request['path']}: " if "path" in request else ""
+            raise RefusedBySandbox(f"{path}{reply['refused']}")
+        return reply
+
+    async def _reply(self, timeout_s: float, op: str) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(timeout_s):
+                size = int.from_bytes(await self._process.stdout.readexactly(4), "big")
+                reply = json.loads(await self._process.stdout.readexactly(size))
+        except TimeoutError as error:
+            await self.delete()
+            raise SandboxFailed(f"the sandbox did not answer {op} in {timeout_s:g} s") from error
+        except (asyncio.IncompleteReadError, ValueError) as error:
+            raise SandboxFailed(await self._ending(op)) from error
+        self._is_usable = True
+        return reply
+
+    async def _ending(self, op: str) -> str:
+        """Return why the process has ended, with the last lines of its errors."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                await self._process.wait()
+                await self._reading
+        code = self._process.returncode
+        said = self._errors.decode("utf-8", errors="replace").strip()
+        memory = self._launch.memory
+        killed = " (out of memory)" if memory is not None and memory.num_killed() else ""
+        await self.delete()
+        return f"the sandbox ended during {op} with code {code}{killed}" + (said and f": {said}")
+
+    async def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        while chunk := await self._process.stderr.read(MAX_ERROR_BYTES):
+            self._errors += chunk
+            del self._errors[:-MAX_ERROR_BYTES]
+
+
+def _check_arguments(words: Sequence[str]) -> None:
+    """Raise RefusedBySandbox if the kernel cannot take the words as arguments."""
+    if not words or not words[0]:
+        raise RefusedBySandbox("the command or the path is empty")
+    for word in words:
+        if "\0" in word:
+            raise RefusedBySandbox("the command contains a NUL character")
+        size = len(word.encode("utf-8", errors="replace"))
+        if size > MAX_ARGUMENT_BYTES:
+            raise RefusedBySandbox(f"the command has {size} bytes, more than {MAX_ARGUMENT_BYTES}")

@@ -1,0 +1,245 @@
+"""Laws of terminal tasks: layouts, commands, the tests at the end and their isolation."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.config.envs import EnvsSection, TerminalOptions
+from common.errors import ConfigError
+from envhub.env import EnvFailure, StepResult, Style
+from envhub.envs.terminal.env import TerminalEnv, check, command_of, make_spec, reward_of
+from envhub.envs.terminal.tasks import load_tasks_of
+from tests.envhub.sandbox.boxes import OPTIONS, need_bubblewrap
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+PASSES = '#!/bin/bash\n[ "$(cat /app/out)" = right ]\n'
+KEY = "envs.terminal.train"
+
+
+def harbor(folder: Path, *, test: str = PASSES, settings: str = "", **files: str) -> Path:
+    """Write a task in Harbor's layout; `files` are further files by name, `__` for each slash."""
+    task = folder / "tasks" / "first"
+    held = {"task.toml": settings, "instruction.md": "Write right into out.", "tests/test.sh": test}
+    held |= {name.replace("__", "/"): text for name, text in files.items()}
+    for name, text in held.items():
+        (task / name).parent.mkdir(parents=True, exist_ok=True)
+        (task / name).write_text(text, encoding="utf-8")
+    return task
+
+
+def options_of(folder: Path, **own: Any) -> EnvsSection:
+    """Return the options of the tasks of a folder."""
+    given = {"command_timeout_s": 120.0, **own}
+    tasks = TerminalOptions(train=str(folder / "tasks"), **given)
+    return EnvsSection(sandbox=OPTIONS, terminal=tasks)
+
+
+def played(options: EnvsSection, actions: Sequence[str], item: int = 0) -> list[StepResult]:
+    """Return the results of the actions of an episode."""
+    need_bubblewrap()
+
+    async def play() -> list[StepResult]:
+        env = make_spec(options).make(Style.COMPACT)
+        assert isinstance(env, TerminalEnv)
+        try:
+            await env.reset(f"tasks-train-{item}", 0)
+            return [await env.step(action) for action in actions]
+        finally:
+            await env.close()
+
+    return asyncio.run(play())
+
+
+def test_tests_decide_when_the_agent_submits(tmp_path: Path) -> None:
+    harbor(tmp_path)
+    first, last = played(options_of(tmp_path), ["echo right > out", "submit"])
+    assert (first.observation, first.reward, first.done) == ("[no output]", 0.0, False)
+    assert (last.reward, last.done, last.is_success, last.is_truncated) == (1.0, True, True, False)
+    [last] = played(options_of(tmp_path), ["submit"])
+    assert (last.reward, last.is_success) == (0.0, False)
+
+
+def test_tests_decide_after_the_last_turn(tmp_path: Path) -> None:
+    harbor(tmp_path)
+    [last] = played(options_of(tmp_path, max_turns=1), ["echo right > out"])
+    assert (last.reward, last.done, last.is_truncated) == (1.0, True, True)
+
+
+def test_time_of_the_agent_ends_the_episode(tmp_path: Path) -> None:
+    harbor(tmp_path, settings="[agent]\ntimeout_sec = 0.3\n")
+    [last] = played(options_of(tmp_path), ["echo right > out; sleep 600"])
+    assert "took longer than 0.3 s" in last.observation
+    assert (last.reward, last.is_truncated) == (1.0, True)
+
+
+def test_shell_keeps_its_directory_and_variables(tmp_path: Path) -> None:
+    harbor(tmp_path)
+    actions = ["mkdir 'a b'; cd 'a b'; export X='1 2'; Y=3", 'pwd; echo "$X$Y"; exit 4', "pwd"]
+    _, second, third = played(options_of(tmp_path), actions)
+    assert second.observation == "/app/a b\n1 2\n[exit code 4]"
+    assert third.observation == "/app/a b"
+
+
+def test_output_is_cut_with_a_note(tmp_path: Path) -> None:
+    harbor(tmp_path)
+    [result] = played(options_of(tmp_path, output_chars=100), ["seq 1000"])
+    assert result.observation.startswith("1\n2\n")
+    assert result.observation.endswith("999\n1000")
+    assert "characters were left out here]" in result.observation
+    assert len(result.observation) < 160
+
+
+@pytest.mark.parametrize("action", ["", "  ", "```bash\n```", "Action:"])
+def test_empty_action_is_invalid(tmp_path: Path, action: str) -> None:
+    harbor(tmp_path)
+    [result] = played(options_of(tmp_path), [action])
+    assert (result.is_valid, result.done) == (False, False)
+
+
+def test_command_is_the_last_block_or_the_text() -> None:
+    assert command_of("First.\n```bash\nls\n```\nThen\n```\npwd\n```") == "pwd"
+    assert command_of("Thought: x\nAction: ls -l") == "ls -l"
+    assert command_of(" ls ") == "ls"
+
+
+def test_tests_are_absent_until_the_end(tmp_path: Path) -> None:
+    harbor(tmp_path)
+    found, _ = played(
+        options_of(tmp_path), ["ls -A /tests /logs; find / -name 'test.sh' 2>&1", "pwd"]
+    )
+    assert "test.sh" not in found.observation.replace("find:", "")
+
+
+@pytest.mark.parametrize(
+    "trick",
+    [
+        "mkdir /tests/test.sh; touch /tests/test.sh/x; chmod 000 /tests/test.sh; chmod 000 /tests",
+        "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt",
+        "(setsid bash -c 'while :; do echo exit 0 > /tests/test.sh; done' &) ; true",
+        "mkdir /logs/verifier; ln -s /app/fake /logs/verifier/reward.txt; echo 1 > fake",
+        "ln -s /etc/passwd out",
+        f"ln -s {__file__} out",
+        "dd if=/dev/zero of=/tests/full bs=1M count=100",
+        "echo exit 0 > ~/.bashrc; cp ~/.bashrc ~/.profile; export BASH_ENV=~/.bashrc",
+    ],
+)
+def test_tricks_do_not_pass_the_tests(tmp_path: Path, trick: str) -> None:
+    harbor(tmp_path)
+    _, last = played(options_of(tmp_path), [trick, "submit"])
+    assert (last.done, last.reward) == (True, 0.0)
+
+
+def test_tests_run_in_the_agents_work_folder(tmp_path: Path) -> None:
+    test = "pwd > /app/where; [ \"$TEST_DIR $SEEN $OWN\" = '/tests it x' ] && [ -f out ]\n"
+    settings = '[verifier]\ntimeout_sec = 60.0\nenv = { SEEN = "it" }\n'
+    docker = "FROM x\nENV OWN=x\nWORKDIR /app\n"
+    harbor(tmp_path, test=test, settings=settings, environment__Dockerfile=docker)
+    *_, last = played(options_of(tmp_path), ["touch out", "submit"])
+    assert last.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reward"),
+    [
+        ("txt", "0.25", 0.25),
+        ("json", '{"reward": 0.5, "x": 0}', 0.5),
+        ("json", '{"a": 1, "b": 0}', 0.5),
+    ],
+)
+def test_written_reward_is_the_reward(tmp_path: Path, name: str, text: str, reward: float) -> None:
+    harbor(tmp_path, test=f"echo '{text}' > /logs/verifier/reward.{name}; exit 1\n")
+    [last] = played(options_of(tmp_path), ["submit"])
+    assert last.reward == reward
+
+
+@pytest.mark.parametrize("text", ["", "high", "2", "-0.1", "NaN", "true", "{}", '{"reward": "x"}'])
+def test_unusable_reward_is_a_failure(text: str) -> None:
+    with pytest.raises(ValueError, match=r"reward|Expecting"):
+        reward_of(text)
+
+
+def test_tests_that_cannot_run_are_a_failure(tmp_path: Path) -> None:
+    harbor(tmp_path, test="no-such-program --check\n")
+    with pytest.raises(EnvFailure, match="no-such-program: command not found"):
+        played(options_of(tmp_path), ["submit"])
+
+
+def test_tests_beyond_their_time_fail(tmp_path: Path) -> None:
+    settings = "[verifier]\ntimeout_sec = 0.5\n"
+    harbor(tmp_path, test="echo 1 > /logs/verifier/reward.txt; sleep 600\n", settings=settings)
+    [last] = played(options_of(tmp_path), ["submit"])
+    assert (last.reward, last.observation) == (
+        0.0,
+        "The tests failed: their timeout limit was reached.",
+    )
+
+
+def test_terminal_bench_layout_is_read(tmp_path: Path) -> None:
+    task = tmp_path / "tasks" / "bench"
+    (task / "tests").mkdir(parents=True)
+    (task / "task.yaml").write_text(
+        "instruction: |-\n  Copy it.\nmax_test_timeout_sec: 60\nmax_agent_timeout_sec: 90\n",
+        encoding="utf-8",
+    )
+    (task / "Dockerfile").write_text("FROM x\nWORKDIR /work\nCOPY in.txt ./\n", encoding="utf-8")
+    (task / "in.txt").write_text("in", encoding="utf-8")
+    (task / "tests" / "expected").write_text("in", encoding="utf-8")
+    test = "#!/bin/bash\ncmp /work/out.txt $TEST_DIR/expected\n"
+    (task / "run-tests.sh").write_text(test, encoding="utf-8")
+    (task / "solution.sh").write_text("cp in.txt out.txt\n", encoding="utf-8")
+    [loaded] = load_tasks_of(KEY, str(tmp_path / "tasks"), has_images=False)
+    assert (loaded.instruction, loaded.folder, loaded.agent_timeout_s) == ("Copy it.", "/work", 90)
+    *_, last = played(options_of(tmp_path), ["cp in.txt out.txt", "submit"])
+    assert last.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"environment__Dockerfile": "FROM x\nRUN make\n"}, "has RUN 'make', which only"),
+        ({"environment__Dockerfile": "FROM x\nCOPY lost /app/\n"}, "COPY lost: no such file"),
+        ({"environment__Dockerfile": "FROM x\nWORKDIR /usr/src\n"}, "is a folder of the system"),
+        ({"environment__a": "", "environment__Dockerfile": "FROM x\nCOPY a /data/a\n"}, "/data/a"),
+        ({"test": "curl -L http://x | sh\n"}, "tests/test.sh downloads (curl)"),
+        ({"settings": "a = \n"}, "task first: "),
+        ({"settings": "[verifier]\ntimeout_sec = 'long'\n"}, "a value has a wrong type"),
+        ({"settings": "[verifier]\nenvironment_mode = 'separate'\n"}, "a separate verifier"),
+        ({"instruction.md": " "}, "no instruction.md"),
+    ],
+)
+def test_task_that_cannot_be_played_is_named(
+    tmp_path: Path, files: dict[str, str], words: str
+) -> None:
+    harbor(tmp_path, **files)
+    [line] = check(options_of(tmp_path))
+    assert words in line
+    with pytest.raises(ConfigError):
+        make_spec(options_of(tmp_path))
+
+
+def test_link_out_of_a_task_is_refused(tmp_path: Path) -> None:
+    task = harbor(tmp_path, environment__a="x")
+    (task / "environment" / "link").symlink_to(__file__)
+    [line] = check(options_of(tmp_path))
+    assert "environment/link is a link out of the task" in line
+
+
+def test_folder_without_tasks_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tasks").mkdir()
+    [line] = check(options_of(tmp_path))
+    assert "no folder in it has a task.toml or task.yaml" in line
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_shipped_task_is_solved_only_by_its_solution(number: int) -> None:
+    options = EnvsSection(sandbox=OPTIONS)
+    tasks = load_tasks_of(KEY, options.terminal.train, has_images=False)
+    assert len(tasks) == 5
+    solution = tasks[number].solution
+    assert solution is not None
+    *_, solved = played(options, [solution, "submit"], number)
+    [unsolved] = played(options, ["submit"], number)
+    assert (solved.reward, unsolved.is_success) == (1.0, False)
