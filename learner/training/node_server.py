@@ -156,7 +156,7 @@ class NodeServer(threading.Thread):
     def _missing(self, absent: list[int], unready: list[int], limit_s: float) -> str:
         nodes = f"learner.num_nodes={self._cfg.num_nodes}: "
         if not absent:
-            names = ", ".join(self._name(number) for number in unready)
+            names = ", ".join(self._described(number) for number in unready)
             return f"{nodes}{names} did not load the model within {limit_s:g} s"
         names = ", ".join(f"node {number}" for number in absent)
         keys = ", ".join(f"keys/{rank_node(number)}.key" for number in absent)
@@ -241,7 +241,9 @@ class NodeServer(threading.Thread):
         for number, node in self._nodes.items():
             silent_s = now - node.heard_at
             if silent_s > self._silence_s:
-                self._fail(f"{self._name(number)} is lost: it sent nothing for {silent_s:.0f} s")
+                self._fail(
+                    f"{self._described(number)} is lost: it sent nothing for {silent_s:.0f} s"
+                )
         if self._disconnected_at and now - self._disconnected_at > self._silence_s + 2 * BEAT_S:
             self._fail("the nodes of the learner lost a connection, and all of them are alive")
         if self._error and not self._is_ending and now - self._error_at > ABORT_S:
@@ -255,7 +257,7 @@ class NodeServer(threading.Thread):
             self._error = text
         self._changed.set()
 
-    def _name(self, number: int) -> str:
+    def _described(self, number: int) -> str:
         first = number * self._cfg.local_ranks
         ranks = f"ranks {first} to {first + self._cfg.local_ranks - 1}"
         return f"learner node {number} ({self._nodes[number].beat.node}, {ranks})"
@@ -288,9 +290,9 @@ class NodeServer(threading.Thread):
         if before is None:
             logger.info("joined learner node=%d name=%s", number, beat.node)
         elif before.beat.process != beat.process:
-            self._fail(f"{self._name(number)} is lost: its process has restarted")
+            self._fail(f"{self._described(number)} is lost: its process has restarted")
         if beat.state is NodeState.FAILED:
-            self._fail(f"{self._name(number)}: {beat.error}")
+            self._fail(f"{self._described(number)}: {beat.error}")
         if beat.state is NodeState.DISCONNECTED and not self._disconnected_at:
             self._disconnected_at = time.monotonic()
         if before is None or before.beat.state is not beat.state:
@@ -301,7 +303,7 @@ class NodeServer(threading.Thread):
             order = self._orders.popleft()
             for number, node in self._nodes.items():
                 if not self._router.send(node.sender, order) and not self._closing.is_set():
-                    self._fail(f"{self._name(number)} is lost: its connection is closed")
+                    self._fail(f"{self._described(number)} is lost: its connection is closed")
 
 
 class FileServer:
