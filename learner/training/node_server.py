@@ -20,12 +20,10 @@ from common.wire.addresses import WILDCARDS, advertised, bracketed, own_host_tow
 from common.wire.following_dealer import FollowingDealer
 from common.wire.messages import Rejected
 from common.wire.rank_messages import (
-    FileOp,
     NodeState,
     RankBeat,
     RankChannel,
     RankFile,
-    RankFileAnswer,
     RankOrder,
     RankSeat,
     RanksPlace,
@@ -33,6 +31,7 @@ from common.wire.rank_messages import (
 from common.wire.rendezvous.server import StorePlace, StoreServer
 from common.wire.security import load_keys, rank_node
 from common.wire.sockets import Received, Router
+from learner.training.file_server import FileServer
 from learner.training.rank_processes import LOAD_S, Meeting
 
 logger = logging.getLogger(__name__)
@@ -84,13 +83,14 @@ class NodeServer(threading.Thread):
         self._end_process = end_process
         self._keys = load_keys(run_dir.keys)
         self._router = Router(self._keys, host=self._cfg.host, port=0)
+        self.port = self._router.port
         self._store = StoreServer(self._cfg.host)
         self._files = FileServer(cfg, run_dir)
-        self._incarnation = secrets.token_hex(8)
-        run_dir.publish_address(ROLE, self._incarnation)
+        self.incarnation = secrets.token_hex(8)
+        run_dir.publish_address(ROLE, self.incarnation)
         self.group = self._store.open_group()
         self._seat = RankSeat(
-            incarnation=self._incarnation,
+            incarnation=self.incarnation,
             store_port=self._store.port,
             store_public=self._store.place.public,
             store_secret=self._store.place.secret,
@@ -226,9 +226,9 @@ class NodeServer(threading.Thread):
             return
         line.take_all()
         host = self._cfg.advertise or self._cfg.host
-        own = f"tcp://{bracketed(host)}:{self._router.port}"
+        own = f"tcp://{bracketed(host)}:{self.port}"
         place = RanksPlace(
-            address=advertised(own, towards=line.address), incarnation=self._incarnation
+            address=advertised(own, towards=line.address), incarnation=self.incarnation
         )
         line.send(place)
 
@@ -275,7 +275,7 @@ class NodeServer(threading.Thread):
             case RankFile():
                 self._router.send(received.sender, self._files.answer(message))
             case RankBeat():
-                if message.incarnation == self._incarnation:
+                if message.incarnation == self.incarnation:
                     self._router.send(received.sender, self._seat)
                     self._take_beat(number, received.sender, message)
             case _:
@@ -304,41 +304,3 @@ class NodeServer(threading.Thread):
             for number, node in self._nodes.items():
                 if not self._router.send(node.sender, order) and not self._closing.is_set():
                     self._fail(f"{self._described(number)} is lost: its connection is closed")
-
-
-class FileServer:
-    """Reads and writes files of the run's models and checkpoints for the ranks of other nodes."""
-
-    def __init__(self, cfg: RunConfig, run_dir: RunDir) -> None:
-        """Serve the models of `cfg`, and the checkpoints of the run, which may be written."""
-        models = (cfg.model.path, cfg.algorithm.reference_path, cfg.learner.critic.path)
-        self._written = run_dir.checkpoints.resolve()
-        self._read = [self._written, *(Path(path).resolve() for path in models if path)]
-
-    def answer(self, request: RankFile) -> RankFileAnswer:
-        """Return the answer to a request; its error names a forbidden or a failed operation."""
-        number = request.number
-        path = Path(request.path).resolve()
-        roots = [self._written] if request.op is FileOp.WRITE else self._read
-        if not any(path.is_relative_to(root) for root in roots):
-            text = f"{request.op} is not allowed outside of the run's models and checkpoints"
-            return RankFileAnswer(number=number, error=text)
-        try:
-            match request.op:
-                case FileOp.LIST:
-                    found = (each for each in path.rglob("*") if each.is_file())
-                    names = sorted(str(each.relative_to(path)) for each in found)
-                    return RankFileAnswer(number=number, names=names)
-                case FileOp.READ:
-                    with path.open("rb", buffering=0) as file:
-                        file.seek(request.offset_bytes)
-                        content = file.read(request.num_bytes)
-                    return RankFileAnswer(number=number, content=content)
-                case FileOp.WRITE:
-                    mode = "r+b" if request.offset_bytes else "wb"
-                    with path.open(mode, buffering=0) as file:
-                        file.seek(request.offset_bytes)
-                        file.write(request.content)
-                    return RankFileAnswer(number=number)
-        except OSError as error:
-            return RankFileAnswer(number=number, error=f"{error}")
