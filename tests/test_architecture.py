@@ -42,6 +42,7 @@ SATELLITES = (  # Folders and files that no training run needs; `run.py` or a re
     "actor/formats/preview.py",
     "actor/play",
     "learner/node.py",
+    "learner/node_service.py",
     "learner/offline",
     "learner/simulator",
     "learner/recompute",

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import zmq
@@ -28,7 +28,7 @@ from common.wire.rank_messages import (
     RankSeat,
     RanksPlace,
 )
-from common.wire.rendezvous.server import StorePlace, StoreServer
+from common.wire.rendezvous.server import StoreServer
 from common.wire.security import load_keys, rank_node
 from common.wire.sockets import Received, Router
 from learner.training.file_server import FileServer
@@ -39,8 +39,7 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.25  # Maximum seconds of one poll. A message or an order ends it at once.
 BEAT_S = 1.0  # Seconds between two registrations at the scheduler.
 ASLEEP_S = 5.0  # A longer gap between two rounds means that this process was suspended.
-# Seconds for the main thread to end after the loss of a node. It may wait in a collective.
-ABORT_S = 30.0
+ABORT_S = 30.0  # Seconds for the main thread to end after a loss. It may wait in a collective.
 LOG_S = 30.0  # Seconds between two log lines of a wait for nodes.
 ROLE = "ranks"  # Name of the file of the run directory that other nodes look for.
 
@@ -114,10 +113,7 @@ class NodeServer(threading.Thread):
     def meeting(self) -> Meeting:
         """The rendezvous for the ranks of this node."""
         host = self._cfg.host
-        own = self._store.place
-        place = StorePlace(
-            loopback() if host in WILDCARDS else host, own.port, own.public, own.secret
-        )
+        place = replace(self._store.place, host=loopback() if host in WILDCARDS else host)
         return Meeting(place=place, group=self.group)
 
     @property
