@@ -15,8 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# The libraries allocate a million objects that stay in use. With Python's own threshold (700) the
-# garbage collector would examine them so often that a start takes 20 % longer.
+# Libraries allocate a million lasting objects. Python's own threshold (700) slows a start by 20 %.
 gc.set_threshold(10_000)
 
 try:
@@ -156,21 +155,27 @@ def run_actor(cfg: RunConfig, run_dir: RunDir) -> None:
     run(cfg, run_dir, make_agents=Agents, serve_chat=door_of)
 
 
-def run_joined_actor(cfg: RunConfig, joined: "Joined") -> None:
+def join_actor(cfg: RunConfig, joined: "Joined") -> None:
     from actor.agents.agents import Agents
     from actor.main import run_joined
 
     run_joined(cfg, joined, make_agents=Agents)
 
 
-def run_joined_envhub(cfg: RunConfig, joined: "Joined") -> None:
+def join_envhub(cfg: RunConfig, joined: "Joined") -> None:
     from envhub.main import run_joined
 
     run_joined(cfg, joined)
 
 
+def join_learner(cfg: RunConfig, joined: "Joined") -> None:
+    from learner.node import run_joined
+
+    run_joined(cfg, joined)
+
+
 # A role imports its libraries after its checks, inside the guard that classifies a failed start.
-JOINED_ROLES = {"actor": run_joined_actor, "envhub": run_joined_envhub}
+JOINED_ROLES = {"actor": join_actor, "envhub": join_envhub, "learner": join_learner}
 
 
 # Checks that a command makes before anything starts.
@@ -199,10 +204,7 @@ def check_roles(cfg: RunConfig) -> None:
 
 
 def check_train_dry(cfg: RunConfig) -> None:
-    """Check a run that may be intended for another machine.
-
-    Requirements that this machine lacks are then ignored.
-    """
+    """Check a run that may be for another machine: ignore the requirements that this one lacks."""
     from common.checks import preflight
     from envhub.command import examine
 
@@ -265,8 +267,7 @@ class Command:
     check_dry: Callable[[RunConfig], None] | None = None  # The check of `--dry-run`, if different.
     has_plan: bool = False  # `--dry-run` prints the memory plan.
     log_name: str = ""  # Name in the log; empty for a command that configures its own logging.
-    # The date in all prompts. True: the run directory stores it. False: it is not stored. None: the
-    # command has no prompts, or it fixes the date itself.
+    # Whether the run directory stores the date in all prompts. None: the command sets no date.
     keeps_date: bool | None = None
 
 

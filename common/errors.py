@@ -55,5 +55,9 @@ class WeightSyncError(LongstrideError):
     """A weight version could not be transferred intact within its deadline."""
 
 
+class RankLost(LongstrideError):
+    """A rank of the learner lost the connection to another rank. The error ends the learner."""
+
+
 class LedgerError(LongstrideError):
     """issued != trained + filtered + stale + failed + in flight. The error ends the run."""

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from common.config.compute import Layout, WeightsTransport
 from common.config.run_config import RunConfig, TrainMode
+from common.errors import LongstrideError
 from common.host.cores import num_cores
 from common.segments import RoutingShape
 from common.store.journal import JournalWriter
@@ -111,7 +112,7 @@ def build(
     """
     keys = load_keys(run_dir.keys)
     folder = newest_checkpoint(run_dir.checkpoints)
-    rank_workers = RankWorkers(cfg, folder)
+    rank_workers = RankWorkers(cfg, folder, run_dir=run_dir, check=_stop_check(is_stopping))
     model, model_path = load_start(cfg, folder, pick_device(cfg.learner.device))
     tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
     gate = WeightsLock(timeout_s=cfg.learner.publish_timeout_s, is_stopping=is_stopping)
@@ -156,6 +157,16 @@ def build(
         version=version,
         is_after_skip=bool(steps) and steps[-1].is_skipped,
     )
+
+
+def _stop_check(is_stopping: Callable[[], bool]) -> Callable[[], None]:
+    """Return a check that ends a wait of the start when the learner must stop."""
+
+    def check() -> None:
+        if is_stopping():
+            raise LongstrideError("the learner was stopped before all of its nodes had joined")
+
+    return check
 
 
 def _metrics(
@@ -253,8 +264,8 @@ def _with_layout(cfg: RunConfig, trainer: Trainer) -> RunConfig:
 
 
 def _spare_cores(cfg: RunConfig) -> int:
-    """Return the number of cores for each rank; engines on CPUs have one thread each."""
-    return (num_cores() - cfg.actor.num_engines) // cfg.learner.num_ranks
+    """Return the number of cores for each rank here; engines on CPUs have one thread each."""
+    return (num_cores() - cfg.actor.num_engines) // cfg.learner.local_ranks
 
 
 def _publisher(run: RunConfig, run_dir: RunDir, keys: RunKeys, gate: WeightsLock) -> Publisher:

@@ -12,7 +12,7 @@ import psutil
 
 from common.config.run_config import OnStall, RunConfig, TrainMode, published_version
 from common.cpu import cpu_metrics, family_cpu_s
-from common.errors import LongstrideError
+from common.errors import LongstrideError, RankLost
 from common.launch.lock import hold_role
 from common.memory import trim_heap
 from common.stall.beacon import Beacon, beacon_of
@@ -26,7 +26,7 @@ from learner.ingest.group_assembly import Group
 from learner.objective.dead_settings import log_summary
 from learner.recovery.saving import Saving
 from learner.recovery.step_log import LoggedStep
-from learner.training.rank_workers import LOAD_S
+from learner.training.rank_processes import LOAD_S
 from learner.training.trainer import TrainResult
 from learner.weights.prompts import Prompts, prompts_of
 from learner.weights.snapshot import PublishedWeights
@@ -81,9 +81,10 @@ def run(cfg: RunConfig, run_dir: RunDir, *, make_sink: MakeSink | None = None) -
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     log_summary(cfg.algorithm, cfg.learner)
+    start_s = LOAD_S + cfg.learner.join_timeout_s * (cfg.learner.num_nodes > 1)
     with (
         hold_role(run_dir.root, "learner"),
-        beacon_of(run_dir, "learner", start_s=LOAD_S) as beacon,
+        beacon_of(run_dir, "learner", start_s=start_s) as beacon,
     ):
         learner = build(
             cfg,
@@ -105,7 +106,11 @@ def _train(cfg: RunConfig, learner: Learner, stop: threading.Event, beacon: Beac
         loop.publish()
         learner.trainer.warm_up()  # This overlaps with the first episodes.
         loop.train()
+        learner.rank_workers.is_over = True
+    except RankLost as error:
+        raise learner.rank_workers.explained(error) from error
     except StopRequested:
+        learner.rank_workers.is_over = True
         logger.info("stopping version=%d", loop.version)
         loop.saving.save(loop.version)
         loop.saving.settle(must_wait=True)

@@ -30,7 +30,7 @@ def seat(cfg: RunConfig, *, num_gpus: int) -> Seats:
 
     Raises: ConfigError: there are too few GPUs; the message has the calculation and the remedy.
     """
-    num_ranks = cfg.learner.num_ranks
+    num_ranks = cfg.learner.local_ranks
     width = cfg.actor.tensor_parallel_size
     wanted = cfg.actor.num_engines * width
     learner: tuple[int, ...] = ()
@@ -39,8 +39,9 @@ def seat(cfg: RunConfig, *, num_gpus: int) -> Seats:
         learner = tuple(range(first, first + num_ranks))
         if learner[-1] >= num_gpus:
             raise ConfigError(
-                f"learner.num_ranks={num_ranks} with learner.device={cfg.learner.device}: each rank"
-                f" needs its own GPU, up to number {learner[-1]}, and this machine has {num_gpus}"
+                f"learner.num_ranks={cfg.learner.num_ranks} with"
+                f" learner.device={cfg.learner.device}: each rank needs its own GPU, up"
+                f" to number {learner[-1]}, and this machine has {num_gpus}"
             )
     if wanted and width > num_gpus:
         raise ConfigError(
@@ -79,7 +80,7 @@ def check_slices(cfg: RunConfig, found: Sequence[Gpu]) -> None:
         return
     names = ", ".join(dict.fromkeys(gpu.name for gpu in found))
     keys = {
-        "learner.num_ranks": cfg.learner.num_ranks,
+        "learner.num_ranks": cfg.learner.local_ranks,
         "actor.tensor_parallel_size": cfg.actor.tensor_parallel_size,
         "learner.device": int(cfg.learner.device.partition(":")[2] or 0) + 1,
     }

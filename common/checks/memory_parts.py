@@ -90,12 +90,13 @@ def learner_host_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> l
     parts: list[Part] = []
     if is_offloaded(cfg, is_cuda):
         own = _sharded_parts(cfg, shape, is_cuda=is_cuda)
-        parts = times(own, learner.num_ranks, "ranks")
+        parts = times(own, learner.local_ranks, "ranks")
     trained = [lora_params(learner.lora, shape) if learner.lora.rank else shape.num_params]
     trained += [shape.num_params] if _has_own_critic(cfg) else []
     each = 4 + adamw_part(learner.moments, 64).num_bytes / 64
     how = f"{sum(trained) / 1e6:,.1f}M x {each:.4g} B (weights and moments, while they are written)"
-    parts.append(Part("checkpoint copies", int(each * sum(trained)), how))
+    how += f" / {learner.num_nodes} nodes" * (learner.num_nodes > 1)
+    parts.append(Part("checkpoint copies", int(each * sum(trained) / learner.num_nodes), how))
     return [*parts, *_publish_copies(cfg, shape)]
 
 

@@ -77,13 +77,13 @@ def make_plan(
     first, other = (learner_parts(cfg, shape, is_cuda=is_cuda, rank=rank) for rank in (0, 1))
     of_learner = learner_host_parts(cfg, shape, is_cuda=is_cuda)
     if not is_cuda:
-        of_learner = [*first, *times(other, cfg.learner.num_ranks - 1, "ranks"), *of_learner]
+        of_learner = [*first, *times(other, cfg.learner.local_ranks - 1, "ranks"), *of_learner]
     if not (on or is_cuda):
         host = of_learner
         host += times(cpu_engine_parts(cfg, shape), cfg.actor.num_engines, "actors")
-        host.append(_programs(cfg.learner.num_ranks, cfg.actor.num_engines, width))
+        host.append(_programs(cfg.learner.local_ranks, cfg.actor.num_engines, width))
         return [MemoryBudget("host", host, host_bytes, HOST_REMEDY)]
-    num_gpus = len(on) or max(cfg.learner.num_ranks, cfg.actor.tensor_parallel_size)
+    num_gpus = len(on) or max(cfg.learner.local_ranks, cfg.actor.tensor_parallel_size)
     seats = seat(cfg, num_gpus=num_gpus)
     per_node = num_gpus // num_nodes
     _check_nodes(cfg, seats, per_node)
@@ -108,7 +108,7 @@ def make_plan(
         is_first = node == 0
         host = list(of_learner) if is_first else []
         num_actors = sum(own[0] // per_node == node for own in seats.actors)
-        host.append(_programs(cfg.learner.num_ranks if is_first else 0, num_actors, width))
+        host.append(_programs(cfg.learner.local_ranks if is_first else 0, num_actors, width))
         host += times(engine_host_parts(cfg, shape), num_actors, "actors")
         name = f"node {node}, host" if num_nodes > 1 else "host"
         places.append(MemoryBudget(name, host, host_bytes, HOST_REMEDY))
@@ -146,8 +146,9 @@ def _check_nodes(cfg: RunConfig, seats: Seats, per_node: int) -> None:
     """Refuse a learner or an engine on GPUs of two nodes."""
     if seats.learner and seats.learner[-1] >= per_node:
         raise ConfigError(
-            f"learner.num_ranks={cfg.learner.num_ranks}: all ranks run on one node, and a node has"
-            f" {per_node} GPUs"
+            f"learner.num_ranks={cfg.learner.num_ranks}: {cfg.learner.local_ranks} ranks run on one"
+            f" node, and a node has {per_node} GPUs. Raise learner.num_nodes, which is"
+            f" {cfg.learner.num_nodes}"
         )
     for own in seats.actors:
         if len({gpu // per_node for gpu in own}) > 1:

@@ -39,7 +39,7 @@ SUITES = (
 ) + ", ".join(STUDIES)
 
 
-JOINING = ("actor", "envhub")  # Roles that can join from another machine.
+JOINING = ("actor", "envhub", "learner")  # Roles that can join from another machine.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ def parse(argv: Sequence[str], *, root: Path) -> ParsedCommand:
         raise ConfigError("--join HOST:PORT and --key FILE: each needs the other")
     if asked.join is not None and (command not in JOINING or asked.config or asked.dry_run):
         raise ConfigError(
-            f"--join: only the commands {' and '.join(JOINING)} can join. The run sends their"
+            f"--join: only the commands {', '.join(JOINING)} can join. The run sends their"
             " configuration, so --config and --dry-run are not allowed"
         )
     return ParsedCommand(

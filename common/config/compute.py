@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from common.config.knobs import DATE, PATH, WORD, Contradiction, knob
+from common.config.knobs import DATE, PATH, WORD, Contradiction, knob, seconds
 
 DTYPES = ("bfloat16", "float16", "float32")
 # Arguments of `apply_chat_template` that are no variables of a template.
@@ -297,6 +297,60 @@ class CriticSection:
     whiten: bool = knob(
         True, "Scales the advantages of a batch to mean 0 and standard deviation 1."
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankKeys:
+    """The ranks of the learner: processes on one or several nodes, which share batches."""
+
+    num_nodes: int = knob(
+        1,
+        "Spreads the ranks over this many nodes. The other nodes join with `learner --join`.",
+        ge=1,
+        le=1024,
+    )
+    ranks_per_node: int = knob(
+        0,
+        "Sets the number of ranks on each node. 0 means learner.num_ranks / learner.num_nodes.",
+        ge=0,
+        le=64,
+    )
+    num_ranks: int = knob(
+        1,
+        "Starts this many processes that share batches and weights, each with a CUDA device of its"
+        " own.",
+        ge=1,
+        le=4096,
+    )
+    num_gpus: int = knob(
+        0,
+        "Sets the number of GPUs of the learner over all ranks. 0 means one for each rank.",
+        ge=0,
+        le=4096,
+    )
+    rank_timeout_s: float = seconds(
+        600.0, "Limits the seconds in which ranks must answer each other.", gt=0
+    )
+    join_timeout_s: float = seconds(
+        900.0, "Limits the seconds in which all nodes of the learner must join it.", gt=0
+    )
+
+    @property
+    def local_ranks(self) -> int:
+        """The number of ranks on each node."""
+        return self.num_ranks // self.num_nodes
+
+    def rank_contradictions(self) -> Iterator[Contradiction]:
+        """Yield the contradictions between these keys."""
+        if self.num_gpus not in (0, self.num_ranks):
+            law = f"must be 0 or learner.num_ranks={self.num_ranks}: each rank has one GPU"
+            yield "num_gpus", self.num_gpus, law
+        if self.num_ranks % self.num_nodes:
+            law = f"must be a multiple of learner.num_nodes={self.num_nodes}"
+            yield "num_ranks", self.num_ranks, law
+        if self.ranks_per_node not in (0, self.local_ranks):
+            law = f"must be 0 or learner.num_ranks / learner.num_nodes = {self.local_ranks}"
+            yield "ranks_per_node", self.ranks_per_node, law
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

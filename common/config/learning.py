@@ -14,6 +14,7 @@ from common.config.compute import (
     OptimizerKind,
     Precision,
     PublishMode,
+    RankKeys,
     WeightsTransport,
 )
 from common.config.controller import ControllerSection
@@ -313,7 +314,7 @@ class AlgorithmSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerSection:
+class LearnerSection(RankKeys):
     """The learner's optimizer, computation, checkpoints and publishing of weights."""
 
     host: str = knob("127.0.0.1", "Sets the address at which the learner listens.", form=HOST)
@@ -400,22 +401,6 @@ class LearnerSection:
     num_threads: int = knob(
         0, "Sets the CPU threads of each rank. 0 uses spare cores.", ge=0, le=1024
     )
-    num_ranks: int = knob(
-        1,
-        "Starts this many processes that share batches and weights, each with a CUDA device of its"
-        " own.",
-        ge=1,
-        le=4096,
-    )
-    num_gpus: int = knob(
-        0,
-        "Sets the number of GPUs of the learner over all ranks. 0 means one for each rank.",
-        ge=0,
-        le=4096,
-    )
-    rank_timeout_s: float = seconds(
-        600.0, "Limits the seconds in which ranks must answer each other.", gt=0
-    )
     max_lag_steps: int = knob(
         4, "Limits the lag of a trajectory's oldest token. Older trajectories are stale.", ge=0
     )
@@ -472,9 +457,7 @@ class LearnerSection:
     def contradictions(self) -> Iterator[Contradiction]:
         if self.num_gpus and self.device == "cpu":
             yield "num_gpus", self.num_gpus, "must be 0 with learner.device=cpu, which uses no GPU"
-        if self.num_gpus not in (0, self.num_ranks):
-            law = f"must be 0 or learner.num_ranks={self.num_ranks}: each rank has one GPU"
-            yield "num_gpus", self.num_gpus, law
+        yield from self.rank_contradictions()
         if self.offload is Offload.OPTIMIZER and self.device == "cpu":
             law = "must be none with learner.device=cpu, which uses host memory only"
             yield "offload", "optimizer", law

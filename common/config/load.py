@@ -236,6 +236,8 @@ def _derive(merged: DictConfig, *, is_dry: bool) -> None:
         model.path = model.architecture
     if learner.num_gpus and learner.num_ranks == 1:
         learner.num_ranks = learner.num_gpus
+    if learner.num_ranks == 1:
+        learner.num_ranks = learner.num_nodes * max(1, learner.ranks_per_node)
     width = max(1, actor.tensor_parallel_size)  # Its constraint is checked later.
     if actor.num_gpus and actor.num_gpus % width == 0 and actor.num_actors == 1:
         actor.num_actors = actor.num_gpus // width

@@ -182,7 +182,8 @@ def join_run(
     configure_logging(role, "INFO")
     joined = enrol(address, key, question)
     cfg = load_told(joined.config, _with_defaults(role, overrides, joined), root=root)
-    cfg = resolve_models(cfg, root)
+    if role != "learner":
+        cfg = resolve_models(cfg, root)
     if role == "actor":
         _check_weights(cfg, joined, root=root)
     configure_logging(role, cfg.log.level)
@@ -218,6 +219,8 @@ def _with_defaults(role: str, overrides: Sequence[str], joined: "Joined") -> lis
 
     The defaults are the folder of the received model and, for a hub, a reachable address.
     """
+    if role == "learner":  # Its ranks use the run's own paths, or copies of these folders.
+        return [*overrides]
     own = {"model.path": joined.model_path or "."}
     if role == "actor" and joined.sends_adapters and joined.source:
         own["model.path"] = joined.source  # The base of the adapters, from this node's cache.

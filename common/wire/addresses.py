@@ -94,19 +94,30 @@ class AddressBook:
         return places
 
     def _reachable(self, section: str, address: str) -> str:
-        """Return the form of an address under which this machine can reach it."""
-        if not address:
-            return ""
-        scheduler_host = host_of(self._find_scheduler() or "")
-        host = host_of(address)
-        if host in WILDCARDS:
-            return with_host(address, scheduler_host)
-        if is_loopback(host) and not is_here(scheduler_host):
-            raise ConfigError(
-                f"{section}.host={host}: this machine cannot reach that address. Start the run"
-                f" with {section}.host=0.0.0.0"
-            )
-        return address
+        return reachable(section, address, scheduler=self._find_scheduler() or "")
+
+
+def reachable(section: str, address: str, *, scheduler: str) -> str:
+    """Return the form of a role's address under which this machine can reach it; "" for "".
+
+    Args:
+        section: section of the role's configuration.
+        scheduler: the scheduler's address.
+
+    Raises: ConfigError: the role listens on a loopback address of another machine.
+    """
+    if not address:
+        return ""
+    scheduler_host = host_of(scheduler)
+    host = host_of(address)
+    if host in WILDCARDS:
+        return with_host(address, scheduler_host)
+    if is_loopback(host) and not is_here(scheduler_host):
+        raise ConfigError(
+            f"{section}.host={host}: this machine cannot reach that address. Start the run"
+            f" with {section}.host=0.0.0.0"
+        )
+    return address
 
 
 def host_of(address: str) -> str:

@@ -22,7 +22,7 @@ import msgpack
 import numpy as np
 
 from common.errors import MessageTooLarge, WireError
-from common.wire import join_messages, messages, weight_messages
+from common.wire import join_messages, messages, rank_messages, weight_messages
 from common.wire.access.bounds import (
     ITEM_CHARS,
     MAX_FRAME_BYTES,
@@ -44,7 +44,7 @@ _DTYPE_NAMES = {np.dtype(name): name for name in ARRAY_DTYPES}
 
 MESSAGE_TYPES: dict[str, type] = {
     name: cls
-    for module in (messages, join_messages, weight_messages)
+    for module in (messages, join_messages, rank_messages, weight_messages)
     for name, cls in vars(module).items()
     if isinstance(cls, type) and dataclasses.is_dataclass(cls) and cls is not EpisodeIdentity
 }

@@ -15,7 +15,7 @@ NAME_IN_USE = "another process of the run uses this name"  # A temporary refusal
 class JoinRequest:
     """First message of a joining node: a request for a place in the run and its configuration."""
 
-    role: Id  # "actor" | "envhub"
+    role: Id  # "actor" | "envhub" | "learner"
     product: Id  # Version of the node's code.
     is_remote: bool = False  # The node is on another machine than the scheduler.
     has_model: bool = False  # The node has a copy of the model and needs no files.

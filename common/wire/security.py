@@ -17,7 +17,15 @@ from typing import Literal
 import zmq
 
 from common.errors import ConfigError
-from common.wire.access.identities import NODE, RUN, Identities, Identity, add_identity, locked
+from common.wire.access.identities import (
+    NODE,
+    RANKS,
+    RUN,
+    Identities,
+    Identity,
+    add_identity,
+    locked,
+)
 
 _PAIRS = ("server", "client", "node")
 _FILES = (*(f"{pair}_{half}" for pair in _PAIRS for half in ("public", "secret")), "hub_token")
@@ -127,11 +135,32 @@ def write_join_key(folder: Path, keys: RunKeys, *, run_name: str) -> Path:
 
 
 def issue_join_key(folder: Path, *, run_name: str, role: str, name: str) -> str:
-    """Return the text of a new key file for the one actor or hub with this name."""
+    """Return the text of a new key file for the one process with this name."""
     public, secret = (half.decode() for half in zmq.curve_keypair())
     add_identity(folder, Identity(name, role, public))
     key = _join_key(load_keys(folder), run_name, [role], public, secret)
     return json.dumps(asdict(replace(key, name=name)), indent=2) + "\n"
+
+
+def rank_node(number: int) -> str:
+    """Return the name of a further node of the learner; rank 0's node has the number 0."""
+    return f"{RANKS}-{number}"
+
+
+def write_rank_keys(folder: Path, *, run_name: str, num_nodes: int) -> list[Path]:
+    """Write one key file for each further node of the learner; return their paths.
+
+    A key file that exists stays valid: the node may join again after a restart of the run.
+    """
+    paths: list[Path] = []
+    for node in range(1, num_nodes):
+        name = rank_node(node)
+        path = folder / f"{name}.key"
+        if not path.exists():
+            text = issue_join_key(folder, run_name=run_name, role="learner", name=name)
+            write_private(path, text)
+        paths.append(path)
+    return paths
 
 
 def _join_key(keys: RunKeys, run_name: str, roles: list[str], public: str, secret: str) -> JoinKey:

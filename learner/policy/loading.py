@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
@@ -16,6 +15,7 @@ from learner.policy.determinism import make_deterministic, zero_dropout_rates
 from learner.policy.experts.conversion import Read, convert_read, plan_reads
 from learner.policy.lora import ADAPTED
 from learner.policy.rotary import fix_rotary
+from learner.policy.weight_files import LOCAL, WeightFiles
 
 META = torch.device("meta")
 ROWS_AT_A_TIME = 8_192
@@ -174,7 +174,7 @@ def take_memory(network: nn.Module) -> None:
                 setattr(owner, name, taken.setdefault(id(each), bare))
 
 
-def fill(network: PreTrainedModel, path: str) -> None:
+def fill(network: PreTrainedModel, path: str, files: WeightFiles = LOCAL) -> None:
     """Read a network's weights, sharded or not, from the safetensors files at `path`.
 
     Each rank reads only its own rows, so no process ever holds the whole weights. A tensor that
@@ -184,16 +184,16 @@ def fill(network: PreTrainedModel, path: str) -> None:
         other numbers.
     """
     with ExitStack() as opened:
-        files: dict[str, Any] = {}
-        for file in sorted(Path(path).glob("*.safetensors")):
-            reader = opened.enter_context(safe_open(file, "pt"))
-            files |= dict.fromkeys(reader.keys(), reader)
+        readers: dict[str, Any] = {}
+        for file in files.weights_in(Path(path)):
+            reader = opened.enter_context(files.open_weights(file))
+            readers |= dict.fromkeys(reader.keys(), reader)
         for names, _ in _tensors(network):
-            _check_equal(names, files, path)
+            _check_equal(names, readers, path)
         weights = {name: each for names, each in _tensors(network) for name in names}
         filled: set[str] = set()
-        for read in plan_reads(network, files, weights):
-            for name, part in _parts(network, read, files, weights, path):
+        for read in plan_reads(network, readers, weights):
+            for name, part in _parts(network, read, readers, weights, path):
                 local = _local(weights[name])
                 if local.numel():
                     local.copy_(part)

@@ -4,7 +4,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +72,9 @@ class Rebuilt:
 
     def __init__(self, cfg: RunConfig, checkpoint: Path | None) -> None:
         """Load a checkpoint, or the weights that the configuration names."""
-        self.cfg = cfg
+        # One node computes the steps of several.
+        learner = replace(cfg.learner, num_nodes=1, ranks_per_node=0)
+        self.cfg = cfg = replace(cfg, learner=learner)
         device = pick_device(cfg.learner.device)
         self._workers = RankWorkers(cfg, checkpoint)
         try:

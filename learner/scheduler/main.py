@@ -22,7 +22,8 @@ from common.wire.access.lease_mac import lease_key, marked
 from common.wire.addresses import WILDCARDS, bracketed
 from common.wire.join_messages import FileRequest, HubGoodbye, HubHello, HubNoted, JoinRequest
 from common.wire.messages import Goodbye, Heartbeat, Hello, LeaseGrant, LeaseRequest, Progress
-from common.wire.security import RunKeys, load_keys, write_join_key
+from common.wire.rank_messages import RanksPlace, RanksRequest
+from common.wire.security import RunKeys, load_keys, write_join_key, write_rank_keys
 from common.wire.sockets import Received, Router
 from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
@@ -45,7 +46,7 @@ STATUS_S = 1.0
 LAST_WAIT_S = 60.0  # Seconds to wait, after the end of the run, for a killed learner to restart.
 ASLEEP_S = 5.0  # A longer gap between two rounds of the loop means that this process was suspended.
 WAKE = "wake"  # Sender name of the logged tick that follows a suspension.
-OUTSIDE = (JoinRequest, FileRequest, HubHello, HubGoodbye)
+OUTSIDE = (JoinRequest, FileRequest, HubHello, HubGoodbye, RanksPlace, RanksRequest)
 # Size limit of the file of outcomes (about a million episodes); above the limit the older half is
 # removed.
 MAX_OUTCOMES_BYTES = 64 << 20
@@ -159,6 +160,14 @@ def build(
     logger.info(
         "other machines join with: run.py actor --join HOST:%d --key %s", router.port, key_path
     )
+    for path in write_rank_keys(
+        run_dir.keys, run_name=cfg.run.name, num_nodes=cfg.learner.num_nodes
+    ):
+        logger.info(
+            "a node of the learner joins with: run.py learner --join HOST:%d --key %s",
+            router.port,
+            path,
+        )
     registry, enrolments = (
         AddressRegistry(cfg.scheduler.dead_after_s),
         Enrolments(cfg, run_dir.keys),
@@ -327,10 +336,13 @@ def answer_outside(parts: Serving, received: Received) -> Any:
     is_finished = parts.core.phase is Phase.DONE
     members = parts.core.members
     registry = parts.registry
-    return parts.enrolments.answer(
-        received.message, lambda name: members.is_alive(name) or registry.has_hub(name)
-    ) or registry.hear_hub(
-        received.message, received.sender, parts.clock.now, is_finished=is_finished
+    message = received.message
+    return (
+        parts.enrolments.answer(
+            message, lambda name: members.is_alive(name) or registry.has_hub(name)
+        )
+        or registry.hear_ranks(message, is_finished=is_finished)
+        or registry.hear_hub(message, received.sender, parts.clock.now, is_finished=is_finished)
     )
 
 

@@ -17,7 +17,9 @@ from learner.policy.loading import fill, is_unloaded
 from learner.policy.lora import ADAPTER_CONFIG, check_resumable
 from learner.policy.model import load_policy, pick_device
 from learner.policy.precision import frozen_dtype
+from learner.policy.weight_files import WeightFiles
 from learner.training.checkpoint import TENSORS, load_values
+from learner.training.ranks import Ranks
 from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer
 
@@ -31,7 +33,7 @@ def load_start(
     if device.type == "cpu":
         torch.set_num_threads(max(1, cfg.learner.num_threads))
     elif cfg.learner.offload is Offload.OPTIMIZER:  # The CPU computes the updates.
-        own_cores = num_cores() // cfg.learner.num_ranks
+        own_cores = num_cores() // cfg.learner.local_ranks
         torch.set_num_threads(cfg.learner.num_threads or max(1, own_cores))
     torch.manual_seed(cfg.run.seed)
     path = start_path(cfg, checkpoint)
@@ -98,9 +100,10 @@ def make_trainer(
         is_base_reference=cfg.algorithm.kl_coef != 0 and reference is None,
     )
     is_skeleton = is_unloaded(model)
+    ranks = links.get("ranks") or Ranks()
     trainer = Trainer(settings, networks, **links)
     if is_skeleton:
-        _fill(cfg, networks, start_path(cfg, checkpoint))
+        _fill(cfg, networks, start_path(cfg, checkpoint), ranks.files)
     version = 0
     if checkpoint is not None:
         check_resumable(checkpoint, model, cfg.learner.lora)
@@ -132,10 +135,10 @@ def _reference(cfg: RunConfig, model: PreTrainedModel) -> PreTrainedModel | None
     )
 
 
-def _fill(cfg: RunConfig, networks: Networks, start: str) -> None:
+def _fill(cfg: RunConfig, networks: Networks, start: str, files: WeightFiles) -> None:
     """Load this rank's shard of weights that have memory, but no values yet."""
-    fill(networks.policy, start)
+    fill(networks.policy, start, files)
     if networks.reference is not None:
-        fill(networks.reference, cfg.algorithm.reference_path or cfg.model.path)
+        fill(networks.reference, cfg.algorithm.reference_path or cfg.model.path, files)
     if networks.critic is not None and networks.critic.trunk is not None:
-        fill(networks.critic.trunk, cfg.learner.critic.path or cfg.model.path)
+        fill(networks.critic.trunk, cfg.learner.critic.path or cfg.model.path, files)

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from common.errors import LongstrideError
+from common.errors import RankLost
+from learner.policy.weight_files import LOCAL, WeightFiles
 
 # Time limit for all ranks to write their shards of a checkpoint.
 SAVE_TIMEOUT = timedelta(minutes=30)
@@ -36,14 +37,21 @@ class Ranks:
     """
 
     def __init__(
-        self, mesh: DeviceMesh | None = None, *, publish_group: dist.ProcessGroup | None = None
+        self,
+        mesh: DeviceMesh | None = None,
+        *,
+        publish_group: dist.ProcessGroup | None = None,
+        files: WeightFiles = LOCAL,
     ) -> None:
         """Wrap a one-dimensional mesh over the default process group; None is a single rank.
 
         Args:
             publish_group: group of the same ranks, for the thread that gathers weights during
                 training.
+            files: access of this rank to the files of weights and checkpoints.
         """
+        self.files = files
+        self.store: object = None  # The rendezvous, which the process group uses.
         self.mesh = mesh
         self.publish_group: dist.ProcessGroup | None = publish_group
         self.index = 0 if mesh is None else mesh.get_local_rank()
@@ -83,7 +91,7 @@ class Ranks:
 
     @contextmanager
     def in_touch(self, what: str) -> Iterator[None]:
-        """Add the rank and the operation to an error of a collective. Raises: LongstrideError."""
+        """Add the rank and the operation to an error of a collective. Raises: RankLost."""
         try:
             yield
         except RuntimeError as error:
@@ -91,7 +99,7 @@ class Ranks:
                 raise
             reason = " ".join(str(error).split())[:300]
             rank = f"learner rank {self.index} of {self.size}"
-            raise LongstrideError(
+            raise RankLost(
                 f"{rank} lost the connection to another rank during {what}: {reason}"
             ) from error
 

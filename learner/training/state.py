@@ -19,6 +19,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from common.errors import ConfigError
 from learner.policy.lora import trained_state
+from learner.policy.weight_files import LOCAL, WeightFiles
 from learner.training.optimizers.optimizer import BLOCK
 from learner.training.ranks import Ranks
 from learner.training.storage import TensorReader, TensorWriter
@@ -38,6 +39,7 @@ class StateWriter:
 
     def __init__(self, ranks: Ranks) -> None:
         self._group = ranks.saving
+        self._files = ranks.files
         self.copies: dict[str, Tensor] = {}  # Tensors of the newest state by name.
         self._last: Future[Any] | None = None
         self._thread = ThreadPoolExecutor(1, "state")
@@ -56,7 +58,7 @@ class StateWriter:
 
     def _write(self, copies: dict[str, Tensor], folder: Path) -> dict[str, Tensor] | None:
         is_alone = self._group is None
-        writer = TensorWriter(folder)
+        writer = TensorWriter(folder, files=self._files)
         save(copies, storage_writer=writer, process_group=self._group, no_dist=is_alone)
         return copies if is_alone else None
 
@@ -154,7 +156,11 @@ def _weights(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def restore(
-    folder: Path, modules: Mapping[str, nn.Module], optimizers: Iterable[torch.optim.Optimizer]
+    folder: Path,
+    modules: Mapping[str, nn.Module],
+    optimizers: Iterable[torch.optim.Optimizer],
+    *,
+    files: WeightFiles = LOCAL,
 ) -> None:
     """Load weights and moments that any number of ranks wrote; each rank reads its own shards.
 
@@ -181,7 +187,7 @@ def restore(
             " learner.num_ranks must also be the same."
         )
     own = {name: each.detach() for name, each in live.items()}
-    load(own, storage_reader=TensorReader(folder), no_dist=True)
+    load(own, storage_reader=TensorReader(folder, files=files), no_dist=True)
 
 
 def _make_moments(

@@ -5,8 +5,6 @@ Python's lock. The standard writer calls Python about forty times for each tenso
 waits for the lock that the training loop holds.
 """
 
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -18,8 +16,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from learner.policy.weight_files import LOCAL, WeightFiles
+
 SUFFIX = ".bin"
-MAX_PARTS = 1_000  # Buffers of one system call; Linux allows 1,024.
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +35,15 @@ class StoredTensor:
 class TensorWriter(FileSystemWriter):
     """Writes the tensors of a rank into one file, one after another."""
 
+    def __init__(self, folder: Path, *, files: WeightFiles = LOCAL) -> None:
+        """Write through `files`, whose node has the folder."""
+        super().__init__(folder)
+        self._files = files
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Make the folder. Ranks of other nodes need none: rank 0 makes it."""
+        return plan if self._files.is_remote else super().prepare_local_plan(plan)
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write and sync the file; return the places of its tensors."""
         name = f"{cast(Any, plan.storage_data).prefix}0{SUFFIX}"
@@ -51,12 +59,17 @@ class TensorWriter(FileSystemWriter):
             )
             parts.append(part)
             offset += len(part)
-        _write_file(Path(self.path) / name, parts)
+        self._files.write(Path(self.path) / name, parts)
         return _done(results)
 
 
 class TensorReader(FileSystemReader):
     """Reads the files of `TensorWriter`, and those of the standard writer."""
+
+    def __init__(self, folder: Path, *, files: WeightFiles = LOCAL) -> None:
+        """Read through `files`."""
+        super().__init__(folder)
+        self._files = files
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the tensors of the plan. Raises: EOFError: a file is shorter than its tensors."""
@@ -69,7 +82,7 @@ class TensorReader(FileSystemReader):
             return super().read_data(replace(plan, items=standard), planner)
         for item in plan.items:
             place = cast(StoredTensor, self.storage_data[item.storage_index])
-            found = _read(Path(self.path) / place.relative_path, place)
+            found = _read(self._files, Path(self.path) / place.relative_path, place)
             for dim, (start, size) in enumerate(
                 zip(item.storage_offsets, item.lengths, strict=True)
             ):
@@ -90,32 +103,7 @@ def _done(result: Any) -> Future[Any]:
     return future
 
 
-def _write_file(path: Path, parts: Sequence[memoryview]) -> None:
-    """Write all parts into a new file, and sync it."""
-    left = [part for part in parts if len(part)]
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    try:
-        begin = 0
-        while begin < len(left):
-            written = os.writev(descriptor, left[begin : begin + MAX_PARTS])
-            while begin < len(left) and written >= len(left[begin]):
-                written -= len(left[begin])
-                begin += 1
-            if written:  # One call writes two gigabytes at most, so a part may be left half.
-                left[begin] = left[begin][written:]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _read(path: Path, place: StoredTensor) -> Tensor:
+def _read(files: WeightFiles, path: Path, place: StoredTensor) -> Tensor:
     tensor = torch.empty(place.shape, dtype=place.dtype)
-    with path.open("rb", buffering=0) as file:
-        file.seek(place.offset)
-        view = _bytes_of(tensor)
-        while view:
-            count = file.readinto(view)
-            if not count:
-                raise EOFError(f"{path}: the file ends within a tensor")
-            view = view[count:]
+    files.read(path, place.offset, _bytes_of(tensor))
     return tensor

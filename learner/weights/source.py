@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from common.errors import LongstrideError
+from common.errors import LongstrideError, RankLost
 from common.wire.collective import lay_out
 from common.wire.weight_messages import TensorSpec
 from learner.policy.experts.conversion import Stored
@@ -288,7 +288,7 @@ class _in_touch:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError):
             reason = " ".join(str(error).split())[:300]
-            raise LongstrideError(
+            raise RankLost(
                 f"learner rank {self._rank} lost the connection to another rank while it gathered"
                 f" weights: {reason}"
             ) from error

@@ -122,7 +122,7 @@ def place(cfg: RunConfig, nodes: Sequence[ClusterNode]) -> ClusterPlacement:
         raise ConfigError(
             f"learner.device={cfg.learner.device}: Ray chooses the GPUs. Use learner.device=cuda"
         )
-    num_ranks = cfg.learner.num_ranks
+    num_ranks = cfg.learner.local_ranks
     learner = Needs(
         num_cpus=cfg.ray.learner_cpus, num_gpus=num_ranks if is_cuda else 0, is_home=True
     )
@@ -165,7 +165,7 @@ def _shared_seats(cfg: RunConfig, num_actors: int) -> tuple[tuple[int, ...], ...
     """Return the learner's GPUs that each of the first actors shares with it."""
     learner = replace(cfg.learner, device="cuda")
     actor = replace(cfg.actor, num_actors=num_actors, placement=GpuPlacement.COLOCATED)
-    return seat(replace(cfg, learner=learner, actor=actor), num_gpus=cfg.learner.num_ranks).actors
+    return seat(replace(cfg, learner=learner, actor=actor), num_gpus=cfg.learner.local_ranks).actors
 
 
 def _less(node: ClusterNode, needs: Needs) -> ClusterNode:

@@ -1,4 +1,4 @@
-"""Access rights by key: each actor and each hub has its own key pair, bound to its name.
+"""Access rights by key: each actor, hub and learner node has its own key pair for its name.
 
 `keys/peers.jsonl` lists the public keys. Each issued or revoked key adds one line, and the last
 line of a name is valid. Every listener of the run polls the file for new lines.
@@ -26,6 +26,7 @@ MAX_NAME_CHARS = 200
 MAX_LINES_PER_NAME = 3
 LINE_BYTES = 160
 RESERVED = ("run", "node", "stranger", "learner", "scheduler")  # Prefixes that names must not have.
+RANKS = "ranks"  # Prefix of the names of the learner's further nodes, and of no others.
 # Roles of the two key pairs without a name of their own.
 RUN = "run"
 NODE = "node"
@@ -43,12 +44,16 @@ NAME_FIELD = {  # The field of each message type that must hold the sender's nam
     "HubHello": "name",
     "HubGoodbye": "name",
     "JoinRequest": "name",
+    "RanksRequest": "name",
+    "RankBeat": "name",
 }
+RANK_MESSAGES = frozenset({"RanksRequest", "RankBeat", "RankFile"})
 # Message types that a key of each role allows. The key of scheduler and learner allows all types.
 RIGHTS = {
-    "actor": frozenset(each for each in NAME_FIELD if not each.startswith("Hub"))
+    "actor": frozenset(each for each in NAME_FIELD if not each.startswith(("Hub", "Rank")))
     | {"StoreRequest", "FileRequest"},
     "envhub": frozenset({"HubHello", "HubGoodbye", "JoinRequest", "FileRequest"}),
+    "learner": RANK_MESSAGES | {"JoinRequest"},
     NODE: frozenset({"JoinRequest", "FileRequest"}),
 }
 
@@ -58,7 +63,7 @@ class Identity:
     """Owner of a key: its name and role."""
 
     name: str
-    role: str  # "actor" | "envhub" | RUN | NODE
+    role: str  # "actor" | "envhub" | "learner" (ranks on another node) | RUN | NODE
     public: str  # Z85
     is_revoked: bool = False
 
@@ -149,7 +154,8 @@ class Identities:
 
 def add_identity(folder: Path, identity: Identity) -> None:
     """Append a key to the list. Raises: ConfigError: an invalid name or role, or too many keys."""
-    is_ours = identity.name.partition("-")[0] in RESERVED
+    prefix = identity.name.partition("-")[0]
+    is_ours = prefix in RESERVED or (prefix == RANKS) != (identity.role == "learner")
     if identity.role not in RIGHTS or is_ours or not 0 < len(identity.name) <= MAX_NAME_CHARS:
         raise ConfigError(
             f"cannot issue a key for {identity.name[:80]!r} ({identity.role[:20]!r}): the role or"

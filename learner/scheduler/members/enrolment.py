@@ -26,6 +26,7 @@ from common.wire.messages import Rejected
 SECTIONS = {  # Sections of the configuration that each role needs.
     "actor": ("run", "train", "model", "scheduler", "learner", "actor", "envhub", "log"),
     "envhub": ("run", "tasks", "scheduler", "envhub", "env", "envs", "log"),
+    "learner": ("run", "train", "model", "algorithm", "scheduler", "learner", "actor", "log"),
 }
 KEY_CHARS = 40  # Characters of a key in Z85.
 # Keys of a section that are not sent: secrets and values of this machine.
@@ -70,10 +71,10 @@ class Enrolments:
                 f"this run has version {product_version()}, the node has {request.product};"
                 " install the same version on both machines"
             )
-        if not request.is_remote or request.role != "actor":
+        if not request.is_remote or request.role == "envhub":
             return ""
         hosts = {"learner": self._cfg.learner.advertise or self._cfg.learner.host}
-        if self._cfg.envhub.is_started and not self._cfg.envhub.url:
+        if request.role == "actor" and self._cfg.envhub.is_started and not self._cfg.envhub.url:
             hosts["envhub"] = self._cfg.envhub.advertise or self._cfg.envhub.host
         closed = [f"{name}.host" for name, host in hosts.items() if is_loopback(host)]
         remedy = " ".join(f"{key}=0.0.0.0" for key in closed)
@@ -112,6 +113,8 @@ class Enrolments:
             return
         if known is not None and known.is_revoked:
             raise ConfigError(f"the name {request.name!r} is revoked; choose another name")
+        if request.role == "learner":
+            raise ConfigError("a node of the learner joins with keys/ranks-N.key of the run")
         if known is not None and is_alive(request.name):
             raise ConfigError(f"{NAME_IN_USE} {request.name!r}")
         add_identity(self._keys, Identity(request.name, request.role, request.public_key))

@@ -13,6 +13,7 @@ from common.errors import ConfigError, EnvError
 from common.host.loopback import loopback
 from common.wire.addresses import SAME_MACHINE, host_of, with_host
 from common.wire.join_messages import HubHello, HubPlace
+from common.wire.rank_messages import RanksPlace
 from common.wire.sockets import Received, Router
 from learner.scheduler.curriculum.catalogue import (
     Distances,
@@ -101,12 +102,14 @@ class Entrance:
 
     def _receive(self) -> None:
         for received in self.router.receive_all(timeout_s=POLL_S):
-            answer = self.enrolments.answer(received.message) or self.registry.hear_hub(
-                received.message, received.sender, time.monotonic()
+            answer = (
+                self.enrolments.answer(received.message)
+                or self.registry.hear_ranks(received.message)
+                or self.registry.hear_hub(received.message, received.sender, time.monotonic())
             )
             if answer is not None:
                 self.router.send(received.sender, answer)
-            else:
+            elif not isinstance(received.message, RanksPlace):
                 self.early.append(received)
 
 

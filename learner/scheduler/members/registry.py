@@ -1,12 +1,13 @@
 """The registry of addresses: roles send theirs to the scheduler, which sends all to the actors."""
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.wire.addresses import SAME_MACHINE
 from common.wire.join_messages import Directory, HubGoodbye, HubHello, HubNoted, HubPlace
 from common.wire.messages import Heartbeat, Hello
+from common.wire.rank_messages import RanksPlace, RanksRequest
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ class AddressRegistry:
     directory: Directory = field(
         default_factory=lambda: Directory(number=1, learner="", weights="", hubs=[])
     )
+    # Place of the learner's rank 0, for its other nodes.
+    ranks: RanksPlace = field(default_factory=lambda: RanksPlace(address="", incarnation=""))
     _hubs: dict[str, _Hub] = field(default_factory=dict[str, _Hub])  # Live hubs by name.
     # Recently removed hubs, kept for the status.
     _gone: dict[str, _Hub] = field(default_factory=dict[str, _Hub])
@@ -76,6 +79,14 @@ class AddressRegistry:
                     self._forget(message.name, "left")
             case _:
                 pass
+        return None
+
+    def hear_ranks(self, message: object, *, is_finished: bool = False) -> RanksPlace | None:
+        """Record the place of rank 0; return the answer to a node that requests it."""
+        if isinstance(message, RanksPlace):
+            self.ranks = message
+        elif isinstance(message, RanksRequest):
+            return replace(self.ranks, is_finished=is_finished)
         return None
 
     def expire(self, now: float) -> None:

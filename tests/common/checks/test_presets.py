@@ -198,7 +198,7 @@ def test_small_gpu_is_refused_quickly_with_numbers(overrides: list[str], tmp_pat
 def test_role_process_across_two_nodes_is_refused() -> None:
     two = ("machine.num_nodes=2", "machine.num_gpus=4")
     shape = read_shape(ROOT / load("textcraft-qwen7b").model.path)
-    with pytest.raises(ConfigError, match=r"learner\.num_ranks=6: all ranks run on one node"):
+    with pytest.raises(ConfigError, match=r"learner\.num_ranks=6: 6 ranks run on one node"):
         plan_named(load("textcraft-qwen7b", *two, "learner.num_gpus=6", "actor.num_gpus=2"), shape)
     wide = ("learner.num_gpus=3", "actor.tensor_parallel_size=2", "actor.num_gpus=4")
     with pytest.raises(ConfigError, match=r"GPUs of two nodes, which have 4 each"):

@@ -207,3 +207,37 @@ def test_config_file_is_private_and_display_redacted(tmp_path: Path, repository:
     save_config(cfg, tmp_path / "config.yaml")
     assert (tmp_path / "config.yaml").stat().st_mode & 0o777 == 0o600
     assert load_config(str(tmp_path / "config.yaml"), [], root=repository).envhub == cfg.envhub
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "local"),
+    [
+        ([], 1, 1),
+        (["learner.num_nodes=3"], 3, 1),
+        (["learner.num_nodes=2", "learner.ranks_per_node=4"], 8, 4),
+        (["learner.ranks_per_node=4"], 4, 4),
+        (["learner.num_nodes=2", "learner.num_ranks=6"], 6, 3),
+        (["learner.num_nodes=2", "learner.num_gpus=6"], 6, 3),
+    ],
+)
+def test_ranks_are_spread_over_the_nodes(
+    overrides: list[str], ranks: int, local: int, repository: Path
+) -> None:
+    learner = load_config(None, [MODEL, *overrides], root=repository).learner
+    assert (learner.num_ranks, learner.local_ranks) == (ranks, local)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["num_nodes=2", "num_ranks=3"], "num_ranks=3: must be a multiple of learner.num_nodes=2"),
+        (
+            ["num_nodes=2", "num_ranks=8", "ranks_per_node=2"],
+            "ranks_per_node=2: must be 0 or learner.num_ranks / learner.num_nodes = 4",
+        ),
+        (["num_nodes=0"], "num_nodes=0: must be"),
+    ],
+)
+def test_uneven_ranks_are_refused(overrides: list[str], words: str, repository: Path) -> None:
+    keys = [f"learner.{each}" for each in overrides]
+    assert error_of([MODEL, *keys], repository).startswith(f"learner.{words}")

@@ -92,7 +92,7 @@ def children_cpu_s() -> float:
         (["actor", "--join", "h:1"], "--join HOST:PORT and --key FILE: each needs the other"),
         (
             ["train", "--join", "h:1", "--key", "k"],
-            "--join: only the commands actor and envhub can join",
+            "--join: only the commands actor, envhub, learner can join",
         ),
         (["actor", "--join", "h:1", "--key", "/nosuch"], "--key /nosuch: No such file"),
         (["actor", "--join", "h", "--key", "/nosuch"], "--join h: expects HOST:PORT"),

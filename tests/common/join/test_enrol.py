@@ -21,7 +21,13 @@ from common.repository import ROOT, product_version
 from common.wire.access.identities import revoke
 from common.wire.join_messages import NAME_IN_USE, Enrolment, FilePart, FileRequest, JoinRequest
 from common.wire.messages import Rejected
-from common.wire.security import JoinKey, create_keys, read_join_key, write_join_key
+from common.wire.security import (
+    JoinKey,
+    create_keys,
+    read_join_key,
+    write_join_key,
+    write_rank_keys,
+)
 from common.wire.sockets import Router
 from learner.scheduler.members.enrolment import Enrolments
 
@@ -107,6 +113,24 @@ def test_joining_hub_receives_tasks_and_outside_environments(scheduler: Schedule
     assert cfg.envhub.envs == sorted({OUTSIDE, *(task.env for task in scheduler.cfg.tasks)})
 
 
+def test_learner_node_joins_with_its_own_key_only(scheduler: Scheduler) -> None:
+    folder = Path(scheduler.keys.folder)
+    first, second = write_rank_keys(folder, run_name="a", num_nodes=3)
+    key = read_join_key(first, role="learner")
+    request = replace(REQUEST, role="learner")
+    joined = enrol(scheduler.address, key, request, timeout_s=WAIT_S)
+    assert (joined.key.name, joined.model_path, scheduler.num_parts) == ("ranks-1", "", 0)
+    cfg = load_told(joined.config, [], root=ROOT)
+    assert (cfg.learner, cfg.algorithm) == (scheduler.cfg.learner, scheduler.cfg.algorithm)
+    assert cfg.model.path == joined.base
+    with pytest.raises(ConfigError, match="not for learner"):
+        read_join_key(scheduler.key_path, role="learner")
+    text = second.read_text(encoding="utf-8")
+    assert write_rank_keys(folder, run_name="a", num_nodes=3) == [first, second]
+    assert second.read_text(encoding="utf-8") == text  # A restart of the run keeps the keys.
+    assert {path.stat().st_mode & 0o777 for path in (first, second)} == {0o600}
+
+
 def test_node_with_its_own_model_receives_none(scheduler: Scheduler) -> None:
     request = replace(REQUEST, has_model=True)
     joined = enrol(scheduler.address, scheduler.key, request, timeout_s=WAIT_S)
@@ -117,7 +141,10 @@ def test_node_with_its_own_model_receives_none(scheduler: Scheduler) -> None:
     ("request_", "words"),
     [
         (replace(REQUEST, product="0.0.1"), "install the same version on both machines"),
-        (replace(REQUEST, role="learner"), "cannot join; these roles can: actor, envhub"),
+        (replace(REQUEST, role="scheduler"), "cannot join; these roles can: actor, envhub"),
+        (replace(REQUEST, role="learner"), "joins with keys/ranks-N.key"),
+        (replace(REQUEST, role="learner", name="ranks-1"), "joins with keys/ranks-N.key"),
+        (replace(REQUEST, name="ranks-1"), "the name is not allowed"),
         (replace(REQUEST, is_remote=True), r"start it with learner\.host=0"),
     ],
 )

@@ -141,13 +141,16 @@ ELSEWHERE = {
     "learner.port": "learner/build.py",
     "learner.device": "learner/build.py",
     "learner.num_threads": "learner/training/build.py",
-    "learner.num_ranks": "learner/training/rank_workers.py",
+    "learner.num_ranks": "learner/training/rank_processes.py",
+    "learner.num_nodes": "learner/training/rank_workers.py",
+    "learner.ranks_per_node": "common/config/load.py",
+    "learner.join_timeout_s": "learner/training/node_server.py",
     "learner.num_gpus": "common/config/load.py",
     "learner.publish": "learner/build.py",
     "learner.publish_bucket_mb": "learner/build.py",
     "learner.publish_parts": "learner/build.py",
     "learner.weights_transport": "learner/build.py",
-    "learner.rank_timeout_s": "learner/training/rank_workers.py",
+    "learner.rank_timeout_s": "learner/training/rank_processes.py",
     "learner.gradient_checkpointing": "learner/training/build.py",
     "learner.offload": "learner/policy/forward.py",  # See test_offload.py for its effect.
     "learner.moments": "learner/training/optimizers/optimizer.py",  # see test_moments.py

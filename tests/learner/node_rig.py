@@ -1,0 +1,110 @@
+"""A learner on two nodes for tests: rank 0 in this process, the other node as a real process."""
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from common.config.run_config import RunConfig
+from common.config.services import EnvhubSection
+from common.launch.process import ChildProcess
+from common.repository import ROOT
+from common.store.run_dir import RunDir
+from common.wire.security import create_keys
+from learner.scheduler.main import serve
+from learner.training.build import load_start, make_trainer
+from learner.training.rank_workers import RankWorkers
+from learner.training.trainer import Trainer
+from tests.learner.scheduler.builders import make_config
+
+WAIT_S = 300.0
+CPU = torch.device("cpu")
+
+
+@dataclass(kw_only=True)
+class TwoNodes:
+    """A run whose learner has two nodes."""
+
+    cfg: RunConfig
+    run_dir: RunDir
+    node: ChildProcess  # The second node.
+
+    @contextmanager
+    def rank_0(
+        self, checkpoint: Path | None = None, *, is_shared: bool = False, **links: Any
+    ) -> Iterator[tuple[Trainer, RankWorkers]]:
+        """Yield the trainer of rank 0. If not shared, the node does not find the run directory."""
+        workers = RankWorkers(self.cfg, checkpoint, run_dir=self.run_dir)
+        try:
+            if not is_shared:
+                self.run_dir.forget_address("ranks")
+            model, _ = load_start(self.cfg, checkpoint, CPU)
+            workers.wait_loaded()
+            links |= {"ranks": workers.join(self.cfg.learner), "announce": workers.announce}
+            trainer, _ = make_trainer(self.cfg, model, checkpoint, **links)
+            yield trainer, workers
+        finally:
+            workers.stop()
+
+    @property
+    def log(self) -> str:
+        """Output of the second node."""
+        return (self.run_dir.logs / "node.txt").read_text(encoding="utf-8")
+
+
+@contextmanager
+def scheduler_of(cfg: RunConfig, folder: Path) -> Iterator[tuple[RunConfig, RunDir]]:
+    """Run the scheduler of a learner without hubs; yield its configuration and run directory."""
+    cfg = replace(
+        make_config(num_steps=1, per_step=1),
+        model=cfg.model,
+        learner=cfg.learner,
+        algorithm=cfg.algorithm,
+        envhub=EnvhubSection(is_started=False),
+    )
+    run_dir = RunDir(root=folder / "run")
+    create_keys(run_dir.keys)
+    run_dir.logs.mkdir(parents=True)
+    stop = threading.Event()
+    thread = threading.Thread(target=serve, args=(cfg, run_dir, stop))
+    thread.start()
+    try:
+        run_dir.wait_for_address("scheduler", timeout_s=WAIT_S)
+        yield cfg, run_dir
+    finally:
+        stop.set()
+        thread.join(WAIT_S)
+
+
+def join_argv(run_dir: RunDir, *overrides: str, key: str = "ranks-1.key") -> list[str]:
+    """Return the command of a further node of the learner."""
+    address = run_dir.wait_for_address("scheduler", timeout_s=WAIT_S).removeprefix("tcp://")
+    path = str(run_dir.keys / key)
+    command = [sys.executable, str(ROOT / "run.py"), "learner"]
+    return [*command, "--join", address, "--key", path, *overrides]
+
+
+@contextmanager
+def two_nodes(cfg: RunConfig, folder: Path) -> Iterator[TwoNodes]:
+    """Yield a learner on two nodes; end the second node afterwards."""
+    with scheduler_of(cfg, folder) as (cfg, run_dir):
+        log = run_dir.logs / "node.txt"
+        node = ChildProcess("node", join_argv(run_dir), log_path=log, cwd=ROOT)
+        try:
+            yield TwoNodes(cfg=cfg, run_dir=run_dir, node=node)
+        finally:
+            node.stop(timeout_s=30.0)
+            node.clear_away()
+
+
+def rows_of_rank_0(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a tensor that rank 0 holds, if `part` is sharded."""
+    if not isinstance(part, DTensor):
+        return whole
+    return whole[: len(part.to_local())]
