@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 TICK_S = 0.05  # Interval between two measurements of memory and files.
 CHUNK_BYTES = 1 << 16
 PR_SET_DUMPABLE = 4
-OUT_OF_MEMORY = 1000  # The kernel ends these processes before any other.
+OUT_OF_MEMORY = b"1000"  # The kernel ends these processes before any other.
 NICENESS = 10  # The processes of the hub have priority.
 DEFAULT_SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ)
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -306,8 +306,8 @@ class Agent:
     def limit(self) -> None:
         """Set the limits of this process, which its children inherit."""
         os.nice(NICENESS)
-        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            file.write(str(OUT_OF_MEMORY))
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "wb") as file:
+            file.write(OUT_OF_MEMORY)
         limits = self.limits
         for kind, value in (
             (resource.RLIMIT_NPROC, limits["processes"]),

@@ -48,6 +48,7 @@ RULES = (
     Rule(PY + r"report\b", How.PARSE, "wants finished runs; tests/common/report"),
     Rule(PY + r"revoke\b", How.PARSE, "wants a run's keys; tests/common/wire/access"),
     Rule(PY + r"merge\b", How.PARSE, "wants adapters; tests/learner/offline"),
+    Rule(PY + r".*--config (code|terminal)", How.CONFIG, "starts sandboxes; tests/envhub/envs"),
     Rule(PY + r".*launcher=ray", How.CONFIG, "asks a Ray cluster; end_to_end/test_run_on_ray"),
     Rule(
         PY + r".*actor\.engine_args\.",

@@ -1,18 +1,16 @@
 """Tasks in a terminal: the agent runs commands in a sandbox, and tests decide at the end."""
 
 import hashlib
-import json
 import math
-import re
 from dataclasses import dataclass
 
 from common.config.envs import EnvsSection, TerminalOptions
 from common.errors import ConfigError
 from envhub.env import EnvFailure, EnvSpec, Isolation, StepResult, Style, SubsetSpec, parse_item
 from envhub.envs.terminal.tasks import TerminalTask, digest_of_tasks, load_tasks_of
+from envhub.envs.terminal.texts import CLEAR, SHELL, VERIFIER, command_of, describe, reward_of
 from envhub.sandbox.backends import limits_of, make_backend, worker_bytes
 from envhub.sandbox.interface import (
-    LOGS,
     TESTS,
     CommandEnd,
     CommandResult,
@@ -25,32 +23,14 @@ from envhub.sandbox.interface import (
 
 SUBSET = "tasks"
 SUBMIT = "submit"
-FENCE = re.compile(r"```(?:bash|sh|shell|console)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
-VERIFIER = f"{LOGS}/verifier"
 REWARDS = (f"{VERIFIER}/reward.txt", f"{VERIFIER}/reward.json")
 MAX_REWARD_BYTES = 100_000
 MAX_OUTPUT_BYTES = 64_000
 CLEAR_TIMEOUT_S = 60.0
 MARGIN_S = 240.0  # Seconds of a step beyond its commands: start, files and end of the sandbox.
 NOT_RUN = (126, 127)  # Exit codes of a shell whose command does not exist or cannot run.
-# The shell keeps its directory and exported variables between commands.
-SHELL = """
-state=/tmp/.shell_state
-trap '{ printf "cd %q\\n" "$PWD"; export -p; } >"$state" 2>/dev/null' EXIT
-[ -f "$state" ] && . "$state" 2>/dev/null
-eval "$1"
-"""
 # The tests do not load packages that the agent has installed for its user.
 GUARDED = {"PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-CLEAR = f"""
-chmod -R u+rwX {TESTS} {LOGS} 2>/dev/null
-find {TESTS} {LOGS} -mindepth 1 -delete && mkdir {VERIFIER}
-"""
-ENDS = {
-    CommandEnd.TIMEOUT: "The command took longer than {limit:g} s.",
-    CommandEnd.MEMORY: "The command exceeded the memory limit.",
-    CommandEnd.FILES: "The command created too many files.",
-}
 INSTRUCTION = (
     "You work in a Linux terminal without a network. Each answer is one shell command, in a ```bash"
     f" block or as plain text. Answer {SUBMIT} when the task is finished."
@@ -263,45 +243,6 @@ class TerminalEnv:
             sandbox = self._sandbox
             self._sandbox = None
             await sandbox.delete()
-
-
-def command_of(action: str) -> str:
-    """Return the command of an action: its last fenced block, or the text after `Action:`."""
-    blocks = FENCE.findall(action)
-    text = blocks[-1] if blocks else action.rpartition("Action:")[2]
-    return text.strip().encode("utf-8", errors="replace").decode()
-
-
-def describe(result: CommandResult, limit_s: float, max_chars: int) -> str:
-    """Return a command's output with notes; a long output loses its middle."""
-    text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in result.text)
-    if len(text) > max_chars:
-        half = max_chars // 2
-        note = f"\n[{len(text) - 2 * half} characters were left out here]\n"
-        text = text[:half] + note + text[-half:]
-    lines = [text.rstrip("\n")] if text.strip() else []
-    if result.ended_by is not CommandEnd.EXIT:
-        lines.append(ENDS[result.ended_by].format(limit=limit_s))
-        lines.append("All processes were ended.")
-    elif result.exit_code != 0:
-        lines.append(f"[exit code {result.exit_code}]")
-    return "\n".join(lines) or "[no output]"
-
-
-def reward_of(text: str) -> float:
-    """Return the reward of reward.txt (a number) or reward.json (`reward`, or the mean of all).
-
-    Raises: ValueError: it is no number in [0, 1].
-    """
-    held = json.loads(text)
-    if isinstance(held, dict):
-        values = [held["reward"]] if "reward" in held else [*held.values()]
-        if not values or not all(isinstance(each, (int, float)) for each in values):
-            raise ValueError(f"the rewards are {text.strip()[:80]!r}, not numbers")
-        held = sum(values) / len(values)
-    if isinstance(held, bool) or not isinstance(held, (int, float)) or not 0 <= held <= 1:
-        raise ValueError(f"the reward is {text.strip()[:80]!r}, not a number in [0, 1]")
-    return float(held)
 
 
 def load_terminal_tasks(options: EnvsSection) -> TerminalTasks:

@@ -10,8 +10,9 @@ import pytest
 from common.config.envs import EnvsSection, TerminalOptions
 from common.errors import ConfigError
 from envhub.env import EnvFailure, StepResult, Style
-from envhub.envs.terminal.env import TerminalEnv, check, command_of, make_spec, reward_of
+from envhub.envs.terminal.env import TerminalEnv, check, make_spec
 from envhub.envs.terminal.tasks import load_tasks_of
+from envhub.envs.terminal.texts import command_of, reward_of
 from tests.envhub.sandbox.boxes import OPTIONS, need_bubblewrap
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
