@@ -12,7 +12,7 @@ import psutil
 
 from common.config.run_config import OnStall, RunConfig, TrainMode, published_version
 from common.cpu import cpu_metrics, family_cpu_s
-from common.errors import LongstrideError, RankLost
+from common.errors import LongstrideError
 from common.launch.lock import hold_role
 from common.memory import trim_heap
 from common.stall.beacon import Beacon, beacon_of
@@ -107,8 +107,6 @@ def _train(cfg: RunConfig, learner: Learner, stop: threading.Event, beacon: Beac
         learner.trainer.warm_up()  # This overlaps with the first episodes.
         loop.train()
         learner.rank_workers.is_over = True
-    except RankLost as error:
-        raise learner.rank_workers.explained(error) from error
     except StopRequested:
         learner.rank_workers.is_over = True
         logger.info("stopping version=%d", loop.version)

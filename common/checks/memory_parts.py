@@ -95,8 +95,9 @@ def learner_host_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> l
     trained += [shape.num_params] if _has_own_critic(cfg) else []
     each = 4 + adamw_part(learner.moments, 64).num_bytes / 64
     how = f"{sum(trained) / 1e6:,.1f}M x {each:.4g} B (weights and moments, while they are written)"
-    how += f" / {learner.num_nodes} nodes" * (learner.num_nodes > 1)
-    parts.append(Part("checkpoint copies", int(each * sum(trained) / learner.num_nodes), how))
+    num_nodes = learner.shard_ranks // learner.local_ranks
+    how += f" / {num_nodes} nodes" * (num_nodes > 1)
+    parts.append(Part("checkpoint copies", int(each * sum(trained) / num_nodes), how))
     return [*parts, *_publish_copies(cfg, shape)]
 
 
@@ -146,7 +147,7 @@ def _sharded_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> list[
         rest = _weights("critic", num, 8, " (weights, gradients)")
         kept = adamw_part(learner.moments, num)
         parts.append(Part("critic", rest.num_bytes + kept.num_bytes, f"{rest.how} + {kept.how}"))
-    return [_share(part, learner.num_ranks) for part in parts]
+    return [_share(part, learner.shard_ranks) for part in parts]
 
 
 def frozen_bytes(learner: LearnerSection, is_cuda: bool) -> int:

@@ -315,6 +315,13 @@ class RankKeys:
         ge=0,
         le=64,
     )
+    shard_nodes: int = knob(
+        0,
+        "Shards each copy of the weights over the ranks of this many nodes. 0 means all nodes, with"
+        " one copy in total.",
+        ge=0,
+        le=1024,
+    )
     num_ranks: int = knob(
         1,
         "Starts this many processes that share batches and weights, each with a CUDA device of its"
@@ -340,6 +347,11 @@ class RankKeys:
         """The number of ranks on each node."""
         return self.num_ranks // self.num_nodes
 
+    @property
+    def shard_ranks(self) -> int:
+        """The number of ranks that share one copy of the weights."""
+        return self.local_ranks * (self.shard_nodes or self.num_nodes)
+
     def rank_contradictions(self) -> Iterator[Contradiction]:
         """Yield the contradictions between these keys."""
         if self.num_gpus not in (0, self.num_ranks):
@@ -351,6 +363,9 @@ class RankKeys:
         if self.ranks_per_node not in (0, self.local_ranks):
             law = f"must be 0 or learner.num_ranks / learner.num_nodes = {self.local_ranks}"
             yield "ranks_per_node", self.ranks_per_node, law
+        if self.shard_nodes and self.num_nodes % self.shard_nodes:
+            law = f"must be 0 or a divisor of learner.num_nodes={self.num_nodes}"
+            yield "shard_nodes", self.shard_nodes, law
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

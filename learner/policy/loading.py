@@ -258,8 +258,9 @@ def _range_of(tensor: Tensor) -> slice:
     """Return this rank's rows of a weight; all rows of a weight that is not sharded."""
     if not isinstance(tensor, DTensor):
         return slice(None)
-    size = tensor.device_mesh.size()
-    rank = tensor.device_mesh.get_local_rank()
+    mesh = tensor.device_mesh  # Weights are sharded over its last dimension.
+    size = mesh.size(-1)
+    rank = mesh.get_local_rank(mesh.ndim - 1)
     num_rows = -(-tensor.shape[0] // size)  # As in torch.chunk.
     return slice(rank * num_rows, min((rank + 1) * num_rows, tensor.shape[0]))
 

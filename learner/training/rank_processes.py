@@ -222,7 +222,9 @@ def meet(cfg: RunConfig, rank: int, meeting: Meeting, device: torch.device) -> R
             world_size=num_ranks,
             timeout=timedelta(seconds=timeout_s),
         )
-        mesh = init_device_mesh(device.type, (num_ranks,))
+        shape = (num_ranks // cfg.learner.shard_ranks, cfg.learner.shard_ranks)
+        dims = slice(shape[0] == 1, None)  # A single copy has a mesh of one dimension.
+        mesh = init_device_mesh(device.type, shape[dims], mesh_dim_names=("copy", "shard")[dims])
         group = dist.new_group()
         assert isinstance(group, dist.ProcessGroup)  # This rank is a member of the group.
         files = LOCAL

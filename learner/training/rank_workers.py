@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from common.config.learning import LearnerSection
 from common.config.run_config import RunConfig
-from common.errors import ConfigError, LongstrideError
+from common.errors import ConfigError
 from common.store.run_dir import RunDir
 from common.wire.rank_messages import RankChannel
 from learner.policy.model import pick_device
@@ -109,6 +109,7 @@ class RankWorkers:
         start = json.dumps([settled(learner), host]).encode()
         self._tell(start)
         self._ranks = meet(self._cfg, 0, replace(self._meeting, host=host), self._device)
+        self._ranks.explain = self._lost_text
         logger.info("ranks=%d pids=%s", self._ranks.size, self._processes.pids)
         return self._ranks
 
@@ -141,12 +142,10 @@ class RankWorkers:
         if self._server is not None:
             self._server.check()
 
-    def explained(self, error: LongstrideError) -> LongstrideError:
-        """Return an error of this learner with the name of the lost node, if one is lost."""
-        if self._server is None:
-            return error
-        lost = self._processes.lost_text() or self._server.explain()
-        return LongstrideError(f"{lost} ({error})") if lost else error
+    def _lost_text(self) -> str:
+        """Return which rank or node is lost after a lost connection; "" if unknown."""
+        lost = self._processes.lost_text()
+        return lost or (self._server.explain() if self._server is not None else "")
 
     def stop(self) -> None:
         """End all ranks: close their pipes, and kill each process that does not exit in time."""

@@ -1,7 +1,7 @@
 """The learner's ranks: each computes its share of a batch and keeps its shard of the weights."""
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import NamedTuple
@@ -43,7 +43,9 @@ class Ranks:
         publish_group: dist.ProcessGroup | None = None,
         files: WeightFiles = LOCAL,
     ) -> None:
-        """Wrap a one-dimensional mesh over the default process group; None is a single rank.
+        """Wrap a mesh over the default process group; None is a single rank.
+
+        A mesh of two dimensions is [copy, shard]: each of its rows has one copy of the weights.
 
         Args:
             publish_group: group of the same ranks, for the thread that gathers weights during
@@ -51,10 +53,12 @@ class Ranks:
             files: access of this rank to the files of weights and checkpoints.
         """
         self.files = files
+        # On rank 0, returns which rank or node is lost after a lost connection; "" if unknown.
+        self.explain: Callable[[], str] = lambda: ""
         self.store: object = None  # The rendezvous, which the process group uses.
         self.mesh = mesh
         self.publish_group: dist.ProcessGroup | None = publish_group
-        self.index = 0 if mesh is None else mesh.get_local_rank()
+        self.index = 0 if mesh is None else dist.get_rank()
         self.size = 1 if mesh is None else mesh.size()
         # Checkpoints need their own group: a thread writes them during training.
         self.saving: dist.ProcessGroup | None = None
@@ -91,7 +95,7 @@ class Ranks:
 
     @contextmanager
     def in_touch(self, what: str) -> Iterator[None]:
-        """Add the rank and the operation to an error of a collective. Raises: RankLost."""
+        """Add rank, operation and loss to an error of a collective. Raises: RankLost."""
         try:
             yield
         except RuntimeError as error:
@@ -99,9 +103,9 @@ class Ranks:
                 raise
             reason = " ".join(str(error).split())[:300]
             rank = f"learner rank {self.index} of {self.size}"
-            raise RankLost(
-                f"{rank} lost the connection to another rank during {what}: {reason}"
-            ) from error
+            text = f"{rank} lost the connection to another rank during {what}: {reason}"
+            lost = self.explain()
+            raise RankLost(f"{lost} ({text})" if lost else text) from error
 
 
 def deal(costs: Sequence[int], num_ranks: int) -> list[int]:

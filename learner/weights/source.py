@@ -76,7 +76,7 @@ class LiveWeights:
         exact: Collection[str] = (),
         gathering: Gathering | None = None,
     ) -> None:
-        """Wrap tensors: DTensors on a mesh of one dimension, plain ones, or ranges of both.
+        """Wrap tensors: DTensors on a mesh [shard] or [copy, shard], plain ones, or ranges of both.
 
         Args:
             dtype: dtype in which floating-point tensors are sent; None: each in its own.
@@ -227,15 +227,18 @@ def _sent_as(tensor: Tensor | Merged | Stored, dtype: torch.dtype | None) -> tor
 
 
 def _shares(tensor: Tensor | Merged) -> list[tuple[int, int]]:
-    """Return the range of flat numbers that each rank holds: (first, first after it)."""
-    if not isinstance(tensor, DTensor) or isinstance(tensor.placements[0], Replicate):
+    """Return the range of flat numbers that each rank holds: (first, first after it).
+
+    If the ranks hold several copies, these are the ranks of the first copy.
+    """
+    if not isinstance(tensor, DTensor) or isinstance(tensor.placements[-1], Replicate):
         return [(0, tensor.numel())]
-    if tensor.placements != (Shard(0),):
+    if tensor.placements not in ((Shard(0),), (Replicate(), Shard(0))):
         raise LongstrideError(
             f"weights that are sharded as {tensor.placements} cannot be published"
         )
     rows = tensor.shape[0]
-    num_ranks = tensor.device_mesh.size()
+    num_ranks = tensor.device_mesh.size(-1)
     # Each rank holds the rows that `torch.chunk` assigns to it.
     width = tensor.numel() // max(rows, 1)
     step = -(-rows // num_ranks)

@@ -269,7 +269,7 @@ def has_whole_blocks(parameter: Tensor) -> bool:
     if parameter.ndim == 0:
         return False
     num_rows = len(parameter)
-    ranks = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
+    ranks = parameter.device_mesh.size(-1) if isinstance(parameter, DTensor) else 1
     most = -(-num_rows // ranks)  # FSDP leaves the remaining rows to the last rank.
     least = num_rows - most * (ranks - 1)
     row = parameter.numel() // num_rows

@@ -236,6 +236,10 @@ def test_ranks_are_spread_over_the_nodes(
             "ranks_per_node=2: must be 0 or learner.num_ranks / learner.num_nodes = 4",
         ),
         (["num_nodes=0"], "num_nodes=0: must be"),
+        (
+            ["num_nodes=6", "shard_nodes=4"],
+            "shard_nodes=4: must be 0 or a divisor of learner.num_nodes=6",
+        ),
     ],
 )
 def test_uneven_ranks_are_refused(overrides: list[str], words: str, repository: Path) -> None:
