@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -15,13 +16,15 @@ from actor.rollout.agent_runner import AgentRunner
 from actor.rollout.env_client import Environments, HubClient
 from actor.rollout.episode import WHOLE, Act, Render, run_episode
 from common.config.evaluation import AgentOptions
-from common.errors import LongstrideError
+from common.errors import EnvPaused, LongstrideError
 from common.evaluation.planned import PlannedEpisode
 from common.store.journal import JournalWriter
 from common.wire.messages import EpisodeKind, Lease, Trajectory
 
 logger = logging.getLogger(__name__)
 
+PAUSE_S = 2.0  # Seconds between two tries of an episode whose environment is paused.
+SAY_EVERY_S = 30.0  # Seconds between two warnings that an episode waits.
 TOLD_EVERY = 0.1  # Share of the episodes between two log lines of progress.
 
 
@@ -90,7 +93,7 @@ async def _play_patiently(
 ) -> Trajectory:
     for attempt in range(job.max_attempts):
         lease = lease_of(plan, attempt=attempt, deadline_s=job.episode_timeout_s)
-        trajectory = await _play_once(lease, plan, environments, player)
+        trajectory = await _play_unpaused(lease, plan, environments, player)
         if not trajectory.end_reason.is_infrastructure_failure:
             break
         logger.warning(
@@ -101,6 +104,21 @@ async def _play_patiently(
             trajectory.error,
         )
     return trajectory
+
+
+async def _play_unpaused(
+    lease: Lease, plan: PlannedEpisode, environments: Environments, player: EpisodePlayer
+) -> Trajectory:
+    """Play an episode; wait while its environment is paused, because a service is down."""
+    said_at = -math.inf
+    while True:
+        try:
+            return await _play_once(lease, plan, environments, player)
+        except EnvPaused as error:
+            if time.monotonic() - said_at > SAY_EVERY_S:
+                said_at = time.monotonic()
+                logger.warning("episode waits episode=%s reason=%s", plan.episode_id, error)
+            await asyncio.sleep(PAUSE_S)
 
 
 async def _play_once(

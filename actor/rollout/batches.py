@@ -190,6 +190,6 @@ def failure_of(method: str, path: str, status: int, text: str) -> EnvError | Non
         return ActionTooLarge(f"{method} {path}: {text:.300}")
     is_gone = status == 404 and path.startswith((SESSION_PATH, STEP.path))
     if status == PAUSED:
-        return EnvPaused(f"{method} {path}: {text:.500}")
+        return EnvPaused(f"{text:.500}")
     kind = HubLost if is_gone or status == 503 else EnvError
     return kind(f"{method} {path}: HTTP {status} {text:.300}") if status >= 400 else None

@@ -16,6 +16,7 @@ import aiohttp
 from actor.rollout.batches import (
     CLOSE,
     OPEN,
+    PAUSED,
     SESSION_PATH,
     STEP,
     ActionTooLarge,
@@ -239,13 +240,21 @@ class HubClient(BearerClient):
                 wait_s = retry_after_s(response.headers, unsaid_s=1.0)
                 await asyncio.sleep(max(MIN_RETRY_S, wait_s))
                 return None
-            shown = repr(bytes(text[:300]))
+            shown = repr(bytes(text[:300])) if response.status != PAUSED else detail_of(text)
             if failure := failure_of(method, path, response.status, shown):
                 raise failure
             try:
                 return (json.loads(text) if text else {}) or {}  # None is reserved for a 429.
             except (ValueError, RecursionError) as error:
                 raise EnvError(f"{method} {path}: the answer is not JSON: {shown}") from error
+
+
+def detail_of(text: bytearray) -> str:
+    """Return the reason in a hub's refusal, or its whole text."""
+    try:
+        return str(json.loads(text)["detail"])
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return repr(bytes(text[:300]))
 
 
 def score_of(reply: Any, name: str, *, path: str, absent: float | None = None) -> float:

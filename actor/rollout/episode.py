@@ -16,7 +16,7 @@ from actor.rollout.env_client import ExpertHint, HubStepResult
 from actor.rollout.folding import history_of
 from common.config.curriculum import HorizonUnit
 from common.config.evaluation import AgentOptions
-from common.errors import EnvError, EnvTimeout, HubLost
+from common.errors import EnvError, EnvPaused, EnvTimeout, HubLost
 from common.formats.answers import MARK, worded
 from common.states import action_number, state_number
 from common.text import valid_text
@@ -189,7 +189,7 @@ async def run_episode(
         may_repeat: the caller replays the episode when its hub is lost, so that it is no failure.
         keeps_last: append the last observation of an episode that is cut short, for a critic.
 
-    Raises: HubLost: if `may_repeat`.
+    Raises: EnvPaused. HubLost: if `may_repeat`.
     """
     room = Room(max_tokens=max_tokens, turn_tokens=turn_tokens, options=options)
     task = worded(options.format, instruction)
@@ -220,7 +220,9 @@ async def record_end_reason(
 ) -> AsyncIterator[None]:
     """Limit an episode to its lease's time, and record why it ended early.
 
-    Raises: HubLost: if `may_repeat`. Errors that are unrelated to the episode propagate.
+    Raises:
+        EnvPaused: the episode has no outcome, and is played again later.
+        HubLost: if `may_repeat`. Errors that are unrelated to the episode propagate.
     """
     try:
         async with asyncio.timeout(lease.deadline_s) as deadline:
@@ -232,7 +234,7 @@ async def record_end_reason(
     except EnvTimeout as error:
         play.end, play.error = EndReason.ENV_TIMEOUT, str(error)
     except EnvError as error:
-        if may_repeat and isinstance(error, HubLost):
+        if isinstance(error, EnvPaused) or (may_repeat and isinstance(error, HubLost)):
             raise
         play.end, play.error = EndReason.ENV_ERROR, str(error)
     except TimeoutError:

@@ -36,9 +36,13 @@ def serve(app: FastAPI, *, port: int = 0) -> Iterator[str]:
 
 @dataclass
 class ToyHub:
-    """The game: answer "go" twice. Item <subset>-test-9 fails to open; in a broken hub, all do."""
+    """The game: answer "go" twice. Item <subset>-test-9 fails to open; in a broken hub, all do.
+
+    The first `num_paused` calls of sessions find the environment paused.
+    """
 
     is_broken: bool = False
+    num_paused: int = 0
     step_s: float = 0.0
     opened: list[str] = field(default_factory=list[str])
     turns: dict[str, int] = field(default_factory=dict[str, int])
@@ -66,6 +70,9 @@ class ToyHub:
         @app.post("/v1/sessions", status_code=201)
         async def open_session(request: Request) -> Any:
             item_id = (await request.json())["item_id"]
+            if self.num_paused > 1:
+                self.num_paused -= 1
+                return JSONResponse({"detail": "judge x is down"}, status_code=424)
             self.opened.append(item_id)
             if self.is_broken or item_id.endswith("-9"):
                 return JSONResponse({"detail": "the game is broken"}, status_code=500)
@@ -77,6 +84,9 @@ class ToyHub:
         async def step(name: str, request: Request) -> Any:
             if name not in self.turns:
                 return JSONResponse({"detail": "no such session"}, status_code=404)
+            if self.num_paused:  # The last one is a step.
+                self.num_paused -= 1
+                return JSONResponse({"detail": "judge x is down"}, status_code=424)
             await asyncio.sleep(self.step_s)
             is_go = (await request.json())["action"] == "go"
             self.turns[name] += is_go

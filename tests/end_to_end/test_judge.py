@@ -40,8 +40,10 @@ def test_killed_judge_delays_a_run_and_falsifies_nothing(tmp_path: Path) -> None
         assert run.wait(timeout_s=900) == 0, run.output[-3000:]
         lines = run.metrics()
         assert len(lines) == 4
-        graded = [line["episodes/reward_judge_mean"] for line in lines]
-        assert all(0.0 <= each <= 1.0 for each in graded)
+        # A step without newly arrived episodes has no metrics of episodes.
+        lines = [line for line in lines if "episodes/reward_judge_mean" in line]
+        assert lines
+        assert all(0.0 <= line["episodes/reward_judge_mean"] <= 1.0 for line in lines)
         assert sum(line["episodes/reward_judge_calls_mean"] for line in lines) > 0
         assert sum(line["episodes/reward_judge_prompt_tokens_mean"] for line in lines) > 0
         ledger = run.read("ledger.json")

@@ -163,3 +163,12 @@ def test_given_episodes_run_through_the_agent_loop(tmp_path: Path) -> None:
     ended = played(tmp_path, [plan(1), plan(2)], going=Noted(), agents=agents)
     assert asked == [renderer.first_prompt("my own way")] * 2
     assert {(t.end_reason, t.num_turns) for t in ended} == {(EndReason.DONE, 1)}
+
+
+@pytest.mark.slow
+def test_paused_environment_delays_an_episode_and_fails_none(tmp_path: Path) -> None:
+    """It is paused at one opening, and at the first step of the second session."""
+    hub = ToyHub(num_paused=2)
+    (trajectory,) = played(tmp_path, [plan(1)], hub=hub, max_attempts=1)
+    assert (trajectory.end_reason, trajectory.reward) == (EndReason.DONE, 1.0)
+    assert (trajectory.num_turns, hub.num_paused, len(hub.opened)) == (2, 0, 2)
