@@ -48,6 +48,7 @@ AGREED: list[tuple[str, dict[str, Any]]] = [
     ("glm4_moe", {"attention_bias": True, "use_qk_norm": True}),
     ("lfm2", {"conv_bias": True}),
     ("falcon_h1", {"mamba_norm_before_gate": False, "mamba_rms_norm": True}),
+    ("granitemoehybrid", {"attention_bias": True}),
     ("exaone4", {"sliding_window_pattern": "LG"}),
 ]
 REFUSED: list[tuple[str, dict[str, Any]]] = [
