@@ -5,10 +5,9 @@ import logging
 import secrets
 import time
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
-from actor.api.history import THOUGHTS, check_thoughts, matched
+from actor.api.history import check_thoughts, continued, matched
 from actor.api.prompts import check_tools, cut_answer, encode_messages, read_turn, thoughts_of
 from actor.api.requests import ApiError, Asked, Message, PolicyAnswer, invalid, with_system
 from actor.rollout.context import Turn, ending
@@ -105,7 +104,9 @@ class AgentEpisode:
             continues = False
             if asked.prompt is None:
                 asked = matched(with_system(asked, self._before(asked)))
-                asked, continues = self._continued(asked)
+                is_same = asked.tools == self._tools
+                found = continued(asked, self._said, self._thoughts) if is_same else None
+                asked, continues = found or asked, found is not None
             ids = self._prompt_of(asked, continues=continues)
             tape = self._play.history.tape
             turn = self._play.num_turns
@@ -245,29 +246,6 @@ class AgentEpisode:
             text = f"previous_response_id={asked.previous:.60}: not a response of this episode"
             raise ApiError(400, "previous_response_not_found", text, "previous_response_id")
         return self._kept.get(asked.previous, [])
-
-    def _continued(self, asked: Asked) -> tuple[Asked, bool]:
-        """Return the request, and whether it continues the conversation of the current segment.
-
-        An agent may return the thoughts of a sampled answer or leave them out. In both cases the
-        answer stays as it was sampled.
-        """
-        said = self._said
-        new = asked.messages[len(said) :]
-        if not said or not new or asked.tools != self._tools:
-            return asked, False
-        if any(each["role"] == "assistant" for each in new):
-            return asked, False
-        for number, (each, own) in enumerate(zip(asked.messages, said, strict=False)):
-            if each != own and self._without_own(each, number) != own:
-                return asked, False
-        return replace(asked, messages=[*said, *new]), True
-
-    def _without_own(self, message: Message, number: int) -> Message:
-        """Return a message without the thoughts that the policy has sampled at this place."""
-        if message.get(THOUGHTS, "") != self._thoughts.get(number):
-            return message
-        return {name: value for name, value in message.items() if name != THOUGHTS}
 
     def _prompt_of(self, asked: Asked, *, continues: bool) -> list[int]:
         """Return the tokens of a prompt. Those of the current segment are reused."""

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from actor.api.fields import read_call, read_text, read_tools
 from actor.api.requests import (
     Api,
     ApiError,
@@ -14,12 +15,9 @@ from actor.api.requests import (
     check_fields,
     checked,
     invalid,
-    read_call,
     read_items,
     read_limit,
     read_stop,
-    read_text,
-    read_tools,
 )
 from common.text import valid_text
 

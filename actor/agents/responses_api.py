@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from actor.api.fields import read_call, read_text, read_tools
 from actor.api.requests import (
     Api,
     Asked,
@@ -15,11 +16,8 @@ from actor.api.requests import (
     invalid,
     joined,
     now,
-    read_call,
     read_items,
     read_limit,
-    read_text,
-    read_tools,
 )
 from common.text import valid_text
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from actor.api.fields import read_call, read_text, read_thoughts, read_tools
 from actor.api.requests import (
     Api,
     ApiError,
@@ -15,13 +16,9 @@ from actor.api.requests import (
     checked,
     invalid,
     now,
-    read_call,
     read_items,
     read_limit,
     read_stop,
-    read_text,
-    read_thoughts,
-    read_tools,
     unsupported,
 )
 from common.formats.thoughts import FIELDS

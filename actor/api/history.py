@@ -1,6 +1,6 @@
 """Joins the parts of an agent's history that belong together: calls with results, and thoughts."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -63,3 +63,29 @@ def check_thoughts(renderer: Renderer, asked: Asked, own: Collection[str] = ()) 
                 " (model.chat_template)",
                 "messages",
             )
+
+
+def continued(asked: Asked, said: Sequence[Message], thoughts: Mapping[int, str]) -> Asked | None:
+    """Return a request whose messages continue a conversation, None if they do not.
+
+    An agent may return the thoughts of a sampled answer or leave them out. In both cases the answer
+    stays as it was sampled.
+
+    Args:
+        said: the conversation.
+        thoughts: place of a sampled answer in it -> its thoughts.
+    """
+    new = asked.messages[len(said) :]
+    if not said or not new or any(each["role"] == "assistant" for each in new):
+        return None
+    for number, (each, own) in enumerate(zip(asked.messages, said, strict=False)):
+        if each != own and _without(each, thoughts.get(number)) != own:
+            return None
+    return replace(asked, messages=[*said, *new])
+
+
+def _without(message: Message, thoughts: str | None) -> Message:
+    """Return a message without the thoughts that the policy has sampled."""
+    if message.get(THOUGHTS, "") != thoughts:
+        return message
+    return {name: value for name, value in message.items() if name != THOUGHTS}

@@ -10,13 +10,11 @@ import signal
 import socket
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
-from http import HTTPStatus
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 from transformers import AutoTokenizer
 
 from actor.api.chat_api import CHAT_API, choices_reply
@@ -25,13 +23,14 @@ from actor.api.prompts import check_tools, cut_answer, encode_messages, read_tur
 from actor.api.requests import ApiError, Asked, PolicyAnswer, event_text, openai_error
 from actor.play.doors import ChatEndpoint, endpoint_path, remove_left
 from actor.play.endpoint import read_key
+from actor.play.http_requests import is_of_a_page, read_body, with_api_errors
 from actor.play.sampling import MAX_SEED, Sampling, read_sampling
 from actor.play.served_role import ServedRole
 from actor.rollout.render import Renderer
 from common.config.compute import FULL, LoraSection
 from common.config.run_config import ActorSection, RunConfig
 from common.errors import ConfigError, EngineError
-from common.host.loopback import IPV4, IPV6, family_of, loopback
+from common.host.loopback import family_of, loopback
 from common.stall.beacon import beacon_of
 from common.store.run_dir import RunDir
 from common.wire.addresses import bracketed
@@ -59,7 +58,7 @@ class Chat:
         """Answer one chat completion. A request that is not obeyed gets a 400 with its field."""
         try:
             self._check_access(request)
-            body = await _read_body(request)
+            body = await read_body(request)
             asked = CHAT_API.read({**body, "n": None})
             reply = await self._reply(asked, read_sampling(body, self.actor))
         except ApiError as error:
@@ -149,37 +148,8 @@ class Chat:
         credentials = request.headers.get("authorization", "").encode(errors="surrogateescape")
         if self.key and not hmac.compare_digest(credentials, f"Bearer {self.key}".encode()):
             raise ApiError(401, "invalid_api_key", "wrong API key")
-        if not self.key and _is_of_a_page(request):
+        if not self.key and is_of_a_page(request):
             raise ApiError(403, "forbidden", "requests from pages of other origins need an API key")
-
-
-async def _read_body(request: web.Request) -> dict[str, Any]:
-    """Return the JSON object of a request. Raises: ApiError."""
-    try:
-        body = await request.json()
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, "invalid_body", f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise ApiError(400, "invalid_body", "the body is not a JSON object")
-    return cast(dict[str, Any], body)
-
-
-@web.middleware
-async def _with_api_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer errors of HTTP, such as an unknown path, in the API's format."""
-    try:
-        return await handler(request)
-    except web.HTTPException as error:
-        code = HTTPStatus(error.status).phrase.lower().replace(" ", "_")
-        text = f"{request.method} {request.path}: {error.text or error.reason}"
-        body = openai_error(ApiError(error.status, code, text))
-        allowed = {name: value for name, value in error.headers.items() if name == "Allow"}
-        return web.json_response(body, status=error.status, headers=allowed)
-
-
-def _is_of_a_page(request: web.Request) -> bool:
-    """Return whether the request may come from a website in a browser (DNS rebinding included)."""
-    return "origin" in request.headers or request.url.host not in (IPV4, IPV6, "localhost")
 
 
 def bound(port: int) -> socket.socket:
@@ -194,7 +164,7 @@ def bound(port: int) -> socket.socket:
 @contextlib.asynccontextmanager
 async def listening(chat: Chat, place: socket.socket | None = None) -> AsyncGenerator[str]:
     """Serve requests inside the context, by default at a free port; yield the address."""
-    app = web.Application(middlewares=[_with_api_errors])
+    app = web.Application(middlewares=[with_api_errors])
     app.router.add_post("/v1/chat/completions", chat.complete)
     app.router.add_get("/v1/models", chat.models)
     app.router.add_get("/v1/models/{name:.+}", chat.models)

@@ -1,6 +1,7 @@
 """Laws of a policy behind chat completions: what it is asked, by whom, and where it is found."""
 
 import asyncio
+import io
 import json
 import os
 import socket
@@ -277,7 +278,7 @@ def test_errors_of_http_have_the_form_of_the_api() -> None:
             for method, path, body in (
                 ("POST", "/embeddings", b"{}"),
                 ("GET", "/chat/completions", None),
-                ("POST", "/chat/completions", b"x" * 2**21),
+                ("POST", "/chat/completions", io.BytesIO(b"x" * 2**21)),
                 ("GET", "/models/other", None),
             ):
                 async with http.request(method, url + path, data=body) as answer:
