@@ -67,6 +67,11 @@ def engine_arguments(
             "actor.engine_args.enable_chunked_prefill=true: an engine on a CPU computes each prompt"
             " in one step, so that its samples can be repeated. Remove the argument"
         )
+    if current_platform.is_cpu() and given.get("enable_expert_parallel"):
+        raise ConfigError(
+            "actor.engine_args.enable_expert_parallel=true: vLLM's kernel of experts on a CPU needs"
+            " all experts in each worker, and crashes without them. Remove the argument"
+        )
     own: dict[str, Any] = dict(
         model=model.path,
         load_format="auto" if has_weights else "dummy",

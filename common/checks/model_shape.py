@@ -143,10 +143,39 @@ def _count_params(folder: Path, *, is_tied: bool) -> int:
     """
     total = 0
     for path in folder.glob("*.safetensors"):
-        with path.open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            header: dict[str, Any] = json.loads(file.read(size))
-        for name, entry in header.items():
-            if name != "__metadata__" and not (is_tied and name == "lm_head.weight"):
+        for name, entry in _entries(path).items():
+            if not (is_tied and name == "lm_head.weight"):
                 total += math.prod(entry["shape"])
     return total
+
+
+def _entries(path: Path) -> dict[str, Any]:
+    """Return the header of a safetensors file by the names of its tensors."""
+    with path.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        if size > path.stat().st_size:
+            raise ValueError(f"{path.name}: the header is longer than the file")
+        header: dict[str, Any] = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    return header
+
+
+def check_weights(folder: Path, *, key: str, shown: str) -> None:
+    """Check that the files of weights are complete. A copy or a download may have been cut off.
+
+    Raises: ConfigError: a file is shorter than its header states, or it has no header.
+    """
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            # The last tensor ends with the file.
+            stored = [each for each in _entries(path).values() if "data_offsets" in each]
+            ends = [int(each["data_offsets"][1]) for each in stored]
+            with path.open("rb") as file:
+                (size,) = struct.unpack("<Q", file.read(8))
+            missing = 8 + size + max(ends, default=0) - path.stat().st_size
+            problem = f"lacks its last {missing:,} bytes" if missing > 0 else ""
+        except (ValueError, KeyError, TypeError, AttributeError, struct.error):
+            problem = "has no header of safetensors"
+        if problem:
+            law = f"{path.name} {problem}; copy or download it again"
+            raise ConfigError(f"{key}={shown}: {law}")

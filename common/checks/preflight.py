@@ -13,7 +13,7 @@ from common.checks.gpu_placement import Seats, check_slices, seat
 from common.checks.machine import GIB, check_compiler, gpus, has_cuda
 from common.checks.memory_plan import check_memory, is_elsewhere, plan_here
 from common.checks.model_kind import check_engine_equal, check_kind
-from common.checks.model_shape import ModelShape, check_heads, read_shape
+from common.checks.model_shape import ModelShape, check_heads, check_weights, read_shape
 from common.checks.trainable import check_trainable
 from common.config.compute import Offload
 from common.config.load import list_configs
@@ -218,6 +218,7 @@ def check_model(path: str, root: Path, *, key: str = "model.path", output: str =
     if lacking:
         remedy = "give a directory that save_pretrained of a model and its tokenizer wrote"
         raise ConfigError(f"{key}={path}: lacks {', '.join(lacking)}; {remedy}")
+    check_weights(folder, key=key, shown=path)
 
 
 def _maker(path: str, root: Path) -> str:

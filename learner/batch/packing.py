@@ -53,8 +53,8 @@ def padded_width(length: int) -> int:
 class PairBlock:
     """A piece of a sequence whose attention is one batch of matrix products.
 
-    The queries are adjacent rows. The keys end with the last query, and begin with the sequence or
-    with the window of the first query.
+    The queries are adjacent rows. The keys end with the last query. They begin with the sequence,
+    or with the window of the first query.
     """
 
     queries: slice

@@ -88,3 +88,6 @@ def test_engine_gets_its_arguments_and_automatic_eagerness(tmp_path: Path) -> No
     chunks = ActorSection(engine_args={"enable_chunked_prefill": True})
     with pytest.raises(ConfigError, match="each prompt in one step"):
         engine_arguments(model, chunks, seed=0, is_repeatable=True)
+    experts = ActorSection(engine_args={"enable_expert_parallel": True})
+    with pytest.raises(ConfigError, match="needs all experts in each worker"):
+        engine_arguments(model, experts, seed=0)

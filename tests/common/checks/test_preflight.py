@@ -1,6 +1,7 @@
 """Laws of the checks before a start."""
 
 import socket
+import struct
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,30 @@ def test_model_with_a_missing_file_is_refused(
     with pytest.raises(ConfigError, match=r"model\.path=") as caught:
         check(configure(model, repository), repository)
     assert f"lacks {words};" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        # The header states 16 bytes of numbers; 10 of them are there.
+        (b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}', "lacks its last 6 bytes"),
+        (b"{}", ""),
+        (b"no JSON", "has no header of safetensors"),
+    ],
+)
+def test_incomplete_weights_are_refused_before_start(
+    content: bytes, words: str, model: Path, repository: Path
+) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(content)) + content + bytes(10))
+    if not words:
+        check_model(str(model), repository)
+        return
+    with pytest.raises(ConfigError, match=rf": model\.safetensors {words}; copy or"):
+        check_model(str(model), repository)
+    file.write_text("version https://git-lfs.github.com/spec/v1", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"model\.safetensors has no header of safetensors"):
+        check_model(str(model), repository)
 
 
 def test_taken_port_is_refused_by_its_key(model: Path, repository: Path) -> None:

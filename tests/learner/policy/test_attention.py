@@ -43,7 +43,7 @@ def inputs(dtype: torch.dtype = torch.float64) -> list[Tensor]:
     ]
 
 
-def block_masked(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+def block_masked(query: Tensor, key: Tensor, value: Tensor, *, window: int | None) -> Tensor:
     """Return attention with one mask over all pairs, [1, seq, head, size]."""
     owner = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     mask = (owner[:, None] == owner[None]).tril()
@@ -66,7 +66,8 @@ def run(kernel: Any, tensors: list[Tensor], window: int | None) -> Tensor:
 def test_packed_kernels_equal_one_block_mask(name: str, window: int | None) -> None:
     ours, theirs = inputs(), inputs()
     weights = torch.linspace(-1, 1, sum(LENGTHS) * HEADS * SIZE, dtype=torch.float64)
-    found, expected = run(KERNELS[name], ours, window), block_masked(*theirs, window)
+    found = run(KERNELS[name], ours, window)
+    expected = block_masked(*theirs, window=window)
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
     (found.flatten() * weights).sum().backward()
     (expected.flatten() * weights).sum().backward()

@@ -13,6 +13,8 @@ from common.repository import ROOT
 from learner.batch.placing import placed
 from learner.training.digests import _of_tensors
 
+pytestmark = pytest.mark.timeout(1000)  # The counts take a minute, and more beside other tests.
+
 # Metrics, overlap, digests of gradient and weights, gradient norm, and the scores before the step.
 STEP_WAITS = 6
 EXTRA_WAITS = {
@@ -30,7 +32,7 @@ ADDED_WAITS = {"padded": 5, "with information": 3}
 def counts() -> dict[str, Any]:
     """Return the counts of `waits_of_a_step`; torch cannot forget a device, so it has a process."""
     command = [sys.executable, "-m", "tests.learner.training.waits_of_a_step"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=900)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
