@@ -25,7 +25,7 @@ try:
     from common.config.load import config_as_yaml, without_secrets
     from common.config.run_config import Launcher, RunConfig
     from common.errors import ConfigError, NotStarted
-    from common.host.surroundings import settle_surroundings, start_with_plain_settings
+    from common.host.process_settings import complete_process_settings, start_with_plain_settings
     from common.http.environment import keep_loopback_direct
     from common.launch import commands
     from common.launch.base import EXIT_NOT_STARTED
@@ -330,7 +330,7 @@ def journal(request: ParsedCommand) -> int:
 
 
 def dashboard(request: ParsedCommand) -> int:
-    from actor.play.table.seats import SeatTable
+    from actor.play.table.interactive import SeatTable
     from common.dashboard.web import server
 
     return server.dashboard(request, root=ROOT, say=print_now, make_table=SeatTable)
@@ -475,7 +475,7 @@ def main(argv: list[str]) -> int:
             request = replace(request, config=str(Path(request.config).resolve()))
         if request.key is not None:
             request = replace(request, key=str(Path(request.key).absolute()))
-        settle_surroundings(os.environ)
+        complete_process_settings(os.environ)
         os.chdir(ROOT)
         keep_loopback_direct()
         return dispatch(request)

@@ -44,9 +44,9 @@ from learner.training.build import load_start, make_trainer
 from learner.training.checkpoint import Checkpoints, newest_checkpoint
 from learner.training.rank_workers import RankWorkers
 from learner.training.trainer import Trainer
-from learner.weights.gate import WeightsLock
 from learner.weights.publisher import Publisher
 from learner.weights.routes import PublishSettings
+from learner.weights.weights_lock import WeightsLock
 
 MakeSink = Callable[[RunConfig, RunDir], MetricsSink]
 

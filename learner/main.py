@@ -220,11 +220,11 @@ class Loop:
             raise StopRequested
         self._learner.rank_workers.check()
         self._learner.publisher.check()
-        missing = self._watch.look_for_members(self._learner.buffer.num_slots)
+        missing = self._watch.missing_engines(self._learner.buffer.num_slots)
         if missing and missing != self._learner.intake.status.waiting_for:
             self._set_status(waiting_for=missing)
         if self._last_published == self.version:
-            self._watch.look(self.version)
+            self._watch.check_if_due(self.version)
 
     def _give_back(self, batch: TrainBatch) -> None:
         """Report the episodes of a skipped batch as stale; the next batch must be fresh.

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 from actor.api.prompts import check_tools, cut_answer, encode_messages, read_turn, thoughts_of
-from actor.api.requests import ApiError, Asked, Message, PolicyAnswer, invalid, with_system
+from actor.api.requests import ApiError, Message, PolicyAnswer, PolicyRequest, invalid, with_system
 from actor.rollout.context import Turn, ending
 from actor.rollout.env_client import HubStepResult
 from actor.rollout.episode import (
@@ -64,7 +64,7 @@ class AgentEpisode:
         self._renderer = renderer
         self._max_tokens, self._turn_tokens = room
         self._task = task
-        self._said: list[Message] = []  # The segment's conversation, as the agent has it.
+        self._conversation: list[Message] = []  # The segment's conversation, as the agent has it.
         self._tools: list[dict[str, Any]] = []  # The tools of that conversation.
         self._kept: dict[str, list[Message]] = {}  # answer id -> the conversation up to that answer
         self._taken: Turn | None = None  # The last answer.
@@ -90,7 +90,7 @@ class AgentEpisode:
         reply = {"observation": observation, "instruction": instruction, "messages": messages}
         return {**reply, "env": self._lease.env, "item_id": self._lease.item_id}
 
-    async def answer(self, asked: Asked) -> PolicyAnswer:
+    async def answer(self, asked: PolicyRequest) -> PolicyAnswer:
         """Return the policy's answer. Raises: ApiError."""
         async with self._turn:
             self._check_open()
@@ -114,16 +114,18 @@ class AgentEpisode:
             self._check_open()
             tape.add(taken, turn)
             answer = self._answer(asked, taken, stop, num_prompt=len(ids))
-            self._said = [] if asked.prompt is not None else [*asked.messages, answer.message]
+            self._conversation = (
+                [] if asked.prompt is not None else [*asked.messages, answer.message]
+            )
             self._tools = asked.tools
             self._taken = taken
             if asked.is_kept:
                 first = 1 if asked.instructions else 0
-                self._kept[f"resp_{answer.number}"] = self._said[first:]
+                self._kept[f"resp_{answer.number}"] = self._conversation[first:]
             return answer
 
     def _answer(
-        self, asked: Asked, taken: Turn, stop: str | None, *, num_prompt: int
+        self, asked: PolicyRequest, taken: Turn, stop: str | None, *, num_prompt: int
     ) -> PolicyAnswer:
         text, calls = read_turn(self._renderer, taken.token_ids, asked, stop)
         return PolicyAnswer(
@@ -224,22 +226,22 @@ class AgentEpisode:
         if self.is_closed:
             raise ApiError(410, "episode_ended", "the episode of this API key has ended")
 
-    def _before(self, asked: Asked) -> list[Message]:
+    def _before(self, asked: PolicyRequest) -> list[Message]:
         if asked.previous not in self._kept and asked.previous:
             text = f"previous_response_id={asked.previous:.60}: not a response of this episode"
             raise ApiError(400, "previous_response_not_found", text, "previous_response_id")
         return self._kept.get(asked.previous, [])
 
-    def _prompt_of(self, asked: Asked) -> list[int]:
+    def _prompt_of(self, asked: PolicyRequest) -> list[int]:
         """Return the tokens of a prompt. Those of the current segment are reused."""
         if asked.prompt is not None:
             return self._bare(asked.prompt)
         messages = asked.messages
-        said = self._said
+        earlier = self._conversation
         tools = asked.tools
         check_tools(self._renderer, asked)
-        new = messages[len(said) :]
-        continues = said and tools == self._tools and messages[: len(said)] == said
+        new = messages[len(earlier) :]
+        continues = earlier and tools == self._tools and messages[: len(earlier)] == earlier
         if continues and new and all(each["role"] != "assistant" for each in new):
             try:
                 return [*self._play.history.tape.context, *self._after(new, tools)]
@@ -251,7 +253,7 @@ class AgentEpisode:
         how = ending(self._taken)
         if [each["role"] for each in new] == ["user"]:
             return self._renderer.after_turn(new[0]["content"], **how)
-        calls = self._said[-1].get("tool_calls") or []
+        calls = self._conversation[-1].get("tool_calls") or []
         how |= {"has_calls": bool(calls), "calls": calls}
         return self._renderer.after_calls(new, tools=tools, **how)
 
@@ -263,7 +265,7 @@ class AgentEpisode:
             raise invalid(text, "prompt")
         return prompt
 
-    def _cut(self, taken: Turn, asked: Asked) -> tuple[Turn, str | None]:
+    def _cut(self, taken: Turn, asked: PolicyRequest) -> tuple[Turn, str | None]:
         """Return the start of a turn that the agent limits, and the stop text that ended it."""
         ids = taken.token_ids
         cut = cut_answer(self._renderer.plain_text, ids, asked)

@@ -19,7 +19,7 @@ from actor.agents.http import EVENTS, AgentConnection, AgentRequest, Answering, 
 from actor.agents.messages_api import MESSAGES_API, anthropic_error
 from actor.agents.responses_api import RESPONSES_API
 from actor.api.chat_api import BARE_API, CHAT_API
-from actor.api.requests import Api, ApiError, Asked, event_text, invalid, openai_error
+from actor.api.requests import Api, ApiError, PolicyRequest, event_text, invalid, openai_error
 from actor.rollout.episode import PolicyFailed
 from common.errors import EnvError, LongstrideError
 from common.host.loopback import loopback
@@ -137,7 +137,7 @@ class AgentServer:
         if not isinstance(body, dict):
             raise ApiError(400, "invalid_body", "the request body is not a JSON object")
         try:
-            asked: Asked = api.read(body)
+            asked: PolicyRequest = api.read(body)
         except RecursionError as error:
             raise ApiError(400, "invalid_body", "the request body is nested too deeply") from error
         reply = api.reply(asked, await episode.answer(asked))

@@ -22,7 +22,7 @@ from common.wire.messages import EpisodeKind, Lease, Trajectory
 
 logger = logging.getLogger(__name__)
 
-TOLD_EVERY = 0.1  # Share of the episodes between two log lines of progress.
+LOG_EVERY_FRAC = 0.1  # Share of the episodes between two log lines of progress.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +153,7 @@ class _Count:
     def add(self, trajectory: Trajectory) -> None:
         self.num_done += 1
         self.num_failed += trajectory.end_reason.is_infrastructure_failure
-        if self.num_done % max(1, int(self.num_plans * TOLD_EVERY)) == 0:
+        if self.num_done % max(1, int(self.num_plans * LOG_EVERY_FRAC)) == 0:
             took_s = time.monotonic() - self.began_at
             logger.info(
                 "played episodes=%d of=%d failed=%d left_s=%.0f",

@@ -19,8 +19,8 @@ from transformers import AutoTokenizer
 
 from actor.api.chat_api import CHAT_API, choices_reply
 from actor.api.prompts import check_tools, cut_answer, encode_messages, read_turn, thoughts_of
-from actor.api.requests import ApiError, Asked, PolicyAnswer, event_text, openai_error
-from actor.play.doors import ChatEndpoint, endpoint_path, remove_left
+from actor.api.requests import ApiError, PolicyAnswer, PolicyRequest, event_text, openai_error
+from actor.play.chat_endpoints import ChatEndpoint, endpoint_path, remove_left
 from actor.play.endpoint import read_key
 from actor.play.sampling import MAX_SEED, Sampling, read_sampling
 from actor.rollout.render import Renderer
@@ -78,7 +78,7 @@ class Chat:
         model["owned_by"] = "longstride"
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _reply(self, asked: Asked, how: Sampling) -> dict[str, Any]:
+    async def _reply(self, asked: PolicyRequest, how: Sampling) -> dict[str, Any]:
         """Return the response to a request. Raises: ApiError, EngineError."""
         check_tools(self.renderer, asked)
         ids = encode_messages(self.renderer, asked.messages, tools=asked.tools)
@@ -104,7 +104,7 @@ class Chat:
         return min(max_tokens, most - num_prompt)
 
     async def _answer(
-        self, asked: Asked, how: Sampling, ids: list[int], choice: int
+        self, asked: PolicyRequest, how: Sampling, ids: list[int], choice: int
     ) -> tuple[PolicyAnswer, int]:
         """Return one answer, and the version that sampled its last token."""
         number = f"chat:{next(self.numbers)}"

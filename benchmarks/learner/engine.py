@@ -19,10 +19,10 @@ from common.wire.security import create_keys
 from common.wire.sockets import Router
 from learner.offline.scratch import save_policy
 from learner.training.trainer import Trainer
-from learner.weights.gate import WeightsLock
 from learner.weights.publisher import Publisher
 from learner.weights.routes import PublishSettings
 from learner.weights.snapshot import PublishedWeights
+from learner.weights.weights_lock import WeightsLock
 
 HOST = "127.0.0.1"
 CHILD = "benchmarks.actor.engine"

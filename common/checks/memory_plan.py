@@ -6,7 +6,7 @@ from itertools import groupby
 from pathlib import Path
 
 from common.checks.engine_args_memory import kv_bytes_per_token, uncounted
-from common.checks.gpu_placement import Seats, seat, trains_on_gpu
+from common.checks.gpu_placement import GpuAssignment, assign_gpus, trains_on_gpu
 from common.checks.machine import GIB, Gpu, gpus, memory_bytes
 from common.checks.memory_parts import (
     SAMPLING,
@@ -84,30 +84,30 @@ def make_plan(
         host.append(_programs(cfg.learner.num_ranks, cfg.actor.num_engines, width))
         return [MemoryBudget("host", host, host_bytes, HOST_REMEDY)]
     num_gpus = len(on) or max(cfg.learner.num_ranks, cfg.actor.tensor_parallel_size)
-    seats = seat(cfg, num_gpus=num_gpus)
+    assignment = assign_gpus(cfg, num_gpus=num_gpus)
     per_node = num_gpus // num_nodes
-    _check_nodes(cfg, seats, per_node)
+    _check_nodes(cfg, assignment, per_node)
     places: list[MemoryBudget] = []
-    for i in sorted({*seats.learner, *(gpu for own in seats.actors for gpu in own)}):
+    for i in sorted({*assignment.learner, *(gpu for own in assignment.actors for gpu in own)}):
         capacity = on[i].memory_bytes if i < len(on) else 0
         parts: list[Part] = []
-        if i in seats.learner:
-            parts += other if seats.learner.index(i) else first
-        if num_engines := sum(i in own for own in seats.actors):
+        if i in assignment.learner:
+            parts += other if assignment.learner.index(i) else first
+        if num_engines := sum(i in own for own in assignment.actors):
             parts += gpu_engine_parts(cfg, shape, capacity, num_engines=num_engines)
-            if cfg.actor.sleep and i in seats.learner:
+            if cfg.actor.sleep and i in assignment.learner:
                 parts = in_phases(parts, num_engines=num_engines)
         name = f"gpu {i % per_node}" + (f" ({on[i].name})" if i < len(on) and on[i].name else "")
         name = f"node {i // per_node}, {name}" if num_nodes > 1 else name
         remedy = GPU_REMEDY
-        if i in seats.learner:
-            rank = seats.learner.index(i)
+        if i in assignment.learner:
+            rank = assignment.learner.index(i)
             remedy += _offload_remedy(cfg, shape, parts, rank, capacity, host_bytes)
         places.append(MemoryBudget(name, parts, capacity, remedy))
     for node in range(num_nodes):
         is_first = node == 0
         host = list(of_learner) if is_first else []
-        num_actors = sum(own[0] // per_node == node for own in seats.actors)
+        num_actors = sum(own[0] // per_node == node for own in assignment.actors)
         host.append(_programs(cfg.learner.num_ranks if is_first else 0, num_actors, width))
         host += times(engine_host_parts(cfg, shape), num_actors, "actors")
         name = f"node {node}, host" if num_nodes > 1 else "host"
@@ -142,14 +142,14 @@ def _offload_remedy(
     )
 
 
-def _check_nodes(cfg: RunConfig, seats: Seats, per_node: int) -> None:
+def _check_nodes(cfg: RunConfig, assignment: GpuAssignment, per_node: int) -> None:
     """Refuse a learner or an engine on GPUs of two nodes."""
-    if seats.learner and seats.learner[-1] >= per_node:
+    if assignment.learner and assignment.learner[-1] >= per_node:
         raise ConfigError(
             f"learner.num_ranks={cfg.learner.num_ranks}: all ranks run on one node, and a node has"
             f" {per_node} GPUs"
         )
-    for own in seats.actors:
+    for own in assignment.actors:
         if len({gpu // per_node for gpu in own}) > 1:
             raise ConfigError(
                 f"actor.tensor_parallel_size={cfg.actor.tensor_parallel_size}: an engine would use"

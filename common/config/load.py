@@ -73,7 +73,7 @@ def _schema() -> DictConfig:
     return cast(DictConfig, OmegaConf.structured(RunConfig))
 
 
-def load_told(text: str, overrides: Sequence[str], *, root: Path) -> RunConfig:
+def load_received(text: str, overrides: Sequence[str], *, root: Path) -> RunConfig:
     """Return the configuration of a role from the YAML sections that its run has sent.
 
     Raises: ConfigError: as `load_config`.

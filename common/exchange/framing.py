@@ -103,20 +103,20 @@ class Framing:
         Raises: ConfigError: the tokens do not match this template.
         """
         edges = [0, *(np.flatnonzero(np.diff(loss_mask)) + 1).tolist(), len(token_ids)]
-        said: list[Spoken] = []
+        spoken: list[Spoken] = []
         for start, end in itertools.pairwise(edges):
             text = self._marked(token_ids[start:end].tolist())
             if loss_mask[start]:
-                said.append(Spoken(role="assistant", text=self._answer(text), is_sampled=True))
+                spoken.append(Spoken(role="assistant", text=self._answer(text), is_sampled=True))
                 continue
             if start == 0:
-                said += self._begun(text)
+                spoken += self._begun(text)
                 continue
             text = text.removeprefix(self._end_of_turn)
             if end == len(token_ids) and not any(text.startswith(f.before) for f in self._frames):
                 break  # The template's text after the last turn.
-            said += self._unsampled(text)
-        return said
+            spoken += self._unsampled(text)
+        return spoken
 
     def _answer(self, text: str) -> str:
         """Return an answer without the tokens that end it. Other tokens have their names."""
@@ -152,7 +152,7 @@ class Framing:
         )
 
     def _unsampled(self, text: str) -> list[Spoken]:
-        said: list[Spoken] = []
+        spoken: list[Spoken] = []
         while True:
             frame = next((f for f in self._frames if text.startswith(f.before)), None)
             if frame is None:
@@ -160,15 +160,15 @@ class Framing:
             inner, found, text = text[len(frame.before) :].partition(frame.after)
             if not found:
                 raise ConfigError(_OTHER)
-            said.append(Spoken(role=frame.role, text=self._named(inner)))
+            spoken.append(Spoken(role=frame.role, text=self._named(inner)))
             header = next((each for each in self._headers if text.startswith(each)), "")
             text = text.removeprefix(header)
             if not text:
-                return said
+                return spoken
             answer, found, text = text.partition(self._end_of_turn)
             if not found:
                 raise ConfigError(_OTHER)
-            said.append(Spoken(role="assistant", text=self._named(answer)))
+            spoken.append(Spoken(role="assistant", text=self._named(answer)))
 
     def _system_frame(self, user: dict[str, Any]) -> _Frame | None:
         """Return the frame of a system message; None: the template supports none."""

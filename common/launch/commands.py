@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.config.command_line import ParsedCommand
-from common.config.load import load_told, override_value
+from common.config.load import load_received, override_value
 from common.config.requested import load_named
 from common.config.run_config import Launcher, RunConfig
 from common.errors import ConfigError
@@ -52,7 +52,7 @@ def train(
     from common.wire.security import create_keys
 
     is_here = cfg.launcher is Launcher.LOCAL
-    seats = check_devices(cfg) if is_here else None
+    assignment = check_devices(cfg) if is_here else None
     started = time.monotonic()
     with hold_run(run_dir.root, name=cfg.run.name), start_roles(cfg, run_dir) as starter:
         cfg = reachable_at(cfg, starter.host)
@@ -70,7 +70,7 @@ def train(
             root=root,
             num_actors=cfg.actor.num_engines,
             has_hub=cfg.envhub.is_started and not cfg.envhub.url,
-            seats=seats,
+            assignment=assignment,
             found=gpus() if is_here else (),
         )
         ending, peak_bytes = supervise(cfg, run_dir, specs, starter, observer=observer)
@@ -177,7 +177,7 @@ def join_run(
     )
     configure_logging(role, "INFO")
     joined = enrol(address, key, question)
-    cfg = load_told(joined.config, _with_defaults(role, overrides, joined), root=root)
+    cfg = load_received(joined.config, _with_defaults(role, overrides, joined), root=root)
     cfg = resolve_models(cfg, root)
     if role == "actor":
         _check_weights(cfg, joined, root=root)

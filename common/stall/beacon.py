@@ -152,18 +152,18 @@ def beacon_of(run_dir: RunDir | None, role: str, *, start_s: float) -> Generator
     log.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    is_told = run_dir is not None and is_main
-    if is_main and not is_told:
+    has_report = run_dir is not None and is_main
+    if is_main and not has_report:
         os.environ[STACKS] = f"{os.getpid()}:"
         faulthandler.register(STACKS_SIGNAL, file=STDERR, all_threads=True)
     beacon = Beacon(run_dir or RunDir(root=Path()), role)
     beacon.note("main", STARTING, limit_s=start_s)
-    if is_told:
+    if has_report:
         beacon.start()
     try:
         yield beacon
     finally:
-        if is_told:
+        if has_report:
             beacon.stop()
         elif is_main:
             faulthandler.unregister(STACKS_SIGNAL)

@@ -11,14 +11,14 @@ from typing import Any
 from common.config.run_config import OnStall, RunSection
 from common.launch.base import RoleProcess, StallVerdict
 from common.launch.process import ChildProcess
-from common.stall.asking import ask_role, cut_stacks, stacks_since
 from common.stall.report import RoleActivity, culprits, describe, read_activity, waits
+from common.stall.stack_requests import ask_role, cut_stacks, stacks_since
 from common.store.disk import if_room
 from common.store.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0
+POLL_S = 1.0
 ROOM_BYTES = 256 * 1024  # Free disk space that roles need; below it the run waits.
 ASLEEP_S = 5.0  # A longer gap between two checks is a suspension of this process.
 OLD_S = 10.0  # Age at which a status file counts as outdated.
@@ -60,13 +60,13 @@ class StallWatch:
         self._run_dir = run_dir
         self._cfg = cfg
         self._turn_s = turn_s
-        self._looked_at = time.monotonic()
+        self._polled_at = time.monotonic()
         self._awake_s = 0.0  # Seconds of this watch without suspensions.
         self._changed: dict[str, tuple[float, float]] = {}  # Role -> (report time, awake seconds).
         self._progress: tuple[object, float] = (None, 0.0)  # Counts, and their last change.
         self._longest_s = 0.0  # Longest phase without progress that ended by itself.
         self._case: _Case | None = None
-        self._told_until: dict[str, float] = {}  # Culprits -> time of the next report.
+        self._reported_until: dict[str, float] = {}  # Culprits -> time of the next report.
         self._num_attempts = 0
         self._first: tuple[int, int] | None = None  # Counts of the first status.
 
@@ -97,19 +97,19 @@ class StallWatch:
         """Return whether the scheduler has reported the end of the run."""
         return self._status().get("phase") == "done"
 
-    def look(self, processes: Mapping[str, RoleProcess]) -> StallVerdict | None:
+    def poll(self, processes: Mapping[str, RoleProcess]) -> StallVerdict | None:
         """Return the action against a stall; None without a stall. Frequent calls are cheap."""
         now = time.monotonic()
-        slept_s = now - self._looked_at
-        if slept_s < LOOK_S:
+        slept_s = now - self._polled_at
+        if slept_s < POLL_S:
             return None
-        self._looked_at = now
+        self._polled_at = now
         room = self._run_dir.root / ".room"
         if not if_room(lambda: _try_room(room), room):
             return None  # The roles wait for disk space and cannot write reports.
         self._awake_s += min(slept_s, ASLEEP_S)
         if self._case is not None:
-            return self._close(processes, self._case) if self._is_told(self._case, now) else None
+            return self._close(processes, self._case) if self._has_stacks(self._case, now) else None
         activities = {name: self._activity_of(name, process) for name, process in processes.items()}
         status = self._status()
         self._note_first(status)
@@ -221,7 +221,7 @@ class StallWatch:
         """Request the stacks of all roles, unless this stall has been reported recently."""
         blamed, what = problem
         key = ",".join(blamed)
-        if self._awake_s < self._told_until.get(key, 0.0):
+        if self._awake_s < self._reported_until.get(key, 0.0):
             return
         waiting = waits(activities, status)
         lines = [
@@ -234,7 +234,7 @@ class StallWatch:
             asked |= ask_role(self._run_dir.alive, name, each, processes[name])
         self._case = _Case(blamed, "\n".join(lines), now, asked)
 
-    def _is_told(self, case: _Case, now: float) -> bool:
+    def _has_stacks(self, case: _Case, now: float) -> bool:
         """Return whether all stacks have arrived, or the time for them is over."""
         waited_s = now - case.found_at
         is_missing = any(not stacks_since(*asked) for asked in case.asked.values())
@@ -256,7 +256,7 @@ class StallWatch:
         policy = self._cfg.on_stall
         logger.error("%s\nstacks of all roles: %s; run.on_stall=%s", case.text, path, policy.value)
         key = ",".join(case.culprits)
-        self._told_until[key] = self._awake_s + self._cfg.stall_s
+        self._reported_until[key] = self._awake_s + self._cfg.stall_s
         summary = case.text.partition("\n")[0]
         self._num_attempts += 1
         if policy is OnStall.WARN:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from common.config.command_line import ParsedCommand
 from common.errors import ConfigError, EnvError
-from envhub.author import checks, judged
+from envhub.author import checks, episode_checks
 from envhub.author.episodes import Driver, RecordedPlay, spec_of
 from envhub.author.findings import Finding, Grade, Plays
 from envhub.env import Style, UnknownItem
@@ -71,11 +71,11 @@ def findings(
         yield from checks.check_items(driver, items)
         yield from checks.check_determinism(driver, plays)
         yield from _elsewhere(driver, name, plays, overrides, root=root)
-        yield from judged.check_rewards(spec, plays)
+        yield from episode_checks.check_rewards(spec, plays)
         yield from checks.check_actions(driver, items)
-        yield from judged.check_players(spec, plays)
-        yield from judged.check_speed(spec, plays)
-        yield from judged.check_texts(spec, plays)
+        yield from episode_checks.check_players(spec, plays)
+        yield from episode_checks.check_speed(spec, plays)
+        yield from episode_checks.check_texts(spec, plays)
     except (EnvError, UnknownItem) as error:
         yield Finding(Grade.FAIL, "raises", str(error))
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from common.errors import EnvError, EnvTimeout
 from common.formats.action_size import DEFAULT_ACTION_MIB, MIB
 from common.memory import trim_heap
-from common.stall.awake import AwakeClock
+from common.stall.awake_clock import AwakeClock
 from common.text import valid_text
 from envhub.catalogue.distances import Distances
 from envhub.catalogue.registry import Registry
@@ -96,7 +96,7 @@ class Sessions:
         self.registry, self.distances = registry, Distances(registry)
         self._live: LeaseTable[str, Session] = LeaseTable(lease_s, now_s)
         # Reasons of lost workers that clients have not received yet.
-        self._untold: LeaseTable[str, str] = LeaseTable(lease_s, now_s)
+        self._unreported: LeaseTable[str, str] = LeaseTable(lease_s, now_s)
         self._num_running = 0
         self._owners: Counter[str] = Counter()  # Open connections by owner.
         self._ending: set[asyncio.Task[None]] = set()
@@ -284,7 +284,7 @@ class Sessions:
         gone = self._live.pop_expired(keeps=lambda session: session.is_busy)
         self.counts["expired"] += len(gone)
         await asyncio.gather(*(self._close(session) for session in gone))
-        self._untold.pop_expired()
+        self._unreported.pop_expired()
         return len(gone)
 
     async def watch_leases(self) -> None:
@@ -345,7 +345,7 @@ class Sessions:
         session = self._live.find(session_id)
         if session is not None:
             return session
-        failure = self._untold.pop(session_id)
+        failure = self._unreported.pop(session_id)
         if failure is not None:
             raise WorkerLost(failure)
         raise SessionUnknown("no such session, or its lease has expired")
@@ -395,7 +395,7 @@ class Sessions:
 
     async def _drop(self, session: Session) -> None:
         """End a session whose client is informed; no effect if it has ended already."""
-        self._untold.pop(session.session_id)
+        self._unreported.pop(session.session_id)
         if self._live.pop(session.session_id) is not None:
             await self._close(session)
 
@@ -411,4 +411,4 @@ class Sessions:
         for session in [each for each in self._live if each.episode.worker is worker]:
             self._live.pop(session.session_id)
             self._release(session.env_name)
-            self._untold.put(session.session_id, worker.failure)
+            self._unreported.put(session.session_id, worker.failure)

@@ -30,7 +30,7 @@ class ServerDescription:
     splits: dict[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
 
 
-def look_at(options: RemoteOptions) -> ServerDescription:
+def describe_server(options: RemoteOptions) -> ServerDescription:
     """Return a server's description of itself.
 
     Raises: ConfigError: no answer, not an OpenEnv server, or a configured name is missing there.

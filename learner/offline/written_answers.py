@@ -150,8 +150,8 @@ class AnswerWriter:
         """Return thoughts as the template writes them before an answer's text."""
         turns = self.renderer.turns
         for name in FIELDS:
-            said = {"role": "assistant", "content": ASSISTANT, name: THOUGHT}
-            text = self._rendered([{"role": "user", "content": USER}, said], (), is_asking=False)
+            example = {"role": "assistant", "content": ASSISTANT, name: THOUGHT}
+            text = self._rendered([{"role": "user", "content": USER}, example], (), is_asking=False)
             before, has_answer, _ = text.partition(ASSISTANT)
             if has_answer and THOUGHT in before:
                 block = before.partition(USER)[2].removeprefix(turns.closed)
@@ -169,10 +169,14 @@ class AnswerWriter:
         if not isinstance(turn, CallTurn):
             raise ValueError(f"tool_calls: {turn}")
         shown = [turn.call(name, arguments) for name, arguments in checked]
-        said = {"role": "assistant", "content": message.get("content") or "", "tool_calls": shown}
+        example = {
+            "role": "assistant",
+            "content": message.get("content") or "",
+            "tool_calls": shown,
+        }
         results = [{"role": "tool", "name": name, "content": NEXT} for name, _ in checked]
         whole = self._rendered(
-            [{"role": "user", "content": USER}, said, *results], tools, is_asking=False
+            [{"role": "user", "content": USER}, example, *results], tools, is_asking=False
         )
         answer = whole.partition(USER)[2].removeprefix(self.renderer.turns.closed)
         header = self.renderer.turns.answered.removesuffix(self._head)

@@ -16,13 +16,13 @@ from learner.objective.dead_settings import summary_lines
 from learner.policy.model import pick_device
 from learner.recompute.counterfactual import RecordedResults, header, split_options
 from learner.recompute.plan import EpisodesMissing, Plan, episodes_of, make_plan
-from learner.recompute.rebuild import Only, Rebuilt, Recomputation, RecomputedBatch
+from learner.recompute.rebuild import EpisodeFilter, Rebuilt, Recomputation, RecomputedBatch
 from learner.recovery.machine import differences, machine_facts
 from learner.training.digests import first_difference
 
 Say = Callable[[str], None]
 USAGE = "recompute RUN [--steps a:b] [--json FILE] [key=value ...]"
-SAY_EVERY_S = 30.0
+LOG_EVERY_S = 30.0
 
 
 def recompute(request: ParsedCommand, *, root: Path, say: Say) -> int:
@@ -48,7 +48,7 @@ def recompute(request: ParsedCommand, *, root: Path, say: Say) -> int:
         f" run computed them in {num_starts} starts of the learner."
     )
     path = Path(request.json or run_dir.root / "recompute.json")
-    if overrides or only != Only():
+    if overrides or only != EpisodeFilter():
         return _Counterfactual(plan, overrides, only, say).run(path, is_dry=request.is_dry)
     with Recomputation(plan, [], is_counterfactual=False) as again:
         return 0 if request.is_dry else _Check(plan, say).run(again, path)
@@ -63,7 +63,7 @@ class _Check:
         self._num_equal = self._num_unknown = 0
         self.problem = ""
         self.step: int | None = None  # The first step that differs.
-        self._said_at = time.monotonic()
+        self._logged_at = time.monotonic()
 
     def run(self, again: Recomputation, path: Path) -> int:
         """Recompute the plan up to the first step that differs; return the exit code."""
@@ -71,7 +71,7 @@ class _Check:
         try:
             self.begin(again.begin())
             if not self.problem:
-                for redone in again.run(episodes, Only(), has_scores=False):
+                for redone in again.run(episodes, EpisodeFilter(), has_scores=False):
                     if not self.take(redone):
                         break
         except EpisodesMissing as error:
@@ -138,8 +138,8 @@ class _Check:
             self.step = step.version
             return False
         self._num_equal += not step.is_skipped
-        if time.monotonic() - self._said_at > SAY_EVERY_S:
-            self._said_at = time.monotonic()
+        if time.monotonic() - self._logged_at > LOG_EVERY_S:
+            self._logged_at = time.monotonic()
             self._say(f"step {step.version}: all steps are equal so far")
         return True
 
@@ -165,7 +165,7 @@ class _Check:
 class _Counterfactual:
     """Recomputes the run's own learner, and then a learner with other settings on the same data."""
 
-    def __init__(self, plan: Plan, overrides: list[str], only: Only, say: Say) -> None:
+    def __init__(self, plan: Plan, overrides: list[str], only: EpisodeFilter, say: Say) -> None:
         self._plan = plan
         self._overrides = overrides
         self._only = only

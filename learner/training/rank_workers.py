@@ -26,8 +26,8 @@ from common.config.learning import LearnerSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, LongstrideError
 from common.host.loopback import loopback
-from common.leaving import leave
 from common.log import configure_logging
+from common.quick_exit import leave
 from common.stall.stacks import tell_stacks
 from common.wire.collective import interface_of
 from common.wire.weight_group import lower_priority

@@ -35,7 +35,7 @@ class EngineMember:
 
 
 @dataclass(slots=True)
-class _Standing:
+class _MemberState:
     """State of a member."""
 
     member: EngineMember
@@ -62,13 +62,13 @@ class Membership:
 
     def __init__(self, *, silent_after_s: float = SILENT_AFTER_S) -> None:
         self._silent_after_s = silent_after_s
-        self._by_actor: dict[str, _Standing] = {}
+        self._by_actor: dict[str, _MemberState] = {}
         # Silent incarnations, as reported by the scheduler.
         self._silent: frozenset[str] = frozenset()
         # Incarnations that failed and have not loaded a version since.
         self._owing: set[str] = set()
         self._ready_s: dict[str, float] = {}  # Incarnation -> longest time from offer to ready.
-        self._looked_at = time.monotonic()
+        self._polled_at = time.monotonic()
         self._last_seen = time.monotonic()  # Last time with a member, or the time of construction.
 
     def mark_silent(self, incarnations: Iterable[str]) -> bool:
@@ -93,7 +93,7 @@ class Membership:
                 logger.info(
                     "added engine actor=%s incarnation=%s", member.actor, member.incarnation
                 )
-                self._by_actor[member.actor] = _Standing(member, time.monotonic())
+                self._by_actor[member.actor] = _MemberState(member, time.monotonic())
             return False
         has_moved = standing.member.sender != member.sender
         standing.member, standing.heard_at = member, time.monotonic()
@@ -136,8 +136,8 @@ class Membership:
         are extended.
         """
         now = time.monotonic()
-        has_slept = now - self._looked_at > self._silent_after_s / 2
-        self._looked_at = now
+        has_slept = now - self._polled_at > self._silent_after_s / 2
+        self._polled_at = now
         if self._by_actor:
             self._last_seen = now
         for standing in list(self._by_actor.values()):
@@ -227,7 +227,7 @@ class Membership:
         before = self._ready_s.get(member.incarnation, 0.0)
         self._ready_s[member.incarnation] = max(before, seconds)
 
-    def patience_s(self, member: EngineMember) -> float:
+    def ready_limit_s(self, member: EngineMember) -> float:
         """Return how many seconds to wait for a living engine to begin to receive."""
         return max(self._silent_after_s, 3 * self._ready_s.get(member.incarnation, 0.0))
 

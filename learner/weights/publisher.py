@@ -13,12 +13,12 @@ from common.wire.sockets import Router
 from common.wire.weight_messages import CanaryCheck, EngineSleep
 from learner.weights.canary import Canary
 from learner.weights.delta import KeptVersion, VersionKeeper
-from learner.weights.gate import WeightsLock
 from learner.weights.membership import EngineMember, Membership
 from learner.weights.prompts import Prompts
 from learner.weights.routes import PublishSettings
 from learner.weights.snapshot import PublishedWeights
 from learner.weights.transfer import STOP_S, WAIT_S, Transfers
+from learner.weights.weights_lock import WeightsLock
 
 logger = logging.getLogger(__name__)
 

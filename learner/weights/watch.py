@@ -61,7 +61,7 @@ class EngineWatch:
                 f" learner.max_canary_delta={self._cfg.max_canary_delta}."
             )
 
-    def look(self, version: int) -> None:
+    def check_if_due(self, version: int) -> None:
         """Send a check to the engines, if one is due.
 
         Args:
@@ -82,7 +82,7 @@ class EngineWatch:
         if checks:
             self._publisher.check_engines(checks)
 
-    def look_for_members(self, num_slots: int) -> str:
+    def missing_engines(self, num_slots: int) -> str:
         """Return the role to wait for if no engine has taken weights for `run.stall_s`; else "".
 
         Args:

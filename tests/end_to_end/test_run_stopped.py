@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from actor.play.table.seats import SeatTable
+from actor.play.table.interactive import SeatTable
 from common.repository import ROOT
 from tests.end_to_end.runs import Run, balances, unbounded
 

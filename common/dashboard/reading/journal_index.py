@@ -36,7 +36,7 @@ class EpisodeIndex:
         self._size = 0
         self._is_done = True
         self._segment: Segment | None = None
-        self._looked_at = -1  # Size of a segment at which its end was found torn or damaged.
+        self._checked_bytes = -1  # Size of a segment at which its end was found torn or damaged.
         self._done_bytes = 0
 
     def refresh(self, *, budget_s: float) -> bool:
@@ -153,7 +153,7 @@ class EpisodeIndex:
             self._say(f"{self._folder}: segment {self._number + 1} is missing")
         self._number = following[0]
         self._offset = 0
-        self._looked_at = -1
+        self._checked_bytes = -1
         self._size = 0
         self._is_done = False
         return self._open()
@@ -161,12 +161,12 @@ class EpisodeIndex:
     def _record(self, segment: Segment) -> bool:
         """Index one record, or skip a damaged part; return whether the position advanced."""
         size = segment.size
-        if size == self._looked_at or self._offset >= size:
+        if size == self._checked_bytes or self._offset >= size:
             return False
         try:
             record = segment.record_at(self._offset)
             if record is None:
-                self._looked_at = size
+                self._checked_bytes = size
                 return False
             self._add(segment.message(record, self._offset))
             self._offset = record.end
@@ -174,7 +174,7 @@ class EpisodeIndex:
             self._say(str(error))
             following = segment.next_whole(self._offset)
             if following is None:
-                self._looked_at = size
+                self._checked_bytes = size
                 return False
             self._offset = following
         return True

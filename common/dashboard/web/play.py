@@ -21,7 +21,7 @@ SeatReply = Mapping[str, Any]
 
 
 class PlayService(Protocol):
-    """Plays episodes: see `actor.play.table.seats`. Raises ConfigError and EnvError."""
+    """Plays episodes: see `actor.play.table.interactive`. Raises ConfigError and EnvError."""
 
     async def environments(self) -> SeatReply: ...
     async def open(self, env: str, item: str, *, style: str, format: AgentFormat) -> SeatReply: ...

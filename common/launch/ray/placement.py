@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from common.checks.gpu_placement import seat, trains_on_gpu
+from common.checks.gpu_placement import assign_gpus, trains_on_gpu
 from common.config.run_config import GpuPlacement, RunConfig
 from common.errors import ConfigError
 
@@ -165,7 +165,9 @@ def _shared_seats(cfg: RunConfig, num_actors: int) -> tuple[tuple[int, ...], ...
     """Return the learner's GPUs that each of the first actors shares with it."""
     learner = replace(cfg.learner, device="cuda")
     actor = replace(cfg.actor, num_actors=num_actors, placement=GpuPlacement.COLOCATED)
-    return seat(replace(cfg, learner=learner, actor=actor), num_gpus=cfg.learner.num_ranks).actors
+    return assign_gpus(
+        replace(cfg, learner=learner, actor=actor), num_gpus=cfg.learner.num_ranks
+    ).actors
 
 
 def _less(node: ClusterNode, needs: Needs) -> ClusterNode:

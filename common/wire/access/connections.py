@@ -34,7 +34,7 @@ BYTES_ACKED, BYTES_RECEIVED = slice(120, 128), slice(128, 136)  # Fields of Linu
 # Maximum number of bytes sent to an unauthenticated peer: the greeting (64 bytes), the WELCOME of
 # CURVE (170 bytes) and an ERROR (about 12 bytes). A connection with more bytes is authenticated.
 # This check replaces libzmq's handshake event, which does not identify the connection.
-MAX_TOLD_BYTES = 64 + 170 + 24
+MAX_HANDSHAKE_ANSWER_BYTES = 64 + 170 + 24
 MAX_ADDRESSES = 1_000  # Maximum number of addresses with a counter of their own.
 UNKNOWN = -1
 EVENTS = (
@@ -186,7 +186,7 @@ class Connections(threading.Thread):
         """Return whether a connection is authenticated. If so, remove it from the pending ones."""
         if info is None:
             return False
-        is_in = not info or _number(info[BYTES_ACKED]) > MAX_TOLD_BYTES
+        is_in = not info or _number(info[BYTES_ACKED]) > MAX_HANDSHAKE_ANSWER_BYTES
         if is_in:
             self._pending.pop(connection.descriptor, None)
             connection.num_bytes = _number(info[BYTES_RECEIVED])

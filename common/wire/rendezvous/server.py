@@ -131,7 +131,7 @@ class StoreServer(threading.Thread):
                 for received in came:
                     self._take(received)
                 if came or self._waiting:
-                    self._look()
+                    self._answer_waiting()
         for each in self._waiting:
             self._answer(each.received, error="the rendezvous is closing")
         self._router.close()
@@ -164,7 +164,7 @@ class StoreServer(threading.Thread):
                     group.drop(key)
                 self._answer(received, is_there=is_known)
 
-    def _look(self) -> None:
+    def _answer_waiting(self) -> None:
         """Answer waiting requests whose keys exist or whose wait has timed out."""
         now = time.monotonic()
         waiting = self._waiting

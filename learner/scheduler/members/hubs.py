@@ -34,7 +34,7 @@ class StoppedEarly(Exception):
 
 
 @dataclass(slots=True, kw_only=True)
-class Entrance:
+class StartMessages:
     """Handles messages that arrive before the run can begin.
 
     consumes:   hellos of hubs and requests of joining nodes; other messages are queued

@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 from transformers import AutoTokenizer
 
-from actor.play.doors import ChatEndpoint, endpoint_path, find_endpoint
+from actor.play.chat_endpoints import ChatEndpoint, endpoint_path, find_endpoint
 from actor.play.endpoint import Endpoint
 from actor.play.serve import Chat, base_of, bound, door_of, listening
 from actor.rollout.episode import ContextFull, PolicyFailed, Turn

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from actor.play.doors import find_endpoint
+from actor.play.chat_endpoints import find_endpoint
 from actor.play.endpoint import Endpoint
-from actor.play.table.redo import RecordedEpisode, ReplayPictures, redo
+from actor.play.table.replay_pictures import RecordedEpisode, ReplayPictures, redo
 from actor.play.table.service import START_S, TOKEN, ServiceCommand, options_of
 from actor.rollout.env_client import HubClient, HubSession
 from actor.rollout.episode import ContextFull, PolicyFailed, first_text
@@ -23,7 +23,7 @@ MAX_SEATS = 8  # Maximum number of concurrent episodes. One more is refused.
 IDLE_S = 300.0  # Seconds without use after which an episode is closed or a service is stopped.
 CALL_S = 30.0  # Seconds of one request to a hub.
 ENGINE_START_S = 300.0
-LOOKS = 20  # Checks for idle episodes within `IDLE_S`.
+NUM_CHECKS = 20  # Checks for idle episodes within `IDLE_S`.
 # Maximum number of valid actions that a page receives. Some environments have thousands.
 MAX_ACTIONS = 300
 STYLE = "compact"
@@ -107,7 +107,7 @@ class SeatTable:
         seat = Seat(client=client, session=session, about=about, messages=messages, format=format)
         self._seats[about["id"]] = seat
         first = {"observation": session.first_observation, "reward": 0.0, "done": False}
-        return await self._guarded(seat, lambda: self._look(seat, first))
+        return await self._guarded(seat, lambda: self._described(seat, first))
 
     async def step(self, seat_id: str, action: str) -> dict[str, Any]:
         """Execute an action and return the next view."""
@@ -131,12 +131,14 @@ class SeatTable:
                     reply = await endpoint.complete(seat.messages)
             except (PolicyFailed, ContextFull) as error:
                 raise ConfigError(str(error)) from error
-            said = reply.text.strip()
+            answer = reply.text.strip()
             is_whole = MARK in seat.about["instruction"]
             action = (
-                read_react(said, is_whole=is_whole) if seat.format is AgentFormat.REACT else said
+                read_react(answer, is_whole=is_whole)
+                if seat.format is AgentFormat.REACT
+                else answer
             )
-            return {**await self._step(seat, action or "", said=said), "by": reply.model}
+            return {**await self._step(seat, action or "", answer=answer), "by": reply.model}
 
         return await self._guarded(seat, asked)
 
@@ -223,24 +225,24 @@ class SeatTable:
                 self._seats.pop(seat.about["id"], None)
                 raise
 
-    async def _step(self, seat: Seat, action: str, *, said: str | None = None) -> dict[str, Any]:
+    async def _step(self, seat: Seat, action: str, *, answer: str | None = None) -> dict[str, Any]:
         if seat.is_done:
             raise ConfigError("The episode has ended. Start another one.")
         result = await seat.session.step(action)
         seat.turn, seat.is_done = seat.turn + 1, result.done
         seat.messages += [
-            {"role": "assistant", "content": action if said is None else said},
+            {"role": "assistant", "content": action if answer is None else answer},
             {"role": "user", "content": result.observation},
         ]
         outcome = {
-            "action": action if said is None else said,
+            "action": action if answer is None else answer,
             "observation": result.observation,
             "reward": result.reward,
         }
         outcome |= {"done": result.done, "valid": result.is_valid, "success": result.is_success}
-        return await self._look(seat, outcome)
+        return await self._described(seat, outcome)
 
-    async def _look(self, seat: Seat, outcome: dict[str, Any]) -> dict[str, Any]:
+    async def _described(self, seat: Seat, outcome: dict[str, Any]) -> dict[str, Any]:
         """Return the view of a page: the result, the picture and the valid actions."""
         actions = [] if seat.is_done else (await seat.session.hint()).valid_actions
         picture = await seat.session.picture()
@@ -250,7 +252,7 @@ class SeatTable:
     async def _close_idle(self) -> None:
         """Close idle episodes and stop idle services, until cancelled."""
         while True:
-            await asyncio.sleep(self._idle_s / LOOKS)
+            await asyncio.sleep(self._idle_s / NUM_CHECKS)
             now = time.monotonic()
             for seat_id, seat in list(self._seats.items()):
                 if now - seat.used_at > self._idle_s:

@@ -19,7 +19,7 @@ STOP_S = 3.0
 
 
 @contextlib.contextmanager
-def beside(run_dir: RunDir, *, root: Path, say: Callable[[str], None]) -> Generator[None]:
+def run_dashboard(run_dir: RunDir, *, root: Path, say: Callable[[str], None]) -> Generator[None]:
     """Serve the dashboard of a run during the context. A failure is only logged.
 
     Args:

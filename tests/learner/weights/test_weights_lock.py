@@ -4,7 +4,7 @@ import threading
 import time
 from functools import partial
 
-from learner.weights.gate import Reading, WeightsLock
+from learner.weights.weights_lock import WeightsLock, WeightsReadLock
 
 LONG_S = 20.0
 
@@ -50,7 +50,7 @@ def test_slow_readers_are_aborted_by_timeout_or_stop() -> None:
     for timeout_s, is_stopping in ((0.01, False), (LONG_S, True)):
         gate = WeightsLock(timeout_s=timeout_s, is_stopping=partial(bool, is_stopping))
         gate.open()
-        reading = Reading(gate, is_live=True, is_held=False, is_optional=False)
+        reading = WeightsReadLock(gate, is_live=True, is_held=False, is_optional=False)
         assert reading.begin()
         thread = closing(gate)
         deadline = time.monotonic() + LONG_S
@@ -68,7 +68,7 @@ def test_slow_readers_are_aborted_by_timeout_or_stop() -> None:
 def test_late_reader_yields_and_a_copy_needs_no_gate() -> None:
     gate = WeightsLock(timeout_s=LONG_S)
     gate.open()
-    late = Reading(gate, is_live=True, is_held=False, is_optional=True)
+    late = WeightsReadLock(gate, is_live=True, is_held=False, is_optional=True)
     assert late.begin()
     assert not late.must_not_wait
     thread = closing(gate)
@@ -76,5 +76,5 @@ def test_late_reader_yields_and_a_copy_needs_no_gate() -> None:
     assert not late.must_end, "a transfer that has begun may end"
     late.end()
     thread.join(LONG_S)
-    copy = Reading(gate, is_live=False, is_held=False, is_optional=True)
+    copy = WeightsReadLock(gate, is_live=False, is_held=False, is_optional=True)
     assert copy.begin()

@@ -7,8 +7,8 @@ from typing import Any
 import psutil
 import pytest
 
-from actor.play.table.redo import RecordedEpisode
-from actor.play.table.seats import MAX_SEATS, SeatTable
+from actor.play.table.interactive import MAX_SEATS, SeatTable
+from actor.play.table.replay_pictures import RecordedEpisode
 from common.errors import ConfigError, EnvError
 from common.repository import ROOT
 from common.states import state_number

@@ -92,7 +92,7 @@ class WeightsLock:
         return waited_s
 
 
-class Reading:
+class WeightsReadLock:
     """A transfer's read lock on the weights of a version; live weights may change after `end`."""
 
     def __init__(
