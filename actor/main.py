@@ -221,7 +221,7 @@ async def _work(cfg: RunConfig, parts: Parts, stop: asyncio.Event, beacon: Beaco
             "scheduler": parts.scheduler.run(parts.episodes.revoke),
             "delivery": parts.delivery.run(),
             "weights": parts.weights.run(),
-            "heartbeat": _beat(cfg, parts, beacon),
+            "heartbeat": _send_heartbeats(cfg, parts, beacon),
             "leases": _take_leases(cfg, parts),
         }.items()
     ]
@@ -273,7 +273,7 @@ async def _take_leases(cfg: RunConfig, parts: Parts) -> None:
             await asyncio.sleep(0.02)  # Lets several freed slots share one request.
 
 
-async def _beat(cfg: RunConfig, parts: Parts, beacon: Beacon) -> None:
+async def _send_heartbeats(cfg: RunConfig, parts: Parts, beacon: Beacon) -> None:
     pid = os.getpid()
     rss_bytes = 0
     cpu_s = 0.0

@@ -67,7 +67,7 @@ async def play(job: PlayJob, player: EpisodePlayer) -> None:
 
     async def one(plan: PlannedEpisode, environments: Environments) -> None:
         async with slots:
-            played = await _play_patiently(plan, environments, job, player)
+            played = await _play_with_retries(plan, environments, job, player)
         trajectory, _ = deliverable(played)
         journal.append(trajectory)
         count.add(trajectory)
@@ -85,7 +85,7 @@ async def play(job: PlayJob, player: EpisodePlayer) -> None:
         raise error.exceptions[0] from None
 
 
-async def _play_patiently(
+async def _play_with_retries(
     plan: PlannedEpisode, environments: Environments, job: PlayJob, player: EpisodePlayer
 ) -> Trajectory:
     for attempt in range(job.max_attempts):

@@ -81,8 +81,10 @@ def measure_engine(
     keys = create_keys(run_dir.keys)
     path = folder / "policy"
     _save(path, model, tokenizer_path, has_weights=run.has_weights)
-    gate = WeightsLock(timeout_s=run.timeout_s)
-    publisher = Publisher(Router(keys, host=HOST, port=0), _settings(run), gate=gate)
+    weights_lock = WeightsLock(timeout_s=run.timeout_s)
+    publisher = Publisher(
+        Router(keys, host=HOST, port=0), _settings(run), weights_lock=weights_lock
+    )
     run_dir.publish_address("weights", f"tcp://{HOST}:{publisher.port}")
     publisher.start()
     child = _start(run, run_dir, path)
@@ -91,7 +93,7 @@ def measure_engine(
         child.wait_until(
             lambda: publisher.drain_metrics()["weights/members"] > 0, timeout_s=run.timeout_s
         )
-        gate.close()  # Wait until version 0 has been sent.
+        weights_lock.close()  # Wait until version 0 has been sent.
         publisher.drain_metrics()  # Exclude the transfer of version 0.
         _randomize(model)
         weights = _version(1, trainer, canary)

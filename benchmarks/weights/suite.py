@@ -78,10 +78,10 @@ def check_broadcast(table: BenchTable, size: TransferVolume) -> None:
 def check_step(table: BenchTable, *, num_rounds: int) -> None:
     """Time training steps with and without a concurrent transfer to one receiver, in turn."""
     model = make_random_model(MODELS["larger"], device=CPU)
-    gate = WeightsLock(timeout_s=TIMEOUT_S)
+    weights_lock = WeightsLock(timeout_s=TIMEOUT_S)
     cfg = LearnerSection(precision=Precision.FP32)
     trainer = make_trainer(
-        cfg, AlgorithmSection(), model, engine_dtype="bfloat16", before_update=gate.close
+        cfg, AlgorithmSection(), model, engine_dtype="bfloat16", before_update=weights_lock.close
     )
     samples = make_batch(QUICKSTART, vocab_size=model.config.vocab_size, seed=table.seed)
     source = trainer.live_weights()
@@ -94,7 +94,7 @@ def check_step(table: BenchTable, *, num_rounds: int) -> None:
             lower_priority()
             side.meeting.barrier()
             send_buckets(side.carrier, cut, slots, source.fill)
-            gate.leave()
+            weights_lock.leave()
             side.meeting.barrier()
 
         for number in range(2 * num_rounds + 2):
@@ -102,8 +102,8 @@ def check_step(table: BenchTable, *, num_rounds: int) -> None:
             sending = threading.Thread(target=send, daemon=True)
             started = time.perf_counter()
             if travels:
-                gate.open()
-                gate.enter()
+                weights_lock.open()
+                weights_lock.enter()
                 sending.start()
             trainer.train_on(samples, version=number)
             took_s[travels].append(time.perf_counter() - started)

@@ -209,7 +209,7 @@ def plan_named(cfg: RunConfig, shape: ModelShape) -> list[MemoryBudget]:
 def plan_lines(places: Sequence[MemoryBudget]) -> list[str]:
     """Return the plan as a table. Equal neighbours are merged into one entry."""
     lines: list[str] = []
-    for alike in _alike(places):
+    for alike in _equal_places(places):
         place = alike[0]
         more = len(alike) - 1
         of = f" of {shown(place.capacity_bytes)}" if place.capacity_bytes else ""
@@ -223,7 +223,7 @@ def _how(part: Part) -> str:
     return f"{part.how}; only while {part.phase}" if part.phase else part.how
 
 
-def _alike(places: Sequence[MemoryBudget]) -> Iterator[list[MemoryBudget]]:
+def _equal_places(places: Sequence[MemoryBudget]) -> Iterator[list[MemoryBudget]]:
     for _, alike in groupby(places, key=lambda p: (p.parts, p.capacity_bytes, p.remedy)):
         yield list(alike)
 

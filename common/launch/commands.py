@@ -239,7 +239,7 @@ def with_date(
     return run(cfg, run_dir)
 
 
-def say(text: str) -> int:
+def echo(text: str) -> int:
     """Print a text that contains its final line break; return exit code 0."""
     print(text, end="")
     return 0

@@ -141,14 +141,14 @@ class StallWatch:
         """Return (culprits, description) of the first stall that is found; None without one."""
         for name, each in activities.items():
             if each is not None:
-                what = self._hangs(name, each, now)
+                what = self._hang_reason(name, each, now)
             else:
-                what = self._is_unheard(name, processes[name], status)
+                what = self._silence_reason(name, processes[name], status)
             if what:
                 return [name], f"{name} hangs: {what}"
-        return self._stands_still(activities, status)
+        return self._idle_reason(activities, status)
 
-    def _hangs(self, name: str, activity: RoleActivity, now: float) -> str:
+    def _hang_reason(self, name: str, activity: RoleActivity, now: float) -> str:
         stall_s = self._cfg.stall_s
         silent_s = self._awake_s - self._changed[name][1]
         if silent_s > stall_s:
@@ -161,7 +161,7 @@ class StallWatch:
                 return f"{what}, the limit is {limit_s:.0f}s"
         return ""
 
-    def _is_unheard(self, name: str, process: RoleProcess, status: Mapping[str, Any]) -> str:
+    def _silence_reason(self, name: str, process: RoleProcess, status: Mapping[str, Any]) -> str:
         """Return how long a role without a local report has been silent; "" if that is normal."""
         actors: list[Any] = status.get("actors", [])
         started_at = process.started_at
@@ -179,7 +179,7 @@ class StallWatch:
                 return f"the scheduler has received nothing from it for {silent_s:.0f}s"
         return ""
 
-    def _stands_still(
+    def _idle_reason(
         self, activities: Mapping[str, RoleActivity | None], status: Mapping[str, Any]
     ) -> tuple[list[str], str] | None:
         counts = _counts(status)

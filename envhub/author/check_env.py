@@ -21,7 +21,7 @@ OTHER_PROCESS_S = 120.0
 USAGE = "check-env NAME|FILE.py:FUNCTION [items=N] [style=compact|agentgym] [key=value ...]"
 
 
-def check_env(request: ParsedCommand, *, root: Path, say: Callable[[str], None]) -> int:
+def check_env(request: ParsedCommand, *, root: Path, echo: Callable[[str], None]) -> int:
     """Print a line for each finding; return the exit code: 1 if a check fails.
 
     Raises: ConfigError: no such environment, or a wrong option.
@@ -32,8 +32,8 @@ def check_env(request: ParsedCommand, *, root: Path, say: Callable[[str], None])
     with Driver(spec, style) as driver:
         for finding in findings(driver, name, num, overrides, root=root):
             failed = failed or finding.grade is Grade.FAIL
-            say(f"{finding.grade.value:<5}{finding.name:<12}{finding.text}")
-    say("Fix each line marked FAIL before a run." if failed else "No check failed.")
+            echo(f"{finding.grade.value:<5}{finding.name:<12}{finding.text}")
+    echo("Fix each line marked FAIL before a run." if failed else "No check failed.")
     return 1 if failed else 0
 
 

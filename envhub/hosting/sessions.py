@@ -168,7 +168,7 @@ class Sessions:
 
         Raises: SessionUnknown, SessionConflict, EnvRaised, EnvTimeout.
         """
-        async with self._alone(session_id) as session:
+        async with self._exclusive(session_id) as session:
             if (kept := self._kept(session, seq)) is not None:
                 return kept
             if not num_bytes and len(action) * MOST_CHARACTER_BYTES > self._max_action_bytes:
@@ -234,22 +234,22 @@ class Sessions:
 
     async def hint(self, session_id: str) -> tuple[list[str], str | None]:
         """Return the valid actions and the expert's action (None when the expert has no plan)."""
-        async with self._alone(session_id) as session:
+        async with self._exclusive(session_id) as session:
             return await self._call(session, session.episode.hint())
 
     async def render(self, session_id: str) -> tuple[str, str]:
         """Return the state as text for people, and the fingerprint of the initial state."""
-        async with self._alone(session_id) as session:
+        async with self._exclusive(session_id) as session:
             return await self._call(session, session.episode.render())
 
     async def detail(self, session_id: str, what: str) -> Any:
         """Return JSON for AgentGym's pages; None where the environment has none."""
-        async with self._alone(session_id) as session:
+        async with self._exclusive(session_id) as session:
             return await self._call(session, session.episode.detail(what))
 
     async def delete(self, session_id: str) -> None:
         """End a session. Raises: SessionUnknown: it does not exist, or no longer exists."""
-        async with self._alone(session_id) as session:
+        async with self._exclusive(session_id) as session:
             await self._drop(session)
         self.counts["deleted"] += 1
 
@@ -350,7 +350,7 @@ class Sessions:
             raise WorkerLost(failure)
         raise SessionUnknown("no such session, or its lease has expired")
 
-    def _alone(self, session_id: str) -> SessionLock:
+    def _exclusive(self, session_id: str) -> SessionLock:
         """Return a lock that waits for other calls; the session may end during the wait."""
         return SessionLock(self._find, self._live.renew, session_id)
 

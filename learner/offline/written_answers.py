@@ -85,7 +85,7 @@ class AnswerWriter:
             past, text = self._with_calls(message, checked, tools)
         if thoughts:
             text = self._with_thoughts(thoughts) + text
-        header, text = self._parted(text, past, head="" if checked else self._head)
+        header, text = self._split_header(text, past, head="" if checked else self._head)
         end = self.renderer.sampled_end(has_calls=bool(checked))
         lead = [] if checked else self.renderer.lead_of_end
         ids = self._own(text)
@@ -108,7 +108,7 @@ class AnswerWriter:
                 return [*prompt[: len(prompt) - len(asked)], *self._plain(after)]
         raise ValueError("messages: the chat template asks for this answer in another form")
 
-    def _parted(self, text: str, past: str, *, head: str) -> tuple[str, str]:
+    def _split_header(self, text: str, past: str, *, head: str) -> tuple[str, str]:
         """Return the header before an answer, behind the text of all prompts, and the answer.
 
         A header that opens a block of thoughts stands before an answer with thoughts only.

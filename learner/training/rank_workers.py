@@ -119,7 +119,7 @@ class RankWorkers:
         if self._meeting is None:
             return self._ranks
         for worker in self._workers:
-            self._tell(worker, json.dumps(settled(learner)).encode())
+            self._send_order(worker, json.dumps(settled(learner)).encode())
         self._ranks = _meet(self._cfg, 0, self._meeting, self._device)
         logger.info("ranks=%d pids=%s", self._ranks.size, [f.process.pid for f in self._workers])
         return self._ranks
@@ -129,7 +129,7 @@ class RankWorkers:
         self.check()
         header = json.dumps([*order[:-1], len(order.payload)])
         for worker in self._workers:
-            self._tell(worker, header.encode())
+            self._send_order(worker, header.encode())
         if order.payload:
             with self._ranks.in_touch("the broadcast of an order"):
                 self._ranks.send(order.payload)
@@ -155,7 +155,7 @@ class RankWorkers:
                 f"learner rank {worker.rank} closed its pipe during its start"
             ) from error
 
-    def _tell(self, worker: _RankWorker, message: bytes) -> None:
+    def _send_order(self, worker: _RankWorker, message: bytes) -> None:
         try:
             worker.pipe.send_bytes(message)
         except OSError as error:

@@ -66,14 +66,14 @@ class Transfers:
         canary: Canary,
         settings: PublishSettings,
         *,
-        gate: WeightsLock,
+        weights_lock: WeightsLock,
         stop_requested: threading.Event,
     ) -> None:
         self._router = router
         self.members = members
         self.canary = canary
         self._settings = settings
-        self._gate = gate
+        self._weights_lock = weights_lock
         self._stop_requested = stop_requested
         self.rendezvous = StoreServer(settings.host)
         self._groups = TransferGroups(self.rendezvous.open_group)
@@ -188,14 +188,14 @@ class Transfers:
         next offer. If all can be reached, each member gets its own transfer to find the faulty one.
 
         Args:
-            is_held: the gate was entered for this transfer.
+            is_held: the lock was entered for this transfer.
             must_load: wait also for engines that load slowly.
             is_superseded: returns True if there is a newer version. None: this is the newest, and
                 not optional. An optional transfer returns the weights to the trainer before the
                 first bucket.
         """
         reading = WeightsReadLock(
-            self._gate,
+            self._weights_lock,
             is_live=weights.source.is_live,
             is_held=is_held,
             is_optional=is_superseded is not None,

@@ -56,7 +56,7 @@ class TerminalObserver:
         """Return a context that serves the dashboard, if `dashboard=true`."""
         if not self._cfg.dashboard:
             return nullcontext()
-        return run_dashboard(self._run_dir, root=ROOT, say=partial(print, flush=True))
+        return run_dashboard(self._run_dir, root=ROOT, echo=partial(print, flush=True))
 
     def stop(self) -> None:
         """Stop the display and release the terminal."""

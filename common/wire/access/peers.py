@@ -173,10 +173,10 @@ class Peers:
                 **account.counts(),
                 "last_reason": account.last_reason,
             }
-            for name, account in self._guilty()
+            for name, account in self._refused_accounts()
         }
 
-    def _guilty(self) -> list[tuple[str, KeyCounts]]:
+    def _refused_accounts(self) -> list[tuple[str, KeyCounts]]:
         known = list(self._accounts.items())  # A copy: another thread may add an account.
         guilty = [(n, a) for n, a in known if a.num_refused or a.num_unsent]
         return sorted(guilty, key=lambda each: -each[1].num_refused)[:MAX_SHOWN]
@@ -185,7 +185,7 @@ class Peers:
         """Return the number of refused messages and unsent answers, by "peer/reason"."""
         return {
             f"{name}/{kind}": num
-            for name, account in self._guilty()
+            for name, account in self._refused_accounts()
             for kind, num in account.counts().items()
             if num
         }

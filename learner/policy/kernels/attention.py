@@ -250,11 +250,11 @@ def _one_by_one(
         query.split(lengths, 2), key.split(key_lengths, 2), value.split(key_lengths, 2), strict=True
     )
     with sdpa_kernel(SDPA_BACKENDS):
-        found = [_one_fused(*each, scaling) for each in parts]
+        found = [_fused_sequence(*each, scaling) for each in parts]
     return torch.cat(found, 2).transpose(1, 2)
 
 
-def _one_fused(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+def _fused_sequence(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     num_queries = query.shape[2]
     num_keys = key.shape[2]
     mask = None  # Without a prefix the kernel applies the causal mask itself.

@@ -53,14 +53,14 @@ class Enrolments:
         """
         match message:
             case JoinRequest():
-                reason = self._why_not(message)
+                reason = self._refusal_of(message)
                 return Rejected(reason=reason) if reason else self._enrol(message, is_alive)
             case FileRequest():
                 return self._part(message)
             case _:
                 return None
 
-    def _why_not(self, request: JoinRequest) -> str:
+    def _refusal_of(self, request: JoinRequest) -> str:
         if len(request.public_key) != KEY_CHARS or not request.name:
             return "a node must send its name and its public key"
         if request.role not in SECTIONS:

@@ -36,7 +36,7 @@ def computed(root: Path, *words: str, steps: str | None = None) -> tuple[int, li
         json=None,
         steps=steps,
     )
-    return recompute(request, root=ROOT, say=said.append), said
+    return recompute(request, root=ROOT, echo=said.append), said
 
 
 def result(root: Path) -> dict[str, Any]:
