@@ -125,7 +125,10 @@ def _plans(cfg: RunConfig, catalogue: dict[str, Any]) -> Iterator[PlannedEpisode
         items = task.items()
         spec = catalogue.get(task.env, {}).get("subsets", {}).get(items)
         if spec is None or not spec["num_train"]:
-            raise ConfigError(f"tasks: the hub has no training item {items!r} of {task.env!r}")
+            raise ConfigError(
+                f"tasks: the hub has no training items {items!r} of {task.env!r}; choose a subset"
+                " that `python run.py envs` lists"
+            )
         index = FIRST_INDEX + num_played.get(items, 0)
         num_played[items] = index - FIRST_INDEX + 1
         yield PlannedEpisode(

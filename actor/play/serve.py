@@ -277,7 +277,10 @@ def base_of(folder: Path) -> tuple[Path, LoraSection]:
     settings = cast(dict[str, Any], json.loads(path.read_text(encoding="utf-8")))
     base = settings.get("base_model_name_or_path")
     if not base or not Path(base).is_dir():
-        raise ConfigError(f"{path}: adapters to {base}, which is not on this machine")
+        raise ConfigError(
+            f"{path}: its base model {base} is not on this machine; copy the base to this path, or"
+            " merge the adapters with `python run.py merge`"
+        )
     if settings.get("target_parameters"):
         raise ConfigError(
             f"{path}: its adapters change experts, which the engine (vLLM) cannot take. Merge them"

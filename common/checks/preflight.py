@@ -122,7 +122,10 @@ def _check_context(cfg: RunConfig, shape: ModelShape) -> None:
 def check_agent(actor: ActorSection) -> None:
     """Check that this machine has the agent's program. Raises: ConfigError: it is missing."""
     if actor.endpoint and shutil.which(actor.agent[0]) is None:
-        raise ConfigError(f"actor.agent={actor.agent}: no program {actor.agent[0]!r} on the PATH")
+        raise ConfigError(
+            f"actor.agent={actor.agent}: no program {actor.agent[0]!r} on the PATH; install it, or"
+            " give its full path"
+        )
 
 
 def _check_tasks(cfg: RunConfig) -> None:

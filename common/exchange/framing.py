@@ -185,7 +185,8 @@ class Framing:
     def _render(self, messages: list[dict[str, Any]]) -> str:
         if not getattr(self._tokenizer, "chat_template", None):
             raise ConfigError(
-                "the tokenizer has no chat template, so tokens cannot be split into messages"
+                "the tokenizer has no chat template, so tokens cannot be split into messages; use"
+                " --format json"
             )
         return render_chat(self._tokenizer, messages, day=self._day)
 

@@ -1,4 +1,4 @@
-"""A tokenizer with its chat template, measured: turns, thoughts, ends of turns and tool calls."""
+"""Measures a chat template with marker texts: turns, thoughts, ends of turns and tool calls."""
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache

@@ -144,7 +144,7 @@ def _export(run_dir: RunDir, options: dict[str, str], echo: Echo) -> int:
     if format not in FORMATS:
         raise ConfigError(f"--format {format}: must be one of {', '.join(FORMATS)}")
     if not target.absolute().parent.is_dir():
-        raise ConfigError(f"to={target}: the folder of this file does not exist")
+        raise ConfigError(f"to={target}: the folder of this file does not exist; create it")
     partial = target.with_name(f".{target.name}.partial")
     if format != "json":
         framing = load_framing(run_dir.tokenizer, day=run_dir.read_date())
@@ -174,7 +174,7 @@ def _export(run_dir: RunDir, options: dict[str, str], echo: Echo) -> int:
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.tolist()
-    raise TypeError(f"{type(value).__name__} is no JSON")
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
 def _prune(run_dir: RunDir, options: dict[str, str], echo: Echo) -> int:

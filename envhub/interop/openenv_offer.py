@@ -41,7 +41,7 @@ def describe_server(options: RemoteOptions) -> ServerDescription:
     if status != 200 or not isinstance(schema, dict):
         raise ConfigError(
             f"env.url={without_login(url)}: /schema answered {status}, so this is not an OpenEnv"
-            " server"
+            " server; correct env.url or env.dialect"
         )
     known = [name for name in schema.get("properties", {}) if name != "metadata"]
     required = [name for name in schema.get("required", []) if name in known]

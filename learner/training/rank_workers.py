@@ -79,7 +79,7 @@ class RankWorkers:
             has = torch.cuda.device_count()
             raise ConfigError(
                 f"learner.num_ranks={num_ranks} from learner.device={cfg.learner.device}: {needed}"
-                f" CUDA devices are needed, but {has} are visible"
+                f" CUDA devices are needed, but {has} are visible; lower learner.num_ranks"
             )
         meeting = Path(tempfile.mkdtemp(prefix="learner-ranks-"))  # A private folder on this host.
         self._meeting = meeting

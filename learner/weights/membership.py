@@ -49,7 +49,7 @@ class _MemberState:
 
 
 class Membership:
-    """The only list of members. For the publisher's thread, unless a method is for any thread.
+    """The list of all members. Only the publisher's thread calls it, unless a method is for any.
 
     An actor sends a hello with every heartbeat. So a removed member that is alive rejoins by
     itself, and a wrong removal costs it at most one version. A member that failed is left out of

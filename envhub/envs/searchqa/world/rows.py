@@ -201,6 +201,7 @@ def _about(text: str, pair: list[Thing]) -> str:
 
 
 def _winner_index(values: list[int], lower_wins: bool) -> int:
+    """Return 0 or 1: the index of the smaller value if `lower_wins`, else of the larger one."""
     return int((values[1] < values[0]) == lower_wins)
 
 
