@@ -174,7 +174,7 @@ class _Counterfactual:
     def run(self, path: Path, *, is_dry: bool) -> int:
         """Print the table and write it as JSON; return the exit code."""
         plan = self._plan
-        echo = self._say
+        echo = self._echo
         with Recomputation(plan, self._overrides, is_counterfactual=True) as other:
             for line in summary_lines(other.cfg.algorithm, other.cfg.learner):
                 echo(line)
@@ -205,7 +205,7 @@ class _Counterfactual:
 
     def _compute_recorded(self, recorded: RecordedResults) -> str:
         """Recompute the batches with the run's own settings; return the first difference."""
-        check = _Check(self._plan, self._say)
+        check = _Check(self._plan, self._echo)
         problem = ""
         with Recomputation(self._plan, [], is_counterfactual=False) as again:
             check.begin(again.begin())
