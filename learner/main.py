@@ -337,7 +337,7 @@ class Loop:
         if not send(weights, on_done=report, is_stopping=self._stop.is_set):
             raise StopRequested
         self._last_published = weights.version
-        self._watch.rest()
+        self._watch.postpone()
         self._set_status(waiting_for="")
 
     def _current_weights(self) -> PublishedWeights:

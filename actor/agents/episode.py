@@ -235,7 +235,7 @@ class AgentEpisode:
     def _prompt_of(self, asked: PolicyRequest) -> list[int]:
         """Return the tokens of a prompt. Those of the current segment are reused."""
         if asked.prompt is not None:
-            return self._bare(asked.prompt)
+            return self._prompt_ids(asked.prompt)
         messages = asked.messages
         earlier = self._conversation
         tools = asked.tools
@@ -257,7 +257,7 @@ class AgentEpisode:
         how |= {"has_calls": bool(calls), "calls": calls}
         return self._renderer.after_calls(new, tools=tools, **how)
 
-    def _bare(self, prompt: str | list[int]) -> list[int]:
+    def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
             return self._renderer.completion(prompt)
         if min(prompt) < 0 or max(prompt) >= self._renderer.num_tokens:

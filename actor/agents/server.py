@@ -18,7 +18,7 @@ from actor.agents.episode import AgentEpisode
 from actor.agents.http import EVENTS, AgentConnection, AgentRequest, Answering, response
 from actor.agents.messages_api import MESSAGES_API, anthropic_error
 from actor.agents.responses_api import RESPONSES_API
-from actor.api.chat_api import BARE_API, CHAT_API
+from actor.api.chat_api import CHAT_API, COMPLETION_API
 from actor.api.requests import Api, ApiError, PolicyRequest, event_text, invalid, openai_error
 from actor.rollout.episode import PolicyFailed
 from common.errors import EnvError, LongstrideError
@@ -32,7 +32,7 @@ CLOSE_S = 1.0
 ANTHROPIC = "/v1/messages"
 APIS = {
     "/v1/chat/completions": CHAT_API,
-    "/v1/completions": BARE_API,
+    "/v1/completions": COMPLETION_API,
     "/v1/responses": RESPONSES_API,
     ANTHROPIC: MESSAGES_API,
 }

@@ -41,7 +41,7 @@ CHAT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "prediction", "moderation", "web_search_options"), (None,)),
     **dict.fromkeys(("reasoning_effort", "verbosity"), (None,)),
 }
-BARE: dict[str, tuple[Any, ...]] = {
+COMPLETION_FIELDS: dict[str, tuple[Any, ...]] = {
     **HARMLESS,
     "best_of": (None, 1),
     "echo": (None, False),
@@ -84,8 +84,8 @@ def _message(given: dict[str, Any], place: str) -> Message:
     return message
 
 
-def _read_bare(body: dict[str, Any]) -> PolicyRequest:
-    check_fields(body, {"prompt", "stop", "max_tokens"}, BARE)
+def _read_completion(body: dict[str, Any]) -> PolicyRequest:
+    check_fields(body, {"prompt", "stop", "max_tokens"}, COMPLETION_FIELDS)
     limit = read_limit(body, "max_tokens")
     stop = read_stop(body, "stop")
     return PolicyRequest(prompt=_prompt(body.get("prompt")), max_tokens=limit, stop=stop, body=body)
@@ -131,7 +131,7 @@ def _reply_chat(asked: PolicyRequest, answer: PolicyAnswer) -> dict[str, Any]:
     return _reply(asked, answer, "chat.completion", f"chatcmpl-{answer.number}", choice)
 
 
-def _reply_bare(asked: PolicyRequest, answer: PolicyAnswer) -> dict[str, Any]:
+def _reply_completion(asked: PolicyRequest, answer: PolicyAnswer) -> dict[str, Any]:
     choice = {"index": 0, "text": answer.text, "logprobs": None}
     return _reply(asked, answer, "text_completion", f"cmpl-{answer.number}", choice)
 
@@ -169,7 +169,7 @@ def _deltas(choice: dict[str, Any]) -> list[dict[str, Any]]:
     return [*parts, {"index": index, "delta": {}, "finish_reason": choice["finish_reason"]}]
 
 
-def _bare_events(asked: PolicyRequest, reply: dict[str, Any]) -> list[Event]:
+def _completion_events(asked: PolicyRequest, reply: dict[str, Any]) -> list[Event]:
     return _chunks(asked, reply, reply["choices"])
 
 
@@ -185,4 +185,4 @@ def _chunks(
 
 
 CHAT_API = Api(read=_read_chat, reply=_reply_chat, events=_chat_events)
-BARE_API = Api(read=_read_bare, reply=_reply_bare, events=_bare_events)
+COMPLETION_API = Api(read=_read_completion, reply=_reply_completion, events=_completion_events)

@@ -175,7 +175,7 @@ def _fetch(
         info = hub.HfApi().model_info(repository, revision=revision, timeout=HUB_TIMEOUT_S)
         found = hub.snapshot_download(repository, revision=info.sha, allow_patterns=wanted)
     except (OSError, _transport_error()) as error:  # No network, no such repository, or no access.
-        return cached, _first_line(error)
+        return cached, (str(error).strip() or repr(error)).splitlines()[0]
     return Path(found), ""
 
 
@@ -208,7 +208,3 @@ def _cache_folder() -> str:
     from huggingface_hub import constants
 
     return constants.HF_HUB_CACHE
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or repr(error)).splitlines()[0]

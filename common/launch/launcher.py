@@ -263,7 +263,7 @@ class _Role:
         if code == 0 and self.spec.ends_run:
             return Ending(exit_code=EXIT_FINISHED, reason=f"{self.spec.name} finished")
         if code == EXIT_CONFIG_ERROR:
-            reason = f"{self.spec.name}: {_error_of(ended)}"
+            reason = f"{self.spec.name}: {find_error(ended.log_tail(max_lines=TAIL_LINES))}"
             return Ending(exit_code=EXIT_CONFIG_ERROR, reason=reason)
         if reason := self._permanent_reason(ended, code):
             text = f"{self.spec.name} {reason} Log: {self.spec.log_path}"
@@ -367,7 +367,3 @@ class _Role:
             f"Log: {self.spec.log_path}"
         )
         return Ending(exit_code=EXIT_FAILED, reason=reason)
-
-
-def _error_of(ended: RoleProcess) -> str:
-    return find_error(ended.log_tail(max_lines=TAIL_LINES))

@@ -56,7 +56,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 class RoomWait:
     """Logs a full disk at the first failed write, every 30 s, and at the first write that works.
 
-    Example: wait = RoomWait(path). Call `wait.met(error)` after each failed attempt and
+    Example: wait = RoomWait(path). Call `wait.note_failure(error)` after each failed attempt and
     `wait.over()` after a successful one.
     """
 
@@ -70,7 +70,7 @@ class RoomWait:
         """Description of the current wait, "" without one."""
         return "" if self._since is None else f"disk: no room for {self._path}"
 
-    def met(self, error: BaseException) -> None:
+    def note_failure(self, error: BaseException) -> None:
         """Record a failed write. Raises: the error, unless a full disk caused it."""
         if not is_no_room(error):
             raise error
@@ -117,7 +117,7 @@ def with_room(
         try:
             result = write()
         except (OSError, RuntimeError) as error:
-            wait.met(error)
+            wait.note_failure(error)
         else:
             wait.over()
             return result

@@ -184,7 +184,7 @@ class Intake(threading.Thread):
             try:
                 positions += self._journal.append_some(records[len(positions) :])
             except OSError as error:
-                self._room.met(error)
+                self._room.note_failure(error)
             else:
                 self._room.over()
                 continue

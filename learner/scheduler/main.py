@@ -248,7 +248,7 @@ def loop(parts: LoopParts, stop: threading.Event, *, on_round: Callable[[], None
     while not stop.is_set() and not has_ended(parts):
         on_round()
         received = parts.router.receive_all(timeout_s=POLL_S)
-        wake_at(parts, time.monotonic())
+        set_clock(parts, time.monotonic())
         answer_all(parts, received)
         parts.registry.expire(parts.clock.now)
         if parts.core.tick():
@@ -261,8 +261,8 @@ def loop(parts: LoopParts, stop: threading.Event, *, on_round: Callable[[], None
             time.sleep(max(0.0, parts.clock.now + GATHER_S - time.monotonic()))
 
 
-def wake_at(parts: LoopParts, now: float) -> None:
-    """Set the clock. After a suspension of this process renew all deadlines."""
+def set_clock(parts: LoopParts, now: float) -> None:
+    """Set the loop's clock; after a suspension of this process, extend all deadlines."""
     slept_s, parts.clock.now = now - parts.clock.now, now
     if slept_s > ASLEEP_S:
         logger.warning(
@@ -318,7 +318,7 @@ def answer_all(parts: LoopParts, received: list[Received]) -> None:
             "could not send the answer to receiver=%s", parts.names.get(receiver, receiver.hex())
         )
     if came_meanwhile:
-        wake_at(parts, time.monotonic())
+        set_clock(parts, time.monotonic())
         answer_all(parts, came_meanwhile)
 
 

@@ -47,7 +47,7 @@ class EngineWatch:
         self._is_measured = is_lockstep  # Other runs measure each engine's usual difference first.
         self._warned_at = 0.0
 
-    def rest(self) -> None:
+    def postpone(self) -> None:
         """Restart the interval: a version is published, whose canaries are checked."""
         self._asked_at = time.monotonic()
 
@@ -74,7 +74,7 @@ class EngineWatch:
         if time.monotonic() - self._asked_at < self._every_s and not is_first:
             return
         self._is_measured = self._is_measured or is_first
-        self.rest()
+        self.postpone()
         checks = [
             EngineCheck(actor, version, prompts, self._score(prompts.token_ids))
             for actor, prompts in self._recent.take().items()

@@ -178,11 +178,11 @@ class Connections(threading.Thread):
         is_full = len(self._known) > self._limit
         while len(self._pending) > self._max_pending or (is_full and self._pending):
             oldest = next(iter(self._pending.values()))
-            if not self._let_go_if_in(oldest, _info(oldest)):
+            if not self._is_authenticated(oldest, _info(oldest)):
                 self._end(oldest, "too many")
                 return
 
-    def _let_go_if_in(self, connection: _Connection, info: bytes | None) -> bool:
+    def _is_authenticated(self, connection: _Connection, info: bytes | None) -> bool:
         """Return whether a connection is authenticated. If so, remove it from the pending ones."""
         if info is None:
             return False
@@ -196,7 +196,7 @@ class Connections(threading.Thread):
         """Close connections that have sent too many bytes without a handshake or a message."""
         for each in list(self._pending.values()):
             info = _info(each)
-            if info is None or self._let_go_if_in(each, info):
+            if info is None or self._is_authenticated(each, info):
                 continue
             if _number(info[BYTES_RECEIVED]) > MAX_HANDSHAKE_BYTES:
                 self._end(each, "too large")

@@ -52,7 +52,7 @@ def heartbeat(parts: Components, message: Heartbeat, now: float) -> list[str]:
 
 def tick(parts: Components, now: float) -> None:
     """Reissue the episodes of dead and silent members and of overdue leases."""
-    for member in parts.members.fall_silent(now):
+    for member in parts.members.newly_silent(now):
         logger.warning(
             "silent role=%s name=%s: its episodes are issued again", member.role, member.name
         )
