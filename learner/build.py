@@ -114,12 +114,10 @@ def build(
     rank_workers = RankWorkers(cfg, folder)
     model, model_path = load_start(cfg, folder, pick_device(cfg.learner.device))
     tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
-    weights_lock = WeightsLock(timeout_s=cfg.learner.publish_timeout_s, is_stopping=is_stopping)
+    lock = WeightsLock(timeout_s=cfg.learner.publish_timeout_s, is_stopping=is_stopping)
     settled = _settled(cfg, run_dir, model, rank_workers)
     may_pad = cfg.learner.layout is Layout.AUTO
-    trainer, version = _trainer(
-        settled, run_dir, model, folder, rank_workers, weights_lock, may_pad
-    )
+    trainer, version = _trainer(settled, run_dir, model, folder, rank_workers, lock, may_pad)
     checksums = _checksums(_with_layout(settled, trainer), run_dir, trainer, version)
     journal = _journal(cfg, run_dir)
     start = load_replay_point(run_dir.replay_point, version=version)
@@ -134,7 +132,7 @@ def build(
     reports = ReportLog()
     buffer = TrajectoryBuffer(_group_assembly(cfg), index, reports, version=version)
     readopt(buffer, run_dir, start)
-    publisher = _publisher(cfg, run_dir, keys, weights_lock)
+    publisher = _publisher(cfg, run_dir, keys, lock)
     admission = _admission(cfg, index, model, keys, trainer.routing)
     client = partial(_scheduler_client, cfg, run_dir, keys, reports, buffer, publisher)
     intake = _intake(cfg, keys, journal, admission, buffer, client, on_round)
@@ -148,7 +146,7 @@ def build(
         admission=admission,
         buffer=buffer,
         publisher=publisher,
-        weights_lock=weights_lock,
+        weights_lock=lock,
         checkpoints=Checkpoints(run_dir.checkpoints, cfg.learner),
         journal=journal,
         upkeep=Upkeep(run_dir.journal, cfg.journal),
