@@ -73,6 +73,8 @@ class RunAccess:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
+    """The objects of a running actor, made before its first episode."""
+
     name: str
     engine: Engine
     renderer: Renderer
@@ -274,6 +276,7 @@ async def _take_leases(cfg: RunConfig, parts: Parts) -> None:
 
 
 async def _send_heartbeats(cfg: RunConfig, parts: Parts, beacon: Beacon) -> None:
+    """Report the actor's state to the scheduler and the supervisor, at each heartbeat interval."""
     pid = os.getpid()
     rss_bytes = 0
     cpu_s = 0.0

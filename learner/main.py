@@ -191,6 +191,7 @@ class Loop:
     # --- 1. Waiting for a batch --------------------------------------------------------------
 
     def _wait_for_batch(self) -> TrainBatch:
+        """Return the next batch. A timeout is logged, or raised with `run.on_stall=stop`."""
         started = time.monotonic()
         cfg = self._cfg.learner
         self._set_status(waiting_for="actors: a batch")

@@ -102,6 +102,7 @@ class WeightLink:
                 self._receive(message)
 
     async def _send_heartbeats(self) -> None:
+        """Send a `WeightsJoin` at each heartbeat interval, also during an update."""
         while True:
             await asyncio.sleep(self._heartbeat_s)
             self._line.send(self._hello())

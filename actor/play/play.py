@@ -27,6 +27,8 @@ LOG_EVERY_FRAC = 0.1  # Share of the episodes between two log lines of progress.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodePlayer:
+    """The policy that plays given episodes, with its limits and options."""
+
     policy: Callable[[PlannedEpisode], tuple[Act, Render]]
     max_concurrent: int
     max_tokens: int  # Context limit, in the renderer's unit.
@@ -88,6 +90,7 @@ async def play(job: PlayJob, player: EpisodePlayer) -> None:
 async def _play_with_retries(
     plan: PlannedEpisode, environments: Environments, job: PlayJob, player: EpisodePlayer
 ) -> Trajectory:
+    """Play one episode again after each infrastructure failure, up to `max_attempts` times."""
     for attempt in range(job.max_attempts):
         lease = lease_of(plan, attempt=attempt, deadline_s=job.episode_timeout_s)
         trajectory = await _play_once(lease, plan, environments, player)
@@ -106,6 +109,7 @@ async def _play_with_retries(
 async def _play_once(
     lease: Lease, plan: PlannedEpisode, environments: Environments, player: EpisodePlayer
 ) -> Trajectory:
+    """Play one episode; return its trajectory, also if it failed."""
     act, render = player.policy(plan)
     render = rendering(render, plan.env, environments.tools.get(plan.env, []))
     open_session = partial(environments.open, plan.env, plan.item_id, seed=plan.seed)
@@ -144,6 +148,8 @@ def lease_of(plan: PlannedEpisode, *, attempt: int, deadline_s: float) -> Lease:
 
 @dataclass(slots=True, kw_only=True)
 class _Count:
+    """Counts finished and failed episodes, and logs the progress."""
+
     num_plans: int
     max_failed: int | None
     num_done: int = 0

@@ -317,6 +317,7 @@ class History:
         return True
 
     async def _continue(self, observation: str, taken: Turn, turn: int, ask: Ask) -> bool:
+        """Append the observation, or start a new segment; False if the context is full."""
         encode = self._answering(taken)
         ids = self.observations.fitted(observation, encode, max_tokens=self._half)
         if ids is None:
@@ -382,6 +383,7 @@ class History:
         self.tape.observe(Observations().fitted(observation, encode, max_tokens=room) or [], turn)
 
     def _start_window(self, observation: str, turn: int) -> bool:
+        """Start a segment with the first message and the latest turns; False if they do not fit."""
         first = self._first_again(LEFT_OUT, self.max_prompt // 2)
         if first is None:
             return False
@@ -403,6 +405,7 @@ class History:
         return True
 
     async def _start_summary(self, observation: str, taken: Turn, turn: int, ask: Ask) -> bool:
+        """Sample a summary and start a segment with it; False if it does not fit."""
         room = self.max_prompt - self._room.turn_tokens  # Room that the longest summary leaves.
         first = self._first_again(f"\n\n{self._request}", room // 2)
         ids = self._fitted_again(observation, None, room=room // 2)

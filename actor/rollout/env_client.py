@@ -40,6 +40,8 @@ JSON_HEADERS = {"Content-Type": "application/json"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubStepResult:
+    """The hub's answer to one step."""
+
     observation: str
     reward: float  # [0, 1]
     done: bool

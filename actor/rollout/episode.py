@@ -253,6 +253,7 @@ async def _turns(
     room: Room,
     render: Render,
 ) -> None:
+    """Play the turns of an opened episode until it ends."""
     history = play.history
     ask = partial(play.ask, act, session)
     may_go_on = partial(play.may_go_on, lease)

@@ -31,6 +31,8 @@ REPORT = "bench_engine.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRun:
+    """The settings of one measured engine."""
+
     dtype: str
     # Weights are read from disk; else the engine has random weights until version 0 arrives.
     has_weights: bool = True
@@ -44,6 +46,8 @@ class EngineRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFigures:
+    """The figures that one measured engine gives."""
+
     start_s: float
     tokens_per_s: float
     actor_ms_per_token: float  # CPU time of the process that asks the engine.

@@ -149,6 +149,7 @@ class StallWatch:
         return self._idle_reason(activities, status)
 
     def _hang_reason(self, name: str, activity: RoleActivity, now: float) -> str:
+        """Return why a role hangs, by its own reports; "" if it does not."""
         stall_s = self._cfg.stall_s
         silent_s = self._awake_s - self._changed[name][1]
         if silent_s > stall_s:
@@ -182,6 +183,7 @@ class StallWatch:
     def _idle_reason(
         self, activities: Mapping[str, RoleActivity | None], status: Mapping[str, Any]
     ) -> tuple[list[str], str] | None:
+        """Return the roles to blame and the reason if the run makes no progress; else None."""
         counts = _counts(status)
         since = self._progress[1]
         if counts != self._progress[0] or status.get("phase") == "done":

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
+    """One message of a conversation."""
+
     is_agent: bool
     is_trained: bool
     text: str

@@ -126,6 +126,8 @@ def _shown(value: object) -> object:
 
 
 class _DialectRoutes:
+    """The handlers of one environment's routes, in the protocol of its dialect."""
+
     def __init__(
         self, dialect: Dialect, instances: Instances, *, words: tuple[str, ...] = ()
     ) -> None:

@@ -339,6 +339,7 @@ def each_microbatch(
 def _collate(
     samples: Sequence[Sample], block: MicrobatchSamples, device: torch.device | str, is_packed: bool
 ) -> MicroBatch:
+    """Return the tensors of one microbatch."""
     chosen = [samples[index] for index in block.indices]
     trajectories = [sample.trajectory for sample in chosen]
     masks = [t.loss_mask for t in trajectories]

@@ -120,6 +120,7 @@ class Intake(threading.Thread):
             time.sleep(max(0.0, started + GATHER_S - time.monotonic()))
 
     def _send_heartbeat_if_due(self) -> None:
+        """Exchange messages with the scheduler, and send a heartbeat if one is due."""
         self._scheduler.pump()
         now = time.monotonic()
         if now - self._last_beat > self._heartbeat_s:

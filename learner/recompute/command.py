@@ -106,7 +106,7 @@ class _Check:
         lines = plan.record.lines.items()
         noted = [line for (version, _), line in lines if version == plan.version]
         expected = known.weights if known else noted[-1].digests.weights if noted else weights
-        is_alike = known is not None or self._has_ranks_of(noted[-1:], rebuilt)
+        is_alike = known is not None or self._is_comparable(noted[-1:], rebuilt)
         if is_alike and weights != expected:
             self.step = plan.version
             where = rebuilt.cfg.model.path if plan.checkpoint is None else plan.checkpoint
@@ -117,8 +117,8 @@ class _Check:
             self.problem = f"weights: the frozen weights ({where}, or the reference) differ"
         self._num_equal += is_alike and not self.problem
 
-    def _has_ranks_of(self, noted: list[Any], rebuilt: Rebuilt) -> bool:
-        """Return whether the checksums are comparable: each covers the part of a single rank."""
+    def _is_comparable(self, noted: list[Any], rebuilt: Rebuilt) -> bool:
+        """Return whether the run had as many ranks as this learner: each has its own digests."""
         num_ranks = rebuilt.cfg.learner.num_ranks
         starts = self._plan.record.starts
         return any(

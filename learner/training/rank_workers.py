@@ -45,6 +45,8 @@ STOP_S = 5.0  # Time limit for a process to exit by itself, in seconds.
 
 
 class _RankWorker(NamedTuple):
+    """One process of another rank, with its pipes."""
+
     rank: int
     process: BaseProcess
     pipe: Connection

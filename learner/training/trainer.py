@@ -46,6 +46,8 @@ INFORMATION_EVERY_STEPS = 5  # Mutual information changes slowly, and costs a tw
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
+    """The result of one training step."""
+
     metrics: dict[str, float]  # Finite metrics only.
     decision: Decision  # A skipped batch changes no weights.
 
@@ -246,6 +248,7 @@ class Trainer:
     def _train(
         self, samples: list[Sample], version: int, decide: Callable[..., Decision], started_s: float
     ) -> TrainResult:
+        """Make all updates of a batch; return the metrics and the controller's decision."""
         self._gradients.passes.warm_up()
         self._digester.begin(samples)
         answered: dict[str, float] = {}
@@ -333,6 +336,7 @@ class Trainer:
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
     def _count_bad(self, updates: list[Update], batch: ScoredBatch) -> None:
+        """Count steps with values that are not finite; raise after too many in a row."""
         if not updates:
             return  # The controller skipped the batch: no update was tried.
         num_bad = sum(not update.is_good for update in updates)

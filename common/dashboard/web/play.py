@@ -36,20 +36,28 @@ class PlayService(Protocol):
 
 
 class _OpenBody(BaseModel):
+    """Body of a request that opens an episode."""
+
     env: str = Field(max_length=200)
     item: str = Field(max_length=200)
     run: str = Field("", max_length=200)  # Run whose style and answer format are used.
 
 
 class _Episode(BaseModel):
+    """Body of a request about an open episode."""
+
     id: str = Field(max_length=100)
 
 
 class _Step(_Episode):
+    """Body of a request that sends an action."""
+
     action: str = Field(max_length=MAX_CHARS)
 
 
 class _Ask(_Episode):
+    """Body of a request that lets a policy choose the action."""
+
     # Run whose policy answers, in place of the endpoint `url`.
     run: str = Field("", max_length=200)
     url: str = Field("", max_length=2000)

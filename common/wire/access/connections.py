@@ -79,6 +79,8 @@ def raise_file_limit() -> int:
 
 @dataclass(slots=True)
 class _Connection:
+    """One open TCP connection of the socket."""
+
     descriptor: int  # File descriptor of libzmq, which closes it.
     address: str  # "" if the peer had already disconnected.
     peer: Any  # The address from `getpeername`.

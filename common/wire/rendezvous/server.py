@@ -39,6 +39,8 @@ class StorePlace:
 
 @dataclass(slots=True)
 class _Group:
+    """The keys and values of one process group."""
+
     values: dict[str, bytes] = field(default_factory=dict[str, bytes])
     num_bytes: int = 0
 
@@ -59,6 +61,8 @@ class _Group:
 
 @dataclass(slots=True)
 class _Waiting:
+    """A request that waits for keys, and the time of its timeout."""
+
     received: Received
     until: float
 

@@ -47,6 +47,7 @@ class SharedMemory:
 
     @contextmanager
     def _shared(self) -> Iterator[None]:
+        """Count a call that shares the memory with others."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._is_reserved, self._wait_s):
                 raise self._wait_failure()
@@ -60,6 +61,7 @@ class SharedMemory:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
+        """Wait until no other call runs, and reserve the memory for this one."""
         deadline_s = time.monotonic() + self._wait_s
         if not self._turn.acquire(timeout=self._wait_s):
             raise self._wait_failure()

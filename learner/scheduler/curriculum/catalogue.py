@@ -147,8 +147,8 @@ def validate_tasks(
             raise ConfigError(f"tasks[{i}]: env={task.env!r:.80} subset={task.subset!r:.80}: {law}")
         if (task.env, task.items()) in known:
             raise ConfigError(
-                f"tasks[{i}].subset={task.subset!r}: another task of {task.env} has this subset;"
-                " name each subset once and set its weight"
+                f"tasks[{i}].subset={task.subset!r}: another task has the same subset of"
+                f" {task.env}; name each subset once and set its weight"
             )
         known.add((task.env, task.items()))
         lengths = catalogue.distances.get(task.env, {}).get(task.subset, {})

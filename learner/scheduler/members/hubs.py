@@ -76,7 +76,7 @@ class StartMessages:
                 wanted = sorted({task.env for task in self.cfg.tasks})
                 raise EnvError(
                     f"the tasks need {wanted}, but the hubs serve only {served} after"
-                    f" {timeout_s:g} s"
+                    f" {timeout_s:g} s; start a hub with the rest, or change tasks"
                 )
             self._receive()
             for place in self.registry.directory.hubs:
