@@ -24,7 +24,7 @@ try:
     from common.config.load import config_as_yaml, without_secrets
     from common.config.run_config import Launcher, RunConfig
     from common.errors import ConfigError, NotStarted
-    from common.host.surroundings import settle_surroundings, start_with_plain_settings
+    from common.host.process_settings import complete_process_settings, start_with_plain_settings
     from common.http.environment import keep_loopback_direct
     from common.launch import commands
     from common.launch.base import EXIT_NOT_STARTED
@@ -254,7 +254,7 @@ def load_evaluation(request: ParsedCommand) -> RunConfig:
 def load_any_version(request: ParsedCommand) -> RunConfig:
     from common.dashboard.terminal.any_version import load_of_any_version
 
-    return load_of_any_version(request, root=ROOT, say=print)
+    return load_of_any_version(request, root=ROOT, echo=print)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,74 +321,74 @@ def recompute(request: ParsedCommand) -> int:
     configure_logging("recompute", "WARNING")  # Libraries read the level when they are imported.
     from learner.recompute import command
 
-    return command.recompute(request, root=ROOT, say=print_now)
+    return command.recompute(request, root=ROOT, echo=print_now)
 
 
 def journal(request: ParsedCommand) -> int:
     from common.store import journal_command
 
-    return journal_command.journal(request, root=ROOT, say=print)
+    return journal_command.journal(request, root=ROOT, echo=print)
 
 
 def dashboard(request: ParsedCommand) -> int:
-    from actor.play.table.seats import SeatTable
+    from actor.play.table.interactive import InteractiveEpisodes
     from common.dashboard.web import server
 
-    return server.dashboard(request, root=ROOT, say=print_now, make_table=SeatTable)
+    return server.dashboard(request, root=ROOT, echo=print_now, make_table=InteractiveEpisodes)
 
 
 def show(request: ParsedCommand) -> int:
     from common.dashboard.terminal import commands as terminal
 
-    return terminal.show(request, root=ROOT, say=print)
+    return terminal.show(request, root=ROOT, echo=print)
 
 
 def report(request: ParsedCommand) -> int:
     from common.report import command
 
-    return command.report(request, root=ROOT, say=print)
+    return command.report(request, root=ROOT, echo=print)
 
 
 def replay(request: ParsedCommand) -> int:
     from common.dashboard.terminal import commands as terminal
 
-    return terminal.replay(request, root=ROOT, say=print)
+    return terminal.replay(request, root=ROOT, echo=print)
 
 
 def envs(request: ParsedCommand) -> int:
     from envhub.catalogue.listing import list_environments
 
-    return list_environments(request.overrides, root=ROOT, say=print)
+    return list_environments(request.overrides, root=ROOT, echo=print)
 
 
 def new_env(request: ParsedCommand) -> int:
     from envhub.author import scaffold
 
-    return scaffold.new_env(request, root=ROOT, say=print)
+    return scaffold.new_env(request, root=ROOT, echo=print)
 
 
 def check_env(request: ParsedCommand) -> int:
     from envhub.author import check_env as checks
 
-    return checks.check_env(request, root=ROOT, say=print_now)
+    return checks.check_env(request, root=ROOT, echo=print_now)
 
 
 def play(request: ParsedCommand) -> int:
     from envhub.author import play as player
 
-    return player.play(request, root=ROOT, say=print_now, lines=sys.stdin)
+    return player.play(request, root=ROOT, echo=print_now, lines=sys.stdin)
 
 
 def revoke(request: ParsedCommand) -> int:
     from common.launch.keys import revoke_key
 
-    return revoke_key(request, root=ROOT, load=load_joined, say=print)
+    return revoke_key(request, root=ROOT, load=load_joined, echo=print)
 
 
 def help_on(request: ParsedCommand) -> int:
     from common.config.help import help_text
 
-    return commands.say(help_text(request.overrides))
+    return commands.echo(help_text(request.overrides))
 
 
 STANDALONE: dict[str, Callable[[ParsedCommand], int]] = {
@@ -419,7 +419,7 @@ def dispatch(request: ParsedCommand) -> int:
     if request.command == "envhub" and requested.belongs_to_no_run(request):
         from envhub.command import run_hub
 
-        return run_hub(request.overrides, root=ROOT, is_dry=request.is_dry, say=print_now)
+        return run_hub(request.overrides, root=ROOT, is_dry=request.is_dry, echo=print_now)
     return run_command(COMMANDS[request.command], request)
 
 
@@ -450,7 +450,7 @@ def show_config(cfg: RunConfig, *, has_plan: bool) -> int:
     lines = memory_lines(cfg) if has_plan else []
     lines += summary_lines(cfg.algorithm, cfg.learner)
     lines += cfg.curriculum.warnings(cfg.horizon)
-    return commands.say(
+    return commands.echo(
         config_as_yaml(without_secrets(cfg)) + "".join(f"# {line}\n" for line in lines)
     )
 
@@ -476,7 +476,7 @@ def main(argv: list[str]) -> int:
             request = replace(request, config=str(Path(request.config).resolve()))
         if request.key is not None:
             request = replace(request, key=str(Path(request.key).absolute()))
-        settle_surroundings(os.environ)
+        complete_process_settings(os.environ)
         os.chdir(ROOT)
         keep_loopback_direct()
         return dispatch(request)

@@ -30,8 +30,8 @@ from common.config.run_config import RunConfig
 from common.cpu import family_cpu_s
 from common.errors import LongstrideError
 from common.join.enrol import Joined
-from common.leaving import end_during_start
 from common.memory import resident_bytes
+from common.quick_exit import end_during_start
 from common.seeds import engine_seed
 from common.stall.beacon import Beacon, beacon_of
 from common.store.run_dir import RunDir
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 MEMORY_S = 10.0  # Seconds between two measurements of the memory in use.
-LOOK_S = 10.0  # Seconds of waiting for a free slot before the slots are counted again.
+RECOUNT_S = 10.0  # Seconds of waiting for a free slot before the slots are counted again.
 DRAIN_S = 5.0  # Seconds at shutdown for the acknowledgements of delivered trajectories.
 
 
@@ -73,6 +73,8 @@ class RunAccess:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
+    """The objects of a running actor, made before its first episode."""
+
     name: str
     engine: Engine
     renderer: Renderer
@@ -183,7 +185,7 @@ async def _build(cfg: RunConfig, access: RunAccess, context: zmq.asyncio.Context
     await scheduler.connect(timeout_s=start_s)
     await scheduler.learn_addresses(timeout_s=start_s)
     hubs = Hubs(book.hubs, cfg.actor, style=cfg.envhub.style, owner=incarnation)
-    await hubs.start(patience_s=start_s)
+    await hubs.start(timeout_s=start_s)
     delivery = Delivery(book, keys, window=cfg.actor.delivery_window, context=context)
     await delivery.connect(timeout_s=start_s)
     weights = WeightLink(
@@ -221,7 +223,7 @@ async def _work(cfg: RunConfig, parts: Parts, stop: asyncio.Event, beacon: Beaco
             "scheduler": parts.scheduler.run(parts.episodes.revoke),
             "delivery": parts.delivery.run(),
             "weights": parts.weights.run(),
-            "heartbeat": _beat(cfg, parts, beacon),
+            "heartbeat": _send_heartbeats(cfg, parts, beacon),
             "leases": _take_leases(cfg, parts),
         }.items()
     ]
@@ -255,7 +257,7 @@ async def _take_leases(cfg: RunConfig, parts: Parts) -> None:
         num_free = parts.episodes.num_free_slots
         if num_free == 0 or (is_lockstep and parts.episodes.running_ids):
             with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
+                async with asyncio.timeout(RECOUNT_S):
                     await parts.episodes.slot_freed.wait()
             continue
         grant = await parts.scheduler.request_leases(
@@ -273,11 +275,12 @@ async def _take_leases(cfg: RunConfig, parts: Parts) -> None:
             await asyncio.sleep(0.02)  # Lets several freed slots share one request.
 
 
-async def _beat(cfg: RunConfig, parts: Parts, beacon: Beacon) -> None:
+async def _send_heartbeats(cfg: RunConfig, parts: Parts, beacon: Beacon) -> None:
+    """Report the actor's state to the scheduler and the supervisor, at each heartbeat interval."""
     pid = os.getpid()
     rss_bytes = 0
     cpu_s = 0.0
-    look_at = 0.0
+    measure_at = 0.0
     last_tokens = parts.engine.num_sampled_tokens
     last_time = time.monotonic()
     last_done = None
@@ -294,10 +297,10 @@ async def _beat(cfg: RunConfig, parts: Parts, beacon: Beacon) -> None:
         beacon.note("main", "serving")
         if parts.engine.meter is not None:
             parts.episodes.adapt(parts.engine.meter.drain())
-        if now >= look_at:  # The measurement reads the state of every process of the system.
+        if now >= measure_at:  # The measurement reads the state of every process of the system.
             rss_bytes = resident_bytes([pid])[pid]
             cpu_s = family_cpu_s()
-            look_at = now + MEMORY_S
+            measure_at = now + MEMORY_S
         tokens = parts.engine.num_sampled_tokens
         took_s = max(now - last_time, 1e-6)
         rate = (tokens - last_tokens) / took_s

@@ -52,8 +52,8 @@ class CpuWatch:
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + SAMPLE_S
-        self.look()
-        self._look_elsewhere()
+        self.measure()
+        self._read_reported()
         roles = {role: round(used_s, 2) for role, used_s in sorted(self.used().items())}
         self._note_others(sum(used_s for _, used_s in self._used.values()))
         about = {"cores": cores_here(), "others_s": round(self._others_s, 2)}
@@ -74,7 +74,7 @@ class CpuWatch:
             total[role] = total.get(role, 0.0) + used_s
         return total
 
-    def look(self) -> None:
+    def measure(self) -> None:
         """Measure this process and its descendants, each for its own role or its parent's."""
         root = psutil.Process()
         roles = {root.pid: "launcher"}
@@ -109,7 +109,7 @@ class CpuWatch:
             role, used_s = self._used[key]
             self._used[key] = (role, used_s + max(0.0, total_s - seen.get(key, 0.0)))
 
-    def _look_elsewhere(self) -> None:
+    def _read_reported(self) -> None:
         """Read the reported seconds of roles that never were descendants of this process."""
         try:
             if self._run_dir.status.stat().st_mtime < self._began:

@@ -78,16 +78,16 @@ def main(argv: Sequence[str]) -> int:
         for line in pip.stdout:
             lines.append(line)
             for shown in progress.read(line):
-                _say(shown)
+                _print_now(shown)
                 if shown.startswith("unpacking"):
                     threading.Thread(target=_tell_unpacking, args=(pip, folder)).start()
     (folder / "install.log").write_text("".join(lines), encoding="utf-8")
     if pip.returncode != 0:
         kept = [line for line in lines if not line.startswith("WARNING: Location")]
-        _say("".join(kept[-LOG_LINES:]).rstrip())
-        _say(f"pip failed; its whole output: {folder / 'install.log'}")
+        _print_now("".join(kept[-LOG_LINES:]).rstrip())
+        _print_now(f"pip failed; its whole output: {folder / 'install.log'}")
     else:
-        _say(f"installed in {time.monotonic() - started:.0f} s")
+        _print_now(f"installed in {time.monotonic() - started:.0f} s")
     return pip.returncode
 
 
@@ -97,14 +97,14 @@ def _tell_unpacking(pip: subprocess.Popen[str], folder: Path) -> None:
     while True:
         now = len([*folder.glob("lib/python*/site-packages/*.dist-info")])
         if reported not in (-1, now):
-            _say(f"  {now} packages unpacked")
+            _print_now(f"  {now} packages unpacked")
         reported = now
         with contextlib.suppress(subprocess.TimeoutExpired):
             pip.wait(UNPACK_S)
             return
 
 
-def _say(text: str) -> None:
+def _print_now(text: str) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 

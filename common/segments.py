@@ -115,8 +115,8 @@ def refusal_of_asides(trajectory: Trajectory) -> str:
         return f"asides is {asides.dtype.name} {asides.shape}, not [3 * num] int32"
     firsts, ends, kinds = asides.reshape(-1, 3).T
     edges = asides.reshape(-1, 3)[:, :2].ravel()
-    is_told = (firsts < ends).all() and (np.diff(edges) >= 0).all()
-    if asides.size and not (is_told and edges[0] >= 0 and edges[-1] <= num_tokens):
+    is_ordered = (firsts < ends).all() and (np.diff(edges) >= 0).all()
+    if asides.size and not (is_ordered and edges[0] >= 0 and edges[-1] <= num_tokens):
         return f"asides {asides.tolist()[:16]} must be ordered spans within {num_tokens} tokens"
     if not set(kinds.tolist()) <= set(Aside):
         return f"asides have unknown kinds: {sorted(set(kinds.tolist()))[:16]}"

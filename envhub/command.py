@@ -28,7 +28,7 @@ SHORT_KEYS = {"port": "envhub.port", "host": "envhub.host", "token": "envhub.tok
 
 
 def run_hub(
-    overrides: Sequence[str], *, root: Path, is_dry: bool, say: Callable[[str], None]
+    overrides: Sequence[str], *, root: Path, is_dry: bool, echo: Callable[[str], None]
 ) -> int:
     """Serve a standalone hub until a signal stops it; return the exit code.
 
@@ -40,18 +40,18 @@ def run_hub(
     """
     cfg = load_alone(overrides, root=root)
     if is_dry:
-        say(config_as_yaml(without_secrets(cfg)).rstrip("\n"))
+        echo(config_as_yaml(without_secrets(cfg)).rstrip("\n"))
         return 0
     configure_logging("envhub", cfg.log.level)
-    names = with_remote(cfg.envhub.envs or _all_that_run(cfg, say), cfg)
+    names = with_remote(cfg.envhub.envs or _all_that_run(cfg, echo), cfg)
     missing = _lacking(names, cfg)
     if missing:  # Report missing requirements before the slow import below.
         raise ConfigError("; ".join(missing))
     from envhub.main import serve_alone
 
     def started(address: str) -> None:
-        say(f"environments: {', '.join(names)}")
-        say(f"hub: {address} (pages: {address}/docs)")
+        echo(f"environments: {', '.join(names)}")
+        echo(f"hub: {address} (pages: {address}/docs)")
 
     try:
         serve_alone(cfg, names, started=started)
@@ -178,10 +178,10 @@ def with_remote(names: Sequence[str], cfg: RunConfig) -> list[str]:
     return [*dict.fromkeys([*names, *filter(None, [cfg.env.dialect])])]
 
 
-def _all_that_run(cfg: RunConfig, say: Callable[[str], None]) -> list[str]:
+def _all_that_run(cfg: RunConfig, echo: Callable[[str], None]) -> list[str]:
     missing = {name: _lacking([name], cfg) for name in LOADERS}
     for lines in filter(None, missing.values()):
-        say(f"not served: {'; '.join(lines)}")
+        echo(f"not served: {'; '.join(lines)}")
     return [name for name, lines in missing.items() if not lines]
 
 

@@ -34,7 +34,7 @@ from envhub.catalogue.registry import Registry, missing_requirements
 from envhub.errors import UnknownEnv
 from envhub.hosting.sessions import Sessions
 from envhub.http.limits import QuietSocket, limited_protocol
-from envhub.http.parts import Patience
+from envhub.http.parts import AgentGymLimits
 from envhub.http.routes import make_app
 from envhub.registration import Registration
 
@@ -65,7 +65,7 @@ def run(cfg: RunConfig, run_dir: RunDir) -> None:
     record_content(run_dir.root, contents)
     with _listener(cfg.envhub.host, port) as listener:
         run_dir.publish_address("envhub", address_of(listener))
-        place = HubPlace(url=told_address(cfg, listener), token=token, envs=sessions.env_names)
+        place = HubPlace(url=public_address(cfg, listener), token=token, envs=sessions.env_names)
         hello = HubHello(name="envhub", incarnation=uuid.uuid4().hex[:12], place=place)
         start_s = cfg.actor.start_timeout_s
         with (
@@ -93,7 +93,7 @@ def run_joined(cfg: RunConfig, joined: Joined) -> None:
     except (OSError, ValueError, UnknownEnv) as error:
         raise ConfigError(f"envhub: {error}") from error
     with listener:
-        place = HubPlace(url=told_address(cfg, listener), token=token, envs=sessions.env_names)
+        place = HubPlace(url=public_address(cfg, listener), token=token, envs=sessions.env_names)
         hello = HubHello(name=name, incarnation=uuid.uuid4().hex[:12], place=place)
         silence_s = 4 * cfg.scheduler.dead_after_s
         own = joined.key.as_keys()
@@ -144,7 +144,7 @@ def registered(
         raise registration.error
 
 
-def told_address(cfg: RunConfig, listener: socket.socket) -> str:
+def public_address(cfg: RunConfig, listener: socket.socket) -> str:
     """Return the hub's address with the advertised host, by which other machines reach it."""
     address = address_of(listener)
     return with_host(address, cfg.envhub.advertise) if cfg.envhub.advertise else address
@@ -215,7 +215,7 @@ def build(
         token=token,
         step_timeout_s=section.step_timeout_s,
         max_action_bytes=section.max_action_mib * MIB,
-        agentgym=Patience(
+        agentgym=AgentGymLimits(
             lease_s=section.agentgym_lease_s or section.session_lease_s,
             queue_s=section.agentgym_queue_s,
         ),
@@ -272,7 +272,7 @@ class DrainingServer(uvicorn.Server):
         self._sessions = sessions
         self._draining: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._was_told = False
+        self._is_draining = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, and store the event loop for the signal handler."""
@@ -289,10 +289,10 @@ class DrainingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to drain. The signal handler calls this."""
-        if self._loop is None or self._was_told:
+        if self._loop is None or self._is_draining:
             super().handle_exit(sig, frame)
             return
-        self._was_told = True
+        self._is_draining = True
         self._loop.call_soon_threadsafe(self._begin_drain)
 
     def _begin_drain(self) -> None:

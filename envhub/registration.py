@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 CONNECT_S = 1.0  # Timeout of a connection to a known address.
 # Seconds between two measurements of memory and CPU, which read the state of each process.
-LOOK_S = 5.0
+MEASURE_S = 5.0
 
 
 class Registration(threading.Thread):
@@ -65,7 +65,7 @@ class Registration(threading.Thread):
         self._sessions = sessions
         self._paused = paused
         self._use = HubUse()
-        self._look_at = 0.0
+        self._measure_at = 0.0
         self._context = zmq.Context()
         self._line = FollowingDealer(addresses, "scheduler", keys, context=self._context)
         self._stop_requested = threading.Event()
@@ -103,8 +103,8 @@ class Registration(threading.Thread):
 
     def _used(self) -> HubUse:
         """Return memory and CPU in use, as last measured."""
-        if time.monotonic() >= self._look_at:
-            self._look_at, pid = time.monotonic() + LOOK_S, os.getpid()
+        if time.monotonic() >= self._measure_at:
+            self._measure_at, pid = time.monotonic() + MEASURE_S, os.getpid()
             self._use = HubUse(rss_bytes=resident_bytes([pid])[pid], cpu_s=family_cpu_s())
         return self._use
 

@@ -45,9 +45,9 @@ from learner.training.build import load_start, make_trainer
 from learner.training.checkpoint import Checkpoints, newest_checkpoint
 from learner.training.rank_workers import RankWorkers
 from learner.training.trainer import Trainer
-from learner.weights.gate import WeightsLock
 from learner.weights.publisher import Publisher
 from learner.weights.routes import PublishSettings
+from learner.weights.weights_lock import WeightsLock
 
 MakeSink = Callable[[RunConfig, RunDir], MetricsSink]
 
@@ -65,7 +65,7 @@ class Learner:
     admission: Admission
     buffer: TrajectoryBuffer
     publisher: Publisher
-    gate: WeightsLock
+    weights_lock: WeightsLock
     checkpoints: Checkpoints
     journal: JournalWriter
     upkeep: Upkeep
@@ -115,10 +115,10 @@ def build(
     rank_workers = RankWorkers(cfg, folder, run_dir=run_dir, check=_stop_check(is_stopping))
     model, model_path = load_start(cfg, folder, pick_device(cfg.learner.device))
     tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
-    gate = WeightsLock(timeout_s=cfg.learner.publish_timeout_s, is_stopping=is_stopping)
+    lock = WeightsLock(timeout_s=cfg.learner.publish_timeout_s, is_stopping=is_stopping)
     settled = _settled(cfg, run_dir, model, rank_workers)
     may_pad = cfg.learner.layout is Layout.AUTO
-    trainer, version = _trainer(settled, run_dir, model, folder, rank_workers, gate, may_pad)
+    trainer, version = _trainer(settled, run_dir, model, folder, rank_workers, lock, may_pad)
     checksums = _checksums(_with_layout(settled, trainer), run_dir, trainer, version)
     journal = _journal(cfg, run_dir)
     start = load_replay_point(run_dir.replay_point, version=version)
@@ -133,7 +133,7 @@ def build(
     reports = ReportLog()
     buffer = TrajectoryBuffer(_group_assembly(cfg), index, reports, version=version)
     readopt(buffer, run_dir, start)
-    publisher = _publisher(cfg, run_dir, keys, gate)
+    publisher = _publisher(cfg, run_dir, keys, lock)
     admission = _admission(cfg, index, model, keys, trainer.routing)
     client = partial(_scheduler_client, cfg, run_dir, keys, reports, buffer, publisher)
     intake = _intake(cfg, keys, journal, admission, buffer, client, on_round)
@@ -147,7 +147,7 @@ def build(
         admission=admission,
         buffer=buffer,
         publisher=publisher,
-        gate=gate,
+        weights_lock=lock,
         checkpoints=Checkpoints(run_dir.checkpoints, cfg.learner),
         journal=journal,
         upkeep=Upkeep(run_dir.journal, cfg.journal),
@@ -239,7 +239,7 @@ def _trainer(
     model: PreTrainedModel,
     checkpoint: Path | None,
     rank_workers: RankWorkers,
-    gate: WeightsLock,
+    weights_lock: WeightsLock,
     may_pad: bool,
 ) -> tuple[Trainer, int]:
     """Return the trainer of all ranks and its version."""
@@ -253,7 +253,7 @@ def _trainer(
         ranks=rank_workers.join(cfg.learner),
         announce=rank_workers.announce,
         on_bad_batch=lambda version, samples: dump_batch(run_dir.root, version, samples),
-        before_update=gate.close,
+        before_update=weights_lock.close,
     )
 
 
@@ -268,7 +268,9 @@ def _spare_cores(cfg: RunConfig) -> int:
     return (num_cores() - cfg.actor.num_engines) // cfg.learner.local_ranks
 
 
-def _publisher(run: RunConfig, run_dir: RunDir, keys: RunKeys, gate: WeightsLock) -> Publisher:
+def _publisher(
+    run: RunConfig, run_dir: RunDir, keys: RunKeys, weights_lock: WeightsLock
+) -> Publisher:
     cfg = run.learner
     folder = run_dir.root / "weights"
     if cfg.weights_transport is WeightsTransport.FILE:
@@ -287,7 +289,7 @@ def _publisher(run: RunConfig, run_dir: RunDir, keys: RunKeys, gate: WeightsLock
             run.model.dtype, has_adapters=cfg.lora.rank > 0, is_sleeping=run.actor.sleep > 0
         ),
     )
-    return Publisher(Router(keys, host=cfg.host, port=0), settings, gate=gate)
+    return Publisher(Router(keys, host=cfg.host, port=0), settings, weights_lock=weights_lock)
 
 
 def _intake(

@@ -194,6 +194,7 @@ class Loop:
     # --- 1. Waiting for a batch --------------------------------------------------------------
 
     def _wait_for_batch(self) -> TrainBatch:
+        """Return the next batch. A timeout is logged, or raised with `run.on_stall=stop`."""
         started = time.monotonic()
         cfg = self._cfg.learner
         self._set_status(waiting_for="actors: a batch")
@@ -223,11 +224,11 @@ class Loop:
             raise StopRequested
         self._learner.rank_workers.check()
         self._learner.publisher.check()
-        missing = self._watch.look_for_members(self._learner.buffer.num_slots)
+        missing = self._watch.missing_engines(self._learner.buffer.num_slots)
         if missing and missing != self._learner.intake.status.waiting_for:
             self._set_status(waiting_for=missing)
         if self._last_published == self.version:
-            self._watch.look(self.version)
+            self._watch.check_if_due(self.version)
 
     def _give_back(self, batch: TrainBatch) -> None:
         """Report the episodes of a skipped batch as stale; the next batch must be fresh.
@@ -340,7 +341,7 @@ class Loop:
         if not send(weights, on_done=report, is_stopping=self._stop.is_set):
             raise StopRequested
         self._last_published = weights.version
-        self._watch.rest()
+        self._watch.postpone()
         self._set_status(waiting_for="")
 
     def _current_weights(self) -> PublishedWeights:

@@ -23,7 +23,7 @@ def check_networks(cfg: RunConfig, root: Path, *, is_offline: bool = False) -> N
     has_routers = not is_offline and bool(
         cfg.algorithm.routing_replay or cfg.algorithm.router_aux_coef
     )
-    if not (has_routers or _asks_for_something(cfg.learner)):
+    if not (has_routers or _has_own_settings(cfg.learner)):
         return
     from learner.policy.kernels.attention import check_attention
     from learner.policy.kernels.compiling import check_parts
@@ -51,7 +51,7 @@ def _check_routers(algorithm: AlgorithmSection, policy: Any) -> None:
         install(policy.base_model)
 
 
-def _asks_for_something(learner: LearnerSection) -> bool:
+def _has_own_settings(learner: LearnerSection) -> bool:
     is_kernel_chosen = learner.attention is not Attention.AUTO
     is_packed = learner.layout is Layout.PACKED
     return is_packed or is_kernel_chosen or learner.compile or bool(learner.lora.rank)

@@ -9,7 +9,7 @@ from typing import Any
 
 from actor.api.history import check_thoughts, continued, matched
 from actor.api.prompts import check_tools, cut_answer, encode_messages, read_turn, thoughts_of
-from actor.api.requests import ApiError, Asked, Message, PolicyAnswer, invalid, with_system
+from actor.api.requests import ApiError, Message, PolicyAnswer, PolicyRequest, invalid, with_system
 from actor.rollout.context import Turn, ending
 from actor.rollout.env_client import HubStepResult
 from actor.rollout.episode import (
@@ -93,7 +93,7 @@ class AgentEpisode:
         reply = {"observation": observation, "instruction": instruction, "messages": messages}
         return {**reply, "env": self._lease.env, "item_id": self._lease.item_id}
 
-    async def answer(self, asked: Asked) -> PolicyAnswer:
+    async def answer(self, asked: PolicyRequest) -> PolicyAnswer:
         """Return the policy's answer. Raises: ApiError."""
         async with self._turn:
             self._check_open()
@@ -140,7 +140,7 @@ class AgentEpisode:
             self._kept[f"resp_{answer.number}"] = self._said[first:]
 
     def _answer(
-        self, asked: Asked, taken: Turn, stop: str | None, *, num_prompt: int
+        self, asked: PolicyRequest, taken: Turn, stop: str | None, *, num_prompt: int
     ) -> PolicyAnswer:
         text, calls = read_turn(self._renderer, taken.token_ids, asked, stop)
         return PolicyAnswer(
@@ -241,7 +241,7 @@ class AgentEpisode:
         if self.is_closed:
             raise ApiError(410, "episode_ended", "the episode of this API key has ended")
 
-    def _before(self, asked: Asked) -> list[Message]:
+    def _before(self, asked: PolicyRequest) -> list[Message]:
         if asked.previous not in self._kept and asked.previous:
             text = f"previous_response_id={asked.previous:.60}: not a response of this episode"
             raise ApiError(400, "previous_response_not_found", text, "previous_response_id")
@@ -266,11 +266,11 @@ class AgentEpisode:
         how = ending(self._taken)
         if [each["role"] for each in new] == ["user"]:
             return self._renderer.after_turn(new[0]["content"], **how)
-        calls = self._said[-1].get("tool_calls") or []
+        calls = self._conversation[-1].get("tool_calls") or []
         how |= {"has_calls": bool(calls), "calls": calls}
         return self._renderer.after_calls(new, tools=tools, **how)
 
-    def _bare(self, prompt: str | list[int]) -> list[int]:
+    def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
             return self._renderer.completion(prompt)
         if min(prompt) < 0 or max(prompt) >= self._renderer.num_tokens:
@@ -278,7 +278,7 @@ class AgentEpisode:
             raise invalid(text, "prompt")
         return prompt
 
-    def _cut(self, taken: Turn, asked: Asked) -> tuple[Turn, str | None]:
+    def _cut(self, taken: Turn, asked: PolicyRequest) -> tuple[Turn, str | None]:
         """Return the start of a turn that the agent limits, and the stop text that ended it."""
         ids = taken.token_ids
         cut = cut_answer(self._renderer.plain_text, ids, asked)

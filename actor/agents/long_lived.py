@@ -18,10 +18,10 @@ from common.launch.guardian import Guardian
 logger = logging.getLogger(__name__)
 
 ASK_S = 20.0  # Seconds that a request for an episode is held open before the agent must ask again.
-LOOK_S = 1.0  # Seconds between two checks for agents that take no episodes.
-TOLD_S = 30.0  # Seconds without a request, while episodes wait, before a warning.
-MAX_FRUITLESS = 3  # Consecutive exits without any episode taken before the waiting episodes fail.
-LAST_PAUSE_S = 30.0  # Longest pause in seconds before a restart after such exits.
+CHECK_S = 1.0  # Seconds between two checks for agents that take no episodes.
+WARN_AFTER_S = 30.0  # Seconds without a request, while episodes wait, before a warning.
+MAX_IDLE_EXITS = 3  # Consecutive exits without any episode taken before the waiting episodes fail.
+MAX_PAUSE_S = 30.0  # Longest pause in seconds before a restart after such exits.
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +61,7 @@ class LongLived:
         self._offered = asyncio.Condition()
         self._workers: list[_AgentWorker] = []
         self._keepers: list[asyncio.Task[None]] = []
-        self._num_fruitless = 0
+        self._num_idle_exits = 0
 
     def start(self) -> None:
         """Start the processes and keep them running. The server must already listen."""
@@ -102,7 +102,7 @@ class LongLived:
                 await self._run()
             except PolicyFailed as error:  # The process could not be started.
                 self._exited(str(error), has_taken=False)
-            await asyncio.sleep(min(LAST_PAUSE_S, 2.0**self._num_fruitless - 1.0))
+            await asyncio.sleep(min(MAX_PAUSE_S, 2.0**self._num_idle_exits - 1.0))
 
     async def _run(self) -> None:
         url = self._server.url
@@ -125,11 +125,11 @@ class LongLived:
             await worker.process.end()
 
     def _exited(self, how: str, *, has_taken: bool) -> None:
-        """Count an exit. After `MAX_FRUITLESS` exits without an episode, waiting episodes fail."""
+        """Count an exit. After `MAX_IDLE_EXITS` exits without an episode, waiting episodes fail."""
         logger.warning("restarting agent process reason=%s", how)
-        self._num_fruitless = 0 if has_taken else self._num_fruitless + 1
+        self._num_idle_exits = 0 if has_taken else self._num_idle_exits + 1
         others = any(each.num_taken for each in self._workers if each.process.code is None)
-        if self._num_fruitless < MAX_FRUITLESS or others:
+        if self._num_idle_exits < MAX_IDLE_EXITS or others:
             return
         while self._offers:
             self._offers.popleft().fail(PolicyFailed(how))
@@ -162,11 +162,11 @@ class LongLived:
         Such an agent is killed after `actor.episode_timeout_s`, and restarted.
         """
         is_reported = False
-        patience_s = min(TOLD_S, self._cfg.episode_timeout_s / 2)
+        limit_s = min(WARN_AFTER_S, self._cfg.episode_timeout_s / 2)
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
             num_waiting = len(self._offers)
-            quiet = [each for each in self._workers if each.quiet_s > patience_s]
+            quiet = [each for each in self._workers if each.quiet_s > limit_s]
             if not (num_waiting and quiet):
                 is_reported = False
                 continue

@@ -6,10 +6,10 @@ from actor.api.fields import read_call, read_text, read_tools
 from actor.api.requests import (
     Api,
     ApiError,
-    Asked,
     Event,
     Message,
     PolicyAnswer,
+    PolicyRequest,
     arguments_text,
     as_model,
     check_fields,
@@ -42,7 +42,7 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": details, "request_id": None}
 
 
-def _read(body: dict[str, Any]) -> Asked:
+def _read(body: dict[str, Any]) -> PolicyRequest:
     check_fields(body, USED, HARMLESS)
     messages: list[Message] = []
     for number, each in enumerate(read_items(body, "messages", least=1)):
@@ -50,7 +50,7 @@ def _read(body: dict[str, Any]) -> Asked:
     choice = body.get("tool_choice")
     if isinstance(choice, dict) and choice.get("disable_parallel_tool_use") is False:
         body = {**body, "tool_choice": {"type": choice.get("type")}}
-    return Asked(
+    return PolicyRequest(
         messages=checked(messages, "messages"),
         instructions=read_text(body.get("system"), "system"),
         tools=read_tools(body, schema="input_schema"),
@@ -95,7 +95,7 @@ def _messages(given: dict[str, Any], place: str) -> list[Message]:
     return [*results, *([{"role": role, "content": text}] if texts else [])]
 
 
-def _reply(asked: Asked, answer: PolicyAnswer) -> dict[str, Any]:
+def _reply(asked: PolicyRequest, answer: PolicyAnswer) -> dict[str, Any]:
     content: list[dict[str, Any]] = []
     if answer.text or not answer.calls:
         content.append({"type": "text", "text": answer.text})
@@ -111,7 +111,7 @@ def _reply(asked: Asked, answer: PolicyAnswer) -> dict[str, Any]:
     }
 
 
-def _events(_: Asked, reply: dict[str, Any]) -> list[Event]:
+def _events(_: PolicyRequest, reply: dict[str, Any]) -> list[Event]:
     begun = {**reply, "content": [], "stop_reason": None, "stop_sequence": None}
     begun["usage"] = {**reply["usage"], "output_tokens": 0}
     events: list[Event] = [("message_start", {"message": begun})]

@@ -15,9 +15,9 @@ from common.http.environment import direct_loopback
 from common.launch.guardian import Guardian
 
 LEFT_S = 1.0  # Seconds to read the last output of a killed process.
-LOOK_S = 0.2
+POLL_S = 0.2
 NUM_LINES = 20  # Last lines of output that an error contains.
-NUM_SAID = 600  # Maximum number of characters of these lines.
+MAX_OUTPUT_CHARS = 600  # Maximum number of characters of these lines.
 
 
 class AgentProcess:
@@ -69,8 +69,8 @@ class AgentProcess:
     @property
     def death(self) -> str:
         """Exit code and last output of the process."""
-        said = b"\n".join(self._lines).decode(errors="replace")[-NUM_SAID:]
-        return f"actor.agent: the process exited with code {self.code}: {said}"
+        output = b"\n".join(self._lines).decode(errors="replace")[-MAX_OUTPUT_CHARS:]
+        return f"actor.agent: the process exited with code {self.code}: {output}"
 
     async def end(self) -> None:
         """Kill the process and its children, including those outside of its process group."""
@@ -102,7 +102,7 @@ class AgentProcess:
         waiting = asyncio.ensure_future(self._process.wait())
         try:
             while self._process.returncode is None:
-                await asyncio.wait([waiting], timeout=LOOK_S)
+                await asyncio.wait([waiting], timeout=POLL_S)
         finally:
             waiting.cancel()
 

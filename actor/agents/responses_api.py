@@ -5,10 +5,10 @@ from typing import Any
 from actor.api.fields import read_call, read_text, read_tools
 from actor.api.requests import (
     Api,
-    Asked,
     Event,
     Message,
     PolicyAnswer,
+    PolicyRequest,
     arguments_text,
     as_model,
     check_fields,
@@ -36,7 +36,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _read(body: dict[str, Any]) -> Asked:
+def _read(body: dict[str, Any]) -> PolicyRequest:
     check_fields(body, {*USED, "max_output_tokens"}, HARMLESS)
     previous = body.get("previous_response_id") or ""
     for name in ("instructions", "previous_response_id"):
@@ -48,7 +48,7 @@ def _read(body: dict[str, Any]) -> Asked:
     else:
         items = read_items(body, "input", least=1)
         messages = joined([_message(each, f"input[{i}]") for i, each in enumerate(items)])
-    return Asked(
+    return PolicyRequest(
         messages=checked(messages, "input"),
         instructions=valid_text(body.get("instructions") or ""),
         previous=previous,
@@ -82,13 +82,13 @@ def _message(given: dict[str, Any], place: str) -> Message:
             raise invalid(f"{place}.type={kind!r:.40}: must be {known}", "input")
 
 
-def _reply(asked: Asked, answer: PolicyAnswer) -> dict[str, Any]:
+def _reply(asked: PolicyRequest, answer: PolicyAnswer) -> dict[str, Any]:
     state = answer.reason(calls="completed", stop="completed", length="incomplete")
     output: list[dict[str, Any]] = []
     if answer.text or not answer.calls:
         part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
-        said = {"type": "message", "id": f"msg_{answer.number}", "role": "assistant"}
-        output.append({**said, "status": state, "content": [part]})
+        item = {"type": "message", "id": f"msg_{answer.number}", "role": "assistant"}
+        output.append({**item, "status": state, "content": [part]})
     for call, name, given in answer.named_calls("call"):
         head = {"type": "function_call", "id": f"fc_{call}", "call_id": call, "status": state}
         output.append({**head, "name": name, "arguments": arguments_text(given)})
@@ -114,7 +114,7 @@ def _reply(asked: Asked, answer: PolicyAnswer) -> dict[str, Any]:
     }
 
 
-def _events(_: Asked, reply: dict[str, Any]) -> list[Event]:
+def _events(_: PolicyRequest, reply: dict[str, Any]) -> list[Event]:
     begun = {**reply, "status": "in_progress", "output": [], "usage": None}
     begun["incomplete_details"] = None
     events: list[Event] = [

@@ -18,8 +18,8 @@ from actor.agents.episode import AgentEpisode
 from actor.agents.http import EVENTS, AgentConnection, AgentRequest, Answering, response
 from actor.agents.messages_api import MESSAGES_API, anthropic_error
 from actor.agents.responses_api import RESPONSES_API
-from actor.api.chat_api import BARE_API, CHAT_API
-from actor.api.requests import Api, ApiError, Asked, event_text, invalid, openai_error
+from actor.api.chat_api import CHAT_API, COMPLETION_API
+from actor.api.requests import Api, ApiError, PolicyRequest, event_text, invalid, openai_error
 from actor.rollout.episode import PolicyFailed
 from common.errors import EnvError, LongstrideError
 from common.host.loopback import loopback
@@ -32,7 +32,7 @@ CLOSE_S = 1.0
 ANTHROPIC = "/v1/messages"
 APIS = {
     "/v1/chat/completions": CHAT_API,
-    "/v1/completions": BARE_API,
+    "/v1/completions": COMPLETION_API,
     "/v1/responses": RESPONSES_API,
     ANTHROPIC: MESSAGES_API,
 }
@@ -137,7 +137,7 @@ class AgentServer:
         if not isinstance(body, dict):
             raise ApiError(400, "invalid_body", "the request body is not a JSON object")
         try:
-            asked: Asked = api.read(body)
+            asked: PolicyRequest = api.read(body)
         except RecursionError as error:
             raise ApiError(400, "invalid_body", "the request body is nested too deeply") from error
         reply = api.reply(asked, await episode.answer(asked))

@@ -10,6 +10,7 @@ from actor.api.requests import (
     Event,
     Message,
     PolicyAnswer,
+    PolicyRequest,
     arguments_text,
     as_model,
     check_fields,
@@ -53,12 +54,12 @@ BARE: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _read_chat(body: dict[str, Any]) -> Asked:
+def _read_chat(body: dict[str, Any]) -> PolicyRequest:
     used = {"messages", "tools", "tool_choice", "stop", "max_tokens", "max_completion_tokens"}
     check_fields(body, used, CHAT)
     items = read_items(body, "messages", least=1)
     messages = [_message(each, f"messages[{i}]") for i, each in enumerate(items)]
-    return Asked(
+    return PolicyRequest(
         messages=checked(messages, "messages"),
         tools=read_tools(body, schema="parameters", inner="function"),
         max_tokens=read_limit(body, "max_completion_tokens", "max_tokens"),
@@ -119,7 +120,7 @@ def _read_bare(body: dict[str, Any]) -> Asked:
     check_fields(body, {"prompt", "stop", "max_tokens"}, BARE)
     limit = read_limit(body, "max_tokens")
     stop = read_stop(body, "stop")
-    return Asked(prompt=_prompt(body.get("prompt")), max_tokens=limit, stop=stop, body=body)
+    return PolicyRequest(prompt=_prompt(body.get("prompt")), max_tokens=limit, stop=stop, body=body)
 
 
 def _prompt(given: object) -> str | list[int]:
@@ -130,7 +131,7 @@ def _prompt(given: object) -> str | list[int]:
     raise invalid("prompt: must be a text or a list of token ids", "prompt")
 
 
-def choices_reply(asked: Asked, answers: list[PolicyAnswer]) -> dict[str, Any]:
+def choices_reply(asked: PolicyRequest, answers: list[PolicyAnswer]) -> dict[str, Any]:
     """Return the response with one choice for each of the answers to the same prompt."""
     replies = [_reply_chat(asked, answer) for answer in answers]
     choices = [{**reply["choices"][0], "index": i} for i, reply in enumerate(replies)]
@@ -144,7 +145,7 @@ def choices_reply(asked: Asked, answers: list[PolicyAnswer]) -> dict[str, Any]:
     return {**replies[0], "choices": choices, "usage": usage}
 
 
-def _reply_chat(asked: Asked, answer: PolicyAnswer) -> dict[str, Any]:
+def _reply_chat(asked: PolicyRequest, answer: PolicyAnswer) -> dict[str, Any]:
     calls = [
         {
             "id": i,
@@ -162,13 +163,13 @@ def _reply_chat(asked: Asked, answer: PolicyAnswer) -> dict[str, Any]:
     return _reply(asked, answer, "chat.completion", f"chatcmpl-{answer.number}", choice)
 
 
-def _reply_bare(asked: Asked, answer: PolicyAnswer) -> dict[str, Any]:
+def _reply_completion(asked: PolicyRequest, answer: PolicyAnswer) -> dict[str, Any]:
     choice = {"index": 0, "text": answer.text, "logprobs": None}
     return _reply(asked, answer, "text_completion", f"cmpl-{answer.number}", choice)
 
 
 def _reply(
-    asked: Asked, answer: PolicyAnswer, kind: str, name: str, choice: dict[str, Any]
+    asked: PolicyRequest, answer: PolicyAnswer, kind: str, name: str, choice: dict[str, Any]
 ) -> dict[str, Any]:
     reason = answer.reason(calls="tool_calls", stop="stop", length="length")
     usage = {
@@ -180,14 +181,14 @@ def _reply(
     return {**head, "choices": [{**choice, "finish_reason": reason}], "usage": usage}
 
 
-def _chat_events(asked: Asked, reply: dict[str, Any]) -> list[Event]:
+def _chat_events(asked: PolicyRequest, reply: dict[str, Any]) -> list[Event]:
     parts = [part for choice in reply["choices"] for part in _deltas(choice)]
     return _chunks(asked, {**reply, "object": "chat.completion.chunk"}, parts)
 
 
 def _deltas(choice: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the parts of a stream that together are one choice."""
-    said = choice["message"]
+    message = choice["message"]
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     if said.get(FIELDS[0]):
         deltas.append({FIELDS[0]: said[FIELDS[0]]})
@@ -200,11 +201,13 @@ def _deltas(choice: dict[str, Any]) -> list[dict[str, Any]]:
     return [*parts, {"index": index, "delta": {}, "finish_reason": choice["finish_reason"]}]
 
 
-def _bare_events(asked: Asked, reply: dict[str, Any]) -> list[Event]:
+def _completion_events(asked: PolicyRequest, reply: dict[str, Any]) -> list[Event]:
     return _chunks(asked, reply, reply["choices"])
 
 
-def _chunks(asked: Asked, reply: dict[str, Any], parts: list[dict[str, Any]]) -> list[Event]:
+def _chunks(
+    asked: PolicyRequest, reply: dict[str, Any], parts: list[dict[str, Any]]
+) -> list[Event]:
     choices = [[{"index": 0, "logprobs": None, **part}] for part in parts]
     events: list[Event] = [("", {**reply, "choices": each, "usage": None}) for each in choices]
     options = asked.body.get("stream_options")
@@ -214,4 +217,4 @@ def _chunks(asked: Asked, reply: dict[str, Any], parts: list[dict[str, Any]]) ->
 
 
 CHAT_API = Api(read=_read_chat, reply=_reply_chat, events=_chat_events)
-BARE_API = Api(read=_read_bare, reply=_reply_bare, events=_bare_events)
+COMPLETION_API = Api(read=_read_completion, reply=_reply_completion, events=_completion_events)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from actor.api.requests import ApiError, Asked, Message, invalid
+from actor.api.requests import ApiError, Message, PolicyRequest, invalid
 from actor.rollout.render import Renderer
 from common.formats.thoughts import FIELDS
 
@@ -15,10 +15,10 @@ class AnswerCut:
     """The part of a sampled answer that a request takes."""
 
     num_tokens: int
-    stop: str | None  # The text of `Asked.stop` that ended the answer.
+    stop: str | None  # The text of `PolicyRequest.stop` that ended the answer.
 
 
-def check_tools(renderer: Renderer, asked: Asked) -> None:
+def check_tools(renderer: Renderer, asked: PolicyRequest) -> None:
     """Check that the chat template has what a request needs for tools. Raises: ApiError."""
     has_calls = any(each.get("tool_calls") for each in asked.messages)
     needs_tools = asked.tools or has_calls or any(m["role"] == "tool" for m in asked.messages)
@@ -47,7 +47,9 @@ def encode_messages(
         raise invalid(str(error), "messages") from error
 
 
-def cut_answer(decode: Callable[[list[int]], str], ids: list[int], asked: Asked) -> AnswerCut:
+def cut_answer(
+    decode: Callable[[list[int]], str], ids: list[int], asked: PolicyRequest
+) -> AnswerCut:
     """Return how much of an answer a request takes: its limit of tokens and its stop texts.
 
     The whole answer was sampled. Its start equals a shorter answer, up to the token that completes
@@ -70,7 +72,7 @@ def first_with(decode: Callable[[list[int]], str], ids: list[int], text: str) ->
 
 
 def read_turn(
-    renderer: Renderer, ids: list[int], asked: Asked, stop: str | None
+    renderer: Renderer, ids: list[int], asked: PolicyRequest, stop: str | None
 ) -> tuple[str, list[dict[str, Any]]]:
     """Return the text and the tool calls of an answer that was cut by `cut_answer`.
 
@@ -88,6 +90,6 @@ def read_turn(
     return renderer.action_text(ids), []
 
 
-def thoughts_of(renderer: Renderer, ids: list[int], asked: Asked) -> str:
+def thoughts_of(renderer: Renderer, ids: list[int], asked: PolicyRequest) -> str:
     """Return the thoughts of an answer, "" for the answer to a bare prompt."""
     return "" if asked.prompt is not None else renderer.thought_text(ids)

@@ -57,7 +57,7 @@ class ApiError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class PolicyRequest:
     """A request for one answer."""
 
     messages: list[Message] = field(default_factory=list)  # Messages of a conversation.
@@ -80,7 +80,7 @@ class PolicyAnswer:
     text: str
     calls: list[dict[str, Any]]  # Calls in the format of chat templates.
     is_stopped: bool  # False: cut at the limit of tokens.
-    stop: str | None  # The text of `Asked.stop` that ended the answer.
+    stop: str | None  # The text of `PolicyRequest.stop` that ended the answer.
     num_prompt: int
     num_sampled: int
     thoughts: str = ""  # Thoughts of the answer, which are no part of `text`.
@@ -88,8 +88,8 @@ class PolicyAnswer:
     @property
     def message(self) -> Message:
         """The answer as a message of the conversation."""
-        said: Message = {"role": "assistant", "content": self.text}
-        return {**said, "tool_calls": self.calls} if self.calls else said
+        message: Message = {"role": "assistant", "content": self.text}
+        return {**message, "tool_calls": self.calls} if self.calls else message
 
     def named_calls(self, prefix: str) -> list[tuple[str, str, dict[str, Any]]]:
         """Return id, name and arguments of each call."""
@@ -109,9 +109,11 @@ class PolicyAnswer:
 class Api:
     """One of the APIs that agents can use."""
 
-    read: Callable[[dict[str, Any]], Asked]  # Raises: ApiError
-    reply: Callable[[Asked, PolicyAnswer], dict[str, Any]]
-    events: Callable[[Asked, dict[str, Any]], list[Event]]  # The reply as events of a stream.
+    read: Callable[[dict[str, Any]], PolicyRequest]  # Raises: ApiError
+    reply: Callable[[PolicyRequest, PolicyAnswer], dict[str, Any]]
+    events: Callable[
+        [PolicyRequest, dict[str, Any]], list[Event]
+    ]  # The reply as events of a stream.
 
 
 def event_text(event: Event) -> str:
@@ -228,12 +230,12 @@ def now() -> int:
     return int(time.time())
 
 
-def as_model(asked: Asked) -> str:
+def as_model(asked: PolicyRequest) -> str:
     """Return the policy's name as given in the request."""
     return valid_text(str(asked.body.get("model") or "policy"))
 
 
-def with_system(asked: Asked, before: list[Message]) -> Asked:
+def with_system(asked: PolicyRequest, before: list[Message]) -> PolicyRequest:
     """Return the request with the whole conversation as its messages."""
     if not (asked.instructions or before):
         return asked

@@ -60,7 +60,7 @@ class Concurrency:
         self._increase = max(1, round(INCREASE_FRAC * most))
         self.limit = most
 
-    def look(self, load: EngineLoad, *, num_episodes: int) -> int:
+    def adjust(self, load: EngineLoad, *, num_episodes: int) -> int:
         """Return the new limit.
 
         Args:

@@ -40,10 +40,10 @@ logger = logging.getLogger(__name__)
 # Seconds until the engine's processes are killed. They hold no state worth saving.
 SHUTDOWN_S = 1.0
 LOAD_S = 60.0  # Seconds for the engine to pause and to load the received weights.
-LAST_WORDS_S = 1.0  # Seconds for the other workers to report, once one has failed.
+REPORT_S = 1.0  # Seconds for the other workers to report, once one has failed.
 # First and last interval in seconds between two polls of the staging.
-FIRST_LOOK_S = 0.005
-LAST_LOOK_S = 0.1
+FIRST_POLL_S = 0.005
+LAST_POLL_S = 0.1
 
 
 class Engine:
@@ -345,14 +345,14 @@ class Engine:
         request = WeightTransferInitRequest(init_info={"offer": encode(offer)})
         await self._answered(offer, self._llm.init_weight_transfer_engine(request))
         announce()
-        look_s = FIRST_LOOK_S
+        poll_s = FIRST_POLL_S
         while True:
-            told = await self._answered(offer, self._llm.collective_rpc("staged"))
-            workers = [Staged(**each) for each in told]
+            replies = await self._answered(offer, self._llm.collective_rpc("staged"))
+            workers = [Staged(**each) for each in replies]
             failed = [worker for worker in workers if worker.error]
-            if failed and limit_s > LAST_WORDS_S:  # The other workers report their result, too.
+            if failed and limit_s > REPORT_S:  # The other workers report their result, too.
                 started = time.monotonic()
-                limit_s = LAST_WORDS_S
+                limit_s = REPORT_S
             if all(worker.is_done or worker.error for worker in workers):
                 break
             if is_given_up() or time.monotonic() - started > limit_s:
@@ -361,8 +361,8 @@ class Engine:
                 given_up = Staged(is_done=False, error=why, is_cancelled=is_cancelled)
                 failed = failed or [given_up]
                 break
-            await asyncio.sleep(look_s)
-            look_s = min(LAST_LOOK_S, 1.5 * look_s)
+            await asyncio.sleep(poll_s)
+            poll_s = min(LAST_POLL_S, 1.5 * poll_s)
         if failed:
             await self._answered(offer, self._llm.collective_rpc("give_up_staging"))
             kind = TransferCancelled if failed[0].is_cancelled else WeightSyncError

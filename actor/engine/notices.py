@@ -6,7 +6,7 @@ CAST_LOGGER = "vllm.model_executor.models.utils"
 CAST_NOTICE = "Attempted to load weight"
 
 
-class OneForAll(logging.Filter):
+class RepeatFilter(logging.Filter):
     """Passes the first record with a beginning, and counts all of them.
 
     Example: 311 weights of a checkpoint in fp32 are loaded into an engine in bf16. vLLM warns about
@@ -26,8 +26,8 @@ class OneForAll(logging.Filter):
         return self.num_seen == 1
 
 
-def count_cast_weights() -> OneForAll:
+def count_cast_weights() -> RepeatFilter:
     """Log one warning about the dtype of weights; return the filter that counts them."""
-    notice = OneForAll(CAST_NOTICE)
+    notice = RepeatFilter(CAST_NOTICE)
     logging.getLogger(CAST_LOGGER).addFilter(notice)
     return notice

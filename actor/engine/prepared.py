@@ -182,16 +182,16 @@ class Prepared:
         tensors: dict[Tensor, Tensor] = {}  # A tied parameter is copied once.
         self._layers: list[tuple[nn.Module, nn.Module, dict[str, Any]]] = []
         for layer in model.modules():
-            twin = copies[layer] = object.__new__(type(layer))
-            twin.__dict__.update(layer.__dict__)
+            layer_copy = copies[layer] = object.__new__(type(layer))
+            layer_copy.__dict__.update(layer.__dict__)
             for table in MODULE_TABLES:
-                twin.__dict__[table] = copy.copy(layer.__dict__[table])
-            _copy_tensors(twin, tensors)
-            _copy_metadata(layer, twin)
-            self._layers.append((layer, twin, dict(twin.__dict__)))
-        for twin in copies.values():
-            for name, child in twin._modules.items():
-                twin._modules[name] = None if child is None else copies[child]
+                layer_copy.__dict__[table] = copy.copy(layer.__dict__[table])
+            _copy_tensors(layer_copy, tensors)
+            _copy_metadata(layer, layer_copy)
+            self._layers.append((layer, layer_copy, dict(layer_copy.__dict__)))
+        for layer_copy in copies.values():
+            for name, child in layer_copy._modules.items():
+                layer_copy._modules[name] = None if child is None else copies[child]
         self._model = copies[model]
 
     @torch.no_grad()
@@ -205,17 +205,17 @@ class Prepared:
     def swap(self) -> None:
         """Move the loaded weights into the model, and release the old ones in a thread."""
         pairs: dict[Tensor, Tensor] = {}  # A tied parameter appears twice.
-        for layer, twin, before in self._layers:
+        for layer, layer_copy, before in self._layers:
             for table in ("_parameters", "_buffers"):
-                made = cast(dict[str, Tensor | None], twin.__dict__[table])
+                made = cast(dict[str, Tensor | None], layer_copy.__dict__[table])
                 pairs |= {
                     each: layer.__dict__[table][name]
                     for name, each in made.items()
                     if each is not None and each is not layer.__dict__[table][name]
                 }
-            for name, value in twin.__dict__.items():
+            for name, value in layer_copy.__dict__.items():
                 if name not in MODULE_TABLES and before.get(name, before) is not value:
-                    twin.__dict__[name] = layer.__dict__.get(name)
+                    layer_copy.__dict__[name] = layer.__dict__.get(name)
                     layer.__dict__[name] = value
         for ours, theirs in pairs.items():
             ours.data, theirs.data = theirs.data, ours.data
@@ -225,31 +225,31 @@ class Prepared:
         """Release the layers, which vLLM's record of them would otherwise keep alive."""
         lower_priority()
         while self._layers:
-            _, twin, before = self._layers.pop()
-            info = get_layerwise_info(twin)
+            _, layer_copy, before = self._layers.pop()
+            info = get_layerwise_info(layer_copy)
             info.restore_metadata = ({}, {})
             info.reset()
             before.clear()
-            twin.__dict__.clear()
+            layer_copy.__dict__.clear()
 
 
-def _copy_tensors(twin: nn.Module, copies: dict[Tensor, Tensor]) -> None:
-    for name, tensor in [*twin._parameters.items(), *twin._buffers.items()]:
+def _copy_tensors(layer_copy: nn.Module, copies: dict[Tensor, Tensor]) -> None:
+    for name, tensor in [*layer_copy._parameters.items(), *layer_copy._buffers.items()]:
         # Non-persistent buffers are never loaded.
-        if tensor is None or name in twin._non_persistent_buffers_set:
+        if tensor is None or name in layer_copy._non_persistent_buffers_set:
             continue
         if tensor not in copies:
             copied = copies[tensor] = tensor.data.clone()
             copied.__class__ = tensor.__class__
             copied.__dict__ = tensor.__dict__.copy()
-        table = twin._parameters if name in twin._parameters else twin._buffers
+        table = layer_copy._parameters if name in layer_copy._parameters else layer_copy._buffers
         cast(dict[str, Any], table)[name] = copies[tensor]
 
 
-def _copy_metadata(layer: nn.Module, twin: nn.Module) -> None:
-    """Copy vLLM's record of a layer before its first load to the twin."""
+def _copy_metadata(layer: nn.Module, layer_copy: nn.Module) -> None:
+    """Copy vLLM's record of a layer before its first load to its copy."""
     noted = get_layerwise_info(layer)
-    own = get_layerwise_info(twin)
+    own = get_layerwise_info(layer_copy)
     parameters, buffers = noted.restore_metadata
     own.restore_metadata = (
         {name: to_meta_tensor(tensor) for name, tensor in parameters.items()},

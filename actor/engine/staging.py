@@ -47,7 +47,7 @@ class _Copy:
         self.version = -1  # The version to which changes may be applied; -1: none.
 
 
-class _Taken:
+class _StagedOffer:
     """An offer that is being staged, or is staged."""
 
     def __init__(self, offer: WeightsOffer) -> None:
@@ -78,14 +78,14 @@ class Staging:
         self._prepare = prepare
         self._group = WeightGroup()
         self._copy: _Copy | None = None
-        self._taken: _Taken | None = None
+        self._taken: _StagedOffer | None = None
         self._preparing = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def begin(self, offer: WeightsOffer) -> None:
         """Start to receive an offer, and cancel a running transfer. Returns at once."""
         self.give_up()
-        taken = _Taken(offer)
+        taken = _StagedOffer(offer)
         before = self._thread
         self._taken = taken
         self._thread = threading.Thread(target=self._receive, args=(taken, before), daemon=True)
@@ -117,7 +117,7 @@ class Staging:
                 f"version {version} cannot be loaded; the staged version is {found}: {state}"
             )
 
-    def _receive(self, taken: _Taken, before: threading.Thread | None) -> None:
+    def _receive(self, taken: _StagedOffer, before: threading.Thread | None) -> None:
         lower_priority()
         offer = taken.offer
         state = Staged(is_done=True, error="staging failed; the engine's log contains the error")
@@ -139,7 +139,7 @@ class Staging:
         finally:
             taken.state = state
 
-    def _receive_whole(self, taken: _Taken) -> tuple[_Copy, float]:
+    def _receive_whole(self, taken: _StagedOffer) -> tuple[_Copy, float]:
         """Return the buffer with the whole version, and the seconds of the transfer."""
         offer = taken.offer
         copy = self._room(offer.total_bytes)
@@ -150,7 +150,7 @@ class Staging:
             copy.version = offer.version
         return copy, seconds
 
-    def _receive_changes(self, taken: _Taken) -> tuple[_Copy, float]:
+    def _receive_changes(self, taken: _StagedOffer) -> tuple[_Copy, float]:
         """As `_receive_whole`. Raises: WeightSyncError: the result is not that version."""
         offer = taken.offer
         copy = self._copy
@@ -176,7 +176,7 @@ class Staging:
         copy.version = offer.version
         return copy, seconds
 
-    def _receive_into(self, buffer: Tensor, taken: _Taken) -> float:
+    def _receive_into(self, buffer: Tensor, taken: _StagedOffer) -> float:
         return self._group.receive(
             buffer, self._device, taken.offer, is_cancelled=taken.is_given_up.is_set
         )
@@ -192,7 +192,7 @@ class Staging:
         elif self._group.is_busy and (self._copy is None or self._copy.version < 0):
             self._copy = None
 
-    def _consumed(self, taken: _Taken, copy: _Copy) -> Iterator[tuple[str, Tensor]]:
+    def _consumed(self, taken: _StagedOffer, copy: _Copy) -> Iterator[tuple[str, Tensor]]:
         """Yield (transformers name, tensor). Memory is freed with the last reference to a tensor.
 
         The memory stays if the copy is kept for changes.

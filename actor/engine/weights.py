@@ -81,7 +81,7 @@ class WeightLink:
 
     async def run(self) -> None:
         """Answer offers until cancelled; reconnect when the learner's address changes."""
-        loops = (self._listen(), self._beat(), self._work())
+        loops = (self._listen(), self._send_heartbeats(), self._work())
         tasks = [asyncio.create_task(each) for each in loops]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -101,7 +101,8 @@ class WeightLink:
             if message is not None:
                 self._receive(message)
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
+        """Send a `WeightsJoin` at each heartbeat interval, also during an update."""
         while True:
             await asyncio.sleep(self._heartbeat_s)
             self._line.send(self._hello())

@@ -60,7 +60,7 @@ class _HoldsTurns(Scheduler):
     """A scheduler that sends the tokens of a turn together.
 
     Consumes: the outputs of each step. Holds: those of requests that want their final output only.
-    Releases: all outputs of a request with its end, and all of all requests at a pause.
+    Releases: the outputs of a request at its end, and the outputs of all requests at a pause.
 
     Example: a turn of 256 tokens is one message. With an update of the weights after token 100, the
     pause releases 100 tokens as the old version, and the end of the turn 156 tokens as the new one.

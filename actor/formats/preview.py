@@ -40,9 +40,9 @@ def _conversation(renderer: Renderer) -> list[str]:
     user: Message = {"role": "user", "content": PAGE}
     if isinstance(called, CallTurn):
         call = called.call(ENV, {"action": ACTION})
-        said: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        answer: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
         result: Message = {"role": "tool", "name": ENV, "content": RESULT}
-        ids = renderer.of_messages([user, said, result], tools=[tool_of(ENV)])
+        ids = renderer.of_messages([user, answer, result], tools=[tool_of(ENV)])
         head = "prompts: two turns with a tool call, as the policy receives them:"
         return [head, *_shown(renderer, ids)]
     ids = renderer.conversation([PAGE, ACTION, RESULT])

@@ -56,8 +56,8 @@ def reader_of(render: Render, kind: AgentFormat, *, is_whole: bool) -> Read:
         found = partial(read_react, is_whole=is_whole)
 
     def read(token_ids: list[int]) -> tuple[str, str | None]:
-        said = render.action_text(token_ids)
-        return said, found(said)
+        text = render.action_text(token_ids)
+        return text, found(text)
 
     return read
 

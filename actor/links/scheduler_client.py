@@ -104,11 +104,11 @@ class SchedulerClient:
 
         `on_revoked` is called with the ids of revoked episodes.
         """
-        looked_at = -FOLLOW_S
+        checked_at = -FOLLOW_S
         while True:
-            if time.monotonic() - looked_at >= FOLLOW_S:  # Reads a file, so not for every message.
+            if time.monotonic() - checked_at >= FOLLOW_S:  # Reads a file, so not for every message.
                 self._line.follow()
-                looked_at = time.monotonic()
+                checked_at = time.monotonic()
             message = await self._line.next(timeout_s=FOLLOW_S)
             if message is None:
                 continue

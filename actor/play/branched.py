@@ -93,7 +93,7 @@ class BranchingPolicy:
             self._num_left = -1
             # Equal: the branch has just been ended by its limit.
             if self._num_calls != self._unreturned + 1:
-                return self._said(f"<{RETURN}>{self._latest}</{RETURN}>")
+                return self._scripted_turn(f"<{RETURN}>{self._latest}</{RETURN}>")
         taken = self._next or await self._policy.act(ids, session)
         text = self._render.action_text(taken.token_ids)
         if self._num_left < 0:
@@ -101,13 +101,13 @@ class BranchingPolicy:
             self._num_calls += 1
             self._next = taken
             self._num_left = self._most if is_left else self._most // 2
-            return self._said(f"<{CALL}>{text}</{CALL}>")
+            return self._scripted_turn(f"<{CALL}>{text}</{CALL}>")
         self._next = None
         self._latest = text
         self._num_left -= 1
-        return self._said(in_react(text) if self._form is AgentFormat.REACT else text)
+        return self._scripted_turn(in_react(text) if self._form is AgentFormat.REACT else text)
 
-    def _said(self, text: str) -> Turn:
+    def _scripted_turn(self, text: str) -> Turn:
         return Turn(self._render.add(text), logprobs=[0.0], versions=[-1])
 
 

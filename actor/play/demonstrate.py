@@ -26,7 +26,7 @@ from common.wire.messages import PolicyKind
 logger = logging.getLogger(__name__)
 
 CONCURRENCY = 32
-NUM_TOLD = 5  # Times that progress is logged.
+NUM_PROGRESS_LINES = 5  # Times that progress is logged.
 NUM_LEFT = 3  # First branches of an episode, one of which may have no return.
 FIRST_INDEX = 500_000  # First index of a training item. Runs count up from 0 and do not reach it.
 
@@ -90,7 +90,7 @@ async def _play_all(cfg: RunConfig, url: str, token: str) -> list[Played]:
                 played = await play_in_branches(environments, plan, options, left)
             else:
                 played = await _play(environments, plan, cfg.actor.format, cfg.sft.slip_frac)
-        if (done := next(numbers)) % max(1, num_plans // NUM_TOLD) == 0:
+        if (done := next(numbers)) % max(1, num_plans // NUM_PROGRESS_LINES) == 0:
             logger.info("played episodes=%d of=%d", done, num_plans)
         return played
 
@@ -125,7 +125,10 @@ def _plans(cfg: RunConfig, catalogue: dict[str, Any]) -> Iterator[PlannedEpisode
         items = task.items()
         spec = catalogue.get(task.env, {}).get("subsets", {}).get(items)
         if spec is None or not spec["num_train"]:
-            raise ConfigError(f"tasks: the hub has no training item {items!r} of {task.env!r}")
+            raise ConfigError(
+                f"tasks: the hub has no training items {items!r} of {task.env!r}; choose a subset"
+                " that `python run.py envs` lists"
+            )
         index = FIRST_INDEX + num_played.get(items, 0)
         num_played[items] = index - FIRST_INDEX + 1
         yield PlannedEpisode(
@@ -175,8 +178,8 @@ async def _play(
     for turn in range(plan.horizon):
         action = render.action_text((await policy.act([], session)).token_ids)
         result = await session.step(action)
-        said = in_react(action) if kind is AgentFormat.REACT else action
-        messages.append({"from": "gpt", "loss": not policy.has_slipped, "value": said})
+        reply = in_react(action) if kind is AgentFormat.REACT else action
+        messages.append({"from": "gpt", "loss": not policy.has_slipped, "value": reply})
         reward = result.reward
         is_solved = result.is_success
         if result.done or turn + 1 == plan.horizon:

@@ -31,6 +31,8 @@ WRONG_CONFIG = {  # HTTP status -> the config key that is probably wrong
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
+    """One answer of the endpoint."""
+
     text: str
     is_stopped: bool  # False: cut at policy.max_turn_tokens.
     model: str = ""  # Name of the model in the answer.

@@ -48,15 +48,11 @@ def describe_policy(
         "max_turn_tokens": actor.max_turn_tokens,
         "max_model_len": actor.max_model_len,
         **({} if actor.context is ContextKind.FULL else context),
-        **({"date": model.date} if _names_date(model) else {}),
+        **({"date": model.date} if names_date(Path(model.path), template_at(model, ROOT)) else {}),
         **_of_prompts(model, actor),
         **({"agent": list(actor.agent)} if actor.endpoint else {}),
         **actor.of_answers(),
     }
-
-
-def _names_date(model: ModelSection) -> bool:
-    return names_date(Path(model.path), template_at(model, ROOT))
 
 
 def _of_prompts(model: ModelSection, actor: ActorSection) -> dict[str, Any]:

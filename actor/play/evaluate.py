@@ -69,16 +69,16 @@ def evaluate(
         listed = fetch_listed(cfg, hub_url=url, token=token)
         episodes = choose_items(cfg, url, token, listed.items, listed.turns)
         notes = listed.notes
-        say = print
+        echo = print
         for line in described(episodes, notes):
-            say(line)
+            echo(line)
         return run(
             cfg,
             run_dir,
             episodes,
             hub_url=url,
             token=token,
-            say=say,
+            echo=echo,
             notes=notes,
             make_agents=make_agents,
         )
@@ -144,7 +144,7 @@ def run(
     *,
     hub_url: str,
     token: str,
-    say: Callable[[str], None],
+    echo: Callable[[str], None],
     notes: Mapping[str, str] = NO_NOTES,
     make_agents: MakeAgents | None = None,
 ) -> int:
@@ -183,7 +183,7 @@ def run(
     label = cfg.policy.model or cfg.model.label
     plays = read_plays(folder / "journal", plans)
     entry = {**make_entry(cfg.eval, label, policy, plays), "notes": dict(notes)}
-    say(write_entry(run_dir, entry))
+    echo(write_entry(run_dir, entry))
     num_failed = entry["overall"]["num_failed"]
     if not problem and num_failed > max_failed:
         problem = f"{num_failed} of {len(plans)} episodes had infrastructure failures"

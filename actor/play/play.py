@@ -30,6 +30,8 @@ TOLD_EVERY = 0.1  # Share of the episodes between two log lines of progress.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodePlayer:
+    """The policy that plays given episodes, with its limits and options."""
+
     policy: Callable[[PlannedEpisode], tuple[Act, Render]]
     max_concurrent: int
     max_tokens: int  # Context limit, in the renderer's unit.
@@ -70,7 +72,7 @@ async def play(job: PlayJob, player: EpisodePlayer) -> None:
 
     async def one(plan: PlannedEpisode, environments: Environments) -> None:
         async with slots:
-            played = await _play_patiently(plan, environments, job, player)
+            played = await _play_with_retries(plan, environments, job, player)
         trajectory, _ = deliverable(played)
         journal.append(trajectory)
         count.add(trajectory)
@@ -88,9 +90,10 @@ async def play(job: PlayJob, player: EpisodePlayer) -> None:
         raise error.exceptions[0] from None
 
 
-async def _play_patiently(
+async def _play_with_retries(
     plan: PlannedEpisode, environments: Environments, job: PlayJob, player: EpisodePlayer
 ) -> Trajectory:
+    """Play one episode again after each infrastructure failure, up to `max_attempts` times."""
     for attempt in range(job.max_attempts):
         lease = lease_of(plan, attempt=attempt, deadline_s=job.episode_timeout_s)
         trajectory = await _play_unpaused(lease, plan, environments, player)
@@ -124,6 +127,7 @@ async def _play_unpaused(
 async def _play_once(
     lease: Lease, plan: PlannedEpisode, environments: Environments, player: EpisodePlayer
 ) -> Trajectory:
+    """Play one episode; return its trajectory, also if it failed."""
     act, render = player.policy(plan)
     render = rendering(render, plan.env, environments.tools.get(plan.env, []))
     open_session = partial(environments.open, plan.env, plan.item_id, seed=plan.seed)
@@ -162,6 +166,8 @@ def lease_of(plan: PlannedEpisode, *, attempt: int, deadline_s: float) -> Lease:
 
 @dataclass(slots=True, kw_only=True)
 class _Count:
+    """Counts finished and failed episodes, and logs the progress."""
+
     num_plans: int
     max_failed: int | None
     num_done: int = 0
@@ -171,7 +177,7 @@ class _Count:
     def add(self, trajectory: Trajectory) -> None:
         self.num_done += 1
         self.num_failed += trajectory.end_reason.is_infrastructure_failure
-        if self.num_done % max(1, int(self.num_plans * TOLD_EVERY)) == 0:
+        if self.num_done % max(1, int(self.num_plans * LOG_EVERY_FRAC)) == 0:
             took_s = time.monotonic() - self.began_at
             logger.info(
                 "played episodes=%d of=%d failed=%d left_s=%.0f",

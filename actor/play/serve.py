@@ -20,8 +20,8 @@ from transformers import AutoTokenizer
 from actor.api.chat_api import CHAT_API, choices_reply
 from actor.api.history import check_thoughts, matched
 from actor.api.prompts import check_tools, cut_answer, encode_messages, read_turn, thoughts_of
-from actor.api.requests import ApiError, Asked, PolicyAnswer, event_text, openai_error
-from actor.play.doors import ChatEndpoint, endpoint_path, remove_left
+from actor.api.requests import ApiError, PolicyAnswer, PolicyRequest, event_text, openai_error
+from actor.play.chat_endpoints import ChatEndpoint, endpoint_path, remove_left
 from actor.play.endpoint import read_key
 from actor.play.http_requests import is_of_a_page, read_body, with_api_errors
 from actor.play.sampling import MAX_SEED, Sampling, read_sampling
@@ -88,7 +88,7 @@ class Chat:
             return web.json_response(model)
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _reply(self, asked: Asked, how: Sampling) -> dict[str, Any]:
+    async def _reply(self, asked: PolicyRequest, how: Sampling) -> dict[str, Any]:
         """Return the response to a request. Raises: ApiError, EngineError."""
         asked = matched(asked)
         check_tools(self.renderer, asked)
@@ -116,7 +116,7 @@ class Chat:
         return min(max_tokens, most - num_prompt)
 
     async def _answer(
-        self, asked: Asked, how: Sampling, ids: list[int], choice: int
+        self, asked: PolicyRequest, how: Sampling, ids: list[int], choice: int
     ) -> tuple[PolicyAnswer, int]:
         """Return one answer, and the version that sampled its last token."""
         number = f"chat:{next(self.numbers)}"
@@ -283,7 +283,10 @@ def base_of(folder: Path) -> tuple[Path, LoraSection]:
     settings = cast(dict[str, Any], json.loads(path.read_text(encoding="utf-8")))
     base = settings.get("base_model_name_or_path")
     if not base or not Path(base).is_dir():
-        raise ConfigError(f"{path}: adapters to {base}, which is not on this machine")
+        raise ConfigError(
+            f"{path}: its base model {base} is not on this machine; copy the base to this path, or"
+            " merge the adapters with `python run.py merge`"
+        )
     if settings.get("target_parameters"):
         raise ConfigError(
             f"{path}: its adapters change experts, which the engine (vLLM) cannot take. Merge them"

@@ -16,7 +16,9 @@ CLOSE_S = 1.0  # Seconds that requests in flight get to finish when their client
 
 Request = Callable[[str, str, object], Awaitable[Any]]  # (method, path, body) -> parsed answer
 Entry = dict[str, Any]
-Asked = tuple[Entry, asyncio.Future[Any]]  # An entry, and the future that receives its outcome.
+PendingEntry = tuple[
+    Entry, asyncio.Future[Any]
+]  # An entry, and the future that receives its outcome.
 
 
 class ActionTooLarge(EnvError):
@@ -73,7 +75,7 @@ class Batches:
         self._route = route
         self._alone = alone
         self._on_unwanted = on_unwanted
-        self._waiting: list[Asked] = []
+        self._waiting: list[PendingEntry] = []
         self._sending: set[asyncio.Task[None]] = set()
 
     async def ask(self, entry: Entry) -> Any:
@@ -105,9 +107,9 @@ class Batches:
             self._sending.add(task)
             task.add_done_callback(self._sending.discard)
 
-    def _parts(self, waiting: list[Asked]) -> Iterator[list[Asked]]:
+    def _parts(self, waiting: list[PendingEntry]) -> Iterator[list[PendingEntry]]:
         """Split the entries into requests within `max_entries` and the hub's limit of bytes."""
-        part: list[Asked] = []
+        part: list[PendingEntry] = []
         num_bytes = 0
         for each in waiting:
             size = most_bytes(each[0].get("action", ""))
@@ -121,7 +123,7 @@ class Batches:
         if part:
             yield part
 
-    async def _send(self, batch: list[Asked]) -> None:
+    async def _send(self, batch: list[PendingEntry]) -> None:
         entries = [entry for entry, _ in batch]
         try:
             if len(entries) == 1 and self._alone is not None:
@@ -140,7 +142,7 @@ class Batches:
             outcomes = [error] * len(batch)
         await self._answer(batch, outcomes)
 
-    async def _answer(self, batch: list[Asked], outcomes: list[Any]) -> None:
+    async def _answer(self, batch: list[PendingEntry], outcomes: list[Any]) -> None:
         """Resolve the future of each entry; pass unwanted answers to `on_unwanted`."""
         unwanted: list[Any] = []
         for (_, answer), outcome in zip(batch, outcomes, strict=True):

@@ -307,7 +307,7 @@ class History:
         """
         self.max_prompt = self._widest - reflects * self._aside_tokens
         self._demand = REFLECT if reflects else ""
-        if not await self._show(observation, taken, turn, ask):
+        if not await self._continue(observation, taken, turn, ask):
             return False
         if reflects:
             start = self.tape.num_in_context
@@ -316,7 +316,8 @@ class History:
                 self._turns[-1].shown += self.tape.context[start:]
         return True
 
-    async def _show(self, observation: str, taken: Turn, turn: int, ask: Ask) -> bool:
+    async def _continue(self, observation: str, taken: Turn, turn: int, ask: Ask) -> bool:
+        """Append the observation, or start a new segment; False if the context is full."""
         encode = self._answering(taken)
         ids = self.observations.fitted(observation, encode, max_tokens=self._half)
         if ids is None:
@@ -334,7 +335,7 @@ class History:
         if self._kind is ContextKind.WINDOW:
             return self._slide(observation, taken, turn)
         if self._kind is ContextKind.SUMMARY:
-            return await self._sum_up(observation, taken, turn, ask)
+            return await self._start_summary(observation, taken, turn, ask)
         return False
 
     async def _think(self, kind: Aside, turn: int, ask: Ask) -> Turn:
@@ -402,7 +403,8 @@ class History:
         self.tape.restart(self._without_thoughts(first, reversed(kept)), turn)
         return True
 
-    async def _sum_up(self, observation: str, taken: Turn, turn: int, ask: Ask) -> bool:
+    async def _start_summary(self, observation: str, taken: Turn, turn: int, ask: Ask) -> bool:
+        """Sample a summary and start a segment with it; False if it does not fit."""
         room = self.max_prompt - self._room.turn_tokens  # Room that the longest summary leaves.
         first = self._first_again(f"\n\n{self._request}", room // 2)
         ids = self._fitted_again(observation, None, room=room // 2, called=taken)

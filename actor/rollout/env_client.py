@@ -25,7 +25,7 @@ from actor.rollout.batches import (
     failure_of,
     field_of,
 )
-from actor.rollout.presence import Signs, answers, stay
+from actor.rollout.presence import LifeSigns, answers, stay
 from common.errors import EnvError, EnvTimeout, HubLost
 from common.http.sessions import open_session
 from common.text import json_bytes, valid_text
@@ -41,6 +41,8 @@ JSON_HEADERS = {"Content-Type": "application/json"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubStepResult:
+    """The hub's answer to one step."""
+
     observation: str
     reward: float  # [0, 1]
     done: bool
@@ -113,7 +115,7 @@ class HubClient(BearerClient):
         self._timeout_s = timeout_s
         self._owner = {"owner": owner} if owner else {}
         self.answers = partial(answers, self._http, self._url)
-        self._signs = Signs()
+        self._signs = LifeSigns()
         self.stay = partial(stay, self._http, self._url, owner, self._signs.hear)
         self.is_lost = False  # The last request got no answer from the hub.
         self.left: list[str] = []  # Sessions that were abandoned while the hub was lost.
@@ -237,7 +239,7 @@ class HubClient(BearerClient):
                         f"{method} {path}: the answer has more than {MAX_ANSWER_BYTES} bytes"
                     )
             if response.status == 429:
-                wait_s = retry_after_s(response.headers, unsaid_s=1.0)
+                wait_s = retry_after_s(response.headers, default_s=1.0)
                 await asyncio.sleep(max(MIN_RETRY_S, wait_s))
                 return None
             shown = repr(bytes(text[:300])) if response.status != PAUSED else detail_of(text)
@@ -285,13 +287,13 @@ def _metrics_of(reply: Any, *, path: str) -> dict[str, float]:
     return found
 
 
-def retry_after_s(headers: Mapping[str, str], *, unsaid_s: float = 0.0) -> float:
-    """Return the seconds in the Retry-After header; `unsaid_s` if it is missing or unreadable."""
+def retry_after_s(headers: Mapping[str, str], *, default_s: float = 0.0) -> float:
+    """Return the seconds in the Retry-After header; `default_s` if it is missing or unreadable."""
     try:
-        asked_s = float(headers.get("Retry-After", unsaid_s))
+        asked_s = float(headers.get("Retry-After", default_s))
     except ValueError:  # The header may hold a date.
-        asked_s = unsaid_s
-    return asked_s if math.isfinite(asked_s) and asked_s >= 0 else unsaid_s
+        asked_s = default_s
+    return asked_s if math.isfinite(asked_s) and asked_s >= 0 else default_s
 
 
 class HubSession:
@@ -322,8 +324,8 @@ class HubSession:
             reply = await self._ask(path, {"action": action, "seq": self._seq})
         except ActionTooLarge:
             # The action cannot reach the environment. The hub answers in its place.
-            told_of = {"action": "", "num_bytes": len(action.encode()), "seq": self._seq}
-            reply = await self._ask(path, told_of)
+            oversized = {"action": "", "num_bytes": len(action.encode()), "seq": self._seq}
+            reply = await self._ask(path, oversized)
         reward = score_of(reply, "reward", path=path)
         done = field_of(reply, "done", bool, path=path)
         reply.setdefault("is_success", done and reward >= 1.0)  # Third-party hubs may omit it.

@@ -255,21 +255,22 @@ async def _turns(
     room: Room,
     render: Render,
 ) -> None:
+    """Play the turns of an opened episode until it ends."""
     history = play.history
     ask = partial(play.ask, act, session)
     may_go_on = partial(play.may_go_on, lease)
     while True:
         taken, turn = await ask(), play.num_turns
         history.tape.add(taken, turn)
-        said, action = read(taken.token_ids)
-        if history.takes(said, taken, turn):
+        text, action = read(taken.token_ids)
+        if history.takes(text, taken, turn):
             if turn and not may_go_on(room.turn_tokens):  # An episode has at least one turn.
                 break
             continue
         answered = time.monotonic()
         result = await session.step(action or "")  # The environment rejects an empty action.
         # A misplaced branch or return is sent to the environment and counts as invalid.
-        is_read = action is not None and not history.is_own(said)
+        is_read = action is not None and not history.is_own(text)
         play.answered(action or "", result, time.monotonic() - answered, is_read=is_read)
         if result.done:
             if result.is_truncated and play.keeps_last:

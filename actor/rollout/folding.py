@@ -61,11 +61,11 @@ class Folding(History):
         return await super().begin(text, lambda cut: encode(cut + self._how), ask)
 
     def is_own(self, action: str) -> bool:
-        return _says(action, CALL) or _says(action, RETURN)
+        return _has_block(action, CALL) or _has_block(action, RETURN)
 
     def takes(self, action: str, taken: Turn, turn: int) -> bool:
-        is_call = _says(action, CALL)
-        is_return = _says(action, RETURN)
+        is_call = _has_block(action, CALL)
+        is_return = _has_block(action, RETURN)
         end = len(self.tape.token_ids)
         is_closing = self._call is not None
         if self._call is None:
@@ -131,10 +131,10 @@ class Folding(History):
         return None if observed is None else [*ids, *observed]
 
 
-def _says(action: str, tag: str) -> bool:
+def _has_block(action: str, tag: str) -> bool:
     _, _, rest = action.partition(f"<{tag}>")
-    said, closed, _ = rest.partition(f"</{tag}>")
-    return bool(closed and said.strip())
+    inner, closed, _ = rest.partition(f"</{tag}>")
+    return bool(closed and inner.strip())
 
 
 def history_of(render: Render, room: Room) -> History:

@@ -49,7 +49,7 @@ class Hubs:
                 serves.
             owner: names this process; the hub closes its sessions when the process ends in any way.
         """
-        self._patience_s = cfg.episode_timeout_s
+        self._outage_s = cfg.episode_timeout_s
         # environment -> the time since which no hub serves it
         self._away_since: dict[str, float] = {}
         self._places = places
@@ -69,18 +69,18 @@ class Hubs:
         self._pauses: dict[str, tuple[float, str]] = {}
         self._connecting = asyncio.Lock()
 
-    async def start(self, *, patience_s: float = 0.0) -> None:
+    async def start(self, *, timeout_s: float = 0.0) -> None:
         """Connect to the reported hubs.
 
-        Raises: EnvError: no hub answers within `patience_s`.
+        Raises: EnvError: no hub answers within `timeout_s`.
         """
         try:
             await self._connect_all()
         except HubLost:
-            if not patience_s:
+            if not timeout_s:
                 raise
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(patience_s):
+                async with asyncio.timeout(timeout_s):
                     await self.wait_for()
             await self._connect_all()
 
@@ -167,14 +167,14 @@ class Hubs:
     async def wait_for(self, env: str | None = None) -> None:
         """Wait until a hub that serves `env` answers; None: any hub. Return early if it `is_gone`.
 
-        Logs a warning every `SAY_EVERY_S`.
+        Logs a warning every `WARN_EVERY_S`.
         """
-        said_at = time.monotonic()
+        warned_at = time.monotonic()
         while not self._is_served(env):
             if all(map(self.is_gone, [env] if env else self._instructions or [""])):
                 return
-            if time.monotonic() - said_at > SAY_EVERY_S:
-                said_at = time.monotonic()
+            if time.monotonic() - warned_at > WARN_EVERY_S:
+                warned_at = time.monotonic()
                 logger.warning("still waiting for a hub env=%s reasons=%s", env, self._lost)
             await asyncio.sleep(PROBE_EVERY_S)
 
@@ -193,7 +193,7 @@ class Hubs:
             self._away_since.pop(env, None)
             return False
         since = self._away_since.setdefault(env, time.monotonic())
-        return time.monotonic() - since > self._patience_s
+        return time.monotonic() - since > self._outage_s
 
     def absent(self) -> list[str]:
         """Return the environments that have no hub now and are still waited for."""

@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # The import takes seconds.
     from actor.engine.engine import Engine
 
 
-class _Asked(NamedTuple):
+class _PendingTurn(NamedTuple):
     """The request for one turn of an episode."""
 
     prompt_ids: list[int]
@@ -32,7 +32,7 @@ class Rounds:
         self._exclusive = exclusive
         self._max_tokens = max_tokens
         self._running: set[str] = set()
-        self._waiting: dict[str, _Asked] = {}  # episode id -> its request
+        self._waiting: dict[str, _PendingTurn] = {}  # episode id -> its request
         self._next: asyncio.Future[asyncio.Task[dict[str, Turn]]] | None = None
         self._round_number = 0
 
@@ -51,7 +51,7 @@ class Rounds:
             self._next = asyncio.get_running_loop().create_future()
         started = self._next
         asked = time.monotonic()
-        self._waiting[episode_id] = _Asked(prompt_ids, seed)
+        self._waiting[episode_id] = _PendingTurn(prompt_ids, seed)
         self._maybe_start()
         # Shielded: a revoked episode must not cancel the round of the remaining episodes.
         generating = await asyncio.shield(started)
@@ -67,7 +67,7 @@ class Rounds:
             self._next = None
             started.set_result(asyncio.create_task(self._generate(waiting)))
 
-    async def _generate(self, asked: dict[str, _Asked]) -> dict[str, Turn]:
+    async def _generate(self, asked: dict[str, _PendingTurn]) -> dict[str, Turn]:
         """Return the turn of each episode. An engine failure propagates to all waiting episodes."""
         self._round_number += 1
         by_request = {f"{self._round_number}:{name}": asked[name] for name in sorted(asked)}

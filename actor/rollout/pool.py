@@ -93,7 +93,7 @@ class EpisodePool:
     def adapt(self, load: EngineLoad) -> None:
         """Adjust the number of slots to the engine's load since the last call."""
         before = self.num_slots
-        if self._concurrency.look(load, num_episodes=len(self._tasks)) > before:
+        if self._concurrency.adjust(load, num_episodes=len(self._tasks)) > before:
             self.slot_freed.set()
 
     def start(self, leases: list[Lease]) -> None:

@@ -18,7 +18,7 @@ MAX_SIGNS = 2_000  # Number of remembered signs, about a quarter of an hour.
 SILENT_S = 3.0
 
 
-class Signs:
+class LifeSigns:
     """Times at which a hub sent signs of life on the keep-alive connection. Some hubs send none."""
 
     def __init__(self) -> None:

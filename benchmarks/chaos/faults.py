@@ -26,7 +26,7 @@ from common.wire.sockets import connect_dealer
 
 logger = logging.getLogger(__name__)
 
-LASTS_S = 5.0  # Duration of a temporary fault.
+FAULT_S = 5.0  # Duration of a temporary fault.
 NUM_KILLED_AGAIN = 3
 START_S = 30.0  # Time limit for the restart of a role.
 POLL_S = 0.05
@@ -49,7 +49,7 @@ class FaultyRun:
     run_dir: RunDir
     disk: Path | None  # A folder on the run's own disk; None: the run uses the machine's disk.
     clock: JumpingClock | None = None  # The run's own clock; None: it uses the machine's clock.
-    lasts_s: float = LASTS_S
+    lasts_s: float = FAULT_S
 
     def strike(self, fault: Fault) -> None:
         """Inject a fault; return once it has ended. The run may still be recovering.

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.chaos.clock import make_clock
-from benchmarks.chaos.faults import LASTS_S, FaultyRun, NotPossible
+from benchmarks.chaos.faults import FAULT_S, FaultyRun, NotPossible
 from benchmarks.chaos.machine import isolate, release
 from benchmarks.chaos.plan import ALL_FAULTS, Fault, FaultType, deal
 from benchmarks.chaos.watch import StepObserver, read_json
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.05
 FIRST_STEPS = 3  # Steps before the first fault.
-PATIENCE_S = 180.0  # Limit of the time to the next step. A run that exceeds it counts as hanging.
+MAX_STEP_S = 180.0  # Limit of the time to the next step. A run that exceeds it counts as hanging.
 START_S = 300.0
 MINUTE_S = 60.0
 MIN_ETTR = 0.85  # Minimum ETTR at one fault a minute.
@@ -48,7 +48,7 @@ class CampaignSize:
     config: str
     num_steps: int
     every_s: float  # Seconds between two faults, unless the recovery takes longer.
-    lasts_s: float = LASTS_S
+    lasts_s: float = FAULT_S
     faults: tuple[Fault, ...] = ALL_FAULTS
     settings: tuple[str, ...] = TRAINING_ALONE
 
@@ -79,7 +79,7 @@ SHORT = CampaignSize(
 
 
 @dataclass(slots=True, kw_only=True)
-class Suffered:
+class InjectedFault:
     """One injected fault, in seconds."""
 
     fault: Fault
@@ -90,10 +90,10 @@ class Suffered:
 
 
 @dataclass(slots=True, kw_only=True)
-class Story:
+class CampaignLog:
     """The faults and steps of one run."""
 
-    suffered: list[Suffered] = field(default_factory=lambda: [])
+    injected: list[InjectedFault] = field(default_factory=lambda: [])
     left_out: dict[str, str] = field(default_factory=lambda: {})  # Reason, by fault.
     step_times: list[float] = field(default_factory=lambda: [])  # Monotonic times.
 
@@ -101,19 +101,19 @@ class Story:
     def quiet_step_s(self) -> float:
         """The median of seconds between two steps during which no fault was active."""
         pairs = zip(self.step_times, self.step_times[1:], strict=False)
-        quiet = [b - a for a, b in pairs if not any(self._is_about(s, a, b) for s in self.suffered)]
+        quiet = [b - a for a, b in pairs if not any(self._is_about(s, a, b) for s in self.injected)]
         return statistics.median(quiet) if quiet else math.nan
 
-    def _is_about(self, suffered: Suffered, begin: float, end: float) -> bool:
-        step_s = 0.0 if math.isnan(suffered.step_s) else suffered.step_s
-        return suffered.began_s <= end and begin <= suffered.ended_s + step_s
+    def _is_about(self, injected: InjectedFault, begin: float, end: float) -> bool:
+        step_s = 0.0 if math.isnan(injected.step_s) else injected.step_s
+        return injected.began_s <= end and begin <= injected.ended_s + step_s
 
     @property
     def lost_s(self) -> float:
         """The mean of seconds lost per fault."""
         took_s = self.step_times[-1] - self.step_times[0]
         wanted_s = (len(self.step_times) - 1) * self.quiet_step_s
-        return (took_s - wanted_s) / max(1, len(self.suffered))
+        return (took_s - wanted_s) / max(1, len(self.injected))
 
 
 def run_suite(table: BenchTable) -> None:
@@ -155,61 +155,61 @@ def _measure(table: BenchTable, size: CampaignSize, folder: Path, *, has_machine
             clock=clock,
             lasts_s=size.lasts_s,
         )
-        story = disturb(child, scene, size, seed=table.seed)
-    add_story(table, story)
-    add_end(table, run_dir, num_steps=size.num_steps, story=story)
+        campaign = disturb(child, scene, size, seed=table.seed)
+    add_recovery(table, campaign)
+    add_end(table, run_dir, num_steps=size.num_steps, campaign=campaign)
 
 
-def disturb(child: ChildProcess, scene: FaultyRun, size: CampaignSize, *, seed: int) -> Story:
+def disturb(child: ChildProcess, scene: FaultyRun, size: CampaignSize, *, seed: int) -> CampaignLog:
     """Inject faults until the run has ended. Raises: LongstrideError: it failed, or hangs."""
-    story = Story()
+    campaign = CampaignLog()
     watch = StepObserver(scene.run_dir)
     _wait(child, watch, FIRST_STEPS, START_S)
     for fault in deal(size.faults, seed=seed):
         began_s = time.monotonic()
-        if child.poll() is not None or watch.look() >= size.num_steps - FIRST_STEPS:
+        if child.poll() is not None or watch.poll_steps() >= size.num_steps - FIRST_STEPS:
             break
         try:
             scene.strike(fault)
         except NotPossible as error:
-            story.left_out[fault.name] = str(error)
-            if len(story.left_out) == len(size.faults):
+            campaign.left_out[fault.name] = str(error)
+            if len(campaign.left_out) == len(size.faults):
                 break
             continue
-        suffered = Suffered(fault=fault, began_s=began_s, ended_s=time.monotonic())
-        story.suffered.append(suffered)
-        logger.info("fault=%s step=%d", fault.name, watch.look())
-        _recover(child, watch, suffered)
+        injected = InjectedFault(fault=fault, began_s=began_s, ended_s=time.monotonic())
+        campaign.injected.append(injected)
+        logger.info("fault=%s step=%d", fault.name, watch.poll_steps())
+        _recover(child, watch, injected)
         logger.info(
-            "fault=%s back_s=%.1f step_s=%.1f", fault.name, suffered.back_s, suffered.step_s
+            "fault=%s back_s=%.1f step_s=%.1f", fault.name, injected.back_s, injected.step_s
         )
         while child.poll() is None and time.monotonic() < began_s + size.every_s:
-            watch.look()
+            watch.poll_steps()
             time.sleep(POLL_S)
     _wait(child, watch, size.num_steps, START_S)
-    story.step_times = watch.step_times
+    campaign.step_times = watch.step_times
     await_success(child, timeout_s=START_S)
-    return story
+    return campaign
 
 
-def _recover(child: ChildProcess, watch: StepObserver, suffered: Suffered) -> None:
+def _recover(child: ChildProcess, watch: StepObserver, injected: InjectedFault) -> None:
     """Wait until the role works again and the run has made a step, and record both times."""
-    num_steps = watch.look()
+    num_steps = watch.poll_steps()
     wall_s = time.time()
-    role = suffered.fault.role
-    while math.isnan(suffered.back_s) or math.isnan(suffered.step_s):
-        passed_s = time.monotonic() - suffered.ended_s
-        if math.isnan(suffered.step_s) and watch.look() > num_steps:
-            suffered.step_s = passed_s
-        if math.isnan(suffered.back_s) and (
+    role = injected.fault.role
+    while math.isnan(injected.back_s) or math.isnan(injected.step_s):
+        passed_s = time.monotonic() - injected.ended_s
+        if math.isnan(injected.step_s) and watch.poll_steps() > num_steps:
+            injected.step_s = passed_s
+        if math.isnan(injected.back_s) and (
             role is None or watch.is_back(role, since=wall_s, num_steps=num_steps)
         ):
-            suffered.back_s = passed_s
+            injected.back_s = passed_s
         if child.poll() is not None:
             check_end(child)
             return  # The run has already ended.
-        if passed_s > PATIENCE_S:
-            raise LongstrideError(f"no step within {PATIENCE_S:g}s after {suffered.fault.name}")
+        if passed_s > MAX_STEP_S:
+            raise LongstrideError(f"no step within {MAX_STEP_S:g}s after {injected.fault.name}")
         time.sleep(POLL_S)
 
 
@@ -217,7 +217,7 @@ def _wait(child: ChildProcess, watch: StepObserver, num_steps: int, timeout_s: f
     """Wait until a run has made `num_steps` steps, each within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     seen = 0
-    while (made := watch.look()) < num_steps and child.poll() is None:
+    while (made := watch.poll_steps()) < num_steps and child.poll() is None:
         if made > seen:
             deadline = time.monotonic() + timeout_s
             seen = made
@@ -227,11 +227,11 @@ def _wait(child: ChildProcess, watch: StepObserver, num_steps: int, timeout_s: f
     check_end(child)
 
 
-def add_story(table: BenchTable, story: Story) -> None:
+def add_recovery(table: BenchTable, campaign: CampaignLog) -> None:
     """Write the recovery times by fault and by role, and the effective training time ratio."""
-    by_name: defaultdict[str, list[Suffered]] = defaultdict(list)
+    by_name: defaultdict[str, list[InjectedFault]] = defaultdict(list)
     by_role: defaultdict[Role, list[float]] = defaultdict(list)
-    for each in story.suffered:
+    for each in campaign.injected:
         by_name[each.fault.name].append(each)
         if (role := each.fault.role) is not None and role in MEDIAN_S:
             by_role[role].append(each.back_s)
@@ -246,13 +246,14 @@ def add_story(table: BenchTable, story: Story) -> None:
         table.at_most(
             f"recovery of {role}, 95 %", quantile(seconds, 0.95), "s", P95_FACTOR * median
         )
-    for name, reason in sorted(story.left_out.items()):
+    for name, reason in sorted(campaign.left_out.items()):
         if name not in by_name:
             table.title(f"left out: {name}, {reason}")
-    ettr = 1 - story.lost_s / MINUTE_S
-    note = f"{len(story.suffered)} faults, each cost {story.lost_s:.1f} s; undisturbed steps took"
+    ettr = 1 - campaign.lost_s / MINUTE_S
+    num_faults = len(campaign.injected)
+    note = f"{num_faults} faults, each cost {campaign.lost_s:.1f} s; undisturbed steps took"
     table.at_least(
-        "ETTR at one fault a minute", ettr, "", MIN_ETTR, f"{note} {story.quiet_step_s:.2f} s"
+        "ETTR at one fault a minute", ettr, "", MIN_ETTR, f"{note} {campaign.quiet_step_s:.2f} s"
     )
 
 
@@ -261,7 +262,7 @@ def quantile(values: Sequence[float], share: float) -> float:
     return float(np.quantile(values, share, method="inverted_cdf"))
 
 
-def add_end(table: BenchTable, run_dir: RunDir, *, num_steps: int, story: Story) -> None:
+def add_end(table: BenchTable, run_dir: RunDir, *, num_steps: int, campaign: CampaignLog) -> None:
     """Write the final ledger: no episode may be lost or trained on twice."""
     ledger = read_json(run_dir.ledger)
     parts = ("trained", "filtered", "stale", "failed", "in_flight")
@@ -273,7 +274,7 @@ def add_end(table: BenchTable, run_dir: RunDir, *, num_steps: int, story: Story)
     made = {step["version"] for step in steps}
     table.at_most("episodes lost", ledger["lost"] + unaccounted, "", 0)
     table.at_most("episodes trained twice", num_twice, "", 0)
-    table.figure("faults", len(story.suffered), "", f"seed {table.seed}")
+    table.figure("faults", len(campaign.injected), "", f"seed {table.seed}")
     table.figure("steps wanted", num_steps, "")
     table.at_least("steps made", len(made), "", num_steps)
     redone = log.count("repeated step=")

@@ -23,7 +23,7 @@ class StepObserver:
     step_times: list[float] = field(default_factory=lambda: [])
     _offset: int = 0
 
-    def look(self) -> int:
+    def poll_steps(self) -> int:
         """Read the new steps; return the total number.
 
         A restarted learner writes the lines of the steps after its checkpoint again.
@@ -50,7 +50,7 @@ class StepObserver:
         """
         match role:
             case Role.LEARNER:
-                return self.look() > num_steps
+                return self.poll_steps() > num_steps
             case Role.SCHEDULER:
                 return _written_s(self.run_dir.status) > since
             case Role.HUB:

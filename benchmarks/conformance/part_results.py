@@ -19,6 +19,8 @@ BF16_TOLERANCE = 0.1
 
 
 class Verdict(StrEnum):
+    """The result of one part of a family; the values are the words of the page."""
+
     RIGHT = "right"
     ROUNDED = "right in bf16"  # The engine has no fp32; the mean difference is small.
     REFUSED = "refused"  # By the project, before anything starts.

@@ -1,4 +1,7 @@
-"""An HTTP client of a hub, one kept-alive connection each. It is cheaper than the hub's answer."""
+"""An HTTP client of a hub with one kept-alive connection, for measurements of the hub.
+
+A request costs less processor time here than in the hub, so the hub limits the rate.
+"""
 
 import json
 from dataclasses import dataclass

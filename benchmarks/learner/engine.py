@@ -19,10 +19,10 @@ from common.wire.security import create_keys
 from common.wire.sockets import Router
 from learner.offline.scratch import save_policy
 from learner.training.trainer import Trainer
-from learner.weights.gate import WeightsLock
 from learner.weights.publisher import Publisher
 from learner.weights.routes import PublishSettings
 from learner.weights.snapshot import PublishedWeights
+from learner.weights.weights_lock import WeightsLock
 
 HOST = "127.0.0.1"
 CHILD = "benchmarks.actor.engine"
@@ -31,6 +31,8 @@ REPORT = "bench_engine.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRun:
+    """The settings of one measured engine."""
+
     dtype: str
     # Weights are read from disk; else the engine has random weights until version 0 arrives.
     has_weights: bool = True
@@ -44,6 +46,8 @@ class EngineRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFigures:
+    """The figures that one measured engine gives."""
+
     start_s: float
     tokens_per_s: float
     actor_ms_per_token: float  # CPU time of the process that asks the engine.
@@ -81,8 +85,10 @@ def measure_engine(
     keys = create_keys(run_dir.keys)
     path = folder / "policy"
     _save(path, model, tokenizer_path, has_weights=run.has_weights)
-    gate = WeightsLock(timeout_s=run.timeout_s)
-    publisher = Publisher(Router(keys, host=HOST, port=0), _settings(run), gate=gate)
+    weights_lock = WeightsLock(timeout_s=run.timeout_s)
+    publisher = Publisher(
+        Router(keys, host=HOST, port=0), _settings(run), weights_lock=weights_lock
+    )
     run_dir.publish_address("weights", f"tcp://{HOST}:{publisher.port}")
     publisher.start()
     child = _start(run, run_dir, path)
@@ -91,7 +97,7 @@ def measure_engine(
         child.wait_until(
             lambda: publisher.drain_metrics()["weights/members"] > 0, timeout_s=run.timeout_s
         )
-        gate.close()  # Wait until version 0 has been sent.
+        weights_lock.close()  # Wait until version 0 has been sent.
         publisher.drain_metrics()  # Exclude the transfer of version 0.
         _randomize(model)
         weights = _version(1, trainer, canary)

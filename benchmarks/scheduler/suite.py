@@ -123,9 +123,9 @@ class BenchLearner:
     def messages(self) -> list[Any]:
         """Return the messages since the last call."""
         groups = [GroupArrived(group_id=each, is_ready=True) for each in self._ready]
-        said: list[Any] = []
+        reports: list[Any] = []
         if self._seen or groups:
-            said.append(Outcomes(seen=self._seen, groups=groups))
+            reports.append(Outcomes(seen=self._seen, groups=groups))
         self._said_ready += self._ready
         self._ready = []
         self._seen = []
@@ -139,5 +139,5 @@ class BenchLearner:
                 for each in trained
             ]
             done = StepDone(version=self.version, is_last=False, max_ahead_steps=1_000, signals={})
-            said += [Outcomes(outcomes=outcomes), done]
-        return said
+            reports += [Outcomes(outcomes=outcomes), done]
+        return reports

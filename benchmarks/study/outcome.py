@@ -32,6 +32,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeedResult:
+    """The figures of one finished run of a study."""
+
     arm: str
     seed: int
     before: float  # NaN if the initial policy was not evaluated.

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from common.wire.collective import BroadcastGroup, CollectiveMember
-from common.wire.rendezvous.client import GroupStore, StoreLine
+from common.wire.rendezvous.client import GroupStore, StoreConnection
 from common.wire.rendezvous.server import StorePlace
-from common.wire.transfer.buckets import Channel, Cut, receive_buckets
-from common.wire.transfer.mailbox import FolderShelf, GpuShelf, Mailbox
+from common.wire.transfer.buckets import BucketLayout, Channel, receive_buckets
+from common.wire.transfer.mailbox import FolderStorage, GpuStorage, Mailbox
 from common.wire.weight_group import lower_priority
 
 HOST = "127.0.0.1"
@@ -45,7 +45,7 @@ class TransferPeer:
     def __init__(self, store: GroupStore, receiver: Receiver) -> None:
         """Connect to the other sides. Raises: WeightSyncError: not all connected in time."""
         self._store = store
-        self._told = receiver
+        self._receiver = receiver
         self._device = torch.device(receiver.device)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -53,7 +53,7 @@ class TransferPeer:
         self.carrier = self._group("nccl", 2) if receiver.transport == "nccl" else self.meeting
 
     def _group(self, backend: str, epoch: int) -> BroadcastGroup:
-        receiver = self._told
+        receiver = self._receiver
         place = CollectiveMember(
             receiver.rank, receiver.world_size, backend, receiver.timeout_s, HOST
         )
@@ -61,13 +61,13 @@ class TransferPeer:
 
     def channel(self, number: int) -> Channel:
         """Return the channel for the buckets of a round, made as for a version of a run."""
-        receiver = self._told
+        receiver = self._receiver
         if receiver.transport not in ("ipc", "file"):
             return self.carrier
         is_file = receiver.transport == "file"
         return Mailbox(
             self._store,
-            FolderShelf(receiver.folder, 1) if is_file else GpuShelf(self._device),
+            FolderStorage(receiver.folder, 1) if is_file else GpuStorage(self._device),
             name=str(number),
             rank=receiver.rank,
             world_size=receiver.world_size,
@@ -84,7 +84,7 @@ class TransferPeer:
 def meet(receiver: Receiver) -> GroupStore:
     """Return a side's connection to the rendezvous."""
     place = StorePlace(HOST, receiver.port, receiver.public, receiver.secret)
-    return GroupStore(StoreLine(place), receiver.group, timeout_s=receiver.timeout_s)
+    return GroupStore(StoreConnection(place), receiver.group, timeout_s=receiver.timeout_s)
 
 
 def receive(receiver: Receiver) -> None:
@@ -94,7 +94,7 @@ def receive(receiver: Receiver) -> None:
     store = meet(receiver)
     staging = torch.zeros(receiver.num_bytes, dtype=torch.uint8, device=receiver.device)
     side = TransferPeer(store, receiver)
-    cut = Cut(receiver.num_bytes, receiver.bucket_bytes)
+    cut = BucketLayout(receiver.num_bytes, receiver.bucket_bytes)
     for number, kind in enumerate(receiver.plan):
         side.meeting.barrier()
         if kind == "raw":

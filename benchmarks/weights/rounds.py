@@ -20,12 +20,12 @@ from common.launch.process import ChildProcess
 from common.memory import trim_heap
 from common.wire.collective import CPU
 from common.wire.rendezvous.server import StoreServer
-from common.wire.transfer.buckets import NUM_SLOTS, Cut, send_buckets
+from common.wire.transfer.buckets import NUM_SLOTS, BucketLayout, send_buckets
 from learner.weights.source import WeightSource
 
 STOP_WATCH_S = 5.0  # Time limit for the memory sampling thread to end.
 SAMPLE_S = 0.005  # Interval between two samples of memory.
-BREATH_BYTES = 500_000  # Allowance for thread stacks and small temporary objects.
+ALLOWANCE_BYTES = 500_000  # Allowance for thread stacks and small temporary objects.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,9 @@ class Sent:
 
 
 @contextmanager
-def receivers(plan: list[str], *, cut: Cut, route: TransferSetup) -> Iterator[TransferPeer]:
+def receivers(
+    plan: list[str], *, cut: BucketLayout, route: TransferSetup
+) -> Iterator[TransferPeer]:
     """Yield the sender's side of a group of processes that receive the plan's rounds.
 
     Raises: WeightSyncError: a receiver failed, or a bucket was damaged; holds the end of its log.
@@ -90,7 +92,9 @@ def receivers(plan: list[str], *, cut: Cut, route: TransferSetup) -> Iterator[Tr
             raise WeightSyncError(f"{error}; receiver: {last}") from error
 
 
-def send_rounds(source: WeightSource, cut: Cut, plan: list[str], *, route: TransferSetup) -> Sent:
+def send_rounds(
+    source: WeightSource, cut: BucketLayout, plan: list[str], *, route: TransferSetup
+) -> Sent:
     """Send a verified version, or the same bytes by one broadcast, as the plan says.
 
     The first round of each kind allocates the memory.
@@ -119,7 +123,9 @@ def send_rounds(source: WeightSource, cut: Cut, plan: list[str], *, route: Trans
     return sent
 
 
-def make_slots(cut: Cut, device: torch.device, *, source: torch.device = CPU) -> list[Tensor]:
+def make_slots(
+    cut: BucketLayout, device: torch.device, *, source: torch.device = CPU
+) -> list[Tensor]:
     """Return the sender's buckets, in pinned memory if the weights come from a GPU, as in a run."""
     is_pinned = source.type == "cuda" and device.type == "cpu"
     make = {"dtype": torch.uint8, "device": device, "pin_memory": is_pinned}

@@ -12,7 +12,7 @@ from benchmarks.learner.step import make_trainer
 from benchmarks.table import BenchTable
 from benchmarks.weights.receiver import TIMEOUT_S
 from benchmarks.weights.rounds import (
-    BREATH_BYTES,
+    ALLOWANCE_BYTES,
     TransferSetup,
     make_slots,
     receivers,
@@ -21,10 +21,10 @@ from benchmarks.weights.rounds import (
 from common.config.compute import Precision
 from common.config.learning import AlgorithmSection, LearnerSection
 from common.wire.collective import CPU
-from common.wire.transfer.buckets import Cut, send_buckets
+from common.wire.transfer.buckets import BucketLayout, send_buckets
 from common.wire.weight_group import lower_priority
-from learner.weights.gate import WeightsLock
 from learner.weights.source import LiveWeights
+from learner.weights.weights_lock import WeightsLock
 
 MIN_BROADCAST_FRAC = 0.8
 MAX_BUCKETS = 2.0
@@ -52,7 +52,7 @@ def check_broadcast(table: BenchTable, size: TransferVolume) -> None:
     """Send live fp32 weights as verified bf16, and the same bytes by one broadcast, in turn."""
     weights = torch.randn(size.num_bytes // 2)
     source = LiveWeights([("weights", weights)], torch.bfloat16)
-    cut = Cut(source.total_bytes, size.bucket_bytes)
+    cut = BucketLayout(source.total_bytes, size.bucket_bytes)
     plan = ["ours", "raw"] * (size.num_rounds + 1)
     sent = send_rounds(source, cut, plan, route=TransferSetup(num_receivers=size.num_receivers))
     speeds = {kind: cut.total_bytes / 1e9 / median(each[1:]) for kind, each in sent.took_s.items()}
@@ -71,21 +71,21 @@ def check_broadcast(table: BenchTable, size: TransferVolume) -> None:
         cut.slot_bytes / 1e6,
         "MB",
         against="a bucket",
-        at_most=MAX_BUCKETS + BREATH_BYTES / cut.slot_bytes,
+        at_most=MAX_BUCKETS + ALLOWANCE_BYTES / cut.slot_bytes,
     )
 
 
 def check_step(table: BenchTable, *, num_rounds: int) -> None:
     """Time training steps with and without a concurrent transfer to one receiver, in turn."""
     model = make_random_model(MODELS["larger"], device=CPU)
-    gate = WeightsLock(timeout_s=TIMEOUT_S)
+    weights_lock = WeightsLock(timeout_s=TIMEOUT_S)
     cfg = LearnerSection(precision=Precision.FP32)
     trainer = make_trainer(
-        cfg, AlgorithmSection(), model, engine_dtype="bfloat16", before_update=gate.close
+        cfg, AlgorithmSection(), model, engine_dtype="bfloat16", before_update=weights_lock.close
     )
     samples = make_batch(QUICKSTART, vocab_size=model.config.vocab_size, seed=table.seed)
     source = trainer.live_weights()
-    cut = Cut(source.total_bytes, max(16, source.total_bytes // 64 * 16))
+    cut = BucketLayout(source.total_bytes, max(16, source.total_bytes // 64 * 16))
     slots = make_slots(cut, CPU)
     took_s: dict[bool, list[float]] = {False: [], True: []}
     with receivers(["ours"] * (num_rounds + 1), cut=cut, route=TransferSetup()) as side:
@@ -94,7 +94,7 @@ def check_step(table: BenchTable, *, num_rounds: int) -> None:
             lower_priority()
             side.meeting.barrier()
             send_buckets(side.carrier, cut, slots, source.fill)
-            gate.leave()
+            weights_lock.leave()
             side.meeting.barrier()
 
         for number in range(2 * num_rounds + 2):
@@ -102,8 +102,8 @@ def check_step(table: BenchTable, *, num_rounds: int) -> None:
             sending = threading.Thread(target=send, daemon=True)
             started = time.perf_counter()
             if travels:
-                gate.open()
-                gate.enter()
+                weights_lock.open()
+                weights_lock.enter()
                 sending.start()
             trainer.train_on(samples, version=number)
             took_s[travels].append(time.perf_counter() - started)

@@ -72,7 +72,7 @@ def doctor(
     it. Return the exit code.
     """
     if request.is_quick:
-        return _tell(examine_quickly(root, request.overrides))
+        return _print_table(examine_quickly(root, request.overrides))
     problem = ""
     try:
         cfg = resolve_models(load_named(request, root=root), root, is_dry=True)
@@ -90,10 +90,10 @@ def doctor(
     checks.append(Check(what="environments", found=found, remedy=lacking))
     name = request.config or cfg.run.name or DEFAULT_CONFIG
     checks.append(_examine_config(cfg, root, name=name, problem=problem, missing=missing))
-    return _tell(checks, *_plan(cfg, root), *preview(cfg, root))
+    return _print_table(checks, *_plan(cfg, root), *preview(cfg, root))
 
 
-def _tell(checks: Sequence[Check], *below: str) -> int:
+def _print_table(checks: Sequence[Check], *below: str) -> int:
     print("\n".join([format_checks(checks), *below]))
     return 1 if any(each.remedy and not each.is_optional for each in checks) else 0
 

@@ -9,7 +9,7 @@ from common.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Seats:
+class GpuAssignment:
     """Indices of visible GPUs by role."""
 
     learner: tuple[int, ...]  # GPU of each rank; () trains on the CPU.
@@ -21,7 +21,7 @@ def trains_on_gpu(cfg: RunConfig, *, num_gpus: int) -> bool:
     return cfg.learner.device.startswith("cuda") or (cfg.learner.device == "auto" and num_gpus > 0)
 
 
-def seat(cfg: RunConfig, *, num_gpus: int) -> Seats:
+def assign_gpus(cfg: RunConfig, *, num_gpus: int) -> GpuAssignment:
     """Return the GPUs of learner and engines: separate if there are enough, else colocated.
 
     Example (4 GPUs, 2 ranks, 3 actors): the learner uses GPUs 0 and 1. With
@@ -66,7 +66,7 @@ def seat(cfg: RunConfig, *, num_gpus: int) -> Seats:
         tuple(order[(i * width + k) % len(order)] for k in range(width))
         for i in range(cfg.actor.num_engines)
     ]
-    return Seats(learner, tuple(actors))
+    return GpuAssignment(learner, tuple(actors))
 
 
 def check_slices(cfg: RunConfig, found: Sequence[Gpu]) -> None:
@@ -94,7 +94,9 @@ def check_slices(cfg: RunConfig, found: Sequence[Gpu]) -> None:
             )
 
 
-def visible_to(role: str, number: int, seats: Seats, found: Sequence[Gpu]) -> dict[str, str]:
+def visible_to(
+    role: str, number: int, assignment: GpuAssignment, found: Sequence[Gpu]
+) -> dict[str, str]:
     """Return the environment variables that restrict a role's process to its own GPUs.
 
     Args:
@@ -105,9 +107,9 @@ def visible_to(role: str, number: int, seats: Seats, found: Sequence[Gpu]) -> di
     if not found:
         return {}
     own: tuple[int, ...] = ()
-    if role == "learner" and seats.learner:
+    if role == "learner" and assignment.learner:
         # The lower GPUs stay visible, so that `cuda:1` remains valid.
-        own = tuple(range(seats.learner[-1] + 1))
+        own = tuple(range(assignment.learner[-1] + 1))
     elif role == "actor":
-        own = seats.actors[number]
+        own = assignment.actors[number]
     return {"CUDA_VISIBLE_DEVICES": ",".join(found[i].uuid for i in own)}

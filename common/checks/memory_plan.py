@@ -6,7 +6,7 @@ from itertools import groupby
 from pathlib import Path
 
 from common.checks.engine_args_memory import kv_bytes_per_token, uncounted
-from common.checks.gpu_placement import Seats, seat, trains_on_gpu
+from common.checks.gpu_placement import GpuAssignment, assign_gpus, trains_on_gpu
 from common.checks.machine import GIB, Gpu, gpus, memory_bytes
 from common.checks.memory_parts import (
     SAMPLING,
@@ -86,22 +86,22 @@ def make_plan(
     num_gpus = len(on) or max(cfg.learner.local_ranks, cfg.actor.tensor_parallel_size)
     seats = seat(cfg, num_gpus=num_gpus)
     per_node = num_gpus // num_nodes
-    _check_nodes(cfg, seats, per_node)
+    _check_nodes(cfg, assignment, per_node)
     places: list[MemoryBudget] = []
-    for i in sorted({*seats.learner, *(gpu for own in seats.actors for gpu in own)}):
+    for i in sorted({*assignment.learner, *(gpu for own in assignment.actors for gpu in own)}):
         capacity = on[i].memory_bytes if i < len(on) else 0
         parts: list[Part] = []
-        if i in seats.learner:
-            parts += other if seats.learner.index(i) else first
-        if num_engines := sum(i in own for own in seats.actors):
+        if i in assignment.learner:
+            parts += other if assignment.learner.index(i) else first
+        if num_engines := sum(i in own for own in assignment.actors):
             parts += gpu_engine_parts(cfg, shape, capacity, num_engines=num_engines)
-            if cfg.actor.sleep and i in seats.learner:
+            if cfg.actor.sleep and i in assignment.learner:
                 parts = in_phases(parts, num_engines=num_engines)
         name = f"gpu {i % per_node}" + (f" ({on[i].name})" if i < len(on) and on[i].name else "")
         name = f"node {i // per_node}, {name}" if num_nodes > 1 else name
         remedy = GPU_REMEDY
-        if i in seats.learner:
-            rank = seats.learner.index(i)
+        if i in assignment.learner:
+            rank = assignment.learner.index(i)
             remedy += _offload_remedy(cfg, shape, parts, rank, capacity, host_bytes)
         places.append(MemoryBudget(name, parts, capacity, remedy))
     for node in range(num_nodes):
@@ -142,15 +142,15 @@ def _offload_remedy(
     )
 
 
-def _check_nodes(cfg: RunConfig, seats: Seats, per_node: int) -> None:
+def _check_nodes(cfg: RunConfig, assignment: GpuAssignment, per_node: int) -> None:
     """Refuse a learner or an engine on GPUs of two nodes."""
-    if seats.learner and seats.learner[-1] >= per_node:
+    if assignment.learner and assignment.learner[-1] >= per_node:
         raise ConfigError(
             f"learner.num_ranks={cfg.learner.num_ranks}: {cfg.learner.local_ranks} ranks run on one"
             f" node, and a node has {per_node} GPUs. Raise learner.num_nodes, which is"
             f" {cfg.learner.num_nodes}"
         )
-    for own in seats.actors:
+    for own in assignment.actors:
         if len({gpu // per_node for gpu in own}) > 1:
             raise ConfigError(
                 f"actor.tensor_parallel_size={cfg.actor.tensor_parallel_size}: an engine would use"
@@ -210,7 +210,7 @@ def plan_named(cfg: RunConfig, shape: ModelShape) -> list[MemoryBudget]:
 def plan_lines(places: Sequence[MemoryBudget]) -> list[str]:
     """Return the plan as a table. Equal neighbours are merged into one entry."""
     lines: list[str] = []
-    for alike in _alike(places):
+    for alike in _equal_places(places):
         place = alike[0]
         more = len(alike) - 1
         of = f" of {shown(place.capacity_bytes)}" if place.capacity_bytes else ""
@@ -224,7 +224,7 @@ def _how(part: Part) -> str:
     return f"{part.how}; only while {part.phase}" if part.phase else part.how
 
 
-def _alike(places: Sequence[MemoryBudget]) -> Iterator[list[MemoryBudget]]:
+def _equal_places(places: Sequence[MemoryBudget]) -> Iterator[list[MemoryBudget]]:
     for _, alike in groupby(places, key=lambda p: (p.parts, p.capacity_bytes, p.remedy)):
         yield list(alike)
 

@@ -96,8 +96,8 @@ def _is_stretched(text: dict[str, Any]) -> bool:
     rope: object = text.get("rope_scaling") or text.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         return True
-    said = cast(dict[str, object], rope)
-    return any(said.get(name) not in (None, "default") for name in ("rope_type", "type"))
+    settings = cast(dict[str, object], rope)
+    return any(settings.get(name) not in (None, "default") for name in ("rope_type", "type"))
 
 
 def _params_of_config(text: dict[str, Any], *, is_tied: bool) -> int:

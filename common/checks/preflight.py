@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.checks.engine_args_memory import kv_bytes_per_token
-from common.checks.gpu_placement import Seats, check_slices, seat
+from common.checks.gpu_placement import GpuAssignment, assign_gpus, check_slices
 from common.checks.machine import GIB, check_compiler, gpus, has_cuda
 from common.checks.memory_plan import check_memory, is_elsewhere, plan_here
 from common.checks.model_kind import check_engine_equal, check_kind
@@ -21,7 +21,7 @@ from common.config.run_config import ActorSection, Launcher, Resume, RunConfig, 
 from common.errors import ConfigError
 from common.formats.answers import check_tools
 from common.formats.chat_template import template_at
-from common.host.surroundings import check_caches
+from common.host.process_settings import check_caches
 from common.host.temporary import check_temporary_room
 from common.ray_address import cluster_address
 from common.store.wandb_mode import check_mode
@@ -126,7 +126,10 @@ def _check_context(cfg: RunConfig, shape: ModelShape) -> None:
 def check_agent(actor: ActorSection) -> None:
     """Check that this machine has the agent's program. Raises: ConfigError: it is missing."""
     if actor.endpoint and shutil.which(actor.agent[0]) is None:
-        raise ConfigError(f"actor.agent={actor.agent}: no program {actor.agent[0]!r} on the PATH")
+        raise ConfigError(
+            f"actor.agent={actor.agent}: no program {actor.agent[0]!r} on the PATH; install it, or"
+            " give its full path"
+        )
 
 
 def _check_tasks(cfg: RunConfig) -> None:
@@ -146,7 +149,7 @@ def _check_other_models(cfg: RunConfig, root: Path) -> None:
             check_trainable(root / path, key=key, shown=path)
 
 
-def check_devices(cfg: RunConfig) -> Seats:
+def check_devices(cfg: RunConfig) -> GpuAssignment:
     """Return the assignment of this machine's GPUs; empty without GPUs.
 
     Raises: ConfigError: the config requires more GPUs; the message has the keys.
@@ -154,7 +157,7 @@ def check_devices(cfg: RunConfig) -> Seats:
     num_gpus = len(gpus())
     check_slices(cfg, gpus())
     if num_gpus:
-        return seat(cfg, num_gpus=num_gpus)
+        return assign_gpus(cfg, num_gpus=num_gpus)
     for section, num in (("learner", cfg.learner.num_gpus), ("actor", cfg.actor.num_gpus)):
         if num:
             raise ConfigError(
@@ -171,7 +174,7 @@ def check_devices(cfg: RunConfig) -> Seats:
             f"learner.device={cfg.learner.device}: nvidia-smi lists no GPU on this machine. Use"
             " learner.device=cpu"
         )
-    return Seats((), ())
+    return GpuAssignment((), ())
 
 
 def check_sleep(actor: ActorSection) -> None:

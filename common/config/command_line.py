@@ -63,6 +63,8 @@ class ParsedCommand:
 
 
 class _Parser(argparse.ArgumentParser):
+    """A parser that raises a ConfigError instead of exiting."""
+
     def error(self, message: str) -> None:  # type: ignore[override]
         raise ConfigError(f"{message} (see run.py --help)")
 
@@ -202,6 +204,7 @@ def _print_and_exit(text: str) -> NoReturn:
 
 
 def _make_parser(root: Path) -> _Parser:
+    """Return the parser of all commands with their flags."""
     commands = "\n".join(f"  {name:<10} {command.text}" for name, command in COMMANDS.items())
     parser = _Parser(
         prog="run.py",

@@ -279,7 +279,7 @@ class CriticSection:
         1e-5, "Sets the constant learning rate of the critic's own weights.", gt=0, le=10
     )
     coef: float = knob(
-        0.5, "With kind=head, sets the weight of the value loss in the loss.", ge=0, le=1000
+        0.5, "With kind=head, sets the weight of the value loss in the total loss.", ge=0, le=1000
     )
     clip: float = knob(0.2, "Limits how far a value may move in a step. 0 sets no limit.", ge=0)
     warmup_steps: int = knob(0, "Trains only the critic in this many first steps of the run.", ge=0)

@@ -19,7 +19,9 @@ class ControllerSection:
         True, "Scales the learning rate down while the effective sample size is below ess_target."
     )
     tighten_gate: bool = knob(
-        True, "Halves max_ahead_steps below ess_gate, and raises it again above ess_target."
+        True,
+        "Halves scheduler.max_ahead_steps at an effective sample size below ess_gate, and raises it"
+        " again above ess_target.",
     )
     skip_step: bool = knob(
         True,

@@ -19,8 +19,8 @@ class HorizonKind(StrEnum):
     """Schedule of a horizon, or of the largest distance, over the run.
 
     fixed: always the last stage. stepwise: the next stage every `every_steps` steps. linear: from
-    the first stage to the last over `over_steps` steps. gated: the next stage under the conditions
-    of the keys `gated`; one stage back if entropy or effective sample size collapses.
+    the first stage to the last over `over_steps` steps. gated: the next stage when the conditions
+    of the section `gated` hold, one stage back if entropy or effective sample size collapses.
     """
 
     FIXED = "fixed"
@@ -104,8 +104,8 @@ class MixtureSection:
     )
     floor: float = knob(
         0.1,
-        "With kind=adaptive, sets the least learning potential of a task or item. The largest is "
-        "1.",
+        "With kind=adaptive, sets the lower bound of the learning potential of a task or item. "
+        "Without it, solved tasks would not be drawn.",
         gt=0,
         le=1,
     )

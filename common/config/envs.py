@@ -140,7 +140,7 @@ class WebarenaOptions(ItemFiles):
     )
     homepage: str = knob(
         "",
-        "Names the URL of the page that lists the sites. Empty means that there is none.",
+        "Names the URL of the page that lists the sites. Empty: tasks have no such page.",
         form=URL,
         also="",
     )
@@ -252,7 +252,8 @@ class DatasetOptions:
     )
     template: str = knob(
         "{{ prompt }}",
-        "Sets the Jinja template of the prompt, or names a .jinja file. It sees the columns.",
+        "Sets the Jinja template of the prompt, or names a .jinja file. The columns are its "
+        "variables.",
         form=ANY_TEXT,
     )
     system: str = knob(
@@ -361,8 +362,12 @@ class RemoteOptions:
         "Selects the reward of an OpenEnv episode: its last reward, or the sum of all.",
         one_of=("last", "sum"),
     )
-    min_reward: float = knob(0.0, "Scales this reward of an OpenEnv episode to 0.", ge=-1e6, le=1e6)
-    max_reward: float = knob(1.0, "Scales this reward of an OpenEnv episode to 1.", ge=-1e6, le=1e6)
+    min_reward: float = knob(
+        0.0, "Sets the reward of an OpenEnv episode that is mapped to 0.", ge=-1e6, le=1e6
+    )
+    max_reward: float = knob(
+        1.0, "Sets the reward of an OpenEnv episode that is mapped to 1.", ge=-1e6, le=1e6
+    )
 
     def contradictions(self) -> Iterator[Contradiction]:
         if bool(self.url) != bool(self.dialect):

@@ -104,7 +104,7 @@ class AgentOptions:
         le=1000,
     )
     keep_thinking: KeepThinking = knob(
-        KeepThinking.ALL, "Selects which thoughts of earlier answers stand in later prompts."
+        KeepThinking.ALL, "Selects which earlier answers keep their thoughts in later prompts."
     )
     learn_summaries: bool = knob(
         True, "With context=summary, trains on the tokens of summaries as on those of actions."

@@ -218,7 +218,9 @@ class AlgorithmSection:
         lt=1,
     )
     running_prior: float = knob(
-        2.0, "With advantage=running, counts a task's mean as this many rewards of an item.", gt=0
+        2.0,
+        "With advantage=running, weighs the task's mean reward like this many rewards of the item.",
+        gt=0,
     )
     invalid_action_penalty: float = knob(
         0.0,
@@ -241,8 +243,8 @@ class AlgorithmSection:
     )
     dual_clip: float = knob(
         3.0,
-        "Bounds the loss of negative advantages at this multiple (ppo, gspo, turn). 0 turns it "
-        "off.",
+        "With ppo, gspo or turn, limits the ratio of tokens with a negative advantage to this. "
+        "0 sets no limit.",
         also=0,
         gt=1,
     )
@@ -443,7 +445,7 @@ class LearnerSection(RankKeys):
     )
     max_redo_s: float = seconds(
         10.0,
-        "Writes checkpoints early if they are cheap and a restart would repeat more seconds.",
+        "Writes a checkpoint early, if it is cheap, once a restart would repeat this many seconds.",
         gt=0,
     )
     keep_checkpoints: int = knob(3, "Keeps this many of the newest regular checkpoints.", ge=1)

@@ -174,7 +174,7 @@ def _read_chain(path: Path, *, root: Path) -> list[dict[str, Any]]:
     seen: list[Path] = []
     while True:
         if path.resolve() in seen:
-            raise ConfigError(f"{path}: the chain of `defaults` returns to this file")
+            raise ConfigError(f"{path}: the chain of `defaults` returns to this file; remove one")
         seen.append(path.resolve())
         base, tree = _read(path)
         chain.insert(0, tree)

@@ -45,7 +45,7 @@ class SftSection:
     num_epochs: int = knob(3, "Passes over the demonstrations this many times.", ge=1)
     prompt_coef: float = knob(
         0.0,
-        "Sets the weight of a token that the agent reads. Its own tokens weigh 1. 0 leaves it out.",
+        "Sets the loss weight of tokens that the agent reads. Tokens that it writes have weight 1.",
         ge=0,
         le=1,
     )
@@ -109,11 +109,13 @@ class DpoSection:
         "", "Names a run directory with a journal, or a file in AgentTraj format with rewards."
     )
     output: str = knob("runs/dpo-policy", "Names the folder of the policy.", form=PATH)
-    beta: float = knob(0.1, "Sets how strongly the reference holds the policy.", gt=0, le=1000)
+    beta: float = knob(
+        0.1, "Sets the strength of the penalty for leaving the reference policy.", gt=0, le=1000
+    )
     keep_chosen: float = knob(
         0.0,
-        "Subtracts this many nats of margin for each nat that the chosen episode loses "
-        "(DPO-Positive).",
+        "Subtracts from the margin this many nats for each nat of log-probability that the chosen "
+        "episode has lost against the reference (DPO-Positive).",
         ge=0,
         le=1000,
     )

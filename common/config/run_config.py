@@ -156,18 +156,18 @@ class GroupsSection:
     )
     min_size: int = knob(
         4,
-        "Discards a damaged group with fewer surviving episodes.",
+        "Discards a group of which failures leave fewer episodes than this.",
         ge=1,
         le=4096,
         must="be at most size",
     )
     max_oversample: float = knob(
-        3.0, "Draws at most this many times per_step groups for a step.", ge=1, le=1000
+        3.0, "Limits the groups drawn for one step to this multiple of per_step.", ge=1, le=1000
     )
     straggler_factor: float = knob(
         0.0,
-        "Issues an episode again after this many times the 95th percentile of its kind's duration."
-        " 0 turns it off.",
+        "Issues an episode again that takes this multiple of the 95th percentile of the durations"
+        " in its environment. 0 turns it off.",
         also=0,
         ge=1,
         le=1000,
@@ -215,15 +215,15 @@ class SchedulerSection:
     )
     gate_margin: float = knob(
         1.5,
-        "Limits the batches open ahead to this factor times seconds of a group / seconds of a "
-        "step. 0 uses max_ahead_steps.",
+        "Limits the batches open ahead to this factor times the duration of a group divided by that"
+        " of a step. 0 applies max_ahead_steps alone.",
         also=0,
         ge=1,
         le=1000,
     )
     max_stretch: float = knob(
         2.0,
-        "Raises max_lag_steps up to this factor for environments whose episodes take longer.",
+        "Raises learner.max_lag_steps by up to this factor for environments with long episodes.",
         ge=1,
         le=1000,
     )

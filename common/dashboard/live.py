@@ -25,24 +25,24 @@ MAX_SILENCE_S = 30.0
 
 
 class LiveDisplay:
-    """Displays the run view that `look` returns. `refresh` limits its own rate."""
+    """Displays the run view that `read_view` returns. `refresh` limits its own rate."""
 
     def __init__(
         self,
-        look: Callable[[], RunView],
+        read_view: Callable[[], RunView],
         *,
         title: str,
         subtitle: str,
         is_wanted: bool,
         console: Console | None = None,
-        look_s: float = 0.5,
+        refresh_s: float = 0.5,
     ) -> None:
-        self._look = look
+        self._read_view = read_view
         self._title = title
         self._subtitle = subtitle
         self._console = console or Console(stderr=True)
         self.is_live = is_wanted and self._console.is_terminal
-        self._look_s = look_s
+        self._refresh_s = refresh_s
         self._next_s = 0.0
         self._logged_s = -math.inf
         self._logged_phase: tuple[object, ...] = ()
@@ -68,15 +68,15 @@ class LiveDisplay:
                 self._moved.append((writing, stream))
 
     def refresh(self) -> None:
-        """Show the newest state, at most once per `look_s` seconds."""
+        """Show the newest state, at most once per `refresh_s` seconds."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             return
-        self._next_s = now_s + self._look_s
+        self._next_s = now_s + self._refresh_s
         if self._live is not None:
             self._live.update(self._panel(), refresh=True)
         elif not self.is_live:
-            self._log(self._look(), now_s)
+            self._log(self._read_view(), now_s)
 
     def _log(self, view: RunView, now_s: float) -> None:
         """Log a line when the phase changes, every 10 s on progress, and at least every 30 s."""
@@ -103,7 +103,7 @@ class LiveDisplay:
         self._moved.clear()
 
     def _panel(self) -> Panel:
-        view = self._look()
+        view = self._read_view()
         parts: list[RenderableType] = [_progress(view), _facts(view)]
         if view.status.actors:
             parts.append(_roles(view))

@@ -28,7 +28,7 @@ class EtaEstimator:
         # Time of the first observation of the phase, and the episodes done then.
         self._began: tuple[float, int] = (0.0, 0)
 
-    def look(self, view: RunView) -> None:
+    def observe(self, view: RunView) -> None:
         """Record the roles that finished starting, and the current phase."""
         known = {each.name for each in view.status.actors if each.last_seen_s is not None}
         if view.status.learner.last_seen_s is not None:

@@ -24,7 +24,7 @@ STALE_FRAC = 0.15  # Share of stale episodes from which the bound on lag is the 
 RANKS_EFFICIENCY = 0.9
 
 
-class Bound(StrEnum):
+class Bottleneck(StrEnum):
     """The component that limits a run."""
 
     UNKNOWN = "unknown"
@@ -47,7 +47,7 @@ class SettingAdvice:
 class ThroughputVerdict:
     """The limit, a sentence about it with numbers, and advice, the largest gain first."""
 
-    bound: Bound
+    bound: Bottleneck
     sentence: str
     advice: list[SettingAdvice] = field(default_factory=list[SettingAdvice])
     waits: Waits | None = None
@@ -66,19 +66,21 @@ def judge(
         status: the scheduler's status; its notice and its reason for a closed gate are quoted.
     """
     if notice := (status or {}).get("notice"):
-        return ThroughputVerdict(bound=Bound.UNKNOWN, sentence=str(notice), waits=measure(lines))
+        return ThroughputVerdict(
+            bound=Bottleneck.UNKNOWN, sentence=str(notice), waits=measure(lines)
+        )
     waits = measure(lines)
     if waits is None:
         text = (
             f"too early to name the run's limit: {MIN_STEPS} steps with measured waits are needed"
         )
         return ThroughputVerdict(
-            bound=Bound.UNKNOWN, sentence=f"{_before(lines, status or {})}{text}"
+            bound=Bottleneck.UNKNOWN, sentence=f"{_before(lines, status or {})}{text}"
         )
     bound = bound_of(waits, is_sync=_get(config, "train", "mode", "async") == "sync")
     advice = sorted(_advice(bound, waits, config), key=lambda each: -each.gain)
     useful = [each for each in advice if each.gain >= MIN_GAIN]
-    gate = str((status or {}).get("gate") or "") if bound is Bound.GATE else ""
+    gate = str((status or {}).get("gate") or "") if bound is Bottleneck.GATE else ""
     return ThroughputVerdict(
         bound=bound,
         sentence=f"{_finding(bound, waits, gate)}; {_advice_text(useful, waits)}",
@@ -100,28 +102,28 @@ def _before(lines: Sequence[Mapping[str, float | None]], status: Mapping[str, An
     return f"the actors play the first batch ({num[0]} groups ready, {num[1]} open); "
 
 
-def bound_of(waits: Waits, *, is_sync: bool) -> Bound:
+def bound_of(waits: Waits, *, is_sync: bool) -> Bottleneck:
     """Return the limit according to the measured waits."""
     if waits.wait_frac <= BUSY_FRAC:
-        return Bound.LEARNER
+        return Bottleneck.LEARNER
     if is_sync:
-        return Bound.SYNC
+        return Bottleneck.SYNC
     if 1.0 - waits.slot_busy_frac >= IDLE_FRAC or waits.stale_frac >= STALE_FRAC:
-        return Bound.GATE
-    return Bound.ENVIRONMENT if waits.env_frac > waits.engine_frac else Bound.ENGINE
+        return Bottleneck.GATE
+    return Bottleneck.ENVIRONMENT if waits.env_frac > waits.engine_frac else Bottleneck.ENGINE
 
 
-def _advice(bound: Bound, waits: Waits, config: Mapping[str, Any]) -> list[SettingAdvice]:
+def _advice(bound: Bottleneck, waits: Waits, config: Mapping[str, Any]) -> list[SettingAdvice]:
     """Return every useful setting with an upper bound of its gain."""
     ahead = _count(config, "scheduler", "max_ahead_steps", 1)
     lag = _count(config, "learner", "max_lag_steps", 4)
     if bound is Bound.LEARNER:
         knobs = _learner_knobs(waits, config)
-    elif bound is Bound.SYNC:
+    elif bound is Bottleneck.SYNC:
         knobs = {"train.mode=async": max(waits.busy_s, waits.wait_s)}
-    elif bound is Bound.GATE and waits.stale_frac >= STALE_FRAC:
+    elif bound is Bottleneck.GATE and waits.stale_frac >= STALE_FRAC:
         knobs = {f"learner.max_lag_steps={lag + 1}": waits.period_s * (1.0 - waits.stale_frac)}
-    elif bound is Bound.GATE:
+    elif bound is Bottleneck.GATE:
         is_held_back = waits.ahead_steps is not None and waits.ahead_steps < ahead
         # Seconds for a step's episodes if no slot were empty.
         filled_s = waits.period_s * waits.slot_busy_frac
@@ -151,7 +153,7 @@ def _learner_knobs(waits: Waits, config: Mapping[str, Any]) -> dict[str, float]:
     return knobs
 
 
-def _actor_knobs(bound: Bound, waits: Waits, config: Mapping[str, Any]) -> dict[str, float]:
+def _actor_knobs(bound: Bottleneck, waits: Waits, config: Mapping[str, Any]) -> dict[str, float]:
     """Return the seconds of a step by setting, when every slot holds an episode.
 
     More slots help an engine that uses all configured slots. An engine that uses fewer slots has
@@ -164,35 +166,35 @@ def _actor_knobs(bound: Bound, waits: Waits, config: Mapping[str, Any]) -> dict[
         halved_s = max(waits.busy_s, waits.period_s / 2)
         # A larger batch takes the engine no more processor time.
         spared = waits.cpu_frac - waits.engine_cpu_frac / 2
-        if bound is Bound.ENVIRONMENT or not waits.is_crowded:
+        if bound is Bottleneck.ENVIRONMENT or not waits.is_crowded:
             knobs[f"actor.max_concurrent={2 * slots}"] = waits.within_cores(halved_s, spared)
-    if bound is Bound.ENGINE and waits.has_idle_core:
+    if bound is Bottleneck.ENGINE and waits.has_idle_core:
         fewer_s = max(waits.busy_s, waits.period_s * engines / (engines + 1))
         knobs[f"actor.num_actors={engines + 1}"] = waits.within_cores(fewer_s)
     return knobs
 
 
-def _finding(bound: Bound, waits: Waits, gate: str) -> str:
+def _finding(bound: Bottleneck, waits: Waits, gate: str) -> str:
     step = f"of each step of {waits.period_s:.3g} s"
     busy = f"{waits.busy_s:.3g} s"
     wait = f"{waits.wait_s:.3g} s"
     idle = 1.0 - waits.slot_busy_frac
-    if bound is Bound.LEARNER:
+    if bound is Bottleneck.LEARNER:
         share = 1.0 - waits.wait_frac
         cores = "" if waits.has_idle_core else f"; all {_busy(waits)}"
         empty = f"{idle:.0%} of the actors' slots are empty{cores}"
         return f"learner-bound: the learner computes for {share:.0%} ({busy}) {step}; {empty}"
     waited = f"the learner waits {wait} {step}"
-    if bound is Bound.SYNC:
+    if bound is Bottleneck.SYNC:
         return f"synchronous: {waited} for episodes, and the actors are idle while it trains"
-    if bound is Bound.GATE and waits.stale_frac >= STALE_FRAC:
+    if bound is Bottleneck.GATE and waits.stale_frac >= STALE_FRAC:
         stale = f"{waits.stale_frac:.0%} of the episodes are stale"
         return f"learner.max_lag_steps is too small: {stale}; {waited}"
-    if bound is Bound.GATE:
+    if bound is Bottleneck.GATE:
         why = f" ({gate})" if gate else ""
         return f"gate too tight: {waited}, and {idle:.0%} of the actors' slots are empty{why}"
-    name = "environment" if bound is Bound.ENVIRONMENT else "engine"
-    share = waits.env_frac if bound is Bound.ENVIRONMENT else waits.engine_frac
+    name = "environment" if bound is Bottleneck.ENVIRONMENT else "engine"
+    share = waits.env_frac if bound is Bottleneck.ENVIRONMENT else waits.engine_frac
     cores = "" if waits.has_idle_core else f"; {1.0 - waits.idle_frac:.0%} of {_busy(waits)}"
     return f"{name}-bound: episodes spend {share:.0%} of their time in the {name}; {waited}{cores}"
 

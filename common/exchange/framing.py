@@ -106,14 +106,14 @@ class Framing:
         Raises: ConfigError: the tokens do not match this template.
         """
         edges = [0, *(np.flatnonzero(np.diff(loss_mask)) + 1).tolist(), len(token_ids)]
-        said: list[Spoken] = []
+        spoken: list[Spoken] = []
         for start, end in itertools.pairwise(edges):
             text = self._marked(token_ids[start:end].tolist())
             if loss_mask[start]:
-                said.append(Spoken(role="assistant", text=self._answer(text), is_sampled=True))
+                spoken.append(Spoken(role="assistant", text=self._answer(text), is_sampled=True))
                 continue
             if start == 0:
-                said += self._begun(text)
+                spoken += self._begun(text)
                 continue
             found = self._next(text, int(token_ids[start - 1]))
             if found is None and end == len(token_ids):
@@ -237,7 +237,8 @@ class Framing:
     def _render(self, messages: list[dict[str, Any]]) -> str:
         if not getattr(self._tokenizer, "chat_template", None):
             raise ConfigError(
-                "the tokenizer has no chat template, so tokens cannot be split into messages"
+                "the tokenizer has no chat template, so tokens cannot be split into messages; use"
+                " --format json"
             )
         return render_chat(self._tokenizer, messages, day=self._day)
 

@@ -80,14 +80,14 @@ def as_conversation(record: Record, place: str) -> Record:
     Raises: ConfigError: the record has an unknown format.
     """
     if isinstance(record.get("steps"), list):
-        said = [_message(each, "source", "message", place) for each in record["steps"]]
+        conversation = [_message(each, "source", "message", place) for each in record["steps"]]
         about = _about(record, place)
     elif isinstance(record.get("messages"), list):
-        said = [_message(each, "role", "content", place) for each in record["messages"]]
+        conversation = [_message(each, "role", "content", place) for each in record["messages"]]
         about = record
     else:
         return record
-    found = {"conversations": said, **{k: about[k] for k in _ABOUT if k in about}}
+    found = {"conversations": conversation, **{k: about[k] for k in _ABOUT if k in about}}
     tools = record.get("tools")
     if tools is not None and not (isinstance(tools, list) and all(map(_is_map, tools))):
         raise ConfigError(f"{place}: 'tools' must be a list of objects")

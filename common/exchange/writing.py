@@ -67,17 +67,17 @@ _Row = tuple[Trajectory, int, int, list[Spoken]]  # Segment, its number, their c
 
 
 def _rows(episodes: Iterable[Trajectory], framing: Framing) -> Iterator[_Row]:
-    for episode in filter(_is_told, episodes):
+    for episode in filter(_is_exported, episodes):
         parts = as_rows(episode)
         for number, part in enumerate(parts):
             try:
-                said = framing.messages(part.token_ids, part.loss_mask)
+                spoken = framing.messages(part.token_ids, part.loss_mask)
             except ConfigError as error:
                 raise ConfigError(f"{episode.episode_id}: {error}") from error
-            yield part, number, len(parts), said
+            yield part, number, len(parts), spoken
 
 
-def _is_told(episode: Trajectory) -> bool:
+def _is_exported(episode: Trajectory) -> bool:
     is_held_out = episode.kind is EpisodeKind.EVAL and TRAIN_ITEM not in episode.item_id
     is_failure = episode.end_reason.is_infrastructure_failure
     is_sampled = episode.policy is PolicyKind.MODEL and bool(episode.loss_mask.any())
@@ -93,9 +93,9 @@ def _about(row: Trajectory, number: int, count: int) -> dict[str, Any]:
     }
 
 
-def _agenttraj(row: Trajectory, number: int, count: int, said: list[Spoken]) -> dict[str, Any]:
+def _agenttraj(row: Trajectory, number: int, count: int, spoken: list[Spoken]) -> dict[str, Any]:
     messages: list[dict[str, Any]] = []
-    for each in said:
+    for each in spoken:
         if each.is_agent:
             messages.append({"from": "gpt", "loss": each.is_sampled, "value": each.text})
         else:
@@ -104,8 +104,8 @@ def _agenttraj(row: Trajectory, number: int, count: int, said: list[Spoken]) -> 
     return {"conversations": messages, **_about(row, number, count)}
 
 
-def _sft(row: Trajectory, number: int, count: int, said: list[Spoken]) -> dict[str, Any]:
-    return {"messages": _messages(said), **_about(row, number, count)}
+def _sft(row: Trajectory, number: int, count: int, spoken: list[Spoken]) -> dict[str, Any]:
+    return {"messages": _messages(spoken), **_about(row, number, count)}
 
 
 def _tokens(row: Trajectory, fingerprint: str) -> dict[str, Any]:
@@ -129,13 +129,13 @@ def _messages(said: list[Spoken]) -> list[dict[str, Any]]:
     ]
 
 
-def _atif(row: Trajectory, number: int, count: int, said: list[Spoken]) -> dict[str, Any]:
+def _atif(row: Trajectory, number: int, count: int, spoken: list[Spoken]) -> dict[str, Any]:
     """Return an ATIF 1.7 document. Its agent steps have the prompt tokens and sampled tokens."""
     found = np.flatnonzero(np.diff(row.loss_mask, prepend=False, append=False))
     edges: list[int] = [int(edge) for edge in found]
     spans = iter(zip(edges[::2], edges[1::2], strict=True))
     steps: list[dict[str, Any]] = []
-    for each in said:
+    for each in spoken:
         step: dict[str, Any] = {"step_id": len(steps) + 1, "message": each.text}
         step["source"] = _SOURCES[each.role]
         if each.is_sampled:

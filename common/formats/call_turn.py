@@ -154,13 +154,13 @@ class _Probe:
     ) -> str:
         """Return the rendered text after the user's text, with or without the call's result."""
         call = as_call(self.name, arguments)
-        said = {
+        message = {
             "role": "assistant",
             "content": content,
             "tool_calls": [as_text(call) if self.has_text else call] * num_together,
         }
         answered = [{"role": "tool", "name": self.name, "content": result}] * num_together
-        turn = [said] if is_final else [said, *answered]
+        turn = [message] if is_final else [message, *answered]
         messages = [{"role": "user", "content": USER}, *(turn * num_calls)]
         return self.render(messages, self.tools, not is_final).partition(USER)[2]
 

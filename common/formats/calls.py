@@ -229,19 +229,19 @@ class CallForm:
         return ""
 
     def _read(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
-        said: list[str] = []
+        texts: list[str] = []
         calls: list[Call] = []
         at = 0
         while (found := self.begin.search(text, at)) is not None:
-            said.append(text[at : found.start()])
+            texts.append(text[at : found.start()])
             found_calls, at = self._calls_at(text, found.end())
             calls += found_calls
         if not calls:
             return text.strip(), []
         if self.tags is not None:
             calls = [(name, _typed(given, _schemas(name, tools))) for name, given in calls]
-        said.append(text[at:])
-        kept = [each.strip() for each in said if each.strip(BETWEEN_CALLS)]
+        texts.append(text[at:])
+        kept = [each.strip() for each in texts if each.strip(BETWEEN_CALLS)]
         return "\n".join(kept), calls
 
     def _calls_at(self, text: str, at: int) -> tuple[list[Call], int]:

@@ -192,7 +192,7 @@ class ChatRenderer(MeasuredTemplate):
 
         Raises: ValueError: the chat template refuses it; the message gives the reason.
         """
-        said: Message = {"role": "assistant", "content": ASSISTANT}
+        answer: Message = {"role": "assistant", "content": ASSISTANT}
         ends = [self._end]
         mark = ASSISTANT
         if has_calls and isinstance(self.call_turn, CallTurn):
@@ -282,10 +282,10 @@ class ChatRenderer(MeasuredTemplate):
         Raises: AssertionError: this chat template supports no tools.
         """
         assert isinstance(self.calls, CallForm)
-        said, calls = self.calls.read(self.call_text(token_ids), tools)
+        text, calls = self.calls.read(self.call_text(token_ids), tools)
         if not calls:
             return self.action_text(token_ids), []
-        return self._said_beside(said), [as_call(*each) for each in calls]
+        return self._text_beside(text), [as_call(*each) for each in calls]
 
     def call_text(self, token_ids: list[int]) -> str:
         """Return the text of a sampled answer that may hold calls: without thoughts and its end."""
@@ -293,7 +293,7 @@ class ChatRenderer(MeasuredTemplate):
         spans = self.thoughts.spans(marked)
         return without_marks("".join(marked[a:b] for a, b in spans))
 
-    def _said_beside(self, text: str) -> str:
+    def _text_beside(self, text: str) -> str:
         """Return the text beside calls without special tokens and heads of messages."""
         marked = self._sampled.encoded(text)
         form = self.thoughts

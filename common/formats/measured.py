@@ -1,4 +1,4 @@
-"""A tokenizer with its chat template, measured: turns, thoughts, ends of turns and tool calls."""
+"""Measures a chat template with marker texts: turns, thoughts, ends of turns and tool calls."""
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
@@ -126,9 +126,9 @@ class MeasuredTemplate:
     ) -> str:
         return self._rendered(messages, tools=list(tools), is_asking=is_asking)
 
-    def _as_sampled(self, said: str) -> str:
+    def _as_sampled(self, text: str) -> str:
         """Return a text of the template as it reads when the policy has sampled it."""
-        return self.whole_text(self._encoded(said))
+        return self.whole_text(self._encoded(text))
 
     def plain_text(self, token_ids: list[int]) -> str:
         """Return the text of tokens without special tokens. Whitespace at its ends is kept."""

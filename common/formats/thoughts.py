@@ -21,7 +21,7 @@ THOUGHT = "\u2402thought\u2403"
 USUAL = ("<think>", "</think>")  # Most models that think write these, whatever the template has.
 # Names of a message's field for thoughts, in the order in which they are tried.
 FIELDS = ("reasoning_content", "reasoning", "thinking")
-USER_SAID: Message = {"role": "user", "content": USER}
+USER_MESSAGE: Message = {"role": "user", "content": USER}
 _BREAK = "\ue000"  # A character that no tag of a template contains.
 Span = tuple[int, int]
 
@@ -181,13 +181,15 @@ def _shown(render: RenderTurns, turns: Turns) -> tuple[str, str, str, str] | Non
     return opens, closes, shared if shared.strip() else closes, field
 
 
-def _around(render: RenderTurns, turns: Turns, plain: str, said: Message) -> tuple[str, str] | None:
+def _around(
+    render: RenderTurns, turns: Turns, plain: str, answer: Message
+) -> tuple[str, str] | None:
     """Return the text before and after thoughts in one message; None: it shows none.
 
     Args:
         plain: the text of the same message without thoughts.
     """
-    text = _text_of(render, [USER_SAID, {"role": "assistant", **said}])
+    text = _text_of(render, [USER_MESSAGE, {"role": "assistant", **answer}])
     lead, _, rest = text.partition(THOUGHT)
     closes = rest[: len(rest) - len(shared_end_tags(rest, plain))]
     if ASSISTANT in plain:

@@ -63,11 +63,11 @@ def measure_turns(render: RenderTurns) -> Turns:
 
     Raises: ConfigError: the template refuses or rewrites such a conversation; names the reason.
     """
-    first = _rendered(render, _said(USER), is_asking=True)
+    first = _rendered(render, _conversation(USER), is_asking=True)
     if first.count(USER) != 1:
         raise ConfigError(f"model.path: the chat template {_fault_of_user(render)}")
     before, _, after_user = first.partition(USER)
-    both = _rendered(render, _said(USER, ASSISTANT, NEXT), is_asking=True)
+    both = _rendered(render, _conversation(USER, ASSISTANT, NEXT), is_asking=True)
     head, between, after_next = _parts(both, ASSISTANT, NEXT, earlier=first)
     if not head.startswith(before + USER):
         raise _rewritten(first, both, "changes the text before or in the first user's message")
@@ -77,7 +77,7 @@ def measure_turns(render: RenderTurns) -> Turns:
         law = "asks for a later answer in another form than for the first"
         raise _rewritten(first, both, law)
     _check_growth(render, both, between)
-    ended = _rendered(render, _said(USER, ASSISTANT), is_asking=False)
+    ended = _rendered(render, _conversation(USER, ASSISTANT), is_asking=False)
     return Turns(
         before=before,
         closed=closed,
@@ -86,11 +86,11 @@ def measure_turns(render: RenderTurns) -> Turns:
         between=between,
         ended=ended.rpartition(ASSISTANT)[2] if ASSISTANT in ended else between,
         strips=f"{MARGIN}{USER}{MARGIN}"
-        not in _rendered(render, _said(f"{MARGIN}{USER}{MARGIN}"), is_asking=True),
+        not in _rendered(render, _conversation(f"{MARGIN}{USER}{MARGIN}"), is_asking=True),
     )
 
 
-def _said(*texts: str) -> list[Message]:
+def _conversation(*texts: str) -> list[Message]:
     roles = ("user", "assistant")
     return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
 
@@ -133,7 +133,7 @@ def _cut(text: str) -> str:
 
 def _check_growth(render: RenderTurns, both: str, between: str) -> None:
     """Check with a third turn that earlier turns are kept, and that all turns have one form."""
-    third = _rendered(render, _said(USER, ASSISTANT, NEXT, SECOND, LAST), is_asking=True)
+    third = _rendered(render, _conversation(USER, ASSISTANT, NEXT, SECOND, LAST), is_asking=True)
     kept = both[: both.index(NEXT) + len(NEXT)]
     *_, again, _ = _parts(third, USER, ASSISTANT, NEXT, SECOND, LAST, earlier=both)
     if not third.startswith(kept):

@@ -107,10 +107,10 @@ def cpu_used_s(group: ControlGroup, proc: Path = PROC) -> float | None:
         used_us = _numbers(group.folder / "cpu.stat").get("usage_usec")
         return None if used_us is None else used_us / 1e6
     depths = [each.folder for each in groups_of("cpu", proc) if each.version == 1]
-    twins = [each.folder for each in groups_of("cpuacct", proc) if each.version == 1]
+    usage_folders = [each.folder for each in groups_of("cpuacct", proc) if each.version == 1]
     with suppress(ValueError, IndexError):
         # Container runtimes give both hierarchies the same tree.
-        used_ns = _number(twins[depths.index(group.folder)] / "cpuacct.usage")
+        used_ns = _number(usage_folders[depths.index(group.folder)] / "cpuacct.usage")
         return None if used_ns is None else used_ns / 1e9
     return None
 

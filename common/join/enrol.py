@@ -14,7 +14,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from common.errors import ConfigError, WireError
-from common.host.surroundings import cache_home
+from common.host.process_settings import cache_home
 from common.join.files import check_bounds, is_intact, manifest_digest
 from common.wire.addresses import bracketed
 from common.wire.codec import decode, encode
@@ -33,7 +33,7 @@ from common.wire.sockets import connect_dealer
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 30.0  # Timeout of each answer. The scheduler may still be starting.
-LOOK_S = 0.25
+POLL_S = 0.25
 AGAIN_S = 1.0  # Seconds between two requests for a name that is in use.
 SAME_VERSION = "install the same version on both machines"
 
@@ -82,7 +82,7 @@ def enrol(
     """
     context = zmq.Context()
     try:
-        with closing(_Line(context, address, key, timeout_s)) as line:
+        with closing(_SchedulerConnection(context, address, key, timeout_s)) as line:
             own = key
             if not key.name:
                 public, secret = (half.decode() for half in zmq.curve_keypair())
@@ -97,7 +97,7 @@ def enrol(
     return Joined(address=address, key=own, config=enrolment.config, model_path=str(folder or ""))
 
 
-class _Line:
+class _SchedulerConnection:
     """A connection for requests to a scheduler that may be unreachable or reject the key."""
 
     def __init__(self, context: zmq.Context[Any], address: str, key: JoinKey, timeout_s: float):
@@ -115,7 +115,7 @@ class _Line:
         self._socket.send_multipart(encode(question))
         while time.monotonic() < deadline:
             self._watch()
-            if not self._socket.poll(int(LOOK_S * 1_000)):
+            if not self._socket.poll(int(POLL_S * 1_000)):
                 continue
             try:
                 answer = decode(self._socket.recv_multipart())
@@ -161,7 +161,7 @@ class _Line:
         self._socket.close(linger=0)
 
 
-def _take_files(line: _Line, files: list[SharedFile]) -> Path:
+def _take_files(line: _SchedulerConnection, files: list[SharedFile]) -> Path:
     """Return the folder of the files. Files of an earlier node on this machine are reused."""
     parent = cache_home() / "longstride" / "joined"
     folder = parent / manifest_digest(files)
@@ -187,7 +187,7 @@ def _take_files(line: _Line, files: list[SharedFile]) -> Path:
     return folder
 
 
-def _take_file(line: _Line, file: SharedFile, path: Path) -> None:
+def _take_file(line: _SchedulerConnection, file: SharedFile, path: Path) -> None:
     with path.open("wb") as out:
         while out.tell() < file.num_bytes:
             part = line.ask(FileRequest(name=file.name, offset_bytes=out.tell()), FilePart)

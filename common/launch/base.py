@@ -91,7 +91,7 @@ class RoleProcess(Protocol):
 class StallDetector(Protocol):
     """Observes the progress of running roles."""
 
-    def look(self, processes: Mapping[str, RoleProcess]) -> StallVerdict | None:
+    def poll(self, processes: Mapping[str, RoleProcess]) -> StallVerdict | None:
         """Return the action against a stall; None without a stall."""
         ...
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.config.command_line import ParsedCommand
-from common.config.load import load_told, override_value
+from common.config.load import load_received, override_value
 from common.config.requested import load_named
 from common.config.run_config import Launcher, RunConfig
 from common.errors import ConfigError
@@ -246,7 +246,7 @@ def with_date(
     return run(cfg, run_dir)
 
 
-def say(text: str) -> int:
+def echo(text: str) -> int:
     """Print a text that contains its final line break; return exit code 0."""
     print(text, end="")
     return 0

@@ -37,19 +37,19 @@ class Guardian:
 
     def add(self, group: int) -> None:
         """Make the guardian end this process group if the parent dies."""
-        self._tell(f"+g{group}\n")
+        self._send_line(f"+g{group}\n")
 
     def remove(self, group: int) -> None:
         """Remove this process group. It has ended, and the kernel may reuse its number."""
-        self._tell(f"-g{group}\n")
+        self._send_line(f"-g{group}\n")
 
     def add_mark(self, mark: str) -> None:
         """End all processes with this mark, including later ones, if the parent dies."""
-        self._tell(f"+m{mark}\n")
+        self._send_line(f"+m{mark}\n")
 
     def remove_mark(self, mark: str) -> None:
         """Remove this mark. No process has it any more."""
-        self._tell(f"-m{mark}\n")
+        self._send_line(f"-m{mark}\n")
 
     def close(self) -> None:
         """End the guardian. It kills the processes that are still listed."""
@@ -61,7 +61,7 @@ class Guardian:
             self._process.kill()
             self._process.wait(CLOSE_S)
 
-    def _tell(self, line: str) -> None:
+    def _send_line(self, line: str) -> None:
         assert self._process.stdin is not None
         if self._process.poll() is None:
             self._process.stdin.write(line.encode())

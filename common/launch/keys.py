@@ -16,7 +16,7 @@ def revoke_key(
     *,
     root: Path,
     load: Callable[[ParsedCommand], RunConfig],
-    say: Callable[[str], object],
+    echo: Callable[[str], object],
 ) -> int:
     """Revoke the key of the member that the request names; return the exit code.
 
@@ -29,5 +29,5 @@ def revoke_key(
     cfg = load(replace(request, overrides=overrides))
     run_dir = RunDir(root=root / cfg.run.dir / cfg.run.name)
     taken = revoke(run_dir.keys, names[0])
-    say(f"{run_dir.root}: the key of {taken.name} ({taken.role}) is revoked")
+    echo(f"{run_dir.root}: the key of {taken.name} ({taken.role}) is revoked")
     return 0

@@ -22,7 +22,7 @@ from common.launch.base import (
     RoleStarter,
     StallDetector,
 )
-from common.launch.lasting import MAX_LINES, LastingError, lasting_error
+from common.launch.permanent_errors import MAX_LINES, PermanentError, permanent_error
 from common.launch.process import TAIL_LINES, describe_exit, find_error
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class RoleSupervisor:
         if self._watch_stalls is None:
             return None
         running = {r.spec.name: r.process for r in self._roles if r.process and r.is_running}
-        verdict = self._watch_stalls.look(running)
+        verdict = self._watch_stalls.poll(running)
         if verdict is None:
             return None
         if verdict.is_stop:
@@ -229,7 +229,7 @@ class _Role:
         self._restarted_at = -math.inf  # On the monotonic clock.
         self._restarts: deque[float] = deque()
         self._may_have_worked = False
-        self._error: LastingError | None = None  # Error of the last end.
+        self._error: PermanentError | None = None  # Error of the last end.
 
     @property
     def is_running(self) -> bool:
@@ -263,9 +263,9 @@ class _Role:
         if code == 0 and self.spec.ends_run:
             return Ending(exit_code=EXIT_FINISHED, reason=f"{self.spec.name} finished")
         if code == EXIT_CONFIG_ERROR:
-            reason = f"{self.spec.name}: {_error_of(ended)}"
+            reason = f"{self.spec.name}: {find_error(ended.log_tail(max_lines=TAIL_LINES))}"
             return Ending(exit_code=EXIT_CONFIG_ERROR, reason=reason)
-        if reason := self._lasting_reason(ended, code):
+        if reason := self._permanent_reason(ended, code):
             text = f"{self.spec.name} {reason} Log: {self.spec.log_path}"
             return Ending(exit_code=EXIT_FAILED, reason=text)
         if not self._may_restart():
@@ -302,13 +302,13 @@ class _Role:
         self.process.clear_away()
         self.process = None
 
-    def _lasting_reason(self, ended: RoleProcess, code: int) -> str:
+    def _permanent_reason(self, ended: RoleProcess, code: int) -> str:
         """Return why a restart does not mend this end; "" if it may.
 
         A role that may have worked is restarted: its failures are only counted.
         """
         before = self._error
-        self._error = lasting_error(ended.log_tail(max_lines=MAX_LINES), code)
+        self._error = permanent_error(ended.log_tail(max_lines=MAX_LINES), code)
         is_start = code == EXIT_NOT_STARTED
         if not is_start:
             self._may_have_worked = True
@@ -367,7 +367,3 @@ class _Role:
             f"Log: {self.spec.log_path}"
         )
         return Ending(exit_code=EXIT_FAILED, reason=reason)
-
-
-def _error_of(ended: RoleProcess) -> str:
-    return find_error(ended.log_tail(max_lines=TAIL_LINES))

@@ -12,7 +12,7 @@ from common.errors import ConfigError
 
 GONE_S = 1.0  # Time for a killed process to disappear.
 # Polling interval, longer than `is_held` holds the lock. A blocking wait could last a whole run.
-LOOK_S = 0.05
+POLL_S = 0.05
 
 
 @contextlib.contextmanager
@@ -22,7 +22,7 @@ def hold_run(root: Path, *, name: str) -> Generator[None]:
     Raises: ConfigError: another launcher holds the lock; the message names its process id.
     """
     path = root.parent / f".{root.name}.lock"  # The folder itself may be renamed.
-    with _held(path, what=f"run.name={name}: this run is already running", wait_s=LOOK_S):
+    with _held(path, what=f"run.name={name}: this run is already running", wait_s=POLL_S):
         yield
 
 
@@ -62,7 +62,7 @@ def _lock(file: TextIO, wait_s: float) -> None:
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 raise
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         else:
             return
 

@@ -149,10 +149,10 @@ class ChildProcess:
         while not is_ready():
             code = self.poll()
             if code is not None and not is_ready():
-                raise ChildFailed(f"{self.name} ended: {describe_exit(code)}{self._last_words()}")
+                raise ChildFailed(f"{self.name} ended: {describe_exit(code)}{self._last_output()}")
             if time.monotonic() > deadline:
                 text = f"{self.name}: not ready within {timeout_s:g} s"
-                raise ChildFailed(f"{text}{self._last_words()}")
+                raise ChildFailed(f"{text}{self._last_output()}")
             time.sleep(POLL_S)
 
     def log_tail(self, *, max_lines: int) -> list[str]:
@@ -165,7 +165,7 @@ class ChildProcess:
         """Return the last error that this process wrote to its log, see `find_error`."""
         return find_error(self.log_tail(max_lines=TAIL_LINES))
 
-    def _last_words(self) -> str:
+    def _last_output(self) -> str:
         lines = "".join(f"\n  {line}" for line in self.log_tail(max_lines=TAIL_LINES))
         return f"{lines}\nLog: {self.log_path}" if self.log_path else ""
 

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.checks.gpu_placement import Seats, visible_to
+from common.checks.gpu_placement import GpuAssignment, visible_to
 from common.checks.machine import Gpu
 from common.config.run_config import RunSection
 from common.launch.base import RoleSpec
@@ -29,7 +29,7 @@ def make_role_specs(
     root: Path,
     num_actors: int,
     has_hub: bool,
-    seats: Seats | None = None,
+    assignment: GpuAssignment | None = None,
     found: Sequence[Gpu] = (),
 ) -> list[RoleSpec]:
     """Return the roles of a training run in the order of starting.
@@ -38,14 +38,16 @@ def make_role_specs(
         run_dir: holds the roles' config and receives their logs.
         root: the folder of `run.py`.
         has_hub: whether the run starts its own hub, as the first role.
-        seats: assignment of the GPUs in `found` to roles. Without GPUs each role gets one thread,
-            so that the roles do not compete for the cores.
+        assignment: roles of the GPUs in `found`. Without GPUs each role gets one thread, so that
+            the roles do not compete for the cores.
     """
     shared = {} if found else ONE_THREAD
 
     def spec(role: str, name: str, *overrides: str, **policy: object) -> RoleSpec:
         number = int(name.partition("-")[2] or 0)
-        env = shared | (visible_to(role, number, seats, found) if seats is not None else {})
+        env = shared | (
+            visible_to(role, number, assignment, found) if assignment is not None else {}
+        )
         where = (f"run.dir={run.dir}", f"run.name={run.name}")
         argv = (sys.executable, str(root / "run.py"), role, *where, *overrides)
         log_path = run_dir.logs / f"{name}.log"

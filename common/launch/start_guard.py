@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 
 from common.errors import ConfigError, EnvError, NotStarted, PeerMissing
-from common.launch.lasting import REFUSED, TAKEN
+from common.launch.permanent_errors import REFUSED, TAKEN
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class StartGuard:
             run()   ImportError, TypeError -> ConfigError: the launcher ends the run at once
                     EngineError -> NotStarted: the run ends if the next start fails the same way
                     EnvError, out of memory -> unchanged: a restart
-                    any error after the role has begun -> unchanged: see `lasting_error`
+                    any error after the role has begun -> unchanged: see `permanent_error`
     """
 
     def __init__(self, folder: Path | None, *, has_begun: Callable[[], bool]) -> None:

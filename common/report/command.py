@@ -15,7 +15,7 @@ USAGE = "report RUN [RUN ...] [to=FILE]"
 NAMES_SHOWN = 3  # Maximum number of run names in a file name.
 
 
-def report(request: ParsedCommand, *, root: Path, say: Callable[[str], None]) -> int:
+def report(request: ParsedCommand, *, root: Path, echo: Callable[[str], None]) -> int:
     """Write the page of one run, or of several side by side; return the exit code.
 
     Raises: ConfigError: no such run or option, or the file cannot be written.
@@ -36,13 +36,13 @@ def report(request: ParsedCommand, *, root: Path, say: Callable[[str], None]) ->
         raise ConfigError(f"{', '.join(names)}: two of the runs have the same name. {remedy}")
     for run in runs:
         for problem in run.problems():
-            say(f"note: {plain(problem)}")
+            echo(f"note: {plain(problem)}")
     path = Path(options.get("to") or _path(runs, folder))
     try:
         write_atomically(path, render(runs, title=title_of(names)))
     except OSError as error:
         raise ConfigError(f"to={path}: the file cannot be written ({error.strerror})") from error
-    say(f"report: {path}")
+    echo(f"report: {path}")
     return 0
 
 

@@ -64,7 +64,7 @@ class Beacon:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stacks: TextIO | None = None
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._write_on, name="beacon", daemon=True)
+        self._thread = threading.Thread(target=self._write_periodically, name="beacon", daemon=True)
 
     def start(self) -> None:
         """Enable stack requests and begin to write. Call from the main thread."""
@@ -112,7 +112,7 @@ class Beacon:
             longest_s = self._longest.get(_kind(line, what), 0.0)
             self._lines[line] = MonitoredWork(what, waits_for, now, limit_s, longest_s)
 
-    def _write_on(self) -> None:
+    def _write_periodically(self) -> None:
         written_at = time.monotonic()
         stacks_size = 0
         while not self._stopping.is_set():
@@ -152,18 +152,18 @@ def beacon_of(run_dir: RunDir | None, role: str, *, start_s: float) -> Generator
     log.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    is_told = run_dir is not None and is_main
-    if is_main and not is_told:
+    has_report = run_dir is not None and is_main
+    if is_main and not has_report:
         os.environ[STACKS] = f"{os.getpid()}:"
         faulthandler.register(STACKS_SIGNAL, file=STDERR, all_threads=True)
     beacon = Beacon(run_dir or RunDir(root=Path()), role)
     beacon.note("main", STARTING, limit_s=start_s)
-    if is_told:
+    if has_report:
         beacon.start()
     try:
         yield beacon
     finally:
-        if is_told:
+        if has_report:
             beacon.stop()
         elif is_main:
             faulthandler.unregister(STACKS_SIGNAL)

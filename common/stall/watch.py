@@ -11,14 +11,14 @@ from typing import Any
 from common.config.run_config import OnStall, RunSection
 from common.launch.base import RoleProcess, StallVerdict
 from common.launch.process import ChildProcess
-from common.stall.asking import ask_role, cut_stacks, stacks_since
 from common.stall.report import RoleActivity, culprits, describe, read_activity, waits
+from common.stall.stack_requests import ask_role, cut_stacks, stacks_since
 from common.store.disk import if_room
 from common.store.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0
+POLL_S = 1.0
 ROOM_BYTES = 256 * 1024  # Free disk space that roles need; below it the run waits.
 ASLEEP_S = 5.0  # A longer gap between two checks is a suspension of this process.
 OLD_S = 10.0  # Age at which a status file counts as outdated.
@@ -60,13 +60,13 @@ class StallWatch:
         self._run_dir = run_dir
         self._cfg = cfg
         self._turn_s = turn_s
-        self._looked_at = time.monotonic()
+        self._polled_at = time.monotonic()
         self._awake_s = 0.0  # Seconds of this watch without suspensions.
         self._changed: dict[str, tuple[float, float]] = {}  # Role -> (report time, awake seconds).
         self._progress: tuple[object, float] = (None, 0.0)  # Counts, and their last change.
         self._longest_s = 0.0  # Longest phase without progress that ended by itself.
         self._case: _Case | None = None
-        self._told_until: dict[str, float] = {}  # Culprits -> time of the next report.
+        self._reported_until: dict[str, float] = {}  # Culprits -> time of the next report.
         self._num_attempts = 0
         self._first: tuple[int, int] | None = None  # Counts of the first status.
 
@@ -97,19 +97,19 @@ class StallWatch:
         """Return whether the scheduler has reported the end of the run."""
         return self._status().get("phase") == "done"
 
-    def look(self, processes: Mapping[str, RoleProcess]) -> StallVerdict | None:
+    def poll(self, processes: Mapping[str, RoleProcess]) -> StallVerdict | None:
         """Return the action against a stall; None without a stall. Frequent calls are cheap."""
         now = time.monotonic()
-        slept_s = now - self._looked_at
-        if slept_s < LOOK_S:
+        slept_s = now - self._polled_at
+        if slept_s < POLL_S:
             return None
-        self._looked_at = now
+        self._polled_at = now
         room = self._run_dir.root / ".room"
         if not if_room(lambda: _try_room(room), room):
             return None  # The roles wait for disk space and cannot write reports.
         self._awake_s += min(slept_s, ASLEEP_S)
         if self._case is not None:
-            return self._close(processes, self._case) if self._is_told(self._case, now) else None
+            return self._close(processes, self._case) if self._has_stacks(self._case, now) else None
         activities = {name: self._activity_of(name, process) for name, process in processes.items()}
         status = self._status()
         self._note_first(status)
@@ -141,14 +141,15 @@ class StallWatch:
         """Return (culprits, description) of the first stall that is found; None without one."""
         for name, each in activities.items():
             if each is not None:
-                what = self._hangs(name, each, now)
+                what = self._hang_reason(name, each, now)
             else:
-                what = self._is_unheard(name, processes[name], status)
+                what = self._silence_reason(name, processes[name], status)
             if what:
                 return [name], f"{name} hangs: {what}"
-        return self._stands_still(activities, status)
+        return self._idle_reason(activities, status)
 
-    def _hangs(self, name: str, activity: RoleActivity, now: float) -> str:
+    def _hang_reason(self, name: str, activity: RoleActivity, now: float) -> str:
+        """Return why a role hangs, by its own reports; "" if it does not."""
         stall_s = self._cfg.stall_s
         silent_s = self._awake_s - self._changed[name][1]
         if silent_s > stall_s:
@@ -161,7 +162,7 @@ class StallWatch:
                 return f"{what}, the limit is {limit_s:.0f}s"
         return ""
 
-    def _is_unheard(self, name: str, process: RoleProcess, status: Mapping[str, Any]) -> str:
+    def _silence_reason(self, name: str, process: RoleProcess, status: Mapping[str, Any]) -> str:
         """Return how long a role without a local report has been silent; "" if that is normal."""
         actors: list[Any] = status.get("actors", [])
         started_at = process.started_at
@@ -179,9 +180,10 @@ class StallWatch:
                 return f"the scheduler has received nothing from it for {silent_s:.0f}s"
         return ""
 
-    def _stands_still(
+    def _idle_reason(
         self, activities: Mapping[str, RoleActivity | None], status: Mapping[str, Any]
     ) -> tuple[list[str], str] | None:
+        """Return the roles to blame and the reason if the run makes no progress; else None."""
         counts = _counts(status)
         since = self._progress[1]
         if counts != self._progress[0] or status.get("phase") == "done":
@@ -224,7 +226,7 @@ class StallWatch:
         """Request the stacks of all roles, unless this stall has been reported recently."""
         blamed, what = problem
         key = ",".join(blamed)
-        if self._awake_s < self._told_until.get(key, 0.0):
+        if self._awake_s < self._reported_until.get(key, 0.0):
             return
         waiting = waits(activities, status)
         lines = [
@@ -237,7 +239,7 @@ class StallWatch:
             asked |= ask_role(self._run_dir.alive, name, each, processes[name])
         self._case = _Case(blamed, "\n".join(lines), now, asked)
 
-    def _is_told(self, case: _Case, now: float) -> bool:
+    def _has_stacks(self, case: _Case, now: float) -> bool:
         """Return whether all stacks have arrived, or the time for them is over."""
         waited_s = now - case.found_at
         is_missing = any(not stacks_since(*asked) for asked in case.asked.values())
@@ -259,7 +261,7 @@ class StallWatch:
         policy = self._cfg.on_stall
         logger.error("%s\nstacks of all roles: %s; run.on_stall=%s", case.text, path, policy.value)
         key = ",".join(case.culprits)
-        self._told_until[key] = self._awake_s + self._cfg.stall_s
+        self._reported_until[key] = self._awake_s + self._cfg.stall_s
         summary = case.text.partition("\n")[0]
         self._num_attempts += 1
         if policy is OnStall.WARN:

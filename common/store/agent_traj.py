@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
+    """One message of a conversation."""
+
     is_agent: bool
     is_trained: bool
     text: str
@@ -59,7 +61,10 @@ def read_conversations(path: Path) -> list[Conversation]:
     if not path.exists():
         raise ConfigError(f"sft.demonstrations={path}: no such file")
     found = [_conversation(record, place) for place, record in read_records(path)]
-    read = [replace(each, messages=[*map(_repaired, each.messages)]) for each in found]
+    read = [
+        replace(each, messages=[replace(m, text=valid_text(m.text)) for m in each.messages])
+        for each in found
+    ]
     num_broken = sum(
         a.text != b.text
         for was, now in zip(found, read, strict=True)
@@ -68,10 +73,6 @@ def read_conversations(path: Path) -> list[Conversation]:
     if num_broken:
         logger.warning("%s: replaced unpaired surrogates in %d messages", path, num_broken)
     return read
-
-
-def _repaired(message: Message) -> Message:
-    return replace(message, text=valid_text(message.text))
 
 
 def _conversation(record: object, place: str) -> Conversation:

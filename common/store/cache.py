@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from common.host.surroundings import cache_home
+from common.host.process_settings import cache_home
 
 
 def cache_folder() -> Path:

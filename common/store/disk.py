@@ -15,7 +15,7 @@ from common.errors import LongstrideError
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5  # Seconds between two attempts. The system has no event for free disk space.
-SAY_EVERY_S = 30.0
+LOG_EVERY_S = 30.0
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Error texts of libraries that do not pass on the system's errno.
 _NO_ROOM_TEXTS = (
@@ -56,29 +56,29 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 class RoomWait:
     """Logs a full disk at the first failed write, every 30 s, and at the first write that works.
 
-    Example: wait = RoomWait(path). Call `wait.met(error)` after each failed attempt and
+    Example: wait = RoomWait(path). Call `wait.note_failure(error)` after each failed attempt and
     `wait.over()` after a successful one.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._since: float | None = None
-        self._say_at = 0.0
+        self._log_at = 0.0
 
     @property
     def text(self) -> str:
         """Description of the current wait, "" without one."""
         return "" if self._since is None else f"disk: no room for {self._path}"
 
-    def met(self, error: BaseException) -> None:
+    def note_failure(self, error: BaseException) -> None:
         """Record a failed write. Raises: the error, unless a full disk caused it."""
         if not is_no_room(error):
             raise error
         now = time.monotonic()
         if self._since is None:
-            self._since = self._say_at = now
-        if now >= self._say_at:
-            self._say_at = now + SAY_EVERY_S
+            self._since = self._log_at = now
+        if now >= self._log_at:
+            self._log_at = now + LOG_EVERY_S
             logger.error(
                 "disk full: no room for %s (%s, %s free); the writer waits and loses nothing"
                 " waited_s=%.0f",
@@ -117,7 +117,7 @@ def with_room(
         try:
             result = write()
         except (OSError, RuntimeError) as error:
-            wait.met(error)
+            wait.note_failure(error)
         else:
             wait.over()
             return result
@@ -125,7 +125,7 @@ def with_room(
         time.sleep(POLL_S)
 
 
-_said: dict[Path, float] = {}  # Time of the last log message for each file of `if_room`.
+_logged_at: dict[Path, float] = {}  # Time of the last log message for each file of `if_room`.
 
 
 def if_room(write: Callable[[], object], path: Path) -> bool:
@@ -139,8 +139,8 @@ def if_room(write: Callable[[], object], path: Path) -> bool:
         if not is_no_room(error):
             raise
         now = time.monotonic()
-        if now - _said.get(path, -SAY_EVERY_S) >= SAY_EVERY_S:
-            _said[path] = now
+        if now - _logged_at.get(path, -LOG_EVERY_S) >= LOG_EVERY_S:
+            _logged_at[path] = now
             logger.error(
                 "disk full: no room for %s (%s free); the run waits and loses nothing",
                 path,

@@ -314,5 +314,7 @@ def _lock_folder(folder: Path) -> IO[bytes]:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         lock.close()
-        raise ConfigError(f"{folder}: another process writes this journal") from error
+        raise ConfigError(
+            f"{folder}: another process writes this journal; stop its run first"
+        ) from error
     return lock

@@ -23,14 +23,14 @@ from common.store.run_dir import RunDir, read_json
 from common.store.segments import list_segments, load_pruned, read_around_damage, synced_end
 from common.store.upkeep import DAY_S, GB, RetentionLimits, prune_old
 
-Say = Callable[[str], None]
+Echo = Callable[[str], None]
 USAGE = (
     "journal RUN list|verify|export|prune [to=FILE] [--format json|agenttraj|sft|parquet|atif]"
     " [keep_gb=N] [keep_days=N]"
 )
 
 
-def journal(request: ParsedCommand, *, root: Path, say: Say) -> int:
+def journal(request: ParsedCommand, *, root: Path, echo: Echo) -> int:
     """Run one of the actions; return the exit code: 1 if `verify` finds damage.
 
     Raises: ConfigError: an unknown run or action, or an invalid option. WireError: the journal is
@@ -48,7 +48,7 @@ def journal(request: ParsedCommand, *, root: Path, say: Say) -> int:
     known = {"export": {"to", "format"}, "prune": {"keep_gb", "keep_days"}}.get(words[1], set())
     if unknown := sorted(options.keys() - known):
         raise ConfigError(f"{unknown[0]}: {words[1]} has no such option; usage: run.py {USAGE}")
-    return actions[words[1]](run_dir, options, say)
+    return actions[words[1]](run_dir, options, echo)
 
 
 def _needed_from(run_dir: RunDir) -> int:
@@ -63,7 +63,7 @@ def _needed_from(run_dir: RunDir) -> int:
     return number
 
 
-def _list(run_dir: RunDir, _: dict[str, str], say: Say) -> int:
+def _list(run_dir: RunDir, _: dict[str, str], echo: Echo) -> int:
     needed = _needed_from(run_dir)
     total = 0
     for number, path in list_segments(run_dir.journal).items():
@@ -72,18 +72,18 @@ def _list(run_dir: RunDir, _: dict[str, str], say: Say) -> int:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.st_mtime))
         state = "packed" if path.suffix == PACKED_SUFFIX else "plain"
         why = "needed by a restart" if number >= needed else ""
-        say(f"{number:06d}  {state:<7}{found.st_size / 1e6:10.1f} MB  {when}  {why}".rstrip())
+        echo(f"{number:06d}  {state:<7}{found.st_size / 1e6:10.1f} MB  {when}  {why}".rstrip())
     pruned = load_pruned(run_dir.journal)
     synced = synced_end(run_dir.journal)
     if pruned.before:
-        say(f"{pruned.text(run_dir.journal)}, {pruned.num_bytes / 1e6:.1f} MB")
-    say(
+        echo(f"{pruned.text(run_dir.journal)}, {pruned.num_bytes / 1e6:.1f} MB")
+    echo(
         f"{total / 1e6:.1f} MB; acknowledged up to byte {synced.offset} of segment {synced.segment}"
     )
     return 0
 
 
-def _verify(run_dir: RunDir, _: dict[str, str], say: Say) -> int:
+def _verify(run_dir: RunDir, _: dict[str, str], echo: Echo) -> int:
     """Read every record, and continue after damaged ones."""
     problems: list[str] = []
     names: set[str] = set()
@@ -101,13 +101,13 @@ def _verify(run_dir: RunDir, _: dict[str, str], say: Say) -> int:
             names.add(found.episode_id)
             count += 1
         num_episodes += count
-        say(f"{number:06d}  {count} episodes")
+        echo(f"{number:06d}  {count} episodes")
     if not first:
         lost = [name for name in _consumed(run_dir) if name not in names]
         problems += [f"{name}: a step trained it, but the journal lacks it" for name in lost[:20]]
     for problem in problems:
-        say(f"damaged: {problem}")
-    say(f"{num_episodes} episodes in {len(numbers)} segments, {len(problems) or 'no'} problems")
+        echo(f"damaged: {problem}")
+    echo(f"{num_episodes} episodes in {len(numbers)} segments, {len(problems) or 'no'} problems")
     return 1 if problems else 0
 
 
@@ -136,7 +136,7 @@ def _consumed(run_dir: RunDir) -> dict[str, int | None]:
     return consumed
 
 
-def _export(run_dir: RunDir, options: dict[str, str], say: Say) -> int:
+def _export(run_dir: RunDir, options: dict[str, str], echo: Echo) -> int:
     """Write every episode as one JSON line with the step that consumed it, or in another format."""
     if "to" not in options:
         raise ConfigError(f"export needs to=FILE; usage: run.py {USAGE}")
@@ -145,7 +145,7 @@ def _export(run_dir: RunDir, options: dict[str, str], say: Say) -> int:
     if format not in FORMATS:
         raise ConfigError(f"--format {format}: must be one of {', '.join(FORMATS)}")
     if not target.absolute().parent.is_dir():
-        raise ConfigError(f"to={target}: the folder of this file does not exist")
+        raise ConfigError(f"to={target}: the folder of this file does not exist; create it")
     partial = target.with_name(f".{target.name}.partial")
     if format != "json":
         fix_template(None, run_dir.read_prompt_variables())  # The folder has the run's template.
@@ -155,7 +155,7 @@ def _export(run_dir: RunDir, options: dict[str, str], say: Say) -> int:
             stack.callback(partial.unlink, missing_ok=True)
             num = write(format, partial, episodes, framing)
             partial.replace(target)
-        say(f"wrote {num} rows to {target}, without scripted play, held-out items and failures")
+        echo(f"wrote {num} rows to {target}, without scripted play, held-out items and failures")
         return 0
     consumed = _consumed(run_dir)
     num = 0
@@ -169,17 +169,17 @@ def _export(run_dir: RunDir, options: dict[str, str], say: Say) -> int:
             out.write(json.dumps(row, default=_plain) + "\n")
             num += 1
     partial.replace(target)
-    say(f"wrote {num} episodes to {target}")
+    echo(f"wrote {num} episodes to {target}")
     return 0
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.tolist()
-    raise TypeError(f"{type(value).__name__} is no JSON")
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
-def _prune(run_dir: RunDir, options: dict[str, str], say: Say) -> int:
+def _prune(run_dir: RunDir, options: dict[str, str], echo: Echo) -> int:
     """Remove the oldest segments over a limit, but none that a restart reads."""
     if not options:
         raise ConfigError(f"prune needs keep_gb=N or keep_days=N; usage: run.py {USAGE}")
@@ -190,7 +190,7 @@ def _prune(run_dir: RunDir, options: dict[str, str], say: Say) -> int:
     )
     before = load_pruned(run_dir.journal)
     pruned = prune_old(run_dir.journal, limits, before=_needed_from(run_dir))
-    say(
+    echo(
         f"{pruned.before - before.before} segments pruned,"
         f" {(pruned.num_bytes - before.num_bytes) / 1e6:.1f} MB; segments from"
         f" {_needed_from(run_dir)} on are kept, because a restart needs them"

@@ -84,7 +84,7 @@ class WandbSink:
         self._last_step = 0
         self._defined: set[str] = set()
         self._views = views
-        self._told: set[str] = set()  # Evaluations that had ended at an earlier step.
+        self._seen_ended: set[str] = set()  # Evaluations that had ended at an earlier step.
         self._sent: set[str] = set()  # Evaluations whose scores were sent.
         self._telling: threading.Thread | None = None
         self._sending = threading.Lock()  # Serializes steps with evaluations of the other thread.
@@ -104,7 +104,7 @@ class WandbSink:
         is_telling = self._telling is not None and self._telling.is_alive()
         if self._run is None or self._job or is_telling or self._views is None:
             return
-        if ended := self._ended() - self._told:
+        if ended := self._ended() - self._seen_ended:
             tell = partial(
                 _try, partial(self._tell_evaluations, ended, pause_s=PAUSE_S), "evaluation"
             )
@@ -168,7 +168,7 @@ class WandbSink:
         until = time.monotonic() + READ_S
         while self._views.refresh(READ_AT_ONCE_S) and time.monotonic() < until:
             time.sleep(pause_s)
-        self._told |= ended or set()
+        self._seen_ended |= ended or set()
         found = self._views.evaluations()
         for name, scored in sorted(found.items(), key=lambda each: self._step_of(each[0])):
             is_now = ended is None or name in ended or (BEFORE in ended and name.startswith(BEFORE))

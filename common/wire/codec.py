@@ -304,8 +304,8 @@ def _vector_from_frame(value: list[Any], frames: list[bytes]) -> np.ndarray:
     if len(value) != 3:
         raise _NotAsSent
     index, name, shape = value
-    is_told = type(index) is int and type(name) is str and type(shape) is list
-    if not (is_told and len(shape) == 1 and type(shape[0]) is int):
+    is_described = type(index) is int and type(name) is str and type(shape) is list
+    if not (is_described and len(shape) == 1 and type(shape[0]) is int):
         raise _NotAsSent
     dtype = _DTYPES.get(name)
     if dtype is None or not 1 <= index < len(frames):

@@ -16,7 +16,7 @@ from common.wire.sockets import connect_dealer
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.05  # Seconds between two polls for an address that is not known yet.
+POLL_S = 0.05  # Seconds between two polls for an address that is not known yet.
 ASLEEP_S = 1.0  # A longer gap between two polls means that this process was suspended.
 
 
@@ -48,7 +48,7 @@ class FollowingDealer:
         self._hello = hello
         self._socket: Any = None
         self._silent_s = 0.0
-        self._looked_at = time.monotonic()
+        self._polled_at = time.monotonic()
         self.address = ""
 
     def connect(self, *, timeout_s: float) -> None:
@@ -66,7 +66,7 @@ class FollowingDealer:
                 raise PeerMissing(
                     f"no {self._role} within {timeout_s:g} s: it has published no address"
                 )
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         self._open(address)
 
     def follow(self) -> bool:
@@ -97,12 +97,12 @@ class FollowingDealer:
         A gap between two polls counts as `ASLEEP_S` at most. A process that was suspended for
         minutes has its peer's messages in the queue and must read them first.
         """
-        return self._silent_s + min(time.monotonic() - self._looked_at, ASLEEP_S)
+        return self._silent_s + min(time.monotonic() - self._polled_at, ASLEEP_S)
 
-    def _looked(self, *, is_heard: bool) -> None:
+    def _note_poll(self, *, is_heard: bool) -> None:
         """Update the silence after a poll of the queue."""
         self._silent_s = 0.0 if is_heard else self.silent_s
-        self._looked_at = time.monotonic()
+        self._polled_at = time.monotonic()
 
     def send(self, message: Any) -> bool:
         """Send at once; False, with a warning, if the queue to the peer is full.
@@ -125,7 +125,7 @@ class FollowingDealer:
     async def next(self, *, timeout_s: float) -> Any | None:
         """Return the peer's next message, None if none comes in time."""
         is_heard = bool(await self._socket.poll(int(timeout_s * 1_000)))
-        self._looked(is_heard=is_heard)
+        self._note_poll(is_heard=is_heard)
         return decode(await self._socket.recv_multipart()) if is_heard else None
 
     def take_all(self) -> list[Any]:
@@ -133,7 +133,7 @@ class FollowingDealer:
         taken: list[Any] = []
         while self._socket.poll(0):
             taken.append(decode(self._socket.recv_multipart()))
-        self._looked(is_heard=bool(taken))
+        self._note_poll(is_heard=bool(taken))
         return taken
 
     def close(self, *, linger_s: float) -> None:
@@ -148,6 +148,6 @@ class FollowingDealer:
         self.address = address
         self._socket = connect_dealer(self._context, self._keys, address=address)
         self._silent_s = 0.0
-        self._looked_at = time.monotonic()
+        self._polled_at = time.monotonic()
         if self._hello is not None:
             self.send(self._hello())

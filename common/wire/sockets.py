@@ -87,7 +87,7 @@ class Router:
         self._context = zmq.Context()
         self._auth = zmq.auth.thread.ThreadAuthenticator(self._context)
         self._auth.start()
-        self._auth.configure_curve_callback(domain="*", credentials_provider=_Door(keys))
+        self._auth.configure_curve_callback(domain="*", credentials_provider=_Authenticator(keys))
         self._socket = self._context.socket(zmq.ROUTER)
         _prepare(self._socket, queue=PEER_QUEUE)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -245,7 +245,7 @@ class Router:
             os.close(wake)
 
 
-class _Door:
+class _Authenticator:
     """CURVE authenticator: accepts all keys of the run that are not revoked."""
 
     def __init__(self, keys: RunKeys) -> None:

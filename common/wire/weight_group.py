@@ -13,10 +13,10 @@ from torch import Tensor
 from common.errors import LongstrideError, WeightSyncError
 from common.wire.addresses import local_address_towards
 from common.wire.collective import BroadcastGroup, CollectiveMember
-from common.wire.rendezvous.client import GroupStore, StoreLine
+from common.wire.rendezvous.client import GroupStore, StoreConnection
 from common.wire.rendezvous.server import StorePlace
-from common.wire.transfer.buckets import Channel, Cut, receive_buckets, send_buckets
-from common.wire.transfer.mailbox import FolderShelf, GpuShelf, Mailbox
+from common.wire.transfer.buckets import BucketLayout, Channel, receive_buckets, send_buckets
+from common.wire.transfer.mailbox import FolderStorage, GpuStorage, Mailbox
 from common.wire.weight_messages import WeightsOffer
 
 TRANSFER_NICENESS = 10
@@ -36,7 +36,7 @@ class _Attempt(threading.Thread):
         device: torch.device,
         offer: WeightsOffer,
         group: BroadcastGroup | None,
-        line: StoreLine | None,
+        line: StoreConnection | None,
     ) -> None:
         super().__init__(name=f"transfer-{offer.group_epoch}", daemon=True)
         self._work = work
@@ -74,7 +74,7 @@ class _Attempt(threading.Thread):
 
     def _channel(self) -> Channel:
         offer = self._offer
-        line = self.line = self.line or StoreLine(place_of(offer), answer_s=offer.timeout_s)
+        line = self.line = self.line or StoreConnection(place_of(offer), answer_s=offer.timeout_s)
         store = GroupStore(line, offer.group_key, timeout_s=offer.timeout_s)
         self._store = store
         if offer.transport in ("ipc", "file"):
@@ -82,9 +82,9 @@ class _Attempt(threading.Thread):
             epoch = offer.group_epoch
             return Mailbox(
                 store,
-                FolderShelf(offer.folder, epoch, check=self._check_wanted)
+                FolderStorage(offer.folder, epoch, check=self._check_wanted)
                 if is_file
-                else GpuShelf(self._device),
+                else GpuStorage(self._device),
                 name=f"{epoch}/{offer.version}",
                 rank=offer.rank,
                 world_size=offer.world_size,
@@ -143,7 +143,7 @@ class WeightGroup:
         self._group: BroadcastGroup | None = None
         self._place: tuple[str, int, int] | None = None
         self._store_place: StorePlace | None = None
-        self._line: StoreLine | None = None  # The connection to `_store_place`.
+        self._line: StoreConnection | None = None  # The connection to `_store_place`.
         self._left: list[_Attempt] = []  # Cancelled transfers that may still be in a native call.
 
     def send(
@@ -164,7 +164,7 @@ class WeightGroup:
             WeightSyncError: a member is missing or died, or the transfer exceeded
                 `offer.timeout_s`.
         """
-        cut = Cut(offer.total_bytes, offer.bucket_bytes)
+        cut = BucketLayout(offer.total_bytes, offer.bucket_bytes)
 
         def work(channel: Channel, is_left: threading.Event) -> None:
             def fill_for_us(start: int, part: Tensor) -> None:
@@ -194,7 +194,7 @@ class WeightGroup:
             BucketDamaged: the received bytes differ from the sent bytes.
             WeightSyncError: as in `send`, or the rendezvous store does not answer.
         """
-        cut = Cut(offer.total_bytes, offer.bucket_bytes)
+        cut = BucketLayout(offer.total_bytes, offer.bucket_bytes)
 
         def work(channel: Channel, _: threading.Event) -> None:
             specs = offer.tensors if offer.base < 0 else []  # Changes have no tensors.

@@ -231,8 +231,8 @@ class AgentGymConnection:
             raise self.failure(
                 f"{verb}: the answer is not JSON: {text[:MAX_SHOWN_CHARS]}"
             ) from error
-        is_told = self.dialect.faults is Faults.ERROR_KEY
-        if is_told and isinstance(reply, dict) and "error" in reply:
+        has_error_key = self.dialect.faults is Faults.ERROR_KEY
+        if has_error_key and isinstance(reply, dict) and "error" in reply:
             raise self.failure(f"{verb} answered the error {_shown(reply['error'])}")
         return reply
 

@@ -13,7 +13,7 @@ from envhub.env import EnvSpec, Isolation, StepResult, Style, UnknownItem
 from envhub.errors import CapacityFull, EnvRaised, SessionUnknown
 from envhub.hosting.leases import LeaseTable
 from envhub.hosting.sessions import Sessions
-from envhub.http.parts import Patience
+from envhub.http.parts import AgentGymLimits
 
 T = TypeVar("T")
 
@@ -36,8 +36,8 @@ class Instances:
     takes the next step. A third request closes 5: it waits as well, and later requests find no
     instance 5.
 
-    An instance without requests lives `patience.lease_s`; expired instances are removed at the next
-    create or reset. If no session is free, requests wait in order, at most `patience.queue_s`.
+    An instance without requests lives `limits.lease_s`; expired instances are removed at the next
+    create or reset. If no session is free, requests wait in order, at most `limits.queue_s`.
     Instances with an ended episode give up their sessions for them.
 
     If sessions occupy worker processes and the environment is repeatable, an idle episode is
@@ -45,15 +45,15 @@ class Instances:
     session. Thus 8 sessions can serve 128 instances, slowly.
     """
 
-    def __init__(self, spec: EnvSpec, sessions: Sessions, *, patience: Patience) -> None:
+    def __init__(self, spec: EnvSpec, sessions: Sessions, *, limits: AgentGymLimits) -> None:
         self._spec = spec
         self._sessions = sessions
-        self._patience = patience
+        self._limits = limits
         self._turns: deque[object] = deque()  # Requests that wait for an instance, in order.
         self._puts_aside = spec.is_repeatable and spec.isolation is not Isolation.INLINE
         # The order selects the episode to suspend.
         self._instances: LeaseTable[int, ServedInstance] = LeaseTable(
-            patience.lease_s, sessions.now_s
+            limits.lease_s, sessions.now_s
         )
 
     def __len__(self) -> int:
@@ -99,7 +99,7 @@ class Instances:
         Raises: CapacityFull: no session became free in time; the text names the key that adds some.
         """
         began_s = time.monotonic()
-        queue_s = self._patience.queue_s
+        queue_s = self._limits.queue_s
         while True:
             await self.expire()
             try:
@@ -132,7 +132,7 @@ class Instances:
                 return True
         return False
 
-    async def _bring_back(self, instance: ServedInstance) -> str:
+    async def _resume(self, instance: ServedInstance) -> str:
         """Resume a suspended episode by repeating its actions; return its session.
 
         Raises: CapacityFull; EnvRaised: the repetition gave other results.
@@ -165,12 +165,12 @@ class Instances:
         return REMEDIES.get(self._spec.name, "envhub.capacity")
 
     def _remedy(self) -> str:
-        patience = self._patience
+        limits = self._limits
         key = self._key
         return (
-            f", and none was closed within envhub.agentgym_queue_s={patience.queue_s:g}."
+            f", and none was closed within envhub.agentgym_queue_s={limits.queue_s:g}."
             f" Raise {key}, let clients close their finished instances, or lower"
-            f" envhub.agentgym_lease_s={patience.lease_s:g}, which closes idle instances."
+            f" envhub.agentgym_lease_s={limits.lease_s:g}, which closes idle instances."
         )
 
     def find(self, number: int) -> ServedInstance:
@@ -231,7 +231,7 @@ class Instances:
         """Return the session of an instance that the caller holds. Raises: NotReset."""
         if not instance.item_id:
             raise NotReset
-        return instance.session_id or await self._bring_back(instance)
+        return instance.session_id or await self._resume(instance)
 
     async def detail(self, instance: ServedInstance, what: str) -> Any:
         """Return additional data of an environment for AgentGym's pages; None if it has none.

@@ -174,6 +174,7 @@ def _names(split: str, num: int) -> tuple[str, ...]:
 
 
 def _items(spec: EnvSpec, path: str, dialect: Dialect) -> list[str]:
+    """Return the item ids of a list of AgentGym's numbers; unknown numbers are skipped."""
     assert spec.from_agentgym is not None
     found = []
     num_unknown = 0

@@ -51,13 +51,13 @@ def mount(hub: HubParts) -> None:
         is_ours = name in registry.names and name in LOADERS
         if is_ours and name != registry.remote.dialect:
             spec = registry.spec(name)
-            instances = Instances(spec, hub.sessions, patience=hub.patience)
+            instances = Instances(spec, hub.sessions, limits=hub.limits)
             words = vocabulary(registry.options.wordle.words) if dialect is WORDLE else ()
-            desk = _Desk(dialect, instances, words=words)
+            desk = _DialectRoutes(dialect, instances, words=words)
             _add_routes(hub.app, name, desk)
 
 
-def _add_routes(app: FastAPI, name: str, desk: "_Desk") -> None:
+def _add_routes(app: FastAPI, name: str, desk: "_DialectRoutes") -> None:
     dialect = desk.dialect
     base = f"/agentgym/{name}"
     instance: dict[str, Any] = {dialect.instance_key: (Number, ...)}
@@ -89,7 +89,7 @@ def _add_routes(app: FastAPI, name: str, desk: "_Desk") -> None:
         app.post(f"{base}/render", tags=["agentgym"], openapi_extra=body_of(model))(
             _route(desk.render, model)
         )
-    for path, handle in desk.looks().items():
+    for path, handle in desk.queries().items():
         operation_id = f"agentgym_{name}_{path[1:] or 'greet'}"
         app.get(base + path, tags=["agentgym"], operation_id=operation_id)(handle)
 
@@ -125,7 +125,9 @@ def _shown(value: object) -> object:
     return value if is_short or isinstance(value, bool | int | float | None) else None
 
 
-class _Desk:
+class _DialectRoutes:
+    """The handlers of one environment's routes, in the protocol of its dialect."""
+
     def __init__(
         self, dialect: Dialect, instances: Instances, *, words: tuple[str, ...] = ()
     ) -> None:
@@ -134,61 +136,61 @@ class _Desk:
         self._instances = instances
         self.resets_at_create = dialect.create_body == {}
 
-    def looks(self) -> dict[str, Callable[..., Awaitable[Response]]]:
+    def queries(self) -> dict[str, Callable[..., Awaitable[Response]]]:
         query = Query(alias=self.dialect.instance_key, ge=-MAX_NUMBER, le=MAX_NUMBER)
 
         async def greet() -> Response:
             is_plain = self.dialect.faults is not Faults.ERROR_KEY
             return json_response("ok" if is_plain else f"This is environment {self.dialect.title}.")
 
-        def look(number: int, reply: Callable[[ServedInstance], object]) -> Response:
+        def answer(number: int, reply: Callable[[ServedInstance], object]) -> Response:
             try:
-                return json_response(reply(self._look_at(number)))
+                return json_response(reply(self._queried(number)))
             except (InstanceUnknown, EpisodeOver) as error:
-                return self._refused(str(error), is_look=True)
+                return self._refused(str(error), is_query=True)
             except NotReset:
-                return self._refused(UNSEEN, is_look=True)
+                return self._refused(UNSEEN, is_query=True)
 
         async def observation(number: int = query) -> Response:
-            return look(number, partial(observation_reply, self.dialect))
+            return answer(number, partial(observation_reply, self.dialect))
 
         async def filtered_vocab(number: int = query) -> Response:
-            return look(number, lambda _: list(self._words))
+            return answer(number, lambda _: list(self._words))
 
         async def last_reply(number: int = query) -> Response:
-            return look(number, partial(detail_reply, self.dialect))
+            return answer(number, partial(detail_reply, self.dialect))
 
         async def available_actions() -> Response:
             return json_response(list(self.dialect.moves))
 
-        looks: dict[str, Callable[..., Awaitable[Response]]]
-        looks = {"": greet, "/observation": observation}
-        looks |= {f"/{what}": self._teller(what, query) for what in self.dialect.details}
+        queries: dict[str, Callable[..., Awaitable[Response]]]
+        queries = {"": greet, "/observation": observation}
+        queries |= {f"/{what}": self._detail_route(what, query) for what in self.dialect.details}
         if self.dialect.has_detail:
-            looks["/detail"] = last_reply
+            queries["/detail"] = last_reply
         if self.dialect.moves:
-            looks["/available_actions"] = available_actions
+            queries["/available_actions"] = available_actions
         if self.dialect is WORDLE:
-            looks["/filtered_vocab"] = filtered_vocab
-        return looks
+            queries["/filtered_vocab"] = filtered_vocab
+        return queries
 
-    def _teller(self, what: str, query: Any) -> Callable[..., Awaitable[Response]]:
+    def _detail_route(self, what: str, query: Any) -> Callable[..., Awaitable[Response]]:
         """Return a route that answers with data of the environment itself."""
 
-        async def tell(number: int = query) -> Response:
+        async def details_route(number: int = query) -> Response:
             try:
-                instance = self._look_at(number)
+                instance = self._queried(number)
                 details = await self._instances.detail(instance, what)
                 if what == "state":
                     details |= {"environment_info": detail_reply(self.dialect, instance)}
             except (InstanceUnknown, EpisodeOver, SessionUnknown) as error:
-                return self._refused(str(error), is_look=True)
+                return self._refused(str(error), is_query=True)
             except NotReset:
-                return self._refused(UNSEEN, is_look=True)
+                return self._refused(UNSEEN, is_query=True)
             is_alone = what in ("goals", "task_description", "object_tree")
             return json_response({what: details} if is_alone else details)
 
-        return tell
+        return details_route
 
     async def render(self, body: BaseModel) -> Response:
         """Answer with a picture of the whole grid as a `data:` URL."""
@@ -196,7 +198,7 @@ class _Desk:
         try:
             picture = await self._instances.detail(self._instances.find(number), "picture")
         except (InstanceUnknown, NotReset, SessionUnknown) as error:
-            return self._refused(str(error) or UNSEEN, is_look=True)
+            return self._refused(str(error) or UNSEEN, is_query=True)
         return json_response(picture)
 
     async def create(self, _: BaseModel | None) -> Response:
@@ -213,13 +215,13 @@ class _Desk:
         number = self._number(body)
         index = getattr(body, self.dialect.item_key)
         # This dialect reports even failures of the hub in the observation.
-        is_told = self.dialect.faults is Faults.OBSERVATION
+        reports_in_text = self.dialect.faults is Faults.OBSERVATION
         try:
             instance = await self._instances.reset(number, index)
         except (InstanceUnknown, UnknownItem) as error:
             return self._refused(str(error), is_reset=True)
         except (CapacityFull, EnvError) as error:
-            if not is_told:
+            if not reports_in_text:
                 raise
             return self._refused(str(error), is_reset=True)
         if self.dialect is SCIWORLD:  # The first observation may already have met a goal.
@@ -243,10 +245,10 @@ class _Desk:
         number = self._number(body)
         is_closed = await self._instances.close(number)
         # This dialect confirms the close of any number.
-        is_told = self.dialect.faults is Faults.OBSERVATION
-        return json_response({"closed": "closed"} if is_told else is_closed)
+        reports_in_text = self.dialect.faults is Faults.OBSERVATION
+        return json_response({"closed": "closed"} if reports_in_text else is_closed)
 
-    def _look_at(self, number: int) -> ServedInstance:
+    def _queried(self, number: int) -> ServedInstance:
         instance = self._instances.find(number)
         if self.dialect.refuses_after_done and instance.is_over:
             raise EpisodeOver(number)
@@ -255,8 +257,8 @@ class _Desk:
     def _number(self, body: BaseModel) -> int:
         return getattr(body, self.dialect.instance_key)
 
-    def _refused(self, text: str, *, is_reset: bool = False, is_look: bool = False) -> Response:
+    def _refused(self, text: str, *, is_reset: bool = False, is_query: bool = False) -> Response:
         faults = self.dialect.faults
-        if faults is Faults.STATUS or (is_look and faults is Faults.OBSERVATION):
+        if faults is Faults.STATUS or (is_query and faults is Faults.OBSERVATION):
             return json_response({"detail": text}, status=404)
         return json_response(fault_reply(self.dialect, text, is_reset=is_reset))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from common.config.command_line import ParsedCommand
 from common.errors import ConfigError, EnvError
-from envhub.author import checks, judged
+from envhub.author import checks, episode_checks
 from envhub.author.episodes import Driver, RecordedPlay, spec_of
 from envhub.author.findings import Finding, Grade, Plays
 from envhub.env import Style, UnknownItem
@@ -21,7 +21,7 @@ OTHER_PROCESS_S = 120.0
 USAGE = "check-env NAME|FILE.py:FUNCTION [items=N] [style=compact|agentgym] [key=value ...]"
 
 
-def check_env(request: ParsedCommand, *, root: Path, say: Callable[[str], None]) -> int:
+def check_env(request: ParsedCommand, *, root: Path, echo: Callable[[str], None]) -> int:
     """Print a line for each finding; return the exit code: 1 if a check fails.
 
     Raises: ConfigError: no such environment, or a wrong option.
@@ -32,8 +32,8 @@ def check_env(request: ParsedCommand, *, root: Path, say: Callable[[str], None])
     with Driver(spec, style) as driver:
         for finding in findings(driver, name, num, overrides, root=root):
             failed = failed or finding.grade is Grade.FAIL
-            say(f"{finding.grade.value:<5}{finding.name:<12}{finding.text}")
-    say("Fix each line marked FAIL before a run." if failed else "No check failed.")
+            echo(f"{finding.grade.value:<5}{finding.name:<12}{finding.text}")
+    echo("Fix each line marked FAIL before a run." if failed else "No check failed.")
     return 1 if failed else 0
 
 
@@ -71,11 +71,11 @@ def findings(
         yield from checks.check_items(driver, items)
         yield from checks.check_determinism(driver, plays)
         yield from _elsewhere(driver, name, plays, overrides, root=root)
-        yield from judged.check_rewards(spec, plays)
+        yield from episode_checks.check_rewards(spec, plays)
         yield from checks.check_actions(driver, items)
-        yield from judged.check_players(spec, plays)
-        yield from judged.check_speed(spec, plays)
-        yield from judged.check_texts(spec, plays)
+        yield from episode_checks.check_players(spec, plays)
+        yield from episode_checks.check_speed(spec, plays)
+        yield from episode_checks.check_texts(spec, plays)
     except (EnvError, UnknownItem) as error:
         yield Finding(Grade.FAIL, "raises", str(error))
 

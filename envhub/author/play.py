@@ -17,7 +17,7 @@ KEYS = "Enter an action, or ? (valid actions), ! (the expert's), * (the whole st
 
 
 def play(
-    request: ParsedCommand, *, root: Path, say: Callable[[str], None], lines: Iterable[str]
+    request: ParsedCommand, *, root: Path, echo: Callable[[str], None], lines: Iterable[str]
 ) -> int:
     """Play one episode; return 0 if it was solved, else 1.
 
@@ -30,29 +30,29 @@ def play(
     item_id = wanted[-1] if wanted else f"{next(iter(spec.subsets))}-train-0"
     try:
         with Driver(spec, style) as driver, driver.open(item_id) as episode:
-            say(f"{spec.name} {item_id}. {KEYS}")
-            say(plain("\n".join(filter(None, [spec.instruction.get(style, ""), episode.first]))))
+            echo(f"{spec.name} {item_id}. {KEYS}")
+            echo(plain("\n".join(filter(None, [spec.instruction.get(style, ""), episode.first]))))
             for line in lines:
-                if line.strip() == "q" or _turn(episode, line.rstrip("\n"), say):
+                if line.strip() == "q" or _turn(episode, line.rstrip("\n"), echo):
                     break
             return 0 if episode.is_solved else 1
     except (EnvError, UnknownItem) as error:
         raise ConfigError(f"{name}: {error}") from error
 
 
-def _turn(episode: RecordedPlay, line: str, say: Callable[[str], None]) -> bool:
+def _turn(episode: RecordedPlay, line: str, echo: Callable[[str], None]) -> bool:
     """Process one line; return whether the episode has ended."""
     match line.strip():
         case "?":
             actions = episode.call("valid_actions")
             more = f" ... {len(actions) - SHOWN} more" if len(actions) > SHOWN else ""
-            say(plain(f"valid: {' | '.join(actions[:SHOWN])}{more}"))
+            echo(plain(f"valid: {' | '.join(actions[:SHOWN])}{more}"))
         case "!":
-            say(plain(f"expert: {episode.call('expert_action') or 'no action'}"))
+            echo(plain(f"expert: {episode.call('expert_action') or 'no action'}"))
         case "*":
-            say(plain(episode.call("render")))
+            echo(plain(episode.call("render")))
         case _:
-            say(_result_text(episode.step(line)))
+            echo(_result_text(episode.step(line)))
     return episode.is_over
 
 

@@ -20,7 +20,7 @@ python run.py --config {config}        train
 """.strip("\n")
 
 
-def new_env(request: ParsedCommand, *, root: Path, say: Callable[[str], None]) -> int:
+def new_env(request: ParsedCommand, *, root: Path, echo: Callable[[str], None]) -> int:
     """Write `NAME.py` and `NAME.yaml` and print the next commands; return the exit code.
 
     Raises: ConfigError: an invalid name, or one of the files exists already.
@@ -47,8 +47,8 @@ def new_env(request: ParsedCommand, *, root: Path, say: Callable[[str], None]) -
     (root / folder).mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")
-        say(f"written: {path}")
-    say(NEXT.format(file=folder / f"{name}.py", config=folder / f"{name}.yaml"))
+        echo(f"written: {path}")
+    echo(NEXT.format(file=folder / f"{name}.py", config=folder / f"{name}.yaml"))
     return 0
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from common.config.envs import EnvsSection
-from common.host.surroundings import cache_home
+from common.host.process_settings import cache_home
 from common.ids import distance_of
 from common.repository import ROOT
 from common.store.run_dir import write_atomically

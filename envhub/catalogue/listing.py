@@ -39,7 +39,7 @@ class ListingRow:
         return (self.scenario, self.task, self.env, self.subset, *numbers, turns, state)
 
 
-def list_environments(overrides: Sequence[str], *, root: Path, say: Callable[[str], None]) -> int:
+def list_environments(overrides: Sequence[str], *, root: Path, echo: Callable[[str], None]) -> int:
     """Print the tasks of the named environments, or of all environments; return the exit code."""
     cfg = load_alone(overrides, root=root)
     names = cfg.envhub.envs or with_remote([*LOADERS], cfg)
@@ -47,7 +47,7 @@ def list_environments(overrides: Sequence[str], *, root: Path, say: Callable[[st
         rows = list_rows(names, cfg.envs, cfg.env, is_short=not cfg.envhub.envs)
     except UnknownEnv as error:
         raise ConfigError(str(error)) from error
-    say(format_rows(rows))
+    echo(format_rows(rows))
     return 0
 
 

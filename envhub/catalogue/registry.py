@@ -16,8 +16,8 @@ from common.config.envs import EnvsSection, RemoteOptions, own_tasks
 from envhub.catalogue.extensions import load_extensions
 from envhub.env import EnvSpec, Isolation, nearest
 from envhub.errors import UnknownEnv
+from envhub.summed_rewards import with_summed_rewards
 from envhub.tables import read_table
-from envhub.totals import with_totals
 
 REMOTE = "envhub.agentgym.remote"
 LIBRARIES = {  # Prefixes of references to libraries, with the module that builds the environment.
@@ -166,14 +166,14 @@ def load_spec(name: str, options: EnvsSection, remote: RemoteOptions) -> EnvSpec
             if not word or not word.isprintable():
                 raise UnknownEnv(f"environment {name!r}: the name {word!r:.100} is not printable")
         if spec.isolation is Isolation.WORKER:
-            return with_totals(spec)
+            return with_summed_rewards(spec)
         num_sessions = max(spec.sessions_per_worker, OUTSIDE_SESSIONS_PER_WORKER)
         spec = replace(spec, isolation=Isolation.WORKER, sessions_per_worker=num_sessions)
-        return with_totals(spec)
+        return with_summed_rewards(spec)
     if name == remote.dialect:
-        return with_totals(import_module(REMOTES.get(name, REMOTE)).make_spec(remote))
+        return with_summed_rewards(import_module(REMOTES.get(name, REMOTE)).make_spec(remote))
     spec = _call(import_module(LOADERS[name]).make_spec, options)
-    spec = with_totals(replace(spec, note=own_tasks(name, options)))
+    spec = with_summed_rewards(replace(spec, note=own_tasks(name, options)))
     for extend in load_extensions("specs"):
         spec = extend(spec, options)
     return spec

@@ -109,6 +109,8 @@ class LocalEpisode:
 
 
 class WorkerEpisode:
+    """An episode in a worker process, which the pool assigns when it opens."""
+
     is_instant = False
     first_state = ""
 

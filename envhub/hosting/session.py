@@ -50,7 +50,9 @@ class SessionLock:
 
     async def __aenter__(self) -> Session:
         session = self._find(self._session_id)
-        if session.lock is None and not session.episode.is_instant:  # Its environment was moved.
+        if (
+            session.lock is None and not session.episode.is_instant
+        ):  # Its environment was moved to a worker.
             session.lock = asyncio.Lock()
         self._lock = session.lock
         if self._lock is None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from common.errors import EnvError, EnvTimeout
 from common.formats.action_size import DEFAULT_ACTION_MIB, MIB
 from common.memory import trim_heap
-from common.stall.awake import AwakeClock
+from common.stall.awake_clock import AwakeClock
 from common.text import valid_text
 from envhub.catalogue.distances import Distances
 from envhub.catalogue.registry import Registry
@@ -99,7 +99,7 @@ class Sessions:
         self.services = Services(registry)
         self._live: LeaseTable[str, Session] = LeaseTable(lease_s, now_s)
         # Reasons of lost workers that clients have not received yet.
-        self._untold: LeaseTable[str, str] = LeaseTable(lease_s, now_s)
+        self._unreported: LeaseTable[str, str] = LeaseTable(lease_s, now_s)
         self._num_running = 0
         self._owners: Counter[str] = Counter()  # Open connections by owner.
         self._ending: set[asyncio.Task[None]] = set()
@@ -172,7 +172,7 @@ class Sessions:
 
         Raises: SessionUnknown, SessionConflict, EnvRaised, EnvTimeout.
         """
-        async with self._alone(session_id) as session:
+        async with self._exclusive(session_id) as session:
             if (kept := self._kept(session, seq)) is not None:
                 return kept
             if not num_bytes and len(action) * MOST_CHARACTER_BYTES > self._max_action_bytes:
@@ -238,22 +238,22 @@ class Sessions:
 
     async def hint(self, session_id: str) -> tuple[list[str], str | None]:
         """Return the valid actions and the expert's action (None when the expert has no plan)."""
-        async with self._alone(session_id) as session:
+        async with self._exclusive(session_id) as session:
             return await self._call(session, session.episode.hint())
 
     async def render(self, session_id: str) -> tuple[str, str]:
         """Return the state as text for people, and the fingerprint of the initial state."""
-        async with self._alone(session_id) as session:
+        async with self._exclusive(session_id) as session:
             return await self._call(session, session.episode.render())
 
     async def detail(self, session_id: str, what: str) -> Any:
         """Return JSON for AgentGym's pages; None where the environment has none."""
-        async with self._alone(session_id) as session:
+        async with self._exclusive(session_id) as session:
             return await self._call(session, session.episode.detail(what))
 
     async def delete(self, session_id: str) -> None:
         """End a session. Raises: SessionUnknown: it does not exist, or no longer exists."""
-        async with self._alone(session_id) as session:
+        async with self._exclusive(session_id) as session:
             await self._drop(session)
         self.counts["deleted"] += 1
 
@@ -288,7 +288,7 @@ class Sessions:
         gone = self._live.pop_expired(keeps=lambda session: session.is_busy)
         self.counts["expired"] += len(gone)
         await asyncio.gather(*(self._close(session) for session in gone))
-        self._untold.pop_expired()
+        self._unreported.pop_expired()
         return len(gone)
 
     async def watch_leases(self) -> None:
@@ -349,12 +349,12 @@ class Sessions:
         session = self._live.find(session_id)
         if session is not None:
             return session
-        failure = self._untold.pop(session_id)
+        failure = self._unreported.pop(session_id)
         if failure is not None:
             raise WorkerLost(failure)
         raise SessionUnknown("no such session, or its lease has expired")
 
-    def _alone(self, session_id: str) -> SessionLock:
+    def _exclusive(self, session_id: str) -> SessionLock:
         """Return a lock that waits for other calls; the session may end during the wait."""
         return SessionLock(self._find, self._live.renew, session_id)
 
@@ -402,7 +402,7 @@ class Sessions:
 
     async def _drop(self, session: Session) -> None:
         """End a session whose client is informed; no effect if it has ended already."""
-        self._untold.pop(session.session_id)
+        self._unreported.pop(session.session_id)
         if self._live.pop(session.session_id) is not None:
             await self._close(session)
 
@@ -418,4 +418,4 @@ class Sessions:
         for session in [each for each in self._live if each.episode.worker is worker]:
             self._live.pop(session.session_id)
             self._release(session.env_name)
-            self._untold.put(session.session_id, worker.failure)
+            self._unreported.put(session.session_id, worker.failure)

@@ -27,7 +27,7 @@ from envhub.hosting.frames import MAX_FRAME_BYTES, encode_frame, read_frame
 MAX_THREADS = 32
 DETAIL_CHARS = 2000
 # Errors that are reported as their text alone, without the exception's name.
-TOLD = (UnknownItem, EnvFailure)
+REPORTED = (UnknownItem, EnvFailure)
 
 
 class Host:
@@ -43,7 +43,7 @@ class Host:
         reply = {"id": message["id"]}
         handle = getattr(self, f"_{message['op']}")
         try:
-            result = await call_environment(self.name, lambda: handle(message), passes=TOLD)
+            result = await call_environment(self.name, lambda: handle(message), passes=REPORTED)
         except UnknownItem as error:
             return reply | {"error": "unknown_item", "detail": str(error)}
         except ServiceDown as error:
@@ -101,9 +101,9 @@ class Host:
     async def _stop(self, _: dict[str, Any]) -> None:
         """Close all episodes and their shared resources."""
         for number in list(self._envs):
-            with contextlib.suppress(EnvRaised, *TOLD):
+            with contextlib.suppress(EnvRaised, *REPORTED):
                 closing = partial(self._close, {"session": number})
-                await call_environment(self.name, closing, passes=TOLD)
+                await call_environment(self.name, closing, passes=REPORTED)
         if self._spec is not None and self._spec.stop is not None:
             await self._spec.stop()
 

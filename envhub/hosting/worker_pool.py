@@ -92,7 +92,7 @@ class WorkerPool:
         """End all workers; each has STOP_TIMEOUT_S to stop by itself before it is killed."""
         self._is_stopping = True
         workers = list(self.workers)
-        await asyncio.gather(*(_say_stop(worker) for worker in workers))
+        await asyncio.gather(*(_ask_to_stop(worker) for worker in workers))
         for worker in workers:
             worker.lose("stop", "was stopped with the hub")
         while self._reaping:
@@ -136,7 +136,7 @@ class WorkerPool:
             self._start()
 
 
-async def _say_stop(worker: Worker) -> None:
+async def _ask_to_stop(worker: Worker) -> None:
     if worker.ready_at_s is not None:
         with contextlib.suppress(EnvError, UnknownItem):
             await worker.call("stop", timeout_s=STOP_TIMEOUT_S)

@@ -9,7 +9,7 @@ from envhub.hosting.sessions import Sessions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class AgentGymLimits:
     """Lifetime of an unused instance, and the time a request waits for a free session."""
 
     lease_s: float
@@ -23,4 +23,4 @@ class HubParts:
     app: FastAPI
     sessions: Sessions
     registry: Registry
-    patience: Patience  # Limits of AgentGym's routes.
+    limits: AgentGymLimits  # Limits of AgentGym's routes.

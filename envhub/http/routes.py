@@ -51,7 +51,7 @@ from envhub.http.bodies import (
     parse_entry,
 )
 from envhub.http.metrics import HubMetrics
-from envhub.http.parts import HubParts, Patience
+from envhub.http.parts import AgentGymLimits, HubParts
 from envhub.http.refusals import Refusals
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def make_app(
     token: str | None,
     step_timeout_s: float,
     max_action_bytes: int = DEFAULT_ACTION_MIB * MIB,
-    agentgym: Patience | None = None,
+    agentgym: AgentGymLimits | None = None,
 ) -> FastAPI:
     """Return the hub's application, which also expires the leases of `sessions`.
 
@@ -105,13 +105,13 @@ def make_app(
     _add_catalogue_routes(app, sessions, registry, metrics, step_timeout_s=step_timeout_s)
     _add_session_routes(app, sessions)
     _add_presence_route(app, sessions)
-    _add_look_routes(app, sessions)
+    _add_inspection_routes(app, sessions)
     _add_batch_routes(app, sessions)
     hub = HubParts(
         app=app,
         sessions=sessions,
         registry=registry,
-        patience=agentgym or Patience(lease_s=sessions.lease_s),
+        limits=agentgym or AgentGymLimits(lease_s=sessions.lease_s),
     )
     for mount in load_extensions("routes"):
         mount(hub)
@@ -233,7 +233,7 @@ def _add_presence_route(app: FastAPI, sessions: Sessions) -> None:
         return StreamingResponse(signs(owner[:MAX_NAME_CHARS]), media_type="text/plain")
 
 
-def _add_look_routes(app: FastAPI, sessions: Sessions) -> None:
+def _add_inspection_routes(app: FastAPI, sessions: Sessions) -> None:
     fails = _fails(404, 500, 504)
     path = "/v1/sessions/{session_id}"
 

@@ -17,9 +17,9 @@ import numpy as np
 
 from common.errors import ConfigError
 from envhub.env import EnvSpec, Isolation, StepResult, Style, SubsetSpec, action_text, parse_item
-from envhub.interop.described import SUBSET, optional_package
 from envhub.interop.gym.game import GymnasiumGame
-from envhub.interop.texts import BadAction, Moved, RewardRule, Rewards
+from envhub.interop.texts import ActionResult, BadAction, RewardRule, Rewards
+from envhub.interop.yaml_environments import SUBSET, optional_package
 
 TEST_SEED = 1_000_000_000  # First seed of a test item; seeds of training items begin at 0.
 SESSIONS_PER_WORKER = 32
@@ -41,7 +41,7 @@ class Game(Protocol):
     def check(self) -> None: ...  # Raises ConfigError if the game cannot be played with texts.
     def begin(self, seed: int) -> str: ...
     # Raises BadAction if the action is refused without an effect.
-    def act(self, text: str) -> Moved: ...
+    def act(self, text: str) -> ActionResult: ...
     def close(self) -> None: ...
 
 
@@ -175,7 +175,7 @@ class TextArenaGame:
         self._game.reset(num_players=1, seed=seed)
         return str(self._game.get_observation()[1])
 
-    def act(self, text: str) -> Moved:
+    def act(self, text: str) -> ActionResult:
         """Play a move; TextArena reports the reward at the end. Raises: BadAction."""
         _check_playable(text)
         is_done, info = self._game.step(text)
@@ -183,11 +183,11 @@ class TextArenaGame:
         if not is_done:
             is_valid = not getattr(state, "error_count", 0)
             observation = str(self._game.get_observation()[1])
-            return Moved(text=observation, reward=None, is_done=False, is_valid=is_valid)
+            return ActionResult(text=observation, reward=None, is_done=False, is_valid=is_valid)
         reward = (state.rewards or {}).get(0)
         reason = str((state.game_info or {}).get(0, {}).get("reason") or info or "")
         is_valid = not (state.game_info or {}).get(0, {}).get("invalid_move", False)
-        return Moved(text=reason, reward=reward, is_done=True, is_valid=is_valid)
+        return ActionResult(text=reason, reward=reward, is_done=True, is_valid=is_valid)
 
     def close(self) -> None:
         """Do nothing: a game is only an object."""

@@ -30,7 +30,7 @@ class ServerDescription:
     splits: dict[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
 
 
-def look_at(options: RemoteOptions) -> ServerDescription:
+def describe_server(options: RemoteOptions) -> ServerDescription:
     """Return a server's description of itself.
 
     Raises: ConfigError: no answer, not an OpenEnv server, or a configured name is missing there.
@@ -41,7 +41,7 @@ def look_at(options: RemoteOptions) -> ServerDescription:
     if status != 200 or not isinstance(schema, dict):
         raise ConfigError(
             f"env.url={without_login(url)}: /schema answered {status}, so this is not an OpenEnv"
-            " server"
+            " server; correct env.url or env.dialect"
         )
     known = [name for name in schema.get("properties", {}) if name != "metadata"]
     required = [name for name in schema.get("required", []) if name in known]

@@ -13,7 +13,7 @@ from common.formats.answers import tools_text
 from common.http.proxies import ProxyFailed, without_login
 from common.http.sessions import open_session
 from envhub.env import EnvSpec, Isolation, StepResult, Style, SubsetSpec, action_text, parse_item
-from envhub.interop.openenv_offer import ServerDescription, instruction_of, look_at
+from envhub.interop.openenv_offer import ServerDescription, describe_server, instruction_of
 from envhub.interop.openenv_socket import CLOSE_S, NOT_THERE, RETRY_S, OpenEnvFailure, Socket
 from envhub.interop.remote_episode import RemoteEpisode
 from envhub.interop.texts import (
@@ -25,7 +25,7 @@ from envhub.interop.texts import (
     check_sendable,
     parse_json,
     parse_tool_call,
-    said_by,
+    reported_truth,
 )
 
 NAME = "openenv"
@@ -91,9 +91,9 @@ class OpenEnvEpisode(RemoteEpisode):
         metadata = _metadata(data)
         self._reward = self._rewards.add(data.get("reward"), is_last=is_done)
         self._is_done = is_done
-        said = said_by(metadata, SUCCESS_KEYS)
-        self._is_success = is_done and (self._reward >= 1.0 if said is None else said)
-        self._is_truncated = is_done and said_by(metadata, TRUNCATED_KEYS) is True
+        reported = reported_truth(metadata, SUCCESS_KEYS)
+        self._is_success = is_done and (self._reward >= 1.0 if reported is None else reported)
+        self._is_truncated = is_done and reported_truth(metadata, TRUNCATED_KEYS) is True
         is_valid = metadata.get("is_valid")
         state = metadata.get("state")
         return self._result(
@@ -236,9 +236,9 @@ class OpenEnvServer:
 def make_spec(remote: RemoteOptions) -> EnvSpec:
     """Return the catalogue entry of an OpenEnv server, named after the dialect.
 
-    Raises: ConfigError: see `look_at`.
+    Raises: ConfigError: see `describe_server`.
     """
-    server = OpenEnvServer(remote, look_at(remote))
+    server = OpenEnvServer(remote, describe_server(remote))
 
     def make(_: Style) -> OpenEnvEpisode:
         return OpenEnvEpisode(server)

@@ -118,8 +118,8 @@ class Socket:
             raise self._failure(f"unexpected answer to {what}: {text[:200]!r}")
         if answer.get("type") == "error":
             code = str(data.get("code", ""))
-            said = "; ".join([str(data.get("message", "")), *_problems(data)])
-            raise self._failure(f"{what} was refused ({code}): {said[:1000]}", code=code)
+            message = "; ".join([str(data.get("message", "")), *_problems(data)])
+            raise self._failure(f"{what} was refused ({code}): {message[:1000]}", code=code)
         return data
 
     def _failure(self, text: str, *, code: str = "") -> OpenEnvFailure:

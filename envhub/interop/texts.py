@@ -25,7 +25,7 @@ class BadAction(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
+class ActionResult:
     """The result of one action; if `is_success` is None, the full reward means success.
 
     `is_truncated`: the episode has ended (`is_done`) at a limit, before the task was finished.
@@ -92,7 +92,7 @@ class Rewards:
         return self._rule.normalise(self._total)
 
 
-def said_by(fields: Mapping[str, Any], keys: Sequence[str]) -> bool | None:
+def reported_truth(fields: Mapping[str, Any], keys: Sequence[str]) -> bool | None:
     """Return the truth value of the first key that has one; None if no key has.
 
     A number is true from 1 on, also a numpy number. Arrays of several values, texts and NaN are

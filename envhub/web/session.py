@@ -32,7 +32,7 @@ GONE_WORDS = ("Execution context was destroyed", "navigat", "Cannot find context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class SnapshotSettings:
     """Options for reading pages.
 
     Attributes:
@@ -60,13 +60,13 @@ class WebSession:
     def __init__(
         self,
         context: BrowserContext,
-        look: Look,
+        settings: SnapshotSettings,
         *,
         may_go: Callable[[str], bool],
         action_timeout_s: float,
     ) -> None:
         self.context = context
-        self._look = look
+        self._settings = settings
         self._may_go = may_go
         self._timeout_s = action_timeout_s
         self.tabs: list[Page] = []  # Tabs in the order in which they were opened.
@@ -164,7 +164,9 @@ class WebSession:
         except BrowserError as error:
             raise EnvFailure(f"a script failed on {self.page.url}: {first_line(error)}") from error
 
-    async def look(self, *, advance_ms: int | None = None, has_places: bool = False) -> Snapshot:
+    async def snapshot(
+        self, *, advance_ms: int | None = None, has_places: bool = False
+    ) -> Snapshot:
         """Return a snapshot of the current tab after it has settled.
 
         Args:
@@ -174,12 +176,12 @@ class WebSession:
         Raises: EnvFailure: the page cannot be read.
         """
         options = {
-            "maxMs": self._look.max_settle_ms,
-            "quietMs": self._look.quiet_ms,
-            "advanceMs": self._look.advance_ms if advance_ms is None else advance_ms,
+            "maxMs": self._settings.max_settle_ms,
+            "quietMs": self._settings.quiet_ms,
+            "advanceMs": self._settings.advance_ms if advance_ms is None else advance_ms,
             "places": has_places,
-            "deep": self._look.deep,
-            "skip": list(self._look.skip),
+            "deep": self._settings.deep,
+            "skip": list(self._settings.skip),
         }
         for _ in range(MAX_RETRIES):
             page = self.page

@@ -107,7 +107,7 @@ def shown_nodes(nodes: tuple[PageNode, ...], *, only_in_view: bool) -> list[Page
         if only_in_view and not node.is_in_view:
             continue
         if node.role == STATIC:
-            is_empty = _is_told(node, nodes, busy, kept)
+            is_empty = _is_repeated(node, nodes, busy, kept)
         elif node.role in STRUCTURE and not node.name and not node.states:
             is_empty = True
         else:
@@ -129,7 +129,7 @@ def _with_interactive_children(nodes: tuple[PageNode, ...]) -> set[int]:
     return busy
 
 
-def _is_told(
+def _is_repeated(
     node: PageNode, nodes: tuple[PageNode, ...], busy: set[int], kept: list[PageNode]
 ) -> bool:
     """Whether a text repeats the name of a displayed ancestor or of the last displayed node."""

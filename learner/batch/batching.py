@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from common.wire.messages import Trajectory
+from learner.batch.device_copy import placed
 from learner.batch.experts import Recorded, Routes, place_routes, recorded_of
 from learner.batch.packing import Packing, pack, packed_rows, padded_width
-from learner.batch.placing import placed
 
 # Minimal length of a shared prefix; sharing a shorter one costs more than it saves.
 MIN_SHARED_TOKENS = 8
@@ -339,6 +339,7 @@ def each_microbatch(
 def _collate(
     samples: Sequence[Sample], block: MicrobatchSamples, device: torch.device | str, is_packed: bool
 ) -> MicroBatch:
+    """Return the tensors of one microbatch."""
     chosen = [samples[index] for index in block.indices]
     trajectories = [sample.trajectory for sample in chosen]
     masks = [t.loss_mask for t in trajectories]

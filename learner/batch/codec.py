@@ -35,7 +35,7 @@ def unpack_samples(payload: bytes) -> list[Sample]:
     with np.load(io.BytesIO(payload), allow_pickle=False) as arrays:
         records = np.split(arrays["records"], np.cumsum(arrays["record_sizes"])[:-1])
         advantages = arrays["advantages"].tolist()
-        turn, own = (_parted(arrays[f"{n}"], arrays[f"{n}_sizes"]) for n in ("turn", "own"))
+        turn, own = (_split_array(arrays[f"{n}"], arrays[f"{n}_sizes"]) for n in ("turn", "own"))
     samples: list[Sample] = []
     for record, advantage, of_turns, of_tokens in zip(records, advantages, turn, own, strict=True):
         trajectory = unpack_record(record.tobytes())
@@ -59,6 +59,6 @@ def _joined(name: str, parts: list[np.ndarray | None]) -> dict[str, np.ndarray]:
     return {name: flat, f"{name}_sizes": sizes}
 
 
-def _parted(flat: np.ndarray, sizes: np.ndarray) -> list[np.ndarray | None]:
+def _split_array(flat: np.ndarray, sizes: np.ndarray) -> list[np.ndarray | None]:
     parts = np.split(flat, np.cumsum(np.maximum(sizes, 0))[:-1])
     return [None if size == ABSENT else part for part, size in zip(parts, sizes, strict=True)]

@@ -25,6 +25,8 @@ CUT_SHORT = (EndReason.HORIZON, EndReason.TRUNCATED, EndReason.CONTEXT_FULL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
+    """The critic's values of a batch before the step."""
+
     values: np.ndarray = field(repr=False)  # [tokens] float32
     end_values: np.ndarray = field(repr=False)  # [sample] float32
     logprobs: np.ndarray = field(repr=False)  # [tokens] float32 nats

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.wire.messages import Trajectory
-from learner.batch.placing import placed
+from learner.batch.device_copy import placed
 
 Recorded = tuple[np.ndarray, np.ndarray]  # ids [seq, layer, chosen], mask [seq]
 

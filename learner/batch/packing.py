@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learner.batch.placing import placed
+from learner.batch.device_copy import placed
 
 CHUNK_TOKENS = 128  # Queries of one piece of a sequence; the piece omits all later keys.
 # Kernels of some devices are compiled or planned for each new size, so few sizes are better. A size

@@ -26,6 +26,8 @@ Decided = tuple[list[EpisodeOutcome], list[GroupArrived]]
 
 @dataclass(slots=True)
 class _OpenGroup:
+    """A group whose members have not all arrived or been given up."""
+
     arrived: dict[int, Trajectory] = field(default_factory=dict)
     given_up: set[int] = field(default_factory=set)
 

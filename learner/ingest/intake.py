@@ -113,20 +113,21 @@ class Intake(threading.Thread):
         received = self._router.receive_all(timeout_s=POLL_S, limit=MAX_BATCH)
         started = time.monotonic()
         if received:
-            self._take_in(received)
+            self._process(received)
         self._finish()
-        self._keep_in_touch()
+        self._send_heartbeat_if_due()
         if 0 < len(received) < MIN_BATCH:
             time.sleep(max(0.0, started + GATHER_S - time.monotonic()))
 
-    def _keep_in_touch(self) -> None:
+    def _send_heartbeat_if_due(self) -> None:
+        """Exchange messages with the scheduler, and send a heartbeat if one is due."""
         self._scheduler.pump()
         now = time.monotonic()
         if now - self._last_beat > self._heartbeat_s:
             self._last_beat = now
             self._scheduler.beat(self._heartbeat())
 
-    def _take_in(self, received: list[Received]) -> None:
+    def _process(self, received: list[Received]) -> None:
         """Journal new valid trajectories; `_finish` acknowledges all of them after the sync."""
         answers: list[tuple[bytes, Ack]] = []
         records: list[tuple[Trajectory, list[bytes]]] = []
@@ -184,7 +185,7 @@ class Intake(threading.Thread):
             try:
                 positions += self._journal.append_some(records[len(positions) :])
             except OSError as error:
-                self._room.met(error)
+                self._room.note_failure(error)
             else:
                 self._room.over()
                 continue
@@ -192,7 +193,7 @@ class Intake(threading.Thread):
                 raise DiskFull(f"stopped while the disk is full: {self._room.text}")
             self._on_round()
             self._finish()
-            self._keep_in_touch()
+            self._send_heartbeat_if_due()
             time.sleep(min(ROOM_POLL_S, self._heartbeat_s))
         return positions
 

@@ -109,7 +109,7 @@ class ReportClient:
                 self.refused_elsewhere = message.refused or self.refused_elsewhere
                 self._on_progress(message)
                 if is_same:
-                    self._look_for_gap(message)
+                    self._check_gap(message)
             case Rejected():
                 raise LongstrideError(
                     f"The scheduler refused a message of the learner: {message.reason}"
@@ -119,7 +119,7 @@ class ReportClient:
                     f"The scheduler sent an unexpected message: {type(message).__name__}"
                 )
 
-    def _look_for_gap(self, progress: Progress) -> None:
+    def _check_gap(self, progress: Progress) -> None:
         """Reconnect if a message was lost when the connection broke and recovered.
 
         A connection keeps the order of messages. So any message sent before an answered heartbeat

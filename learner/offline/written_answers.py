@@ -82,7 +82,7 @@ class AnswerWriter:
             past, text = self._with_calls(message, checked, tools)
         if thoughts:
             text = self._with_thoughts(thoughts) + text
-        header, text = self._parted(text, past, head="" if checked else self._head)
+        header, text = self._split_header(text, past, head="" if checked else self._head)
         end = self.renderer.sampled_end(has_calls=bool(checked))
         lead = [] if checked else self.renderer.lead_of_end
         ids = self._own(text)
@@ -105,7 +105,7 @@ class AnswerWriter:
                 return [*prompt[: len(prompt) - len(asked)], *self._plain(after)]
         raise ValueError("messages: the chat template asks for this answer in another form")
 
-    def _parted(self, text: str, past: str, *, head: str) -> tuple[str, str]:
+    def _split_header(self, text: str, past: str, *, head: str) -> tuple[str, str]:
         """Return the header before an answer, behind the text of all prompts, and the answer.
 
         A header that opens a block of thoughts stands before an answer with thoughts only.
@@ -147,8 +147,8 @@ class AnswerWriter:
         """Return thoughts as the template writes them before an answer's text."""
         turns = self.renderer.turns
         for name in FIELDS:
-            said = {"role": "assistant", "content": ASSISTANT, name: THOUGHT}
-            text = self._rendered([{"role": "user", "content": USER}, said], (), is_asking=False)
+            example = {"role": "assistant", "content": ASSISTANT, name: THOUGHT}
+            text = self._rendered([{"role": "user", "content": USER}, example], (), is_asking=False)
             before, has_answer, _ = text.partition(ASSISTANT)
             if has_answer and THOUGHT in before:
                 block = before.partition(USER)[2].removeprefix(turns.closed)
@@ -166,10 +166,14 @@ class AnswerWriter:
         if not isinstance(turn, CallTurn):
             raise ValueError(f"tool_calls: {turn}")
         shown = [turn.call(name, arguments) for name, arguments in checked]
-        said = {"role": "assistant", "content": message.get("content") or "", "tool_calls": shown}
+        example = {
+            "role": "assistant",
+            "content": message.get("content") or "",
+            "tool_calls": shown,
+        }
         results = [{"role": "tool", "name": name, "content": NEXT} for name, _ in checked]
         whole = self._rendered(
-            [{"role": "user", "content": USER}, said, *results], tools, is_asking=False
+            [{"role": "user", "content": USER}, example, *results], tools, is_asking=False
         )
         answer = whole.partition(USER)[2].removeprefix(self.renderer.turns.closed)
         header = self.renderer.turns.answered.removesuffix(self._head)

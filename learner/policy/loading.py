@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from common.errors import ConfigError
 from learner.policy.determinism import make_deterministic, zero_dropout_rates
-from learner.policy.experts.conversion import Read, convert_read, plan_reads
+from learner.policy.experts.conversion import WeightRead, convert_read, plan_reads
 from learner.policy.lora import ADAPTED
 from learner.policy.rotary import fix_rotary
 from learner.policy.weight_files import LOCAL, WeightFiles
@@ -205,7 +205,7 @@ def fill(network: PreTrainedModel, path: str, files: WeightFiles = LOCAL) -> Non
 
 def _parts(
     network: PreTrainedModel,
-    read: Read,
+    read: WeightRead,
     files: Mapping[str, Any],
     weights: Mapping[str, Tensor],
     path: str,

@@ -54,7 +54,7 @@ def add_adapters(model: PreTrainedModel, cfg: LoraSection, *, base_path: str) ->
     except ValueError as error:  # Such as the inner projections of Mamba, which a kernel reads.
         raise ConfigError(
             f"learner.lora.targets={','.join(cfg.targets)}: peft cannot adapt these layers of"
-            f" {type(model).__name__}: {error}"
+            f" {type(model).__name__}; remove them from the list: {error}"
         ) from error
     for name, parameter in model.named_parameters():
         is_adapter = ".lora_" in name

@@ -69,7 +69,9 @@ def load_policy(
             its rotary embedding cannot match the engine's, or its weights are quantised.
     """
     if not (Path(path) / "config.json").is_file():
-        raise ConfigError(f"model.path={path!r}: the folder has no config.json")
+        raise ConfigError(
+            f"model.path={path!r}: the folder has no config.json; give a folder of transformers"
+        )
     check_kind(Path(path))
     check_trainable(Path(path))
     is_cuda = torch.device(device).type == "cuda"
@@ -122,7 +124,10 @@ def settle_head(model: PreTrainedModel, path: str) -> None:
     Raises: ConfigError: the network has no head.
     """
     if model.get_output_embeddings() is None:
-        raise ConfigError(f"model.path={path!r}: {type(model).__name__} has no output head")
+        raise ConfigError(
+            f"model.path={path!r}: {type(model).__name__} has no output head; choose a causal"
+            " language model"
+        )
     if not float(own_logits_gap(model)) <= 1.0:
         use_own_logits(model)
 

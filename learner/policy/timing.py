@@ -33,7 +33,9 @@ logger = logging.getLogger(__name__)
 _REMEDY = "remove the file, and the learner chooses again; repeated steps may differ by rounding"
 
 BUDGET_S = 0.1  # Measured time of a stage in seconds, after one warm-up pass of each configuration.
-PATIENCE_S = 1.0  # Seconds of a first round above which the model is large and one round suffices.
+LARGE_MODEL_S = (
+    1.0  # Seconds of a first round above which the model is large and one round suffices.
+)
 MARGIN = 1.2  # A smaller speedup than this factor counts as noise.
 LENGTHS = (1.0, 0.75, 0.5)  # Lengths of the timed sequences, as fractions of the longest.
 # Limits of the longest length; shorter sequences cost about the same in all configurations.
@@ -252,7 +254,7 @@ def _rounds(
         }
 
     warm = one_round()
-    if sum(each.seconds for each in warm.values()) > PATIENCE_S:
+    if sum(each.seconds for each in warm.values()) > LARGE_MODEL_S:
         yield warm
         return
     left_s = budget_s

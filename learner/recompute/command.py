@@ -16,16 +16,16 @@ from learner.objective.dead_settings import summary_lines
 from learner.policy.model import pick_device
 from learner.recompute.counterfactual import RecordedResults, header, split_options
 from learner.recompute.plan import EpisodesMissing, Plan, episodes_of, make_plan
-from learner.recompute.rebuild import Only, Rebuilt, Recomputation, RecomputedBatch
+from learner.recompute.rebuild import EpisodeFilter, Rebuilt, Recomputation, RecomputedBatch
 from learner.recovery.machine import differences, machine_facts
 from learner.training.digests import first_difference
 
-Say = Callable[[str], None]
+Echo = Callable[[str], None]
 USAGE = "recompute RUN [--steps a:b] [--json FILE] [key=value ...]"
-SAY_EVERY_S = 30.0
+LOG_EVERY_S = 30.0
 
 
-def recompute(request: ParsedCommand, *, root: Path, say: Say) -> int:
+def recompute(request: ParsedCommand, *, root: Path, echo: Echo) -> int:
     """Recompute a run; return the exit code: 1 if a step differs or cannot be read.
 
     Raises: ConfigError: no such run or steps, pruned data, or an override without effect.
@@ -42,28 +42,28 @@ def recompute(request: ParsedCommand, *, root: Path, say: Say) -> int:
     plan = make_plan(run_dir, request.steps)
     num_skipped = sum(step.is_skipped for step in plan.steps)
     num_starts = len({id(plan.start_of(step)) for step in plan.steps})
-    say(
+    echo(
         f"{run_dir.root.name}: steps {plan.first} to {plan.last}, recomputed from {plan.origin}"
         f" (step {plan.version}): {len(plan.steps)} batches, {num_skipped} of them skipped. The"
         f" run computed them in {num_starts} starts of the learner."
     )
     path = Path(request.json or run_dir.root / "recompute.json")
-    if overrides or only != Only():
-        return _Counterfactual(plan, overrides, only, say).run(path, is_dry=request.is_dry)
+    if overrides or only != EpisodeFilter():
+        return _Counterfactual(plan, overrides, only, echo).run(path, is_dry=request.is_dry)
     with Recomputation(plan, [], is_counterfactual=False) as again:
-        return 0 if request.is_dry else _Check(plan, say).run(again, path)
+        return 0 if request.is_dry else _Check(plan, echo).run(again, path)
 
 
 class _Check:
     """Compares the recomputed batches with the run's checksums, batch by batch."""
 
-    def __init__(self, plan: Plan, say: Say) -> None:
+    def __init__(self, plan: Plan, echo: Echo) -> None:
         self._plan = plan
-        self._say = say
+        self._echo = echo
         self._num_equal = self._num_unknown = 0
         self.problem = ""
         self.step: int | None = None  # The first step that differs.
-        self._said_at = time.monotonic()
+        self._logged_at = time.monotonic()
 
     def run(self, again: Recomputation, path: Path) -> int:
         """Recompute the plan up to the first step that differs; return the exit code."""
@@ -71,7 +71,7 @@ class _Check:
         try:
             self.begin(again.begin())
             if not self.problem:
-                for redone in again.run(episodes, Only(), has_scores=False):
+                for redone in again.run(episodes, EpisodeFilter(), has_scores=False):
                     if not self.take(redone):
                         break
         except EpisodesMissing as error:
@@ -96,17 +96,17 @@ class _Check:
         start = plan.start_of(plan.steps[0])
         now = machine_facts(pick_device(rebuilt.cfg.learner.device))
         for line in differences(start.machine, now):
-            self._say(f"this machine differs from the run's, so rounding may differ: {line}")
+            self._echo(f"this machine differs from the run's, so rounding may differ: {line}")
         code = git_revision()
         if start.code != code:
             was = start.code or "unknown"
-            self._say(f"the code differs from the run's: was {was}, is {code or 'unknown'}")
+            self._echo(f"the code differs from the run's: was {was}, is {code or 'unknown'}")
         weights, frozen = rebuilt.trainer.checksums()
         known = {each.version: each for each in plan.record.starts}.get(plan.version)
         lines = plan.record.lines.items()
         noted = [line for (version, _), line in lines if version == plan.version]
         expected = known.weights if known else noted[-1].digests.weights if noted else weights
-        is_alike = known is not None or self._has_ranks_of(noted[-1:], rebuilt)
+        is_alike = known is not None or self._is_comparable(noted[-1:], rebuilt)
         if is_alike and weights != expected:
             self.step = plan.version
             where = rebuilt.cfg.model.path if plan.checkpoint is None else plan.checkpoint
@@ -117,8 +117,8 @@ class _Check:
             self.problem = f"weights: the frozen weights ({where}, or the reference) differ"
         self._num_equal += is_alike and not self.problem
 
-    def _has_ranks_of(self, noted: list[Any], rebuilt: Rebuilt) -> bool:
-        """Return whether the checksums are comparable: each covers the part of a single rank."""
+    def _is_comparable(self, noted: list[Any], rebuilt: Rebuilt) -> bool:
+        """Return whether the run had as many ranks as this learner: each has its own digests."""
         num_ranks = rebuilt.cfg.learner.num_ranks
         starts = self._plan.record.starts
         return any(
@@ -138,24 +138,24 @@ class _Check:
             self.step = step.version
             return False
         self._num_equal += not step.is_skipped
-        if time.monotonic() - self._said_at > SAY_EVERY_S:
-            self._said_at = time.monotonic()
-            self._say(f"step {step.version}: all steps are equal so far")
+        if time.monotonic() - self._logged_at > LOG_EVERY_S:
+            self._logged_at = time.monotonic()
+            self._echo(f"step {step.version}: all steps are equal so far")
         return True
 
     def finish(self, damage: list[str]) -> None:
         """Report the result."""
         if self.problem:
-            self._say(f"step {self.step} differs: {self.problem}")
+            self._echo(f"step {self.step} differs: {self.problem}")
             return
         for text in damage[:3]:
-            self._say(f"the journal is damaged, but not in episodes of these steps: {text}")
+            self._echo(f"the journal is damaged, but not in episodes of these steps: {text}")
         if self._num_unknown:
-            self._say(
+            self._echo(
                 f"{self._num_unknown} batches were not compared: the run has no checksum of them"
             )
         learner_s = self._plan.record.learner_cpu_s()
-        self._say(
+        self._echo(
             f"equal: all {self._num_equal} checksums of weights, versions {self._plan.version} to"
             f" {self._plan.last}. Recomputing took {_cpu_s():.1f} CPU-seconds, the whole learner"
             f" {learner_s:.1f}."
@@ -165,47 +165,47 @@ class _Check:
 class _Counterfactual:
     """Recomputes the run's own learner, and then a learner with other settings on the same data."""
 
-    def __init__(self, plan: Plan, overrides: list[str], only: Only, say: Say) -> None:
+    def __init__(self, plan: Plan, overrides: list[str], only: EpisodeFilter, echo: Echo) -> None:
         self._plan = plan
         self._overrides = overrides
         self._only = only
-        self._say = say
+        self._echo = echo
 
     def run(self, path: Path, *, is_dry: bool) -> int:
         """Print the table and write it as JSON; return the exit code."""
         plan = self._plan
-        say = self._say
+        echo = self._echo
         with Recomputation(plan, self._overrides, is_counterfactual=True) as other:
             for line in summary_lines(other.cfg.algorithm, other.cfg.learner):
-                say(line)
+                echo(line)
             if is_dry:
                 return 0
             recorded = RecordedResults()
             try:
                 if problem := self._compute_recorded(recorded):
-                    say(f"the recorded steps are not reproduced bit for bit: {problem}")
-                say(header())
+                    echo(f"the recorded steps are not reproduced bit for bit: {problem}")
+                echo(header())
                 rows: list[dict[str, Any]] = []
                 batches = other.run(episodes_of(plan), self._only, has_scores=True)
                 for row in recorded.compare(batches, first=plan.first):
-                    say(row.text())
+                    echo(row.text())
                     rows.append(row.plain)
             except EpisodesMissing as error:
-                say(f"step {error.step.version} cannot be recomputed: {error}")
+                echo(f"step {error.step.version} cannot be recomputed: {error}")
                 return 1
             finally:
                 recorded.close()
         if rows and all(row["policy"] == "recorded" for row in rows) and len(rows) > 1:
-            say("the overrides change nothing on this data")
+            echo("the overrides change nothing on this data")
         only = asdict(self._only) | {"dropped": sorted(self._only.dropped)}
         found = {"overrides": self._overrides, "only": only, "origin": plan.origin, "rows": rows}
         path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        say(f"wrote {path}")
+        echo(f"wrote {path}")
         return 0
 
     def _compute_recorded(self, recorded: RecordedResults) -> str:
         """Recompute the batches with the run's own settings; return the first difference."""
-        check = _Check(self._plan, self._say)
+        check = _Check(self._plan, self._echo)
         problem = ""
         with Recomputation(self._plan, [], is_counterfactual=False) as again:
             check.begin(again.begin())

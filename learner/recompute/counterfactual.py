@@ -13,7 +13,7 @@ from common.config.keys import dotted
 from common.errors import ConfigError
 from common.wire.messages import EndReason
 from learner.objective.correction import ratio_statistics
-from learner.recompute.rebuild import Only, RecomputedBatch
+from learner.recompute.rebuild import EpisodeFilter, RecomputedBatch
 from learner.training.trainer import TrainingDiverged
 
 _OTHER_ROLES = ("horizon", "curriculum", "groups", "tasks", "mixture", "scheduler", "actor")
@@ -42,7 +42,7 @@ _HINT = "Only algorithm.* and the learner.* keys that affect training can be cha
 _COLUMNS = (("loss", "loss/policy"), ("grad_norm", "train/grad_norm"), ("lr", "train/lr"))
 
 
-def split_options(words: Sequence[str]) -> tuple[list[str], Only]:
+def split_options(words: Sequence[str]) -> tuple[list[str], EpisodeFilter]:
     """Return the overrides among key=value words, and the selection of trained episodes.
 
     Raises: ConfigError: a key has no effect on the recomputed training.
@@ -61,7 +61,7 @@ def split_options(words: Sequence[str]) -> tuple[list[str], Only]:
         else:
             _check_key(name, word)
             overrides.append(word)
-    return overrides, Only(**only)
+    return overrides, EpisodeFilter(**only)
 
 
 def _check_key(name: str, word: str) -> None:

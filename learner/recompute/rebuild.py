@@ -12,7 +12,7 @@ import torch
 import yaml
 from transformers import AutoTokenizer
 
-from common.config.load import load_told
+from common.config.load import load_received
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Only:
+class EpisodeFilter:
     """A filter of the episodes to train on. By default it keeps all."""
 
     horizons: tuple[int, int] | None = None  # Minimum and maximum horizon of an episode.
@@ -143,7 +143,7 @@ class Recomputation:
         return self._rebuilt
 
     def run(
-        self, episodes: JournalEpisodes, only: Only, *, has_scores: bool
+        self, episodes: JournalEpisodes, only: EpisodeFilter, *, has_scores: bool
     ) -> Iterator[RecomputedBatch]:
         """Yield the result of each batch.
 
@@ -206,4 +206,4 @@ def config_of(run_dir: RunDir, start: Start, overrides: list[str]) -> RunConfig:
     tree = yaml.safe_load(run_dir.config.read_text(encoding="utf-8"))
     for name, values in start.settings.items():
         tree[name] = tree.get(name, {}) | values
-    return load_told(yaml.safe_dump(tree, sort_keys=False), overrides, root=ROOT)
+    return load_received(yaml.safe_dump(tree, sort_keys=False), overrides, root=ROOT)

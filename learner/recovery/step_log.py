@@ -19,8 +19,8 @@ from common.store.disk import AppendFile, with_room
 from common.store.run_dir import cut_head
 from common.wire.messages import EpisodeOutcome, Outcome
 
-LOOK_BYTES = 16 << 20
-LOOK_FACTOR = 1.25  # A pruned log must grow by this factor before it is examined again.
+PRUNE_FROM_BYTES = 16 << 20
+PRUNE_GROWTH = 1.25  # A pruned log must grow by this factor before it is examined again.
 PRUNED = b'{"pruned":'
 REMEDY = "restore it from a backup; only this file lists the batches that the run has trained on"
 
@@ -62,12 +62,14 @@ class StepLog:
     lines, `prune` removes the lines, and a new first line records this.
     """
 
-    def __init__(self, path: Path, *, start: int = 0, look_bytes: int = LOOK_BYTES) -> None:
+    def __init__(
+        self, path: Path, *, start: int = 0, prune_from_bytes: int = PRUNE_FROM_BYTES
+    ) -> None:
         """Open a log for appending.
 
         Args:
             start: offset of the first line that may be needed.
-            look_bytes: `prune` ignores a log smaller than this.
+            prune_from_bytes: `prune` ignores a log smaller than this.
 
         Raises: ConfigError: it is damaged; names file and line.
         """
@@ -75,7 +77,7 @@ class StepLog:
         self._file = AppendFile(path)
         # Tuples of offset, version and highest group number.
         self._lines: deque[tuple[int, int, int]] = deque()
-        self._least_bytes = self._look_bytes = look_bytes
+        self._least_bytes = self._prune_bytes = prune_from_bytes
         try:
             self._file.truncate(whole_bytes(path))
             self.pruned, self._shift = _pruned_of(path)
@@ -127,7 +129,7 @@ class StepLog:
 
         Raises: OSError: the log could not be rewritten; it is unchanged.
         """
-        if not before or self._file.size < self._look_bytes:
+        if not before or self._file.size < self._prune_bytes:
             return False
         path = self._file.path
         may_go = None
@@ -146,7 +148,7 @@ class StepLog:
             self._file.close()
             self._file = AppendFile(path)
             self.pruned, self._shift = _pruned_of(path)
-        self._look_bytes = max(self._least_bytes, int(self._file.size * LOOK_FACTOR))
+        self._prune_bytes = max(self._least_bytes, int(self._file.size * PRUNE_GROWTH))
         return gone.num_bytes > 0
 
     def close(self) -> None:

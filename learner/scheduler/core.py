@@ -175,6 +175,7 @@ class SchedulerCore:
     # --- leases -------------------------------------------------------------------------------
 
     def _lease_request(self, message: LeaseRequest) -> LeaseGrant:
+        """Answer an actor's request for leases."""
         member = self.members.by_name.get(message.actor)
         now = self._clock()
         run = self.run
@@ -210,6 +211,7 @@ class SchedulerCore:
         return self._progress_of_learner([]) if self._batch() != before else None
 
     def _step_done(self, message: StepDone) -> Progress:
+        """Apply the report of a finished step."""
         self._touch_learner()
         self.run.learner_version = message.version
         if message.version > self.run.version:

@@ -46,7 +46,7 @@ class DiskWait:
             try:
                 write()
             except OSError as error:
-                wait.met(error)
+                wait.note_failure(error)
             else:
                 wait.over()
                 return kept

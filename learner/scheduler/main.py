@@ -32,7 +32,7 @@ from learner.scheduler.evaluation.eval_stream import eval_lines
 from learner.scheduler.evaluation.phases import Phase
 from learner.scheduler.event_log import EventLog
 from learner.scheduler.members.enrolment import Enrolments
-from learner.scheduler.members.hubs import Entrance, StoppedEarly, greet_known
+from learner.scheduler.members.hubs import StartMessages, StoppedEarly, greet_known
 from learner.scheduler.members.registry import AddressRegistry
 from learner.scheduler.status import others
 
@@ -66,7 +66,7 @@ class LoopClock:
 
 
 @dataclass(slots=True)
-class Serving:
+class LoopParts:
     """All objects that the main loop uses."""
 
     core: SchedulerCore
@@ -153,7 +153,7 @@ def build(
     router: Router,
     disk: DiskWait,
     stop: threading.Event,
-) -> Serving:
+) -> LoopParts:
     """Publish the scheduler's address, wait for the hubs, resume the last state, start serving."""
     key_path = write_join_key(run_dir.keys, keys, run_name=cfg.run.name)
     run_dir.publish_address("scheduler", own_address(cfg, router.port))
@@ -172,17 +172,17 @@ def build(
         AddressRegistry(cfg.scheduler.dead_after_s),
         Enrolments(cfg, run_dir.keys),
     )
-    entrance = Entrance(cfg=cfg, router=router, registry=registry, enrolments=enrolments)
+    start_messages = StartMessages(cfg=cfg, router=router, registry=registry, enrolments=enrolments)
     greet_known(registry, (log.load() or {}).get("hubs", []), token=keys.hub_token)
     token = cfg.envhub.token or keys.hub_token
-    catalogue = entrance.wait_for_catalogue(token=token, stop=stop)
+    catalogue = start_messages.wait_for_catalogue(token=token, stop=stop)
     for line in cfg.curriculum.warnings(cfg.horizon):
         logger.warning(line.removeprefix("warning: "))
     clock = LoopClock(time.monotonic())
     components = build_components(cfg, catalogue)
     core = SchedulerCore(components, clock=clock, run_epoch=secrets.token_hex(8))
     resume(core, clock, log)
-    parts = Serving(
+    parts = LoopParts(
         core=core,
         clock=clock,
         log=log,
@@ -198,7 +198,7 @@ def build(
     came_meanwhile = disk.write(lambda: log.save(state_of(parts)), log.path)
     core.mark_saved()
     logger.info("listening port=%d phase=%s version=%d", router.port, core.phase, core.version)
-    answer_all(parts, [*entrance.early, *came_meanwhile])
+    answer_all(parts, [*start_messages.early, *came_meanwhile])
     return parts
 
 
@@ -252,12 +252,12 @@ def listen(cfg: RunConfig, keys: RunKeys, *, preferred_port: int) -> Router:
     return Router(keys, host=host, port=port)
 
 
-def loop(parts: Serving, stop: threading.Event, *, on_round: Callable[[], None]) -> None:
+def loop(parts: LoopParts, stop: threading.Event, *, on_round: Callable[[], None]) -> None:
     """Serve until `stop` is set, or until the run is over and all members have left."""
     while not stop.is_set() and not has_ended(parts):
         on_round()
         received = parts.router.receive_all(timeout_s=POLL_S)
-        wake_at(parts, time.monotonic())
+        set_clock(parts, time.monotonic())
         answer_all(parts, received)
         parts.registry.expire(parts.clock.now)
         if parts.core.tick():
@@ -270,8 +270,8 @@ def loop(parts: Serving, stop: threading.Event, *, on_round: Callable[[], None])
             time.sleep(max(0.0, parts.clock.now + GATHER_S - time.monotonic()))
 
 
-def wake_at(parts: Serving, now: float) -> None:
-    """Set the clock. After a suspension of this process renew all deadlines."""
+def set_clock(parts: LoopParts, now: float) -> None:
+    """Set the loop's clock; after a suspension of this process, extend all deadlines."""
     slept_s, parts.clock.now = now - parts.clock.now, now
     if slept_s > ASLEEP_S:
         logger.warning(
@@ -282,7 +282,7 @@ def wake_at(parts: Serving, now: float) -> None:
         parts.log.append(now, WAKE, [])
 
 
-def has_ended(parts: Serving) -> bool:
+def has_ended(parts: LoopParts) -> bool:
     """True if the run is over and all members have left.
 
     A scheduler that starts after the end keeps serving for a while. If the learner was killed
@@ -295,7 +295,7 @@ def has_ended(parts: Serving) -> bool:
     return has_left and parts.clock.now >= parts.serves_until
 
 
-def answer_all(parts: Serving, received: list[Received]) -> None:
+def answer_all(parts: LoopParts, received: list[Received]) -> None:
     """Handle and log a batch of messages, flush the log, then send the answers."""
     answers: list[tuple[bytes, Any]] = []
     for each in received:
@@ -327,11 +327,11 @@ def answer_all(parts: Serving, received: list[Received]) -> None:
             "could not send the answer to receiver=%s", parts.names.get(receiver, receiver.hex())
         )
     if came_meanwhile:
-        wake_at(parts, time.monotonic())
+        set_clock(parts, time.monotonic())
         answer_all(parts, came_meanwhile)
 
 
-def answer_outside(parts: Serving, received: Received) -> Any:
+def answer_outside(parts: LoopParts, received: Received) -> Any:
     """Return the answer to a message that neither the core nor the log needs."""
     is_finished = parts.core.phase is Phase.DONE
     members = parts.core.members
@@ -346,7 +346,7 @@ def answer_outside(parts: Serving, received: Received) -> Any:
     )
 
 
-def name_of(parts: Serving, received: Received) -> str:
+def name_of(parts: LoopParts, received: Received) -> str:
     """Return the name that a sender gave itself, or its ROUTER identity before that."""
     match received.message:
         case Hello() | Heartbeat() | Goodbye():
@@ -356,14 +356,14 @@ def name_of(parts: Serving, received: Received) -> str:
     return parts.names.get(received.sender, received.sender.hex())
 
 
-def state_of(parts: Serving) -> dict[str, Any]:
+def state_of(parts: LoopParts) -> dict[str, Any]:
     """Return the state that a restarted scheduler resumes from."""
     snapshot = parts.core.snapshot(with_volatile=True)
     state = {"core": snapshot, "time_s": parts.clock.now, "port": parts.router.port}
     return state | {"hubs": parts.registry.saved_hubs(parts.hub_token)}
 
 
-def save(parts: Serving) -> None:
+def save(parts: LoopParts) -> None:
     """Save a snapshot and start a new log. On a full disk the old ones remain in use."""
     started_s = time.thread_time()
     state = state_of(parts)
@@ -374,7 +374,7 @@ def save(parts: Serving) -> None:
         parts.is_changed = False
 
 
-def write_due(parts: Serving) -> None:
+def write_due(parts: LoopParts) -> None:
     """Write all files if they are due or the phase is new; in a new version only the ledger."""
     known = parts.ledger_of
     phase = parts.core.phase
@@ -384,7 +384,7 @@ def write_due(parts: Serving) -> None:
         write_ledger(parts)
 
 
-def write_reports(parts: Serving) -> None:
+def write_reports(parts: LoopParts) -> None:
     """Write status.json, the evaluations, the outcomes and the ledger."""
     started_s = time.thread_time()
     core = parts.core
@@ -403,7 +403,7 @@ def write_reports(parts: Serving) -> None:
     parts.status_at = next_time(parts, STATUS_S, started_s)
 
 
-def write_outcomes(parts: Serving) -> None:
+def write_outcomes(parts: LoopParts) -> None:
     """Append the outcomes since the last call, one JSON line for each episode."""
     news = parts.core.lifecycle.news
     path = parts.run_dir.outcomes
@@ -423,7 +423,7 @@ def write_outcomes(parts: Serving) -> None:
         if_room(lambda: cut_head(path, half), path)
 
 
-def write_ledger(parts: Serving) -> None:
+def write_ledger(parts: LoopParts) -> None:
     """Write the ledger and, once for each version or phase, the selection audit."""
     files = {parts.run_dir.ledger: parts.core.lifecycle.ledger_report()}
     if parts.ledger_of != (parts.core.version, parts.core.phase):
@@ -433,7 +433,7 @@ def write_ledger(parts: Serving) -> None:
     parts.ledger_of = (parts.core.version, parts.core.phase)
 
 
-def next_time(parts: Serving, every_s: float, started_s: float) -> float:
+def next_time(parts: LoopParts, every_s: float, started_s: float) -> float:
     """Return when to write a file again.
 
     Args:

@@ -28,6 +28,8 @@ _AS_IT_IS = frozenset((str, int, float, bool, types.NoneType))
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Field:
+    """A field of a dataclass, as saved states need it."""
+
     name: str
     kind: Any
     mark: str  # "" | "volatile" | "configured"

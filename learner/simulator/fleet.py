@@ -109,11 +109,11 @@ class Fleet:
         self._core.handle(actor.name, hello)
         if self._cfg.simulator.mtbf_h > 0:
             life_s = self._rng.expovariate(1 / (3600.0 * self._cfg.simulator.mtbf_h))
-            self._events.at(life_s, self._die, actor)
+            self._events.at(life_s, self._fail, actor)
         self._ask(actor)
         self.wake()
 
-    def _die(self, actor: SimActor) -> None:
+    def _fail(self, actor: SimActor) -> None:
         self.num_deaths += 1
         self._note_idle(actor)
         actor.is_alive = False
@@ -127,10 +127,10 @@ class Fleet:
         if self._cfg.groups.straggler_factor > 0:
             for actor in living:
                 if actor.held:
-                    self._beat(actor)
+                    self._send_heartbeat(actor)
         return [actor.name for actor in living]
 
-    def _beat(self, actor: SimActor) -> None:
+    def _send_heartbeat(self, actor: SimActor) -> None:
         heartbeat = Heartbeat(
             role="actor",
             name=actor.name,

@@ -102,7 +102,10 @@ def load_workload(path: Path, algorithm: AlgorithmSection) -> MeasuredWorkload:
     for stage, version, members in seen.values():
         groups.setdefault(stage, []).append((version, members))
     if not groups:
-        raise ConfigError(f"simulator.from_run={path}: the journal has no training episode")
+        raise ConfigError(
+            f"simulator.from_run={path}: the journal has no training episode; choose a run that"
+            " has made steps"
+        )
     return MeasuredWorkload(groups, steps)
 
 

@@ -18,6 +18,8 @@ BAR = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
+    """One figure of the simulation beside its measured value."""
+
     name: str
     predicted: float
     measured: float

@@ -19,6 +19,8 @@ MAX_HOURS = 48.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
+    """One simulated value of a setting, with its figures."""
+
     value: int
     trained_per_h: float
     lag_mean: float

@@ -39,6 +39,8 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedStep:
+    """The counters of one simulated step."""
+
     ended_s: float
     wait_s: float
     num_arrived: int  # Episodes since the start.
@@ -49,6 +51,8 @@ class SimulatedStep:
 
 @dataclass(slots=True)
 class SimulationStatistics:
+    """The counters of a whole simulation."""
+
     published_s: list[float] = field(default_factory=list)  # Publication time of version i + 1.
     steps: list[SimulatedStep] = field(default_factory=list)
     lags: Counter[int] = field(default_factory=Counter)

@@ -102,10 +102,10 @@ class SimulatedRun:
 
     def _deliver(self, arrival: Arrival) -> None:
         if not self._arrivals:
-            self._events.at(self._cfg.simulator.delivery_s, self._take_in)
+            self._events.at(self._cfg.simulator.delivery_s, self._receive_arrivals)
         self._arrivals.append(arrival)
 
-    def _take_in(self) -> None:
+    def _receive_arrivals(self) -> None:
         arrivals = self._arrivals
         self._arrivals = []
         arrived: list[EpisodeSeen] = []
@@ -141,9 +141,9 @@ class SimulatedRun:
             self._fleet.forget(group.group_id)
         for outcome in report.outcomes:
             self._journal.pop(outcome.episode_id, None)
-        self._tell(report)
+        self._report_to_core(report)
 
-    def _tell(self, message: Outcomes | StepDone | Heartbeat) -> Progress | None:
+    def _report_to_core(self, message: Outcomes | StepDone | Heartbeat) -> Progress | None:
         """Send the scheduler a message, and apply its decision on the next batch."""
         progress: Progress | None = self._core.handle(LEARNER, message)
         if progress is not None:
@@ -208,7 +208,7 @@ class SimulatedRun:
     def _report_step(self, *, signals: dict[str, float]) -> None:
         cfg = self._cfg
         version = self._fleet.version
-        self._tell(
+        self._report_to_core(
             StepDone(
                 version=version,
                 is_last=version >= cfg.train.num_steps,
@@ -228,7 +228,7 @@ class SimulatedRun:
         self._core.tick()
         version = self._core.version
         running = self._table.open_ids
-        progress = self._tell(
+        progress = self._report_to_core(
             Heartbeat(role="learner", name=LEARNER, version=version, running=running)
         )
         assert progress is not None, "a heartbeat is always answered"

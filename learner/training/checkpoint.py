@@ -99,7 +99,7 @@ def load_values(folder: Path) -> dict[str, Any]:
     Raises: ConfigError: the folder is incomplete, damaged, or from an older product version.
     """
     if not (folder / _MARKER).exists():
-        raise ConfigError(f"{folder} is not a complete checkpoint")
+        raise ConfigError(f"{folder} is not a complete checkpoint; choose another one")
     if not (folder / _VALUES).exists():
         raise ConfigError(
             f"{folder} was written by an older version of the product in another format. Finish"

@@ -26,6 +26,8 @@ TINY = 1e-30  # Lower bound of a mean weight in a division.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
+    """The controller's decision about one batch."""
+
     lr_scale: float  # Factor of the learning rate, (0, 1].
     is_skipped: bool  # True: the batch is skipped, and the next one must be fresh.
     max_ahead_steps: int  # New limit of the dispatch gate.
@@ -96,6 +98,7 @@ class Controller:
         )
 
     def _skips(self, version: int, ess_frac: float) -> bool:
+        """Return whether to skip the batch because its effective sample size is too small."""
         cfg = self._cfg
         if not cfg.skip_step or ess_frac >= cfg.ess_skip:
             self._num_skips = 0
@@ -122,6 +125,7 @@ class Controller:
     def _move_gate(
         self, version: int, ess_frac: float, clipped_frac: float, *, is_skipped: bool
     ) -> None:
+        """Narrow or widen the dispatch gate by the effective sample size and clipping."""
         cfg = self._cfg
         before = self.max_ahead_steps
         if not cfg.tighten_gate:

@@ -173,7 +173,10 @@ def restore(
         list(saved[name].size) != list(each.shape)  # pyright: ignore - of a tensor
         for name, each in weights.items()
     ):
-        raise ConfigError(f"{folder}: the saved weights do not fit this model")
+        raise ConfigError(
+            f"{folder}: the saved weights do not fit this model; resume with the model.path and"
+            " learner.lora of the checkpoint"
+        )
     owners = {id(tensor): name for name, tensor in weights.items()}
     optimizers = list(optimizers)
     for optimizer in optimizers:

@@ -18,7 +18,7 @@ from learner.batch.batching import (
     sampled,
 )
 from learner.batch.critic_advantage import Scored, advantages_from_critic
-from learner.batch.placing import placed
+from learner.batch.device_copy import placed
 from learner.batch.rows import BySample, by_sample, in_order, with_advantage
 from learner.objective.correction import (
     Overlap,

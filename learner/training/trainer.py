@@ -47,6 +47,8 @@ INFORMATION_EVERY_STEPS = 5  # Mutual information changes slowly, and costs a tw
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
+    """The result of one training step."""
+
     metrics: dict[str, float]  # Finite metrics only.
     decision: Decision  # A skipped batch changes no weights.
 
@@ -122,20 +124,20 @@ class Trainer:
 
     def score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the logprob of each token after the first, at temperature 1, per sequence."""
-        self._tell(lambda: RankOperation("score", payload=json.dumps(token_ids).encode()))
+        self._order_ranks(lambda: RankOperation("score", payload=json.dumps(token_ids).encode()))
         with self._ranks.in_touch("scoring"):
             return self._gradients.passes.score_sequences(token_ids)
 
     def warm_up(self) -> None:
         """Compile the kernels of `learner.compile`, if it is set, before a step needs them."""
         if self._gradients.passes.is_cold:
-            self._tell(lambda: RankOperation("warm_up"))
+            self._order_ranks(lambda: RankOperation("warm_up"))
             with self._ranks.in_touch("compiling"):
                 self._gradients.passes.warm_up()
 
     def free_memory(self) -> None:
         """Return the unused memory of torch's allocator on each rank's GPU to the driver."""
-        self._tell(lambda: RankOperation("free_memory"))
+        self._order_ranks(lambda: RankOperation("free_memory"))
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
@@ -164,7 +166,7 @@ class Trainer:
 
     def checksums(self) -> tuple[str, str]:
         """Return the checksums of the trained weights and of the frozen weights."""
-        self._tell(lambda: RankOperation("checksums"))
+        self._order_ranks(lambda: RankOperation("checksums"))
         with self._ranks.in_touch("a checksum"):
             return self._digester.standing(self._frozen)
 
@@ -206,7 +208,7 @@ class Trainer:
             case _:
                 raise ValueError(f"unknown kind of order: {order.kind!r}")
 
-    def _tell(self, order: Callable[[], RankOperation]) -> None:
+    def _order_ranks(self, order: Callable[[], RankOperation]) -> None:
         if self._announce is not None and self._ranks.size > 1:
             self._announce(order())
 
@@ -237,7 +239,7 @@ class Trainer:
         if not samples:
             raise ValueError("the batch has no sampled token to train on")
         order = partial(RankOperation, "train", version, must_train, must_skip)
-        self._tell(lambda: order(pack_samples(samples)))
+        self._order_ranks(lambda: order(pack_samples(samples)))
         decide = partial(
             self._controller.decide, version=version, must_train=must_train, must_skip=must_skip
         )
@@ -247,6 +249,7 @@ class Trainer:
     def _train(
         self, samples: list[Sample], version: int, decide: Callable[..., Decision], started_s: float
     ) -> TrainResult:
+        """Make all updates of a batch; return the metrics and the controller's decision."""
         self._gradients.passes.warm_up()
         self._digester.begin(samples)
         answered: dict[str, float] = {}
@@ -334,6 +337,7 @@ class Trainer:
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
     def _count_bad(self, updates: list[Update], batch: ScoredBatch) -> None:
+        """Count steps with values that are not finite; raise after too many in a row."""
         if not updates:
             return  # The controller skipped the batch: no update was tried.
         num_bad = sum(not update.is_good for update in updates)
@@ -383,7 +387,7 @@ class Trainer:
 
         Raises: WeightsNotFinite: names the first tensor with NaN or infinity on any rank.
         """
-        self._tell(lambda: RankOperation("save", payload=str(folder).encode()))
+        self._order_ranks(lambda: RankOperation("save", payload=str(folder).encode()))
         with self._ranks.in_touch("a checkpoint"):
             tensors = self.tensors()
             bad = torch.zeros(len(tensors), dtype=torch.int32)

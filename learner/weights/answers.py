@@ -96,7 +96,7 @@ class Answers:
         return epoch in self._given_up
 
 
-class Measures:
+class TransferMetrics:
     """Durations and bytes of transfers until the next `drain`. Thread-safe."""
 
     def __init__(self) -> None:

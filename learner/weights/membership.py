@@ -35,7 +35,7 @@ class EngineMember:
 
 
 @dataclass(slots=True)
-class _Standing:
+class _MemberState:
     """State of a member."""
 
     member: EngineMember
@@ -49,7 +49,7 @@ class _Standing:
 
 
 class Membership:
-    """The only list of members. For the publisher's thread, unless a method is for any thread.
+    """The list of all members. Only the publisher's thread calls it, unless a method is for any.
 
     An actor sends a hello with every heartbeat. So a removed member that is alive rejoins by
     itself, and a wrong removal costs it at most one version. A member that failed is left out of
@@ -62,13 +62,13 @@ class Membership:
 
     def __init__(self, *, silent_after_s: float = SILENT_AFTER_S) -> None:
         self._silent_after_s = silent_after_s
-        self._by_actor: dict[str, _Standing] = {}
+        self._by_actor: dict[str, _MemberState] = {}
         # Silent incarnations, as reported by the scheduler.
         self._silent: frozenset[str] = frozenset()
         # Incarnations that failed and have not loaded a version since.
         self._owing: set[str] = set()
         self._ready_s: dict[str, float] = {}  # Incarnation -> longest time from offer to ready.
-        self._looked_at = time.monotonic()
+        self._polled_at = time.monotonic()
         self._last_seen = time.monotonic()  # Last time with a member, or the time of construction.
 
     def mark_silent(self, incarnations: Iterable[str]) -> bool:
@@ -87,42 +87,42 @@ class Membership:
         """
         if member.incarnation in self._silent:
             return False
-        standing = self._by_actor.get(member.actor)
-        if standing is None or standing.member != member:
+        state = self._by_actor.get(member.actor)
+        if state is None or state.member != member:
             if is_free:
                 logger.info(
                     "added engine actor=%s incarnation=%s", member.actor, member.incarnation
                 )
-                self._by_actor[member.actor] = _Standing(member, time.monotonic())
+                self._by_actor[member.actor] = _MemberState(member, time.monotonic())
             return False
-        has_moved = standing.member.sender != member.sender
-        standing.member, standing.heard_at = member, time.monotonic()
+        has_moved = state.member.sender != member.sender
+        state.member, state.heard_at = member, time.monotonic()
         if is_free:
-            if standing.is_loading and version == standing.offered:
-                standing.held = version
-            standing.is_loading = False
-            standing.is_asking = standing.is_asking or version != current_version
+            if state.is_loading and version == state.offered:
+                state.held = version
+            state.is_loading = False
+            state.is_asking = state.is_asking or version != current_version
         return has_moved
 
     def find(self, actor: str, incarnation: str) -> EngineMember | None:
         """Return the present member of this name and incarnation, None if there is none."""
-        standing = self._by_actor.get(actor)
-        if standing is None or standing.member.incarnation != incarnation:
+        state = self._by_actor.get(actor)
+        if state is None or state.member.incarnation != incarnation:
             return None
-        return None if incarnation in self._silent else standing.member
+        return None if incarnation in self._silent else state.member
 
     def has(self, member: EngineMember) -> bool:
         return self.find(member.actor, member.incarnation) == member
 
     def sender_of(self, member: EngineMember) -> bytes:
         """Return the current ROUTER identity of a member."""
-        standing = self._by_actor.get(member.actor)
-        return standing.member.sender if standing is not None else member.sender
+        state = self._by_actor.get(member.actor)
+        return state.member.sender if state is not None else member.sender
 
     def present(self) -> list[EngineMember]:
         """Return the members. For any thread."""
-        standings = list(self._by_actor.values())
-        return [s.member for s in standings if s.member.incarnation not in self._silent]
+        states = list(self._by_actor.values())
+        return [s.member for s in states if s.member.incarnation not in self._silent]
 
     @property
     def lonely_s(self) -> float:
@@ -136,18 +136,18 @@ class Membership:
         are extended.
         """
         now = time.monotonic()
-        has_slept = now - self._looked_at > self._silent_after_s / 2
-        self._looked_at = now
+        has_slept = now - self._polled_at > self._silent_after_s / 2
+        self._polled_at = now
         if self._by_actor:
             self._last_seen = now
-        for standing in list(self._by_actor.values()):
+        for state in list(self._by_actor.values()):
             if has_slept:
-                standing.heard_at = now
-            silent_s = now - standing.heard_at
-            if standing.member.incarnation in self._silent:
-                self.remove(standing.member, reason="silent")
+                state.heard_at = now
+            silent_s = now - state.heard_at
+            if state.member.incarnation in self._silent:
+                self.remove(state.member, reason="silent")
             elif silent_s > self._silent_after_s:
-                self.remove(standing.member, reason=f"no heartbeat for {silent_s:.1f} s")
+                self.remove(state.member, reason=f"no heartbeat for {silent_s:.1f} s")
 
     def take_for_version(self) -> list[EngineMember]:
         """Return the members for a new version's broadcast, and clear their requests."""
@@ -173,23 +173,23 @@ class Membership:
 
     def has_asked(self, member: EngineMember) -> bool:
         """Return whether the member is free and requests the current version."""
-        standing = self._by_actor.get(member.actor)
-        if standing is None or standing.member != member:
+        state = self._by_actor.get(member.actor)
+        if state is None or state.member != member:
             return False
-        return standing.is_asking and not standing.is_loading
+        return state.is_asking and not state.is_loading
 
     def note_served(self, member: EngineMember) -> None:
         """Record that a member has the current version."""
         self._owing.discard(member.incarnation)
-        standing = self._by_actor.get(member.actor)
-        if standing is not None and standing.member == member:
-            standing.is_asking = False
+        state = self._by_actor.get(member.actor)
+        if state is not None and state.member == member:
+            state.is_asking = False
 
     def note_held(self, member: EngineMember, version: int) -> None:
         """Record the version of which a member's workers keep a copy; -1: they may keep none."""
-        standing = self._by_actor.get(member.actor)
-        if standing is not None and standing.member == member:
-            standing.held = version
+        state = self._by_actor.get(member.actor)
+        if state is not None and state.member == member:
+            state.held = version
 
     def held(self, member: EngineMember) -> int:
         """Return the version of the copies of a member's workers; -1: none, or unknown."""
@@ -205,18 +205,18 @@ class Membership:
         Args:
             held_after: the version of its workers' copies once it is loaded; -1: none.
         """
-        standing = self._by_actor.get(member.actor)
-        if standing is not None and standing.member == member:
-            standing.is_loading = True
-            standing.offered = held_after
+        state = self._by_actor.get(member.actor)
+        if state is not None and state.member == member:
+            state.is_loading = True
+            state.offered = held_after
 
     def note_slept(self, member: EngineMember, number: int) -> None:
         """Record the latest request to sleep that a member has obeyed."""
-        standing = self._by_actor.get(member.actor)
-        if standing is not None and standing.member == member:
-            if standing.slept != number:
-                standing.held = -1  # A sleeping engine has freed its copies.
-            standing.slept = number
+        state = self._by_actor.get(member.actor)
+        if state is not None and state.member == member:
+            if state.slept != number:
+                state.held = -1  # A sleeping engine has freed its copies.
+            state.slept = number
 
     def awake(self, number: int) -> list[EngineMember]:
         """Return the members that have not obeyed this request to sleep."""
@@ -227,13 +227,13 @@ class Membership:
         before = self._ready_s.get(member.incarnation, 0.0)
         self._ready_s[member.incarnation] = max(before, seconds)
 
-    def patience_s(self, member: EngineMember) -> float:
+    def ready_limit_s(self, member: EngineMember) -> float:
         """Return how many seconds to wait for a living engine to begin to receive."""
         return max(self._silent_after_s, 3 * self._ready_s.get(member.incarnation, 0.0))
 
     def remove(self, member: EngineMember, *, reason: str) -> None:
         """Remove a member that is lost."""
-        standing = self._by_actor.get(member.actor)
-        if standing is not None and standing.member == member:
+        state = self._by_actor.get(member.actor)
+        if state is not None and state.member == member:
             logger.warning("removed engine actor=%s reason=%s", member.actor, reason)
             del self._by_actor[member.actor]

@@ -13,12 +13,12 @@ from common.wire.sockets import Router
 from common.wire.weight_messages import CanaryCheck, EngineSleep
 from learner.weights.canary import Canary
 from learner.weights.delta import KeptVersion, VersionKeeper
-from learner.weights.gate import WeightsLock
 from learner.weights.membership import EngineMember, Membership
 from learner.weights.prompts import Prompts
 from learner.weights.routes import PublishSettings
 from learner.weights.snapshot import PublishedWeights
 from learner.weights.transfer import STOP_S, WAIT_S, Transfers
+from learner.weights.weights_lock import WeightsLock
 
 logger = logging.getLogger(__name__)
 
@@ -42,24 +42,25 @@ class Publisher(threading.Thread):
     Consumes: versions from `publish`; joins, answers and canary scores from the engines.
     Waits for: every present member, until it has answered, is silent for `silent_after_s`, or is
         alive but does not do its part for as long.
-    Unblocked by: those messages, `mark_silent`, `stop`, a gate whose `close` waited too long.
+    Unblocked by: those messages, `mark_silent`, `stop`, a weights lock whose `close` waited too
+        long.
 
     Example: begin(v3) returns while v3 is sent and the trainer computes the next gradient. The
-    trainer's gate.close() returns after the last bucket of v3 is sent. `on_done` is called when v3
-    is loaded; begin(v4) waits for that. An engine that dies or hangs delays that one version by
+    trainer's weights_lock.close() returns after the last bucket of v3 is sent. `on_done` is called
+    when v3 is loaded; begin(v4) waits for that. An engine that dies or hangs delays v3 by
     `silent_after_s`. Broadcasts then skip it until it has loaded a version alone. An engine that
     loads slowly gets the newest version when it is free. Without members a version is done at once,
     and a later member gets the newest one.
     """
 
     def __init__(
-        self, router: Router, settings: PublishSettings, *, gate: WeightsLock | None = None
+        self, router: Router, settings: PublishSettings, *, weights_lock: WeightsLock | None = None
     ):
-        """Create a publisher on `router`; `gate` guards the weights that are read live."""
+        """Create a publisher on `router`; `weights_lock` guards the weights that are read live."""
         super().__init__(name="publisher", daemon=True)
         self._router = router
         self.port = router.port
-        self._gate = gate or WeightsLock(timeout_s=settings.timeout_s)
+        self._weights_lock = weights_lock or WeightsLock(timeout_s=settings.timeout_s)
         self._members = Membership(silent_after_s=settings.silent_after_s)
         self._canary = Canary(max_delta=settings.max_canary_delta)
         self._stop_requested = threading.Event()
@@ -68,7 +69,7 @@ class Publisher(threading.Thread):
             self._members,
             self._canary,
             settings,
-            gate=self._gate,
+            weights_lock=self._weights_lock,
             stop_requested=self._stop_requested,
         )
         self._keeper = VersionKeeper() if settings.keeps_versions else None
@@ -110,7 +111,7 @@ class Publisher(threading.Thread):
     ) -> bool:
         """Start to send a version, once the one before is done; False if the learner stops first.
 
-        Live weights must not be changed before the gate allows it. For the trainer's thread.
+        Live weights must not be changed before the lock allows it. For the trainer's thread.
 
         Args:
             on_done: called by the publisher's thread when the engines have the version.
@@ -121,8 +122,8 @@ class Publisher(threading.Thread):
         if not self.wait_done(is_stopping=is_stopping):
             return False
         if weights.source.is_live:
-            self._gate.open()
-            self._gate.enter()
+            self._weights_lock.open()
+            self._weights_lock.enter()
         with self._changed:
             self._wanted = weights
             self._on_done = on_done
@@ -230,7 +231,7 @@ class Publisher(threading.Thread):
             metrics = self._metrics
             self._metrics = {}
         metrics["weights/members"] = float(len(self._members.present()))
-        metrics["publish/gate_wait_s"] = self._gate.drain_waited_s()
+        metrics["publish/gate_wait_s"] = self._weights_lock.drain_waited_s()
         return metrics | self._transfers.drain_metrics() | self._canary.drain_metrics()
 
     def stop(self) -> None:
@@ -293,7 +294,7 @@ class Publisher(threading.Thread):
             kept = keeper.keep(weights)
         finally:
             if weights.source.is_live:
-                self._gate.leave()
+                self._weights_lock.leave()
         if kept.changed_frac is not None:
             with self._changed:
                 self._metrics["publish/changed_frac"] = kept.changed_frac
@@ -313,7 +314,7 @@ class Publisher(threading.Thread):
 
     def _serve_newcomers(self, weights: PublishedWeights) -> None:
         """Send the current version to new members. If it is outdated, they get the next one."""
-        if weights.source.is_live and not self._gate.is_open:
+        if weights.source.is_live and not self._weights_lock.is_open:
             return
         newcomers = self._members.take_newcomers()
         self._transfers.broadcast(

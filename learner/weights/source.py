@@ -167,7 +167,7 @@ class LiveWeights:
             if piece.rank == gathering.rank:
                 numbers = self._local(piece).to(gathering.device, piece.dtype)
                 sent.append(numbers.view(torch.uint8))
-        with _in_touch(gathering):
+        with _RankErrors(gathering):
             _run([dist.P2POp(dist.isend, each, 0, gathering.group) for each in sent])
 
     def _within(self, start: int, num_bytes: int) -> range:
@@ -262,7 +262,7 @@ def _receive(gathering: Gathering, wanted: Sequence[tuple[Piece, Tensor]]) -> No
         for _, target in wanted
         for there in [gathering.device]
     ]
-    with _in_touch(gathering):
+    with _RankErrors(gathering):
         _run(
             [
                 dist.P2POp(dist.irecv, each.view(torch.uint8), piece.rank, gathering.group)
@@ -280,7 +280,7 @@ def _run(operations: list[dist.P2POp]) -> None:
             work.wait()
 
 
-class _in_touch:
+class _RankErrors:
     """Adds the rank to an error of a joint operation of ranks."""
 
     def __init__(self, gathering: Gathering) -> None:

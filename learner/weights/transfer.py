@@ -30,13 +30,13 @@ from common.wire.weight_messages import (
     WeightsPing,
     WeightsReady,
 )
-from learner.weights.answers import Answers, Measures
+from learner.weights.answers import Answers, TransferMetrics
 from learner.weights.canary import Canary
-from learner.weights.gate import Reading, WeightsLock
-from learner.weights.lanes import TransferGroups, join_all
 from learner.weights.membership import EngineMember, Membership
 from learner.weights.routes import PublishSettings, ReceiverGroup, receiver_groups, transport_of
 from learner.weights.snapshot import PublishedWeights
+from learner.weights.transfer_groups import TransferGroups, join_all
+from learner.weights.weights_lock import WeightsLock, WeightsReadLock
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +50,8 @@ class _BroadcastContext(NamedTuple):
     """Context shared by all attempts to send a version to a group of engines."""
 
     weights: PublishedWeights
-    reading: Reading
-    patience_s: float  # Seconds for engines to load the version.
+    reading: WeightsReadLock
+    load_limit_s: float  # Seconds for engines to load the version.
     # True for the last group: the next step may begin when the group has the bytes.
     is_last: bool = False
 
@@ -66,19 +66,19 @@ class Transfers:
         canary: Canary,
         settings: PublishSettings,
         *,
-        gate: WeightsLock,
+        weights_lock: WeightsLock,
         stop_requested: threading.Event,
     ) -> None:
         self._router = router
         self.members = members
         self.canary = canary
         self._settings = settings
-        self._gate = gate
+        self._weights_lock = weights_lock
         self._stop_requested = stop_requested
         self.rendezvous = StoreServer(settings.host)
         self._groups = TransferGroups(self.rendezvous.open_group)
         self._answers = Answers()
-        self._measures = Measures()
+        self._measures = TransferMetrics()
         self._pinged_at = 0.0
         self.current: PublishedWeights | None = None
 
@@ -188,29 +188,27 @@ class Transfers:
         next offer. If all can be reached, each member gets its own transfer to find the faulty one.
 
         Args:
-            is_held: the gate was entered for this transfer.
+            is_held: the lock was entered for this transfer.
             must_load: wait also for engines that load slowly.
             is_superseded: returns True if there is a newer version. None: this is the newest, and
                 not optional. An optional transfer returns the weights to the trainer before the
                 first bucket.
         """
-        reading = Reading(
-            self._gate,
+        reading = WeightsReadLock(
+            self._weights_lock,
             is_live=weights.source.is_live,
             is_held=is_held,
             is_optional=is_superseded is not None,
             is_superseded=is_superseded,
         )
-        patience_s = self._settings.timeout_s if must_load else self._settings.silent_after_s
+        limit_s = self._settings.timeout_s if must_load else self._settings.silent_after_s
         choice = self._settings.transport
         num_parts = self._settings.num_parts
         try:
             todo = receiver_groups(members, self._own_device(), choice, num_parts=num_parts)
             for number, receivers in enumerate(todo, start=1):
                 is_last = number == len(todo)
-                self._broadcast_to(
-                    receivers, _BroadcastContext(weights, reading, patience_s, is_last)
-                )
+                self._broadcast_to(receivers, _BroadcastContext(weights, reading, limit_s, is_last))
         finally:
             reading.end()
 
@@ -339,16 +337,16 @@ class Transfers:
             digest=weights.digest,
         )
 
-    def _collect_ready(self, members: tuple[EngineMember, ...], reading: Reading) -> None:
+    def _collect_ready(self, members: tuple[EngineMember, ...], reading: WeightsReadLock) -> None:
         """Wait until every member receives; remove living members that do not start in time."""
         while not self._stop_requested.is_set():
             waiting = [member for member in members if not self._answers.is_ready(member)]
             if not waiting or reading.must_not_wait or self._has_broken(members):
                 return
             for member in waiting:
-                patience_s = min(self.members.patience_s(member), self._settings.timeout_s)
-                if self._answers.waited_s(member) > patience_s:
-                    self._fail(member, f"not ready within {patience_s:g} s")
+                limit_s = min(self.members.ready_limit_s(member), self._settings.timeout_s)
+                if self._answers.waited_s(member) > limit_s:
+                    self._fail(member, f"not ready within {limit_s:g} s")
             self._ping(waiting)
             if not self._has_broken(members):
                 self.receive(WAIT_S)
@@ -364,7 +362,7 @@ class Transfers:
     def _finish(self, receivers: ReceiverGroup, context: _BroadcastContext) -> None:
         """Wait until all members have loaded the version; continue without slow ones."""
         sent_at = time.monotonic()
-        deadline = sent_at + context.patience_s
+        deadline = sent_at + context.load_limit_s
         while not self._stop_requested.is_set():
             waiting = [
                 member
@@ -410,7 +408,7 @@ class Transfers:
             for member in members
         )
 
-    def _is_cancelled(self, members: tuple[EngineMember, ...], reading: Reading) -> bool:
+    def _is_cancelled(self, members: tuple[EngineMember, ...], reading: WeightsReadLock) -> bool:
         self.receive(0.0)
         is_over = self._stop_requested.is_set() or reading.must_end
         return is_over or any(self._has_failed(m) for m in members)

@@ -47,7 +47,7 @@ class EngineWatch:
         self._is_measured = is_lockstep  # Other runs measure each engine's usual difference first.
         self._warned_at = 0.0
 
-    def rest(self) -> None:
+    def postpone(self) -> None:
         """Restart the interval: a version is published, whose canaries are checked."""
         self._asked_at = time.monotonic()
 
@@ -61,7 +61,7 @@ class EngineWatch:
                 f" learner.max_canary_delta={self._cfg.max_canary_delta}."
             )
 
-    def look(self, version: int) -> None:
+    def check_if_due(self, version: int) -> None:
         """Send a check to the engines, if one is due.
 
         Args:
@@ -74,7 +74,7 @@ class EngineWatch:
         if time.monotonic() - self._asked_at < self._every_s and not is_first:
             return
         self._is_measured = self._is_measured or is_first
-        self.rest()
+        self.postpone()
         checks = [
             EngineCheck(actor, version, prompts, self._score(prompts.token_ids))
             for actor, prompts in self._recent.take().items()
@@ -82,7 +82,7 @@ class EngineWatch:
         if checks:
             self._publisher.check_engines(checks)
 
-    def look_for_members(self, num_slots: int) -> str:
+    def missing_engines(self, num_slots: int) -> str:
         """Return the role to wait for if no engine has taken weights for `run.stall_s`; else "".
 
         Args:

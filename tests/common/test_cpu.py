@@ -68,12 +68,12 @@ def test_exiting_process_keeps_its_role(tmp_path: Path) -> None:
         assert child.stdin is not None
         assert child.stdout is not None
         child.stdout.readline()
-        watch.look()
+        watch.measure()
         child.stdin.write(b"\n")
         child.stdin.flush()
         child.stdout.readline()
         assert "learner" not in " ".join(psutil.Process(child.pid).cmdline())
-        watch.look()
+        watch.measure()
         child.communicate(b"\n")
     assert watch.used()["learner"] >= 0.25
 
@@ -94,19 +94,19 @@ for _ in range(2):
         assert role.stdin is not None
         assert role.stdout is not None
         role.stdout.readline()
-        watch.look()
+        watch.measure()
         first = watch.used()["actor"]
         role.stdin.write(b"\n")
         role.stdin.flush()
         role.stdout.readline()
-        watch.look()
-        watch.look()  # nothing is counted twice
+        watch.measure()
+        watch.measure()  # nothing is counted twice
         second = watch.used()["actor"]
         role.communicate(b"\n")
     assert 0.25 <= first < 1.0
     assert 0.25 <= second - first < 1.0
     before = watch.used()
-    watch.look()  # The parent counts the ended role.
+    watch.measure()  # The parent counts the ended role.
     after = watch.used()
     assert after["actor"] == before["actor"]
     assert after["launcher"] - before["launcher"] < 0.25

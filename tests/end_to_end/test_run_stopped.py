@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from actor.play.table.seats import SeatTable
+from actor.play.table.interactive import InteractiveEpisodes
 from common.repository import ROOT
 from tests.end_to_end.runs import Run, balances, unbounded
 
@@ -79,7 +79,7 @@ def hub_stands_still(run: Run) -> None:
 
 async def played_by_own_policy(root: Path) -> str:
     """Let the run's policy take one action at the dashboard's table; return the model's name."""
-    table = SeatTable(root=ROOT)
+    table = InteractiveEpisodes(root=ROOT)
     try:
         first = await table.open("babyai", "GoToLocal-test-0")
         return (await table.ask_run(first["id"], str(root)))["by"]

@@ -13,7 +13,7 @@ import yaml
 from benchmarks.runs.real_run import TRAINING_ALONE, train
 from common.config.load import load_config
 from common.dashboard.reading.sources import open_source
-from common.dashboard.verdict import Bound, ThroughputVerdict
+from common.dashboard.verdict import Bottleneck, ThroughputVerdict
 from common.repository import ROOT
 from common.store.metrics import read_metrics
 from common.store.run_dir import RunDir
@@ -45,27 +45,27 @@ class Case:
 
     turn_s: float  # Turn time of the environment.
     settings: dict[str, str]
-    bound: Bound
+    bound: Bottleneck
 
 
 CASES = {
     "slow environment": Case(
-        turn_s=0.8, settings={"actor.max_concurrent": "6"}, bound=Bound.ENVIRONMENT
+        turn_s=0.8, settings={"actor.max_concurrent": "6"}, bound=Bottleneck.ENVIRONMENT
     ),
     "slow engine": Case(
         turn_s=0.001,
         settings={"actor.max_concurrent": "1", "actor.max_turn_tokens": "32"},
-        bound=Bound.ENGINE,
+        bound=Bottleneck.ENGINE,
     ),
     "slow learner": Case(
         turn_s=0.05,
         settings={"learner.ppo_epochs": "16", "learner.num_minibatches": "2"},
-        bound=Bound.LEARNER,
+        bound=Bottleneck.LEARNER,
     ),
     "gate too tight": Case(
         turn_s=0.4,
         settings={"scheduler.max_ahead_steps": "0", "learner.ppo_epochs": "12"},
-        bound=Bound.GATE,
+        bound=Bottleneck.GATE,
     ),
 }
 

@@ -50,7 +50,7 @@ class ServiceCommand:
             words: arguments of the command; ${oc.env:LONGSTRIDE_TABLE_TOKEN} is the token.
             says: prefix of the printed line that holds the address.
         """
-        self._says = says
+        self._mark = says
         self._start_s = start_s
         self._argv = [sys.executable, str(root / "run.py"), *words]
         self._env = {TOKEN: token}
@@ -87,19 +87,19 @@ class ServiceCommand:
         child = ChildProcess(name, self._argv, log_path=log, env=self._env, guardian=guardian)
         self._stack.callback(child.stop, timeout_s=STOP_S)
         try:
-            child.wait_until(lambda: _said(log, self._says) != "", timeout_s=self._start_s)
+            child.wait_until(lambda: _announcement(log, self._mark) != "", timeout_s=self._start_s)
         except ChildFailed as error:
             last = " / ".join(child.log_tail(max_lines=3))
             self._stop()
             raise EnvError(f"{name} did not start: {last or error}") from error
-        return child, _said(log, self._says)
+        return child, _announcement(log, self._mark)
 
     def _stop(self) -> None:
         self._running = None
         self._stack.close()
 
 
-def _said(log: Path, before: str) -> str:
+def _announcement(log: Path, before: str) -> str:
     """Return the address that a command has printed, "" before that."""
     lines = log.read_text(errors="replace", encoding="utf-8").splitlines() if log.exists() else []
     return next((line.split()[1] for line in lines if line.startswith(before)), "")

@@ -31,6 +31,8 @@ class PackedCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
+    """The sizes of all checks on one device."""
+
     model: ModelShape
     full: ModelShape  # Model size for the bounds of an update.
     shape: BatchShape

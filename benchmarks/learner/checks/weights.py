@@ -13,7 +13,7 @@ from benchmarks.learner.engine import EngineFigures, EngineRun, measure_engine
 from benchmarks.learner.step import clock_of
 from benchmarks.weights.rounds import TransferSetup, send_rounds
 from common.repository import ROOT
-from common.wire.transfer.buckets import Cut
+from common.wire.transfer.buckets import BucketLayout
 from learner.weights.source import LiveWeights, WeightSource
 
 TOKENIZER = ROOT / "configs" / "policies" / "tiny"
@@ -99,7 +99,7 @@ def _here(bench: DeviceBench) -> TransferSetup:
 
 def _send(bench: DeviceBench, source: WeightSource, route: TransferSetup, where: str) -> float:
     """Return the seconds of the fastest round. The receiver verifies every round."""
-    cut = Cut(source.total_bytes, BUCKET_BYTES)
+    cut = BucketLayout(source.total_bytes, BUCKET_BYTES)
     sent = send_rounds(source, cut, ["ours"] * NUM_ROUNDS, route=route)
     took_s = min(sent.took_s["ours"][1:])
     bench.table.compare(

@@ -100,7 +100,7 @@ def segments_of(trajectory: Trajectory, texts: Texts) -> list[dict[str, Any]]:
 def recorded_of(
     trajectory: Trajectory, texts: Texts, *, style: str, format: AgentFormat = AgentFormat.PLAIN
 ) -> dict[str, Any]:
-    """Return the data to replay an episode: `actor.play.table.redo.RecordedEpisode`.
+    """Return the data to replay an episode: `actor.play.table.replay_pictures.RecordedEpisode`.
 
     Args:
         style, format: `envhub.style` and `actor.format` of the run.
@@ -110,16 +110,16 @@ def recorded_of(
     t = trajectory
     is_model = t.policy is PolicyKind.MODEL
     texts = texts_for(t, texts)
-    said = t.loss_mask.copy()
+    is_action = t.loss_mask.copy()
     for start, end, _ in rows.asides_of(t):
-        said[start:end] = False
+        is_action[start:end] = False
     turns = [t.turn_ids == turn for turn in range(t.num_turns)]
     return {
         **{"env": t.env, "item": t.item_id, "style": style},
         "actions": [
             read_any(
                 format if is_model else AgentFormat.PLAIN,
-                texts.text(t.token_ids[_acted(t, each & said)].tolist()),
+                texts.text(t.token_ids[_acted(t, each & is_action)].tolist()),
             )
             for each in turns
         ],

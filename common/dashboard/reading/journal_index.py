@@ -36,7 +36,7 @@ class EpisodeIndex:
         self._size = 0
         self._is_done = True
         self._segment: Segment | None = None
-        self._looked_at = -1  # Size of a segment at which its end was found torn or damaged.
+        self._checked_bytes = -1  # Size of a segment at which its end was found torn or damaged.
         self._done_bytes = 0
 
     def refresh(self, *, budget_s: float) -> bool:
@@ -115,7 +115,9 @@ class EpisodeIndex:
         if is_last:
             return False
         if self._offset < self._segment.size:
-            self._say(f"{self._segment.path}: no complete record from offset {self._offset} on")
+            self._add_problem(
+                f"{self._segment.path}: no complete record from offset {self._offset} on"
+            )
         self._close()
         self._end_segment()
         return True
@@ -130,7 +132,7 @@ class EpisodeIndex:
             try:
                 self._segment = open_segment(self._folder, self._number)
             except WireError as error:
-                self._say(str(error))
+                self._add_problem(str(error))
             if self._segment is not None:
                 return True
             self._end_segment()  # The segment was pruned or damaged since the last refresh.
@@ -145,15 +147,15 @@ class EpisodeIndex:
             try:
                 pruned = load_pruned(self._folder)
             except ConfigError as error:
-                self._say(str(error))
+                self._add_problem(str(error))
             else:
                 if pruned.before:
-                    self._say(pruned.text(self._folder))
+                    self._add_problem(pruned.text(self._folder))
         elif following[0] != self._number + 1:
-            self._say(f"{self._folder}: segment {self._number + 1} is missing")
+            self._add_problem(f"{self._folder}: segment {self._number + 1} is missing")
         self._number = following[0]
         self._offset = 0
-        self._looked_at = -1
+        self._checked_bytes = -1
         self._size = 0
         self._is_done = False
         return self._open()
@@ -161,20 +163,20 @@ class EpisodeIndex:
     def _record(self, segment: Segment) -> bool:
         """Index one record, or skip a damaged part; return whether the position advanced."""
         size = segment.size
-        if size == self._looked_at or self._offset >= size:
+        if size == self._checked_bytes or self._offset >= size:
             return False
         try:
             record = segment.record_at(self._offset)
             if record is None:
-                self._looked_at = size
+                self._checked_bytes = size
                 return False
             self._add(segment.message(record, self._offset))
             self._offset = record.end
         except WireError as error:
-            self._say(str(error))
+            self._add_problem(str(error))
             following = segment.next_whole(self._offset)
             if following is None:
-                self._looked_at = size
+                self._checked_bytes = size
                 return False
             self._offset = following
         return True
@@ -183,7 +185,7 @@ class EpisodeIndex:
         place = {"segment": self._number, "offset": self._offset}
         self.rows.add(trajectory.episode_id, values_of(trajectory) | place)
 
-    def _say(self, problem: str) -> None:
+    def _add_problem(self, problem: str) -> None:
         self.num_problems += 1
         if len(self.problems) < MAX_PROBLEMS and problem not in self.problems:
             self.problems.append(problem)

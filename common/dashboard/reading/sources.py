@@ -75,7 +75,7 @@ class Sources:
                 source.name += "'"
             self._known[source.name] = source
 
-    def look(self) -> list[Source]:
+    def list_all(self) -> list[Source]:
         """Return all sources, the most recently changed first."""
         if self._is_all:
             folders = [each for each in self._runs.glob("*") if not each.is_symlink()]
@@ -92,7 +92,7 @@ class Sources:
     def get(self, name: str) -> Source:
         """Return a source by its name. Raises: KeyError."""
         if name not in self._known:
-            self.look()
+            self.list_all()
         return self._known[name]
 
 

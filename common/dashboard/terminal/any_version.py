@@ -19,7 +19,7 @@ RUN_FILES = ("config.yaml", "journal", "metrics.jsonl")
 
 
 def load_of_any_version(
-    request: ParsedCommand, *, root: Path, say: Callable[[str], None]
+    request: ParsedCommand, *, root: Path, echo: Callable[[str], None]
 ) -> RunConfig:
     """Return the config of an existing run, written by any product version.
 
@@ -40,7 +40,7 @@ def load_of_any_version(
             raise
         why = f"{own} is missing" if not own.is_file() else str(error)
         reason = " ".join(why.split()).rstrip(".")
-        say(f"note: {reason}. Another version may have written this run; known keys are shown.")
+        echo(f"note: {reason}. Another version may have written this run; known keys are shown.")
         return _known_part(own)
 
 

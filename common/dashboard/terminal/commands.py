@@ -14,7 +14,7 @@ from common.dashboard.reading.sources import Source, open_source
 from common.dashboard.words import duration, plain
 from common.errors import ConfigError, WireError
 
-Say = Callable[[str], None]
+Echo = Callable[[str], None]
 NUM_SHOWN = 5
 SHOW = "show RUN [--item ID] [--group ID] [--failed] [--best] [num=N] [FILTER=VALUE ...]"
 # Titles of segment kinds; other kinds use their own names.
@@ -25,7 +25,7 @@ RESET = "\x1b[0m"
 SHADES = (196, 208, 220, 148, 40)  # Codes of the 256-colour palette, from improbable to certain.
 
 
-def show(request: ParsedCommand, *, root: Path, say: Say) -> int:
+def show(request: ParsedCommand, *, root: Path, echo: Echo) -> int:
     """Print matching episodes as conversations; return 1 if none matches.
 
     Raises: ConfigError: no such run, filter or number.
@@ -40,18 +40,18 @@ def show(request: ParsedCommand, *, root: Path, say: Say) -> int:
     runs = root / options.pop("run.dir", "runs")
     if unknown := sorted(options.keys() - set(KEYS)):
         raise ConfigError(f"{unknown[0]}: unknown filter. Use one of: num, {', '.join(KEYS)}.")
-    source = _read(words[0], runs, say)
+    source = _read(words[0], runs, echo)
     found = source.page({**options, **request.filters}, start=0, num=int(num))
     for row in found["rows"]:
         for line in _conversation(source, row["id"], is_coloured=False):
-            say(line)
-        say("")
+            echo(line)
+        echo("")
     shown = len(found["rows"])
-    say(f"{shown} of {found['total']} matching episodes shown; {source.rows.num} episodes in all")
+    echo(f"{shown} of {found['total']} matching episodes shown; {source.rows.num} episodes in all")
     return 0 if shown else 1
 
 
-def replay(request: ParsedCommand, *, root: Path, say: Say) -> int:
+def replay(request: ParsedCommand, *, root: Path, echo: Echo) -> int:
     """Print one episode turn by turn, in colour on a terminal; return the exit code.
 
     Raises: ConfigError: no such run or episode.
@@ -61,7 +61,7 @@ def replay(request: ParsedCommand, *, root: Path, say: Say) -> int:
     if len(words) != 2:
         raise ConfigError("replay: expects a run and an episode. Usage: run.py replay RUN EPISODE")
     runs = root / (folder[-1].partition("=")[2] if folder else "runs")
-    source = _read(words[0], runs, say)
+    source = _read(words[0], runs, echo)
     if words[1] not in source.rows.row_of:
         near = next((each for each in source.rows.ids if words[1] in each), "")
         lists = f"`run.py show {words[0]}` lists episodes."
@@ -69,11 +69,11 @@ def replay(request: ParsedCommand, *, root: Path, say: Say) -> int:
         raise ConfigError(f"{words[1]}: run {words[0]} has no such episode. {hint}")
     is_coloured = sys.stdout.isatty()
     for line in _conversation(source, words[1], is_coloured=is_coloured):
-        say(line)
+        echo(line)
     return 0
 
 
-def _read(word: str, runs: Path, say: Say) -> Source:
+def _read(word: str, runs: Path, echo: Echo) -> Source:
     """Return a source after reading it completely. Problems are printed as notes."""
     source = open_source(word, runs=runs, cache=cache_folder())
     began = time.monotonic()
@@ -90,7 +90,7 @@ def _read(word: str, runs: Path, say: Say) -> Source:
         print("\r" + " " * 50, end="\r", file=sys.stderr)
     source.refresh()
     for problem in source.summary()["problems"]:
-        say(f"note: {plain(problem)}")
+        echo(f"note: {plain(problem)}")
     return source
 
 

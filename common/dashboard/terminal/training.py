@@ -13,7 +13,7 @@ from common.dashboard.pace import EtaEstimator
 from common.dashboard.probe import why_not_live, why_not_ready
 from common.dashboard.run_state import details, state_line, stop_line
 from common.dashboard.run_view import RunView, view_run
-from common.dashboard.web.beside import beside
+from common.dashboard.web.run_dashboard import run_dashboard
 from common.launch.base import Ending, LaunchState
 from common.repository import ROOT
 from common.store.run_dir import RunDir
@@ -29,15 +29,15 @@ class TerminalObserver:
         self._run_dir = run_dir
         self._pace = EtaEstimator(cfg.model)
         self._display = LiveDisplay(
-            self._look,
+            self._read_view,
             title=f"longstride · {cfg.run.name}",
             subtitle=f"{cfg.train.mode} · seed {cfg.run.seed} · {run_dir.root}",
             is_wanted=cfg.log.live,
         )
 
-    def _look(self) -> RunView:
+    def _read_view(self) -> RunView:
         view = _view(self._cfg, self._run_dir)
-        self._pace.look(view)
+        self._pace.observe(view)
         return view
 
     def start(self) -> None:
@@ -56,7 +56,7 @@ class TerminalObserver:
         """Return a context that serves the dashboard, if `dashboard=true`."""
         if not self._cfg.dashboard:
             return nullcontext()
-        return beside(self._run_dir, root=ROOT, say=partial(print, flush=True))
+        return run_dashboard(self._run_dir, root=ROOT, echo=partial(print, flush=True))
 
     def stop(self) -> None:
         """Stop the display and release the terminal."""

@@ -86,7 +86,7 @@ def _run(request: Request, name: str) -> RunSource:
 
 def _runs(request: Request) -> list[dict[str, Any]]:
     watch: SourceRefresher = request.app.state.watch
-    return [each.summary() for each in watch.sources.look()]  # Only opened runs are read.
+    return [each.summary() for each in watch.sources.list_all()]  # Only opened runs are read.
 
 
 def _overview(request: Request, name: str) -> dict[str, Any]:

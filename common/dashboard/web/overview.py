@@ -8,7 +8,7 @@ from typing import Any
 
 from common.cpu import cpu_seconds
 from common.dashboard.reading.run_source import RunSource
-from common.dashboard.verdict import Bound
+from common.dashboard.verdict import Bottleneck
 from common.dashboard.web.results import ends, evaluations, pooled_score, subsets
 from common.store.status.json_files import as_map, json_object
 
@@ -72,7 +72,7 @@ def overview(run: RunSource) -> dict[str, Any]:
     status = run.status()
     verdict = run.verdict()
     # Before the first steps the first batches close the gate, which is no limit.
-    is_early = verdict.bound is Bound.UNKNOWN
+    is_early = verdict.bound is Bottleneck.UNKNOWN
     return {
         **run.summary(),
         **run.flow(),

@@ -17,37 +17,47 @@ from common.errors import EnvError
 
 PATH = "/api/play/"
 MAX_CHARS = 20_000  # Maximum length of an action.
-SeatReply = Mapping[str, Any]
+EpisodeReply = Mapping[str, Any]
 
 
 class PlayService(Protocol):
-    """Plays episodes: see `actor.play.table.seats`. Raises ConfigError and EnvError."""
+    """Plays episodes: see `actor.play.table.interactive`. Raises ConfigError and EnvError."""
 
-    async def environments(self) -> SeatReply: ...
-    async def open(self, env: str, item: str, *, style: str, format: AgentFormat) -> SeatReply: ...
-    async def step(self, seat_id: str, action: str) -> SeatReply: ...
-    async def ask(self, seat_id: str, *, url: str, model: str, key: str) -> SeatReply: ...
-    async def ask_run(self, seat_id: str, run: str) -> SeatReply: ...
-    async def close(self, seat_id: str) -> None: ...
-    async def redo(self, recorded: Any, config: SeatReply) -> Any: ...
+    async def environments(self) -> EpisodeReply: ...
+    async def open(
+        self, env: str, item: str, *, style: str, format: AgentFormat
+    ) -> EpisodeReply: ...
+    async def step(self, episode_id: str, action: str) -> EpisodeReply: ...
+    async def ask(self, episode_id: str, *, url: str, model: str, key: str) -> EpisodeReply: ...
+    async def ask_run(self, episode_id: str, run: str) -> EpisodeReply: ...
+    async def close(self, episode_id: str) -> None: ...
+    async def redo(self, recorded: Any, config: EpisodeReply) -> Any: ...
     async def shut_down(self) -> None: ...
 
 
 class _OpenBody(BaseModel):
+    """Body of a request that opens an episode."""
+
     env: str = Field(max_length=200)
     item: str = Field(max_length=200)
     run: str = Field("", max_length=200)  # Run whose style and answer format are used.
 
 
-class _Seat(BaseModel):
+class _Episode(BaseModel):
+    """Body of a request about an open episode."""
+
     id: str = Field(max_length=100)
 
 
-class _Step(_Seat):
+class _Step(_Episode):
+    """Body of a request that sends an action."""
+
     action: str = Field(max_length=MAX_CHARS)
 
 
-class _Ask(_Seat):
+class _Ask(_Episode):
+    """Body of a request that lets a policy choose the action."""
+
     # Run whose policy answers, in place of the endpoint `url`.
     run: str = Field("", max_length=200)
     url: str = Field("", max_length=2000)
@@ -58,7 +68,7 @@ class _Ask(_Seat):
 def add_play(app: FastAPI, table: PlayService) -> None:
     """Add the routes over a table; the application's shutdown also shuts down the table."""
 
-    async def open_one(body: _OpenBody, request: Request) -> SeatReply:
+    async def open_one(body: _OpenBody, request: Request) -> EpisodeReply:
         style = COMPACT
         format = AgentFormat.PLAIN
         if body.run:
@@ -67,19 +77,19 @@ def add_play(app: FastAPI, table: PlayService) -> None:
             format = run.format()
         return await table.open(body.env, body.item, style=style, format=format)
 
-    async def step(body: _Step) -> SeatReply:
+    async def step(body: _Step) -> EpisodeReply:
         return await table.step(body.id, body.action)
 
-    async def ask(body: _Ask, request: Request) -> SeatReply:
+    async def ask(body: _Ask, request: Request) -> EpisodeReply:
         if body.run:
             return await table.ask_run(body.id, str(_run(request, body.run).run_dir.root.resolve()))
         return await table.ask(body.id, url=body.url, model=body.model, key=body.key)
 
-    async def close(body: _Seat) -> SeatReply:
+    async def close(body: _Episode) -> EpisodeReply:
         await table.close(body.id)
         return {}
 
-    async def pictures(name: str, id: str, request: Request) -> SeatReply:
+    async def pictures(name: str, id: str, request: Request) -> EpisodeReply:
         run = _run(request, name)
         try:
             recorded = await asyncio.to_thread(run.recorded, id)

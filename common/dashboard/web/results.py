@@ -11,7 +11,7 @@ from common.evaluation.intervals import seeds_interval, wilson_interval
 from common.wire.messages import EndReason
 
 INFRASTRUCTURE = [each.value for each in EndReason if each.is_infrastructure_failure]
-WORTH_A_LOOK = (("best", "reward", -1), ("worst", "reward", 1), ("most surprising", "logprob", 1))
+NOTABLE = (("best", "reward", -1), ("worst", "reward", 1), ("most surprising", "logprob", 1))
 MIN_SAMPLES = 10
 MAX_SAMPLES = 45
 
@@ -90,7 +90,7 @@ def samples(rows: EpisodeRows, *, group: str = "") -> list[dict[str, Any]]:
     picked: dict[int, str] = {}
     for rank in range(MIN_SAMPLES):
         for _, part in parts:
-            for why, column, sign in WORTH_A_LOOK:
+            for why, column, sign in NOTABLE:
                 order = part[np.argsort(sign * rows.column(column)[part], kind="stable")]
                 fresh = next((int(row) for row in order if int(row) not in picked), None)
                 if fresh is not None and len(picked) < MAX_SAMPLES:

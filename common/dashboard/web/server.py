@@ -30,7 +30,7 @@ def dashboard(
     request: ParsedCommand,
     *,
     root: Path,
-    say: Callable[[str], None],
+    echo: Callable[[str], None],
     make_table: "Callable[..., PlayService] | None" = None,
 ) -> int:
     """Serve until interrupted; return the exit code.
@@ -53,7 +53,7 @@ def dashboard(
         listener = socket.socket(fileno=int(options["fd"]))
     else:
         listener = listen(host, options.get("port", ""))
-        say(url_of(listener, token))
+        echo(url_of(listener, token))
     serve(listener, sources, host=host, token=token, table=make_table and make_table(root=root))
     return 0
 

@@ -25,7 +25,7 @@ class SourceRefresher:
         self.num_changes = 0
         self._asked: dict[str, float] = {}
         self._seen: dict[str, tuple[object, ...]] = {}
-        self._looked = threading.Condition()  # Notified when a source has changed.
+        self._changed = threading.Condition()  # Notified when a source has changed.
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -46,8 +46,8 @@ class SourceRefresher:
         self._asked[name] = time.monotonic()
         if name not in self._seen:
             self._wake.set()
-            with self._looked:
-                self._looked.wait_for(lambda: name in self._seen, timeout=wait_s)
+            with self._changed:
+                self._changed.wait_for(lambda: name in self._seen, timeout=wait_s)
         return source
 
     def _run(self) -> None:
@@ -55,12 +55,12 @@ class SourceRefresher:
             is_more = False
             since = time.monotonic() - ASKED_S
             for name in [name for name, at in list(self._asked.items()) if at > since]:
-                is_more = self._look(name) or is_more
+                is_more = self._refresh(name) or is_more
             if not is_more:
                 self._wake.wait(EVERY_S)
                 self._wake.clear()
 
-    def _look(self, name: str) -> bool:
+    def _refresh(self, name: str) -> bool:
         """Refresh one source; return whether more is left to read."""
         try:
             source = self.sources.get(name)
@@ -71,9 +71,9 @@ class SourceRefresher:
             return False
         now = _fingerprint(source)
         if self._seen.get(name) != now:
-            with self._looked:
+            with self._changed:
                 self._seen[name] = now
-                self._looked.notify_all()
+                self._changed.notify_all()
             self.num_changes += 1
         return is_more
 

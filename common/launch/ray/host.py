@@ -23,7 +23,7 @@ from common.memory import family_bytes
 from common.repository import ROOT
 from common.stall.stacks import ask
 
-LOOK_S = 0.1  # Polling interval; there is no portable event for a growing file.
+POLL_S = 0.1  # Polling interval; there is no portable event for a growing file.
 LONGEST_S = 5.0  # Longest time between two answers about a silent role.
 MAX_BYTES = 1 << 23  # Maximum bytes of a log in one answer.
 MAX_LOG_BYTES = 1 << 26  # Size of the log on this node above which read parts are deleted.
@@ -55,7 +55,7 @@ class WorkerCommand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class News:
+class RoleUpdate:
     """New log text and state of a role."""
 
     text: bytes  # Part of its log; empty if the launcher reads the log file itself.
@@ -66,7 +66,7 @@ class News:
 class RoleHost:
     """Runs a role, which ends with this process, even if that is killed.
 
-    Several methods run concurrently: `terminate` may be called while `follow` waits for news.
+    Several methods run concurrently: `terminate` may be called while `follow` waits for update.
     """
 
     def __init__(self, mark: str) -> None:
@@ -110,10 +110,10 @@ class RoleHost:
         )
         return self._child.pid
 
-    def follow(self, offset: int) -> News:
+    def follow(self, offset: int) -> RoleUpdate:
         """Return the log text from `offset` on, and the exit code once all text has been returned.
 
-        It waits for news for at most `LONGEST_S`.
+        It waits for update for at most `LONGEST_S`.
         """
         assert self._child is not None
         deadline = time.monotonic() + LONGEST_S
@@ -121,8 +121,8 @@ class RoleHost:
             code = self._child.poll()  # An exit before the read makes the text complete.
             text = self._read(offset)
             if text or code is not None or time.monotonic() > deadline:
-                return self._news(text, None if text else code)
-            time.sleep(LOOK_S)
+                return self._update(text, None if text else code)
+            time.sleep(POLL_S)
 
     def terminate(self) -> None:
         """Send SIGTERM to the role itself."""
@@ -137,13 +137,13 @@ class RoleHost:
                 time.sleep(APART_S)  # Simultaneous writes would be mixed up in the log.
                 ask(helper.pid)
 
-    def clear_away(self, offset: int) -> News:
+    def clear_away(self, offset: int) -> RoleUpdate:
         """Kill the remaining processes of the role; return the rest of the log."""
         assert self._child is not None
         self._child.clear_away()
-        news = self._news(self._read(offset), self._child.poll())
+        update = self._update(self._read(offset), self._child.poll())
         self._guardian.close()
-        return news
+        return update
 
     def _read(self, offset: int) -> bytes:
         """Return the log from an offset on. Text that was read may be deleted; the role appends."""
@@ -155,11 +155,11 @@ class RoleHost:
             start = 0
         return os.pread(log, MAX_BYTES, start)
 
-    def _news(self, text: bytes, code: int | None) -> News:
+    def _update(self, text: bytes, code: int | None) -> RoleUpdate:
         if time.monotonic() - self._weighed_at > LONGEST_S:
             self._memory_bytes = family_bytes()
             self._weighed_at = time.monotonic()
-        return News(text=text, exit_code=code, memory_bytes=self._memory_bytes)
+        return RoleUpdate(text=text, exit_code=code, memory_bytes=self._memory_bytes)
 
 
 def _path(file: IO[bytes]) -> str:

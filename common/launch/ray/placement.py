@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from common.checks.gpu_placement import seat, trains_on_gpu
+from common.checks.gpu_placement import assign_gpus, trains_on_gpu
 from common.config.run_config import GpuPlacement, RunConfig
 from common.errors import ConfigError
 

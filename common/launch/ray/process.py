@@ -17,7 +17,7 @@ from ray.exceptions import ActorDiedError, RayError
 
 from common.launch.base import EXIT_CONFIG_ERROR
 from common.launch.process import KILLED_S, read_tail
-from common.launch.ray.host import News, WorkerAssignment, WorkerCommand
+from common.launch.ray.host import RoleUpdate, WorkerAssignment, WorkerCommand
 
 logger = logging.getLogger(__name__)
 
@@ -130,15 +130,15 @@ class RayProcess:
         self.started_at = time.time()
         logger.info("started role=%s node=%s pid=%d", self.name, self.place.host, pid)
         while True:
-            news: News = yield self._worker.follow.remote(self._num_read)
-            self._note(news)
-            if news.exit_code is not None:
-                return news.exit_code
+            update: RoleUpdate = yield self._worker.follow.remote(self._num_read)
+            self._note(update)
+            if update.exit_code is not None:
+                return update.exit_code
 
-    def _note(self, news: News) -> None:
-        self.memory_bytes = news.memory_bytes
-        self._num_read += len(news.text)
-        self._write(news.text)
+    def _note(self, update: RoleUpdate) -> None:
+        self.memory_bytes = update.memory_bytes
+        self._num_read += len(update.text)
+        self._write(update.text)
 
     def _write(self, text: bytes) -> None:
         with self.log_path.open("ab") as log:

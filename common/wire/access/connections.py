@@ -34,7 +34,7 @@ BYTES_ACKED, BYTES_RECEIVED = slice(120, 128), slice(128, 136)  # Fields of Linu
 # Maximum number of bytes sent to an unauthenticated peer: the greeting (64 bytes), the WELCOME of
 # CURVE (170 bytes) and an ERROR (about 12 bytes). A connection with more bytes is authenticated.
 # This check replaces libzmq's handshake event, which does not identify the connection.
-MAX_TOLD_BYTES = 64 + 170 + 24
+MAX_HANDSHAKE_ANSWER_BYTES = 64 + 170 + 24
 MAX_ADDRESSES = 1_000  # Maximum number of addresses with a counter of their own.
 UNKNOWN = -1
 EVENTS = (
@@ -79,6 +79,8 @@ def raise_file_limit() -> int:
 
 @dataclass(slots=True)
 class _Connection:
+    """One open TCP connection of the socket."""
+
     descriptor: int  # File descriptor of libzmq, which closes it.
     address: str  # "" if the peer had already disconnected.
     peer: Any  # The address from `getpeername`.
@@ -178,15 +180,15 @@ class Connections(threading.Thread):
         is_full = len(self._known) > self._limit
         while len(self._pending) > self._max_pending or (is_full and self._pending):
             oldest = next(iter(self._pending.values()))
-            if not self._let_go_if_in(oldest, _info(oldest)):
+            if not self._is_authenticated(oldest, _info(oldest)):
                 self._end(oldest, "too many")
                 return
 
-    def _let_go_if_in(self, connection: _Connection, info: bytes | None) -> bool:
+    def _is_authenticated(self, connection: _Connection, info: bytes | None) -> bool:
         """Return whether a connection is authenticated. If so, remove it from the pending ones."""
         if info is None:
             return False
-        is_in = not info or _number(info[BYTES_ACKED]) > MAX_TOLD_BYTES
+        is_in = not info or _number(info[BYTES_ACKED]) > MAX_HANDSHAKE_ANSWER_BYTES
         if is_in:
             self._pending.pop(connection.descriptor, None)
             connection.num_bytes = _number(info[BYTES_RECEIVED])
@@ -196,7 +198,7 @@ class Connections(threading.Thread):
         """Close connections that have sent too many bytes without a handshake or a message."""
         for each in list(self._pending.values()):
             info = _info(each)
-            if info is None or self._let_go_if_in(each, info):
+            if info is None or self._is_authenticated(each, info):
                 continue
             if _number(info[BYTES_RECEIVED]) > MAX_HANDSHAKE_BYTES:
                 self._end(each, "too large")

@@ -71,7 +71,7 @@ class Peers:
         self._identities = identities
         self._senders: dict[bytes, Sender] = {}
         self._accounts: dict[str, KeyCounts] = {}  # Accounts by the name of the key's owner.
-        self._nobody = Identity("stranger", "node", "", is_revoked=True)
+        self._unknown = Identity("stranger", "node", "", is_revoked=True)
         self._refresh_at = 0.0
 
     def meet(self, sender: bytes, first_frame: Any) -> Sender:
@@ -89,7 +89,7 @@ class Peers:
         identity = self._identities.find(public)
         if identity is None and self._identities.refresh():
             identity = self._identities.find(public)
-        identity = identity or self._nobody
+        identity = identity or self._unknown
         if len(self._senders) >= MAX_SENDERS:
             self._senders.clear()
         account = self._accounts.setdefault(identity.name, KeyCounts())
@@ -99,7 +99,7 @@ class Peers:
     def of(self, sender: bytes) -> Identity:
         """Return the owner of a sender's key."""
         known = self._senders.get(sender)
-        return self._nobody if known is None else known.identity
+        return self._unknown if known is None else known.identity
 
     def is_heard(self, sender: Sender) -> bool:
         """Count a message; False if it must be dropped undecoded."""
@@ -125,13 +125,15 @@ class Peers:
         account.last_reason = reason[:300]
         num = account.num_refused
         if num <= LOG_FIRST or num % 10_000 == 0:
-            logger.warning("refused message peer=%s num=%d reason=%s", *self._say(sender), reason)
+            logger.warning(
+                "refused message peer=%s num=%d reason=%s", *self._log_fields(sender), reason
+            )
         sender.num_strikes += 1
         if sender.num_strikes >= MAX_STRIKES and not sender.muted_until:
             sender.muted_until = time.monotonic() + MUTED_S
-            logger.warning("muted for_s=%g peer=%s num=%d", MUTED_S, *self._say(sender))
+            logger.warning("muted for_s=%g peer=%s num=%d", MUTED_S, *self._log_fields(sender))
 
-    def _say(self, sender: Sender) -> tuple[str, int]:
+    def _log_fields(self, sender: Sender) -> tuple[str, int]:
         return shown(sender.identity.name), sender.account.num_refused
 
     def note_refused(self, sender: bytes, reason: str) -> None:
@@ -155,9 +157,9 @@ class Peers:
         if not self._identities.refresh():
             return
         for sender in self._senders.values():
-            if sender.identity is not self._nobody:
+            if sender.identity is not self._unknown:
                 found = self._identities.find(sender.identity.public)
-                sender.identity = found or self._nobody
+                sender.identity = found or self._unknown
 
     @property
     def num_invalid(self) -> int:
@@ -171,10 +173,10 @@ class Peers:
                 **account.counts(),
                 "last_reason": account.last_reason,
             }
-            for name, account in self._guilty()
+            for name, account in self._refused_accounts()
         }
 
-    def _guilty(self) -> list[tuple[str, KeyCounts]]:
+    def _refused_accounts(self) -> list[tuple[str, KeyCounts]]:
         known = list(self._accounts.items())  # A copy: another thread may add an account.
         guilty = [(n, a) for n, a in known if a.num_refused or a.num_unsent]
         return sorted(guilty, key=lambda each: -each[1].num_refused)[:MAX_SHOWN]
@@ -183,7 +185,7 @@ class Peers:
         """Return the number of refused messages and unsent answers, by "peer/reason"."""
         return {
             f"{name}/{kind}": num
-            for name, account in self._guilty()
+            for name, account in self._refused_accounts()
             for kind, num in account.counts().items()
             if num
         }

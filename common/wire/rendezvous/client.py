@@ -20,10 +20,10 @@ from common.wire.weight_messages import StoreAnswer, StoreOp, StoreRequest
 
 WAIT_S = 1.0  # Maximum wait for a key in one request. Longer waits use several requests.
 ANSWER_S = 5.0  # Further seconds after which a server that has not answered counts as failed.
-LOOK_S = 0.1  # Seconds between two checks whether the caller still needs the answer.
+POLL_S = 0.1  # Seconds between two checks whether the caller still needs the answer.
 
 
-class StoreLine:
+class StoreConnection:
     """A connection to a rendezvous. Thread-safe: it sends one request at a time."""
 
     def __init__(self, place: StorePlace, *, answer_s: float = ANSWER_S) -> None:
@@ -86,7 +86,7 @@ class StoreLine:
         self._socket.send_multipart(frames)
         deadline = time.monotonic() + self._timeout_s
         while time.monotonic() < deadline and not self.is_left.is_set():
-            if not self._socket.poll(int(LOOK_S * 1_000)):
+            if not self._socket.poll(int(POLL_S * 1_000)):
                 continue
             message = decode(self._socket.recv_multipart())
             if not isinstance(message, StoreAnswer):
@@ -110,7 +110,7 @@ class StoreLine:
 class GroupStore(dist.Store):
     """The keys of one group. The C++ code of torch calls these methods by their names."""
 
-    def __init__(self, line: StoreLine, group: str, *, timeout_s: float) -> None:
+    def __init__(self, line: StoreConnection, group: str, *, timeout_s: float) -> None:
         """Create a store with `timeout_s` as timeout of `get` and `wait`."""
         super().__init__()
         self.line = line

@@ -39,6 +39,8 @@ class StorePlace:
 
 @dataclass(slots=True)
 class _Group:
+    """The keys and values of one process group."""
+
     values: dict[str, bytes] = field(default_factory=dict[str, bytes])
     num_bytes: int = 0
 
@@ -59,6 +61,8 @@ class _Group:
 
 @dataclass(slots=True)
 class _Waiting:
+    """A request that waits for keys, and the time of its timeout."""
+
     received: Received
     until: float
 
@@ -131,7 +135,7 @@ class StoreServer(threading.Thread):
                 for received in came:
                     self._take(received)
                 if came or self._waiting:
-                    self._look()
+                    self._answer_waiting()
         for each in self._waiting:
             self._answer(each.received, error="the rendezvous is closing")
         self._router.close()
@@ -164,7 +168,7 @@ class StoreServer(threading.Thread):
                     group.drop(key)
                 self._answer(received, is_there=is_known)
 
-    def _look(self) -> None:
+    def _answer_waiting(self) -> None:
         """Answer waiting requests whose keys exist or whose wait has timed out."""
         now = time.monotonic()
         waiting = self._waiting

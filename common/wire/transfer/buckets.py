@@ -45,7 +45,7 @@ class Channel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class BucketLayout:
     """Division of the flat bytes of a version into buckets. A tensor may span several buckets."""
 
     total_bytes: int
@@ -68,7 +68,10 @@ class Cut:
 
 
 def send_buckets(
-    channel: Channel, cut: Cut, slots: Sequence[Tensor], fill: Callable[[int, Tensor], object]
+    channel: Channel,
+    cut: BucketLayout,
+    slots: Sequence[Tensor],
+    fill: Callable[[int, Tensor], object],
 ) -> None:
     """Send a version. No other code may use the slots during the call.
 
@@ -96,7 +99,7 @@ def send_buckets(
 
 
 def receive_buckets(
-    channel: Channel, cut: Cut, staging: Tensor, specs: Sequence[TensorSpec]
+    channel: Channel, cut: BucketLayout, staging: Tensor, specs: Sequence[TensorSpec]
 ) -> None:
     """Fill `staging` [total_bytes] uint8 and check every bucket while the next one arrives.
 
@@ -133,7 +136,7 @@ def receive_buckets(
     _compare(cut, digests.cpu(), sent.cpu(), specs)
 
 
-def _slots(channel: Channel, cut: Cut, *, is_pinned: bool) -> list[Tensor]:
+def _slots(channel: Channel, cut: BucketLayout, *, is_pinned: bool) -> list[Tensor]:
     """Return two buckets; a GPU reads pinned memory of the host several times faster."""
     device = channel.device
     is_pinned = is_pinned and device.type == "cpu"
@@ -146,7 +149,7 @@ def _synchronize(channel: Channel) -> None:
         torch.cuda.current_stream(channel.device).synchronize()
 
 
-def _compare(cut: Cut, found: Tensor, sent: Tensor, specs: Sequence[TensorSpec]) -> None:
+def _compare(cut: BucketLayout, found: Tensor, sent: Tensor, specs: Sequence[TensorSpec]) -> None:
     damaged = [i for i in range(cut.num) if not torch.equal(found[i], sent[i])]
     if not damaged:
         return

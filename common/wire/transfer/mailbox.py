@@ -30,7 +30,7 @@ CHECK_S = 0.25  # Seconds between two checks whether a transfer was cancelled.
 CPU = torch.device("cpu")
 
 
-class Shelf(Protocol):
+class PartStorage(Protocol):
     """A place that holds parts until all receivers have copied them."""
 
     device: torch.device
@@ -48,7 +48,7 @@ class Shelf(Protocol):
         ...
 
 
-class FolderShelf:
+class FolderStorage:
     """A shelf of files in a shared folder, one file per slot."""
 
     device = CPU
@@ -90,7 +90,7 @@ class FolderShelf:
         """Do nothing: each file is closed after it is read."""
 
 
-class GpuShelf:
+class GpuStorage:
     """A shelf of the slots in GPU memory, which other processes on the same GPU open."""
 
     def __init__(self, device: torch.device) -> None:
@@ -137,7 +137,7 @@ class Mailbox:
     def __init__(
         self,
         store: GroupStore,
-        shelf: Shelf,
+        shelf: PartStorage,
         *,
         name: str,
         rank: int,
@@ -154,7 +154,7 @@ class Mailbox:
         self._timeout_s = timeout_s
         self._is_left = is_left
 
-    def send(self, index: int, part: Tensor) -> "Mail":
+    def send(self, index: int, part: Tensor) -> "MailboxTransfer":
         """Store a part and publish its location."""
         self._store.set(self._key(index), self._shelf.put(index, part))
         takers = [self._taken(index, rank) for rank in range(1, self._world_size)]
@@ -164,9 +164,9 @@ class Mailbox:
             # Without this the store would grow over thousands of versions.
             self._store.delete([self._key(index), *takers])
 
-        return Mail(part_with)
+        return MailboxTransfer(part_with)
 
-    def receive(self, index: int, part: Tensor) -> "Mail":
+    def receive(self, index: int, part: Tensor) -> "MailboxTransfer":
         """Return a pending part, which `wait` fetches."""
 
         def fetch() -> None:
@@ -174,7 +174,7 @@ class Mailbox:
             self._shelf.fetch(self._store.get(self._key(index)).decode(), part)
             self._store.set(self._taken(index, self._rank), "1")
 
-        return Mail(fetch)
+        return MailboxTransfer(fetch)
 
     def finish(self) -> None:
         """Let go of shared memory after the last part; the sender waits for the receivers.
@@ -213,7 +213,7 @@ class Mailbox:
         """Do nothing: other objects own the store and the shelf."""
 
 
-class Mail:
+class MailboxTransfer:
     """A part in transit through a mailbox."""
 
     def __init__(self, wait: Callable[[], None]) -> None:

@@ -43,15 +43,15 @@ class AgentGymBabyAiEnv(BabyAiEnv):
             column, row = held.init_pos
             self._level.grid.set(column, row, held)
             self._scene = read_scene(self._level)
-            self._look()
+            self._update_view()
             self._level.grid.set(column, row, None)
 
     def _locate(self, item: ItemId) -> tuple[str, int]:
         level, seed = levels.locate(item)
         return levels.AS_IN_AGENTGYM.get(level, level), seed
 
-    def _look(self) -> None:
-        super()._look()
+    def _update_view(self) -> None:
+        super()._update_view()
         self._offer = offer(self._scene, self._objects, self._view)
 
     def _step(self, action: str) -> StepResult:
@@ -88,7 +88,7 @@ class AgentGymBabyAiEnv(BabyAiEnv):
                 break
         self._score = self._minigrid_reward() if is_paid else 0.0
         self._reward = max(0.0, self._score)
-        self._look()
+        self._update_view()
 
     def _observation(self) -> str:
         if self._is_compact:

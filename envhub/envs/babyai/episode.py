@@ -64,7 +64,7 @@ class BabyAiEnv(TextEnv):
         self._expert = Expert(self._level)
         self._begin()
         self._scene = read_scene(self._level)
-        self._look()
+        self._update_view()
 
     def _locate(self, item: ItemId) -> tuple[str, int]:
         return levels.locate(item)
@@ -107,7 +107,7 @@ class BabyAiEnv(TextEnv):
             self._scene.at, self._scene.heading = _pose(self._level, self._scene.stride)
         else:
             self._scene = read_scene(self._level)
-        self._look()
+        self._update_view()
         return is_won
 
     def state_text(self) -> str:
@@ -137,7 +137,7 @@ class BabyAiEnv(TextEnv):
     def _pose(self) -> tuple[int, int]:
         return _pose(self._level, self._scene.stride)
 
-    def _look(self) -> None:
+    def _update_view(self) -> None:
         self._objects, self._view = sc.see(self._scene)
         self._actions = act.list_actions(self._scene, self._objects)
         self._by_name = {action.name: action for action in self._actions}

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from envhub.envs.babyai import actions as act
 from envhub.envs.babyai import scene as sc
 from envhub.envs.babyai.actions import ActionEffect, GridAction
+from envhub.envs.babyai.paths import UNREACHABLE, distances, first_errand
 from envhub.envs.babyai.scene import GridScene
 from envhub.envs.babyai.targets import DROPPING, PICKING_UP, FacingTarget, current_targets
-from envhub.envs.babyai.ways import UNREACHABLE, distances, first_errand
 
 MAX_EXPANSIONS = 48
 PRIMITIVES_PER_ACTION = 3.0  # Estimated primitives of one action, for the search heuristic.

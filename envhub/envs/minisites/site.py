@@ -110,13 +110,13 @@ class Visit:
     def page(self, template: str, **values: object) -> HTMLResponse:
         """Return a rendered page. A pending notice is shown on it once."""
         notice, self.session.notice = self.session.notice, ""
-        shown = self.site.given | self.look(self.site.table.get("frame", {})) | values
+        shown = self.site.given | self.values_of(self.site.table.get("frame", {})) | values
         text = ENVIRONMENT.get_template(f"{self.site.name}/{template}").render(
             {"words": self.words(), **shown}, notice=notice, path=self.path, query=self.query
         )
         return HTMLResponse(text)
 
-    def look(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+    def values_of(self, entry: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values that a page shows, by an entry of the site's table."""
         shown: dict[str, Any] = {}
         for name, allowed in entry.get("takes", {}).items():
@@ -251,7 +251,7 @@ class Site:
 
 
 def _show(entry: Mapping[str, Any], visit: Visit) -> Response:
-    return visit.page(entry["page"], **visit.look(entry))
+    return visit.page(entry["page"], **visit.values_of(entry))
 
 
 def _submit(entry: Mapping[str, Any], visit: Visit) -> Response:

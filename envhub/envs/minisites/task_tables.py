@@ -190,6 +190,8 @@ def _step(verb: str, name: str, text: str) -> Step:
 
 
 class _Rounds:
+    """Runs the steps of a template's `for`; each round binds names."""
+
     def __init__(self, db: sqlite3.Connection, random: Random, words: Mapping[str, Any]) -> None:
         self._db = db
         self._random = random

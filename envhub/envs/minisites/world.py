@@ -10,7 +10,7 @@ from common.http.sessions import open_session
 from envhub.env import EnvFailure
 from envhub.envs.minisites.apps import SITES, make_app
 from envhub.web.local_site import LocalBrowser
-from envhub.web.session import Look, WebSession
+from envhub.web.session import SnapshotSettings, WebSession
 from envhub.web.site_tasks.addresses import may_go, start_urls
 
 SESSION_HEADER = "X-Longstride-Session"
@@ -38,7 +38,9 @@ class LocalWorld:
         context = await browser.open_context()
         await context.set_extra_http_headers({SESSION_HEADER: name})
         timeout_s = self._options.action_timeout_s
-        session = WebSession(context, Look(), may_go=may_go(set(SITES)), action_timeout_s=timeout_s)
+        session = WebSession(
+            context, SnapshotSettings(), may_go=may_go(set(SITES)), action_timeout_s=timeout_s
+        )
         self._names[session] = name
         try:
             await session.open(*start_urls(task))

@@ -66,14 +66,14 @@ class MiniwobEnv:
         self._done = False
         self._previous = "None"
         self._taken = []
-        await self._look()
+        await self._take_snapshot()
         self._fingerprint = _fingerprint(self._page, self._snapshot)
         return self._observation()
 
-    async def _look(self) -> None:
+    async def _take_snapshot(self) -> None:
         assert self._session is not None, "an episode is used before its reset"
         facts = pages.PAGES[self._page]
-        self._snapshot = await self._session.look(
+        self._snapshot = await self._session.snapshot(
             advance_ms=facts.get("step_ms", pages.STEP_MS), has_places=facts.get("places", False)
         )
         state = self._snapshot.state
@@ -97,7 +97,7 @@ class MiniwobEnv:
             self._taken.append(chosen)
         except InvalidAction as error:
             problem = self._previous = str(error)
-        await self._look()
+        await self._take_snapshot()
         observation = self._observation()
         return StepResult(
             observation=observation, reward=self._reward, done=self._done, is_valid=not problem

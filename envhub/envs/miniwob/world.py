@@ -12,13 +12,13 @@ from common.config.envs import BrowserOptions
 from envhub.env import EnvFailure
 from envhub.envs.miniwob.pages import REMEDY, STEP_MS, pages_dir
 from envhub.web.local_site import LocalBrowser
-from envhub.web.session import Look, WebSession
+from envhub.web.session import SnapshotSettings, WebSession
 
 HOST = "miniwob.test"
 START_SCRIPT = (Path(__file__).parent / "episode.js").read_text(encoding="utf-8")
 # Elements of every page that are not part of the task.
 FURNITURE = ("query", "reward-display", "sync-task-cover", "click-canvas")
-LOOK = Look(advance_ms=STEP_MS, deep=True, skip=FURNITURE)
+SNAPSHOT = SnapshotSettings(advance_ms=STEP_MS, deep=True, skip=FURNITURE)
 MAX_EPISODES_PER_TAB = 200
 
 
@@ -55,7 +55,10 @@ class MiniwobWorld:
         context = await browser.open_context(clock=True)
         await context.add_init_script(START_SCRIPT)
         session = WebSession(
-            context, LOOK, may_go=lambda url: False, action_timeout_s=self._options.action_timeout_s
+            context,
+            SNAPSHOT,
+            may_go=lambda url: False,
+            action_timeout_s=self._options.action_timeout_s,
         )
         self._num_episodes[session] = 1
         return session

@@ -14,7 +14,7 @@ from envhub.envs.text_env import TextEnv
 from envhub.tasks import spec_beside
 
 WAYS = {"left": "turn left", "right": "turn right", "ahead": "move forward"}
-UNTOLD = "nothing"
+NO_VIEW = "nothing"
 SEEN = ("stone", "dust", "moss", "brick", "rust", "sand", "mud", "ash")
 SUBSETS = {
     "Signs": SubsetSpec(num_train=100_000, num_test=3_200, max_turns=24),
@@ -80,7 +80,7 @@ class RecallEnv(TextEnv):
         number, since_sign = divmod(self._at, self._walk.per_sign)
         if not since_sign:
             return f"goal {self._signs[number]}"
-        return (is_new and self._at % 2 and self._halls[self._at // 2]) or UNTOLD
+        return (is_new and self._at % 2 and self._halls[self._at // 2]) or NO_VIEW
 
     def _valid_actions(self) -> list[str]:
         return list(WAYS.values())

@@ -11,7 +11,7 @@ ROOM = re.compile(r"This .*?is called the (.+?)\. .*?you see:")
 DOOR_STATE = re.compile(r"\(that is (open|closed)\)")
 # A capital article occurs only at the start of a line. Elsewhere "A" is a name, as of a substance.
 ARTICLE = re.compile(r"\ban? |^\s*An? ", re.MULTILINE)
-NOT_TOLD = frozenset({"the agent", "air"})  # These objects are in every room.
+OMITTED = frozenset({"the agent", "air"})  # These objects are in every room.
 
 
 def one_line(text: str) -> str:
@@ -45,7 +45,7 @@ def compact(observation: str) -> str:
     text = ROOM.sub(r"\1:", text).replace("You also see:", "ways:")
     text = ARTICLE.sub("", text.replace("a substance called ", ""))
     text = DOOR_STATE.sub(r"\1", text)
-    lines = [line for line in text.splitlines() if line.strip() not in NOT_TOLD]
+    lines = [line for line in text.splitlines() if line.strip() not in OMITTED]
     return _listed(lines)
 
 

@@ -15,6 +15,8 @@ FOLDERS = {"train": "train", "test": "dev"}  # BIRD's own test set is not public
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
+    """One split of BIRD: its questions, schemas and databases."""
+
     questions: list[dict]
     schemas: dict[str, SchemaView]
     databases: Path

@@ -38,7 +38,7 @@ MAX_WORKERS = 2
 NUM_BIRD_TRAIN = 9428
 MAX_GOLD_ROWS = 1_000_000
 # Time beyond the queries: opening files, and waiting for a core among other sessions.
-PATIENCE_S = 20.0
+OVERHEAD_S = 20.0
 
 
 class Problems:
@@ -183,7 +183,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         isolation=Isolation.WORKER,
         sessions_per_worker=SESSIONS_PER_WORKER,
         max_workers=MAX_WORKERS,
-        step_timeout_s=chosen.gold_timeout_s + chosen.query_timeout_s + PATIENCE_S,
+        step_timeout_s=chosen.gold_timeout_s + chosen.query_timeout_s + OVERHEAD_S,
         from_agentgym=problems.from_agentgym,
     )
 

@@ -37,19 +37,20 @@ class SharedMemory:
             Exception: any exception of `use`.
         """
         try:
-            with self._beside_others():
+            with self._shared():
                 return use()
         except MemoryError:
             # The traceback refers to the fetched rows, so it must be freed before the next call.
             pass
-        with self._alone():
+        with self._exclusive():
             return use()
 
     @contextmanager
-    def _beside_others(self) -> Iterator[None]:
+    def _shared(self) -> Iterator[None]:
+        """Count a call that shares the memory with others."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._is_reserved, self._wait_s):
-                raise self._too_long()
+                raise self._wait_failure()
             self._num_users += 1
         try:
             yield
@@ -59,16 +60,17 @@ class SharedMemory:
                 self._changed.notify_all()
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
+        """Wait until no other call runs, and reserve the memory for this one."""
         deadline_s = time.monotonic() + self._wait_s
         if not self._turn.acquire(timeout=self._wait_s):
-            raise self._too_long()
+            raise self._wait_failure()
         try:
             with self._changed:
                 self._is_reserved = True
                 left_s = deadline_s - time.monotonic()
                 if not self._changed.wait_for(lambda: self._num_users == 0, left_s):
-                    raise self._too_long()
+                    raise self._wait_failure()
             yield
         finally:
             with self._changed:
@@ -76,7 +78,7 @@ class SharedMemory:
                 self._changed.notify_all()
             self._turn.release()
 
-    def _too_long(self) -> EnvFailure:
+    def _wait_failure(self) -> EnvFailure:
         return EnvFailure(
             f"statements of other sessions occupied the memory for {self._wait_s:g} s"
         )

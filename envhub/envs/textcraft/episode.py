@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from envhub.env import StepResult, Style, action_text, parse_item
-from envhub.envs.text_env import TextEnv, said
+from envhub.envs.text_env import TextEnv, plain_result
 from envhub.envs.textcraft import solver
 from envhub.envs.textcraft.book import Book, Recipe
 from envhub.envs.textcraft.minecraft import NAMESPACE
@@ -66,7 +66,7 @@ class TextCraftEnv(TextEnv):
         if verb == "craft":
             return self._craft(count, name, given, message)
         if verb == "inventory":
-            return said(self._told_inventory(self._is_compact), True)
+            return plain_result(self._inventory_text(self._is_compact), True)
         if verb == "wrong":
             return self._refusal(f"Wrong item format: {name}", "wrong item format")
         return self._refusal(f"Could not execute {name}", "could not execute")
@@ -77,9 +77,9 @@ class TextCraftEnv(TextEnv):
         return f"holds {held}"
 
     def _refusal(self, agentgym: str, compact: str) -> StepResult:
-        return said(compact if self._is_compact else agentgym, False)
+        return plain_result(compact if self._is_compact else agentgym, False)
 
-    def _told_inventory(self, is_compact: bool) -> str:
+    def _inventory_text(self, is_compact: bool) -> str:
         items = self._inventory.items()
         if is_compact:
             listed = ", ".join([f"{count} {name}" for name, count in items if count])
@@ -94,7 +94,7 @@ class TextCraftEnv(TextEnv):
             return self._refusal(f"Could not find {name[:MAX_ECHO_CHARS]}", compact)
         held = self._inventory
         held[name] = held.get(name, 0) + count
-        return said(message, True)
+        return plain_result(message, True)
 
     def _craft(
         self, count_asked: int, target: str, given: tuple[tuple[int, str], ...], raw: str
@@ -130,7 +130,7 @@ class TextCraftEnv(TextEnv):
         if self._is_compact:
             message = f"crafted {recipe.count} {target}"
         if target != self._task.goal:
-            return said(message, True)
+            return plain_result(message, True)
         self._done = True
         return StepResult(observation=message, reward=1.0, done=True, is_valid=True)
 
@@ -140,7 +140,7 @@ class TextCraftEnv(TextEnv):
         else:
             named = None if target in self._book.tags else raw
             message = f"Could not find enough items to craft {named}"
-        return said(message, False)
+        return plain_result(message, False)
 
     def _valid_actions(self) -> list[str]:
         """Return `inventory`, gets in the amounts of the commands, and the crafts possible now."""
@@ -173,7 +173,7 @@ class TextCraftEnv(TextEnv):
     def render(self) -> str:
         """Return the goal, the commands and the inventory."""
         commands = "\n".join(recipe.command() for recipe in self._task.recipes)
-        return f"goal: {self._task.goal}\n{commands}\n{self._told_inventory(True)}"
+        return f"goal: {self._task.goal}\n{commands}\n{self._inventory_text(True)}"
 
     def detail(self, what: str) -> Any:
         """Return the `picture`: the held items, and the goal's tree of ingredients."""

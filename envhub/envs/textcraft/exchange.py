@@ -6,7 +6,7 @@ from typing import Any
 
 from envhub.env import StepResult, Style, parse_item
 from envhub.envs.textcraft.episode import TextCraftEnv
-from envhub.envs.textcraft.redraw import redrawn
+from envhub.envs.textcraft.random_counts import redrawn
 from envhub.envs.textcraft.tasks import CraftCatalogue, CraftTask
 
 KEPT = frozenset(("a", "and", "item", "of", "on"))  # These words occur in our own sentences.

@@ -8,10 +8,10 @@ from common.config.envs import EnvsSection
 from envhub.env import EnvFailure
 from envhub.envs.webarena import remote_sites
 from envhub.web.browser import BrowserHost, host_rules
-from envhub.web.session import Look, WebSession
+from envhub.web.session import SnapshotSettings, WebSession
 from envhub.web.site_tasks.addresses import may_go, start_urls
 
-LOOK = Look(quiet_ms=300, max_settle_ms=8000)
+SNAPSHOT = SnapshotSettings(quiet_ms=300, max_settle_ms=8000)
 
 
 class RemoteWorld:
@@ -33,7 +33,7 @@ class RemoteWorld:
         context = await self._browser.open_context(storage_state=login)
         session = WebSession(
             context,
-            LOOK,
+            SNAPSHOT,
             may_go=may_go(self._hosts),
             action_timeout_s=self._options.browser.action_timeout_s,
         )

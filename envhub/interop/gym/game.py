@@ -17,7 +17,6 @@ import numpy as np
 
 from common.errors import ConfigError
 from envhub.env import EnvFailure
-from envhub.interop.described import optional_package
 from envhub.interop.gym.spaces import (
     NoText,
     check_actions,
@@ -27,7 +26,8 @@ from envhub.interop.gym.spaces import (
     parse_action,
     write_action,
 )
-from envhub.interop.texts import SUCCESS_KEYS, Moved, said_by
+from envhub.interop.texts import SUCCESS_KEYS, ActionResult, reported_truth
+from envhub.interop.yaml_environments import optional_package
 
 MAX_SAMPLES = 64  # Maximum size of a discrete space whose numbers are all listed.
 NUM_SAMPLES = 8
@@ -88,17 +88,17 @@ class GymnasiumGame:
         observation, _ = self._env.reset(seed=seed)
         return _text(observation)
 
-    def act(self, text: str) -> Moved:
+    def act(self, text: str) -> ActionResult:
         """Play an action given as text. Raises: BadAction, EnvFailure."""
         action = parse_action(text, self._space)
         observation, reward, terminated, truncated, info = self._env.step(action)
         is_over = _truth(terminated, "terminated")
-        return Moved(
+        return ActionResult(
             text=_text(observation),
             reward=_number(reward, "reward"),
             is_done=is_over or _truth(truncated, "truncated"),
             is_truncated=_truth(truncated, "truncated") and not is_over,
-            is_success=said_by(info, SUCCESS_KEYS) if isinstance(info, dict) else None,
+            is_success=reported_truth(info, SUCCESS_KEYS) if isinstance(info, dict) else None,
         )
 
     def close(self) -> None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from envhub.env import StepResult, SubsetSpec, action_text, parse_item
-from envhub.interop.described import SUBSET, optional_package
 from envhub.interop.mcp.link import Link, McpFailure, McpOptions
 from envhub.interop.texts import (
     SUCCESS_KEYS,
@@ -20,10 +19,11 @@ from envhub.interop.texts import (
     Rewards,
     check_sendable,
     parse_tool_call,
-    said_by,
+    reported_truth,
     sample_call,
     shortened,
 )
+from envhub.interop.yaml_environments import SUBSET, optional_package
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,10 +138,10 @@ class McpEpisode:
                 ) from error
         paid = Rewards(self._tasks.rule).add(reward, is_last=True)
         content = _content(result)
-        said = said_by(content, SUCCESS_KEYS)
+        reported = reported_truth(content, SUCCESS_KEYS)
         self._is_done = True
-        self._is_truncated = said_by(content, TRUNCATED_KEYS) is True
-        is_success = paid >= 1.0 if said is None else said
+        self._is_truncated = reported_truth(content, TRUNCATED_KEYS) is True
+        is_success = paid >= 1.0 if reported is None else reported
         return self._result(text, reward=paid, is_success=is_success)
 
     async def valid_actions(self) -> list[str]:

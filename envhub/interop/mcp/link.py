@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from common.http.proxies import route_note, without_login
 from common.http.sessions import open_httpx
 from envhub.env import EnvFailure
-from envhub.interop.described import optional_package
+from envhub.interop.yaml_environments import optional_package
 
 CLOSE_S = 5.0  # Time limit for a server to end.
 INVALID_PARAMS = -32602  # JSON-RPC code of arguments that the server refuses.
@@ -144,8 +144,8 @@ class Link:
                 http = optional_package("mcp.client.streamable_http", "mcp")
                 web: Any = optional_package("httpx2", "mcp")
                 # `_answer` enforces the deadline.
-                patience = web.Timeout(options.timeout_s, read=None)
-                client = open_httpx(web, options.url, headers=options.headers, timeout=patience)
+                timeouts = web.Timeout(options.timeout_s, read=None)
+                client = open_httpx(web, options.url, headers=options.headers, timeout=timeouts)
                 await stack.enter_async_context(client)
                 target = http.streamable_http_client(options.url, http_client=client)
             else:

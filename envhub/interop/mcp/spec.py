@@ -8,18 +8,18 @@ from typing import Any
 from common.errors import ConfigError
 from common.formats.answers import TEXT_ANSWERS, TOOL_FORM, tools_text
 from envhub.env import EnvSpec, Isolation, Style
-from envhub.interop.described import (
+from envhub.interop.mcp.episode import McpEpisode, Tasks, block_text
+from envhub.interop.mcp.link import CLOSE_S, MODES, Link, McpFailure, McpOptions
+from envhub.interop.texts import RewardRule
+from envhub.interop.yaml_environments import (
     SUBSET,
-    look,
     optional_package,
     parse_items,
     read_description,
     rule_of,
+    run_coroutine,
     split_of,
 )
-from envhub.interop.mcp.episode import McpEpisode, Tasks, block_text
-from envhub.interop.mcp.link import CLOSE_S, MODES, Link, McpFailure, McpOptions
-from envhub.interop.texts import RewardRule
 
 ANSWER = {
     "description": "Ends the episode with your answer.",
@@ -43,10 +43,10 @@ def make_spec(reference: str) -> EnvSpec:
         known = ", ".join(MODES)
         raise ConfigError(f"{reference}: revision={options.revision!r}: must be one of {known}")
     optional_package("mcp", "mcp")
-    patience_s = options.start_timeout_s + options.timeout_s + 2 * CLOSE_S
+    limit_s = options.start_timeout_s + options.timeout_s + 2 * CLOSE_S
     try:
-        ask = partial(_look_at, path, options)
-        listed, items = look(ask, timeout_s=patience_s + options.timeout_s)
+        ask = partial(_describe_server, path, options)
+        listed, items = run_coroutine(ask, timeout_s=limit_s + options.timeout_s)
     except McpFailure as error:
         raise ConfigError(f"{reference}: {error}") from error
     pays = options.submit in listed
@@ -84,7 +84,7 @@ def make_spec(reference: str) -> EnvSpec:
         make=make,
         isolation=Isolation.WORKER,
         sessions_per_worker=options.max_sessions,
-        step_timeout_s=patience_s,  # A connection and its first call.
+        step_timeout_s=limit_s,  # A connection and its first call.
         is_repeatable=False,
         start_score=rule.start_score,
         tools=tuple(_as_function(name, tool) for name, tool in tools.items()),
@@ -102,7 +102,7 @@ def _rule_of(reference: str, options: McpOptions, *, has_payer: bool) -> RewardR
     return rule if has_payer else RewardRule()
 
 
-async def _look_at(
+async def _describe_server(
     path: Path, options: McpOptions
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
     """Return the server's tools by name, and the items. Raises: McpFailure, ConfigError."""

@@ -10,7 +10,6 @@ from typing import Any
 
 from common.formats.answers import TOOL_FORM, tools_text
 from envhub.env import StepResult, SubsetSpec, action_text, parse_item
-from envhub.interop.described import SUBSET
 from envhub.interop.remote_episode import RemoteEpisode
 from envhub.interop.texts import (
     BadAction,
@@ -22,6 +21,7 @@ from envhub.interop.texts import (
     shortened,
 )
 from envhub.interop.verifiers.link import PlayerProcess, TasksetOptions, VerifiersFailure
+from envhub.interop.yaml_environments import SUBSET
 
 TURN_FORM = f"{TOOL_FORM}\nWhat is no call is your answer."
 

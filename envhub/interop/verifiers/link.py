@@ -61,7 +61,7 @@ class PlayerProcess:
     def __init__(self, options: TasksetOptions, process: asyncio.subprocess.Process) -> None:
         self._options = options
         self._process = process
-        self._told: dict[str, asyncio.Queue[dict[str, Any] | None]] = {"": asyncio.Queue()}
+        self._lines: dict[str, asyncio.Queue[dict[str, Any] | None]] = {"": asyncio.Queue()}
         self._reader = asyncio.create_task(self._read())
         self.num_items: tuple[int, int] = (0, 0)  # Numbers of training and test items.
         self.is_lost = False
@@ -100,7 +100,7 @@ class PlayerProcess:
 
     async def begin(self, episode: str, split: str, index: int) -> dict[str, Any]:
         """Return the first line of an episode. Raises: VerifiersFailure."""
-        self._told[episode] = asyncio.Queue()
+        self._lines[episode] = asyncio.Queue()
         self._send({"start": episode, "split": split, "index": index})
         return await self._next(episode, f"the start of {split} item {index}")
 
@@ -111,7 +111,7 @@ class PlayerProcess:
 
     def end(self, episode: str) -> None:
         """Abort an episode."""
-        if self._told.pop(episode, None) is not None:
+        if self._lines.pop(episode, None) is not None:
             self._send({"end": episode})
 
     async def close(self) -> None:
@@ -137,7 +137,7 @@ class PlayerProcess:
         timeout_s = timeout_s or self._options.timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                line = await self._told[episode].get() if not self.is_lost else None
+                line = await self._lines[episode].get() if not self.is_lost else None
         except TimeoutError as error:
             raise VerifiersFailure(
                 f"{self._options.shown}: {what} took longer than {timeout_s:g} s"
@@ -158,11 +158,11 @@ class PlayerProcess:
         with contextlib.suppress(ValueError):  # A line that is too long or not JSON.
             while text := await self._process.stdout.readline():
                 line = json.loads(text)
-                if (queue := self._told.get(line.get("episode", ""))) is not None:
+                if (queue := self._lines.get(line.get("episode", ""))) is not None:
                     queue.put_nowait(line)
         self.is_lost = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 await self._process.wait()
-        for queue in self._told.values():
+        for queue in self._lines.values():
             queue.put_nowait(None)

@@ -2,9 +2,9 @@
 
 from common.errors import ConfigError
 from envhub.env import EnvSpec, Isolation, Style, SubsetSpec
-from envhub.interop.described import SUBSET, look, read_description, rule_of
 from envhub.interop.verifiers.episode import Shared, VerifiersEpisode
 from envhub.interop.verifiers.link import CLOSE_S, PlayerProcess, TasksetOptions, VerifiersFailure
+from envhub.interop.yaml_environments import SUBSET, read_description, rule_of, run_coroutine
 
 FORM = 'Answer. Where there is an "Action:", what follows it is the answer.'
 
@@ -25,7 +25,7 @@ def make_spec(reference: str) -> EnvSpec:
         return player.num_items
 
     try:
-        num_train, num_test = look(count, timeout_s=options.start_timeout_s + 3 * CLOSE_S)
+        num_train, num_test = run_coroutine(count, timeout_s=options.start_timeout_s + 3 * CLOSE_S)
     except VerifiersFailure as error:
         raise ConfigError(f"{reference}: {error}") from error
     subset = SubsetSpec(num_train=num_train, num_test=num_test, max_turns=options.max_turns)

@@ -82,14 +82,14 @@ class SiteTaskEnv:
         self._done = False
         self._previous = ""
         self._solution = Solution(task.get("solution", []))
-        await self._look()
+        await self._take_snapshot()
         parts = [f"{n.role} {n.name} {n.states}" for n in self._snapshot.nodes]
         state = json.dumps([task["intent"], self._snapshot.url, parts])
         self._fingerprint = hashlib.sha256(state.encode()).hexdigest()
         return await self._observation()
 
-    async def _look(self) -> None:
-        self._snapshot = await self._live().look()
+    async def _take_snapshot(self) -> None:
+        self._snapshot = await self._live().snapshot()
         in_view = self._style is Style.AGENTGYM
         self._shown = tree.shown_nodes(self._snapshot.nodes, only_in_view=in_view)
         self._ids = {node.id for node in self._shown}
@@ -120,7 +120,7 @@ class SiteTaskEnv:
         except InvalidAction as error:
             is_valid = False
             self._previous = str(error)
-        await self._look()
+        await self._take_snapshot()
         if session.dialogs:
             self._previous += f" ({'; '.join(session.dialogs)})"
         observation = await self._observation()
@@ -137,17 +137,17 @@ class SiteTaskEnv:
 
     def _action_text(self, action: WebAction) -> str:
         """Return the text of the previous action. AgentGym's style adds the line of its element."""
-        said = describe(action)
+        text = describe(action)
         is_on_element = action.kind in (
             WebActionType.CLICK,
             WebActionType.HOVER,
             WebActionType.TYPE,
         )
         if self._style is Style.COMPACT or not is_on_element:
-            return said
+            return text
         lines = zip(self._shown, tree.agentgym_lines(self._shown), strict=True)
         line = next(line for node, line in lines if node.id == action.element)
-        return f"{said} where [{action.element}] is {' '.join(line.split()[1:])}"
+        return f"{text} where [{action.element}] is {' '.join(line.split()[1:])}"
 
     async def _observation(self) -> str:
         session = self._live()

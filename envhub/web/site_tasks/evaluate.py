@@ -60,8 +60,8 @@ def is_alike(reference: str, answer: str) -> bool:
     if reference.strip() == UNACHIEVABLE:
         return is_exact(reference, answer)
     needed = _words(reference)
-    said = _words(answer)
-    return bool(needed) and needed <= said
+    given = _words(answer)
+    return bool(needed) and needed <= given
 
 
 def _words(text: str) -> frozenset[str]:

@@ -47,7 +47,7 @@ Weight = TypeVar("Weight", bound=FlatWeight)
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class WeightRead:
     """Tensors of the files that give one weight, or several."""
 
     weight: str  # Name of the weight, or of the first one.
@@ -67,7 +67,7 @@ class Read:
 
 def plan_reads(
     network: PreTrainedModel, names: Iterable[str], weights: Mapping[str, Tensor]
-) -> list[Read]:
+) -> list[WeightRead]:
     """Return how the tensors of files give a network's weights; other tensors are left out.
 
     Args:
@@ -80,14 +80,14 @@ def plan_reads(
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     prefix = network.base_model_prefix
     known = dict(weights)
-    reads: dict[str, Read] = {}
+    reads: dict[str, WeightRead] = {}
     for name in sorted(names, key=dot_natural_key):
         weight, pattern = rename_source_key(name, renamings, converters, prefix, known)
         if weight not in known:
             weight, pattern = rename_source_key(name, [], [], prefix, known)
         if weight in known:
             converter = None if pattern is None else by_pattern[pattern]
-            read = reads.setdefault(weight, Read(weight, converter))
+            read = reads.setdefault(weight, WeightRead(weight, converter))
             read.sources.setdefault(pattern or name, []).append(name)
     # Saved and published tensors get the names of these files.
     network._weight_conversions = [each for each in transforms if each.was_used()]  # pyright: ignore
@@ -95,7 +95,10 @@ def plan_reads(
 
 
 def convert_read(
-    network: PreTrainedModel, read: Read, load: Callable[[str], Tensor], rows: slice = slice(None)
+    network: PreTrainedModel,
+    read: WeightRead,
+    load: Callable[[str], Tensor],
+    rows: slice = slice(None),
 ) -> dict[str, Tensor]:
     """Return weights by name, made of the tensors of a file.
 

@@ -140,14 +140,15 @@ def validate_tasks(
             raise ConfigError(_unknown(f"tasks[{i}].subset", task.subset, subsets))
         if task.weight > 0 and subsets[task.subset].num_train == 0:
             raise ConfigError(
-                f"tasks[{i}].subset={task.subset!r}: this subset has no training items"
+                f"tasks[{i}].subset={task.subset!r}: it has no training items; choose another one"
             )
         if len(task.env) > ID_CHARS or len(task.items()) > MAX_SUBSET_CHARS:
             law = f"a lease has room for {ID_CHARS} and {MAX_SUBSET_CHARS} characters"
             raise ConfigError(f"tasks[{i}]: env={task.env!r:.80} subset={task.subset!r:.80}: {law}")
         if (task.env, task.items()) in known:
             raise ConfigError(
-                f"tasks[{i}].subset={task.subset!r}: another task has the same subset of {task.env}"
+                f"tasks[{i}].subset={task.subset!r}: another task has the same subset of"
+                f" {task.env}; name each subset once and set its weight"
             )
         known.add((task.env, task.items()))
         lengths = catalogue.distances.get(task.env, {}).get(task.subset, {})

@@ -133,7 +133,7 @@ class GatedHorizon:
             cause,
             move.truncated_frac,
             move.success,
-            _show(move.gain),
+            _signal_text(move.gain),
             move.entropy_ratio,
             move.ess_frac,
             seen.version - self.since,
@@ -224,5 +224,5 @@ def _mean_entropy(steps: Sequence[StepSeen]) -> float:
     return sum(known) / len(known) if known else UNKNOWN
 
 
-def _show(value: float | None) -> str:
+def _signal_text(value: float | None) -> str:
     return "?" if value is None else f"{value:+.3f}"

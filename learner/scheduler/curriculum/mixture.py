@@ -10,9 +10,9 @@ from common.wire.messages import EpisodeSeen
 from learner.scheduler.curriculum.catalogue import HubCatalogue
 from learner.scheduler.curriculum.sampling import (
     ONE_BELOW,
+    GoldenSequence,
     Item,
     Sampler,
-    Spiral,
     TrainItems,
     hash_words,
     train_items,
@@ -60,7 +60,7 @@ class Mixture:
     subset_success: SuccessPool
     item_success: SuccessPool
     _sampler: Sampler = field(metadata=FIXED)
-    _spiral: Spiral = field(metadata=FIXED)
+    _points: GoldenSequence = field(metadata=FIXED)
     _catalogue: HubCatalogue = field(metadata=FIXED)
     # Names of tasks by the part of the name that all distance stages share.
     _names: dict[str, str] = field(metadata=FIXED)
@@ -81,7 +81,7 @@ class Mixture:
         self._catalogue = catalogue
         tempered = temper(tasks, cfg.temperature)
         self._sampler = Sampler(tempered, catalogue, seed=seed)
-        self._spiral = Spiral(seed=seed)
+        self._points = GoldenSequence(seed=seed)
         parts = [MixtureTask(task=task, base=task.weight) for task in tempered if task.weight > 0]
         self.tasks = {part.name: part for part in parts}
         self._names = {_shared(name): name for name in self.tasks}
@@ -102,7 +102,7 @@ class Mixture:
         """
         if not self.is_adaptive:
             return self._sampler.item(number, bound_of)
-        part = self._choose_task(self._spiral.share(number))
+        part = self._choose_task(self._points.share(number))
         bound = bound_of(part.task.env)
         items = train_items(part.task, self._catalogue, seed=self.seed, bound=bound)
         return items.item(self._choose_index(part, items))

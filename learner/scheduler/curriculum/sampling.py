@@ -164,7 +164,7 @@ def member_seed(seed: int, number: int, member: int) -> int:
     return hash_words(seed, "member", number, member) >> 33
 
 
-class Spiral:
+class GoldenSequence:
     """Maps a group number to a point of the integer circle [0, 2^64)."""
 
     def __init__(self, *, seed: int) -> None:
@@ -190,7 +190,7 @@ class Sampler:
     """Maps a group number to an item."""
 
     def __init__(self, tasks: list[TaskSection], catalogue: HubCatalogue, *, seed: int) -> None:
-        self._spiral = Spiral(seed=seed)
+        self._points = GoldenSequence(seed=seed)
         self._catalogue = catalogue
         self._seed = seed
         self._slices = _slices(tasks)
@@ -201,8 +201,8 @@ class Sampler:
         Args:
             bound_of: environment -> bound on the distance of its items; 0: no bound.
         """
-        place = self._spiral.place(number)
-        phase = self._spiral.phase(place)
+        place = self._points.place(number)
+        phase = self._points.phase(place)
         part = next(s for s in self._slices if s.low <= phase < s.high)
         rank = self._num_below(place, part.high) - self._num_below(place, part.low)
         bound = bound_of(part.task.env)
@@ -211,8 +211,8 @@ class Sampler:
 
     def _num_below(self, count: int, bound: int) -> int:
         """Return how many of the first `count` phases are below `bound`."""
-        passed = floor_sum(count, _SIZE, _GOLDEN, self._spiral.offset)
-        beyond = floor_sum(count, _SIZE, _GOLDEN, self._spiral.offset + _SIZE - bound)
+        passed = floor_sum(count, _SIZE, _GOLDEN, self._points.offset)
+        beyond = floor_sum(count, _SIZE, _GOLDEN, self._points.offset + _SIZE - bound)
         return count + passed - beyond
 
 

@@ -8,7 +8,7 @@ from learner.scheduler.state import VOLATILE
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 60.0
+WARN_AFTER_S = 60.0
 MIN_GROUPS = 4  # Consecutive groups without signal before a warning: fewer may be chance.
 SOLVED = 0.5  # Mean success above which groups have no signal because all members succeed.
 
@@ -50,7 +50,7 @@ class SignalWatch:
         Args:
             success: mean of the training episodes; None: not known.
         """
-        if self.since is None or self.num_groups < MIN_GROUPS or now - self.since < PATIENCE_S:
+        if self.since is None or self.num_groups < MIN_GROUPS or now - self.since < WARN_AFTER_S:
             return ""
         known = "" if success is None else f", success {success:.2f}"
         problem = (

@@ -299,8 +299,8 @@ class EpisodeLifecycle:
         """
         if group.num_settled < len(group.episodes):
             return
-        is_told = group.state is not GroupState.OPEN or not group.is_train
-        if not is_told and any(episode.is_given_up for episode in group.episodes):
+        is_decided = group.state is not GroupState.OPEN or not group.is_train
+        if not is_decided and any(episode.is_given_up for episode in group.episodes):
             return
         outcomes = (e.settled.outcome for e in group.episodes if e.settled is not None)
         self.num_filtered += Outcome.FILTERED in outcomes

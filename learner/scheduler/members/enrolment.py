@@ -54,14 +54,15 @@ class Enrolments:
         """
         match message:
             case JoinRequest():
-                reason = self._why_not(message)
+                reason = self._refusal_of(message)
                 return Rejected(reason=reason) if reason else self._enrol(message, is_alive)
             case FileRequest():
                 return self._part(message)
             case _:
                 return None
 
-    def _why_not(self, request: JoinRequest) -> str:
+    def _refusal_of(self, request: JoinRequest) -> str:
+        """Return why a node may not join; "" if it may."""
         if len(request.public_key) != KEY_CHARS or not request.name:
             return "a node must send its name and its public key"
         if request.role not in SECTIONS:
@@ -81,6 +82,7 @@ class Enrolments:
         return f"other machines cannot reach this run; start it with {remedy}" if closed else ""
 
     def _enrol(self, request: JoinRequest, is_alive: Callable[[str], bool]) -> Enrolment | Rejected:
+        """Return the node's configuration and list of files, or why it is refused."""
         if request.role == "actor" and not request.has_model:
             try:
                 self._files = list_shared(Path(self._cfg.model.path), template=self._template())

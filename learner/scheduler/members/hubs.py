@@ -35,7 +35,7 @@ class StoppedEarly(Exception):
 
 
 @dataclass(slots=True, kw_only=True)
-class Entrance:
+class StartMessages:
     """Handles messages that arrive before the run can begin.
 
     consumes:   hellos of hubs and requests of joining nodes; other messages are queued
@@ -77,7 +77,7 @@ class Entrance:
                 wanted = sorted({task.env for task in self.cfg.tasks})
                 raise EnvError(
                     f"the tasks need {wanted}, but the hubs serve only {served} after"
-                    f" {timeout_s:g} s"
+                    f" {timeout_s:g} s; start a hub with the rest, or change tasks"
                 )
             self._receive()
             for place in self.registry.directory.hubs:

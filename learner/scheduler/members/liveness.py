@@ -52,7 +52,7 @@ def heartbeat(parts: Components, message: Heartbeat, now: float) -> list[str]:
 
 def tick(parts: Components, now: float) -> None:
     """Reissue the episodes of dead and silent members and of overdue leases."""
-    for member in parts.members.fall_silent(now):
+    for member in parts.members.newly_silent(now):
         logger.warning(
             "silent role=%s name=%s: its episodes are issued again", member.role, member.name
         )
@@ -79,9 +79,9 @@ def _renew(parts: Components, member: RunMember, running: list[str], now: float)
 
 def _miss(parts: Components, unlisted: list[EpisodeRecord], now: float) -> None:
     """Process the leases that are missing from an actor's heartbeat."""
-    # The learner may already have such an episode. The patience is longer than the time after which
+    # The learner may already have such an episode. The limit is longer than the time after which
     # a silent learner is detected.
-    patience_s = max(parts.members.dead_after_s / 2, AWAY_FACTOR * parts.members.silent_after_s)
+    limit_s = max(parts.members.dead_after_s / 2, AWAY_FACTOR * parts.members.silent_after_s)
     is_learner_away = parts.members.is_learner_away(now)
     for episode in reversed(unlisted):
         # The learner may have it, but cannot report it now.
@@ -91,7 +91,7 @@ def _miss(parts: Components, unlisted: list[EpisodeRecord], now: float) -> None:
         parts.lifecycle.miss(episode)
         if episode.is_revoked:
             parts.lifecycle.lose(episode, "straggler")
-        elif episode.num_missed >= MAX_MISSED and now - episode.listed_at >= patience_s:
+        elif episode.num_missed >= MAX_MISSED and now - episode.listed_at >= limit_s:
             parts.lifecycle.lose(episode, "lost_by_actor")
 
 

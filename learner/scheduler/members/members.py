@@ -220,7 +220,7 @@ class Members:
         gone = [m.incarnation for m in actors if m.is_dead or m.last_seen < since]
         return [*self.replaced, *gone]
 
-    def fall_silent(self, now: float) -> list[RunMember]:
+    def newly_silent(self, now: float) -> list[RunMember]:
         """Return the newly silent actors, unless all actors are silent."""
         actors = [m for m in self.by_name.values() if m.role == "actor" and not m.is_dead]
         late = [m for m in actors if now - m.last_seen > self.silent_after_s]

@@ -12,28 +12,28 @@ QUEUEING = EngineLoad(num_steps=50, num_queued=1, kv_frac=0.5, num_preemptions=0
 def test_idle_engine_keeps_limit_at_the_ceiling() -> None:
     concurrency = Concurrency(least=1, most=64)
     assert concurrency.limit == 64
-    assert [concurrency.look(IDLE, num_episodes=64) for _ in range(3)] == [64, 64, 64]
+    assert [concurrency.adjust(IDLE, num_episodes=64) for _ in range(3)] == [64, 64, 64]
 
 
 @pytest.mark.parametrize("load", [PREEMPTING, QUEUEING])
 def test_overload_cuts_limit_by_quarters_to_floor(load: EngineLoad) -> None:
     concurrency = Concurrency(least=10, most=32)
-    limits = [concurrency.look(load, num_episodes=concurrency.limit) for _ in range(5)]
+    limits = [concurrency.adjust(load, num_episodes=concurrency.limit) for _ in range(5)]
     assert limits == [24, 18, 13, 10, 10]
 
 
 def test_limit_waits_until_a_cut_takes_effect() -> None:
     concurrency = Concurrency(least=1, most=32)
-    assert concurrency.look(PREEMPTING, num_episodes=32) == 24
-    assert concurrency.look(PREEMPTING, num_episodes=25) == 24
-    assert concurrency.look(PREEMPTING, num_episodes=24) == 18
+    assert concurrency.adjust(PREEMPTING, num_episodes=32) == 24
+    assert concurrency.adjust(PREEMPTING, num_episodes=25) == 24
+    assert concurrency.adjust(PREEMPTING, num_episodes=24) == 18
 
 
 @pytest.mark.parametrize(("most", "increase"), [(8, 1), (64, 2), (256, 8)])
 def test_limit_grows_by_a_constant_increment(most: int, increase: int) -> None:
     concurrency = Concurrency(least=1, most=most)
-    low = concurrency.look(PREEMPTING, num_episodes=most)
-    grown = [concurrency.look(IDLE, num_episodes=concurrency.limit) for _ in range(200)]
+    low = concurrency.adjust(PREEMPTING, num_episodes=most)
+    grown = [concurrency.adjust(IDLE, num_episodes=concurrency.limit) for _ in range(200)]
     assert grown[0] == low + increase
     assert grown[1] == min(most, low + 2 * increase)
     assert grown[-1] == most
@@ -41,24 +41,24 @@ def test_limit_grows_by_a_constant_increment(most: int, increase: int) -> None:
 
 def test_unused_limit_does_not_grow() -> None:
     concurrency = Concurrency(least=1, most=32)
-    concurrency.look(PREEMPTING, num_episodes=32)
-    assert concurrency.look(IDLE, num_episodes=22) == 24
-    assert concurrency.look(IDLE, num_episodes=23) == 25
+    concurrency.adjust(PREEMPTING, num_episodes=32)
+    assert concurrency.adjust(IDLE, num_episodes=22) == 24
+    assert concurrency.adjust(IDLE, num_episodes=23) == 25
 
 
 def test_full_cache_without_preemption_keeps_the_limit() -> None:
     concurrency = Concurrency(least=1, most=32)
-    concurrency.look(PREEMPTING, num_episodes=32)
+    concurrency.adjust(PREEMPTING, num_episodes=32)
     full = EngineLoad(num_steps=50, num_queued=0, kv_frac=0.91, num_preemptions=0)
-    assert concurrency.look(full, num_episodes=24) == 24
+    assert concurrency.adjust(full, num_episodes=24) == 24
 
 
 def test_nearly_idle_engine_leaves_limit_unchanged() -> None:
     concurrency = Concurrency(least=1, most=32)
     few = EngineLoad(num_steps=4, num_queued=9, kv_frac=0.1, num_preemptions=0)
-    assert concurrency.look(few, num_episodes=32) == 32
-    concurrency.look(PREEMPTING, num_episodes=32)
-    assert concurrency.look(EngineLoad(), num_episodes=24) == 24
+    assert concurrency.adjust(few, num_episodes=32) == 32
+    concurrency.adjust(PREEMPTING, num_episodes=32)
+    assert concurrency.adjust(EngineLoad(), num_episodes=24) == 24
 
 
 def test_meter_aggregates_queue_cache_and_preemptions() -> None:

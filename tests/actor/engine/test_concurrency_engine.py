@@ -81,7 +81,7 @@ class Players:
         await asyncio.sleep(LOOK_S)
         assert self._engine.meter is not None
         load = self._engine.meter.drain()
-        self._concurrency.look(load, num_episodes=len(self._running))
+        self._concurrency.adjust(load, num_episodes=len(self._running))
         self.fill()
         return load
 

@@ -11,7 +11,7 @@ import torch
 from actor.rollout.episode import Turn
 from common.errors import WeightSyncError
 from common.wire.collective import BroadcastGroup, CollectiveMember
-from common.wire.transfer.buckets import Cut, Pending, send_buckets
+from common.wire.transfer.buckets import BucketLayout, Pending, send_buckets
 from common.wire.weight_messages import CanaryScores, WeightsLoaded, WeightsOffer
 from learner.weights.snapshot import PublishedWeights
 from tests.actor.engine.engine_rig import BUCKET_BYTES, FIRST_FORCED, HOST, TIMEOUT_S, WAIT_S, Rig
@@ -246,7 +246,7 @@ def send_damaged(store: Meeting, weights: PublishedWeights, offer: WeightsOffer)
     """Send a version; a byte of its bucket 1 changes between its digest and the wire."""
     place = CollectiveMember(0, offer.world_size, "gloo", TIMEOUT_S, HOST)
     group = BroadcastGroup(store.store(), place, epoch=1)
-    cut = Cut(offer.total_bytes, offer.bucket_bytes)
+    cut = BucketLayout(offer.total_bytes, offer.bucket_bytes)
     slots = [torch.zeros(cut.slot_bytes, dtype=torch.uint8) for _ in range(2)]
     send_buckets(Damaging(group), cut, slots, weights.source.fill)
     group.close()

@@ -18,7 +18,7 @@ from benchmarks.conformance.part_results import Verdict, read
 from benchmarks.conformance.suite import RESULTS
 from common.config.run_config import ActorSection, ModelSection
 from common.wire.collective import CPU, BroadcastGroup, CollectiveMember
-from common.wire.transfer.buckets import Cut, send_buckets
+from common.wire.transfer.buckets import BucketLayout, send_buckets
 from common.wire.weight_messages import TensorSpec, WeightsOffer
 from learner.offline.scratch import make_tokenizer, save_policy
 from learner.policy.model import load_policy
@@ -299,7 +299,7 @@ def test_prepared_and_staged_weights_share_one_copy() -> None:
     staging = Staging(CPU, prepare)
     staging.begin(offer)
     group = BroadcastGroup(store.store(), CollectiveMember(0, 2, "gloo", PATIENT_S, HOST), epoch=1)
-    cut = Cut(total_bytes, offer.bucket_bytes)
+    cut = BucketLayout(total_bytes, offer.bucket_bytes)
     slots = [torch.zeros(cut.slot_bytes, dtype=torch.uint8) for _ in range(2)]
     send_buckets(group, cut, slots, lambda start, part: part.copy_(sent[start:][: part.numel()]))
     deadline = time.monotonic() + PATIENT_S

@@ -65,7 +65,7 @@ class Stage:
             for number in numbers
         ]
         run_dir = RunDir(root=self.root)
-        return run(cfg, run_dir, episodes, hub_url=self.hub_url, token="", say=self.said.append)
+        return run(cfg, run_dir, episodes, hub_url=self.hub_url, token="", echo=self.said.append)
 
     @property
     def entries(self) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 from transformers import AutoTokenizer
 
-from actor.play.doors import ChatEndpoint, endpoint_path, find_endpoint
+from actor.play.chat_endpoints import ChatEndpoint, endpoint_path, find_endpoint
 from actor.play.endpoint import Endpoint
 from actor.play.serve import Chat, base_of, bound, door_of, listening
 from actor.rollout.episode import ContextFull, PolicyFailed, Turn
@@ -366,5 +366,5 @@ def test_adapters_are_served_with_their_base_weights(tmp_path: Path) -> None:
     base, lora = base_of(tmp_path)
     assert (base, lora.rank, lora.targets) == (ROOT, 4, ["q_proj", "v_proj"])
     path.write_text(json.dumps({**told, "base_model_name_or_path": "/gone"}), encoding="utf-8")
-    with pytest.raises(ConfigError, match="/gone, which is not on this machine"):
+    with pytest.raises(ConfigError, match="/gone is not on this machine"):
         base_of(tmp_path)

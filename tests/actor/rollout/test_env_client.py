@@ -354,4 +354,4 @@ def test_endless_hub_answer_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     ("told", "wait_s"), [("3", 3.0), ("-1", 1.0), ("nan", 1.0), ("inf", 1.0), ("soon", 1.0)]
 )
 def test_retry_after_always_parses_to_seconds(told: str, wait_s: float) -> None:
-    assert env_client.retry_after_s({"Retry-After": told}, unsaid_s=1.0) == wait_s
+    assert env_client.retry_after_s({"Retry-After": told}, default_s=1.0) == wait_s

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from actor.rollout.presence import Signs
+from actor.rollout.presence import LifeSigns
 
 SIGN_S = 0.5
 
@@ -33,7 +33,7 @@ def test_hub_stall_excuses_a_timed_out_step(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    signs = Signs()
+    signs = LifeSigns()
     assert not signs.are_missing(within_s=within_s), "some hubs give none"
     stopped_s = 100.0
     ends_s = stopped_s + silent_s + on_for_s

@@ -21,7 +21,7 @@ from benchmarks.chaos.clock import make_clock
 from benchmarks.chaos.connections import reset_connections
 from benchmarks.chaos.faults import FaultyRun, NotPossible
 from benchmarks.chaos.plan import ALL_FAULTS, Fault, FaultType, deal
-from benchmarks.chaos.suite import SHORT, USUAL, CampaignSize, Story, Suffered, quantile
+from benchmarks.chaos.suite import SHORT, USUAL, CampaignLog, CampaignSize, InjectedFault, quantile
 from benchmarks.chaos.watch import StepObserver
 from benchmarks.runs.roles import Role, roles_below
 from common.store.run_dir import RunDir
@@ -61,12 +61,12 @@ def test_every_role_is_killed_and_stopped() -> None:
 
 
 def test_fault_cost_excludes_undisturbed_step_time() -> None:
-    killed = Suffered(
+    killed = InjectedFault(
         fault=Fault(FaultType.KILL, Role.LEARNER), began_s=4.5, ended_s=4.5, step_s=6.5
     )
-    story = Story(suffered=[killed], step_times=[0.0, 2.0, 4.0, 11.0, 13.0, 15.0])
-    assert story.quiet_step_s == 2.0
-    assert story.lost_s == 15.0 - 5 * 2.0  # the steps that it began to make are lost, too
+    campaign = CampaignLog(injected=[killed], step_times=[0.0, 2.0, 4.0, 11.0, 13.0, 15.0])
+    assert campaign.quiet_step_s == 2.0
+    assert campaign.lost_s == 15.0 - 5 * 2.0  # the steps that it began to make are lost, too
 
 
 def test_quantiles_are_of_values_that_were_measured() -> None:
@@ -77,12 +77,12 @@ def test_quantiles_are_of_values_that_were_measured() -> None:
 def test_steps_rewritten_by_learner_count_once(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path)
     watch = StepObserver(run_dir)
-    assert watch.look() == 0
+    assert watch.poll_steps() == 0
 
     def write(*steps: int, part: str = "") -> int:
         lines = "".join(json.dumps({"step": step}) + "\n" for step in steps)
         run_dir.metrics.write_text(lines + part, encoding="utf-8")
-        return watch.look()
+        return watch.poll_steps()
 
     assert write(1, 2, 3, part='{"step"') == 3
     assert write(1, 2) == 3  # the learner died, and began behind its checkpoint

@@ -35,7 +35,7 @@ from benchmarks.weights.rounds import TransferSetup, send_rounds
 from common.config.compute import Precision
 from common.config.learning import AlgorithmSection, LearnerSection
 from common.errors import EngineError, WeightSyncError
-from common.wire.transfer.buckets import Cut
+from common.wire.transfer.buckets import BucketLayout
 from learner.batch.batching import collate_tokens
 from learner.policy.model import Scoring, token_logprobs
 from learner.weights.source import LiveWeights
@@ -177,7 +177,7 @@ def test_smaller_chunks_need_less_memory() -> None:
 @pytest.mark.slow
 def test_sending_reports_the_receivers_error() -> None:
     source = LiveWeights([("weights", torch.ones(1_000))], torch.bfloat16)
-    cut = Cut(source.total_bytes, 512)
+    cut = BucketLayout(source.total_bytes, 512)
     with pytest.raises(WeightSyncError, match=r"(?s)receiver:.*nowhere"):
         send_rounds(
             source, cut, ["ours"], route=TransferSetup(peer_device="nowhere", timeout_s=15.0)
@@ -187,7 +187,7 @@ def test_sending_reports_the_receivers_error() -> None:
 @pytest.mark.slow
 def test_sender_needs_two_buckets() -> None:
     source = LiveWeights([("weights", torch.ones(40 << 20))], torch.bfloat16)
-    cut = Cut(source.total_bytes, 16 << 20)
+    cut = BucketLayout(source.total_bytes, 16 << 20)
     assert cut.num == 5
     sent = send_rounds(source, cut, ["ours"] * 10, route=TransferSetup())  # peaks are short
     assert 1.5 * cut.slot_bytes < sent.peak_bytes < 2.25 * cut.slot_bytes  # Not a third one.

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.checks.gpu_list import Gpu, shown_gpus
-from common.checks.gpu_placement import Seats, check_slices, seat, visible_to
+from common.checks.gpu_placement import GpuAssignment, assign_gpus, check_slices, visible_to
 from common.checks.machine import GIB
 from common.config.load import load_config
 from common.errors import ConfigError
@@ -15,9 +15,11 @@ FOUND = [Gpu(name="H100", memory_bytes=80 * GIB, uuid=f"GPU-{i}") for i in range
 LINES = ["GPU-aa1, NVIDIA H100, 81559", "GPU-aa2, NVIDIA H100, 81559", "GPU-b, odd, name, [N/A]"]
 
 
-def seats_of(repository: Path, num_gpus: int, *overrides: str) -> Seats:
+def gpus_of(repository: Path, num_gpus: int, *overrides: str) -> GpuAssignment:
     device = [] if any("device" in each for each in overrides) else ["learner.device=auto"]
-    return seat(load_config("smoke", [*device, *overrides], root=repository), num_gpus=num_gpus)
+    return assign_gpus(
+        load_config("smoke", [*device, *overrides], root=repository), num_gpus=num_gpus
+    )
 
 
 @pytest.mark.parametrize(
@@ -42,7 +44,7 @@ def test_engines_and_learner_prefer_separate_gpus(
     actors: list[tuple[int, ...]],
     repository: Path,
 ) -> None:
-    assert seats_of(repository, num_gpus, *overrides) == Seats(learner, tuple(actors))
+    assert gpus_of(repository, num_gpus, *overrides) == GpuAssignment(learner, tuple(actors))
 
 
 @pytest.mark.parametrize(
@@ -64,16 +66,18 @@ def test_too_few_gpus_are_refused_with_numbers(
     num_gpus: int, overrides: list[str], words: str, repository: Path
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
-        seats_of(repository, num_gpus, *overrides)
+        gpus_of(repository, num_gpus, *overrides)
 
 
 def test_each_role_sees_its_own_gpus_only() -> None:
-    seats = Seats((1, 2), ((3,), (0, 3)))
-    assert visible_to("learner", 0, seats, FOUND) == {"CUDA_VISIBLE_DEVICES": "GPU-0,GPU-1,GPU-2"}
-    assert visible_to("actor", 0, seats, FOUND) == {"CUDA_VISIBLE_DEVICES": "GPU-3"}
-    assert visible_to("actor", 1, seats, FOUND) == {"CUDA_VISIBLE_DEVICES": "GPU-0,GPU-3"}
-    assert visible_to("envhub", 0, seats, FOUND) == {"CUDA_VISIBLE_DEVICES": ""}
-    assert visible_to("learner", 0, Seats((), ()), []) == {}
+    assignment = GpuAssignment((1, 2), ((3,), (0, 3)))
+    assert visible_to("learner", 0, assignment, FOUND) == {
+        "CUDA_VISIBLE_DEVICES": "GPU-0,GPU-1,GPU-2"
+    }
+    assert visible_to("actor", 0, assignment, FOUND) == {"CUDA_VISIBLE_DEVICES": "GPU-3"}
+    assert visible_to("actor", 1, assignment, FOUND) == {"CUDA_VISIBLE_DEVICES": "GPU-0,GPU-3"}
+    assert visible_to("envhub", 0, assignment, FOUND) == {"CUDA_VISIBLE_DEVICES": ""}
+    assert visible_to("learner", 0, GpuAssignment((), ()), []) == {}
 
 
 @pytest.mark.parametrize(

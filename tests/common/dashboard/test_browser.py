@@ -16,7 +16,7 @@ import pytest
 from playwright.sync_api import Page, Request, expect, sync_playwright
 from tokenizers import Tokenizer
 
-from actor.play.doors import ChatEndpoint, endpoint_path
+from actor.play.chat_endpoints import ChatEndpoint, endpoint_path
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 from tests.actor.toy_servers import ToyEndpoint, serve

@@ -79,7 +79,7 @@ def view_of(run_dir: RunDir) -> RunView:
 
 
 def display_of(
-    run_dir: RunDir, *, console: Console, is_wanted: bool = True, look_s: float = 0.5
+    run_dir: RunDir, *, console: Console, is_wanted: bool = True, refresh_s: float = 0.5
 ) -> LiveDisplay:
     return LiveDisplay(
         lambda: view_of(run_dir),
@@ -87,7 +87,7 @@ def display_of(
         subtitle="async",
         is_wanted=is_wanted,
         console=console,
-        look_s=look_s,
+        refresh_s=refresh_s,
     )
 
 
@@ -192,7 +192,7 @@ def test_slow_phases_show_the_remaining_time(tmp_path: Path) -> None:
     state = LaunchState(began_at=time.time() - 90, started_at={"actor-0": time.time() - 34})
     write_json(run_dir.launch, asdict(state))
     pace = EtaEstimator(model, usual=usual)
-    pace.look(view_of(run_dir))
+    pace.observe(view_of(run_dir))
     state = replace(state, **pace.as_dict())
     assert state.usual_s == {"actor-0": 50.0}
     assert usual.seconds(start_of("learner", model)) is None  # it had started already
@@ -205,9 +205,9 @@ def test_slow_phases_show_the_remaining_time(tmp_path: Path) -> None:
     both = {"actor-0": time.time() - 34, "learner": time.time() - 34}
     write_json(run_dir.launch, asdict(replace(state, started_at=both)))
     run_dir.status.write_text(json.dumps({**told, "actors": [], "learner": {}}), encoding="utf-8")
-    pace.look(view_of(run_dir))
+    pace.observe(view_of(run_dir))
     run_dir.status.write_text(json.dumps(told), encoding="utf-8")  # Both reported.
-    pace.look(view_of(run_dir))
+    pace.observe(view_of(run_dir))
     assert usual.seconds(start_of("actor-7", model)) == pytest.approx(42.0, abs=1.0)
     assert usual.seconds(start_of("learner", model)) == pytest.approx(34.0, abs=1.0)
     assert StartupHistory(tmp_path / "none").seconds("actor") is None
@@ -235,7 +235,7 @@ def test_log_gets_one_line_per_phase_change(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_dir = make_run(tmp_path)
-    display = display_of(run_dir, console=Console(file=io.StringIO()), look_s=0)
+    display = display_of(run_dir, console=Console(file=io.StringIO()), refresh_s=0)
     with caplog.at_level(logging.INFO):
         display.refresh()
         display.refresh()

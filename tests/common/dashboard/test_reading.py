@@ -251,9 +251,9 @@ def test_foreign_file_and_missing_run_are_refused(tmp_path: Path) -> None:
 
 def test_later_runs_are_discovered(tmp_path: Path) -> None:
     sources = Sources([], runs=tmp_path)
-    assert sources.look() == []
+    assert sources.list_all() == []
     make_run(tmp_path / "late", 1)
-    assert [each.name for each in sources.look()] == ["late"]
+    assert [each.name for each in sources.list_all()] == ["late"]
     assert sources.get("late").path == tmp_path / "late"
 
 

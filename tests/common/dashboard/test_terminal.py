@@ -22,7 +22,7 @@ def said(tmp_path: Path, command: str, *words: str) -> tuple[int, str]:
     lines: list[str] = []
     request = parse([command, *words, f"run.dir={tmp_path}"], root=ROOT)
     act = {"show": show, "replay": replay}[command]
-    code = act(request, root=ROOT, say=lines.append)
+    code = act(request, root=ROOT, echo=lines.append)
     return code, "\n".join(lines)
 
 
@@ -106,7 +106,7 @@ def test_status_of_another_version_shows_a_warning(
         assert "episodes: issued 41" in said
     lines: list[str] = []
     with pytest.raises(ConfigError):
-        load_of_any_version(parse(["status", "no"], root=ROOT), root=tmp_path, say=lines.append)
+        load_of_any_version(parse(["status", "no"], root=ROOT), root=tmp_path, echo=lines.append)
 
 
 def test_quick_doctor_lists_the_installation(capsys: pytest.CaptureFixture[str]) -> None:

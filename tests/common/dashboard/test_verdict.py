@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.dashboard.verdict import Bound, judge
+from common.dashboard.verdict import Bottleneck, judge
 
 Line = dict[str, float | None]
 
@@ -28,22 +28,22 @@ def steps(*, wait: float, train: float, slots_busy: float, env: float, num: int 
 STAGED = {  # case -> measured, limit, the first knob
     "slow environment": (
         steps(wait=6.0, train=3.5, slots_busy=0.98, env=0.8),
-        Bound.ENVIRONMENT,
+        Bottleneck.ENVIRONMENT,
         "actor.max_concurrent=64",
     ),
     "slow engine": (
         steps(wait=6.0, train=3.5, slots_busy=0.98, env=0.1),
-        Bound.ENGINE,
+        Bottleneck.ENGINE,
         "actor.num_actors=2",
     ),
     "slow learner": (
         steps(wait=0.1, train=9.5, slots_busy=0.4, env=0.3),
-        Bound.LEARNER,
+        Bottleneck.LEARNER,
         "learner.num_ranks=2",
     ),
     "gate too tight": (
         steps(wait=5.0, train=4.8, slots_busy=0.4, env=0.3),
-        Bound.GATE,
+        Bottleneck.GATE,
         "scheduler.max_ahead_steps=2",
     ),
 }
@@ -96,7 +96,7 @@ def test_actor_capacity_bounds_the_busy_learner_gain() -> None:
 def test_sync_mode_has_its_own_verdict() -> None:
     lines, *_ = STAGED["gate too tight"]
     verdict = judge(lines, {"train": {"mode": "sync"}})
-    assert (verdict.bound, verdict.advice[0].knob) == (Bound.SYNC, "train.mode=async")
+    assert (verdict.bound, verdict.advice[0].knob) == (Bottleneck.SYNC, "train.mode=async")
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_sync_mode_has_its_own_verdict() -> None:
 )
 def test_few_or_old_steps_give_no_verdict(lines: list[Line]) -> None:
     verdict = judge(lines, {})
-    assert verdict.bound == Bound.UNKNOWN
+    assert verdict.bound == Bottleneck.UNKNOWN
     assert "too early" in verdict.sentence
     assert verdict.advice == []
 
@@ -160,7 +160,7 @@ def test_stale_episodes_indicate_a_tight_lag_bound() -> None:
     lines = steps(wait=5.0, train=4.8, slots_busy=0.9, env=0.3)
     stale: list[Line] = [{**line, "groups/stale_episodes": 16.0} for line in lines]
     verdict = judge(stale, {"learner": {"max_lag_steps": 2}})
-    assert (verdict.bound, verdict.advice[0].knob) == (Bound.GATE, "learner.max_lag_steps=3")
+    assert (verdict.bound, verdict.advice[0].knob) == (Bottleneck.GATE, "learner.max_lag_steps=3")
     assert verdict.advice[0].gain == pytest.approx(1 / 3)
     assert "25% of the episodes are stale" in verdict.sentence
 
@@ -183,7 +183,7 @@ def test_external_load_suppresses_advice_for_more_concurrency() -> None:
     alone = judge(beside_others(own, used=0.0), config)
     assert [each.knob for each in alone.advice] == ["actor.max_concurrent=64", "actor.num_actors=2"]
     crowded = judge(beside_others(own, used=0.58), config)
-    assert crowded.bound is Bound.ENGINE
+    assert crowded.bound is Bottleneck.ENGINE
     assert crowded.advice == []
     assert "98% of 2 cores are busy, 58% by other programs" in crowded.sentence
     assert "stop other programs" in crowded.sentence

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from actor.rollout.render import Renderer
-from common.config.load import load_config, load_told, sections_as_yaml
+from common.config.load import load_config, load_received, sections_as_yaml
 from common.errors import ConfigError
 from common.formats import chat_template
 from common.formats.chat_template import fix_prompts, fix_template, render_chat
@@ -68,10 +68,10 @@ def test_variables_keep_their_types_in_a_run(tmp_path: Path) -> None:
     assert cfg.model.chat_template_kwargs == expected
     save_config(cfg, tmp_path / "config.yaml")
     assert load_config(str(tmp_path / "config.yaml"), [], root=ROOT).model == cfg.model
-    told = load_told(
+    received = load_received(
         sections_as_yaml(cfg, SECTIONS["actor"], without=SECRET), ["model.path=m"], root=ROOT
     )
-    assert told.model.chat_template_kwargs == expected
+    assert received.model.chat_template_kwargs == expected
 
 
 def test_reserved_variable_is_refused_by_key() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from common.config.load import load_told
+from common.config.load import load_received
 from common.config.run_config import LearnerSection, ModelSection, RunConfig
 from common.config.services import EnvhubSection
 from common.errors import ConfigError
@@ -93,7 +93,7 @@ def test_node_receives_files_and_role_config(scheduler: Scheduler) -> None:
     folder = Path(joined.model_path)
     assert (folder / "tokenizer.json").read_bytes() == TOKENIZER
     assert sorted(each.name for each in folder.iterdir()) == ["config.json", "tokenizer.json"]
-    cfg = load_told(joined.config, ["model.path=x", "actor.name=n"], root=ROOT)
+    cfg = load_received(joined.config, ["model.path=x", "actor.name=n"], root=ROOT)
     assert cfg.actor == replace(scheduler.cfg.actor, name="n")
     assert cfg.run == scheduler.cfg.run
     assert "secret" not in joined.config
@@ -109,7 +109,7 @@ def test_node_receives_files_and_role_config(scheduler: Scheduler) -> None:
 def test_joining_hub_receives_tasks_and_outside_environments(scheduler: Scheduler) -> None:
     request = replace(REQUEST, role="envhub", name="h")
     joined = enrol(scheduler.address, scheduler.key, request, timeout_s=WAIT_S)
-    cfg = load_told(joined.config, ["model.path=x"], root=ROOT)
+    cfg = load_received(joined.config, ["model.path=x"], root=ROOT)
     assert cfg.envhub.envs == sorted({OUTSIDE, *(task.env for task in scheduler.cfg.tasks)})
 
 

@@ -24,7 +24,7 @@ HOSTILE = "</script><script>window.broken=1</script><!--\u2028"
 def write(folder: Path, *words: str) -> tuple[int, str]:
     lines: list[str] = []
     request = parse(["report", *words, f"run.dir={folder}"], root=ROOT)
-    code = report(request, root=ROOT, say=lines.append)
+    code = report(request, root=ROOT, echo=lines.append)
     return code, "\n".join(lines)
 
 

@@ -145,7 +145,7 @@ def test_exiting_role_hangs_only_beyond_its_limit(
                 ends = now[0] + seconds
                 while now[0] < ends:
                     now[0] += 2.0
-                    if (verdict := watch.look({"learner": process})) is not None:
+                    if (verdict := watch.poll({"learner": process})) is not None:
                         return verdict.restart
                 return []
 
@@ -213,7 +213,7 @@ class Standing:
                 path = self.run_dir.alive / f"{name}.json"
                 path.write_text(json.dumps(told | {"lines": {"main": line}}), encoding="utf-8")
             self.run_dir.status.write_text(json.dumps(self.status), encoding="utf-8")
-            if (verdict := self.watch.look(processes)) is not None:
+            if (verdict := self.watch.poll(processes)) is not None:
                 return verdict
         return None
 
@@ -303,7 +303,7 @@ class Steady:
 
     num_asked = 0
 
-    def look(self, processes: object) -> None: ...
+    def poll(self, processes: object) -> None: ...
 
     def progress(self, role: str) -> object:
         self.num_asked += 1

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config.load import load_config, load_told, sections_as_yaml
+from common.config.load import load_config, load_received, sections_as_yaml
 from common.config.run_config import ModelSection, RunConfig, RunSection, TrainSection
 from common.errors import ConfigError
 from common.formats.chat_template import today
@@ -113,7 +113,7 @@ def test_date_travels_to_roles_with_the_configuration(run_dir: RunDir) -> None:
     save_config(cfg, run_dir.config)
     assert load_config(str(run_dir.config), [], root=ROOT).model.date == "2024-02-29"
     sent = sections_as_yaml(cfg, SECTIONS["actor"], without=SECRET)
-    assert load_told(sent, [], root=ROOT).model.date == "2024-02-29"
+    assert load_received(sent, [], root=ROOT).model.date == "2024-02-29"
 
 
 @pytest.mark.parametrize("day", ["2024-02-30", "today", "24-02-28", "20240228"])

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from common.wire.rendezvous.client import GroupStore, StoreLine
+from common.wire.rendezvous.client import GroupStore, StoreConnection
 from common.wire.rendezvous.server import StoreServer
 
 HOST = "127.0.0.1"
@@ -26,7 +26,7 @@ class Meeting:
 
     def store(self, *, timeout_s: float = 5.0) -> GroupStore:
         """A member's side, with a connection of its own."""
-        return GroupStore(StoreLine(self.server.place), self.group, timeout_s=timeout_s)
+        return GroupStore(StoreConnection(self.server.place), self.group, timeout_s=timeout_s)
 
     def of_offer(self) -> dict[str, Any]:
         """Return the fields of an offer for this rendezvous."""

@@ -269,7 +269,7 @@ def test_endless_message_is_cut_complete_ones_pass(
     context: zmq.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (
-        ("MAX_TOLD_BYTES", 64),
+        ("MAX_HANDSHAKE_ANSWER_BYTES", 64),
         ("MAX_UNHEARD_BYTES", 2_500_000),
         ("CHECK_ALL_S", 0),
     ):

@@ -14,7 +14,7 @@ import torch
 
 from common.errors import WeightSyncError
 from common.wire.collective import BroadcastGroup, CollectiveMember
-from common.wire.rendezvous.client import GroupStore, StoreLine
+from common.wire.rendezvous.client import GroupStore, StoreConnection
 from common.wire.rendezvous.server import MAX_GROUP_BYTES, MAX_GROUPS, StorePlace
 from tests.common.wire.meeting import HOST, Meeting
 
@@ -41,8 +41,10 @@ def test_rendezvous_requires_key_and_group_membership() -> None:
     member.set("rank_0", b"address")
     stranger = StorePlace(HOST, place.port, place.public, "0" * 40)
     with pytest.raises(WeightSyncError, match="no rendezvous"):
-        GroupStore(StoreLine(stranger, answer_s=0.1), meeting.group, timeout_s=0.1).get("rank_0")
-    former = GroupStore(StoreLine(place), "a group that it left", timeout_s=1.0)
+        GroupStore(StoreConnection(stranger, answer_s=0.1), meeting.group, timeout_s=0.1).get(
+            "rank_0"
+        )
+    former = GroupStore(StoreConnection(place), "a group that it left", timeout_s=1.0)
     for reach in (lambda: former.get("rank_0"), lambda: former.set("rank_0", b"mine")):
         with pytest.raises(WeightSyncError, match="this group is not open"):
             reach()

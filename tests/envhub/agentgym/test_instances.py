@@ -15,7 +15,7 @@ from envhub.catalogue.registry import Registry
 from envhub.env import EnvSpec, StepResult, Style, SubsetSpec
 from envhub.errors import CapacityFull
 from envhub.hosting.sessions import Sessions
-from envhub.http.parts import Patience
+from envhub.http.parts import AgentGymLimits
 from tests.configs import edited
 from tests.marks import WITH_PROCESSES, long_for
 
@@ -38,9 +38,9 @@ def with_instances(play, *, lease_s: float = 10.0, queue_s: float = 0.0, capacit
         sessions = Sessions(
             registry, lease_s=lease_s, capacity=capacity, step_timeout_s=1.0, now_s=clock
         )
-        patience = Patience(lease_s=lease_s, queue_s=queue_s)
+        limits = AgentGymLimits(lease_s=lease_s, queue_s=queue_s)
         spec = registry.spec("maze")
-        instances = Instances(spec, sessions, patience=patience)
+        instances = Instances(spec, sessions, limits=limits)
         try:
             return await play(instances, sessions, clock)
         finally:
@@ -146,7 +146,7 @@ def slow_instances() -> tuple[Instances, SlowSessions]:
         make=lambda _: pytest.fail("nobody plays it"),
         from_agentgym=lambda index: f"any-train-{index}",
     )
-    return Instances(spec, cast(Sessions, sessions), patience=Patience(lease_s=10.0)), sessions
+    return Instances(spec, cast(Sessions, sessions), limits=AgentGymLimits(lease_s=10.0)), sessions
 
 
 def test_instance_closed_during_reset_leaves_no_session():
@@ -214,7 +214,7 @@ def test_suspended_episode_resumes_in_same_state():
         )
         registry.spec = lambda name: spec
         sessions = Sessions(registry, lease_s=60.0, capacity=9, step_timeout_s=20.0)
-        instances = Instances(spec, sessions, patience=Patience(lease_s=60.0, queue_s=9.0))
+        instances = Instances(spec, sessions, limits=AgentGymLimits(lease_s=60.0, queue_s=9.0))
 
         async def step(number, action="go"):
             return (await instances.step(number, action, refuses_after_done=True))[1].observation
@@ -280,8 +280,8 @@ def test_clients_without_close_fail_no_step_of_any_environment(name):
     async def play():
         registry = Registry([name], options)
         sessions = Sessions(registry, lease_s=600.0, capacity=4096, step_timeout_s=60.0)
-        patience = Patience(lease_s=600.0, queue_s=300.0)
-        instances = Instances(registry.spec(name), sessions, patience=patience)
+        limits = AgentGymLimits(lease_s=600.0, queue_s=300.0)
+        instances = Instances(registry.spec(name), sessions, limits=limits)
         try:
             numbers = [await instances.add_in_turn() for _ in range(num_clients)]
             for index, number in enumerate(numbers):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.repository import ROOT
-from envhub.interop.described import PACKAGES
+from envhub.interop.yaml_environments import PACKAGES
 from tests.envhub.any_text import check_texts, serving
 from tests.envhub.interop import test_verifiers_tasksets as tasksets
 from tests.envhub.interop.test_mcp_package import MCP, described

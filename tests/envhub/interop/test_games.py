@@ -14,8 +14,8 @@ import pytest
 from common.errors import ConfigError
 from envhub.catalogue.registry import Registry
 from envhub.env import EnvFailure, Style
-from envhub.interop.described import PACKAGES
 from envhub.interop.games import make_spec
+from envhub.interop.yaml_environments import PACKAGES
 from tests.venvs import python_with
 
 TEXTARENA = """

@@ -11,7 +11,7 @@ from common.config.envs import BrowserOptions
 from envhub.env import EnvFailure
 from envhub.web.actions import InvalidAction, WebActionType, parse
 from envhub.web.browser import check_browser, find_browser, host_rules
-from envhub.web.session import Look, WebSession
+from envhub.web.session import SnapshotSettings, WebSession
 from envhub.web.tree import Snapshot
 from tests.envhub.web.web_rig import Rig, find, in_browser, on_session
 
@@ -25,7 +25,7 @@ def rig() -> Iterator[Rig]:
 
 async def act(session: WebSession, text: str) -> Snapshot:
     await session.perform(parse(text, frozenset(WebActionType)))
-    return await session.look()
+    return await session.snapshot()
 
 
 # A page with a box that reports mouse events and a field that reports key events.
@@ -56,7 +56,7 @@ def test_host_rules_reach_nothing_but_the_hosts():
 
 @on_session
 async def test_click_on_link_opens_page(session: WebSession) -> None:
-    home = await session.look()
+    home = await session.snapshot()
     other = await act(session, f"click [{find(home, 'link', 'Other').id}]")
     assert (other.url, other.title) == ("http://site.test/other", "Other")
     again = await act(session, "go_back")
@@ -67,7 +67,7 @@ async def test_click_on_link_opens_page(session: WebSession) -> None:
 
 @on_session
 async def test_form_takes_text_choice_and_date(session: WebSession) -> None:
-    page = await session.look()
+    page = await session.snapshot()
     page = await act(session, f"type [{find(page, 'textbox', 'Name').id}] [wrong] [0]")
     page = await act(session, f"type [{find(page, 'textbox', 'Name').id}] [A [b]] [0]")
     assert find(page, "textbox", "Name").value == "A [b]"
@@ -80,7 +80,7 @@ async def test_form_takes_text_choice_and_date(session: WebSession) -> None:
 
 @on_session
 async def test_new_tab_becomes_current_and_tabs_can_switch(session: WebSession) -> None:
-    page = await session.look()
+    page = await session.snapshot()
     page = await act(session, f"click [{find(page, 'link', 'New tab').id}]")
     assert await session.tab_titles() == ["Home", "Other"]
     assert page.title == "Other"
@@ -93,7 +93,7 @@ async def test_new_tab_becomes_current_and_tabs_can_switch(session: WebSession) 
 
 @on_session
 async def test_goto_opens_the_configured_sites_only(session: WebSession) -> None:
-    page = await session.look()
+    page = await session.snapshot()
     for url in ("http://elsewhere.test/", "file:///etc/passwd", "javascript:alert(1)"):
         with pytest.raises(InvalidAction, match="not among the sites"):
             await session.perform(parse(f"goto [{url}]"))
@@ -106,7 +106,7 @@ async def test_goto_opens_the_configured_sites_only(session: WebSession) -> None
 
 @on_session
 async def test_session_waits_for_fetches_and_accepts_dialogs(session: WebSession) -> None:
-    page = await session.look()
+    page = await session.snapshot()
     page = await act(session, f"click [{find(page, 'button', 'Ask').id}]")
     assert (page.title, session.dialogs) == ("yes", ["confirm: Sure?"])
     page = await act(session, f"click [{find(page, 'button', 'Load').id}]")
@@ -115,7 +115,7 @@ async def test_session_waits_for_fetches_and_accepts_dialogs(session: WebSession
 
 @on_session
 async def test_scroll_reveals_content_and_click_scrolls_by_itself(session: WebSession) -> None:
-    page = await session.look()
+    page = await session.snapshot()
     assert not find(page, "button", "Deep down").is_in_view
     for _ in range(5):
         page = await act(session, "scroll [down]")
@@ -145,9 +145,9 @@ async def test_mouse_drag_holds_button_between_points(session: WebSession) -> No
 @on_session
 async def test_drag_onto_itself_moves_held_mouse(session: WebSession) -> None:
     await session.run(PAD)
-    seen = await session.look()
+    seen = await session.snapshot()
     await session.run("() => { document.getElementById('pad').tabIndex = 0; }")
-    pad = next(node for node in (await session.look()).nodes if node.dom_id == "pad")
+    pad = next(node for node in (await session.snapshot()).nodes if node.dom_id == "pad")
     assert pad.dom_id not in [node.dom_id for node in seen.nodes]
     seen = await act(session, f"drag [{pad.id}] [{pad.id}]")
     told = seen.title.split()
@@ -173,17 +173,19 @@ async def test_click_reaches_an_element_with_one_visible_pixel(
     session: WebSession, left: int
 ) -> None:
     await session.run(HIDDEN, left)
-    below = find(await session.look(), "button", "B0")
+    below = find(await session.snapshot(), "button", "B0")
     assert "clicked 0" in (await act(session, f"click [{below.id}]")).title
 
 
 @in_browser
 async def test_drag_reaches_covered_and_hollow_elements(rig: Rig) -> None:
     context = await rig.browser.open_context()
-    session = WebSession(context, Look(deep=True), may_go=lambda _: False, action_timeout_s=5.0)
+    session = WebSession(
+        context, SnapshotSettings(deep=True), may_go=lambda _: False, action_timeout_s=5.0
+    )
     await session.open("http://site.test/")
     await session.run(HIDDEN, 51)
-    seen = await session.look()
+    seen = await session.snapshot()
     frame = next(node for node in seen.nodes if node.role == "rect")
     below = find(seen, "button", "B0")
     assert (await act(session, f"drag [{below.id}] [{frame.id}]")).title.endswith(" 60,140")
@@ -195,7 +197,7 @@ async def test_drag_reaches_covered_and_hollow_elements(rig: Rig) -> None:
 @on_session
 async def test_field_receives_every_key_event(session: WebSession) -> None:
     await session.run(PAD)
-    field = find(await session.look(), "textbox", "")
+    field = find(await session.snapshot(), "textbox", "")
     seen = await act(session, f"type [{field.id}] [a.b] [1]")
     assert seen.title == "a . b Enter"
     assert find(seen, "textbox", "").value == "a.b"
@@ -204,9 +206,9 @@ async def test_field_receives_every_key_event(session: WebSession) -> None:
 @on_session
 async def test_view_includes_coordinates_only_on_request(session: WebSession) -> None:
     await session.run(PAD)
-    field = find(await session.look(), "textbox", "")
+    field = find(await session.snapshot(), "textbox", "")
     assert "at:" not in field.states
-    placed = find(await session.look(has_places=True), "textbox", "")
+    placed = find(await session.snapshot(has_places=True), "textbox", "")
     assert f"at: ({field.x},{field.y}) size: {field.width}x{field.height}" in placed.states
 
 
@@ -218,7 +220,7 @@ async def test_text_is_cut_between_characters(session: WebSession) -> None:
       document.querySelector('button').textContent = words;
       document.querySelector('input').value = words;
     }""")
-    page = await session.look()
+    page = await session.snapshot()
     assert find(page, "button", "a" * 399).name == "a" * 399
     assert find(page, "textbox", "").value == "a" * 399
 
@@ -226,9 +228,9 @@ async def test_text_is_cut_between_characters(session: WebSession) -> None:
 @in_browser
 async def test_sessions_share_no_tabs(rig: Rig) -> None:
     first, second = await rig.session(), await rig.session()
-    page = await first.look()
+    page = await first.snapshot()
     await act(first, f"click [{find(page, 'link', 'Other').id}]")
-    assert (await second.look()).title == "Home"
+    assert (await second.snapshot()).title == "Home"
     with pytest.raises(InvalidAction, match="no matching element"):
         await first.perform(parse("click [999]"))
     await first.close()
@@ -252,9 +254,9 @@ async def test_killed_browser_fails_its_sessions_and_is_replaced(rig: Rig) -> No
     for child in killed:
         os.kill(child.pid, signal.SIGKILL)
     with pytest.raises(EnvFailure):
-        await session.look()
+        await session.snapshot()
     await session.close()
     fresh = await rig.session()
-    assert (await fresh.look()).title == "Home"
+    assert (await fresh.snapshot()).title == "Home"
     assert rig.browser.num_starts == num_starts + 1
     await fresh.close()

@@ -14,7 +14,7 @@ from common.config.envs import BrowserOptions, EnvsSection
 from envhub.env import AsyncEnv, EnvSpec, Style
 from envhub.web.browser import BrowserHost, check_browser, host_rules
 from envhub.web.local_site import LocalSite
-from envhub.web.session import Look, WebSession
+from envhub.web.session import SnapshotSettings, WebSession
 from envhub.web.tree import PageNode, Snapshot
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class Rig:
         context = await self.browser.open_context()
         session = WebSession(
             context,
-            Look(max_settle_ms=5000),
+            SnapshotSettings(max_settle_ms=5000),
             may_go=lambda url: url.startswith("http://site.test/"),
             action_timeout_s=5.0,
         )

@@ -36,7 +36,7 @@ def computed(root: Path, *words: str, steps: str | None = None) -> tuple[int, li
         json=None,
         steps=steps,
     )
-    return recompute(request, root=ROOT, say=said.append), said
+    return recompute(request, root=ROOT, echo=said.append), said
 
 
 def result(root: Path) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def test_steps_pruned_from_the_log_are_refused_by_name(run: RunDir) -> None:
     steps, size = list(read_steps(run.steps)), run.steps.stat().st_size
     before = steps[2].segment  # Step 2 comes after a step and a skipped batch.
     prune(run.journal, before=before, may_go=lambda *_: True)
-    log, sums = StepLog(run.steps, look_bytes=0), ChecksumLog(run.checksums, version=6)
+    log, sums = StepLog(run.steps, prune_from_bytes=0), ChecksumLog(run.checksums, version=6)
     assert log.prune(before=before, needed=size)
     sums.prune(log.pruned.number)
     left = [step.number for step in read_steps(run.steps)]

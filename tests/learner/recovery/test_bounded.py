@@ -36,7 +36,7 @@ class LongRun:
     def __init__(self, root: Path) -> None:
         self.run_dir = RunDir(root=root)
         self.journal = JournalWriter(self.run_dir.journal, max_segment_bytes=5_000)
-        self.step_log = StepLog(self.run_dir.steps, look_bytes=4_000)
+        self.step_log = StepLog(self.run_dir.steps, prune_from_bytes=4_000)
         self.checksums = ChecksumLog(self.run_dir.checksums, version=0)
         self.metrics = MetricsWriter(self.run_dir, [])
         self.index = JournalIndex(end=self.journal.position)

@@ -19,7 +19,7 @@ from common.config.learning import (
     Proximal,
 )
 from common.wire.collective import views
-from learner.batch.placing import placed
+from learner.batch.device_copy import placed
 from learner.policy.critic import Critic
 from learner.policy.forward import Networks
 from learner.policy.kernels import attention, flash

@@ -15,12 +15,12 @@ from common.wire.security import create_keys
 from common.wire.sockets import Router
 from learner.policy.finite import WeightsNotFinite
 from learner.weights.delta import VersionKeeper
-from learner.weights.gate import WeightsLock
 from learner.weights.membership import EngineMember, Membership
 from learner.weights.publisher import Publisher
 from learner.weights.routes import PublishSettings
 from learner.weights.snapshot import PublishedWeights
 from learner.weights.source import LiveWeights
+from learner.weights.weights_lock import WeightsLock
 from tests.learner.weights.keeping_actor import KeepingActor, is_equal
 from tests.learner.weights.test_publisher_live import eventually
 from tests.learner.weights.toy_actor import HOST
@@ -37,8 +37,10 @@ class Bench:
 
     def __init__(self, folder: Path, settings: PublishSettings) -> None:
         self.keys = create_keys(folder / "keys")
-        self.gate = WeightsLock(timeout_s=TIMEOUT_S)
-        self.publisher = Publisher(Router(self.keys, host=HOST, port=0), settings, gate=self.gate)
+        self.weights_lock = WeightsLock(timeout_s=TIMEOUT_S)
+        self.publisher = Publisher(
+            Router(self.keys, host=HOST, port=0), settings, weights_lock=self.weights_lock
+        )
         torch.manual_seed(0)
         self.weight = torch.randn(NUM)
         self.source = LiveWeights([("w", self.weight)], torch.bfloat16)
@@ -61,7 +63,7 @@ class Bench:
 
     def step(self, num_changed: int = NUM // 100) -> None:
         """Change the first numbers, as an optimizer does between two versions."""
-        self.gate.close()
+        self.weights_lock.close()
         self.weight[:num_changed] *= -1.5
 
     def stop(self) -> None:

@@ -15,11 +15,11 @@ from common.config.compute import WeightsTransport
 from common.wire.security import RunKeys, create_keys
 from common.wire.sockets import Router
 from learner.policy.finite import WeightsNotFinite
-from learner.weights.gate import WeightsLock
 from learner.weights.publisher import Publisher
 from learner.weights.routes import PublishSettings
 from learner.weights.snapshot import PublishedWeights
 from learner.weights.source import LiveWeights
+from learner.weights.weights_lock import WeightsLock
 from tests.learner.weights.toy_actor import HOST, Actor
 
 TIMEOUT_S = 20.0
@@ -46,8 +46,10 @@ class Bench:
 
     def __init__(self, folder: Path, settings: PublishSettings) -> None:
         self.keys: RunKeys = create_keys(folder / "keys")
-        self.gate = WeightsLock(timeout_s=TIMEOUT_S)
-        self.publisher = Publisher(Router(self.keys, host=HOST, port=0), settings, gate=self.gate)
+        self.weights_lock = WeightsLock(timeout_s=TIMEOUT_S)
+        self.publisher = Publisher(
+            Router(self.keys, host=HOST, port=0), settings, weights_lock=self.weights_lock
+        )
         self.weight = torch.zeros(100)
         self.source = Held(self.weight)
         self.actors: list[Actor] = []
@@ -67,7 +69,7 @@ class Bench:
 
     def step(self, version: int) -> None:
         """Update the weight to be a version, as a trainer does."""
-        self.gate.close()
+        self.weights_lock.close()
         self.weight.fill_(float(version))
 
     def stop(self) -> None:
@@ -139,7 +141,7 @@ def test_late_joiner_never_receives_mixed_weights(tmp_path: Path) -> None:
 
 def test_overlong_transfer_is_aborted_and_the_next_version_arrives(tmp_path: Path) -> None:
     with bench_of(tmp_path) as bench:
-        bench.gate._timeout_s = 0.2
+        bench.weights_lock._timeout_s = 0.2
         bench.begin(0)
         actor = bench.start("a")
         actor.wait_for(0)

@@ -53,7 +53,7 @@ def look_on(watch: EngineWatch, recent: RecentPrompts, actors: Sequence[str], *,
     for _ in range(int(for_s / 0.02)):
         for actor in actors:
             recent.add(make_trajectory([1, 2, 3], [0, 1, 1], actor=actor))
-        watch.look(0)
+        watch.check_if_due(0)
         never.wait(0.02)
 
 
@@ -77,7 +77,7 @@ def test_good_engines_are_checked_and_raise_no_alarm(
     recent.add(make_trajectory([1, 2, 3], [0, 1, 1], actor="gone"))
     assert eventually(lambda: publisher.drain_metrics().get("weights/canary_abs_logprob") == 0.0)
     threading.Event().wait(0.1)
-    watch.look(0)
+    watch.check_if_due(0)
     assert eventually(lambda: publisher.drain_metrics().get("weights/canary_abs_logprob") == 0.0)
     assert publisher.num_canary_alarms == 0
 
@@ -117,17 +117,17 @@ def test_learner_without_receivers_warns_or_stops(
         publisher, recent, score, RunConfig(run=replace(run, on_stall=OnStall.WARN))
     )
     members = publisher._members
-    assert acting.look_for_members(8) == ""
+    assert acting.missing_engines(8) == ""
     members._last_seen -= 6.0
-    assert acting.look_for_members(0) == "actors: an engine that loads weights", "there is nobody"
-    assert warning.look_for_members(8) == "actors: an engine that loads weights"
+    assert acting.missing_engines(0) == "actors: an engine that loads weights", "there is nobody"
+    assert warning.missing_engines(8) == "actors: an engine that loads weights"
     with pytest.raises(
         LongstrideError, match="No engine has loaded weights for 6 s, although actors have"
     ):
-        acting.look_for_members(8)
+        acting.missing_engines(8)
     publisher.publish(make_weights(0))
     start_actor("a")
-    assert acting.look_for_members(8) == ""
+    assert acting.missing_engines(8) == ""
 
 
 def test_usual_difference_is_measured_before_the_first_check_is_due(
@@ -139,6 +139,6 @@ def test_usual_difference_is_measured_before_the_first_check_is_due(
     start_actor("good", scores=[OURS] * 4)
     for number in range(1, 5):
         recent.add(make_trajectory([1, 2, 3], [0, 1, 1], actor="good"))
-        watch.look(0)
+        watch.check_if_due(0)
         assert watch._is_measured is (number == 4)
     assert eventually(lambda: publisher.drain_metrics().get("weights/canary_abs_logprob") == 0.0)

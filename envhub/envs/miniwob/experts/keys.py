@@ -181,9 +181,9 @@ def stock(page: PageView) -> str | None:
 def flashes(page: PageView) -> str | None:
     """Wait until all buttons have flashed, then click them in that order."""
     clicks = sum(action.kind is WebActionType.CLICK for action in page.taken)
-    num_looks = len(page.inside) * FLASH_EVERY_MS / PAGES["simon-says"]["step_ms"]
+    num_snapshots = len(page.inside) * FLASH_EVERY_MS / PAGES["simon-says"]["step_ms"]
     buttons = page.all("button")
-    if len(page.taken) + 1 < num_looks:
+    if len(page.taken) + 1 < num_snapshots:
         return f"hover [{buttons[0].id}]"
     return click(buttons[page.inside[clicks] - 1])
 

@@ -60,7 +60,7 @@ class Drafts:
             pair = self._rng.sample(self._starts[kind], 2)
             values = [_number(str(thing.facts[key])) for thing in pair]
             if values[0] != values[1]:
-                winner = pair[_winning(values, lower_wins)]
+                winner = pair[_winner_index(values, lower_wins)]
                 hops = tuple((thing, _relation(thing, key)) for thing in pair)
                 return QuestionDraft(_about(text, pair), _names(winner), hops, "comparison")
 
@@ -72,7 +72,7 @@ class Drafts:
             between = [_thing(one.facts[first]) for one in pair]
             values = [_number(str(thing.facts[second])) for thing in between]
             if values[0] != values[1]:
-                winner = pair[_winning(values, lower_wins)]
+                winner = pair[_winner_index(values, lower_wins)]
                 hops = tuple(
                     hop
                     for thing, other in zip(pair, between, strict=True)
@@ -200,7 +200,8 @@ def _about(text: str, pair: list[Thing]) -> str:
     return text.format(a=_noun(pair[0]), b=_noun(pair[1]))
 
 
-def _winning(values: list[int], lower_wins: bool) -> int:
+def _winner_index(values: list[int], lower_wins: bool) -> int:
+    """Return 0 or 1: the index of the smaller value if `lower_wins`, else of the larger one."""
     return int((values[1] < values[0]) == lower_wins)
 
 

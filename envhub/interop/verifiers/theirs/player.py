@@ -104,9 +104,9 @@ class TasksetPlayer:
             seats = ", ".join(trace.agent.name for trace in ours) or "none"
             return {"error": f"the seats of the policy are {seats}; set `seat` to one of them"}
         values = {name: reward and reward.value for name, reward in ours[0].rewards.items()}
-        unsaid = [name for name, value in values.items() if value is None]
-        if unsaid or not values:
-            return {"error": f"no reward: {', '.join(unsaid) or 'the task has none'}"}
+        missing = [name for name, value in values.items() if value is None]
+        if missing or not values:
+            return {"error": f"no reward: {', '.join(missing) or 'the task has none'}"}
         paid: dict[str, Any] = {"reward": ours[0].reward, "is_truncated": ours[0].is_truncated}
         if success := self._options["success"]:
             found = {**ours[0].metrics, **values}.get(success)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from common.checks.gpu_placement import seat
+from common.checks.gpu_placement import assign_gpus
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
@@ -53,7 +53,7 @@ def test_colocated_engines_share_gpus_as_locally(repository: Path, placement: st
     )
     cfg = config(repository, *overrides)
     wanted = place(cfg, [HEAD])
-    assert wanted.shared == seat(cfg, num_gpus=4).actors[: ranks // 2]
+    assert wanted.shared == assign_gpus(cfg, num_gpus=4).actors[: ranks // 2]
     assert (wanted.of("actor-0").num_gpus, wanted.of("actor-0").is_home) == (0, True)
     assert wanted.of("actor-4").num_gpus == 2
     assert wanted.num_fitting == 2  # two that share, or one that shares and one apart

@@ -15,7 +15,7 @@ from common.wire.collective import CPU, lay_out
 from common.wire.transfer.buckets import (
     NUM_SLOTS,
     BucketDamaged,
-    Cut,
+    BucketLayout,
     Pending,
     receive_buckets,
     send_buckets,
@@ -84,7 +84,7 @@ class Sent:
         self._events.append(f"wait {self._index}")
 
 
-def slots_of(cut: Cut) -> list[Tensor]:
+def slots_of(cut: BucketLayout) -> list[Tensor]:
     return [torch.zeros(cut.slot_bytes, dtype=torch.uint8) for _ in range(NUM_SLOTS)]
 
 
@@ -95,7 +95,7 @@ def random_bytes() -> Tensor:
 @pytest.mark.parametrize("bucket_bytes", [16, BUCKET, TOTAL, 10 * TOTAL])
 def test_weights_arrive_with_any_bucket_size(bucket_bytes: int) -> None:
     sent, came, line = random_bytes(), torch.zeros(TOTAL, dtype=torch.uint8), Line()
-    cut = Cut(TOTAL, bucket_bytes)
+    cut = BucketLayout(TOTAL, bucket_bytes)
     send_buckets(line, cut, slots_of(cut), lambda at, part: part.copy_(sent[at : at + len(part)]))
     receive_buckets(line, cut, came, SPECS)
     assert torch.equal(came, sent)
@@ -106,7 +106,7 @@ def test_weights_arrive_with_any_bucket_size(bucket_bytes: int) -> None:
 
 def test_next_bucket_is_filled_while_one_is_sent() -> None:
     events: list[str] = []
-    cut = Cut(4 * BUCKET, BUCKET)
+    cut = BucketLayout(4 * BUCKET, BUCKET)
 
     def fill(start: int, part: Tensor) -> None:
         events.append(f"fill {start // BUCKET}")
@@ -120,7 +120,7 @@ def test_next_bucket_is_filled_while_one_is_sent() -> None:
     ("damage", "words"), [(1, r"bucket 1 of 4 \(first to first\)"), (3, r"second to second")]
 )
 def test_damaged_bucket_is_named_with_its_tensors(damage: int, words: str) -> None:
-    cut, line = Cut(TOTAL, BUCKET), Line(damage)
+    cut, line = BucketLayout(TOTAL, BUCKET), Line(damage)
     send_buckets(line, cut, slots_of(cut), lambda at, part: part.fill_(7))
     with pytest.raises(BucketDamaged, match=words):
         receive_buckets(line, cut, torch.zeros(TOTAL, dtype=torch.uint8), SPECS)
@@ -139,7 +139,7 @@ def test_three_receivers_get_two_versions_in_turn(transport: str, tmp_path: Path
                 for index, (group, each) in enumerate(zip(receivers, came, strict=True))
             ]
             sender.send(
-                slots_of(Cut(TOTAL, BUCKET)),
+                slots_of(BucketLayout(TOTAL, BUCKET)),
                 lambda at, part, version=version: part.fill_(version + at // BUCKET),
                 offer,
                 is_cancelled=lambda: False,
@@ -162,7 +162,7 @@ def test_unshared_folder_is_named(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(
             sender.send,
-            slots_of(Cut(TOTAL, BUCKET)),
+            slots_of(BucketLayout(TOTAL, BUCKET)),
             lambda at, part: part.zero_(),
             offer,
             is_cancelled=gone.is_set,
@@ -180,7 +180,7 @@ def test_full_disk_delays_version_until_space_frees(
     store, gone = Meeting(), threading.Event()
     sender, receiver, came = WeightGroup(), WeightGroup(), torch.zeros(TOTAL, dtype=torch.uint8)
     offer = replace(offer_of(store, 1, "file", str(tmp_path)), world_size=2)
-    cut = Cut(TOTAL, BUCKET)
+    cut = BucketLayout(TOTAL, BUCKET)
     with ThreadPoolExecutor(2) as pool:
         own = replace(offer, rank=1)
         receiving = pool.submit(receiver.receive, came, CPU, own, is_cancelled=gone.is_set)

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from common.wire.rendezvous.client import GroupStore, StoreLine
+from common.wire.rendezvous.client import GroupStore, StoreConnection
 from common.wire.transfer import mailbox
-from common.wire.transfer.mailbox import FolderShelf, Mailbox
+from common.wire.transfer.mailbox import FolderStorage, Mailbox
 from common.wire.weight_group import place_of
 from tests.common.wire.meeting import Meeting
 from tests.common.wire.transfer.test_buckets import TIMEOUT_S, offer_of
 
 
-class LeasedShelf(FolderShelf):
+class LeasedShelf(FolderStorage):
     """A shelf whose receiver lets go of the memory when the test allows it."""
 
     def __init__(self, folder: Path) -> None:
@@ -25,9 +25,9 @@ class LeasedShelf(FolderShelf):
         assert self.may_release.wait(TIMEOUT_S)
 
 
-def mailbox_of(meeting: Meeting, folder: Path, *, rank: int, shelf: FolderShelf) -> Mailbox:
+def mailbox_of(meeting: Meeting, folder: Path, *, rank: int, shelf: FolderStorage) -> Mailbox:
     offer = offer_of(meeting, 1, "file", str(folder))
-    store = GroupStore(StoreLine(place_of(offer)), offer.group_key, timeout_s=TIMEOUT_S)
+    store = GroupStore(StoreConnection(place_of(offer)), offer.group_key, timeout_s=TIMEOUT_S)
     return Mailbox(
         store,
         shelf,
@@ -42,7 +42,7 @@ def mailbox_of(meeting: Meeting, folder: Path, *, rank: int, shelf: FolderShelf)
 def test_sender_ends_after_its_receiver_lets_go(tmp_path: Path) -> None:
     meeting = Meeting()
     shelf = LeasedShelf(tmp_path)
-    sender = mailbox_of(meeting, tmp_path, rank=0, shelf=FolderShelf(str(tmp_path), 1))
+    sender = mailbox_of(meeting, tmp_path, rank=0, shelf=FolderStorage(str(tmp_path), 1))
     receiver = mailbox_of(meeting, tmp_path, rank=1, shelf=shelf)
     with ThreadPoolExecutor(2) as pool:
         letting_go = pool.submit(receiver.finish)
@@ -58,6 +58,6 @@ def test_receiver_that_keeps_memory_delays_the_sender_for_bounded_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(mailbox, "RELEASE_S", 0.1)
-    sender = mailbox_of(Meeting(), tmp_path, rank=0, shelf=FolderShelf(str(tmp_path), 1))
+    sender = mailbox_of(Meeting(), tmp_path, rank=0, shelf=FolderStorage(str(tmp_path), 1))
     sender.finish()
     assert "an engine has not let go of shared memory transfer=1/1" in caplog.text

@@ -8,7 +8,7 @@ import pytest
 from common.errors import ConfigError
 from envhub.env import EnvSpec, StepResult, Style
 from envhub.interop.games import make_spec
-from envhub.interop.texts import SUCCESS_KEYS, said_by
+from envhub.interop.texts import SUCCESS_KEYS, reported_truth
 
 LITTLE = "gymnasium:tests.envhub.interop.gym.little_games"
 
@@ -90,12 +90,12 @@ def test_environment_of_old_gym_is_played() -> None:
 
 def test_first_known_key_decides_success() -> None:
     assert SUCCESS_KEYS[:3] == ("is_success", "success", "episode_success")
-    assert said_by({"success": True, "is_success": False}, SUCCESS_KEYS) is False
-    assert said_by({"is_success": None, "success": np.bool_(True)}, SUCCESS_KEYS) is True
-    assert said_by({"episode_success": np.array([1.0])}, SUCCESS_KEYS) is True
-    assert said_by({"success": 0.5}, SUCCESS_KEYS) is False
+    assert reported_truth({"success": True, "is_success": False}, SUCCESS_KEYS) is False
+    assert reported_truth({"is_success": None, "success": np.bool_(True)}, SUCCESS_KEYS) is True
+    assert reported_truth({"episode_success": np.array([1.0])}, SUCCESS_KEYS) is True
+    assert reported_truth({"success": 0.5}, SUCCESS_KEYS) is False
     for silent in ({}, {"success": "yes"}, {"won": float("nan")}, {"won": np.zeros(2)}):
-        assert said_by(silent, SUCCESS_KEYS) is None
+        assert reported_truth(silent, SUCCESS_KEYS) is None
 
 
 def test_full_reward_is_success_without_key() -> None:

@@ -67,10 +67,10 @@ def test_weights_mixture_draws_like_the_sampler() -> None:
 
 
 def test_temper_raises_weights_to_one_over_the_temperature() -> None:
-    # weights 1 and 9 at T = 2: 1 and 3
+    # At T = 2 the weights 1 and 9 become 1 and 3.
     weights = [task.weight for task in temper(tasks_of(a=1, b=9, c=0), 2.0)]
     assert weights == pytest.approx([0.25, 0.75, 0.0])
-    # the hotter the more even, the colder the more the largest takes
+    # A high temperature makes the weights equal, a low one favours the largest.
     assert temper(tasks_of(a=1, b=9), 1e6)[0].weight == pytest.approx(0.5, abs=1e-5)
     assert temper(tasks_of(a=1, b=9), 0.01)[1].weight == pytest.approx(1.0)
 

@@ -96,10 +96,10 @@ def test_silent_actors_work_moves_only_if_another_is_alive() -> None:
     members = Members(dead_after_s=60.0, silent_after_s=5.0)
     for name in ("a", "b"):
         members.hello(Hello(role="actor", name=name, incarnation=f"{name}-1", version=0), 0.0)
-    assert members.fall_silent(5.0) == []
-    assert members.fall_silent(5.1) == [], "nobody is heard"
+    assert members.newly_silent(5.0) == []
+    assert members.newly_silent(5.1) == [], "nobody is heard"
     members.touch(members.by_name["a"], 5.0)
-    assert [m.name for m in members.fall_silent(5.1)] == ["b"]
-    assert members.fall_silent(6.0) == [], "once"
+    assert [m.name for m in members.newly_silent(5.1)] == ["b"]
+    assert members.newly_silent(6.0) == [], "once"
     members.touch(members.by_name["b"], 7.0)
-    assert [m.name for m in members.fall_silent(11.0)] == ["a"]
+    assert [m.name for m in members.newly_silent(11.0)] == ["a"]

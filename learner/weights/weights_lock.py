@@ -92,12 +92,12 @@ class WeightsLock:
         return waited_s
 
 
-class Reading:
+class WeightsReadLock:
     """A transfer's read lock on the weights of a version; live weights may change after `end`."""
 
     def __init__(
         self,
-        gate: WeightsLock,
+        weights_lock: WeightsLock,
         *,
         is_live: bool,
         is_held: bool,
@@ -113,7 +113,7 @@ class Reading:
                 weights, or a newer version exists.
             is_superseded: returns True if a newer version must be sent; None: never.
         """
-        self._gate = gate
+        self._weights_lock = weights_lock
         self._is_live = is_live
         self._is_held = is_held
         self._is_optional = is_optional
@@ -123,7 +123,7 @@ class Reading:
     def begin(self) -> bool:
         """Acquire the lock; False if the weights are no longer that version."""
         if self._is_live and not self._is_held:
-            self._is_held = self._gate.enter()
+            self._is_held = self._weights_lock.enter()
             self.is_lost = not self._is_held
         return not self.is_lost
 
@@ -131,15 +131,17 @@ class Reading:
         """Release the lock."""
         if self._is_held:
             self._is_held = False
-            self._gate.leave()
+            self._weights_lock.leave()
 
     @property
     def must_end(self) -> bool:
         """True if the transfer must abort because `close` has waited too long."""
-        return self._is_held and self._gate.readers_must_abort
+        return self._is_held and self._weights_lock.readers_must_abort
 
     @property
     def must_not_wait(self) -> bool:
         """True if the transfer must stop waiting for engines before the first bucket."""
-        is_unwanted = self._is_optional and (self._gate.writer_waiting or self.is_superseded())
+        is_unwanted = self._is_optional and (
+            self._weights_lock.writer_waiting or self.is_superseded()
+        )
         return self.must_end or is_unwanted

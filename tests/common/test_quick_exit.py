@@ -12,7 +12,7 @@ from common.repository import ROOT
 
 LEAVES = """
 import multiprocessing
-from common.leaving import leave
+from common.quick_exit import leave
 
 def serve():
     kept = multiprocessing.get_context("spawn").RLock()  # as tqdm's, which torch.compile loads
@@ -37,7 +37,7 @@ def test_immediate_exit_leaks_no_semaphores(tmp_path: Path) -> None:
 
 BLOCKED = """
 import asyncio, signal, subprocess, sys, time
-from common.leaving import end_during_start
+from common.quick_exit import end_during_start
 
 async def start():
     engine = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])

@@ -18,14 +18,14 @@ class AwakeClock:
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         """Start the clock at the current value of `now_s`."""
         self._now_s = now_s
-        self._looked_at = now_s()
+        self._read_at = now_s()
         self._slept_s = 0.0
 
     def __call__(self) -> float:
         """Return the seconds without suspensions."""
         now_s = self._now_s()
-        rest_s = now_s - self._looked_at
-        self._looked_at = now_s
+        rest_s = now_s - self._read_at
+        self._read_at = now_s
         if rest_s > ASLEEP_S:
             self._slept_s += rest_s
         return now_s - self._slept_s

@@ -17,7 +17,7 @@ CERTAIN = {
     "ImportError",
     "ModuleNotFoundError",
 }
-# Errors that usually repeat. The second one with the same text is taken as lasting.
+# Errors that usually repeat. The second one with the same text counts as permanent.
 LIKELY = {
     "RuntimeError",
     "ValueError",
@@ -49,7 +49,7 @@ _FATAL = re.compile(r"what\(\)|terminate called|Fatal Python error")
 
 
 @dataclass(frozen=True, slots=True)
-class LastingError:
+class PermanentError:
     """An error that a restart probably does not mend."""
 
     text: str  # One line.
@@ -61,7 +61,7 @@ class LastingError:
         return re.sub(r"\d+", "#", self.text)
 
 
-def lasting_error(lines: Sequence[str], code: int) -> LastingError | None:
+def permanent_error(lines: Sequence[str], code: int) -> PermanentError | None:
     """Return the error of a role that ended, or None if a restart may mend it.
 
     Args:
@@ -69,13 +69,13 @@ def lasting_error(lines: Sequence[str], code: int) -> LastingError | None:
         code: exit code; negative: minus the signal.
     """
     if code == EXIT_NOT_STARTED:
-        return LastingError(find_error(lines).removeprefix(ERROR), is_certain=False)
+        return PermanentError(find_error(lines).removeprefix(ERROR), is_certain=False)
     if -code in CRASHES:
         if any(PASSING.search(line) for line in lines):
             return None
         line = next((each for each in lines if _FATAL.search(each)), find_error(lines))
         text = f"{describe_exit(code)}: {line.strip()}"
-        return LastingError(text, is_certain=any(REFUSED.search(each) for each in lines))
+        return PermanentError(text, is_certain=any(REFUSED.search(each) for each in lines))
     if code != EXIT_FAILED:
         return None
     raised = [(i, match) for i, each in enumerate(lines) if (match := _RAISED.fullmatch(each))]
@@ -89,7 +89,7 @@ def lasting_error(lines: Sequence[str], code: int) -> LastingError | None:
     is_taken = any(TAKEN.search(line) for line in quoted)
     if is_taken or PASSING.search(text) or kind not in CERTAIN | LIKELY:
         return None
-    return LastingError(text, is_certain=kind in CERTAIN or REFUSED.search(text) is not None)
+    return PermanentError(text, is_certain=kind in CERTAIN or REFUSED.search(text) is not None)
 
 
 def _cause(quoted: Sequence[str]) -> str:

@@ -19,12 +19,12 @@ STOP_S = 3.0
 
 
 @contextlib.contextmanager
-def beside(run_dir: RunDir, *, root: Path, say: Callable[[str], None]) -> Generator[None]:
+def run_dashboard(run_dir: RunDir, *, root: Path, echo: Callable[[str], None]) -> Generator[None]:
     """Serve the dashboard of a run during the context. A failure is only logged.
 
     Args:
         root: folder of `run.py`.
-        say: receives the page's address.
+        echo: receives the page's address.
     """
     guardian = child = None
     log = run_dir.logs / "dashboard.log"
@@ -38,7 +38,7 @@ def beside(run_dir: RunDir, *, root: Path, say: Callable[[str], None]) -> Genera
             words = [name, run_dir.root.name, where, f"fd={fd}", f"host={loopback()}"]
             argv = [sys.executable, str(root / "run.py"), *words]
             child = ChildProcess(name, argv, log_path=log, pass_fds=[fd], guardian=guardian)
-            say(f"dashboard: {url_of(listener, '')}")
+            echo(f"dashboard: {url_of(listener, '')}")
     except (OSError, ConfigError) as error:
         logger.warning("dashboard not started reason=%s", error)
     try:

@@ -1,4 +1,4 @@
-"""Laws of what a process gets where its surroundings leave it out."""
+"""Laws of the process settings that a shell or a container leaves unset."""
 
 import getpass
 import os
@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from common.host.surroundings import (
+from common.host.process_settings import (
     check_caches,
+    complete_process_settings,
     find_home,
     is_writable,
     name_user,
     private_folder,
-    settle_surroundings,
 )
 from common.repository import ROOT
 
@@ -101,7 +101,7 @@ def test_writable_home_is_unchanged(tmp_path: Path) -> None:
 @pytest.mark.parametrize("order", [None, "FASTEST_FIRST"])
 def test_gpus_follow_bus_order_unless_configured(order: str | None) -> None:
     environ = dict(os.environ) | ({"CUDA_DEVICE_ORDER": order} if order else {})
-    settle_surroundings(environ)
+    complete_process_settings(environ)
     assert environ["CUDA_DEVICE_ORDER"] == (order or "PCI_BUS_ID")
 
 
@@ -159,7 +159,7 @@ def test_venv_path_with_spaces_becomes_a_link(tmp_path: Path) -> None:
     (folder / "venv").symlink_to(sys.prefix)
     code = (
         "import os, sys\n"
-        "from common.host.surroundings import start_with_plain_settings\n"
+        "from common.host.process_settings import start_with_plain_settings\n"
         "start_with_plain_settings()\n"
         "print(sys.prefix, os.path.realpath(sys.prefix), sep='|')\n"
     )

@@ -58,7 +58,7 @@ def _plain_python(environ: MutableMapping[str, str]) -> str:
     return str(link / Path(sys.executable).relative_to(prefix))
 
 
-def settle_surroundings(environ: MutableMapping[str, str]) -> None:
+def complete_process_settings(environ: MutableMapping[str, str]) -> None:
     """Complete the environment variables of this process and its child processes.
 
     Raises: ConfigError: there is no folder for temporary files; the message names the variable.

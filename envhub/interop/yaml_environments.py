@@ -77,7 +77,7 @@ def split_of(
     return places, subset
 
 
-def look(work: Callable[[], Coroutine[Any, Any, Found]], *, timeout_s: float) -> Found:
+def run_coroutine(work: Callable[[], Coroutine[Any, Any, Found]], *, timeout_s: float) -> Found:
     """Return the result of a coroutine, even if an event loop is already running."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(lambda: asyncio.run(work())).result(timeout=timeout_s)

@@ -68,7 +68,7 @@ async def _follow(session: HubSession, recorded: RecordedEpisode, pictures: list
             return problem
         pictures.append(await session.picture())
         result = await session.step(action)
-        if problem := _other_worth(recorded, turn, result):
+        if problem := _changed_result(recorded, turn, result):
             return problem
         observation = result.observation
         state = result.state
@@ -89,7 +89,7 @@ def _difference(recorded: RecordedEpisode, turn: int, observation: str, state: s
     return ""
 
 
-def _other_worth(recorded: RecordedEpisode, turn: int, result: HubStepResult) -> str:
+def _changed_result(recorded: RecordedEpisode, turn: int, result: HubStepResult) -> str:
     scores = recorded["scores"]
     if turn < len(scores) and abs(result.reward - scores[turn]) > SAME_SCORE:
         return f"The reward of turn {turn + 1} is {result.reward:g}, but was {scores[turn]:g}."

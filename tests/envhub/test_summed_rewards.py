@@ -8,7 +8,7 @@ import pytest
 from common.repository import ROOT
 from envhub.catalogue.registry import Registry
 from envhub.env import Env, EnvSpec, Reward, StepResult, Style, SubsetSpec
-from envhub.totals import with_totals
+from envhub.summed_rewards import with_summed_rewards
 
 SORT = ROOT / "docs" / "examples" / "sort.py"
 SUBSETS = {"any": SubsetSpec(num_train=1, num_test=1, max_turns=20)}
@@ -38,7 +38,7 @@ class LateShares(Shares):
 
 
 def spec(make: object, reward: Reward = Reward.SUM) -> EnvSpec:
-    return with_totals(
+    return with_summed_rewards(
         EnvSpec(name="shares", subsets=SUBSETS, instruction={}, make=make, reward=reward)  # type: ignore[arg-type]
     )
 

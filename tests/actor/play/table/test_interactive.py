@@ -7,8 +7,8 @@ from typing import Any
 import psutil
 import pytest
 
-from actor.play.table.redo import RecordedEpisode
-from actor.play.table.seats import MAX_SEATS, SeatTable
+from actor.play.table.interactive import MAX_EPISODES, InteractiveEpisodes
+from actor.play.table.replay_pictures import RecordedEpisode
 from common.errors import ConfigError, EnvError
 from common.repository import ROOT
 from common.states import state_number
@@ -18,9 +18,9 @@ pytestmark = pytest.mark.slow
 ITEM = "DoubleT-train-0"
 
 
-def at_table(work: Callable[[SeatTable], Awaitable[None]], **given: float) -> None:
+def at_table(work: Callable[[InteractiveEpisodes], Awaitable[None]], **given: float) -> None:
     async def run() -> None:
-        table = SeatTable(root=ROOT, **given)
+        table = InteractiveEpisodes(root=ROOT, **given)
         try:
             await work(table)
         finally:
@@ -30,7 +30,7 @@ def at_table(work: Callable[[SeatTable], Awaitable[None]], **given: float) -> No
     assert [p for p in psutil.Process().children() if "envhub" in " ".join(p.cmdline())] == []
 
 
-async def recorded(table: SeatTable, num_turns: int) -> RecordedEpisode:
+async def recorded(table: InteractiveEpisodes, num_turns: int) -> RecordedEpisode:
     """Play some turns, written down as a journal would have them."""
     looks = [await table.open("maze", ITEM)]
     actions = ["move right", "jump", "move right", "move left"][:num_turns]
@@ -48,8 +48,8 @@ async def recorded(table: SeatTable, num_turns: int) -> RecordedEpisode:
     )
 
 
-def test_seat_accepts_manual_and_policy_turns() -> None:
-    async def work(table: SeatTable) -> None:
+def test_episode_accepts_manual_and_policy_turns() -> None:
+    async def work(table: InteractiveEpisodes) -> None:
         assert "DoubleT" in (await table.environments())["maze"]["subsets"]
         first = await table.open("maze", ITEM)
         assert first["actions"] == ["move right"]
@@ -76,7 +76,7 @@ def test_seat_accepts_manual_and_policy_turns() -> None:
             await table.step(first["id"], "move left")
         await pictures_are_those_of_the_episode(table)
 
-    async def pictures_are_those_of_the_episode(table: SeatTable) -> None:
+    async def pictures_are_those_of_the_episode(table: InteractiveEpisodes) -> None:
         episode = await recorded(table, 4)
         done = await table.redo(episode, {})
         assert (len(done["pictures"]), done["problem"]) == (5, "")
@@ -100,13 +100,13 @@ def replace_in(episode: RecordedEpisode, **changes: Any) -> RecordedEpisode:
     return RecordedEpisode(**{**episode, **changes})  # type: ignore[typeddict-item]
 
 
-def test_seats_are_limited_and_idle_ones_close() -> None:
-    async def work(table: SeatTable) -> None:
+def test_episodes_are_limited_and_idle_ones_close() -> None:
+    async def work(table: InteractiveEpisodes) -> None:
         with pytest.raises(ConfigError, match="no such environment"):
             await table.open("chess", "a-train-0")
         with pytest.raises(EnvError, match="out of range"):
             await table.open("maze", "DoubleT-train-9999")
-        opened = [table.open("maze", ITEM) for _ in range(MAX_SEATS + 1)]
+        opened = [table.open("maze", ITEM) for _ in range(MAX_EPISODES + 1)]
         found = await asyncio.gather(*opened, return_exceptions=True)
         assert [type(each) for each in found].count(ConfigError) == 1
         names = [each["id"] for each in found if isinstance(each, dict)]
@@ -114,7 +114,7 @@ def test_seats_are_limited_and_idle_ones_close() -> None:
             while not await is_closed(table, names[0]):
                 await asyncio.sleep(2.5)
 
-    async def is_closed(table: SeatTable, name: str) -> bool:
+    async def is_closed(table: InteractiveEpisodes, name: str) -> bool:
         try:
             await table.step(name, "move right")
         except ConfigError:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.launch.base import RoleSpec
-from common.launch.lasting import lasting_error
+from common.launch.permanent_errors import permanent_error
 from tests.common.launch.test_launch import STAY, launch, role
 
 TRACE = ["Traceback (most recent call last):", '  File "x.py", line 3, in step']
@@ -24,10 +24,10 @@ TRACE = ["Traceback (most recent call last):", '  File "x.py", line 3, in step']
         (["error: EngineError: no room"], 70, "EngineError: no room", False),
     ],
 )
-def test_lasting_error_is_read_from_the_log(
+def test_permanent_error_is_read_from_the_log(
     lines: list[str], code: int, text: str | None, is_certain: bool
 ) -> None:
-    error = lasting_error([*TRACE, *lines], code)
+    error = permanent_error([*TRACE, *lines], code)
     assert error is not None
     assert (error.text, error.is_certain) == (text or lines[0], is_certain)
 
@@ -38,7 +38,7 @@ def test_native_crash_is_named_by_its_message() -> None:
         "  what():  Unrecognized key 'x' in CUDA allocator config",
         "Extension modules: numpy, torch (total: 2)",
     ]
-    error = lasting_error(lines, -signal.SIGABRT)
+    error = permanent_error(lines, -signal.SIGABRT)
     assert error is not None
     assert error.text == f"killed by SIGABRT: {lines[0]}"
     assert error.is_certain
@@ -61,8 +61,8 @@ def test_native_crash_is_named_by_its_message() -> None:
         ("a library ends", 1),
     ],
 )
-def test_end_by_machine_or_peer_is_not_lasting(line: str, code: int) -> None:
-    assert lasting_error([*TRACE, line], code) is None
+def test_end_by_machine_or_peer_is_not_permanent(line: str, code: int) -> None:
+    assert permanent_error([*TRACE, line], code) is None
 
 
 DIED = "common.errors.EngineError: engine died: EngineCore"
@@ -72,7 +72,7 @@ def test_error_of_a_child_process_is_the_named_cause() -> None:
     quoted = [f"  (EngineCore pid=7) line {i}" for i in range(14)]
     quoted.append("  (EngineCore pid=7) RuntimeError: no kernel for this head size")
     lines = [*TRACE, f"{DIED} exit code 1; its last lines:", *quoted, "a library ends"]
-    error = lasting_error(lines, 1)
+    error = permanent_error(lines, 1)
     assert error is not None
     cause = "RuntimeError: no kernel for this head size"
     assert error.text == f"EngineError: engine died: EngineCore exit code 1; the cause is {cause}"
@@ -86,8 +86,8 @@ def test_error_of_a_child_process_is_the_named_cause() -> None:
         [f"{DIED} exit code 1; its last lines:", "  OutOfMemoryError: CUDA out of memory", "  end"],
     ],
 )
-def test_killed_child_or_full_memory_is_not_lasting(lines: list[str]) -> None:
-    assert lasting_error([*TRACE, *lines], 1) is None
+def test_killed_child_or_full_memory_is_not_permanent(lines: list[str]) -> None:
+    assert permanent_error([*TRACE, *lines], 1) is None
 
 
 class Results:
@@ -96,7 +96,7 @@ class Results:
     def __init__(self, *, has_worked: bool) -> None:
         self._has_worked = has_worked
 
-    def look(self, processes: object) -> None: ...
+    def poll(self, processes: object) -> None: ...
     def progress(self, role: str) -> object: ...
 
     def has_worked(self, role: str) -> bool:

@@ -11,7 +11,7 @@ from urllib.request import urlopen
 import psutil
 import pytest
 
-from common.dashboard.web.beside import beside
+from common.dashboard.web.run_dashboard import run_dashboard
 from common.repository import ROOT
 from tests.common.dashboard.runs import make_run
 
@@ -24,7 +24,7 @@ def _runs(url: str) -> list[str]:
 @pytest.mark.slow
 def test_dashboard_serves_until_its_run_ends(tmp_path: Path) -> None:
     run_dir, told = make_run(tmp_path / "a", 4), []
-    with beside(run_dir, root=ROOT, say=told.append):
+    with run_dashboard(run_dir, root=ROOT, echo=told.append):
         url = told[0].removeprefix("dashboard: ")
         assert urlsplit(url).hostname == "127.0.0.1"
         assert _runs(url) == ["a"]
@@ -35,7 +35,7 @@ def test_dashboard_serves_until_its_run_ends(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_run_continues_when_its_dashboard_is_killed(tmp_path: Path) -> None:
     run_dir, told = make_run(tmp_path / "a", 4), []
-    with beside(run_dir, root=ROOT, say=told.append):
+    with run_dashboard(run_dir, root=ROOT, echo=told.append):
         children = psutil.Process().children()  # Those of earlier tests may be zombies.
         living = [each for each in children if each.status() != psutil.STATUS_ZOMBIE]
         (child,) = [each for each in living if "dashboard" in each.cmdline()]
@@ -57,7 +57,7 @@ def test_run_continues_without_a_dashboard(
 ) -> None:
     run_dir, told = make_run(tmp_path / "a", 0), []
     run_dir.logs.write_text("a file where the logs would be", encoding="utf-8")
-    with beside(run_dir, root=ROOT, say=told.append):
+    with run_dashboard(run_dir, root=ROOT, echo=told.append):
         pass
     assert told == []
     assert "dashboard not started" in caplog.text

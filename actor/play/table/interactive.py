@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from actor.play.doors import find_endpoint
+from actor.play.chat_endpoints import find_endpoint
 from actor.play.endpoint import Endpoint
-from actor.play.table.redo import RecordedEpisode, ReplayPictures, redo
+from actor.play.table.replay_pictures import RecordedEpisode, ReplayPictures, redo
 from actor.play.table.service import START_S, TOKEN, ServiceCommand, options_of
 from actor.rollout.env_client import HubClient, HubSession
 from actor.rollout.episode import ContextFull, PolicyFailed, first_text
@@ -19,11 +19,11 @@ from common.config.evaluation import AgentFormat, PolicySection
 from common.errors import ConfigError, EnvError
 from common.formats.answers import MARK, read_react, worded
 
-MAX_SEATS = 8  # Maximum number of concurrent episodes. One more is refused.
+MAX_EPISODES = 8  # Maximum number of concurrent episodes. One more is refused.
 IDLE_S = 300.0  # Seconds without use after which an episode is closed or a service is stopped.
 CALL_S = 30.0  # Seconds of one request to a hub.
 ENGINE_START_S = 300.0
-LOOKS = 20  # Checks for idle episodes within `IDLE_S`.
+NUM_CHECKS = 20  # Checks for idle episodes within `IDLE_S`.
 # Maximum number of valid actions that a page receives. Some environments have thousands.
 MAX_ACTIONS = 300
 STYLE = "compact"
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, kw_only=True)
-class Seat:
+class InteractiveEpisode:
     """One episode and the conversation about it."""
 
     client: HubClient
@@ -46,7 +46,7 @@ class Seat:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class SeatTable:
+class InteractiveEpisodes:
     """All interactive episodes. Its methods belong to one event loop.
 
     A mistake of the user is a ConfigError. A failing environment is an EnvError, which ends its
@@ -63,7 +63,7 @@ class SeatTable:
         self._words: dict[str, list[str]] = {}
         self._changing = asyncio.Lock()
         self._clients: dict[str, HubClient] = {}  # address -> client
-        self._seats: dict[str, Seat] = {}
+        self._episodes: dict[str, InteractiveEpisode] = {}
         self._opening = 0
         self._upkeep: asyncio.Task[None] | None = None
 
@@ -82,8 +82,8 @@ class SeatTable:
             style: style of the observations; a run's policy was trained with the run's own.
             format: format of the answers of a policy.
         """
-        if len(self._seats) + self._opening >= MAX_SEATS:
-            raise ConfigError(f"{MAX_SEATS} episodes are open, the maximum; close one of them")
+        if len(self._episodes) + self._opening >= MAX_EPISODES:
+            raise ConfigError(f"{MAX_EPISODES} episodes are open, the maximum; close one of them")
         self._opening += 1
         try:
             client = await self._hub(())
@@ -104,43 +104,47 @@ class SeatTable:
         about |= {"instruction": head_texts["instruction"]}
         messages = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)]
         messages = [*session.first_messages, *messages]
-        seat = Seat(client=client, session=session, about=about, messages=messages, format=format)
-        self._seats[about["id"]] = seat
+        episode = InteractiveEpisode(
+            client=client, session=session, about=about, messages=messages, format=format
+        )
+        self._episodes[about["id"]] = episode
         first = {"observation": session.first_observation, "reward": 0.0, "done": False}
-        return await self._guarded(seat, lambda: self._look(seat, first))
+        return await self._guarded(episode, lambda: self._described(episode, first))
 
-    async def step(self, seat_id: str, action: str) -> dict[str, Any]:
+    async def step(self, episode_id: str, action: str) -> dict[str, Any]:
         """Execute an action and return the next view."""
-        seat = self._seat(seat_id)
-        return await self._guarded(seat, lambda: self._step(seat, action))
+        episode = self._find(episode_id)
+        return await self._guarded(episode, lambda: self._step(episode, action))
 
-    async def ask(self, seat_id: str, *, url: str, model: str, key: str) -> dict[str, Any]:
+    async def ask(self, episode_id: str, *, url: str, model: str, key: str) -> dict[str, Any]:
         """Let a policy behind an OpenAI-compatible endpoint take one action."""
-        seat = self._seat(seat_id)
+        episode = self._find(episode_id)
         cfg = PolicySection(url=url, model=model, max_tries=2, timeout_s=60.0)
 
-        async def asked() -> dict[str, Any]:
-            if seat.is_done:
+        async def ask_policy() -> dict[str, Any]:
+            if episode.is_done:
                 raise ConfigError("The episode has ended. Start another one.")
-            if seat.format is AgentFormat.FUNCTION_CALL:
+            if episode.format is AgentFormat.FUNCTION_CALL:
                 raise ConfigError(
                     "actor.format=function_call: only policies that answer with text can play here"
                 )
             try:
                 async with Endpoint(cfg, key=key) as endpoint:
-                    reply = await endpoint.complete(seat.messages)
+                    reply = await endpoint.complete(episode.messages)
             except (PolicyFailed, ContextFull) as error:
                 raise ConfigError(str(error)) from error
-            said = reply.text.strip()
-            is_whole = MARK in seat.about["instruction"]
+            answer = reply.text.strip()
+            is_whole = MARK in episode.about["instruction"]
             action = (
-                read_react(said, is_whole=is_whole) if seat.format is AgentFormat.REACT else said
+                read_react(answer, is_whole=is_whole)
+                if episode.format is AgentFormat.REACT
+                else answer
             )
-            return {**await self._step(seat, action or "", said=said), "by": reply.model}
+            return {**await self._step(episode, action or "", answer=answer), "by": reply.model}
 
-        return await self._guarded(seat, asked)
+        return await self._guarded(episode, ask_policy)
 
-    async def ask_run(self, seat_id: str, run: str) -> dict[str, Any]:
+    async def ask_run(self, episode_id: str, run: str) -> dict[str, Any]:
         """Let a run's own policy take one action.
 
         The action is sampled by the engine of an actor on this machine, if one is reachable.
@@ -149,9 +153,9 @@ class SeatTable:
         Args:
             run: the run's folder.
         """
-        root, self._seat(seat_id).used_at = Path(run), time.monotonic()
+        root, self._find(episode_id).used_at = Path(run), time.monotonic()
         if door := await find_endpoint(root):
-            return await self.ask(seat_id, url=door.url, model=root.name, key=door.key)
+            return await self.ask(episode_id, url=door.url, model=root.name, key=door.key)
         if not (root / "config.yaml").is_file():
             raise ConfigError(f"{root}/config.yaml is missing, so the policy is unknown")
         words = ["serve", f"run.dir={root.parent}", f"run.name={root.name}"]
@@ -160,12 +164,12 @@ class SeatTable:
             url = await self._address("policy", words, says="policy: ", start_s=ENGINE_START_S)
         except EnvError as error:  # A user can still play the episode.
             raise ConfigError(str(error)) from error
-        return await self.ask(seat_id, url=url, model=root.name, key=self._token)
+        return await self.ask(episode_id, url=url, model=root.name, key=self._token)
 
-    async def close(self, seat_id: str) -> None:
+    async def close(self, episode_id: str) -> None:
         """End an episode. An episode that has already ended is no error."""
-        if seat := self._seats.pop(seat_id, None):
-            await seat.session.close()
+        if episode := self._episodes.pop(episode_id, None):
+            await episode.session.close()
 
     async def redo(self, recorded: RecordedEpisode, config: Mapping[str, Any]) -> ReplayPictures:
         """Replay a recorded episode for its pictures; see `redo`."""
@@ -175,7 +179,7 @@ class SeatTable:
         """Stop all services and close all connections."""
         if self._upkeep is not None:
             self._upkeep.cancel()
-        self._seats.clear()
+        self._episodes.clear()
         ending = [each.stop() for each in self._services.values()]
         await asyncio.gather(*ending, *(client.close() for client in self._clients.values()))
 
@@ -207,55 +211,59 @@ class SeatTable:
             service = self._services[kind]
         return await service.address()
 
-    def _seat(self, seat_id: str) -> Seat:
-        seat = self._seats.get(seat_id)
-        if seat is None:
+    def _find(self, episode_id: str) -> InteractiveEpisode:
+        episode = self._episodes.get(episode_id)
+        if episode is None:
             raise ConfigError("This episode is closed, because it failed or was idle for too long.")
-        return seat
+        return episode
 
-    async def _guarded(self, seat: Seat, work: Callable[[], Awaitable[T]]) -> T:
+    async def _guarded(self, episode: InteractiveEpisode, work: Callable[[], Awaitable[T]]) -> T:
         """Run one request of an episode at a time. An error of the environment ends the episode."""
-        async with seat.lock:
-            seat.used_at = time.monotonic()
+        async with episode.lock:
+            episode.used_at = time.monotonic()
             try:
                 return await work()
             except EnvError:
-                self._seats.pop(seat.about["id"], None)
+                self._episodes.pop(episode.about["id"], None)
                 raise
 
-    async def _step(self, seat: Seat, action: str, *, said: str | None = None) -> dict[str, Any]:
-        if seat.is_done:
+    async def _step(
+        self, episode: InteractiveEpisode, action: str, *, answer: str | None = None
+    ) -> dict[str, Any]:
+        if episode.is_done:
             raise ConfigError("The episode has ended. Start another one.")
-        result = await seat.session.step(action)
-        seat.turn, seat.is_done = seat.turn + 1, result.done
-        seat.messages += [
-            {"role": "assistant", "content": action if said is None else said},
+        result = await episode.session.step(action)
+        episode.turn, episode.is_done = episode.turn + 1, result.done
+        episode.messages += [
+            {"role": "assistant", "content": action if answer is None else answer},
             {"role": "user", "content": result.observation},
         ]
         outcome = {
-            "action": action if said is None else said,
+            "action": action if answer is None else answer,
             "observation": result.observation,
             "reward": result.reward,
         }
         outcome |= {"done": result.done, "valid": result.is_valid, "success": result.is_success}
-        return await self._look(seat, outcome)
+        return await self._described(episode, outcome)
 
-    async def _look(self, seat: Seat, outcome: dict[str, Any]) -> dict[str, Any]:
+    async def _described(
+        self, episode: InteractiveEpisode, outcome: dict[str, Any]
+    ) -> dict[str, Any]:
         """Return the view of a page: the result, the picture and the valid actions."""
-        actions = [] if seat.is_done else (await seat.session.hint()).valid_actions
-        picture = await seat.session.picture()
-        more = {"turn": seat.turn, "actions": actions[:MAX_ACTIONS], "num_actions": len(actions)}
-        return {**seat.about, **outcome, **more, "picture": picture}
+        actions = [] if episode.is_done else (await episode.session.hint()).valid_actions
+        picture = await episode.session.picture()
+        more = {"turn": episode.turn, "actions": actions[:MAX_ACTIONS], "num_actions": len(actions)}
+        return {**episode.about, **outcome, **more, "picture": picture}
 
     async def _close_idle(self) -> None:
         """Close idle episodes and stop idle services, until cancelled."""
         while True:
-            await asyncio.sleep(self._idle_s / LOOKS)
+            await asyncio.sleep(self._idle_s / NUM_CHECKS)
             now = time.monotonic()
-            for seat_id, seat in list(self._seats.items()):
-                if now - seat.used_at > self._idle_s:
+            for episode_id, episode in list(self._episodes.items()):
+                if now - episode.used_at > self._idle_s:
                     with contextlib.suppress(EnvError):
-                        await self.close(seat_id)
+                        await self.close(episode_id)
                 else:
                     self._services["hub"].used_at = now
             for each in [*self._services.values()]:

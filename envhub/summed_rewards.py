@@ -12,19 +12,19 @@ from envhub.env import EnvSpec, Reward, StepResult, Style
 DIGITS = 9  # Decimal digits of a sum, so that ten times 0.1 is 1.
 
 
-def with_totals(spec: EnvSpec) -> EnvSpec:
-    """Return the entry; with `Reward.SUM`, its episodes are wrapped in `Total`."""
+def with_summed_rewards(spec: EnvSpec) -> EnvSpec:
+    """Return the entry; with `Reward.SUM`, its episodes are wrapped in `SummedRewards`."""
     if spec.reward is Reward.LAST:
         return spec
     make: Any = spec.make
 
     def make_total(style: Style) -> Any:
-        return Total(make(style))
+        return SummedRewards(make(style))
 
     return replace(spec, make=make_total)
 
 
-class Total:
+class SummedRewards:
     """An `Env` or `AsyncEnv` whose reward is the sum of the inner environment's rewards so far.
 
     Example: inner rewards 0.25, 0 and 0.25 become 0.25, 0.25 and 0.5.
