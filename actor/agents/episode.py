@@ -65,7 +65,7 @@ class AgentEpisode:
         self._renderer = renderer
         self._max_tokens, self._turn_tokens = room
         self._task = task
-        self._said: list[Message] = []  # The segment's conversation, as the agent has it.
+        self._conversation: list[Message] = []  # The segment's conversation, as the agent has it.
         self._thoughts: dict[int, str] = {}  # Place of a sampled answer in it -> its thoughts.
         self._own_thoughts: set[str] = set()  # Thoughts of all sampled answers.
         self._tools: list[dict[str, Any]] = []  # The tools of that conversation.
@@ -105,7 +105,7 @@ class AgentEpisode:
             if asked.prompt is None:
                 asked = matched(with_system(asked, self._before(asked)))
                 is_same = asked.tools == self._tools
-                found = continued(asked, self._said, self._thoughts) if is_same else None
+                found = continued(asked, self._conversation, self._thoughts) if is_same else None
                 asked, continues = found or asked, found is not None
             ids = self._prompt_of(asked, continues=continues)
             tape = self._play.history.tape
@@ -125,19 +125,19 @@ class AgentEpisode:
             self._taken = taken
             return answer
 
-    def _keep(self, asked: Asked, answer: PolicyAnswer, *, continues: bool) -> None:
+    def _keep(self, asked: PolicyRequest, answer: PolicyAnswer, *, continues: bool) -> None:
         """Keep the conversation up to an answer."""
         if not continues:
             self._thoughts = {}
         self._tools = asked.tools
-        self._said = []
+        self._conversation = []
         if asked.prompt is None:
             self._thoughts[len(asked.messages)] = answer.thoughts
             self._own_thoughts.add(answer.thoughts)
-            self._said = [*asked.messages, answer.message]
+            self._conversation = [*asked.messages, answer.message]
         if asked.is_kept:
             first = 1 if asked.instructions else 0
-            self._kept[f"resp_{answer.number}"] = self._said[first:]
+            self._kept[f"resp_{answer.number}"] = self._conversation[first:]
 
     def _answer(
         self, asked: PolicyRequest, taken: Turn, stop: str | None, *, num_prompt: int
@@ -247,17 +247,17 @@ class AgentEpisode:
             raise ApiError(400, "previous_response_not_found", text, "previous_response_id")
         return self._kept.get(asked.previous, [])
 
-    def _prompt_of(self, asked: Asked, *, continues: bool) -> list[int]:
+    def _prompt_of(self, asked: PolicyRequest, *, continues: bool) -> list[int]:
         """Return the tokens of a prompt. Those of the current segment are reused."""
         if asked.prompt is not None:
-            return self._bare(asked.prompt)
+            return self._prompt_ids(asked.prompt)
         tools = asked.tools
         check_tools(self._renderer, asked)
         if not continues:
             check_thoughts(self._renderer, asked, self._own_thoughts)
             return encode_messages(self._renderer, asked.messages, tools=tools)
         try:
-            new = asked.messages[len(self._said) :]
+            new = asked.messages[len(self._conversation) :]
             return [*self._play.history.tape.context, *self._after(new, tools)]
         except ValueError as error:
             raise invalid(str(error), "messages") from error

@@ -6,7 +6,6 @@ from actor.api.fields import read_call, read_text, read_thoughts, read_tools
 from actor.api.requests import (
     Api,
     ApiError,
-    Asked,
     Event,
     Message,
     PolicyAnswer,
@@ -42,11 +41,11 @@ CHAT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "prediction", "moderation", "web_search_options"), (None,)),
     **dict.fromkeys(("reasoning_effort", "verbosity"), (None,)),
 }
-MESSAGE = {"role", "content", "tool_calls", "tool_call_id", *FIELDS}
+MESSAGE_FIELDS = {"role", "content", "tool_calls", "tool_call_id", *FIELDS}
 # Fields of a message without effect on the prompt.
 LABELS = {"name", "id", "index", "status", "type", "annotations", "cache_control", "metadata"}
 LABELS |= {"provider_specific_fields", "reasoning_details"}
-BARE: dict[str, tuple[Any, ...]] = {
+COMPLETION_FIELDS: dict[str, tuple[Any, ...]] = {
     **HARMLESS,
     "best_of": (None, 1),
     "echo": (None, False),
@@ -81,7 +80,7 @@ def _message(given: dict[str, Any], place: str) -> Message:
     if role == "tool" and isinstance(given.get("tool_call_id"), str):
         message["tool_call_id"] = valid_text(given["tool_call_id"])
     if role == "assistant":
-        message |= _said(given, place)
+        message |= _answer_fields(given, place)
     return message
 
 
@@ -91,7 +90,7 @@ def _check_message(given: dict[str, Any], place: str) -> None:
     Raises: ApiError.
     """
     for name, value in given.items():
-        if name in MESSAGE or name in LABELS or value in (None, "", [], {}):
+        if name in MESSAGE_FIELDS or name in LABELS or value in (None, "", [], {}):
             continue
         if name == "function_call":
             raise unsupported("messages", f"{place}.{name}", "use tool_calls")
@@ -100,7 +99,7 @@ def _check_message(given: dict[str, Any], place: str) -> None:
         )
 
 
-def _said(given: dict[str, Any], place: str) -> Message:
+def _answer_fields(given: dict[str, Any], place: str) -> Message:
     """Return thoughts and calls of an answer as fields of a message. Raises: ApiError."""
     found: Message = {}
     if thoughts := read_thoughts(given, place):
@@ -116,8 +115,8 @@ def _said(given: dict[str, Any], place: str) -> Message:
     return {**found, "tool_calls": calls} if calls else found
 
 
-def _read_bare(body: dict[str, Any]) -> Asked:
-    check_fields(body, {"prompt", "stop", "max_tokens"}, BARE)
+def _read_completion(body: dict[str, Any]) -> PolicyRequest:
+    check_fields(body, {"prompt", "stop", "max_tokens"}, COMPLETION_FIELDS)
     limit = read_limit(body, "max_tokens")
     stop = read_stop(body, "stop")
     return PolicyRequest(prompt=_prompt(body.get("prompt")), max_tokens=limit, stop=stop, body=body)
@@ -190,11 +189,11 @@ def _deltas(choice: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the parts of a stream that together are one choice."""
     message = choice["message"]
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-    if said.get(FIELDS[0]):
-        deltas.append({FIELDS[0]: said[FIELDS[0]]})
-    if said["content"]:
-        deltas.append({"content": said["content"]})
-    for number, call in enumerate(said.get("tool_calls", [])):
+    if message.get(FIELDS[0]):
+        deltas.append({FIELDS[0]: message[FIELDS[0]]})
+    if message["content"]:
+        deltas.append({"content": message["content"]})
+    for number, call in enumerate(message.get("tool_calls", [])):
         deltas.append({"tool_calls": [{"index": number, **call}]})
     index = choice["index"]
     parts = [{"index": index, "delta": delta, "finish_reason": None} for delta in deltas]

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from actor.api.requests import Asked, Message, invalid
+from actor.api.requests import Message, PolicyRequest, invalid
 from actor.rollout.render import Renderer
 from common.formats.measured import in_order
 from common.formats.thoughts import FIELDS
@@ -12,7 +12,7 @@ from common.formats.thoughts import FIELDS
 THOUGHTS = FIELDS[0]
 
 
-def matched(asked: Asked) -> Asked:
+def matched(asked: PolicyRequest) -> PolicyRequest:
     """Return the request with each tool result in the order of its call.
 
     The ids of calls are removed, because sampled calls have none.
@@ -45,7 +45,7 @@ def _without_ids(message: Message) -> Message:
     return {**message, "tool_calls": bare}
 
 
-def check_thoughts(renderer: Renderer, asked: Asked, own: Collection[str] = ()) -> None:
+def check_thoughts(renderer: Renderer, asked: PolicyRequest, own: Collection[str] = ()) -> None:
     """Check that the chat template shows the thoughts in a history.
 
     Args:
@@ -65,23 +65,25 @@ def check_thoughts(renderer: Renderer, asked: Asked, own: Collection[str] = ()) 
             )
 
 
-def continued(asked: Asked, said: Sequence[Message], thoughts: Mapping[int, str]) -> Asked | None:
+def continued(
+    asked: PolicyRequest, earlier: Sequence[Message], thoughts: Mapping[int, str]
+) -> PolicyRequest | None:
     """Return a request whose messages continue a conversation, None if they do not.
 
     An agent may return the thoughts of a sampled answer or leave them out. In both cases the answer
     stays as it was sampled.
 
     Args:
-        said: the conversation.
+        earlier: the conversation.
         thoughts: place of a sampled answer in it -> its thoughts.
     """
-    new = asked.messages[len(said) :]
-    if not said or not new or any(each["role"] == "assistant" for each in new):
+    new = asked.messages[len(earlier) :]
+    if not earlier or not new or any(each["role"] == "assistant" for each in new):
         return None
-    for number, (each, own) in enumerate(zip(asked.messages, said, strict=False)):
+    for number, (each, own) in enumerate(zip(asked.messages, earlier, strict=False)):
         if each != own and _without(each, thoughts.get(number)) != own:
             return None
-    return replace(asked, messages=[*said, *new])
+    return replace(asked, messages=[*earlier, *new])
 
 
 def _without(message: Message, thoughts: str | None) -> Message:

@@ -24,8 +24,8 @@ from common.wire.messages import EpisodeKind, Lease, Trajectory
 logger = logging.getLogger(__name__)
 
 PAUSE_S = 2.0  # Seconds between two tries of an episode whose environment is paused.
-SAY_EVERY_S = 30.0  # Seconds between two warnings that an episode waits.
-TOLD_EVERY = 0.1  # Share of the episodes between two log lines of progress.
+WARN_EVERY_S = 30.0  # Seconds between two warnings that an episode waits.
+LOG_EVERY_FRAC = 0.1  # Share of the episodes between two log lines of progress.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ async def _play_unpaused(
         try:
             return await _play_once(lease, plan, environments, player)
         except EnvPaused as error:
-            if time.monotonic() - said_at > SAY_EVERY_S:
+            if time.monotonic() - said_at > WARN_EVERY_S:
                 said_at = time.monotonic()
                 logger.warning("episode waits episode=%s reason=%s", plan.episode_id, error)
             await asyncio.sleep(PAUSE_S)

@@ -18,7 +18,7 @@ from common.wire.join_messages import HubPlace
 logger = logging.getLogger(__name__)
 
 PROBE_EVERY_S = 0.5  # Seconds between two polls of a lost hub.
-SAY_EVERY_S = 10.0  # Seconds between two warnings that no hub serves an environment.
+WARN_EVERY_S = 10.0  # Seconds between two warnings that no hub serves an environment.
 PAUSE_S = 2.0  # Seconds between two openings of a paused environment.
 PAUSE_GRACE_S = 8.0  # Seconds after a pause in which no new work of the environment is requested.
 AVOID_S = 5.0  # Seconds for which a hub that failed to open a session is tried last.

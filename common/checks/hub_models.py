@@ -243,3 +243,7 @@ def _cache_folder() -> str:
     from huggingface_hub import constants
 
     return constants.HF_HUB_CACHE
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]

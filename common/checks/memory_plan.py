@@ -84,7 +84,7 @@ def make_plan(
         host.append(_programs(cfg.learner.local_ranks, cfg.actor.num_engines, width))
         return [MemoryBudget("host", host, host_bytes, HOST_REMEDY)]
     num_gpus = len(on) or max(cfg.learner.local_ranks, cfg.actor.tensor_parallel_size)
-    seats = seat(cfg, num_gpus=num_gpus)
+    assignment = assign_gpus(cfg, num_gpus=num_gpus)
     per_node = num_gpus // num_nodes
     _check_nodes(cfg, assignment, per_node)
     places: list[MemoryBudget] = []
@@ -107,7 +107,7 @@ def make_plan(
     for node in range(num_nodes):
         is_first = node == 0
         host = list(of_learner) if is_first else []
-        num_actors = sum(own[0] // per_node == node for own in seats.actors)
+        num_actors = sum(own[0] // per_node == node for own in assignment.actors)
         host.append(_programs(cfg.learner.local_ranks if is_first else 0, num_actors, width))
         host += times(engine_host_parts(cfg, shape), num_actors, "actors")
         name = f"node {node}, host" if num_nodes > 1 else "host"

@@ -117,7 +117,7 @@ def _advice(bound: Bottleneck, waits: Waits, config: Mapping[str, Any]) -> list[
     """Return every useful setting with an upper bound of its gain."""
     ahead = _count(config, "scheduler", "max_ahead_steps", 1)
     lag = _count(config, "learner", "max_lag_steps", 4)
-    if bound is Bound.LEARNER:
+    if bound is Bottleneck.LEARNER:
         knobs = _learner_knobs(waits, config)
     elif bound is Bottleneck.SYNC:
         knobs = {"train.mode=async": max(waits.busy_s, waits.wait_s)}
@@ -162,7 +162,7 @@ def _actor_knobs(bound: Bottleneck, waits: Waits, config: Mapping[str, Any]) -> 
     engines = _count(config, "actor", "num_actors", 1) or 1
     slots = max(1, round(waits.num_slots / engines))
     knobs: dict[str, float] = {}
-    if bound is Bound.ENVIRONMENT or slots >= _count(config, "actor", "max_concurrent", 64):
+    if bound is Bottleneck.ENVIRONMENT or slots >= _count(config, "actor", "max_concurrent", 64):
         halved_s = max(waits.busy_s, waits.period_s / 2)
         # A larger batch takes the engine no more processor time.
         spared = waits.cpu_frac - waits.engine_cpu_frac / 2

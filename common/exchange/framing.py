@@ -120,8 +120,8 @@ class Framing:
                 break  # The template's text after the last turn.
             if found is None:
                 raise self._mismatch(text, self._marked(self._user.ids))
-            said += self._unsampled(*found)
-        return said
+            spoken += self._unsampled(*found)
+        return spoken
 
     def _next(self, text: str, last: int) -> tuple[_Frame, str] | None:
         """Return the frame of the message after a sampled answer, and the text from there on.

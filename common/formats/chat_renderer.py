@@ -196,10 +196,10 @@ class ChatRenderer(MeasuredTemplate):
         ends = [self._end]
         mark = ASSISTANT
         if has_calls and isinstance(self.call_turn, CallTurn):
-            said = {**said, "content": "", "tool_calls": self._answered_calls(messages, calls)}
-            mark = said["tool_calls"][0]["function"]["name"]
+            answer = {**answer, "content": "", "tool_calls": self._answered_calls(messages, calls)}
+            mark = answer["tool_calls"][0]["function"]["name"]
             ends.append(self.call_turn_end)
-        whole = self._safely([{"role": "user", "content": USER}, said, *messages], tools)
+        whole = self._safely([{"role": "user", "content": USER}, answer, *messages], tools)
         _, _, tail = whole.partition(USER)[2].partition(mark)
         found = [place for each in ends if (place := self._place_of(each, tail)) is not None]
         if not found:

@@ -168,7 +168,7 @@ def _shown(render: RenderTurns, turns: Turns) -> tuple[str, str, str, str] | Non
     """
     found: list[tuple[str, str, str]] = []
     for extra in ({"content": ASSISTANT}, {"content": "", "tool_calls": [as_call(NAME, {})]}):
-        plain = _text_of(render, [USER_SAID, {"role": "assistant", **extra}])
+        plain = _text_of(render, [USER_MESSAGE, {"role": "assistant", **extra}])
         for name in FIELDS:
             shown = _around(render, turns, plain, {**extra, name: THOUGHT})
             if shown is not None:

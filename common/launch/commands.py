@@ -181,7 +181,7 @@ def join_run(
     )
     configure_logging(role, "INFO")
     joined = enrol(address, key, question)
-    cfg = load_told(joined.config, _with_defaults(role, overrides, joined), root=root)
+    cfg = load_received(joined.config, _with_defaults(role, overrides, joined), root=root)
     if role != "learner":
         cfg = resolve_models(cfg, root)
     if role == "actor":

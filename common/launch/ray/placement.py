@@ -165,7 +165,8 @@ def _shared_seats(cfg: RunConfig, num_actors: int) -> tuple[tuple[int, ...], ...
     """Return the learner's GPUs that each of the first actors shares with it."""
     learner = replace(cfg.learner, device="cuda")
     actor = replace(cfg.actor, num_actors=num_actors, placement=GpuPlacement.COLOCATED)
-    return seat(replace(cfg, learner=learner, actor=actor), num_gpus=cfg.learner.local_ranks).actors
+    alone = replace(cfg, learner=learner, actor=actor)
+    return assign_gpus(alone, num_gpus=cfg.learner.local_ranks).actors
 
 
 def _less(node: ClusterNode, needs: Needs) -> ClusterNode:

@@ -120,7 +120,7 @@ def test_learner_node_joins_with_its_own_key_only(scheduler: Scheduler) -> None:
     request = replace(REQUEST, role="learner")
     joined = enrol(scheduler.address, key, request, timeout_s=WAIT_S)
     assert (joined.key.name, joined.model_path, scheduler.num_parts) == ("ranks-1", "", 0)
-    cfg = load_told(joined.config, [], root=ROOT)
+    cfg = load_received(joined.config, [], root=ROOT)
     assert (cfg.learner, cfg.algorithm) == (scheduler.cfg.learner, scheduler.cfg.algorithm)
     assert cfg.model.path == joined.base
     with pytest.raises(ConfigError, match="not for learner"):
