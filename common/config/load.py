@@ -80,7 +80,7 @@ def _with_file(merged: DictConfig, path: Path, root: Path) -> DictConfig:
     return merged
 
 
-def load_told(text: str, overrides: Sequence[str], *, root: Path) -> RunConfig:
+def load_received(text: str, overrides: Sequence[str], *, root: Path) -> RunConfig:
     """Return the configuration of a role from the YAML sections that its run has sent.
 
     Raises: ConfigError: as `load_config`.

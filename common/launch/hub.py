@@ -6,7 +6,7 @@ from collections.abc import Generator
 from functools import partial
 from pathlib import Path
 
-from common.checks.gpu_placement import Seats
+from common.checks.gpu_placement import GpuAssignment
 from common.checks.machine import gpus
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, EnvError
@@ -40,7 +40,7 @@ def serve_hub(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> Generator[tuple
         yield cfg.envhub.url, cfg.envhub.token or token
         return
     gpus_of_engine = tuple(range(cfg.actor.tensor_parallel_size))
-    seats = Seats(learner=(), actors=(gpus_of_engine,))
+    seats = GpuAssignment(learner=(), actors=(gpus_of_engine,))
     found = gpus() if own_judges(cfg) else ()
     judges = make_judge_specs(cfg, run_dir, root=root, seats=seats, found=found)
     hub = make_role_specs(cfg.run, run_dir, root=root, num_actors=0, has_hub=True)[0]

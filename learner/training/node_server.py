@@ -14,7 +14,7 @@ import zmq
 from common.config.run_config import RunConfig
 from common.errors import LongstrideError
 from common.host.loopback import loopback
-from common.leaving import leave
+from common.quick_exit import leave
 from common.store.run_dir import RunDir
 from common.wire.addresses import WILDCARDS, advertised, bracketed, own_host_towards
 from common.wire.following_dealer import FollowingDealer

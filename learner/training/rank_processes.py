@@ -25,12 +25,12 @@ from common.config.run_config import RunConfig
 from common.errors import LongstrideError, RankLost, WeightSyncError
 from common.host.loopback import loopback
 from common.join.rank_files import FilePlace, RankFiles
-from common.leaving import leave
 from common.log import configure_logging
+from common.quick_exit import leave
 from common.stall.stacks import tell_stacks
 from common.wire.addresses import is_loopback
 from common.wire.collective import interface_of
-from common.wire.rendezvous.client import GroupStore, StoreLine
+from common.wire.rendezvous.client import GroupStore, StoreConnection
 from common.wire.rendezvous.server import StorePlace
 from common.wire.weight_group import lower_priority
 from learner.policy.model import pick_device
@@ -62,7 +62,7 @@ class Meeting:
         """Return the store of the process group."""
         if self.place is None:
             return FileStore(str(Path(self.folder) / "store"), num_ranks)
-        line = StoreLine(self.place, answer_s=timeout_s)
+        line = StoreConnection(self.place, answer_s=timeout_s)
         return GroupStore(line, self.group, timeout_s=timeout_s)
 
     def choose_interfaces(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from common.checks.fitting import fitting_overrides
-from common.checks.gpu_placement import Seats
+from common.checks.gpu_placement import GpuAssignment
 from common.checks.machine import Gpu
 from common.checks.model_shape import read_shape
 from common.config.run_config import Launcher, RunConfig
@@ -52,7 +52,7 @@ def make_judge_specs(
     run_dir: RunDir,
     *,
     root: Path,
-    seats: Seats | None = None,
+    seats: GpuAssignment | None = None,
     found: Sequence[Gpu] = (),
 ) -> list[RoleSpec]:
     """Return the roles that serve the judges of a run, in the order of their names.

@@ -16,7 +16,7 @@ from common.dashboard.web.access import AccessMiddleware
 from common.dashboard.web.app import STATIC, make_app
 from common.dashboard.web.fleet import slots
 from common.dashboard.web.overview import flat_config, pools
-from common.dashboard.web.play import PATH, SeatReply
+from common.dashboard.web.play import PATH, EpisodeReply
 from common.dashboard.web.server import dashboard, listen
 from common.dashboard.web.watch import SourceRefresher
 from common.dashboard.words import status_line
@@ -31,24 +31,24 @@ MAX_PAGE_BYTES = 300_000
 class Echo:
     """Echoes the requests to play."""
 
-    async def environments(self) -> SeatReply:
+    async def environments(self) -> EpisodeReply:
         return {"maze": {"subsets": {}}}
 
-    async def open(self, env: str, item: str, *, style: str, format: str) -> SeatReply:
+    async def open(self, env: str, item: str, *, style: str, format: str) -> EpisodeReply:
         return {"id": "1", "env": env, "item": item, "style": style, "format": format}
 
-    async def step(self, seat_id: str, action: str) -> SeatReply:
-        return {"id": seat_id, "action": action}
+    async def step(self, episode_id: str, action: str) -> EpisodeReply:
+        return {"id": episode_id, "action": action}
 
-    async def ask(self, seat_id: str, *, url: str, model: str, key: str) -> SeatReply:
+    async def ask(self, episode_id: str, *, url: str, model: str, key: str) -> EpisodeReply:
         raise ConfigError(f"{url}: no answer")
 
-    async def ask_run(self, seat_id: str, run: str) -> SeatReply:
-        return {"id": seat_id, "run": run}
+    async def ask_run(self, episode_id: str, run: str) -> EpisodeReply:
+        return {"id": episode_id, "run": run}
 
-    async def close(self, seat_id: str) -> None: ...
+    async def close(self, episode_id: str) -> None: ...
 
-    async def redo(self, recorded: Any, config: SeatReply) -> Any:
+    async def redo(self, recorded: Any, config: EpisodeReply) -> Any:
         return recorded
 
     async def shut_down(self) -> None: ...

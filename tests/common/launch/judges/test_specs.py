@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from common.checks.gpu_placement import Seats
+from common.checks.gpu_placement import GpuAssignment
 from common.checks.machine import Gpu
 from common.config.load import load_config
 from common.config.run_config import RunConfig
@@ -69,11 +69,11 @@ def test_only_hub_and_judges_receive_the_key(tmp_path: Path) -> None:
 
 
 def test_engine_of_a_judge_gets_a_free_gpu() -> None:
-    seats = Seats(learner=(0,), actors=((0,),))
+    seats = GpuAssignment(learner=(0,), actors=((0,),))
     (spec,) = specs_of(config_of(), seats=seats, found=GPUS)
     assert spec.env["CUDA_VISIBLE_DEVICES"] == "GPU-1"
     shared = config_of("reward.judge.gpus=[0]")
-    (spec,) = specs_of(shared, seats=Seats(learner=(0,), actors=((1,),)), found=GPUS)
+    (spec,) = specs_of(shared, seats=GpuAssignment(learner=(0,), actors=((1,),)), found=GPUS)
     assert spec.env["CUDA_VISIBLE_DEVICES"] == "GPU-0"
 
 
@@ -87,7 +87,7 @@ def test_engine_of_a_judge_gets_a_free_gpu() -> None:
     ],
 )
 def test_engine_that_cannot_start_is_refused(overrides: list[str], words: str) -> None:
-    seats = Seats(learner=(0,), actors=((1,),))
+    seats = GpuAssignment(learner=(0,), actors=((1,),))
     with pytest.raises(ConfigError) as caught:
         specs_of(config_of(*overrides), seats=seats, found=GPUS)
     assert words in str(caught.value)
