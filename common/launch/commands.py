@@ -53,9 +53,9 @@ def train(
     from common.wire.security import create_keys
 
     is_here = cfg.launcher is Launcher.LOCAL
-    seats = check_devices(cfg) if is_here else None
+    assignment = check_devices(cfg) if is_here else None
     found = gpus() if is_here else ()
-    judges = make_judge_specs(cfg, run_dir, root=root, seats=seats, found=found)
+    judges = make_judge_specs(cfg, run_dir, root=root, assignment=assignment, found=found)
     started = time.monotonic()
     with hold_run(run_dir.root, name=cfg.run.name), start_roles(cfg, run_dir) as starter:
         cfg = reachable_at(cfg, starter.host)
@@ -73,7 +73,7 @@ def train(
             root=root,
             num_actors=cfg.actor.num_engines,
             has_hub=cfg.envhub.is_started and not cfg.envhub.url,
-            seats=seats,
+            assignment=assignment,
             found=found,
         )
         specs = with_judges(specs, judges)

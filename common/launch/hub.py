@@ -40,9 +40,9 @@ def serve_hub(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> Generator[tuple
         yield cfg.envhub.url, cfg.envhub.token or token
         return
     gpus_of_engine = tuple(range(cfg.actor.tensor_parallel_size))
-    seats = GpuAssignment(learner=(), actors=(gpus_of_engine,))
+    assignment = GpuAssignment(learner=(), actors=(gpus_of_engine,))
     found = gpus() if own_judges(cfg) else ()
-    judges = make_judge_specs(cfg, run_dir, root=root, seats=seats, found=found)
+    judges = make_judge_specs(cfg, run_dir, root=root, assignment=assignment, found=found)
     hub = make_role_specs(cfg.run, run_dir, root=root, num_actors=0, has_hub=True)[0]
     guardian = Guardian()
     with contextlib.ExitStack() as stack:

@@ -52,14 +52,14 @@ def make_judge_specs(
     run_dir: RunDir,
     *,
     root: Path,
-    seats: GpuAssignment | None = None,
+    assignment: GpuAssignment | None = None,
     found: Sequence[Gpu] = (),
 ) -> list[RoleSpec]:
     """Return the roles that serve the judges of a run, in the order of their names.
 
     Args:
         root: the folder of `run.py`.
-        seats: GPUs of the other roles.
+        assignment: GPUs of the other roles.
         found: the GPUs of this machine.
 
     Raises: ConfigError: the launcher cannot start them, a key is wrong, or no GPU is free.
@@ -71,7 +71,11 @@ def make_judge_specs(
             f"reward.{name}.path={judges[name]['path']}: needs launcher=local. Start the engine"
             f" with `python run.py serve`, and set reward.{name}.url"
         )
-    used = {*seats.learner, *(gpu for own in seats.actors for gpu in own)} if seats else set[int]()
+    used = (
+        {*assignment.learner, *(gpu for own in assignment.actors for gpu in own)}
+        if assignment
+        else set[int]()
+    )
     specs: list[RoleSpec] = []
     for name, entry in sorted(judges.items()):
         env = dict(ONE_THREAD)

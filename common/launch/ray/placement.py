@@ -138,7 +138,7 @@ def place(cfg: RunConfig, nodes: Sequence[ClusterNode]) -> ClusterPlacement:
     is_crowded = cfg.actor.placement is GpuPlacement.AUTO and not num_apart
     if learner.num_gpus >= width and (wants_sharing or is_crowded) and home in chosen:
         num_shared = min(cfg.actor.num_engines, num_ranks // width)
-        shared = _shared_seats(cfg, num_shared)
+        shared = _shared_gpus(cfg, num_shared)
     elif cfg.actor.num_actors:
         _check_fits("actor", actor, rest, remedy="change ray.actor_labels or ray.actor_cpus")
     envhub = None
@@ -161,7 +161,7 @@ def selector(labels: Sequence[str]) -> dict[str, str]:
     return {key: value for key, _, value in (label.partition("=") for label in labels)}
 
 
-def _shared_seats(cfg: RunConfig, num_actors: int) -> tuple[tuple[int, ...], ...]:
+def _shared_gpus(cfg: RunConfig, num_actors: int) -> tuple[tuple[int, ...], ...]:
     """Return the learner's GPUs that each of the first actors shares with it."""
     learner = replace(cfg.learner, device="cuda")
     actor = replace(cfg.actor, num_actors=num_actors, placement=GpuPlacement.COLOCATED)

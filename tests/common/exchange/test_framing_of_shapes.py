@@ -69,7 +69,7 @@ def test_ends_of_several_tokens_are_split(name: str, has_tokens: bool, tmp_path:
     parts = [(render.first_prompt(texts[0]), 0), (one, 1), (after, 0), (two, 1)]
     path = exported(tmp_path, tokenizer, parts)
     record = record_of(path)
-    lead = tokenizer.decode(render.lead_of_end)
+    lead = str(tokenizer.decode(render.lead_of_end))
     said = [text + lead * (i % 2) for i, text in enumerate(texts)]
     assert [each["content"] for each in record["messages"]] == said
     if not has_tokens:
@@ -113,7 +113,7 @@ def test_other_template_reads_the_texts_and_not_the_tokens(tmp_path: Path) -> No
         fix_template(None, {} if other != TWICE else {"mode": 1})
         own = byte_tokenizer(other, eos="<|end|>", special=OF_TWICE)
         (row,) = read_rows(path, tokenizer=own, max_tokens=1000, key="k")
-        learnt = tokenizer.decode(row.token_ids[row.mask].tolist())
+        learnt = str(tokenizer.decode(row.token_ids[row.mask].tolist()))
         assert learnt.lstrip() == "go left\n<|end|>"
 
 

@@ -201,7 +201,7 @@ def test_dead_actor_slows_the_other_for_ten_seconds_at_most() -> None:
 
     world._fleet._deliver = note
     died_s = 900.0
-    world._events.at(died_s, world._fleet._die, world._fleet.actors[1])
+    world._events.at(died_s, world._fleet._fail, world._fleet.actors[1])
     world.run()
 
     def pace(start_s: float, stop_s: float) -> float:

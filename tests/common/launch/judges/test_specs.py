@@ -69,11 +69,11 @@ def test_only_hub_and_judges_receive_the_key(tmp_path: Path) -> None:
 
 
 def test_engine_of_a_judge_gets_a_free_gpu() -> None:
-    seats = GpuAssignment(learner=(0,), actors=((0,),))
-    (spec,) = specs_of(config_of(), seats=seats, found=GPUS)
+    assignment = GpuAssignment(learner=(0,), actors=((0,),))
+    (spec,) = specs_of(config_of(), assignment=assignment, found=GPUS)
     assert spec.env["CUDA_VISIBLE_DEVICES"] == "GPU-1"
     shared = config_of("reward.judge.gpus=[0]")
-    (spec,) = specs_of(shared, seats=GpuAssignment(learner=(0,), actors=((1,),)), found=GPUS)
+    (spec,) = specs_of(shared, assignment=GpuAssignment(learner=(0,), actors=((1,),)), found=GPUS)
     assert spec.env["CUDA_VISIBLE_DEVICES"] == "GPU-0"
 
 
@@ -87,8 +87,8 @@ def test_engine_of_a_judge_gets_a_free_gpu() -> None:
     ],
 )
 def test_engine_that_cannot_start_is_refused(overrides: list[str], words: str) -> None:
-    seats = GpuAssignment(learner=(0,), actors=((1,),))
+    assignment = GpuAssignment(learner=(0,), actors=((1,),))
     with pytest.raises(ConfigError) as caught:
-        specs_of(config_of(*overrides), seats=seats, found=GPUS)
+        specs_of(config_of(*overrides), assignment=assignment, found=GPUS)
     assert words in str(caught.value)
     assert str(caught.value).startswith("reward.judge.")
