@@ -24,8 +24,18 @@ from common.wire.join_messages import (
 from common.wire.messages import Rejected
 
 SECTIONS = {  # Sections of the configuration that each role needs.
-    "actor": ("run", "train", "model", "scheduler", "learner", "actor", "envhub", "log"),
-    "envhub": ("run", "tasks", "scheduler", "envhub", "env", "envs", "log"),
+    "actor": (
+        "run",
+        "train",
+        "model",
+        "algorithm",
+        "scheduler",
+        "learner",
+        "actor",
+        "envhub",
+        "log",
+    ),
+    "envhub": ("run", "tasks", "scheduler", "actor", "envhub", "env", "envs", "log"),
     "learner": ("run", "train", "model", "algorithm", "scheduler", "learner", "actor", "log"),
 }
 KEY_CHARS = 40  # Characters of a key in Z85.
