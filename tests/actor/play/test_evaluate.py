@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AddedToken, AutoTokenizer
 
 from actor.play.eval_entry import describe_policy, digest_of
 from actor.play.evaluate import fetch_listed, run
@@ -182,6 +183,19 @@ def test_mismatched_tokenizer_and_model_are_refused(repository: Path, tmp_path: 
     )
     with pytest.raises(ConfigError, match=r"model\.path=.*: the tokenizer has token id \d+"):
         check_policy(cfg, Path("/"))
+
+
+def test_added_token_above_the_last_row_is_accepted(repository: Path, tmp_path: Path) -> None:
+    source = repository / "configs" / "policies" / "tiny"
+    for name in ("config.json", "chat_template.jinja", "model.safetensors"):
+        (tmp_path / name).symlink_to(source / name)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    num_rows = json.loads((source / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    tokenizer.add_tokens([AddedToken(f"<image-{i}>", special=True) for i in range(num_rows)])
+    tokenizer.save_pretrained(tmp_path)
+    assert len(tokenizer) > num_rows
+    tasks = [TaskSection(env="toy", subset="easy")]
+    check_policy(RunConfig(model=ModelSection(path=str(tmp_path)), tasks=tasks), Path("/"))
 
 
 def test_evaluation_of_nothing_is_refused() -> None:
