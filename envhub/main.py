@@ -165,6 +165,7 @@ def serve_alone(cfg: RunConfig, env_names: list[str], *, started: Callable[[str]
     token = cfg.envhub.token or None
     app, sessions = build(env_names, cfg.envhub, token=token, options=cfg.envs, remote=cfg.env)
     with _listener(cfg.envhub.host, cfg.envhub.port) as listener:
+        listener.listen()  # Clients that read the address can connect; they wait for the server.
         started(address_of(listener))
         serve(app, sessions, listener, log_level=cfg.log.level)
 

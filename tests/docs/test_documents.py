@@ -115,6 +115,13 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     return carry_out
 
 
+def names_a_test(words: list[str]) -> bool:
+    """Return whether `python -m pytest FILE -k PART` names a test of a file."""
+    text = (ROOT / words[3]).read_text(encoding="utf-8")
+    part = words[words.index("-k") + 1] if "-k" in words else ""
+    return re.search(rf"^(async )?def test_\w*{re.escape(part)}", text, re.MULTILINE) is not None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "rule"), RULED, ids=[command for command, _ in RULED])
 def test_documented_command_works(
@@ -125,8 +132,7 @@ def test_documented_command_works(
         subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, check=True, capture_output=True)
         return
     if rule.how is How.COLLECT:
-        argv = [sys.executable, *words[1:], "--collect-only", "-p", "no:cacheprovider"]
-        subprocess.run(argv, cwd=ROOT, check=True, capture_output=True)
+        assert names_a_test(words)
         return
     words = staged(words[2:], stage)
     if rule.how is How.RUN:

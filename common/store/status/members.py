@@ -39,14 +39,16 @@ def node_lines(status: Mapping[str, Any]) -> Iterator[str]:
 def hub_text(hub: Mapping[str, Any]) -> str:
     """Return one line with a hub's address, environments and sessions."""
     where = f" on {hub['node']}" if hub.get("node") else ""
-    places = f", {hub.get('num_sessions', 0)} of {hub['max_sessions']} sessions"
+    places = ""
+    if hub.get("max_sessions"):
+        places = f", {hub.get('num_sessions', 0)} of {hub['max_sessions']} sessions"
     heard = f", last message {_number(hub, 'last_seen_s'):.0f}s before the status"
     waits = [f"{env} ({reason})" for env, reason in as_map(hub.get("paused")).items()]
     again = f", paused: {'; '.join(waits)}" if waits else ""
     again += f", restarted {hub['num_restarts']} times" if hub.get("num_restarts") else ""
     return (
         f"{hub.get('gone') or 'serves'} {', '.join(_list(hub, 'envs'))} at {hub.get('url')}{where}"
-        f"{places if hub.get('max_sessions') else ''}{again}{heard if 'last_seen_s' in hub else ''}"
+        f"{places}{again}{heard if 'last_seen_s' in hub else ''}"
     )
 
 

@@ -18,6 +18,7 @@ from common.checks import hub_models
 from common.config.command_line import COMMANDS, SUITES
 from common.config.load import list_configs
 from common.repository import ROOT
+from tests.bounds import at_most
 from tests.common.checks.models import write_model
 
 TIMEOUT_S = 240
@@ -160,6 +161,7 @@ def test_wrong_command_line_ends_with_one_line(argv: list[str], words: str, call
 
 
 @pytest.mark.slow
+@pytest.mark.timed
 @pytest.mark.parametrize(
     "argv",
     [
@@ -171,7 +173,7 @@ def test_wrong_command_line_ends_with_one_line(argv: list[str], words: str, call
 def test_wrong_command_line_ends_quickly(argv: list[str], repository: Path) -> None:
     before_s = children_cpu_s()
     done = run_cli(repository, *argv)  # ends within TIMEOUT_S
-    assert children_cpu_s() - before_s < 2.0  # unlike wall time, the same on a loaded machine
+    assert children_cpu_s() - before_s < at_most(2.0)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
 
 
@@ -243,11 +245,12 @@ def test_help_and_version_are_printed(argv: list[str], words: str, call: Call) -
 
 
 @pytest.mark.slow
+@pytest.mark.timed
 @pytest.mark.parametrize("argv", [["help", "learner"], ["--version"]])
 def test_help_and_version_are_printed_quickly(argv: list[str], repository: Path) -> None:
     before_s = children_cpu_s()
     done = run_cli(repository, *argv)
-    assert children_cpu_s() - before_s < 1.0
+    assert children_cpu_s() - before_s < at_most(1.0)
     assert (done.returncode, done.stderr) == (0, "")
 
 

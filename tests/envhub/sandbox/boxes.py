@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 from typing import Any
 
+import psutil
 import pytest
 
 from common.config.sandbox.options import SandboxOptions
@@ -41,6 +42,11 @@ def need_bubblewrap() -> None:
     """Skip the test, with the reason, if no sandbox can start here."""
     if problem := _problem():
         pytest.skip(problem)
+
+
+def processes_of_this() -> set[psutil.Process]:
+    """Return all processes that this test's process has started, its earlier tests' ones too."""
+    return set(psutil.Process().children(recursive=True))
 
 
 def in_sandbox(work: Callable[[Sandbox], Awaitable[Any]], *, folder: str = "/app") -> Any:

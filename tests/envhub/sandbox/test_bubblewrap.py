@@ -25,6 +25,7 @@ from tests.envhub.sandbox.boxes import (
     SLEEPER,
     in_sandbox,
     need_bubblewrap,
+    processes_of_this,
     results_of,
     shell,
 )
@@ -203,9 +204,10 @@ def test_impossible_command_is_refused(argv: list[str], words: str) -> None:
 
 def test_deleted_sandbox_leaves_no_process() -> None:
     async def work() -> None:
+        others = processes_of_this()
         sandbox = await Bubblewrap(OPTIONS).create(SandboxRequest())
         await shell(sandbox, f"setsid {SLEEPER}", keeps_processes=True)
-        inside = psutil.Process().children(recursive=True)
+        inside = processes_of_this() - others
         assert [each for each in inside if each.name() == "sleep"]
         await sandbox.delete()
         _, alive = psutil.wait_procs(inside, timeout=60)
@@ -247,8 +249,9 @@ def test_killed_hub_leaves_no_sandbox() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only a hub of root changes the user")
 def test_sandbox_of_root_runs_as_an_unprivileged_user() -> None:
     async def work() -> set[int]:
+        others = processes_of_this()
         sandbox = await Bubblewrap(OPTIONS).create(SandboxRequest())
-        users = {each.uids().real for each in psutil.Process().children(recursive=True)}
+        users = {each.uids().real for each in processes_of_this() - others}
         await sandbox.delete()
         return users
 
