@@ -64,7 +64,9 @@ def test_export_has_the_variables_of_its_run(tmp_path: Path) -> None:
     model = tmp_path / "model"
     tokenizer.save_pretrained(model)
     fix_template(None, VARIABLES)
-    ids, mask = played(tokenizer, int(tokenizer.eos_token_id))
+    end = tokenizer.eos_token_id
+    assert isinstance(end, int)
+    ids, mask = played(tokenizer, end)
     assert "short\n" in tokenizer.decode(ids)
     assert tokenizer.decode(ids).count("</think>") == 2
     given = [f"model.chat_template_kwargs.{name}={value}" for name, value in VARIABLES.items()]
