@@ -36,7 +36,10 @@ def test_any_text_is_an_action_of_each_environment(env: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reference", [SORT, "gymnasium:FrozenLake-v1", "gymnasium:Taxi-v4"])
+@pytest.mark.parametrize(
+    "reference",
+    long_for([SORT, "gymnasium:FrozenLake-v1", "gymnasium:Taxi-v4"], ["gymnasium:Taxi-v4"]),
+)
 def test_any_text_is_an_action_of_an_outside_environment(reference: str) -> None:
     name = "sort" if reference == SORT else reference.partition(":")[2]
     with serving(reference) as url:
@@ -64,7 +67,7 @@ def test_any_text_is_an_action_over_agentgym(env: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("env", AGENTGYM)
+@pytest.mark.parametrize("env", long_for(AGENTGYM, ["babyai", "textcraft", "wordle"]))
 def test_agentgyms_routes_answer_any_text(env: str) -> None:
     with serving(env) as url:
         asyncio.run(_answers_each(f"{url}/agentgym/{env}", env))

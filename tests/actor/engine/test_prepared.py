@@ -36,7 +36,7 @@ FAMILIES = [  # Those that the engine runs in fp32.
     for family, result in read(RESULTS).items()
     if "rollout" in result.parts and result.parts["rollout"].verdict is Verdict.RIGHT
 ]
-USUAL = ("gpt2", "gpt_oss")
+USUAL = ("gpt2",)
 KINDS = ("float32", "bfloat16 tied", "bfloat16 biased")
 IN_BF16 = [  # Those that the engine runs at all.
     family

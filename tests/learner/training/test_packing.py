@@ -214,7 +214,7 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "layout"),
     [
         ("critic's own trunk", PACKED),
-        ("adapters' base as reference", PADDED),
+        pytest.param("adapters' base as reference", PADDED, marks=pytest.mark.long),
         pytest.param("critic's own trunk", PADDED, marks=pytest.mark.long),
         pytest.param("adapters' base as reference", PACKED, marks=pytest.mark.long),
     ],

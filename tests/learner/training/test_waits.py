@@ -28,10 +28,13 @@ EXTRA_WAITS = {
 ADDED_WAITS = {"padded": 5, "with information": 3}
 
 
-@pytest.fixture(scope="module")
-def counts() -> dict[str, Any]:
+USUAL = ("grpo", "second moment", "critic", "adapters")  # The others run with `make test-long`.
+
+
+@pytest.fixture(scope="module", params=[USUAL, pytest.param((), marks=pytest.mark.long, id="all")])
+def counts(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Return the counts of `waits_of_a_step`; torch cannot forget a device, so it has a process."""
-    command = [sys.executable, "-m", "tests.learner.training.waits_of_a_step"]
+    command = [sys.executable, "-m", "tests.learner.training.waits_of_a_step", *request.param]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=900)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -1,6 +1,8 @@
 """Prints, as JSON, how often the host waits for the device in a training step of each algorithm."""
 
 import json
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -167,14 +169,17 @@ def waits_of_a_part() -> dict[str, Any]:
     return waits
 
 
-def main() -> None:
+def main(names: Sequence[str]) -> None:
+    """Print the counts of the named cases; no names: of all."""
     register()
     check_placed()
     flash._device_problem = lambda device: ""  # pyright: ignore
     flash.DTYPES = (torch.float32,)  # pyright: ignore
     flash.varlen_attn = varlen  # pyright: ignore
     found: dict[str, Any] = {
-        name: [waits_of(case, each, version=2) for each in BUDGETS] for name, case in CASES.items()
+        name: [waits_of(case, each, version=2) for each in BUDGETS]
+        for name, case in CASES.items()
+        if name in names or not names
     }
     found["with information"] = [
         waits_of(CASES["grpo"], each, version=INFORMATION_EVERY_STEPS) for each in BUDGETS
@@ -184,4 +189,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
