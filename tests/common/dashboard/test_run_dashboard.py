@@ -36,15 +36,25 @@ def test_dashboard_serves_until_its_run_ends(tmp_path: Path) -> None:
 def test_run_continues_when_its_dashboard_is_killed(tmp_path: Path) -> None:
     run_dir, told = make_run(tmp_path / "a", 4), []
     with run_dashboard(run_dir, root=ROOT, echo=told.append):
-        children = psutil.Process().children()  # Those of earlier tests may be zombies.
-        living = [each for each in children if each.status() != psutil.STATUS_ZOMBIE]
-        (child,) = [each for each in living if "dashboard" in each.cmdline()]
+        child = _dashboard_process()
         child.kill()
         address = urlsplit(told[0].removeprefix("dashboard: "))
         deadline = time.monotonic() + 60
         while _is_open(address.port or 0):
             assert time.monotonic() < deadline
     assert not child.is_running()
+
+
+def _dashboard_process() -> psutil.Process:
+    """Return the child that serves. Its command line is empty for a moment while it starts."""
+    deadline = time.monotonic() + 60
+    while True:
+        children = psutil.Process().children()  # Those of earlier tests may be zombies.
+        living = [each for each in children if each.status() != psutil.STATUS_ZOMBIE]
+        if found := [each for each in living if "dashboard" in each.cmdline()]:
+            (child,) = found
+            return child
+        assert time.monotonic() < deadline, living
 
 
 def _is_open(port: int) -> bool:
