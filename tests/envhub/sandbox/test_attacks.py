@@ -20,7 +20,7 @@ from common.config.services import EnvhubSection
 from envhub import main
 from tests.envhub.sandbox.boxes import LIMITS, OPTIONS, need_bubblewrap
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timed, pytest.mark.timeout(900)]
 MIB = 1 << 20
 COMMAND_S = 8.0
 ATTACKS = {
