@@ -99,7 +99,7 @@ class TerminalOptions:
     )
     eval: str = knob(
         "",
-        "Names the folder of the held-out tasks. Empty evaluates the training tasks.",
+        "Names the folder of the held-out tasks. Without it there is no evaluation.",
         form=PATH,
         also="",
     )

@@ -249,12 +249,10 @@ def load_terminal_tasks(options: EnvsSection) -> TerminalTasks:
     """Return the tasks and the sandbox. Raises: ConfigError."""
     own = options.terminal
     has_images = options.sandbox.backend != "bwrap"
-    given = {"train": own.train, "test": own.eval or own.train}
-    keys = {"train": "envs.terminal.train", "test": "envs.terminal.eval"}
-    tasks = {
-        split: load_tasks_of(keys[split], path, has_images=has_images)
-        for split, path in given.items()
-    }
+    tasks = {"train": load_tasks_of("envs.terminal.train", own.train, has_images=has_images)}
+    tasks["test"] = []  # A training task is never reported as held out.
+    if own.eval:
+        tasks["test"] = load_tasks_of("envs.terminal.eval", own.eval, has_images=has_images)
     return TerminalTasks(
         tasks=tasks,
         options=own,

@@ -221,6 +221,15 @@ def test_task_that_cannot_be_played_is_named(
         make_spec(options_of(tmp_path))
 
 
+def test_no_training_task_is_held_out(tmp_path: Path) -> None:
+    need_bubblewrap()
+    harbor(tmp_path)
+    subset = make_spec(options_of(tmp_path)).subsets["tasks"]
+    assert (subset.num_train, subset.num_test) == (1, 0)
+    subset = make_spec(options_of(tmp_path, eval=str(tmp_path / "tasks"))).subsets["tasks"]
+    assert (subset.num_train, subset.num_test) == (1, 1)
+
+
 def test_link_out_of_a_task_is_refused(tmp_path: Path) -> None:
     task = harbor(tmp_path, environment__a="x")
     (task / "environment" / "link").symlink_to(__file__)
