@@ -29,9 +29,9 @@ UNEQUAL = {
     "gemma3n_text": "vLLM computes the layers in another way than transformers (2.7 nats)",
     "hrm_text": "vLLM computes the layers in another way than transformers (.7 nats)",
     "laguna": "vLLM computes the layers in another way than transformers (.3 nats)",
+}
 # Settings that vLLM 0.32 reads in another way than transformers 5, by family and key. Each entry
 # has the values for which both agree, the default first, and the difference for other values.
-# the values for which both agree (the first is the default), and the difference for other values.
 BIAS = ((False,), "vLLM leaves out biases that the checkpoint has")
 SCALED = ((False,), "vLLM does not scale the gates to sum 1")
 PAIRS = ((True,), "vLLM always rotates interleaved pairs")
