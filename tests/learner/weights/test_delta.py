@@ -45,6 +45,7 @@ class Bench:
         self.weight = torch.randn(NUM)
         self.source = LiveWeights([("w", self.weight)], torch.bfloat16)
         self.actors: list[KeepingActor] = []
+        self.num_bytes = 0.0  # Bytes that the metrics have counted so far.
         self.publisher.start()
 
     def start(self, name: str, *, habit: str = "", num_workers: int = 1) -> KeepingActor:
@@ -65,6 +66,11 @@ class Bench:
         """Change the first numbers, as an optimizer does between two versions."""
         self.weights_lock.close()
         self.weight[:num_changed] *= -1.5
+
+    def count_bytes(self) -> float:
+        """Return all bytes sent so far; a transfer is counted after its actors have loaded."""
+        self.num_bytes += self.publisher.drain_metrics().get("publish/bytes", 0.0)
+        return self.num_bytes
 
     def stop(self) -> None:
         for actor in self.actors:
@@ -91,7 +97,7 @@ def test_workers_with_the_version_before_receive_changes(
         actors = [bench.start(f"tp-{n}", num_workers=n) for n in (1, 2)]
         for actor in actors:
             actor.wait_for(0)
-        bench.publisher.drain_metrics()
+        assert eventually(lambda: bench.count_bytes() == 3 * 2 * NUM), "bf16 to three workers"
         for version in (1, 2):
             bench.step()
             sent = bench.publish(version)
