@@ -112,6 +112,7 @@ def complete_routers(model: nn.Module) -> None:
 
 
 def _is_incomplete(router: CPURouter) -> bool:
+    """Return whether vLLM would ignore this router's bias or its sigmoid."""
     if router.use_grouped_topk or router.custom_routing_function is not None:
         return False
     has_bias = router.e_score_correction_bias is not None

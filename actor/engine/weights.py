@@ -93,6 +93,7 @@ class WeightLink:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _listen(self) -> None:
+        """Receive the learner's messages, and reconnect when its address changes."""
         while True:
             if self._line.follow():
                 self._newest = None
@@ -108,6 +109,7 @@ class WeightLink:
             self._line.send(self._hello())
 
     def _hello(self) -> WeightsJoin:
+        """Return the message that registers this engine, with its current state."""
         host = local_address_towards(host_of(self._line.address))
         return replace(
             self._join,
@@ -119,11 +121,12 @@ class WeightLink:
         )
 
     def _receive(self, message: Any) -> None:
+        """Record a message of the learner; `_work` processes it."""
         match message:
             case WeightsOffer():
                 if self._at == message and not self._is_given_up:  # The learner resent the offer.
                     if self._is_announced:
-                        self._ready(message)
+                        self._report_ready(message)
                     return
                 self._newest = message
                 self._is_given_up = True
@@ -179,7 +182,9 @@ class WeightLink:
         stage_s = pause_s = 0.0
         try:
             stage_s = await self._engine.stage(
-                offer, announce=lambda: self._ready(offer), is_given_up=lambda: self._is_given_up
+                offer,
+                announce=lambda: self._report_ready(offer),
+                is_given_up=lambda: self._is_given_up,
             )
         except WeightSyncError as error:
             failure = error
@@ -215,6 +220,7 @@ class WeightLink:
         self.version_loaded.set()
 
     async def _load(self, offer: WeightsOffer) -> float:
+        """Load a staged version; return the seconds of the pause."""
         self.is_loading = True
         try:
             return await self._engine.load(offer)
@@ -231,13 +237,15 @@ class WeightLink:
             )
         self._line.send(self._hello())
 
-    def _ready(self, offer: WeightsOffer) -> None:
+    def _report_ready(self, offer: WeightsOffer) -> None:
+        """Report that the engine's workers are ready to receive an offer."""
         self._is_announced = True
         version = offer.version
         epoch = offer.group_epoch
         self._line.send(WeightsReady(**self._identity, version=version, group_epoch=epoch))
 
     async def _report_canary(self, check: CanaryCheck) -> None:
+        """Score canary prompts, and send the logprobs to the learner."""
         self._num_scored += 1
         request_id = f"canary-{check.version}-{self._num_scored}"
         scores = await self._engine.score(check.token_ids, request_id=request_id)

@@ -36,6 +36,7 @@ def preview_lines(cfg: RunConfig, root: Path) -> list[str]:
 
 
 def _conversation(renderer: Renderer) -> list[str]:
+    """Return the lines that show two turns of a conversation."""
     called = renderer.call_turn
     user: Message = {"role": "user", "content": PAGE}
     if isinstance(called, CallTurn):
@@ -57,6 +58,7 @@ def _shown(renderer: Renderer, ids: list[int]) -> list[str]:
 
 
 def _marks(renderer: Renderer) -> list[str]:
+    """Return the lines about the ends of turns and about thoughts."""
     ends = " ".join(renderer.shown([each]) for each in renderer.end_of_turn_ids)
     thoughts = renderer.thoughts.described()
     return [f"prompts: a turn ends with {ends}", f"prompts: thoughts are {thoughts}"]

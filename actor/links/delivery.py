@@ -144,6 +144,7 @@ class Delivery:
                 checked = time.monotonic()
 
     def _receive(self, message: Any) -> None:
+        """Process an acknowledgement: the episode leaves the window."""
         if isinstance(message, Rejected):
             raise LongstrideError(f"the learner could not decode a trajectory: {message.reason}")
         if not isinstance(message, Ack):

@@ -117,9 +117,10 @@ class SchedulerClient:
                 on_revoked(message.revoked)
 
     def _receive(self, message: Any) -> None:
+        """Process one message of the scheduler."""
         match message:
             case LeaseGrant():
-                self._take(message)
+                self._accept_grant(message)
             case Progress():
                 if message.run_epoch != self.run_epoch:
                     self.book.forget_number()
@@ -143,7 +144,8 @@ class SchedulerClient:
                     f"unexpected message from the scheduler: {type(message).__name__}"
                 )
 
-    def _take(self, grant: LeaseGrant) -> None:
+    def _accept_grant(self, grant: LeaseGrant) -> None:
+        """Pass a grant to the request that waits for it. A late grant is dropped."""
         if self._grant is not None and not self._grant.done():
             self._grant.set_result(grant)
         elif grant.leases:

@@ -195,6 +195,7 @@ class Tape:
         return ids, mask
 
     def add(self, taken: Turn, turn: int, *, is_sampled: bool = True) -> None:
+        """Append the tokens of an answer or an observation to every column."""
         num_tokens = len(taken.token_ids)
         chosen = (
             [] if taken.experts is None else list(taken.experts[taken.num_prompt :][:num_tokens])
@@ -383,6 +384,7 @@ class History:
         self.tape.observe(Observations().fitted(observation, encode, max_tokens=room) or [], turn)
 
     def _slide(self, observation: str, taken: Turn, turn: int) -> bool:
+        """Start a segment with the first message and the newest turns; False if it does not fit."""
         first = self._first_again(LEFT_OUT, self.max_prompt // 2)
         if first is None:
             return False

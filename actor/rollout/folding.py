@@ -132,6 +132,7 @@ class Folding(History):
 
 
 def _has_block(action: str, tag: str) -> bool:
+    """Return whether an action contains a complete block of a tag with some content."""
     _, _, rest = action.partition(f"<{tag}>")
     inner, closed, _ = rest.partition(f"</{tag}>")
     return bool(closed and inner.strip())

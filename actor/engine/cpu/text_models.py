@@ -39,6 +39,7 @@ def register_text_models(architectures: Sequence[str]) -> None:
 
 
 def _has_images(module: str) -> bool:
+    """Return whether a module of vLLM also holds a variant for images."""
     spec = importlib.util.find_spec(module)
     origin = None if spec is None else spec.origin
     return origin is not None and MARK in Path(origin).read_text(encoding="utf-8")

@@ -159,7 +159,7 @@ class InteractiveEpisodes:
         if not (root / "config.yaml").is_file():
             raise ConfigError(f"{root}/config.yaml is missing, so the policy is unknown")
         words = ["serve", f"run.dir={root.parent}", f"run.name={root.name}"]
-        words += ["policy.url=", f"policy.api_key_env={TOKEN}", *_newest(root)]
+        words += ["policy.url=", f"policy.api_key_env={TOKEN}", *_newest_checkpoint(root)]
         try:
             url = await self._address("policy", words, says="policy: ", start_s=ENGINE_START_S)
         except EnvError as error:  # A user can still play the episode.
@@ -212,6 +212,7 @@ class InteractiveEpisodes:
         return await service.address()
 
     def _find(self, episode_id: str) -> InteractiveEpisode:
+        """Return an open episode by its id. Raises: ConfigError: it is closed."""
         episode = self._episodes.get(episode_id)
         if episode is None:
             raise ConfigError("This episode is closed, because it failed or was idle for too long.")
@@ -230,6 +231,7 @@ class InteractiveEpisodes:
     async def _step(
         self, episode: InteractiveEpisode, action: str, *, answer: str | None = None
     ) -> dict[str, Any]:
+        """Execute an action; return the view after it."""
         if episode.is_done:
             raise ConfigError("The episode has ended. Start another one.")
         result = await episode.session.step(action)
@@ -270,7 +272,7 @@ class InteractiveEpisodes:
                 await each.stop(unused_s=self._idle_s)
 
 
-def _newest(root: Path) -> list[str]:
+def _newest_checkpoint(root: Path) -> list[str]:
     """Return the override for a run's newest checkpoint; [] if it has none yet."""
     complete = [path.parent for path in root.glob("checkpoints/step-*/COMPLETE")]
     numbers = {int(number): path for path in complete if (number := path.name[5:]).isdigit()}

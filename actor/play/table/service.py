@@ -78,6 +78,7 @@ class ServiceCommand:
                 await asyncio.to_thread(self._stop)
 
     def _start(self) -> tuple[ChildProcess, str]:
+        """Start the command, and wait until it prints its address; return both."""
         folder = Path(tempfile.mkdtemp(prefix="longstride-"))
         log = folder / "log"
         name = self._argv[2]
