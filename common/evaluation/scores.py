@@ -117,12 +117,14 @@ def _pass(played: list[ItemPlays], k: int) -> dict[str, Any]:
 
 
 def _success_interval(played: list[ItemPlays]) -> list[float]:
+    """Return the interval of success, clustered by item."""
     counts = [len(item.samples) for item in played]
     shares = [item.num_solved / num for item, num in zip(played, counts, strict=True)]
     return list(clustered_interval(shares, counts))
 
 
 def _mean(values: list[float]) -> dict[str, Any]:
+    """Return a mean over items with its interval."""
     return {
         "mean": _plain_mean(values),
         "ci95": list(clustered_interval(values)) if values else None,

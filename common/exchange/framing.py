@@ -235,6 +235,7 @@ class Framing:
         return _SystemFrame(self._framed(before), self._framed(between))
 
     def _render(self, messages: list[dict[str, Any]]) -> str:
+        """Return the chat template's text. Raises: ConfigError: the tokenizer has no template."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise ConfigError(
                 "the tokenizer has no chat template, so tokens cannot be split into messages; use"

@@ -113,6 +113,7 @@ class MeasuredTemplate:
         return self.call_turn if isinstance(self.call_turn, str) else self.call_turn.form
 
     def _measured_call(self, **which: Any) -> CallTurn:
+        """Return the turn of a call, measured with the special tokens of the vocabulary."""
         ends = [*self.end_of_turn_ids, *self._end.run[:1]]
         names = CallNames(
             special=list(self._special.values()),
@@ -143,6 +144,7 @@ class MeasuredTemplate:
         return self._tokenizer.decode(self._without_end(token_ids))
 
     def _without_end(self, token_ids: list[int]) -> list[int]:
+        """Return the tokens of an answer without those that end the turn."""
         while token_ids and token_ids[-1] in self.end_of_turn_ids:
             token_ids = token_ids[:-1]
         return token_ids

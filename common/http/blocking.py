@@ -96,6 +96,7 @@ def own_connection(url: str, *, timeout_s: float) -> HTTPConnection:
 
 
 def _split(url: str) -> SplitResult:
+    """Return the parts of an address. Raises: ValueError: it is no address of http or https."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("not an address such as http://host:8080")
@@ -128,6 +129,7 @@ def _connect(
 
 
 def _login(header: str, parts: SplitResult) -> dict[str, str]:
+    """Return the header with user and password of an address; {} without a user."""
     if parts.username is None:
         return {}
     login = f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()
@@ -137,6 +139,7 @@ def _login(header: str, parts: SplitResult) -> dict[str, str]:
 def _read(
     connection: HTTPConnection, deadline_s: float, max_bytes: int, proxy: Proxy | None
 ) -> HttpResponse:
+    """Read a response up to `max_bytes`. Raises: TimeoutError, ValueError."""
     transport = connection.sock
     transport.settimeout(_left_s(deadline_s))
     response = connection.getresponse()
@@ -154,6 +157,7 @@ def _read(
 
 
 def _left_s(deadline_s: float) -> float:
+    """Return the seconds up to a deadline. Raises: TimeoutError: it has passed."""
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
         raise TimeoutError("timed out")

@@ -139,6 +139,7 @@ class EpisodeIndex:
         return self._next_segment()
 
     def _next_segment(self) -> bool:
+        """Continue with the next segment of the journal; return whether there is one."""
         numbers = list(list_segments(self._folder))
         following = [number for number in numbers if number > self._number]
         if not following:
@@ -186,6 +187,7 @@ class EpisodeIndex:
         self.rows.add(trajectory.episode_id, values_of(trajectory) | place)
 
     def _add_problem(self, problem: str) -> None:
+        """Keep a problem for display, up to a limit."""
         self.num_problems += 1
         if len(self.problems) < MAX_PROBLEMS and problem not in self.problems:
             self.problems.append(problem)

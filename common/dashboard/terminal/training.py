@@ -72,6 +72,7 @@ class TerminalObserver:
 
 
 def _report(cfg: RunConfig, run_dir: RunDir, *, wall_s: float, peak_memory_bytes: int) -> None:
+    """Write the report of a finished run, mark the run as finished, and print the paths."""
     from common.report.write import summary, write_report
     from common.store.run_start import mark_finished
 

@@ -43,6 +43,7 @@ class AccessMiddleware:
         return response
 
     def _refusal(self, request: Request) -> Response | None:
+        """Return the response to a forbidden request; None if the request is allowed."""
         is_read = request.method in ("GET", "HEAD")
         if not is_read and not request.url.path.startswith(self._writable):
             return _error(405, "The dashboard is read-only.")

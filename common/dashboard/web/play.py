@@ -101,10 +101,11 @@ def add_play(app: FastAPI, table: PlayService) -> None:
     app.add_api_route("/api/run/{name}/pictures", pictures)
     for word, answer in (("open", open_one), ("step", step), ("ask", ask), ("close", close)):
         app.add_api_route(f"{PATH}{word}", answer, methods=["POST"])
-    app.add_exception_handler(EnvError, _failed)
+    app.add_exception_handler(EnvError, _answer_failure)
 
 
 def _run(request: Request, name: str) -> RunSource:
+    """Return a run by its name; 404 if there is none, or for a file of conversations."""
     try:
         source = request.app.state.watch.ask(name)
     except KeyError:
@@ -114,5 +115,5 @@ def _run(request: Request, name: str) -> RunSource:
     return source
 
 
-def _failed(_: Request, error: Exception) -> JSONResponse:
+def _answer_failure(_: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"error": str(error)}, status_code=502)
