@@ -66,6 +66,7 @@ def html_text(value: object) -> str:
 
 
 def _is_control(character: str) -> bool:
+    """Return whether a terminal could obey a character instead of showing it."""
     return character in BIDI_CONTROLS or (
         unicodedata.category(character) == "Cc" and character not in "\t\n"
     )

@@ -49,6 +49,7 @@ class MeasuredTemplate:
     def _rendered(
         self, messages: Sequence[Message], *, tools: list[Any] | None = None, is_asking: bool = True
     ) -> str:
+        """Return the chat template's text of messages. Raises: ConfigError: there is none."""
         if not template_of(self._tokenizer):
             raise ConfigError(
                 "model.path: the tokenizer has no chat template; give one (model.chat_template)"

@@ -137,6 +137,7 @@ def _values(lines: list[MetricsLine], name: str) -> list[float]:
 
 
 def _success_by_item(plays: Iterable[HeldOutEpisode]) -> dict[tuple[str, str], float]:
+    """Return the mean success of each item."""
     by_item: dict[tuple[str, str], list[bool]] = defaultdict(list)
     for play in plays:
         by_item[play.item].append(play.is_success)

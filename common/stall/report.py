@@ -116,6 +116,7 @@ def describe(
 
 
 def _state_of(pid: int) -> str:
+    """Return the operating system's state of a process as text."""
     with contextlib.suppress(psutil.Error):
         return f"; process {pid} is {psutil.Process(pid).status()}"
     return f"; process {pid} does not exist"

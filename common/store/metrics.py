@@ -146,6 +146,7 @@ def tail_metrics(path: Path, *, num_steps: int, tail_bytes: int = 262144) -> lis
 
 
 def _parse(text: str, where: str) -> MetricsLine:
+    """Return the metrics of a line. Raises: ValueError: it is no JSON object with a step."""
     try:
         line: object = json.loads(text)
     except ValueError as error:

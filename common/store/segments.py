@@ -213,6 +213,7 @@ def pack(folder: Path, segment: int, *, check: Callable[[], object] = lambda: No
 def _copy(
     read: Callable[[int], bytes], write: Callable[[bytes], object], check: Callable[[], object]
 ) -> int:
+    """Copy bytes in chunks; return their checksum. `check` may end the copy by an exception."""
     crc = 0
     while chunk := read(_CHUNK_BYTES):
         check()

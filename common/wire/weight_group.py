@@ -73,6 +73,7 @@ class _Attempt(threading.Thread):
             self.has_ended.set()
 
     def _channel(self) -> Channel:
+        """Return the channel of an offer, by its transport."""
         offer = self._offer
         line = self.line = self.line or StoreConnection(place_of(offer), answer_s=offer.timeout_s)
         store = GroupStore(line, offer.group_key, timeout_s=offer.timeout_s)
@@ -211,6 +212,7 @@ class WeightGroup:
         offer: WeightsOffer,
         is_cancelled: Callable[[], bool],
     ) -> float:
+        """Run a transfer in its own thread; return the seconds it took."""
         # A restarted learner may repeat epochs. The address of its store distinguishes them.
         self._follow(offer)
         place = (offer.store_host, offer.store_port, offer.group_epoch)

@@ -74,7 +74,7 @@ class Peers:
         self._unknown = Identity("stranger", "node", "", is_revoked=True)
         self._refresh_at = 0.0
 
-    def meet(self, sender: bytes, first_frame: Any) -> Sender:
+    def register_sender(self, sender: bytes, first_frame: Any) -> Sender:
         """Return the record of a sender, from the key with which its connection was accepted.
 
         A ROUTER identity that begins with a zero byte is unique to its connection. A peer can
@@ -101,7 +101,7 @@ class Peers:
         known = self._senders.get(sender)
         return self._unknown if known is None else known.identity
 
-    def is_heard(self, sender: Sender) -> bool:
+    def may_send(self, sender: Sender) -> bool:
         """Count a message; False if it must be dropped undecoded."""
         sender.allowance -= 1
         if sender.allowance >= 0 and not sender.muted_until:
@@ -117,7 +117,7 @@ class Peers:
             return False
         return True
 
-    def strike(self, sender: Sender, reason: str, *, is_forbidden: bool) -> None:
+    def count_refusal(self, sender: Sender, reason: str, *, is_forbidden: bool) -> None:
         """Count a refused message, and mute its connection after too many."""
         account = sender.account
         account.num_forbidden += is_forbidden
@@ -140,7 +140,7 @@ class Peers:
         """Count a valid message that its receiver refused."""
         known = self._senders.get(sender)
         if known is not None:
-            self.strike(known, reason, is_forbidden=True)
+            self.count_refusal(known, reason, is_forbidden=True)
 
     def note_unsent(self, receiver: bytes) -> None:
         """Count an answer that could not be sent."""
@@ -177,6 +177,7 @@ class Peers:
         }
 
     def _refused_accounts(self) -> list[tuple[str, KeyCounts]]:
+        """Return the keys with the most refused messages."""
         known = list(self._accounts.items())  # A copy: another thread may add an account.
         guilty = [(n, a) for n, a in known if a.num_refused or a.num_unsent]
         return sorted(guilty, key=lambda each: -each[1].num_refused)[:MAX_SHOWN]

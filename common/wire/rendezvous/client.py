@@ -83,6 +83,7 @@ class StoreConnection:
         return answer
 
     def _exchange(self, frames: list[bytes]) -> StoreAnswer:
+        """Return the answer to one request. Raises: WireError: none arrived in time."""
         self._socket.send_multipart(frames)
         deadline = time.monotonic() + self._timeout_s
         while time.monotonic() < deadline and not self.is_left.is_set():
@@ -134,11 +135,11 @@ class GroupStore(dist.Store):
 
     def get(self, key: str) -> bytes:
         """Wait for a key; return its value. Raises: WeightSyncError: the wait timed out."""
-        return self._await([key], self._timeout_s)[0]
+        return self._wait_for([key], self._timeout_s)[0]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until the keys exist. Raises: WeightSyncError: the wait timed out."""
-        self._await(list(keys), self._timeout_s if timeout is None else timeout.total_seconds())
+        self._wait_for(list(keys), self._timeout_s if timeout is None else timeout.total_seconds())
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all the keys exist now."""
@@ -161,7 +162,8 @@ class GroupStore(dist.Store):
         """Delete keys; return whether all of them existed."""
         return self.line.ask(self._group, StoreOp.DELETE, keys).is_there
 
-    def _await(self, keys: list[str], timeout_s: float) -> list[bytes]:
+    def _wait_for(self, keys: list[str], timeout_s: float) -> list[bytes]:
+        """Return the values of keys once all exist. Raises: WeightSyncError."""
         deadline = time.monotonic() + timeout_s
         while not self._is_left.is_set():
             wait_s = min(WAIT_S, max(0.0, deadline - time.monotonic()))

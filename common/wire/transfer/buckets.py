@@ -150,6 +150,7 @@ def _synchronize(channel: Channel) -> None:
 
 
 def _compare(cut: BucketLayout, found: Tensor, sent: Tensor, specs: Sequence[TensorSpec]) -> None:
+    """Check the digests of all buckets. Raises: BucketDamaged, with the tensors."""
     damaged = [i for i in range(cut.num) if not torch.equal(found[i], sent[i])]
     if not damaged:
         return

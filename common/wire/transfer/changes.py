@@ -77,6 +77,7 @@ class ChangePacker:
                 self._add(ours[part], theirs[part])
 
     def _add(self, new: Words, copy: Words) -> None:
+        """Record the changed words of a part, and copy them to the kept version."""
         is_changed = new != copy
         rows = np.flatnonzero(is_changed)
         values = new.take(rows)

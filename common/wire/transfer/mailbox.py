@@ -159,18 +159,20 @@ class Mailbox:
         self._store.set(self._key(index), self._shelf.put(index, part))
         takers = [self._taken(index, rank) for rank in range(1, self._world_size)]
 
-        def part_with() -> None:
-            self._await(takers, f"the receivers of part {index}")
+        def delete_part() -> None:
+            """Delete a part once all receivers have copied it."""
+            self._wait_for(takers, f"the receivers of part {index}")
             # Without this the store would grow over thousands of versions.
             self._store.delete([self._key(index), *takers])
 
-        return MailboxTransfer(part_with)
+        return MailboxTransfer(delete_part)
 
     def receive(self, index: int, part: Tensor) -> "MailboxTransfer":
         """Return a pending part, which `wait` fetches."""
 
         def fetch() -> None:
-            self._await([self._key(index)], f"the learner's part {index}")
+            """Wait for a part, copy it, and confirm that."""
+            self._wait_for([self._key(index)], f"the learner's part {index}")
             self._shelf.fetch(self._store.get(self._key(index)).decode(), part)
             self._store.set(self._taken(index, self._rank), "1")
 
@@ -203,7 +205,8 @@ class Mailbox:
     def _taken(self, index: int, rank: int) -> str:
         return f"{self._key(index)}/{rank}"
 
-    def _await(self, keys: list[str], what: str) -> None:
+    def _wait_for(self, keys: list[str], what: str) -> None:
+        """Wait until keys exist. Raises: WeightSyncError: the wait timed out."""
         deadline = time.monotonic() + self._timeout_s
         while not self._store.has(keys, within_s=CHECK_S):
             if self._is_left() or time.monotonic() > deadline:
