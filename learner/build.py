@@ -75,7 +75,7 @@ class Learner:
     version: int  # Version of the current weights.
     is_after_skip: bool = False  # True: the last batch was skipped, and the next one must be fresh.
 
-    def write_down(self, step: LoggedStep, *, check: Callable[[], object]) -> None:
+    def log_batch(self, step: LoggedStep, *, check: Callable[[], object]) -> None:
         """Log a batch whose outcome is decided, and the digests of its computation.
 
         Args:
@@ -178,6 +178,7 @@ def _metrics(
 
 
 def _group_assembly(cfg: RunConfig) -> GroupAssembly:
+    """Return the assembly of groups without groups."""
     return GroupAssembly(
         cfg.groups,
         cfg.algorithm,
@@ -207,6 +208,7 @@ def _admission(
     keys: RunKeys,
     routing: RoutingShape | None,
 ) -> Admission:
+    """Return the admission of trajectories for this model and these keys."""
     return Admission(
         index,
         group_size=cfg.groups.size,
@@ -271,6 +273,7 @@ def _spare_cores(cfg: RunConfig) -> int:
 def _publisher(
     run: RunConfig, run_dir: RunDir, keys: RunKeys, weights_lock: WeightsLock
 ) -> Publisher:
+    """Return the publisher; for transfers by files, remove those of an earlier learner."""
     cfg = run.learner
     folder = run_dir.root / "weights"
     if cfg.weights_transport is WeightsTransport.FILE:
@@ -323,6 +326,7 @@ def _scheduler_client(
     publisher: Publisher,
     intake_port: int,
 ) -> ReportClient:
+    """Return the client that reports this learner's addresses to the scheduler."""
     ports = {"learner": intake_port, "weights": publisher.port}
     hello = Hello(
         role="learner",

@@ -172,7 +172,7 @@ class Router:
 
     def peer(self, sender: bytes) -> Identity:
         """Return the owner of the key with which a sender's connection was accepted."""
-        return self._peers.of(sender)
+        return self._peers.owner_of(sender)
 
     @property
     def num_invalid(self) -> int:

@@ -29,6 +29,7 @@ def rows_of(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _rows(sample: Sample) -> list[Sample]:
+    """Return a sample as one sample for each of its segments with sampled tokens."""
     parts = as_rows(sample.trajectory)
     if len(parts) == 1:
         return [sample]

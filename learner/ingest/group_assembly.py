@@ -129,6 +129,7 @@ class GroupAssembly:
         self._ready = deque(each for each in self._ready if not is_below(each.group_id, number))
 
     def _maybe_complete(self, group_id: str, entry: _OpenGroup) -> Decided:
+        """Decide a group whose members have all arrived or been given up."""
         if len(entry.arrived) + len(entry.given_up) < self._cfg.size:
             return [], []
         del self._open[group_id]
@@ -204,6 +205,7 @@ class GroupAssembly:
     def _without_stale(
         self, group: Group, version: int, max_lag_steps: int
     ) -> tuple[Group, list[EpisodeOutcome]]:
+        """Return a group without its stale members, and the outcomes of these."""
         fresh: list[Trajectory] = []
         outcomes: list[EpisodeOutcome] = []
         for trajectory in group.members:

@@ -71,7 +71,7 @@ class JournalIndex:
         is_training = trajectory.kind is EpisodeKind.TRAIN
         return is_training and is_below(trajectory.group_id, self.closed_below)
 
-    def know(self, trajectory: Trajectory) -> None:
+    def add_episode(self, trajectory: Trajectory) -> None:
         """Register an appended episode. A failed evaluation episode may be appended again."""
         is_training = trajectory.kind is EpisodeKind.TRAIN
         if not is_training and trajectory.end_reason.is_infrastructure_failure:
@@ -82,7 +82,9 @@ class JournalIndex:
             while len(self._evaluation) > MAX_EVALUATIONS:
                 self._evaluation.popitem(last=False)
 
-    def enter(self, trajectory: Trajectory, position: JournalPosition, *, num_queued: int) -> None:
+    def add_entry(
+        self, trajectory: Trajectory, position: JournalPosition, *, num_queued: int
+    ) -> None:
         """Register an episode that is reported to the scheduler.
 
         Args:

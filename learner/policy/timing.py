@@ -185,6 +185,7 @@ def _precisions(config: ComputeConfig, is_open: Mapping[str, bool]) -> list[Comp
 
 
 def _kernels(config: ComputeConfig, is_open: Mapping[str, bool]) -> list[ComputeConfig]:
+    """Return the configurations that the settings leave open, for one precision."""
     layouts = (Layout.PACKED, Layout.PADDED) if is_open["layout"] else (config.layout,)
     both = (Attention.PRODUCTS, Attention.FUSED)
     kernels = both if is_open["attention"] else (config.attention,)
@@ -249,6 +250,7 @@ def _rounds(
     """Yield the first round of a large model; else at least one after it, within the budget."""
 
     def one_round() -> dict[ComputeConfig, Timed]:
+        """Return one timed pass of each configuration."""
         return {
             config: _time_pass(model, config, num_tokens, time.thread_time) for config in configs
         }
@@ -269,6 +271,7 @@ def _rounds(
 def _time_pass(
     model: PreTrainedModel, config: ComputeConfig, num_tokens: int, clock: Callable[[], float]
 ) -> Timed:
+    """Return the duration and the results of one forward and backward pass."""
     tokens = _tokens(model, config, num_tokens)
     use_attention([model], model.device.type, config.layout, config.attention)
     how = Scoring(chunk_tokens=num_tokens, autocast=config.precision is Precision.BF16)
@@ -281,6 +284,7 @@ def _time_pass(
 
 
 def _tokens(model: PreTrainedModel, config: ComputeConfig, num_tokens: int) -> TokenBatch:
+    """Return a block of sequences of several lengths."""
     longest = min(num_tokens, model.config.max_position_embeddings)
     lengths = [max(2, int(longest * share)) for share in LENGTHS]
     spread = [np.arange(n) * 7919 % vocabulary_size(model) for n in lengths]

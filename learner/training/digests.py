@@ -128,6 +128,7 @@ class Digester:
         yield from {id(tensor): tensor for tensor in found}.values()
 
     def _all_gradients(self) -> Iterator[Tensor]:
+        """Yield the gradients of all trained weights."""
         for module in self._modules.values():
             for parameter in module.parameters():
                 if parameter.grad is not None:
@@ -149,6 +150,7 @@ def _of_text(text: str) -> str:
 
 
 def _of_episode(trajectory: Trajectory) -> str:
+    """Return the digest of a trajectory's numbers and arrays."""
     t = trajectory
     numbers = (t.episode_id, t.env, t.reward, t.num_turns, t.num_invalid_actions)
     if t.start_score:  # Earlier journals have no start score.

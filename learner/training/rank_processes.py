@@ -139,6 +139,7 @@ class RankProcesses:
         return len(self._loaded) == len(self.workers)
 
     def _read_ready(self, worker: RankWorker) -> None:
+        """Wait for the message of a rank that has loaded. Raises: LongstrideError."""
         try:
             worker.pipe.recv_bytes()
         except EOFError as error:
@@ -160,6 +161,7 @@ class RankProcesses:
             self._send(worker, worker.publish_pipe, request)
 
     def _send(self, worker: RankWorker, pipe: Connection, message: bytes) -> None:
+        """Send a message to a rank. Raises: LongstrideError: the rank has ended."""
         try:
             pipe.send_bytes(message)
         except OSError as error:

@@ -315,6 +315,7 @@ class Trainer:
         return whole(norm).item()
 
     def _zero_grad(self) -> None:
+        """Clear the gradients of the policy and of the critic."""
         self._optimizer.zero_grad()
         if self._critic_optimizer is not None:
             self._critic_optimizer.zero_grad()
@@ -322,6 +323,7 @@ class Trainer:
     def _metrics(
         self, batch: ScoredBatch, updates: list[Update], decision: Decision, step_s: float
     ) -> dict[str, float]:
+        """Return the metrics of a step."""
         metrics = mean_metrics(updates)
         seen = (self._gradients.before(batch), self._gradients.known(batch))
         metrics |= offpolicy_metrics(batch.samples, *seen, batch.version)

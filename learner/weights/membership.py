@@ -125,7 +125,7 @@ class Membership:
         return [s.member for s in states if s.member.incarnation not in self._silent]
 
     @property
-    def lonely_s(self) -> float:
+    def no_engine_s(self) -> float:
         """Seconds without any member. For any thread."""
         return 0.0 if self.present() else time.monotonic() - self._last_seen
 

@@ -128,6 +128,7 @@ class LiveWeights:
         part.copy_(made, non_blocking=True)
 
     def _check_finite(self, start: int, part: Tensor) -> None:
+        """Raise WeightsNotFinite for a part with NaN or infinity."""
         names: list[str] = []
         numbers: list[Tensor] = []
         for index in self._within(start, part.numel()):
@@ -142,6 +143,7 @@ class LiveWeights:
             raise WeightsNotFinite(names[bad], "the weights are not sent to the engines")
 
     def _fill(self, start: int, part: Tensor) -> None:
+        """Collect the bytes of a part from all ranks."""
         gathering = self._gathering
         if gathering is not None and gathering.ask is not None:
             gathering.ask(json.dumps([start, part.numel()]).encode())
@@ -168,7 +170,7 @@ class LiveWeights:
                 numbers = self._local(piece).to(gathering.device, piece.dtype)
                 sent.append(numbers.view(torch.uint8))
         with _RankErrors(gathering):
-            _run([dist.P2POp(dist.isend, each, 0, gathering.group) for each in sent])
+            _exchange([dist.P2POp(dist.isend, each, 0, gathering.group) for each in sent])
 
     def _within(self, start: int, num_bytes: int) -> range:
         """Return the indices of the tensors that may have bytes in this range."""
@@ -215,6 +217,7 @@ class LiveWeights:
 
 
 def _runs_of(tensor: Tensor | Merged | Stored) -> Sequence[tuple[Tensor | Merged, int, int]]:
+    """Return a tensor as ranges of flat tensors: (tensor, first, first after it)."""
     if isinstance(tensor, Stored):
         return tensor.runs
     if isinstance(tensor, Merged):
@@ -263,7 +266,7 @@ def _receive(gathering: Gathering, wanted: Sequence[tuple[Piece, Tensor]]) -> No
         for there in [gathering.device]
     ]
     with _RankErrors(gathering):
-        _run(
+        _exchange(
             [
                 dist.P2POp(dist.irecv, each.view(torch.uint8), piece.rank, gathering.group)
                 for (piece, _), each in zip(wanted, landed, strict=True)
@@ -274,7 +277,8 @@ def _receive(gathering: Gathering, wanted: Sequence[tuple[Piece, Tensor]]) -> No
             target.copy_(each)
 
 
-def _run(operations: list[dist.P2POp]) -> None:
+def _exchange(operations: list[dist.P2POp]) -> None:
+    """Run transfers between ranks to their end."""
     if operations:
         for work in dist.batch_isend_irecv(operations):
             work.wait()

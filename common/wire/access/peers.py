@@ -96,7 +96,7 @@ class Peers:
         self._senders[sender] = made = Sender(identity, account, _descriptor(first_frame))
         return made
 
-    def of(self, sender: bytes) -> Identity:
+    def owner_of(self, sender: bytes) -> Identity:
         """Return the owner of a sender's key."""
         known = self._senders.get(sender)
         return self._unknown if known is None else known.identity

@@ -188,5 +188,6 @@ def _gates(policies: dict[str, HorizonPolicy], unit: HorizonUnit) -> dict[str, G
 def _report_of(
     what: str, policy: HorizonPolicy, stamp: HorizonStamp, gated: GatedHorizon | None
 ) -> dict[str, Any]:
+    """Return the stage and, if it is gated, the measurements of a schedule."""
     report = {"kind": policy.kind.value, what: stamp.horizon, "stage": stamp.stage}
     return report | (gated.report() if gated else {})

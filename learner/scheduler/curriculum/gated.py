@@ -177,6 +177,7 @@ class GatedHorizon:
         return "ess" if 0 <= measured.ess_frac < self.policy.gated.ess_frac else ""
 
     def _advances(self, measured: WindowStatistics, version: int) -> bool:
+        """Return whether the schedule moves to the next stage."""
         if self.stage == len(self.policy.stages) - 1:
             return False
         gate = self.policy.gated

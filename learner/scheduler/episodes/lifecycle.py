@@ -125,7 +125,7 @@ class EpisodeLifecycle:
         for episode in self.leases:
             self.renew(episode, now=now)
 
-    def miss(self, episode: EpisodeRecord) -> None:
+    def count_missed_beat(self, episode: EpisodeRecord) -> None:
         """Count a heartbeat that does not list the episode."""
         episode.num_missed += 1
 
@@ -260,6 +260,7 @@ class EpisodeLifecycle:
                 self._give_up(group, episode, Outcome.STALE.value, RUN_ENDED)
 
     def _settle(self, group: GroupRecord, episode: EpisodeRecord, settled: Settled) -> None:
+        """Book the outcome of an episode, and close its group if it was the last."""
         self._move(episode, EpisodePhase.SETTLED)
         group.num_settled += episode.settled is None
         episode.settled = settled

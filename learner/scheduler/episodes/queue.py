@@ -90,6 +90,7 @@ class EpisodeQueue:
         absent: Sequence[str],
         taken: Taken,
     ) -> None:
+        """Move queued episodes of these groups to `taken`, up to `num` in total."""
         for group_id in group_ids:
             if len(taken) == num:
                 return

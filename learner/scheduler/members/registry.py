@@ -163,6 +163,7 @@ class AddressRegistry:
         ]
 
     def _forget(self, name: str, reason: str) -> None:
+        """Remove a hub, and keep it for the status."""
         logger.warning("removed hub name=%s reason=%s", name, reason)
         self._gone[name] = self._hubs.pop(name)
         self._gone[name].gone = reason
