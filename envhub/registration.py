@@ -80,7 +80,7 @@ class Registration(threading.Thread):
             self._line.connect(timeout_s=CONNECT_S)
             while not self._is_over():
                 self._line.follow()
-                self._line.send(self._hello_from_here())
+                self._line.send(self._current_hello())
                 self._stop_requested.wait(self._every_s)
             hello = self._hello
             self._line.send(HubGoodbye(name=hello.name, incarnation=hello.incarnation))
@@ -92,7 +92,8 @@ class Registration(threading.Thread):
         if not self._stop_requested.is_set() and self._silence_s is not None:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _hello_from_here(self) -> HubHello:
+    def _current_hello(self) -> HubHello:
+        """Return the hello with the hub's current address, use and refusals."""
         place = self._hello.place
         url = advertised(place.url, towards=self._line.address)
         num, most = self._sessions()

@@ -165,6 +165,7 @@ class Instances:
         return REMEDIES.get(self._spec.name, "envhub.capacity")
 
     def _remedy(self) -> str:
+        """Return the end of an error about too many instances."""
         limits = self._limits
         key = self._key
         return (
@@ -259,6 +260,7 @@ class Instances:
             await self._sessions.expire()  # Sessions whose own lease expired at the same time.
 
     async def _end_session(self, instance: ServedInstance) -> None:
+        """End the hub's session of an instance, if it has one."""
         if instance.session_id is None:
             return
         session_id, instance.session_id = instance.session_id, None

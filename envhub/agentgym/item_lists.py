@@ -81,6 +81,7 @@ def _of_sciworld() -> dict[str, Sequence[int]]:
 
 
 def _runs(numbers: Sequence[int]) -> list[range]:
+    """Return increasing numbers as ranges of consecutive ones."""
     starts = [i for i, n in enumerate(numbers) if i == 0 or n != numbers[i - 1] + 1]
     ends = [*starts[1:], len(numbers)]
     pairs = zip(starts, ends, strict=False)  # Without numbers there is no run.
@@ -128,6 +129,7 @@ def read_list(path: str, dialect: Dialect) -> list[int]:
 
 
 def _number(entry: object, dialect: Dialect, file: Path) -> int:
+    """Return the data index of a list's entry. Raises: ConfigError."""
     shown = entry.get("item_id") if isinstance(entry, Mapping) else entry
     if isinstance(shown, int) and not isinstance(shown, bool):
         return shown

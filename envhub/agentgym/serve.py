@@ -58,6 +58,7 @@ def mount(hub: HubParts) -> None:
 
 
 def _add_routes(app: FastAPI, name: str, desk: "_DialectRoutes") -> None:
+    """Add the routes of one environment."""
     dialect = desk.dialect
     base = f"/agentgym/{name}"
     instance: dict[str, Any] = {dialect.instance_key: (Number, ...)}
@@ -100,6 +101,7 @@ def _route(
     """Return a route that parses its body as `model`; with None it ignores the body."""
 
     async def route(request: Request) -> Response:
+        """Answer a request with a validated body; 422 for an invalid one."""
         if model is None:
             return await handle(None)
         try:
@@ -137,6 +139,7 @@ class _DialectRoutes:
         self.resets_at_create = dialect.create_body == {}
 
     def queries(self) -> dict[str, Callable[..., Awaitable[Response]]]:
+        """Return the handlers of GET routes by their names."""
         query = Query(alias=self.dialect.instance_key, ge=-MAX_NUMBER, le=MAX_NUMBER)
 
         async def greet() -> Response:
@@ -144,6 +147,7 @@ class _DialectRoutes:
             return json_response("ok" if is_plain else f"This is environment {self.dialect.title}.")
 
         def answer(number: int, reply: Callable[[ServedInstance], object]) -> Response:
+            """Return the response to a query, or its refusal."""
             try:
                 return json_response(reply(self._queried(number)))
             except (InstanceUnknown, EpisodeOver) as error:
@@ -202,6 +206,7 @@ class _DialectRoutes:
         return json_response(picture)
 
     async def create(self, _: BaseModel | None) -> Response:
+        """Create an instance."""
         number = await self._instances.add_in_turn()
         if not self.resets_at_create:
             return json_response(create_reply(self.dialect, number))
@@ -212,6 +217,7 @@ class _DialectRoutes:
         return json_response(reset_reply(self.dialect, number, instance))
 
     async def reset(self, body: BaseModel) -> Response:
+        """Begin an episode of an item."""
         number = self._number(body)
         index = getattr(body, self.dialect.item_key)
         # This dialect reports even failures of the hub in the observation.
@@ -229,6 +235,7 @@ class _DialectRoutes:
         return json_response(reset_reply(self.dialect, number, instance))
 
     async def step(self, body: Any) -> Response:
+        """Perform an action."""
         number = self._number(body)
         refuses = self.dialect.refuses_after_done
         try:
@@ -242,6 +249,7 @@ class _DialectRoutes:
         return json_response(step_reply(self.dialect, instance, result))
 
     async def close(self, body: BaseModel) -> Response:
+        """Close an instance."""
         number = self._number(body)
         is_closed = await self._instances.close(number)
         # This dialect confirms the close of any number.
@@ -249,6 +257,7 @@ class _DialectRoutes:
         return json_response({"closed": "closed"} if reports_in_text else is_closed)
 
     def _queried(self, number: int) -> ServedInstance:
+        """Return the instance of a query. Raises: EpisodeOver, InstanceUnknown."""
         instance = self._instances.find(number)
         if self.dialect.refuses_after_done and instance.is_over:
             raise EpisodeOver(number)
@@ -258,6 +267,7 @@ class _DialectRoutes:
         return getattr(body, self.dialect.instance_key)
 
     def _refused(self, text: str, *, is_reset: bool = False, is_query: bool = False) -> Response:
+        """Return a refusal in the form of the dialect."""
         faults = self.dialect.faults
         if faults is Faults.STATUS or (is_query and faults is Faults.OBSERVATION):
             return json_response({"detail": text}, status=404)

@@ -60,6 +60,7 @@ def measured(spec: EnvSpec, subset: str, options: EnvsSection) -> Turns:
 
 
 def _play(env: Env, item_id: str, most: int) -> int:
+    """Return the turns that the expert needs for an item; 0: it does not solve the item."""
     env.reset(item_id, 0)
     for turn in range(most):
         action = env.expert_action()
@@ -143,6 +144,7 @@ class Distances:
         return body
 
     async def _turns(self, env: str, subset: str) -> Turns:
+        """Return the turns of a subset's items, measured once."""
         if (env, subset) not in self._known:
             measure = partial(measured, self._registry.spec(env), subset, self._registry.options)
             self._known[env, subset] = asyncio.create_task(asyncio.to_thread(measure))

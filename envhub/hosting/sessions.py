@@ -271,6 +271,7 @@ class Sessions:
                 task.add_done_callback(self._ending.discard)
 
     async def _end_owned(self, owner: str) -> None:
+        """End the sessions of an owner that does not come back within `GONE_S`."""
         await asyncio.sleep(GONE_S)
         if self._owners[owner]:
             return
@@ -314,6 +315,7 @@ class Sessions:
                 await self._is_idle.wait()
 
     async def stop(self) -> None:
+        """End all sessions, then the workers."""
         self.is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_TIMEOUT_S):
@@ -387,11 +389,13 @@ class Sessions:
         self._is_idle.clear()
 
     def _end_call(self) -> None:
+        """Count the end of a call into an environment."""
         self._num_running -= 1
         if not self._num_running:
             self._is_idle.set()
 
     def _note_failure(self, env_name: str, error: EnvError) -> None:
+        """Count a failure of an environment; pause it if its service is down."""
         if isinstance(error, EnvTimeout):
             self.counts["timed_out"] += 1
         elif isinstance(error, ServicePaused):

@@ -49,6 +49,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        """Pass on received bytes; close the connection if its header is too large."""
         self._num_bytes += len(data)
         super().data_received(data)
         if self._is_in_headers and self._num_bytes > MAX_HEADER_BYTES:
@@ -76,6 +77,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(REQUEST_S, self._give_up)
 
     def _end(self) -> None:
+        """Stop the timer of the request."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

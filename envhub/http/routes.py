@@ -123,6 +123,7 @@ def _lifespan_of(sessions: Sessions) -> Callable[[FastAPI], AbstractAsyncContext
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        """Watch leases, memory and services; at the end, stop the sessions."""
         upkeep = [
             asyncio.create_task(sessions.watch_leases()),
             asyncio.create_task(sessions.placement.watch_memory()),
@@ -141,6 +142,7 @@ def _lifespan_of(sessions: Sessions) -> Callable[[FastAPI], AbstractAsyncContext
 
 
 def _log_end(task: asyncio.Task[None]) -> None:
+    """Log the failure of a maintenance task."""
     if not task.cancelled():
         logger.error("maintenance task ended reason=%r", task.exception())
 
@@ -153,6 +155,8 @@ def _add_catalogue_routes(
     *,
     step_timeout_s: float,
 ) -> None:
+    """Add the routes about the hub and its environments."""
+
     @app.get("/healthz", tags=["hub"])
     async def healthz() -> Response:
         counts = {f"num_{name}": num for name, num in sorted(sessions.counts.items())}
@@ -188,6 +192,8 @@ def _add_catalogue_routes(
 
 
 def _add_session_routes(app: FastAPI, sessions: Sessions) -> None:
+    """Add the routes of single sessions."""
+
     @app.post(
         "/v1/sessions",
         status_code=201,
@@ -220,7 +226,10 @@ def _add_session_routes(app: FastAPI, sessions: Sessions) -> None:
 
 
 def _add_presence_route(app: FastAPI, sessions: Sessions) -> None:
+    """Add the route by which a client shows that it is alive."""
+
     async def signs(owner: str) -> AsyncIterator[bytes]:
+        """Yield a line at regular intervals until the hub drains."""
         with sessions.owned_by(owner):
             while not sessions.is_draining:
                 yield b"\n"
@@ -234,6 +243,7 @@ def _add_presence_route(app: FastAPI, sessions: Sessions) -> None:
 
 
 def _add_inspection_routes(app: FastAPI, sessions: Sessions) -> None:
+    """Add the routes that show the state of a session."""
     fails = _fails(404, 500, 504)
     path = "/v1/sessions/{session_id}"
 
@@ -256,6 +266,8 @@ def _add_inspection_routes(app: FastAPI, sessions: Sessions) -> None:
 
 
 def _add_batch_routes(app: FastAPI, sessions: Sessions) -> None:
+    """Add the routes that take a list of entries."""
+
     async def create(entry: object) -> dict[str, Any]:
         return await _create(sessions, parse_entry(CreateRequest, entry))
 
@@ -296,6 +308,7 @@ async def _each(
 
 
 async def _create(sessions: Sessions, body: CreateRequest) -> dict[str, Any]:
+    """Create a session; return the body of the answer."""
     session_id, observation = await sessions.create(
         body.env, body.item_id, seed=body.seed, style=body.style, owner=body.owner
     )

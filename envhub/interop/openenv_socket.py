@@ -109,6 +109,7 @@ class Socket:
         return self._data(text, what)
 
     def _data(self, text: str, what: str) -> dict[str, Any]:
+        """Return the data of an answer. Raises: OpenEnvFailure: it is an error."""
         try:
             answer = json.loads(text)
             data = answer["data"]

@@ -43,6 +43,7 @@ class Tail:
         self.num_bytes = 0
 
     def add(self, chunk: bytes) -> None:
+        """Append output; drop bytes between the first and the last ones."""
         self.num_bytes += len(chunk)
         room = self.half - len(self.head)
         self.head += chunk[:room]
@@ -75,6 +76,7 @@ class Agent:
         )  # Outputs of background processes, which are read and dropped.
 
     def serve(self) -> NoReturn:
+        """Answer requests until the process is killed."""
         self.send({"ready": True, "python": sys.version.split()[0]})
         while True:
             request = self.request()
@@ -85,6 +87,7 @@ class Agent:
             self.send(reply)
 
     def send(self, reply: dict[str, Any]) -> None:
+        """Write a reply with its length to standard output."""
         text = json.dumps(reply).encode()
         view = memoryview(len(text).to_bytes(4, "big") + text)
         while view:
@@ -134,6 +137,7 @@ class Agent:
         return bool(chunk)
 
     def forget(self, fd: int) -> None:
+        """Stop reading an output."""
         self.selector.unregister(fd)
         self.discarded.discard(fd)
         os.close(fd)
@@ -187,6 +191,7 @@ class Agent:
             return int(file.read().split()[1]) * PAGE_BYTES
 
     def exact(self, name: str) -> int:
+        """Return the bytes of a process, with its share of shared pages."""
         try:
             with open(f"/proc/{name}/smaps_rollup", "rb") as file:
                 lines = [line.split() for line in file]
@@ -360,6 +365,7 @@ class Agent:
 
 
 def main() -> NoReturn:
+    """Check that this is the sandbox's first process, and serve."""
     if os.getpid() != 1:
         sys.exit("the sandbox's first process must have the process id 1")
     libc = ctypes.CDLL(None, use_errno=True)

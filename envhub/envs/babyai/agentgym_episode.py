@@ -55,6 +55,7 @@ class AgentGymBabyAiEnv(BabyAiEnv):
         self._offer = offer(self._scene, self._objects, self._view)
 
     def _step(self, action: str) -> StepResult:
+        """Perform an offered action, and describe the result."""
         name = act.normalize(action_text(action))
         chosen = self._offer.actions.get(name)
         is_asked = "check" in name
@@ -78,6 +79,7 @@ class AgentGymBabyAiEnv(BabyAiEnv):
         )
 
     def _run(self, action: GridAction) -> None:
+        """Run an action's primitives until one of them changes nothing."""
         is_paid = False
         for primitive in action.primitives:
             before = image(self._scene)
@@ -99,6 +101,7 @@ class AgentGymBabyAiEnv(BabyAiEnv):
         )
 
     def _refusal(self, name: str) -> str:
+        """Return the observation after an action that changes nothing."""
         offered = list(self._offer.actions.values())
         if "check" in name:
             answer = text.asked(offered)

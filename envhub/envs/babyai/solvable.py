@@ -51,6 +51,7 @@ def _reach(level: RoomGridLevel) -> tuple[set[Cell], set[Cell]]:
 def _can_be_met(
     level: RoomGridLevel, instruction: Instr, faced: set[Cell], entered: set[Cell]
 ) -> bool:
+    """Return whether all objects of an instruction are reachable."""
     if isinstance(instruction, SeqInstr):
         parts = (instruction.instr_a, instruction.instr_b)
         return all(_can_be_met(level, part, faced, entered) for part in parts)

@@ -69,6 +69,7 @@ class CodeEnv:
         return self._result(said, num_passed, num_tests, limit)
 
     def _result(self, said: str, num_passed: int, num_tests: int, limit: str) -> StepResult:
+        """Return the end of the episode with the reward of the tests."""
         share = num_passed / num_tests
         is_solved = num_passed == num_tests
         return StepResult(

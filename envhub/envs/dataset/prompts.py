@@ -110,6 +110,7 @@ class PromptMaker:
         )
 
     def _system_of(self, record: Record, place: str) -> str:
+        """Return the system prompt of a record."""
         if self._system_template is None:
             return self._system
         return render("data.system", self._system_template, {**record, "record": record}, place)
@@ -234,6 +235,7 @@ def _list_of(given: str, held: Any) -> list[Any]:
 
 
 def _tool(where: str, tool: Any) -> dict[str, Any]:
+    """Return a tool with its name, description and parameters. Raises: ConfigError."""
     own = tool.get("function", tool) if isinstance(tool, dict) else None
     if not isinstance(own, dict) or not isinstance(own.get("name"), str):
         raise ConfigError(f"{where}: a tool needs a name")

@@ -105,6 +105,7 @@ DATA_SETTINGS = (
 
 @lru_cache(maxsize=2)
 def _load(settings: str, paths: tuple[Path, ...], stamps: object) -> Dataset:
+    """Return the records of the configured files; see `load_dataset`."""
     options = DatasetOptions(**json.loads(settings))
     train = read_records("data.train", paths[0], options.train_split)
     content = {"data.train": digest_of(files_of("data.train", paths[0], options.train_split))}

@@ -246,6 +246,7 @@ def _named_term(name: str, entry: Any, options: DatasetOptions, run_dir: str) ->
 def _term(
     name: str, user: UserFunction, fields: Mapping[str, Any], options: DatasetOptions
 ) -> RewardTerm:
+    """Return a reward function with its weight and its range. Raises: ConfigError."""
     least = float(fields.get("min", 0.0))
     most = float(fields.get("max", 1.0))
     if least >= most:

@@ -111,6 +111,7 @@ class TemplateTable:
         ]
 
     def _draft(self, template: Mapping[str, Any], names: Names) -> TaskDraft:
+        """Return the task of one round."""
         path = [each for step in template["path"] for each in self._steps(step, names)]
         return TaskDraft(
             intent=_fill(template["intent"], names), check=_check(template, names), path=tuple(path)
@@ -208,6 +209,7 @@ class _Rounds:
             yield from self.of(rest, {**names, **bound})
 
     def _select(self, sql: str, names: Names) -> list[sqlite3.Row]:
+        """Return the rows of a query with the names filled in."""
         values = {key: _plain(value, names) for key, value in names.items()}
         text = _fill(sql, names)
         if text.startswith("("):  # A query of the table; the text may append further clauses.
@@ -215,6 +217,7 @@ class _Rounds:
         return self._db.execute(text, values).fetchall()
 
     def _entries(self, where: Any, names: Names) -> list[Any]:
+        """Return the entries of a list, or of a list in the words by its dotted key."""
         if not isinstance(where, str):
             return where
         found = self._words
@@ -223,12 +226,14 @@ class _Rounds:
         return list(found)
 
     def _rows(self, sql: str, names: Names, step: Names) -> list[Names]:
+        """Return a round for each row of a query, or for some of them."""
         rows = self._select(sql, names)
         if "some" in step:
             rows = self._random.sample(rows, min(step["some"], len(rows)))
         return [dict(row) for row in rows]
 
     def _pairs(self, sql: str, names: Names, step: Names) -> list[Names]:
+        """Return a round for each of several random pairs of rows."""
         rows = self._select(sql, names)
         drawn = [self._random.sample(rows, 2) for _ in range(step["number"])]
         return [
@@ -236,6 +241,7 @@ class _Rounds:
         ]
 
     def _sample(self, wanted: Names, names: Names, step: Names) -> list[Names]:
+        """Return a round for each of several random entries."""
         ((name, where),) = wanted.items()
         drawn = self._random.sample(self._entries(where, names), step["number"])
         return [_bound(name, entry) for entry in drawn]
@@ -251,6 +257,7 @@ class _Rounds:
         return [dict(self._random.choice(self._select(sql, names)))]
 
     def _draw(self, wanted: Names, names: Names, step: Names) -> list[Names]:
+        """Return one round with a random entry for each name."""
         bound: dict[str, Any] = {}
         for name, where in wanted.items():
             bound |= _bound(name, self._random.choice(self._entries(where, names)))
@@ -284,6 +291,7 @@ def _bound(name: str, entry: Any) -> Names:
 
 
 def _plain(value: Any, names: Names) -> Any:
+    """Return a value as plain text, with the names filled in."""
     if isinstance(value, Wording):
         return _fill(value, names) if "{" in value else str(value)
     return str(value) if isinstance(value, JoinedAnswers) else value

@@ -50,6 +50,7 @@ class RoomsEnv(TextEnv):
         return f"{GOAL}\n{self._observation()}"
 
     def _step(self, action: str) -> StepResult:
+        """Use the key on a door, and describe the next room."""
         self._num_turns += 1
         name = " ".join(action_text(action).lower().split())
         is_valid = name in self._valid_actions()

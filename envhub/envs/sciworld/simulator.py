@@ -138,6 +138,7 @@ class Simulator:
         return str(self._call(name, *arguments))
 
     def _call(self, name: str, *arguments: object) -> object:
+        """Return the result of a method of the simulator. Raises: EnvFailure."""
         if not self.is_alive:
             raise EnvFailure("ScienceWorld's JVM has already been closed")
         try:

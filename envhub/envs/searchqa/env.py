@@ -50,6 +50,7 @@ class SearchqaEnv(TextEnv):
         return prompts.first_observation(self._question, self._style)
 
     def _step(self, action: str) -> StepResult:
+        """Search or grade an answer; any other text is invalid."""
         wanted = tags.parse(action)
         if wanted is None:
             observation = prompts.WORDS[self._style]["invalid"]
@@ -60,12 +61,14 @@ class SearchqaEnv(TextEnv):
         return self._answer(wanted.text)
 
     def _search(self, query: str) -> str:
+        """Return the search results as text, and keep the found passages."""
         found = self._retriever.search(query, self._shared.options.num_passages)
         self._asked[query] = None
         self._found += [passage for passage in found if passage not in self._found]
         return worded(found, self._style)
 
     def _answer(self, text: str) -> StepResult:
+        """Grade an answer."""
         options = self._shared.options
         golden = self._question.golden_answers
         is_right = exact_match(text, golden) == 1.0

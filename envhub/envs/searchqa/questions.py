@@ -73,6 +73,7 @@ def make_question(row: object) -> SearchQuestion:
 
 
 def _answers(row: Mapping) -> list[str]:
+    """Return the accepted answers of a row, in any of the known formats."""
     found = next(
         (row[key] for key in ("golden_answers", "answers", "answer") if row.get(key)), None
     )
@@ -124,6 +125,7 @@ class QuestionFiles:
             raise EnvFailure(f"{path}, question {item.index}: {error}") from error
 
     def _open(self, path: Path) -> LineFile:
+        """Return a question file, which is indexed once."""
         with self._lock:
             if path.name not in self._files:
                 try:

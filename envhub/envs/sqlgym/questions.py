@@ -70,6 +70,7 @@ class Draws:
         self._drawn["table"] = self._rng.choice(tables)
 
     def _about_link(self) -> None:
+        """Draw a table, its reference to another table, and that table."""
         links = [
             (table, column, self._domain.table(column.table))
             for table in self._domain.tables
@@ -91,6 +92,7 @@ class Draws:
         return self._rng.randint(low, high)
 
     def _measure(self, name: str) -> Phrase:
+        """Draw a measure of a group: its number of rows, or an average."""
         table: SqlTable = self._drawn[name]
         if self._rng.random() < 0.5:
             return Phrase(f"the number of {table.many}", "COUNT(*)")

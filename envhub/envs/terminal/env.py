@@ -183,6 +183,7 @@ class TerminalEnv:
             raise EnvFailure(f"{argv[0]} could not start in the sandbox: {error}") from error
 
     async def _put(self, target: str, content: bytes, mode: int) -> None:
+        """Write a file of the task into the sandbox. Raises: EnvFailure."""
         assert self._sandbox is not None
         try:
             await self._sandbox.write(target, content, mode=mode)

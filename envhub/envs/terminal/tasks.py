@@ -182,6 +182,7 @@ def _refuse_downloads(folder: Path, where: str) -> None:
 
 
 def _test_files(folder: Path, where: str) -> Iterator[TaskFile]:
+    """Yield the files of the tests."""
     yield from files_below(folder / "tests", "/tests", folder, where)
     script = folder / "run-tests.sh"
     if script.is_file():

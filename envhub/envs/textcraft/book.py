@@ -123,6 +123,7 @@ def _depths(
     open_items: set[str] = set()
 
     def depth(name: str) -> int:
+        """Return the depth of an item. Raises: ValueError: its recipes have a cycle."""
         if name in depths:
             return depths[name]
         if name in open_items:

@@ -114,6 +114,7 @@ def _ingredient(part: Any) -> Ingredient:
 
 
 def _result(result: Any) -> tuple[str, int]:
+    """Return the target of a recipe file, and its count."""
     if isinstance(result, str):
         return _full(result), 1
     return _full(result["item"] if "item" in result else result["id"]), int(result.get("count", 1))

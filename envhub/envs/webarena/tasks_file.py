@@ -103,6 +103,7 @@ def _raw_tasks(path: Path) -> tuple[dict[str, Any], ...]:
 
 
 def _with_addresses(raw: dict[str, Any], sites: Mapping[str, str]) -> dict[str, Any]:
+    """Return a task with the sites' addresses in place of its marks."""
     text = json.dumps(raw)
     for site, url in sites.items():
         text = text.replace(f"__{site.upper()}__", url)

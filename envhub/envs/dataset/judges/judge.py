@@ -108,6 +108,7 @@ class Judge:
         return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
     def _find_url(self) -> str:
+        """Return the address of the endpoint; "": it is not known yet."""
         if self.options.url:
             return self.options.url
         found = self._run_dir.find_address(self.options.role) if self._run_dir else None
@@ -144,12 +145,14 @@ class Judge:
         return await asyncio.shield(asking)
 
     def _forget(self, key: str, done: asyncio.Task[tuple[float, Cost]]) -> None:
+        """Remove a finished request."""
         if self._asking.get(key) is done:
             del self._asking[key]
         if not done.cancelled():
             done.exception()  # The error is known, so asyncio does not log it.
 
     def _kept_score(self, key: str) -> float | None:
+        """Return the score of a kept answer; None: there is none, or the rule has changed."""
         kept = self.store.find(key)
         if kept is None:
             return None
@@ -159,6 +162,7 @@ class Judge:
             return None
 
     async def _ask_in_time(self, key: str, messages: list[dict[str, str]]) -> tuple[float, Cost]:
+        """Return a score and its cost. Raises: ServiceDown: the requests take too long."""
         cost = Cost()
         try:
             async with asyncio.timeout(self.longest_s), self._slots:
@@ -236,6 +240,7 @@ class Judge:
         return ""
 
     def _body(self, messages: list[dict[str, str]], temperature: float) -> dict[str, Any]:
+        """Return the body of a request."""
         options = self.options
         body: dict[str, Any] = {
             "model": options.model or options.name,

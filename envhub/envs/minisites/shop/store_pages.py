@@ -19,6 +19,7 @@ ADDRESSES = "SELECT * FROM address WHERE customer_id = :own_id ORDER BY id"
 
 @SHOPPING.get("/search")
 def search(visit: Visit) -> Response:
+    """Return the page of the products that contain all search words."""
     words = visit.query.get("q", "")[:200].split()[:8]
     orders = SHOPPING.table["pages"]["/category/{slug}.html"]["orders"]
     fits = [f"(name || ' ' || sku) LIKE :word_{i} ESCAPE '\\'" for i in range(len(words))]
@@ -41,6 +42,7 @@ def cart(visit: Visit) -> Response:
 
 @SHOPPING.get("/checkout")
 def checkout(visit: Visit) -> Response:
+    """Return the page of the checkout, or the cart if it is empty."""
     lines = visit.rows(BASKET)
     if not lines:
         return visit.go("/cart", "Your cart is empty.")
@@ -55,6 +57,7 @@ def checkout(visit: Visit) -> Response:
 
 @SHOPPING.post("/checkout")
 def place_order(visit: Visit) -> Response:
+    """Order the content of the cart, or return to the checkout with the reason."""
     lines = visit.rows(BASKET)
     addresses = {str(row["id"]): row for row in visit.rows(ADDRESSES)}
     shipping = visit.text("shipping")

@@ -10,6 +10,7 @@ WORDS = read_table(__file__, "words.yaml")
 
 
 def submit(page: PageView) -> str | None:
+    """Click the button that submits the page; None: the page has none."""
     for name in ("Submit", "Search", "Go!", "Order!", "OK", "Login"):
         for role in ("button", "clickable"):
             if found := page.all(role, name=name):
@@ -68,6 +69,7 @@ def accordion_link(page: PageView) -> str | None:
 
 
 def expand_and_submit(page: PageView) -> str | None:
+    """Expand the section, then submit."""
     section = page.one("tab")
     if section is not None and "expanded: False" in section.states:
         return click(section)
@@ -96,6 +98,7 @@ def dialog_button(page: PageView) -> str | None:
 
 
 def checkboxes(page: PageView) -> str | None:
+    """Select the named boxes, then submit."""
     names = page.goal_part(r"Select (.*) and click Submit").split(", ")
     for box in page.all("checkbox"):
         if (box.name in names) != box.is_checked:
@@ -104,6 +107,7 @@ def checkboxes(page: PageView) -> str | None:
 
 
 def radio(page: PageView) -> str | None:
+    """Select the named option, then submit."""
     option = page.one("radio", name=page.goal_part(r"Select (.*) and click Submit"))
     if option is not None and not option.is_checked:
         return click(option)
@@ -111,6 +115,7 @@ def radio(page: PageView) -> str | None:
 
 
 def listed_options(page: PageView) -> str | None:
+    """Select the named options of the list, then submit."""
     names = page.goal_part(r"Select (.*) from the (?:scroll )?list").split(", ")
     for option in page.all("option"):
         if option.name in names and not option.is_selected:
@@ -119,6 +124,7 @@ def listed_options(page: PageView) -> str | None:
 
 
 def coloured_box(page: PageView) -> str | None:
+    """Click the box of the quoted colour."""
     colour = page.goal_part(r"Click on the (\w+) colored")
     boxes = page.all("clickable", cls="color")
     return click(next((b for b in boxes if b.states == f"color: {colour}"), None))
@@ -199,6 +205,7 @@ def greatest_card(page: PageView) -> str | None:
 
 
 def odd_or_even(page: PageView) -> str | None:
+    """Mark each number as odd or even, then submit."""
     numbers = [t for t in page.texts() if re.fullmatch(r"-?\d+", t.name)]
     for number in numbers:
         name = "Odd" if int(number.name) % 2 else "Even"
@@ -220,6 +227,7 @@ def number_pattern(page: PageView) -> str | None:
 
 
 def focus_nth(page: PageView) -> str | None:
+    """Click the n-th field, or the only one."""
     place = page.goal_part(r"(\d)\w\w input")
     fields = page.all("textbox")
     return click(fields[int(place) - 1] if place else fields[0])

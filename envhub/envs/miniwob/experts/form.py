@@ -18,6 +18,7 @@ def fields(page: PageView) -> list[PageNode]:
 
 
 def fill(page: PageView, *texts: str) -> str | None:
+    """Write the texts into the fields in order, then submit."""
     for field, text in zip(fields(page), texts, strict=False):
         if field.value != text:
             return write(field, text)
@@ -38,6 +39,7 @@ def password_twice(page: PageView) -> str | None:
 
 
 def login(page: PageView) -> str | None:
+    """Write the quoted user name and password, then submit."""
     if cancel := page.one("button", name="Cancel"):
         return click(cancel)
     return fill(page, *page.quoted()[:2])
@@ -81,6 +83,7 @@ def copy_area(page: PageView) -> str | None:
 
 
 def copy_nth_area(page: PageView) -> str | None:
+    """Copy the n-th text area into the answer's field."""
     box = fields(page)[int(page.goal_part(r"the (\d)\w\w text area")) - 1]
     answer = next(n for n in fields(page) if n.dom_id == "answer-input")
     return _copy(page, box.value, answer)
@@ -91,6 +94,7 @@ def _copy(page: PageView, text: str, answer: PageNode) -> str | None:
 
 
 def last_word(page: PageView) -> str | None:
+    """Write the last word of the text area into the answer's field."""
     area, answer = fields(page)[:2]
     word = re.sub(r"[^a-zA-Z]", "", area.value.split()[-1])
     return _copy(page, word, answer)
@@ -107,12 +111,14 @@ def spelled(page: PageView) -> str | None:
 
 
 def arithmetic(page: PageView) -> str | None:
+    """Write the result of the calculation."""
     left, sign, right = re.findall(r"(\d+) ([-+x]) (\d+)", page.texts()[0].name)[0]
     act = {"+": operator.add, "-": operator.sub, "x": operator.mul}[sign]
     return fill(page, str(act(int(left), int(right))))
 
 
 def algebra(page: PageView) -> str | None:
+    """Write the value of x in the equation."""
     left, sign, right, total = page.texts()[0].name.replace("= ", "").split()
     if left == "x":
         answer = int(total) - int(right) if sign == "+" else int(total) + int(right)
@@ -190,6 +196,7 @@ def table_value(page: PageView) -> str | None:
 
 
 def table_values(page: PageView) -> str | None:
+    """Write the values that the table has for the labels."""
     table = _table(page)
     labels = [t.name[:-1] for t in page.texts() if t.name.endswith(":")]
     return fill(page, *[table[label] for label in labels])

@@ -52,6 +52,7 @@ def sliders(page: PageView) -> str | None:
 
 
 def slider_and_box(page: PageView) -> str | None:
+    """Move the slider, check the n-th box, then submit."""
     box = page.all("checkbox")[int(page.goal_part(r"the (\d)\w\w checkbox")) - 1]
     if moving := _slide(page, [int(page.goal_part(r"Select (-?\d+)"))]):
         return moving
@@ -165,6 +166,7 @@ def blocks(page: PageView) -> str | None:
 
 
 def sides(page: PageView) -> str | None:
+    """Click the button with the number of the figure's sides."""
     canvas = page.one("canvas")
     corners = re.findall(r"-?\d+,-?\d+", canvas.states.partition("points:")[2]) if canvas else []
     return click(page.one("button", name=str(len(corners) - 1)))

@@ -150,6 +150,7 @@ def make_rows(things: Things, subset: str, split: str, num_rows: int) -> list[Ro
 
 
 def _hops(draft: QuestionDraft) -> Iterator[dict[str, str]]:
+    """Yield the facts that answer a question, as metadata of its row."""
     for thing, relation in draft.hops:
         evidence = _answers(thing.facts[relation.key])[0]
         query = f"{thing.name} {relation.query}"
@@ -157,10 +158,12 @@ def _hops(draft: QuestionDraft) -> Iterator[dict[str, str]]:
 
 
 def _hotpotqa(drafts: Drafts, rng: random.Random) -> QuestionDraft:
+    """Draw a question in the style of HotpotQA."""
     return rng.choice((lambda: drafts.composed(2), drafts.compared, drafts.same))()
 
 
 def _2wiki(drafts: Drafts, rng: random.Random) -> QuestionDraft:
+    """Draw a question in the style of 2WikiMultihopQA."""
     ways = (
         lambda: drafts.composed(2), drafts.inferred, drafts.compared, drafts.compared_beyond
     )  # fmt: skip
