@@ -230,7 +230,8 @@ def _settled(
         run_dir.precision,
         is_repeatable=cfg.train.mode is TrainMode.SYNC,
         max_seq_tokens=cfg.actor.max_model_len,
-        num_cores=_spare_cores(cfg),
+        # Each engine on this CPU has one thread; the ranks share the other cores.
+        num_cores=(num_cores() - cfg.actor.num_engines) // cfg.learner.local_ranks,
     )
     return replace(cfg, learner=learner)
 
@@ -263,11 +264,6 @@ def _with_layout(cfg: RunConfig, trainer: Trainer) -> RunConfig:
     """Return the configuration with the layout that the start check has settled."""
     layout = Layout.PACKED if trainer.is_packed else Layout.PADDED
     return replace(cfg, learner=replace(cfg.learner, layout=layout))
-
-
-def _spare_cores(cfg: RunConfig) -> int:
-    """Return the number of cores for each rank here; engines on CPUs have one thread each."""
-    return (num_cores() - cfg.actor.num_engines) // cfg.learner.local_ranks
 
 
 def _publisher(

@@ -161,7 +161,9 @@ def with_lists(spec: EnvSpec, options: EnvsSection) -> EnvSpec:
     sizes = {f"num_{split}": len(items[split]) for split in SPLITS}
     subset = SubsetSpec(**sizes, max_turns=max(s.max_turns for s in spec.subsets.values()))
     scenario = next((task.scenario for task in spec.tasks.values()), "")
-    train, test = (_names(split, len(items[split])) for split in SPLITS)
+    train, test = (
+        tuple(f"{SUBSET}-{split}-{i}" for i in range(len(items[split]))) for split in SPLITS
+    )
     task = TaskSpec(scenario=scenario, subset=SUBSET, train=train, test=test)
 
     def make(style: Style) -> Any:
@@ -169,10 +171,6 @@ def with_lists(spec: EnvSpec, options: EnvsSection) -> EnvSpec:
 
     subsets = {**spec.subsets, SUBSET: subset}
     return replace(spec, subsets=subsets, make=make, tasks={**spec.tasks, "AgentGym": task})
-
-
-def _names(split: str, num: int) -> tuple[str, ...]:
-    return tuple(f"{SUBSET}-{split}-{i}" for i in range(num))
 
 
 def _items(spec: EnvSpec, path: str, dialect: Dialect) -> list[str]:

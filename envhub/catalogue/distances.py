@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, cast
 
 from common.config.envs import EnvsSection
@@ -38,7 +37,8 @@ def measured(spec: EnvSpec, subset: str, options: EnvsSection) -> Turns:
     """
     if spec.isolation is not Isolation.INLINE or subset not in spec.subsets:
         return {}
-    path = _folder() / f"{spec.name}-{_digest(spec, subset, options)}.json"
+    folder = cache_home() / "longstride" / "distances"
+    path = folder / f"{spec.name}-{_digest(spec, subset, options)}.json"
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -70,10 +70,6 @@ def _play(env: Env, item_id: str, most: int) -> int:
         if result.done:
             return turn + 1 if result.is_success else 0
     return 0
-
-
-def _folder() -> Path:
-    return cache_home() / "longstride" / "distances"
 
 
 def _digest(spec: EnvSpec, subset: str, options: EnvsSection) -> str:

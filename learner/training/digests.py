@@ -186,7 +186,7 @@ def _buffers(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     for tensor in tensors:
         if not tensor.numel():
             continue
-        own = _as_bytes(tensor)
+        own = tensor.detach().contiguous().view(-1).view(torch.uint8)
         is_alone = own.device.type == "cpu"
         if waiting and (is_alone or size + own.numel() > JOINED_BYTES):
             yield waiting[0] if len(waiting) == 1 else torch.cat(waiting)
@@ -199,7 +199,3 @@ def _buffers(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
             size += own.numel()
     if waiting:
         yield waiting[0] if len(waiting) == 1 else torch.cat(waiting)
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -150,7 +150,9 @@ class LiveWeights:
         own = 0
         others = []
         for piece in self._pieces(start, part.numel()):
-            target = self._place_of(piece, part)
+            target = part[piece.at : piece.at + piece.count * piece.dtype.itemsize].view(
+                piece.dtype
+            )
             if piece.rank == own:
                 _copy(target, self._local(piece))
             else:
@@ -211,9 +213,6 @@ class LiveWeights:
             flat = tensor.to_local().reshape(-1)
             return flat[piece.first - low : piece.first - low + piece.count]
         return tensor.reshape(-1)[piece.first : piece.first + piece.count]
-
-    def _place_of(self, piece: Piece, part: Tensor) -> Tensor:
-        return part[piece.at : piece.at + piece.count * piece.dtype.itemsize].view(piece.dtype)
 
 
 def _runs_of(tensor: Tensor | Merged | Stored) -> Sequence[tuple[Tensor | Merged, int, int]]:

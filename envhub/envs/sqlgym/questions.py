@@ -79,9 +79,6 @@ class Draws:
         child, reference, parent = self._rng.choice(links)
         self._drawn |= {"child": child, "reference": reference, "parent": parent}
 
-    def _number(self, table: str) -> Column:
-        return self._rng.choice(self._drawn[table].of_kind(ColumnType.NUMBER))
-
     def _category(self, table: str) -> Column:
         return self._rng.choice(self._drawn[table].of_kind(ColumnType.CATEGORY))
 
@@ -96,7 +93,7 @@ class Draws:
         table: SqlTable = self._drawn[name]
         if self._rng.random() < 0.5:
             return Phrase(f"the number of {table.many}", "COUNT(*)")
-        column = self._number(name)
+        column = self._rng.choice(self._drawn[name].of_kind(ColumnType.NUMBER))
         return Phrase(f"the average {column.label} of the {table.many}", f"AVG({column.name})")
 
     def _condition(self, table: str, prefix: str = "", beside: str = "") -> Phrase:
