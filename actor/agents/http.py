@@ -108,6 +108,7 @@ class AgentConnection(asyncio.Protocol):
         self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
+        """Parse received bytes. Invalid HTTP is answered with a 400."""
         # On an upgrade header (to HTTP/2, for example) the parser would skip the body.
         if b"pgrade:" in data:
             data = UPGRADE.sub(b"\r\nx-grade:", data)

@@ -168,6 +168,7 @@ def _reply_chat(asked: PolicyRequest, answer: PolicyAnswer) -> dict[str, Any]:
 
 
 def _reply_completion(asked: PolicyRequest, answer: PolicyAnswer) -> dict[str, Any]:
+    """Return an answer of the policy as a completion."""
     choice = {"index": 0, "text": answer.text, "logprobs": None}
     return _reply(asked, answer, "text_completion", f"cmpl-{answer.number}", choice)
 
@@ -187,6 +188,7 @@ def _reply(
 
 
 def _chat_events(asked: PolicyRequest, reply: dict[str, Any]) -> list[Event]:
+    """Return a chat completion as the events of a stream."""
     parts = [part for choice in reply["choices"] for part in _deltas(choice)]
     return _chunks(asked, {**reply, "object": "chat.completion.chunk"}, parts)
 
@@ -207,6 +209,7 @@ def _deltas(choice: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _completion_events(asked: PolicyRequest, reply: dict[str, Any]) -> list[Event]:
+    """Return a completion as the events of a stream."""
     return _chunks(asked, reply, reply["choices"])
 
 

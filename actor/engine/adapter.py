@@ -112,6 +112,7 @@ def _fill_slots(
 
 
 def _rank_of(weights: dict[str, Pair]) -> int:
+    """Return the rank of an adapter: the number of rows of A."""
     return next(iter(weights.values()))[0].shape[0]
 
 
@@ -130,6 +131,7 @@ def _reload_adapter(
 
 
 def _copies(pair: Pair, dtype: torch.dtype) -> Pair:
+    """Return copies of A and B in host memory."""
     first, second = (each.to(device="cpu", dtype=dtype, copy=True) for each in pair)
     return first, second
 

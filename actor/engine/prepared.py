@@ -136,13 +136,13 @@ def can_prepare(model: nn.Module, config: VllmConfig, device: torch.device) -> b
 
 def _has_views(model: nn.Module) -> bool:
     """Return whether a buffer is a view of a weight, or was one before vLLM packed the weight."""
-    weights = {_place_of(each) for each in model.parameters() if each.numel()}
-    return any(_place_of(each) in weights for each in model.buffers() if each.numel()) or any(
-        True for _ in _convolutions(model)
-    )
+    weights = {_storage_address(each) for each in model.parameters() if each.numel()}
+    return any(
+        _storage_address(each) in weights for each in model.buffers() if each.numel()
+    ) or any(True for _ in _convolutions(model))
 
 
-def _place_of(tensor: Tensor) -> int:
+def _storage_address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 

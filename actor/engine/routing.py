@@ -117,7 +117,7 @@ class ExpertRecorder:
         if self._by_slot is None:
             cache = runner.kv_cache_config
             groups = cache.kv_cache_groups
-            whole = (n for n, each in enumerate(groups) if _sees_all(each.kv_cache_spec))
+            whole = (n for n, each in enumerate(groups) if _is_full_attention(each.kv_cache_spec))
             self._group = next(whole, 0)
             self._block_tokens = groups[self._group].kv_cache_spec.block_size
             shape = (cache.num_blocks * self._block_tokens, *self._capturer.shape_per_token)
@@ -150,5 +150,5 @@ class ExpertRecorder:
         return self._finished.pop(request)
 
 
-def _sees_all(spec: Any) -> bool:
+def _is_full_attention(spec: Any) -> bool:
     return isinstance(spec, FullAttentionSpec) and getattr(spec, "sliding_window", None) is None

@@ -117,6 +117,7 @@ def reporting_progress(*, is_compiled: bool) -> Iterator[None]:
     doing = f"compiling cache={envs.VLLM_CACHE_ROOT}" if is_compiled else "loading"
 
     def report() -> None:
+        """Log at regular intervals until the start is over."""
         while not is_over.wait(PROGRESS_S):
             passed_s = time.monotonic() - started
             logger.info("engine is still starting passed_s=%.0f doing=%s", passed_s, doing)
@@ -250,6 +251,7 @@ class _LoadWatch(StatLoggerBase):
         self._meter = meter
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+        """Add the statistics of one engine step to the meter."""
         if scheduler_stats is not None:
             self._meter.add(
                 num_running=scheduler_stats.num_running_reqs,

@@ -151,6 +151,7 @@ class WholeLogprobs(LogprobsProcessor):
     """vLLM's collector of a request's logprobs, which appends those of a message at once."""
 
     def _update_sample_logprobs(self, logprobs_lists: LogprobsLists) -> None:
+        """Append the logprobs of a message to those of the request."""
         known = self.logprobs
         if not isinstance(known, FlatLogprobs) or self.num_logprobs or self.tokenizer is not None:
             super()._update_sample_logprobs(logprobs_lists)

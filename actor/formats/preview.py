@@ -45,15 +45,16 @@ def _conversation(renderer: Renderer) -> list[str]:
         result: Message = {"role": "tool", "name": ENV, "content": RESULT}
         ids = renderer.of_messages([user, answer, result], tools=[tool_of(ENV)])
         head = "prompts: two turns with a tool call, as the policy receives them:"
-        return [head, *_shown(renderer, ids)]
+        return [head, *_indented_lines(renderer, ids)]
     ids = renderer.conversation([PAGE, ACTION, RESULT])
     return [
         f"prompts: two turns, as the policy receives them; without a tool call: {called}:",
-        *_shown(renderer, ids),
+        *_indented_lines(renderer, ids),
     ]
 
 
-def _shown(renderer: Renderer, ids: list[int]) -> list[str]:
+def _indented_lines(renderer: Renderer, ids: list[int]) -> list[str]:
+    """Return decoded tokens as indented lines."""
     return [f"  | {line}" for line in renderer.shown(ids).split("\n")]
 
 

@@ -42,7 +42,9 @@ class SchedulerClient:
         self._hello = hello
         self.book = book
         self._silence_s = silence_s
-        self._line = FollowingDealer(book, "scheduler", keys, context=context, hello=self._greeting)
+        self._line = FollowingDealer(
+            book, "scheduler", keys, context=context, hello=self._current_hello
+        )
         self._grant: asyncio.Future[LeaseGrant] | None = None
         self.run_epoch = ""
         self.is_finished = asyncio.Event()
@@ -51,7 +53,8 @@ class SchedulerClient:
         """Connect and register. Raises: PeerMissing: no scheduler publishes its address in time."""
         await self._line.connect_soon(timeout_s=timeout_s)
 
-    def _greeting(self) -> Hello:
+    def _current_hello(self) -> Hello:
+        """Return the hello with the node's name and the number of the known addresses."""
         node = node_name(self._line.address)
         return replace(self._hello, directory=self.book.number, node=node)
 
@@ -70,7 +73,7 @@ class SchedulerClient:
             self._line.follow()
             message = await self._line.next(timeout_s=FOLLOW_S)
             if message is None:
-                self._line.send(self._greeting())
+                self._line.send(self._current_hello())
             else:
                 self._receive(message)
 
@@ -124,7 +127,7 @@ class SchedulerClient:
             case Progress():
                 if message.run_epoch != self.run_epoch:
                     self.book.forget_number()
-                    self._line.send(self._greeting())
+                    self._line.send(self._current_hello())
                 if message.is_finished:
                     self.is_finished.set()
             case Welcome():
@@ -134,7 +137,7 @@ class SchedulerClient:
                 # number.
                 if is_other:
                     self.book.forget_number()
-                    self._line.send(self._greeting())
+                    self._line.send(self._current_hello())
             case Directory():
                 self.book.take(message)
             case Rejected():

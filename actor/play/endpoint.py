@@ -148,6 +148,7 @@ class Endpoint(BearerClient):
         return PolicyFailed(f"{self._url}: {failure}")
 
     def _redact(self, text: str) -> str:
+        """Return a text without the key."""
         return text.replace(self._key, "***") if self._key else text
 
 

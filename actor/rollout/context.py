@@ -161,6 +161,7 @@ class Tape:
         self.turn_ids[first:] = [last_turn] * (len(self.turn_ids) - first)
 
     def observe(self, ids: list[int], turn: int) -> None:
+        """Append observed tokens."""
         self.add(Turn(ids, [0.0] * len(ids), [-1] * len(ids)), turn, is_sampled=False)
 
     def add_aside(self, taken: Turn, turn: int, kind: Aside, *, is_learnt: bool) -> None:
@@ -460,6 +461,7 @@ def observing(render: Render, taken: Turn | None, called: Turn | None = None) ->
 
 
 def _ending(encode: Encode, end: str, text: str) -> list[int]:
+    """Return the encoder of an observation to which `end` is appended."""
     return encode(text + end)
 
 

@@ -94,11 +94,13 @@ def doctor(
 
 
 def _print_table(checks: Sequence[Check], *below: str) -> int:
+    """Print the checks and further lines; return 1 if a required check fails."""
     print("\n".join([format_checks(checks), *below]))
     return 1 if any(each.remedy and not each.is_optional for each in checks) else 0
 
 
 def _examine_environment(name: str, missing: Sequence[str]) -> Check:
+    """Return the check of one environment."""
     found = "cannot run here" if missing else "can run here"
     return Check(what=f"env {name}", found=found, remedy="; ".join(missing), is_optional=True)
 

@@ -58,6 +58,7 @@ class Part:
 
 
 def _weights(label: str, num: int, width: int, note: str = "") -> Part:
+    """Return the memory of weights with `width` bytes each."""
     return Part(label, num * width, f"{num / 1e6:,.1f}M x {width} B{note}")
 
 
@@ -157,6 +158,7 @@ def frozen_bytes(learner: LearnerSection, is_cuda: bool) -> int:
 
 
 def _has_own_critic(cfg: RunConfig) -> bool:
+    """Return whether the critic is a network of its own."""
     is_critic = cfg.algorithm.advantage is Advantage.PPO
     return is_critic and cfg.learner.critic.kind is CriticKind.MODEL
 

@@ -135,6 +135,7 @@ def reference_text() -> str:
 
 
 def _kind(section: Any, name: str) -> Any:
+    """Return the declared type of a key."""
     return field_kinds(section)[name]
 
 
@@ -167,4 +168,5 @@ def _table(rows: Iterable[tuple[str, Any, Field[Any]]]) -> list[str]:
 
 
 def _doc(section: Any) -> str:
+    """Return the docstring of a section in one line."""
     return " ".join((getdoc(section) or "").split())

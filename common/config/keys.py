@@ -36,6 +36,7 @@ def list_keys() -> tuple[str, ...]:
     """Return every dotted key of the configuration. Index 0 represents all items of a list."""
 
     def walk(section: Any, prefix: str) -> list[str]:
+        """Return the dotted keys below a section."""
         keys: list[str] = []
         for name, kind in field_kinds(section).items():
             if is_dataclass(kind):
@@ -59,6 +60,7 @@ def nearest_keys(key: str) -> str:
             return " or ".join(map(_shortest, namesakes[:3] or sections))
 
     def likeness(known: str) -> float:
+        """Return the similarity of a key to the wanted one; the last word counts twice."""
         by_last = difflib.SequenceMatcher(None, known.rsplit(".", 1)[-1], last).ratio()
         return by_last + difflib.SequenceMatcher(None, known, key).ratio()
 

@@ -102,6 +102,7 @@ class _HasChecks(Protocol):
 
 
 def _first(*values: float | None) -> float | None:
+    """Return the first value that is not None."""
     return next((value for value in values if value is not None), None)
 
 
@@ -134,6 +135,7 @@ def _is_path(text: str) -> bool:
 
 
 def _is_name(text: str) -> bool:
+    """Return whether a text is printable and not blank."""
     return bool(text.strip()) and text.isprintable()
 
 

@@ -291,6 +291,7 @@ def _parse_value(raw: str, key: str) -> Any:
 
 
 def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a mapping without enum members."""
     return {key: _unnamed(value) for key, value in items}
 
 

@@ -112,6 +112,7 @@ def all_scores(items: Sequence[ItemPlays], *, k: int) -> dict[str, Any]:
 
 
 def _pass(played: list[ItemPlays], k: int) -> dict[str, Any]:
+    """Return the mean pass@k of the items with at least k samples."""
     enough = [item for item in played if len(item.samples) >= k]
     return _mean([pass_at(k, num_samples=len(i.samples), num_solved=i.num_solved) for i in enough])
 
@@ -133,4 +134,5 @@ def _mean(values: list[float]) -> dict[str, Any]:
 
 
 def _plain_mean(values: list[float]) -> float | None:
+    """Return the mean; None without values."""
     return sum(values) / len(values) if values else None

@@ -101,6 +101,7 @@ def _measures(entry: Entry) -> dict[str, tuple[str, ...]]:
 
 
 def _at(scores: Mapping[str, Any], path: tuple[str, ...]) -> Mapping[str, Any]:
+    """Return the value at a path of names in the scores."""
     return reduce(getitem, path, scores)
 
 

@@ -109,6 +109,7 @@ def _agenttraj(row: Trajectory, number: int, count: int, spoken: list[Spoken]) -
 
 
 def _sft(row: Trajectory, number: int, count: int, spoken: list[Spoken]) -> dict[str, Any]:
+    """Return a segment as messages."""
     return {"messages": _messages(spoken), **_about(row, number, count)}
 
 

@@ -394,6 +394,7 @@ def _loosely(piece: str) -> str:
 
 
 def _skip_space(text: str, at: int) -> int:
+    """Return the position of the next character that is no whitespace."""
     found = SPACE.match(text, at)
     return at if found is None else found.end()
 

@@ -59,6 +59,7 @@ class MeasuredTemplate:
         )
 
     def _asking(self, messages: Sequence[Message], is_asking: bool) -> str:
+        """Return the text of messages, with or without the generation prompt."""
         return self._rendered(messages, is_asking=is_asking)
 
     def _encoded(self, text: str) -> list[int]:

@@ -90,6 +90,7 @@ class SampledText:
         return found
 
     def _named(self, token_id: int) -> str:
+        """Return an added token by its name, with marks if it is special."""
         name = self._added[token_id]
         return f"{_OPEN}{name}{_CLOSE}" if token_id in self._special else name
 

@@ -91,6 +91,7 @@ def measure_turns(render: RenderTurns) -> Turns:
 
 
 def _conversation(*texts: str) -> list[Message]:
+    """Return texts as messages of user and assistant in turn."""
     roles = ("user", "assistant")
     return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
 

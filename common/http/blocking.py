@@ -92,7 +92,7 @@ def request(
 def own_connection(url: str, *, timeout_s: float) -> HTTPConnection:
     """Return an unopened connection to a part of the run, for several requests."""
     parts = _split(url)
-    return _kind(parts)(parts.hostname or "", parts.port, timeout=timeout_s)
+    return _connection_class(parts)(parts.hostname or "", parts.port, timeout=timeout_s)
 
 
 def _split(url: str) -> SplitResult:
@@ -103,7 +103,7 @@ def _split(url: str) -> SplitResult:
     return parts
 
 
-def _kind(parts: SplitResult) -> type[HTTPConnection]:
+def _connection_class(parts: SplitResult) -> type[HTTPConnection]:
     return HTTPSConnection if parts.scheme == "https" else HTTPConnection
 
 
@@ -114,13 +114,13 @@ def _connect(
     host = parts.hostname or ""
     path = urlunsplit(("", "", parts.path or "/", parts.query, ""))
     if proxy is None:
-        return _kind(parts)(host, parts.port, timeout=timeout_s), path, {}
+        return _connection_class(parts)(host, parts.port, timeout=timeout_s), path, {}
     between = urlsplit(proxy.url)
     login = _login("Proxy-Authorization", between)
     where = (between.hostname or "", between.port or (443 if between.scheme == "https" else 80))
     if parts.scheme == "http":
         target = urlunsplit(("http", parts.netloc.rpartition("@")[2], path, "", ""))
-        return _kind(between)(*where, timeout=timeout_s), target, login
+        return _connection_class(between)(*where, timeout=timeout_s), target, login
     if between.scheme == "https":
         raise ProxyFailed(f"an https proxy for an https address is not supported ({proxy.route})")
     connection = HTTPSConnection(*where, timeout=timeout_s)

@@ -133,6 +133,7 @@ def peak(lines: list[MetricsLine], name: str) -> float | None:
 
 
 def _values(lines: list[MetricsLine], name: str) -> list[float]:
+    """Return the values of a metric in all steps that have it."""
     return [value for line in lines if (value := line.get(name)) is not None]
 
 

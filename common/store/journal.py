@@ -295,6 +295,7 @@ def _records(
 
 
 def _has(folder: Path, number: int) -> bool:
+    """Return whether a segment exists, compressed or not."""
     path = segment_path(folder, number)
     return path.exists() or path.with_name(path.name + PACKED_SUFFIX).exists()
 

@@ -93,6 +93,7 @@ class MetricsWriter:
             sink.log(step, finite)
 
     def _thin(self) -> None:
+        """Remove lines of an old part of the file, and open the file again."""
         path = self._file.path
         if if_room(lambda: _thin(path), path):  # On a full disk the file is left as it is.
             self._file.close()

@@ -195,6 +195,7 @@ class WandbSink:
         return self._run is not None
 
     def _open(self, run_dir: RunDir, cfg: RunConfig) -> None:
+        """Open the run in wandb with this configuration."""
         run_dir.root.mkdir(parents=True, exist_ok=True)
         # wandb reads both variables at import. It rejects spellings of the mode that `choose_mode`
         # accepts.

@@ -193,6 +193,7 @@ def _samples_against_running_mean(
 
 
 def _outcomes(members: list[Trajectory], algorithm: AlgorithmSection) -> Tensor:
+    """Return the credit of each member's whole episode, [member] float32."""
     credits = [outcome_credit(t, algorithm) for t in members]
     return torch.tensor(credits, dtype=torch.float32)  # [member]
 
@@ -249,6 +250,7 @@ def _baseline(algorithm: AlgorithmSection) -> Baseline:
 
 
 def _returns(trajectory: Trajectory, algorithm: AlgorithmSection) -> np.ndarray:
+    """Return the discounted return after each turn, [num_turns]."""
     rewards = torch.from_numpy(turn_rewards(trajectory, algorithm))
     return discounted_returns(rewards, discount=algorithm.turn_discount).numpy()
 

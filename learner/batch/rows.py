@@ -72,6 +72,7 @@ def by_sample(micro: MicroBatch, flat: Tensor) -> BySample:
 
 
 def in_order(parts: BySample, indices: Sequence[int]) -> Tensor:
+    """Return tensors of samples concatenated in the order of the indices."""
     return torch.cat([parts[index] for index in indices])
 
 

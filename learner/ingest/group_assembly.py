@@ -161,6 +161,7 @@ class GroupAssembly:
         return 0 < self._num_needed(version) <= self.num_ready
 
     def _num_needed(self, version: int) -> int:
+        """Return how many ready groups make the batch after `version`."""
         return self._num_decided if version == self._decided_for else self._num_undecided
 
     def take(

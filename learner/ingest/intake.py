@@ -204,6 +204,7 @@ class Intake(threading.Thread):
         return {f"refused/{who}": float(num) for who, num in found.items()}
 
     def _refused_here(self) -> dict[str, int]:
+        """Return the refused messages of this listener and of the other listeners."""
         return self._router.num_refused("trajectories") | self._scheduler.others_refused()
 
     def _heartbeat(self) -> Heartbeat:

@@ -182,6 +182,7 @@ def why_nothing_is_clipped(algorithm: AlgorithmSection, learner: LearnerSection)
 
 
 def _masks_tokens(cfg: AlgorithmSection) -> bool:
+    """Return whether the correction gives some tokens the weight zero."""
     is_masking = (Correction.ICEPOP, Correction.GEOMETRIC, Correction.SECOND_MOMENT)
     return cfg.correction in is_masking or cfg.negative_mask_delta > 0
 

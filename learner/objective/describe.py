@@ -259,6 +259,7 @@ def _value_texts(cfg: AlgorithmSection, critic: CriticSection) -> Iterator[str]:
 
 
 def _data_texts(cfg: AlgorithmSection) -> Iterator[str]:
+    """Yield the filters of groups."""
     if cfg.filter_zero_variance and cfg.advantage.is_group_relative:
         yield "without groups of equal credit"
 

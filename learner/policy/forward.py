@@ -193,6 +193,7 @@ class Passes:
         return [self._trained] + ([] if self._reference is None else [self._reference])
 
     def _use_layout(self, layout: Layout) -> bool:
+        """Set the attention of all networks for a layout."""
         kind = self._device.type
         return use_attention(self._existing_networks(), kind, layout, self._cfg.attention)
 

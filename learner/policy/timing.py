@@ -161,6 +161,7 @@ def with_settled(learner: LearnerSection, plain: Mapping[str, Any]) -> LearnerSe
 
 
 def _shown(plain: Mapping[str, Any], is_open: Mapping[str, bool]) -> str:
+    """Return the values as text, with a mark on those that the configuration sets."""
     return " ".join(f"{n}={value}{'' if is_open[n] else ' (set)'}" for n, value in plain.items())
 
 
@@ -180,6 +181,7 @@ def config_by_rule(learner: LearnerSection, model: PreTrainedModel) -> ComputeCo
 
 
 def _precisions(config: ComputeConfig, is_open: Mapping[str, bool]) -> list[ComputeConfig]:
+    """Return the configuration in each precision that the settings leave open."""
     kinds = (Precision.BF16, Precision.FP32) if is_open["precision"] else (config.precision,)
     return [replace(config, precision=kind) for kind in kinds]
 

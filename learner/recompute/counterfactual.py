@@ -124,6 +124,7 @@ def header() -> str:
 
 
 def _number(value: float | None) -> str:
+    """Return a number for a table, "-" for an unknown one."""
     return "-" if value is None or not math.isfinite(value) else f"{value:.4g}"
 
 

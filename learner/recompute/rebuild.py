@@ -52,6 +52,7 @@ class EpisodeFilter:
         return left
 
     def _keeps(self, trajectory: Trajectory) -> bool:
+        """Return whether an episode has a selected horizon and end."""
         low, high = self.horizons or (0, trajectory.horizon)
         return low <= trajectory.horizon <= high and trajectory.end_reason not in self.dropped
 

@@ -98,6 +98,7 @@ class SimulatedRun:
     # --- the learner's intake -----------------------------------------------------------------
 
     def _note_waiting(self, actor: str) -> None:
+        """Report that an actor waits for work."""
         self._core.members.refuse(actor, self._events(), has_some=False)
 
     def _deliver(self, arrival: Arrival) -> None:
@@ -276,6 +277,7 @@ class SimulatedRun:
 
 
 def _has_signal(members: list[Trajectory]) -> bool:
+    """Return whether the rewards of a group differ."""
     return len({member.reward for member in members}) > 1
 
 

@@ -166,6 +166,7 @@ class Checkpoints:
         )
 
     def _is_kept(self, version: int, age_s: float) -> bool:
+        """Return whether a checkpoint is kept after the next one."""
         by_step = version % self._cfg.checkpoint_every_steps == 0
         return by_step or age_s >= self._cfg.checkpoint_every_s
 

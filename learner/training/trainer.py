@@ -209,6 +209,7 @@ class Trainer:
                 raise ValueError(f"unknown kind of order: {order.kind!r}")
 
     def _order_ranks(self, order: Callable[[], RankOperation]) -> None:
+        """Send an order to the other ranks, if there are any."""
         if self._announce is not None and self._ranks.size > 1:
             self._announce(order())
 
@@ -311,6 +312,7 @@ class Trainer:
         return Update(is_good, grad_norm, sums)
 
     def _clip(self, network: nn.Module) -> float:
+        """Clip the gradient of a network; return its norm before."""
         norm = nn.utils.clip_grad_norm_(network.parameters(), self._cfg.max_grad_norm)
         return whole(norm).item()
 

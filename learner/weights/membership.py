@@ -151,7 +151,7 @@ class Membership:
 
     def take_for_version(self) -> list[EngineMember]:
         """Return the members for a new version's broadcast, and clear their requests."""
-        chosen = [m for m in self.present() if not self._is_apart(m)]
+        chosen = [m for m in self.present() if not self._is_skipped(m)]
         for member in chosen:
             self._by_actor[member.actor].is_asking = False
         return chosen
@@ -168,7 +168,8 @@ class Membership:
             self._by_actor[member.actor].is_asking = False
         return chosen
 
-    def _is_apart(self, member: EngineMember) -> bool:
+    def _is_skipped(self, member: EngineMember) -> bool:
+        """Return whether a broadcast skips a member: it has failed, or it still loads."""
         return member.incarnation in self._owing or self._by_actor[member.actor].is_loading
 
     def has_asked(self, member: EngineMember) -> bool:

@@ -86,7 +86,7 @@ class LiveWeights:
         layout = [
             (name, torch.empty(tensor.shape, dtype=sent_as, device="meta"))
             for name, tensor in named
-            for sent_as in [_sent_as(tensor, None if name in exact else dtype)]
+            for sent_as in [_dtype_sent(tensor, None if name in exact else dtype)]
         ]
         self.specs, self.total_bytes = lay_out(layout)
         self._dtypes = [tensor.dtype for _, tensor in layout]
@@ -224,7 +224,8 @@ def _runs_of(tensor: Tensor | Merged | Stored) -> Sequence[tuple[Tensor | Merged
     return [(tensor.detach(), 0, tensor.numel())]
 
 
-def _sent_as(tensor: Tensor | Merged | Stored, dtype: torch.dtype | None) -> torch.dtype:
+def _dtype_sent(tensor: Tensor | Merged | Stored, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which a tensor is sent."""
     return dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
 
 

@@ -147,10 +147,12 @@ class Transfers:
             self._fail(member, f"the engine has not answered for {join.quiet_s:.1f} s")
 
     def _fail(self, member: EngineMember, reason: str) -> None:
+        """Mark a member as failed and remove it."""
         self.members.note_failed(member)
         self.members.remove(member, reason=reason)
 
     def _own_device(self) -> str:
+        """Return the name of the device that holds the current version."""
         assert self.current is not None
         return device_id(self.current.source.device)
 
@@ -421,5 +423,6 @@ class Transfers:
         return is_over or any(self._has_failed(m) for m in members)
 
     def _has_failed(self, member: EngineMember) -> bool:
+        """Return whether a member is lost or has reported a failure."""
         answer = self._answers.loaded(member)
         return not self.members.has(member) or (answer is not None and not answer.is_ok)

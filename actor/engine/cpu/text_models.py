@@ -69,12 +69,15 @@ class _Placeholders(MetaPathFinder, Loader):
         self.made: list[str] = []
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """Return a spec for a missing module, None for any other module."""
         if fullname.partition(".")[0] != MISSING:
             return None
         self.made.append(fullname)
         return importlib.util.spec_from_loader(fullname, self, is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:
+        """Make every attribute of the module an empty class."""
+
         def attribute(name: str) -> type:
             if name.startswith("__"):
                 raise AttributeError(name)

@@ -122,6 +122,7 @@ class InteractiveEpisodes:
         cfg = PolicySection(url=url, model=model, max_tries=2, timeout_s=60.0)
 
         async def ask_policy() -> dict[str, Any]:
+            """Request one action from the endpoint, and execute it."""
             if episode.is_done:
                 raise ConfigError("The episode has ended. Start another one.")
             if episode.format is AgentFormat.FUNCTION_CALL:

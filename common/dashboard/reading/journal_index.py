@@ -123,6 +123,7 @@ class EpisodeIndex:
         return True
 
     def _end_segment(self) -> None:
+        """Count the bytes of a segment that is read to its end."""
         self._done_bytes += max(self._size, self._offset)
         self._is_done = True
 
@@ -183,6 +184,7 @@ class EpisodeIndex:
         return True
 
     def _add(self, trajectory: Trajectory) -> None:
+        """Add a trajectory as a row."""
         place = {"segment": self._number, "offset": self._offset}
         self.rows.add(trajectory.episode_id, values_of(trajectory) | place)
 

@@ -276,4 +276,5 @@ class RunSource:
 
 
 def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a section of a stored configuration; {} without it."""
     return as_map(config.get(name))

@@ -59,6 +59,7 @@ class TokenTexts:
         return found
 
     def _decode(self, number: int) -> bytes:
+        """Return the bytes of a piece of the vocabulary."""
         piece = self._pieces.get(number)
         if piece is None:
             return f"⟨{number}⟩".encode()

@@ -75,6 +75,7 @@ class AccessMiddleware:
         )
 
     def _is_right(self, given: str) -> bool:
+        """Return whether a token is the right one, in constant time."""
         return hmac.compare_digest(given.encode(), self._token.encode())
 
 

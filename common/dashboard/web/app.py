@@ -63,10 +63,12 @@ async def _index() -> FileResponse:
 
 
 def _answer_bad_request(_: Request, error: Exception) -> JSONResponse:
+    """Return a 400 with the error's text."""
     return JSONResponse({"error": str(error)}, status_code=400)
 
 
 def _answer_damaged(_: Request, error: Exception) -> JSONResponse:
+    """Return a 422 for a damaged record."""
     return JSONResponse({"error": f"The record is damaged: {error}"}, status_code=422)
 
 
@@ -87,11 +89,13 @@ def _run(request: Request, name: str) -> RunSource:
 
 
 def _runs(request: Request) -> list[dict[str, Any]]:
+    """Return the entries of the list of runs."""
     watch: SourceRefresher = request.app.state.watch
     return [each.summary() for each in watch.sources.list_all()]  # Only opened runs are read.
 
 
 def _overview(request: Request, name: str) -> dict[str, Any]:
+    """Return the data of the Run view, or the summary of a conversation file."""
     source = _source(request, name)
     return overview(source) if isinstance(source, RunSource) else source.summary()
 
@@ -131,6 +135,7 @@ def _group(request: Request, name: str, id: str) -> JSONResponse:
 
 
 def _compare(request: Request, runs: str) -> dict[str, Any]:
+    """Return the data of the Compare view."""
     names = [name for name in re.split(r",", runs) if name][:MAX_COMPARED]
     return compare([_run(request, name) for name in names])
 

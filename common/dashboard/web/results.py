@@ -103,11 +103,13 @@ def samples(rows: EpisodeRows, *, group: str = "") -> list[dict[str, Any]]:
 
 
 def _has_failed(rows: EpisodeRows, here: np.ndarray) -> np.ndarray:
+    """Return which rows ended with an infrastructure failure, bool."""
     codes = [rows.names["end"].codes.get(name, -1) for name in INFRASTRUCTURE]
     return np.isin(rows.column("end")[here], codes)
 
 
 def _by_subset(rows: EpisodeRows, here: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """Return the rows of each subset."""
     return _by_name(rows, "subset", here)
 
 

@@ -142,6 +142,7 @@ class RayProcess:
         self._write(update.text)
 
     def _write(self, text: bytes) -> None:
+        """Append text to the role's log."""
         with self.log_path.open("ab") as log:
             log.write(text)
 
@@ -175,5 +176,6 @@ def _is_deterministic(error: RayError) -> bool:
 
 
 def _first_line(error: RayError) -> str:
+    """Return the line of an error that names a node, or its first line."""
     lines = str(error).splitlines()
     return next((line for line in lines if "node" in line.lower()), lines[0] if lines else "")

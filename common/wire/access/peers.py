@@ -134,6 +134,7 @@ class Peers:
             logger.warning("muted for_s=%g peer=%s num=%d", MUTED_S, *self._log_fields(sender))
 
     def _log_fields(self, sender: Sender) -> tuple[str, int]:
+        """Return the owner's name and the number of refusals, for a log line."""
         return shown(sender.identity.name), sender.account.num_refused
 
     def note_refused(self, sender: bytes, reason: str) -> None:

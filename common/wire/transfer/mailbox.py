@@ -197,12 +197,15 @@ class Mailbox:
         self._store.delete(keys)
 
     def _released(self, rank: int) -> str:
+        """Return the key that a receiver sets when it has closed shared memory."""
         return f"mail/{self._name}/released/{rank}"
 
     def _key(self, index: int) -> str:
+        """Return the key of a part's location."""
         return f"mail/{self._name}/{index}"
 
     def _taken(self, index: int, rank: int) -> str:
+        """Return the key that a receiver sets when it has copied a part."""
         return f"{self._key(index)}/{rank}"
 
     def _wait_for(self, keys: list[str], what: str) -> None:

@@ -221,6 +221,7 @@ def success_gain(steps: Sequence[StepSeen]) -> float | None:
 
 
 def _mean_entropy(steps: Sequence[StepSeen]) -> float:
+    """Return the mean entropy of the steps that report one."""
     known = [step.entropy for step in steps if step.entropy != UNKNOWN]
     return sum(known) / len(known) if known else UNKNOWN
 

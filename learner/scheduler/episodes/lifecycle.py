@@ -165,6 +165,7 @@ class EpisodeLifecycle:
         self.queue.disown(actor)
 
     def _requeue(self, group: GroupRecord, episode: EpisodeRecord) -> None:
+        """Queue an episode again, before all others."""
         self._move(episode, EpisodePhase.QUEUED)
         self.queue.put(group.group_id, [episode.member], is_first=True)
 
@@ -312,6 +313,7 @@ class EpisodeLifecycle:
     # --- accounts -----------------------------------------------------------------------------
 
     def _account(self, group: GroupRecord) -> EpisodeCounts:
+        """Return the account of a group: training or evaluation."""
         return self.ledger.train if group.is_train else self.ledger.eval
 
     def _unknown(self, episode_id: str) -> None:

@@ -123,6 +123,7 @@ class EpisodeQueue:
             self._unlist(group_id, pending)
 
     def _unlist(self, group_id: str, pending: PendingGroup) -> None:
+        """Remove a group from the list of its owner, or of free groups."""
         (self.owned[pending.owner] if pending.owner else self.free).remove(group_id)
 
     def disown(self, actor: str) -> None:

@@ -170,6 +170,7 @@ class AddressRegistry:
         self._renew_hubs()
 
     def _renew_hubs(self) -> None:
+        """Update the hubs of the directory."""
         places = [*self.fixed, *(hub.hello.place for hub in self._hubs.values())]
         self._change(self.directory.learner, self.directory.weights, places)
 
