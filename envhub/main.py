@@ -171,6 +171,7 @@ def serve_alone(cfg: RunConfig, env_names: list[str], *, started: Callable[[str]
 
 
 def envs_of_run(cfg: RunConfig) -> list[str]:
+    """Return the environments of the run's tasks and of `envhub.envs`."""
     return sorted({*(task.env for task in cfg.tasks), *cfg.envhub.envs})
 
 
@@ -297,6 +298,7 @@ class DrainingServer(uvicorn.Server):
         self._loop.call_soon_threadsafe(self._begin_drain)
 
     def _begin_drain(self) -> None:
+        """Start to drain, in the event loop."""
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:

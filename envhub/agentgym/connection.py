@@ -147,6 +147,7 @@ class AgentGymConnection:
             self._session = None
 
     def failure(self, text: str, *, status: int | None = None) -> RemoteFailure:
+        """Return the error of this server, with its address."""
         where = f"AgentGym server {self.dialect.name} at {without_login(self._url)}"
         return RemoteFailure(f"{where}: {text}", status=status)
 
@@ -251,6 +252,7 @@ class AgentGymConnection:
 
 
 def max_sessions(dialect: Dialect, options: RemoteOptions) -> int:
+    """Return the limit of sessions: the option, or a smaller one of the server."""
     return min(options.max_sessions, dialect.max_instances or options.max_sessions)
 
 
@@ -259,4 +261,5 @@ def _has_failed(task: asyncio.Task[int]) -> bool:
 
 
 def _shown(reply: object) -> str:
+    """Return a reply as short text."""
     return json.dumps(reply)[:MAX_SHOWN_CHARS]

@@ -84,6 +84,7 @@ class Instances:
         self._turns.append(turn)
 
         async def add() -> int:
+            """Add an instance if no earlier request waits. Raises: CapacityFull."""
             if self._turns[0] is not turn:
                 raise CapacityFull(f"{self._spec.name}: other requests already wait for a session")
             return self.add()
@@ -162,6 +163,7 @@ class Instances:
 
     @property
     def _key(self) -> str:
+        """Return the configuration key of the limit on sessions."""
         return REMEDIES.get(self._spec.name, "envhub.capacity")
 
     def _remedy(self) -> str:
@@ -267,5 +269,6 @@ class Instances:
         await self._delete(session_id)
 
     async def _delete(self, session_id: str) -> None:
+        """Delete a session, which may have ended by itself."""
         with contextlib.suppress(SessionUnknown):  # Its own lease may have ended it already.
             await self._sessions.delete(session_id)

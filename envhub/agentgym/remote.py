@@ -129,6 +129,7 @@ class RemoteEnv(RemoteEpisode):
         return self._instance, is_old
 
     async def _reset(self, instance: RemoteInstance, index: int) -> str:
+        """Reset an instance to an item within the timeout; return the first observation."""
         async with self._limit(f"the reset of item {index}"):
             return await self._first_observation(instance, index)
 

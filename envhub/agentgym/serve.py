@@ -143,6 +143,7 @@ class _DialectRoutes:
         query = Query(alias=self.dialect.instance_key, ge=-MAX_NUMBER, le=MAX_NUMBER)
 
         async def greet() -> Response:
+            """Answer that the server is ready."""
             is_plain = self.dialect.faults is not Faults.ERROR_KEY
             return json_response("ok" if is_plain else f"This is environment {self.dialect.title}.")
 
@@ -182,6 +183,7 @@ class _DialectRoutes:
         """Return a route that answers with data of the environment itself."""
 
         async def details_route(number: int = query) -> Response:
+            """Answer with data of the environment, in the form of the dialect."""
             try:
                 instance = self._queried(number)
                 details = await self._instances.detail(instance, what)
@@ -264,6 +266,7 @@ class _DialectRoutes:
         return instance
 
     def _number(self, body: BaseModel) -> int:
+        """Return the number of the instance in a body."""
         return getattr(body, self.dialect.instance_key)
 
     def _refused(self, text: str, *, is_reset: bool = False, is_query: bool = False) -> Response:

@@ -140,6 +140,7 @@ def parse_options(plain: Mapping[str, Any]) -> tuple[EnvsSection, RemoteOptions]
 
 
 def _like(default: Any, value: Any) -> Any:
+    """Return a section of the configuration from its JSON; other values unchanged."""
     return type(default)(**value) if is_dataclass(default) else value
 
 

@@ -89,6 +89,7 @@ class LocalEpisode:
         return await self._call(self._env.render), await self._call(self._env.fingerprint)
 
     async def detail(self, what: str) -> Any:
+        """Return additional data of the environment; None if it has none."""
         detail = getattr(self._env, "detail", None)
         return None if detail is None else await self._call(lambda: detail(what))
 
@@ -163,5 +164,6 @@ class WorkerEpisode:
             self._pool.give_back(worker)
 
     async def _call(self, op: str, **fields: object) -> Any:
+        """Return the worker's answer to a call of this session."""
         assert self.worker is not None
         return await self.worker.call(op, session=self._number, timeout_s=self._timeout_s, **fields)

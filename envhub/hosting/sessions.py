@@ -344,6 +344,7 @@ class Sessions:
         self.num_live[spec.name] += 1
 
     def _release(self, env_name: str) -> None:
+        """Free a session's place."""
         self.num_live[env_name] -= 1
 
     def _find(self, session_id: str) -> Session:
@@ -385,6 +386,7 @@ class Sessions:
             self._end_call()
 
     def _begin_call(self) -> None:
+        """Count a running call."""
         self._num_running += 1
         self._is_idle.clear()
 

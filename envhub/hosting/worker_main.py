@@ -57,6 +57,7 @@ class Host:
         return self.refusal(message, detail)
 
     def refusal(self, message: dict[str, Any], detail: str) -> dict[str, Any]:
+        """Return the reply for a failed call."""
         return {"id": message["id"], "error": "raised", "detail": detail[:DETAIL_CHARS]}
 
     async def _init(self, message: dict[str, Any]) -> int:

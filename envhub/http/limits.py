@@ -73,8 +73,9 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def _begin(self) -> None:
+        """Start the timer of the request."""
         self._end()
-        self._timer = self.loop.call_later(REQUEST_S, self._give_up)
+        self._timer = self.loop.call_later(REQUEST_S, self._end_slow_request)
 
     def _end(self) -> None:
         """Stop the timer of the request."""
@@ -82,7 +83,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
 
-    def _give_up(self) -> None:
+    def _end_slow_request(self) -> None:
+        """Close the connection, because its request takes too long."""
         self._refuse("slow")
         self.transport.abort()
 
@@ -91,6 +93,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().send_400_response(msg)
 
     def _refuse(self, reason: str) -> None:
+        """Count a refused connection."""
         self.counts[reason] += 1
         self.refusals.note(self.client, reason)
 

@@ -293,6 +293,7 @@ def _add_batch_routes(app: FastAPI, sessions: Sessions) -> None:
 
 
 def _batch_of(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the OpenAPI options of a batch route."""
     openapi = body_of(model, is_list=True)
     return {"responses": _fails(422), "openapi_extra": openapi, "tags": ["batch"]}
 
@@ -323,6 +324,7 @@ async def _create(sessions: Sessions, body: CreateRequest) -> dict[str, Any]:
 
 
 async def _step(sessions: Sessions, session_id: str, body: StepRequest) -> dict[str, Any]:
+    """Perform a step; return the body of the answer."""
     result = await sessions.step(session_id, body.action, body.seq, num_bytes=body.num_bytes)
     return result.as_dict()
 
@@ -336,6 +338,7 @@ async def _entry(work: Coroutine[Any, Any, dict[str, Any]], *, status: int) -> d
 
 
 def _status_of(error: Exception) -> int:
+    """Return the HTTP status of an error."""
     return next(status for kind, status in STATUS_CODES.items() if isinstance(error, kind))
 
 

@@ -177,6 +177,7 @@ class _Player:
             await self._send(reply)
 
     async def _send(self, frame: dict[str, Any]) -> None:
+        """Send a frame."""
         await self._socket.send_text(json_bytes(frame).decode())
 
     async def _reply(self, raw: str | bytes) -> dict[str, Any] | None:

@@ -124,6 +124,7 @@ class Socket:
         return data
 
     def _failure(self, text: str, *, code: str = "") -> OpenEnvFailure:
+        """Return the error of this server."""
         return OpenEnvFailure(f"OpenEnv server {self._shown}: {text}", code=code)
 
     async def _read(self) -> None:

@@ -133,4 +133,5 @@ def index_in(split: Split, index: int) -> int:
 
 
 def _task(name: str, split: Split, index: int) -> dict[str, Any]:
+    """Return a task with its id, index and split."""
     return {"id": split.item(index), "index": index, "split": name}

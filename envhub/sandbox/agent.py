@@ -143,6 +143,7 @@ class Agent:
         os.close(fd)
 
     def has_processes(self) -> bool:
+        """Return whether processes of the commands still run."""
         return self.reap() or bool(self.discarded)
 
     def reap(self) -> bool:
@@ -187,6 +188,7 @@ class Agent:
         return total
 
     def resident(self, name: str) -> int:
+        """Return the resident bytes of a process."""
         with open(f"/proc/{name}/statm", "rb") as file:
             return int(file.read().split()[1]) * PAGE_BYTES
 

@@ -68,6 +68,7 @@ class Bubblewrap:
         return ""
 
     async def _try(self) -> None:
+        """Create a sandbox and delete it."""
         sandbox = await self.create(SandboxRequest())
         await sandbox.delete()
 

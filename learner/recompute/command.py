@@ -43,7 +43,7 @@ def recompute(request: ParsedCommand, *, root: Path, echo: Echo) -> int:
     num_skipped = sum(step.is_skipped for step in plan.steps)
     num_starts = len({id(plan.start_of(step)) for step in plan.steps})
     echo(
-        f"{run_dir.root.name}: steps {plan.first} to {plan.last_version}, recomputed from {plan.origin}"
+        f"{run_dir.root.name}: steps {plan.first} to {plan.last}, recomputed from {plan.origin}"
         f" (step {plan.version}): {len(plan.steps)} batches, {num_skipped} of them skipped. The"
         f" run computed them in {num_starts} starts of the learner."
     )
@@ -80,7 +80,7 @@ class _Check:
         self.finish(episodes.damage)
         found: dict[str, Any] = {
             "first": self._plan.first,
-            "last": self._plan.last_version,
+            "last": self._plan.last,
             "equal_checksums": self._num_equal,
             "without_checksum": self._num_unknown,
             "first_difference": {"step": self.step, "what": self.problem} if self.problem else None,
@@ -157,7 +157,7 @@ class _Check:
         learner_s = self._plan.record.learner_cpu_s()
         self._echo(
             f"equal: all {self._num_equal} checksums of weights, versions {self._plan.version} to"
-            f" {self._plan.last_version}. Recomputing took {_cpu_s():.1f} CPU-seconds, the whole learner"
+            f" {self._plan.last}. Recomputing took {_cpu_s():.1f} CPU-seconds, the whole learner"
             f" {learner_s:.1f}."
         )
 

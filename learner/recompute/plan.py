@@ -28,7 +28,7 @@ class Plan:
     steps: list[LoggedStep]  # In order, with skipped batches.
 
     @property
-    def last_version(self) -> int:
+    def last(self) -> int:
         return max(step.version for step in self.steps)
 
     @property
@@ -60,7 +60,7 @@ def make_plan(run_dir: RunDir, steps: str | None) -> Plan:
     last_logged = max((step.version for step in logged), default=0)
     if not last_logged:
         raise ConfigError(f"{run_dir.root}: the run has not logged a step yet")
-    first, last_version = _range(steps, last_logged)
+    first, last = _range(steps, last_logged)
     begins = [(0, None), *complete_checkpoints(run_dir.checkpoints)]
     version, folder = [each for each in begins if each[0] < first][-1]
     following = _following(logged, version, folder)
@@ -70,11 +70,7 @@ def make_plan(run_dir: RunDir, steps: str | None) -> Plan:
         checkpoint=folder,
         version=version,
         first=first,
-        steps=[
-            step
-            for step in following
-            if step.consumed_by <= last_version or last_version == last_logged
-        ],
+        steps=[step for step in following if step.consumed_by <= last or last == last_logged],
     )
     _check_recorded(plan)
     _check_kept(plan, [version for version, _ in begins if version < last_logged], last_logged)
@@ -88,10 +84,10 @@ def _range(steps: str | None, last_logged: int) -> tuple[int, int]:
         raise ConfigError(f"--steps={steps}: expects a:b, the first and the last step")
     only = found[3]
     first = int(only or found[1] or 1)
-    last_version = int(only or found[2] or last_logged)
-    if not 1 <= first <= last_version <= last_logged:
+    last = int(only or found[2] or last_logged)
+    if not 1 <= first <= last <= last_logged:
         raise ConfigError(f"--steps={steps}: the run has steps 1 to {last_logged} so far")
-    return first, last_version
+    return first, last
 
 
 def _following(logged: list[LoggedStep], version: int, folder: Path | None) -> list[LoggedStep]:

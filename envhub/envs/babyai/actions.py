@@ -72,6 +72,7 @@ def _is_togglable(scene: GridScene, front: int) -> bool:
 
 
 def _pickup(seen: Seen) -> GridAction:
+    """Return the action that picks up a visible object."""
     path = (*(seen.path or ()), sc.PICKUP)
     return GridAction(f"pickup {seen.name} {seen.number}", ActionEffect.PICKUP, path, seen.position)
 

@@ -182,6 +182,7 @@ def _paths(
 
 
 def _path_to(entered: dict[Pose, tuple[Pose, int]], pose: Pose) -> Path:
+    """Return the primitives from the start to a pose."""
     path: list[int] = []
     while pose != START:
         pose, primitive = entered[pose]

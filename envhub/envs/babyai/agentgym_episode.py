@@ -33,6 +33,7 @@ class AgentGymBabyAiEnv(BabyAiEnv):
         self._has_ended = False  # Whether minigrid ended the episode with that action.
 
     def _start(self, item: ItemId) -> None:
+        """Begin an item, with minigrid's first view."""
         self._reward = self._score = 0.0
         self._has_ended = False
         super()._start(item)
@@ -47,6 +48,7 @@ class AgentGymBabyAiEnv(BabyAiEnv):
             self._level.grid.set(column, row, None)
 
     def _locate(self, item: ItemId) -> tuple[str, int]:
+        """Return the level and the seed of an item, with the level that AgentGym uses."""
         level, seed = levels.locate(item)
         return levels.AS_IN_AGENTGYM.get(level, level), seed
 
@@ -93,6 +95,7 @@ class AgentGymBabyAiEnv(BabyAiEnv):
         self._update_view()
 
     def _observation(self) -> str:
+        """Return the text of the view with the offered actions."""
         if self._is_compact:
             return super()._observation()
         offered = list(self._offer.actions.values())

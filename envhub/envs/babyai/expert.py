@@ -73,6 +73,7 @@ def search(
     ranges = [distances(scene, target, through_locks=False) for target in targets]
 
     def remaining(at: int) -> int:
+        """Return the cost of the way to the nearest target."""
         return min(r.get(at, UNREACHABLE) for r in ranges)
 
     counter = 0

@@ -32,7 +32,7 @@ def distances(
         if position in cost:
             continue
         entering = _cost(scene, position)
-        if entering is None or (not through_locks and _is_shut(scene, position)):
+        if entering is None or (not through_locks and _is_locked_without_key(scene, position)):
             continue
         cost[position] = so_far
         for s in steps:
@@ -41,14 +41,14 @@ def distances(
     return cost
 
 
-def _is_shut(scene: GridScene, position: int) -> bool:
+def _is_locked_without_key(scene: GridScene, position: int) -> bool:
     return scene.codes[position] == sc.LOCKED and not act.has_key(scene, position)
 
 
 def _cost(scene: GridScene, position: int) -> int | None:
     """Return the cost of entering a cell; None: it cannot be entered."""
     code = scene.codes[position]
-    if code == sc.LOCKED and not _is_shut(scene, position):
+    if code == sc.LOCKED and not _is_locked_without_key(scene, position):
         return UNLOCK_COST
     return COSTS.get(code)
 
@@ -140,7 +140,9 @@ def _walled(scene: GridScene, positions: frozenset[int]) -> GridScene:
 
 def _openable(scene: GridScene, target: FacingTarget) -> FacingTarget:
     """Return the target without doors that cannot be opened."""
-    return FacingTarget(frozenset(p for p in target.positions if not _is_shut(scene, p)), OPENING)
+    return FacingTarget(
+        frozenset(p for p in target.positions if not _is_locked_without_key(scene, p)), OPENING
+    )
 
 
 def _onward(scene: GridScene, target: FacingTarget, standing: int) -> list[int]:

@@ -63,5 +63,6 @@ def _can_be_met(
 
 
 def _is_any_in(level: RoomGridLevel, wanted: ObjDesc, cells: set[Cell]) -> bool:
+    """Return whether one of the described objects is in these cells."""
     _, positions = wanted.find_matching_objs(level)
     return any(position in cells for position in positions)

@@ -98,6 +98,7 @@ def available(actions: list[GridAction]) -> str:
 
 
 def _names(actions: list[GridAction]) -> list[str]:
+    """Return the names of the actions and of the check for available actions."""
     return [*(action.name for action in actions), CHECK]
 
 

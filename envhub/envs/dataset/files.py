@@ -111,6 +111,7 @@ def _is_of(split: str, path: Path) -> bool:
 
 
 def _is_named(split: str, part: str) -> bool:
+    """Return whether a name begins with the name of a split."""
     return part == split or part.startswith((f"{split}-", f"{split}.", f"{split}_"))
 
 

@@ -126,6 +126,7 @@ def _answer_text(answer: Any) -> str | None:
 
 
 def _user(text: str) -> Message:
+    """Return a text as a user's message."""
     return {"role": "user", "content": text}
 
 
@@ -150,6 +151,7 @@ def _is_text_part(part: Any) -> bool:
 
 
 def _first_of(names: Sequence[str], record: Record) -> str:
+    """Return the first of these columns that a record has; "" for none."""
     return next((name for name in names if value_at(record, name) is not None), "")
 
 
@@ -162,6 +164,7 @@ def _choose(key: str, given: str, names: Sequence[str], first: Record) -> str:
 
 
 def _no_column(key: str, given: str, first: Record) -> str:
+    """Return the text about a missing column."""
     shown = f"{key}={given}: no such column" if given else f"{key} is not set"
     return f"{shown}; the columns are {', '.join(map(str, first))}"
 

@@ -144,6 +144,7 @@ def _load(settings: str, paths: tuple[Path, ...], stamps: object) -> Dataset:
 
 
 def _check_prompts(prompts: PromptMaker, records: Sequence[Record], name: str) -> None:
+    """Check that every record has a prompt. Raises: ConfigError."""
     for number, record in enumerate(records, 1):
         prompts.check(record, f"record {number} of {name}")
 
@@ -211,6 +212,7 @@ def load_tokenizer(options: DatasetOptions) -> Any:
 
 
 def _tokenizer_digest(options: DatasetOptions) -> str:
+    """Return the digest of the tokenizer's file; "" without one."""
     path = _tokenizer_path(options)
     return "" if path is None else digest_of([path])
 

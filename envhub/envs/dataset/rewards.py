@@ -191,6 +191,7 @@ class RewardSum:
         return Paid(total=self._mapped(total), values=values, costs=costs)
 
     def _mapped(self, total: float) -> float:
+        """Return a sum of rewards, mapped to [0, 1]."""
         share = (total - self._least) / (self._most - self._least)
         return round(min(max(share, 0.0), 1.0), DIGITS)
 

@@ -70,6 +70,7 @@ class MazeEnv(TextEnv):
         return f"at {self._at}"
 
     def _end(self, word: str) -> str:
+        """Return the last observation of an episode."""
         return word.lower() if self._is_compact else f"{word}\n"
 
     def _observation(self) -> str:

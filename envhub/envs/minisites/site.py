@@ -223,6 +223,7 @@ class Site:
             """Add the handler's route, and return the handler."""
 
             async def endpoint(request: Request) -> Response:
+                """Answer a request to the path."""
                 return await self._answer(request, handler)
 
             self.router.add_route(path, endpoint, methods=[method])
@@ -259,10 +260,12 @@ class Site:
 
 
 def _show(entry: Mapping[str, Any], visit: Visit) -> Response:
+    """Return a page of the table."""
     return visit.page(entry["page"], **visit.values_of(entry))
 
 
 def _submit(entry: Mapping[str, Any], visit: Visit) -> Response:
+    """Process a form of the table."""
     return visit.submit(entry)
 
 

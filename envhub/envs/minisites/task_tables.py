@@ -127,10 +127,12 @@ class TemplateTable:
 
 
 def _fill(wording: str, names: Names) -> str:
+    """Return a wording with the names filled in."""
     return FILLER.vformat(wording, (), names)
 
 
 def _fill_all(wordings: Sequence[str], names: Names) -> list[str]:
+    """Return wordings with the names filled in."""
     return [_fill(wording, names) for wording in wordings]
 
 
@@ -247,13 +249,16 @@ class _Rounds:
         return [_bound(name, entry) for entry in drawn]
 
     def _loop(self, wanted: Names, names: Names, step: Names) -> list[Names]:
+        """Return a round for each entry."""
         ((name, where),) = wanted.items()
         return [_bound(name, entry) for entry in self._entries(where, names)]
 
     def _times(self, number: int, names: Names, step: Names) -> list[Names]:
+        """Return a number of rounds that bind no name."""
         return [{}] * number
 
     def _pick(self, sql: str, names: Names, step: Names) -> list[Names]:
+        """Return one round with a random row."""
         return [dict(self._random.choice(self._select(sql, names)))]
 
     def _draw(self, wanted: Names, names: Names, step: Names) -> list[Names]:
@@ -264,28 +269,35 @@ class _Rounds:
         return [bound]
 
     def _number(self, wanted: Names, names: Names, step: Names) -> list[Names]:
+        """Return one round with a random number for each name."""
         return [{name: self._random.randrange(*bounds) for name, bounds in wanted.items()}]
 
     def _find(self, sql: str, names: Names, step: Names) -> list[Names]:
+        """Return one round with the first row; none without rows."""
         return [dict(row) for row in self._select(sql, names)[:1]]
 
     def _list(self, wanted: Names, names: Names, step: Names) -> list[Names]:
+        """Return one round with the rows of each query as a list of answers."""
         found = {name: self._select(sql, names) for name, sql in wanted.items()}
         return [{name: JoinedAnswers(row[0] for row in rows) for name, rows in found.items()}]
 
     def _let(self, wanted: Names, names: Names, step: Names) -> list[Names]:
+        """Return one round with the wordings by their names."""
         return [{name: Wording(wording) for name, wording in wanted.items()}]
 
     def _when(self, expression: str, names: Names, step: Names) -> list[Names]:
+        """Return one round if the expression is true, else none."""
         ((is_true,),) = self._select(f"SELECT {expression}", names)
         return [{}] if is_true else []
 
 
 def _prefixed(prefix: str, row: sqlite3.Row) -> dict[str, Any]:
+    """Return a row with a prefix before each column's name."""
     return {prefix + key: value for key, value in dict(row).items()}
 
 
 def _bound(name: str, entry: Any) -> Names:
+    """Return an entry as names: its own keys, or one name for a plain value."""
     found = entry if isinstance(entry, Mapping) else {name: entry}
     return {key: Wording(each) if isinstance(each, str) else each for key, each in found.items()}
 

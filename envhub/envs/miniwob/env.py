@@ -183,6 +183,7 @@ class MiniwobEnv:
 
 
 def _fingerprint(page: str, snapshot: tree.Snapshot) -> str:
+    """Return a hash of all nodes of a page."""
     parts = [f"{node.role} {node.name} {node.states} {node.x} {node.y}" for node in snapshot.nodes]
     return hashlib.sha256("\n".join([page, str(snapshot.state), *parts]).encode()).hexdigest()
 

@@ -122,9 +122,11 @@ class SciWorldEnv(TextEnv):
         }
 
     def _worded(self, observation: str) -> str:
+        """Return an observation in the style of the episode."""
         return text.compact(observation) if self._is_compact else observation
 
     def _live(self) -> "Simulator":
+        """Return the simulator of the running episode."""
         assert self._simulator is not None, "an episode is used before its reset"
         return self._simulator
 

@@ -135,6 +135,7 @@ class Simulator:
         return tuple(str(action) for action in gold)
 
     def _text(self, name: str, *arguments: object) -> str:
+        """Return the result of a method as text."""
         return str(self._call(name, *arguments))
 
     def _call(self, name: str, *arguments: object) -> object:

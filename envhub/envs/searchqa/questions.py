@@ -110,6 +110,7 @@ class QuestionFiles:
         }
 
     def _count(self, subset: str, split: str) -> int:
+        """Return the number of questions in a file; 0 without it."""
         path = question_path(self._folder, subset, split)
         return count_lines(path) if path.is_file() else 0
 

@@ -60,6 +60,7 @@ class BoundedFunctions:
         """Return a bounded version of one of sqlite's trim functions."""
 
         def trim(text: Any, characters: Any) -> Any:
+            """Trim a text, or refuse a call with too many comparisons."""
             if isinstance(text, str) and isinstance(characters, str):
                 return strip(text, characters)
             sizes = [len(x) if isinstance(x, str | bytes) else 1 for x in (text, characters)]
@@ -81,5 +82,6 @@ class BoundedFunctions:
             raise self._refusal(str(error)) from error
 
     def _refusal(self, reason: str) -> ValueError:
+        """Return the error of a refused call, and keep its reason."""
         self.failure = reason
         return ValueError(reason)

@@ -63,9 +63,11 @@ class Draws:
         return wording.format(**self._drawn)
 
     def _about_table(self) -> None:
+        """Draw a table."""
         self._drawn["table"] = self._rng.choice(self._domain.tables)
 
     def _about_grouped(self) -> None:
+        """Draw a table that has a column of categories."""
         tables = [table for table in self._domain.tables if table.of_kind(ColumnType.CATEGORY)]
         self._drawn["table"] = self._rng.choice(tables)
 
@@ -80,12 +82,15 @@ class Draws:
         self._drawn |= {"child": child, "reference": reference, "parent": parent}
 
     def _category(self, table: str) -> Column:
+        """Draw a column of categories."""
         return self._rng.choice(self._drawn[table].of_kind(ColumnType.CATEGORY))
 
     def _choice(self, *options: Any) -> Any:
+        """Draw one of some options."""
         return self._rng.choice(options)
 
     def _between(self, low: int, high: int) -> int:
+        """Draw a whole number between two bounds."""
         return self._rng.randint(low, high)
 
     def _measure(self, name: str) -> Phrase:

@@ -112,6 +112,7 @@ def make_book(
 
 
 def _depth_of(recipe: Recipe, depths: Mapping[str, int]) -> int:
+    """Return the depth of a recipe: one more than that of its deepest ingredient."""
     return 1 + max(depths[name] for _, name in recipe.ingredients)
 
 

@@ -56,6 +56,7 @@ class TextCraftEnv(TextEnv):
         return f"Crafting commands:\n{commands}\n\nGoal: craft {self._task.goal}."
 
     def _make_task(self, item_id: str) -> CraftTask:
+        """Return the task of an item."""
         return self._catalogue.make_task(parse_item(item_id, self._catalogue.subsets))
 
     def _step(self, action: str) -> StepResult:
@@ -78,6 +79,7 @@ class TextCraftEnv(TextEnv):
         return f"holds {held}"
 
     def _refusal(self, agentgym: str, compact: str) -> StepResult:
+        """Return the result of an impossible action, in the style of the episode."""
         return plain_result(compact if self._is_compact else agentgym, False)
 
     def _inventory_text(self, is_compact: bool) -> str:

@@ -64,6 +64,7 @@ class ExchangedEnv(TextCraftEnv):
         return task
 
     def _shown(self, text: str) -> str:
+        """Return a text in the agent's words."""
         return text if self._exchange is None else self._exchange.shown(text)
 
     def _step(self, action: str) -> StepResult:
@@ -94,6 +95,7 @@ class ExchangedEnv(TextCraftEnv):
         return {"tree": self._renamed(details["tree"]), "held": held}
 
     def _renamed(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """Return a tree of ingredients with the agent's names."""
         parts = [self._renamed(part) for part in tree["parts"]]
         return tree | {"name": self._shown(tree["name"]), "parts": parts}
 

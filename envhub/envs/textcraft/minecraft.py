@@ -121,10 +121,12 @@ def _result(result: Any) -> tuple[str, int]:
 
 
 def _full(name: str) -> str:
+    """Return an item's id with its namespace."""
     return name if ":" in name else NAMESPACE + name
 
 
 def _is_block_only(recipe: FileRecipe) -> bool:
+    """Return whether a recipe only unpacks a block of the same material."""
     return len(recipe.ingredients) == 1 and recipe.ingredients[0][1].name.endswith(BLOCK_SUFFIX)
 
 

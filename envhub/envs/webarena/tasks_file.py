@@ -98,6 +98,7 @@ def read_tasks(path: Path, sites: Mapping[str, str]) -> WebArenaTasks:
 
 @cache
 def _raw_tasks(path: Path) -> tuple[dict[str, Any], ...]:
+    """Return the tasks of the package in the order of their numbers."""
     tasks = json.loads(path.read_text(encoding="utf-8"))
     return tuple(sorted(tasks, key=lambda task: task["task_id"]))
 

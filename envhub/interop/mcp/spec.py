@@ -69,6 +69,7 @@ def make_spec(reference: str) -> EnvSpec:
     )
 
     async def stop() -> None:
+        """Close the shared connections."""
         for link in tasks.shared:
             await link.close()
 

@@ -169,7 +169,7 @@ class Judge:
                 score = await self._score(key, messages, cost)
         except TimeoutError as error:
             text = f"{self.options.concurrency} requests at once do not keep up"
-            raise self._down(f"no score within {self.longest_s:g} s; {text}") from error
+            raise self._outage(f"no score within {self.longest_s:g} s; {text}") from error
         cost.unanswered = self._num_unanswered
         self._num_unanswered = 0
         return score, cost
@@ -186,7 +186,7 @@ class Judge:
             except Unanswered as error:
                 self._num_unanswered += 1
                 if is_last:
-                    raise self._down(str(error)) from error
+                    raise self._outage(str(error)) from error
                 await asyncio.sleep(max(error.wait_s, BACKOFF_S * 2**attempt))
             except Unparsed as error:
                 cost.unparsed += 1
@@ -253,13 +253,16 @@ class Judge:
         return {name: value for name, value in body.items() if value is not None}
 
     def _down_text(self, text: str) -> str:
+        """Return the text about a judge that does not answer."""
         return f"judge {self.options.name} ({self.options.shown}) does not answer: {text}"
 
-    def _down(self, text: str) -> ServiceDown:
+    def _outage(self, text: str) -> ServiceDown:
+        """Return the error for a judge that does not answer, and log it."""
         logger.warning("judge does not answer name=%s reason=%s", self.options.name, text)
         return ServiceDown(self._down_text(text))
 
     def _failed(self, text: str) -> EnvFailure:
+        """Return the error for a judge's wrong answer or a wrong request."""
         return EnvFailure(f"judge {self.options.name} ({self.options.shown}): {text}")
 
 

@@ -71,6 +71,7 @@ def nearby(visit: Visit) -> Response:
 
 
 def _route(start: sqlite3.Row, end: sqlite3.Row) -> Route:
+    """Return the shortest route between two places."""
     return find_route((start["col"], start["line"]), (end["col"], end["line"]))
 
 

@@ -31,11 +31,13 @@ def search(visit: Visit) -> Response:
 
 
 def _total_cents(lines: list[sqlite3.Row]) -> int:
+    """Return the price of all lines of the cart."""
     return sum(line["quantity"] * line["price_cents"] for line in lines)
 
 
 @SHOPPING.get("/cart")
 def cart(visit: Visit) -> Response:
+    """Return the page of the cart."""
     lines = visit.rows(BASKET)
     return visit.page("cart.html", lines=lines, total_cents=_total_cents(lines))
 

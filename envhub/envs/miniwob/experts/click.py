@@ -19,18 +19,22 @@ def submit(page: PageView) -> str | None:
 
 
 def quoted_button(page: PageView) -> str | None:
+    """Click the quoted button."""
     return click(page.one("button", name=page.quoted()[0]))
 
 
 def button_one(page: PageView) -> str | None:
+    """Click the button ONE."""
     return click(page.one("button", name="ONE"))
 
 
 def only_button(page: PageView) -> str | None:
+    """Click the only button."""
     return click(page.one("button"))
 
 
 def one_then_two(page: PageView) -> str | None:
+    """Click ONE, then TWO."""
     return click(page.one("button", name="TWO" if page.taken else "ONE"))
 
 
@@ -77,6 +81,7 @@ def expand_and_submit(page: PageView) -> str | None:
 
 
 def tab_by_name(page: PageView) -> str | None:
+    """Click the named tab."""
     return click(page.one("tab", name=page.goal_part(r"Click on (Tab #\d+)")))
 
 
@@ -89,10 +94,12 @@ def tabs_to_link(page: PageView) -> str | None:
 
 
 def close_dialog(page: PageView) -> str | None:
+    """Close the dialog."""
     return click(page.one("button", name="Close"))
 
 
 def dialog_button(page: PageView) -> str | None:
+    """Click the quoted button of the dialog; x closes it."""
     name = page.quoted()[0]
     return click(page.one("button", name="Close" if name == "x" else name))
 

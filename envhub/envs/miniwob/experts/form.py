@@ -14,6 +14,7 @@ MONTHS = list(calendar.month_name)
 
 
 def fields(page: PageView) -> list[PageNode]:
+    """Return the form fields of a page."""
     return [node for node in page.nodes if node.role in FIELD_ROLES]
 
 
@@ -26,15 +27,18 @@ def fill(page: PageView, *texts: str) -> str | None:
 
 
 def quoted_text(page: PageView) -> str | None:
+    """Write the quoted text and submit."""
     return fill(page, page.quoted()[0])
 
 
 def cased_text(page: PageView) -> str | None:
+    """Write the quoted text in upper or lower case and submit."""
     text = page.quoted()[0]
     return fill(page, text.upper() if "upper case" in page.goal else text.lower())
 
 
 def password_twice(page: PageView) -> str | None:
+    """Write the quoted password into both fields and submit."""
     return fill(page, page.quoted()[0], page.quoted()[0])
 
 
@@ -46,11 +50,13 @@ def login(page: PageView) -> str | None:
 
 
 def date_field(page: PageView) -> str | None:
+    """Write the date and submit."""
     month, day, year = page.goal_part(r"Enter (\d+/\d+/\d+)").split("/")
     return fill(page, f"{year}-{month}-{day}")
 
 
 def time_field(page: PageView) -> str | None:
+    """Write the time and submit."""
     hour, minute, half = re.findall(r"(\d+):(\d+) ([AP])M", page.goal)[0]
     return fill(page, f"{int(hour) % 12 + 12 * (half == 'P'):02d}:{minute}")
 
@@ -90,6 +96,7 @@ def copy_nth_area(page: PageView) -> str | None:
 
 
 def _copy(page: PageView, text: str, answer: PageNode) -> str | None:
+    """Write a text into the answer's field; submit once it is there."""
     return submit(page) if answer.value == text else write(answer, text)
 
 
@@ -101,11 +108,13 @@ def last_word(page: PageView) -> str | None:
 
 
 def nth_word(page: PageView) -> str | None:
+    """Write the n-th word of the text and submit."""
     words = page.texts()[0].name.split()
     return fill(page, re.sub(r"[^a-zA-Z]", "", words[int(page.goal_part(r"the (\d+)")) - 1]))
 
 
 def spelled(page: PageView) -> str | None:
+    """Write the word that the letters spell and submit."""
     letters = [t.name for t in page.texts() if len(t.name) <= 5]
     return fill(page, "".join(letters))
 
@@ -192,6 +201,7 @@ def height_and_button(page: PageView) -> str | None:
 
 
 def table_value(page: PageView) -> str | None:
+    """Write the value that the table has for the name and submit."""
     return fill(page, _table(page)[page.goal_part(r"the value of (.*) into")])
 
 
@@ -203,6 +213,7 @@ def table_values(page: PageView) -> str | None:
 
 
 def _table(page: PageView) -> dict[str, str]:
+    """Return the values of a table of two columns by their names."""
     cells = [cell.name for cell in page.all("cell")]
     return dict(zip(cells[::2], cells[1::2], strict=True))
 

@@ -107,10 +107,12 @@ def contact(page: PageView) -> str | None:
 
 
 def _price(node: PageNode) -> int:
+    """Return the price of a flight."""
     return int(node.name.rpartition("$")[2])
 
 
 def _minutes(node: PageNode) -> int:
+    """Return the duration of a flight in minutes."""
     hours, minutes = re.findall(r"(\d+)h (\d+)m", node.name)[0]
     return int(hours) * 60 + int(minutes)
 

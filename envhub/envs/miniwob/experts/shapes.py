@@ -28,6 +28,7 @@ def _describes(words: list[str], node: PageNode) -> bool:
 
 
 def _drawn(page: PageView) -> list[PageNode]:
+    """Return the figures of a drawing."""
     return [n for n in page.nodes if n.role in (*SHAPE_ROLES, "text")]
 
 

@@ -182,10 +182,12 @@ DRAWS: dict[str, Callable[[Drafts, random.Random], QuestionDraft]] = {
 
 
 def _relation(thing: Thing, key: str) -> Relation:
+    """Return a relation of a thing by its key."""
     return next(relation for relation in RELATIONS[thing.kind] if relation.key == key)
 
 
 def _thing(value: Thing | str) -> Thing:
+    """Return a fact's value as a thing."""
     assert isinstance(value, Thing)
     return value
 
@@ -196,10 +198,12 @@ def _names(thing: Thing) -> tuple[str, ...]:
 
 
 def _noun(thing: Thing) -> str:
+    """Return a thing's name, with a noun before it if the name needs one."""
     return NOUN_BEFORE_NAME.get(thing.kind, "") + thing.name
 
 
 def _about(text: str, pair: list[Thing]) -> str:
+    """Return a wording about two things."""
     return text.format(a=_noun(pair[0]), b=_noun(pair[1]))
 
 
@@ -209,6 +213,7 @@ def _winner_index(values: list[int], lower_wins: bool) -> int:
 
 
 def _number(text: str) -> int:
+    """Return the number at the start of a text."""
     return int(text.split()[0].replace(",", ""))
 
 
