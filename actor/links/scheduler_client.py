@@ -42,7 +42,7 @@ class SchedulerClient:
         self._hello = hello
         self.book = book
         self._silence_s = silence_s
-        self._line = FollowingDealer(
+        self._dealer = FollowingDealer(
             book, "scheduler", keys, context=context, hello=self._current_hello
         )
         self._grant: asyncio.Future[LeaseGrant] | None = None
@@ -51,11 +51,11 @@ class SchedulerClient:
 
     async def connect(self, *, timeout_s: float) -> None:
         """Connect and register. Raises: PeerMissing: no scheduler publishes its address in time."""
-        await self._line.connect_soon(timeout_s=timeout_s)
+        await self._dealer.connect_soon(timeout_s=timeout_s)
 
     def _current_hello(self) -> Hello:
         """Return the hello with the node's name and the number of the known addresses."""
-        node = node_name(self._line.address)
+        node = node_name(self._dealer.address)
         return replace(self._hello, directory=self.book.number, node=node)
 
     async def learn_addresses(self, *, timeout_s: float) -> None:
@@ -66,14 +66,14 @@ class SchedulerClient:
         deadline = time.monotonic() + timeout_s
         while not self.book.is_complete:
             if time.monotonic() > deadline:
-                where = self._line.address
+                where = self._dealer.address
                 raise PeerMissing(
                     f"no learner registered with the scheduler at {where} within {timeout_s:g} s"
                 )
-            self._line.follow()
-            message = await self._line.next(timeout_s=FOLLOW_S)
+            self._dealer.follow()
+            message = await self._dealer.next(timeout_s=FOLLOW_S)
             if message is None:
-                self._line.send(self._current_hello())
+                self._dealer.send(self._current_hello())
             else:
                 self._receive(message)
 
@@ -85,7 +85,7 @@ class SchedulerClient:
         request = LeaseRequest(
             actor=self._hello.name, num_free_slots=num_free_slots, version=version, absent=[*absent]
         )
-        self._line.send(request)
+        self._dealer.send(request)
         try:
             async with asyncio.timeout(ANSWER_S):
                 return await self._grant
@@ -95,12 +95,12 @@ class SchedulerClient:
 
     def beat(self, heartbeat: Heartbeat) -> None:
         """Send a heartbeat. Raises: PeerMissing: no message arrived for `silence_s`."""
-        silent_s = self._line.silent_s
+        silent_s = self._dealer.silent_s
         if silent_s > self._silence_s:
             raise PeerMissing(
-                f"no message from the scheduler at {self._line.address} for {silent_s:.0f} s"
+                f"no message from the scheduler at {self._dealer.address} for {silent_s:.0f} s"
             )
-        self._line.send(replace(heartbeat, directory=self.book.number))
+        self._dealer.send(replace(heartbeat, directory=self.book.number))
 
     async def run(self, on_revoked: Callable[[list[str]], None] = lambda _: None) -> None:
         """Receive until cancelled, and reconnect when the scheduler's address changes.
@@ -110,9 +110,9 @@ class SchedulerClient:
         checked_at = -FOLLOW_S
         while True:
             if time.monotonic() - checked_at >= FOLLOW_S:  # Reads a file, so not for every message.
-                self._line.follow()
+                self._dealer.follow()
                 checked_at = time.monotonic()
-            message = await self._line.next(timeout_s=FOLLOW_S)
+            message = await self._dealer.next(timeout_s=FOLLOW_S)
             if message is None:
                 continue
             self._receive(message)
@@ -127,7 +127,7 @@ class SchedulerClient:
             case Progress():
                 if message.run_epoch != self.run_epoch:
                     self.book.forget_number()
-                    self._line.send(self._current_hello())
+                    self._dealer.send(self._current_hello())
                 if message.is_finished:
                     self.is_finished.set()
             case Welcome():
@@ -137,7 +137,7 @@ class SchedulerClient:
                 # number.
                 if is_other:
                     self.book.forget_number()
-                    self._line.send(self._current_hello())
+                    self._dealer.send(self._current_hello())
             case Directory():
                 self.book.take(message)
             case Rejected():
@@ -157,9 +157,9 @@ class SchedulerClient:
 
     def close(self) -> None:
         """Deregister, so that the leases are issued again at once, and close."""
-        if self._line.address:
+        if self._dealer.address:
             hello = self._hello
-            self._line.send(
+            self._dealer.send(
                 Goodbye(role=hello.role, name=hello.name, incarnation=hello.incarnation)
             )
-        self._line.close(linger_s=0.5)
+        self._dealer.close(linger_s=0.5)

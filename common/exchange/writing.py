@@ -53,8 +53,8 @@ def write(format: str, path: Path, episodes: Iterable[Trajectory], framing: Fram
     record_of = _RECORDS[format]
     num = 0
     with path.open("w", encoding="utf-8") as out:
-        for row, number, count, said in rows:
-            record = record_of(row, number, count, said)
+        for row, number, count, messages in rows:
+            record = record_of(row, number, count, messages)
             if record_of in (_sft, _agenttraj):  # The other formats have tokens of their own.
                 record |= _tokens(row, framing.fingerprint)
             out.write(json.dumps(record) + "\n")
@@ -122,7 +122,7 @@ def _tokens(row: Trajectory, fingerprint: str) -> dict[str, Any]:
     }
 
 
-def _messages(said: list[Spoken]) -> list[dict[str, Any]]:
+def _messages(messages: list[Spoken]) -> list[dict[str, Any]]:
     """Return messages. Weight 0, as in OpenAI's format, marks an answer that was not sampled."""
     return [
         {
@@ -130,7 +130,7 @@ def _messages(said: list[Spoken]) -> list[dict[str, Any]]:
             "content": each.text,
             **({"weight": 0} if each.is_agent and not each.is_sampled else {}),
         }
-        for each in said
+        for each in messages
     ]
 
 

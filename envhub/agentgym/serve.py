@@ -53,22 +53,22 @@ def mount(hub: HubParts) -> None:
             spec = registry.spec(name)
             instances = Instances(spec, hub.sessions, limits=hub.limits)
             words = vocabulary(registry.options.wordle.words) if dialect is WORDLE else ()
-            desk = _DialectRoutes(dialect, instances, words=words)
-            _add_routes(hub.app, name, desk)
+            handlers = _DialectRoutes(dialect, instances, words=words)
+            _add_routes(hub.app, name, handlers)
 
 
-def _add_routes(app: FastAPI, name: str, desk: "_DialectRoutes") -> None:
+def _add_routes(app: FastAPI, name: str, handlers: "_DialectRoutes") -> None:
     """Add the routes of one environment."""
-    dialect = desk.dialect
+    dialect = handlers.dialect
     base = f"/agentgym/{name}"
     instance: dict[str, Any] = {dialect.instance_key: (Number, ...)}
     # Only TextCraft does not require a data index.
-    index: dict[str, Any] = {dialect.item_key: (Number, 0 if desk.resets_at_create else ...)}
+    index: dict[str, Any] = {dialect.item_key: (Number, 0 if handlers.resets_at_create else ...)}
     bodies = {
-        "create": (desk.create, {key: (Number, ...) for key in dialect.create_body or ()}),
-        "reset": (desk.reset, instance | index),
-        "step": (desk.step, instance | {"action": (str, ...)}),
-        "close": (desk.close, instance),
+        "create": (handlers.create, {key: (Number, ...) for key in dialect.create_body or ()}),
+        "reset": (handlers.reset, instance | index),
+        "step": (handlers.step, instance | {"action": (str, ...)}),
+        "close": (handlers.close, instance),
     }
     for verb, (handle, fields) in bodies.items():
         model = create_model(f"{dialect.name}_{verb}", **fields)
@@ -88,9 +88,9 @@ def _add_routes(app: FastAPI, name: str, desk: "_DialectRoutes") -> None:
     if dialect.has_render:
         model = create_model(f"{dialect.name}_render", **instance)
         app.post(f"{base}/render", tags=["agentgym"], openapi_extra=body_of(model))(
-            _route(desk.render, model)
+            _route(handlers.render, model)
         )
-    for path, handle in desk.queries().items():
+    for path, handle in handlers.queries().items():
         operation_id = f"agentgym_{name}_{path[1:] or 'greet'}"
         app.get(base + path, tags=["agentgym"], operation_id=operation_id)(handle)
 

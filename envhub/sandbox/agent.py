@@ -269,20 +269,20 @@ class Agent:
     def start(self, request: dict[str, Any]) -> int:
         """Start a command and return the descriptor of its output."""
         self.code = None
-        output, theirs = os.pipe()
-        failed, told = os.pipe()
+        output, child_output = os.pipe()
+        failed, error_pipe = os.pipe()
         os.set_blocking(output, False)
         try:
             pid = os.fork()
         except OSError:
-            for each in (output, theirs, failed, told):
+            for each in (output, child_output, failed, error_pipe):
                 os.close(each)
             raise
         if pid == 0:
-            self.become(request, theirs, told)
+            self.become(request, child_output, error_pipe)
         self.watched = pid
-        os.close(theirs)
-        os.close(told)
+        os.close(child_output)
+        os.close(error_pipe)
         with os.fdopen(failed, "rb") as file:
             number = file.read()
         if number:
@@ -290,7 +290,7 @@ class Agent:
             raise OSError(int(number), os.strerror(int(number)))
         return output
 
-    def become(self, request: dict[str, Any], output: int, told: int) -> NoReturn:
+    def become(self, request: dict[str, Any], output: int, error_pipe: int) -> NoReturn:
         """Turn this forked process into the command. It never returns."""
         try:
             signal.set_wakeup_fd(-1)
@@ -305,9 +305,9 @@ class Agent:
             os.chdir(request["folder"])
             os.execvpe(request["argv"][0], request["argv"], request["variables"])
         except OSError as error:
-            os.write(told, str(error.errno).encode())
+            os.write(error_pipe, str(error.errno).encode())
         except ValueError:
-            os.write(told, str(errno.EINVAL).encode())
+            os.write(error_pipe, str(errno.EINVAL).encode())
         os._exit(127)
 
     def limit(self) -> None:

@@ -254,16 +254,17 @@ def _copy(target: Tensor, source: Tensor) -> None:
     if target.device == source.device:
         target.copy_(source)
         return
-    for here, there in zip(target.split(CAST_NUMBERS), source.split(CAST_NUMBERS), strict=True):
-        here.copy_(there.to(here.device) if here.is_cuda else there)
+    targets = target.split(CAST_NUMBERS)
+    for part, found in zip(targets, source.split(CAST_NUMBERS), strict=True):
+        part.copy_(found.to(part.device) if part.is_cuda else found)
 
 
 def _receive(gathering: Gathering, wanted: Sequence[tuple[Piece, Tensor]]) -> None:
     """Fill the targets with data of other ranks, without an extra copy if the devices allow it."""
     landed = [
-        target if target.device == gathering.device else torch.empty_like(target, device=there)
+        target if target.device == gathering.device else torch.empty_like(target, device=device)
         for _, target in wanted
-        for there in [gathering.device]
+        for device in [gathering.device]
     ]
     with _RankErrors(gathering):
         _exchange(

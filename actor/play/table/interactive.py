@@ -162,7 +162,7 @@ class InteractiveEpisodes:
         words = ["serve", f"run.dir={root.parent}", f"run.name={root.name}"]
         words += ["policy.url=", f"policy.api_key_env={TOKEN}", *_newest_checkpoint(root)]
         try:
-            url = await self._address("policy", words, says="policy: ", start_s=ENGINE_START_S)
+            url = await self._address("policy", words, prefix="policy: ", start_s=ENGINE_START_S)
         except EnvError as error:  # A user can still play the episode.
             raise ConfigError(str(error)) from error
         return await self.ask(episode_id, url=url, model=root.name, key=self._token)
@@ -196,7 +196,7 @@ class InteractiveEpisodes:
         return self._clients[address]
 
     async def _address(
-        self, kind: str, words: list[str], *, says: str = "hub: ", start_s: float = START_S
+        self, kind: str, words: list[str], *, prefix: str = "hub: ", start_s: float = START_S
     ) -> str:
         """Return the address of a server process; replace one of this kind with other arguments."""
         self._upkeep = self._upkeep or asyncio.create_task(self._close_idle())
@@ -207,7 +207,7 @@ class InteractiveEpisodes:
                 self._words[kind] = words
                 token = self._token
                 self._services[kind] = ServiceCommand(
-                    self._root, words, token=token, says=says, start_s=start_s
+                    self._root, words, token=token, prefix=prefix, start_s=start_s
                 )
             service = self._services[kind]
         return await service.address()

@@ -63,7 +63,7 @@ class Peers:
     """The senders of one ROUTER. Use from its thread.
 
     Example: a connection sends 100 invalid messages. Each one is counted, answered with
-    `Rejected` and adds a strike. The connection is then muted for ten seconds: its messages are
+    `Rejected`. After too many of them the connection is muted for ten seconds: its messages are
     counted and dropped.
     """
 
@@ -180,8 +180,8 @@ class Peers:
     def _refused_accounts(self) -> list[tuple[str, KeyCounts]]:
         """Return the keys with the most refused messages."""
         known = list(self._accounts.items())  # A copy: another thread may add an account.
-        guilty = [(n, a) for n, a in known if a.num_refused or a.num_unsent]
-        return sorted(guilty, key=lambda each: -each[1].num_refused)[:MAX_SHOWN]
+        refused = [(n, a) for n, a in known if a.num_refused or a.num_unsent]
+        return sorted(refused, key=lambda each: -each[1].num_refused)[:MAX_SHOWN]
 
     def num_refused(self) -> dict[str, int]:
         """Return the number of refused messages and unsent answers, by "peer/reason"."""

@@ -137,7 +137,7 @@ class Mailbox:
     def __init__(
         self,
         store: GroupStore,
-        shelf: PartStorage,
+        storage: PartStorage,
         *,
         name: str,
         rank: int,
@@ -145,9 +145,9 @@ class Mailbox:
         timeout_s: float,
         is_left: Callable[[], bool],
     ) -> None:
-        self.device = shelf.device
+        self.device = storage.device
         self._store = store
-        self._shelf = shelf
+        self._storage = storage
         self._name = name  # Unique among the transfers of this store.
         self._rank = rank
         self._world_size = world_size
@@ -156,7 +156,7 @@ class Mailbox:
 
     def send(self, index: int, part: Tensor) -> "MailboxTransfer":
         """Store a part and publish its location."""
-        self._store.set(self._key(index), self._shelf.put(index, part))
+        self._store.set(self._key(index), self._storage.put(index, part))
         takers = [self._taken(index, rank) for rank in range(1, self._world_size)]
 
         def delete_part() -> None:
@@ -173,7 +173,7 @@ class Mailbox:
         def fetch() -> None:
             """Wait for a part, copy it, and confirm that."""
             self._wait_for([self._key(index)], f"the learner's part {index}")
-            self._shelf.fetch(self._store.get(self._key(index)).decode(), part)
+            self._storage.fetch(self._store.get(self._key(index)).decode(), part)
             self._store.set(self._taken(index, self._rank), "1")
 
         return MailboxTransfer(fetch)
@@ -184,7 +184,7 @@ class Mailbox:
         A process that ends while others have its CUDA memory open leaves it in an undefined state.
         A receiver that does not let go in time is logged, since it has the whole version.
         """
-        self._shelf.release()
+        self._storage.release()
         if self._rank > 0:
             self._store.set(self._released(self._rank), "1")
             return
