@@ -48,7 +48,7 @@ def _has_images(module: str) -> bool:
 @contextmanager
 def placeholders() -> Iterator[None]:
     """Let imports of torchvision within the context give placeholders."""
-    # These modules look for torchvision when they are imported, so they must not see a placeholder.
+    # These modules import torchvision if it exists, so they must not get a placeholder.
     import transformers.image_utils
     import transformers.video_utils  # noqa: F401
 

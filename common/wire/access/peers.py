@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 MAX_SENDERS = 100_000  # Maximum number of records. A reconnected peer is a new sender.
 RATE = 5_000  # Sustained messages per second of one connection.
 BURST = 50_000  # Messages that one connection may send at once.
-MAX_STRIKES = 100  # Refused messages after which a connection is muted.
+MAX_REFUSALS = 100  # Refused messages after which a connection is muted.
 MUTED_S = 10.0  # Seconds for which messages of a muted connection are dropped.
 REFRESH_S = 1.0  # Seconds between two polls of the list of keys.
 LOG_FIRST = 3  # Number of first refusals of a peer that are logged, before every 10,000th.
@@ -53,7 +53,7 @@ class Sender:
     identity: Identity
     account: KeyCounts
     descriptor: int = -1  # File descriptor of the connection.
-    num_strikes: int = 0
+    num_refusals: int = 0
     allowance: float = BURST
     refilled_at: float = field(default_factory=time.monotonic)
     muted_until: float = 0.0
@@ -108,7 +108,7 @@ class Peers:
             return True
         now = time.monotonic()
         if sender.muted_until and now >= sender.muted_until:
-            sender.muted_until, sender.num_strikes = 0.0, 0
+            sender.muted_until, sender.num_refusals = 0.0, 0
         if sender.allowance < 0:
             sender.allowance += (now - sender.refilled_at) * RATE
             sender.allowance, sender.refilled_at = min(sender.allowance, BURST), now
@@ -128,8 +128,8 @@ class Peers:
             logger.warning(
                 "refused message peer=%s num=%d reason=%s", *self._log_fields(sender), reason
             )
-        sender.num_strikes += 1
-        if sender.num_strikes >= MAX_STRIKES and not sender.muted_until:
+        sender.num_refusals += 1
+        if sender.num_refusals >= MAX_REFUSALS and not sender.muted_until:
             sender.muted_until = time.monotonic() + MUTED_S
             logger.warning("muted for_s=%g peer=%s num=%d", MUTED_S, *self._log_fields(sender))
 

@@ -25,7 +25,7 @@ from common.wire.transfer.buckets import NUM_SLOTS
 
 logger = logging.getLogger(__name__)
 
-RELEASE_S = 5.0  # Seconds for the receivers to let go of shared memory after a transfer.
+RELEASE_S = 5.0  # Seconds for the receivers to close shared memory after a transfer.
 CHECK_S = 0.25  # Seconds between two checks whether a transfer was cancelled.
 CPU = torch.device("cpu")
 
@@ -44,7 +44,7 @@ class PartStorage(Protocol):
         ...
 
     def release(self) -> None:
-        """Let go of memory of other processes that `fetch` has opened."""
+        """Close memory of other processes that `fetch` has opened."""
         ...
 
 
@@ -179,10 +179,10 @@ class Mailbox:
         return MailboxTransfer(fetch)
 
     def finish(self) -> None:
-        """Let go of shared memory after the last part; the sender waits for the receivers.
+        """Close shared memory after the last part; the sender waits for the receivers.
 
         A process that ends while others have its CUDA memory open leaves it in an undefined state.
-        A receiver that does not let go in time is logged, since it has the whole version.
+        A receiver that does not close the memory in time is logged, since it has the whole version.
         """
         self._storage.release()
         if self._rank > 0:
@@ -192,7 +192,7 @@ class Mailbox:
         deadline = time.monotonic() + RELEASE_S
         while not self._store.has(keys, within_s=CHECK_S):
             if self._is_left() or time.monotonic() > deadline:
-                logger.warning("an engine has not let go of shared memory transfer=%s", self._name)
+                logger.warning("an engine has not closed shared memory transfer=%s", self._name)
                 return
         self._store.delete(keys)
 
