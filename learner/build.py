@@ -178,7 +178,7 @@ def _metrics(
 
 
 def _group_assembly(cfg: RunConfig) -> GroupAssembly:
-    """Return the assembly of groups without groups."""
+    """Return an empty group assembly."""
     return GroupAssembly(
         cfg.groups,
         cfg.algorithm,

@@ -79,7 +79,7 @@ class SampledText:
         return [each for each in found if each[0] != each[1]]
 
     def _runs(self, token_ids: Sequence[int]) -> list[_Run]:
-        """Return the tokens as runs of ordinary tokens and single special tokens."""
+        """Return the tokens as runs of ordinary tokens and single added tokens."""
         found: list[_Run] = []
         for is_added, group in itertools.groupby(token_ids, self._added.__contains__):
             ids = list(group)

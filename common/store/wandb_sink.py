@@ -121,7 +121,7 @@ class WandbSink:
         return {BEFORE, *(each.removeprefix("eval-") for each in beside)}
 
     def _send(self, step: int, values: Mapping[str, Any], what: str) -> None:
-        """Send values of a step in the background."""
+        """Send values of a step. After an error of wandb, nothing more is sent."""
         run = self._run
         if run is None:
             return

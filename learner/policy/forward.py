@@ -398,7 +398,7 @@ class Passes:
     def _logprobs(
         self, network: _Trained, tokens: TokenBatch, how: Scoring, probed: Probed | None = None
     ) -> Tensor:
-        """Return a network's log-probabilities of a block, without gradient."""
+        """Return a network's log-probabilities of a block; the whole weights are freed again."""
         found = network(tokens, how, with_entropy=False, with_values=False, probed=probed)[0]
         reshard(network)
         return found

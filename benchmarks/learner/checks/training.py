@@ -125,7 +125,7 @@ def num_weights(shape: ModelShape) -> int:
 
 
 def _packed_step(bench: DeviceBench, case: PackedCase, rate: float) -> None:
-    """Compare a step with packed sequences with a padded one."""
+    """Measure a packed step: its rate beside that of matrix products, and its memory."""
     model = bench.shaped(case.model, lora_rank=case.lora_rank)
     samples = make_batch(case.shape, vocab_size=vocabulary_size(model), seed=0)
     lengths = [len(sample.trajectory.token_ids) for sample in samples]
