@@ -38,7 +38,7 @@ class JoinedRanges(Sequence[int]):
         return self._ranges[which][index - self._ends[which]]
 
 
-def numbers_of(dialect: Dialect, options: RemoteOptions) -> dict[str, Sequence[int]]:
+def indices_of(dialect: Dialect, options: RemoteOptions) -> dict[str, Sequence[int]]:
     """Return the data indices of a server's training and test items, in order.
 
     The indices come from the configured files, otherwise from the dialect. `num_train` and

@@ -19,7 +19,7 @@ from envhub.agentgym.connection import (
 )
 from envhub.agentgym.dialects import ALFWORLD, BABYAI, DIALECTS, MAZE, SCIWORLD, WEBARENA, WORDLE
 from envhub.agentgym.extraction import extract
-from envhub.agentgym.item_lists import numbers_of
+from envhub.agentgym.item_lists import indices_of
 from envhub.agentgym.replies import RESET_FAILED
 from envhub.conversations import CONVERSATIONS, begun
 from envhub.env import EnvSpec, Isolation, StepResult, Style, SubsetSpec, nearest, parse_item
@@ -267,7 +267,7 @@ def make_spec(remote: RemoteOptions) -> EnvSpec:
     if problems:
         raise ConfigError("; ".join(problems))
     dialect = DIALECTS[remote.dialect]
-    numbers = numbers_of(dialect, remote)
+    numbers = indices_of(dialect, remote)
     subset = SubsetSpec(
         num_train=len(numbers["train"]), num_test=len(numbers["test"]), max_turns=remote.max_turns
     )

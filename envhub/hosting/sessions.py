@@ -32,7 +32,7 @@ from envhub.hosting.inline import INLINE_STEP_S
 from envhub.hosting.leases import LeaseTable
 from envhub.hosting.placement import EpisodeFactory
 from envhub.hosting.services import Services
-from envhub.hosting.session import STEP_BUCKETS_S, Session, SessionLock, no_steps
+from envhub.hosting.session import STEP_BUCKETS_S, Session, SessionLock, empty_histogram
 from envhub.hosting.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,9 @@ class Sessions:
         # Reserved places by environment, including sessions that are opening.
         self.num_live: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()  # Sessions and calls by outcome.
-        self.steps = defaultdict[str, list[float]](no_steps)  # Step durations by environment.
+        self.steps = defaultdict[str, list[float]](
+            empty_histogram
+        )  # Step durations by environment.
         self.placement = EpisodeFactory(
             registry,
             capacity=capacity,
