@@ -17,7 +17,7 @@ import zmq
 from common.wire.access import connections as connections_module
 from common.wire.access.connections import Connections, raise_file_limit
 from common.wire.access.identities import revoke
-from common.wire.access.peers import MAX_STRIKES
+from common.wire.access.peers import MAX_REFUSALS
 from common.wire.codec import decode, encode
 from common.wire.messages import Goodbye, Hello, LeaseGrant, LeaseRequest, Outcomes, Rejected
 from common.wire.security import RunKeys, create_keys, own_keys
@@ -156,7 +156,7 @@ def test_hostile_messages_are_counted_without_delaying_peers(
     assert worst_s < at_most(1.0)
     told = server.router.report()["peers"]
     assert set(told) == {"enemy"}
-    assert told["enemy"]["dropped"] > num - 10 * MAX_STRIKES, "nothing of it was decoded any more"
+    assert told["enemy"]["dropped"] > num - 10 * MAX_REFUSALS, "nothing of it was decoded any more"
 
 
 def test_actor_cannot_impersonate_another_peer(
