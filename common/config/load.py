@@ -291,12 +291,10 @@ def _parse_value(raw: str, key: str) -> Any:
 
 
 def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a mapping without enum members."""
-    return {key: _unnamed(value) for key, value in items}
+    return {key: _without_enums(value) for key, value in items}
 
 
-def _unnamed(value: object) -> object:
-    """Return a value with texts in place of enum members."""
+def _without_enums(value: object) -> object:
     if isinstance(value, list):
-        return [_unnamed(each) for each in cast(list[object], value)]
+        return [_without_enums(each) for each in cast(list[object], value)]
     return value.value if isinstance(value, Enum) else value

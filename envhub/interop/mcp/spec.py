@@ -69,7 +69,6 @@ def make_spec(reference: str) -> EnvSpec:
     )
 
     async def stop() -> None:
-        """Close the shared connections."""
         for link in tasks.shared:
             await link.close()
 
