@@ -50,7 +50,7 @@ ALLOWED = {  # file:function -> why no deadline of its own is needed
     "learner/recovery/saving.py:": "Checkpoints.wait has the deadline",
     "learner/recompute/rebuild.py:save": "Checkpoints.wait has the deadline",
     "learner/training/checkpoint.py:": "Checkpoints.wait has the deadline of the writer's thread",
-    "learner/training/rank_processes.py:_read_ready": "its pipe was found ready",
+    "learner/training/rank_processes.py:_await_loaded": "its pipe was found ready",
     "learner/training/rank_processes.py:_serve_": "rests while rank 0 lives; its pipe closes then",
     "benchmarks/weights/": "a bench is ended by whoever started it",
     "learner/weights/source.py:": "work of a process group, which has a deadline",
