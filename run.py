@@ -150,9 +150,9 @@ def run_learner(cfg: RunConfig, run_dir: RunDir) -> None:
 def run_actor(cfg: RunConfig, run_dir: RunDir) -> None:
     from actor.agents.agents import Agents
     from actor.main import run
-    from actor.play.serve import door_of
+    from actor.play.serve import serve_engine
 
-    run(cfg, run_dir, make_agents=Agents, serve_chat=door_of)
+    run(cfg, run_dir, make_agents=Agents, serve_chat=serve_engine)
 
 
 def join_actor(cfg: RunConfig, joined: "Joined") -> None:

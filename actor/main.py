@@ -128,6 +128,7 @@ def play(cfg: RunConfig, access: RunAccess) -> None:
 
 
 async def _run(cfg: RunConfig, access: RunAccess, beacon: Beacon) -> None:
+    """Build the actor, and play until the run is over or a stop signal arrives."""
     context = zmq.asyncio.Context()
     try:
         parts = await _build(cfg, access, context)
@@ -324,6 +325,7 @@ async def _send_heartbeats(cfg: RunConfig, parts: Parts, beacon: Beacon) -> None
 
 
 def _waiting_for(parts: Parts) -> str:
+    """Return the role and the object that this actor waits for; "" while it works."""
     if not parts.weights.version_loaded.is_set():
         return "learner: first weights"
     if parts.engine.is_asleep:

@@ -74,6 +74,7 @@ def _find_suite(request: ParsedCommand, root: Path, path: Path) -> Suite:
 
 
 def _find_gpu_suite(request: ParsedCommand, path: Path) -> Suite:
+    """Return the suite of GPU checks with the options of the request."""
     from benchmarks.gpu.suite import SuiteRequest, run_suite
 
     asked = SuiteRequest(

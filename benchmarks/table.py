@@ -75,15 +75,16 @@ class BenchTable:
 
     def at_most(self, name: str, value: float, unit: str, bound: float, note: str = "") -> None:
         """Write a figure with an upper bound. A NaN violates the bound."""
-        self._promise(name, value, unit, f"at most {bound:g}", note, kept=value <= bound)
+        self._add_bounded(name, value, unit, f"at most {bound:g}", note, kept=value <= bound)
 
     def at_least(self, name: str, value: float, unit: str, bound: float, note: str = "") -> None:
         """Write a figure with a lower bound. A NaN violates the bound."""
-        self._promise(name, value, unit, f"at least {bound:g}", note, kept=value >= bound)
+        self._add_bounded(name, value, unit, f"at least {bound:g}", note, kept=value >= bound)
 
-    def _promise(
+    def _add_bounded(
         self, name: str, value: float, unit: str, bound: str, note: str, *, kept: bool
     ) -> None:
+        """Add a figure with a bound that it must keep."""
         self.add(
             BenchmarkFigure(name=name, value=value, unit=unit, bound=bound, kept=kept, note=note)
         )
@@ -157,6 +158,7 @@ class BenchTable:
         self.listener("fail", {"name": name, "reason": reason})
 
     def _add_note(self, name: str, text: str, *, kind: str) -> None:
+        """Add a note, and print it."""
         self.notes.append({"name": name, "text": text})
         self._write(f"{kind}  {name}: {text}")
 
@@ -177,6 +179,7 @@ class BenchTable:
         return 1 if self.failed else 0
 
     def _write(self, line: str) -> None:
+        """Print one line at once."""
         self.out.write(f"{line}\n")
         self.out.flush()
 

@@ -66,13 +66,15 @@ class ControlTokens:
         """
         frame = (before, after)
         if frame not in self._expected:
-            self._expected[frame] = self._of(self.encode(before) + self.encode(after))
+            self._expected[frame] = self._control_tokens_in(
+                self.encode(before) + self.encode(after)
+            )
         broken = self.broken(text)
         ids = self.encode(before + broken + after)
-        if self._of(ids) == self._expected[frame]:
+        if self._control_tokens_in(ids) == self._expected[frame]:
             return ids
         inner = [each for each in self.encode(broken) if each not in self._ids]
         return [*self.encode(before), *inner, *self.encode(after)]
 
-    def _of(self, ids: list[int]) -> list[int]:
+    def _control_tokens_in(self, ids: list[int]) -> list[int]:
         return [each for each in ids if each in self._ids]

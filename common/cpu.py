@@ -204,4 +204,5 @@ def cpu_metrics(run_dir: RunDir) -> dict[str, float]:
 
 
 def _numbers(found: object) -> dict[str, float]:
+    """Return the numbers of a JSON object by their names."""
     return {k: float(v) for k, v in as_map(found).items() if isinstance(v, int | float)}

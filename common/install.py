@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
             for shown in progress.read(line):
                 _print_now(shown)
                 if shown.startswith("unpacking"):
-                    threading.Thread(target=_tell_unpacking, args=(pip, folder)).start()
+                    threading.Thread(target=_print_unpacking, args=(pip, folder)).start()
     (folder / "install.log").write_text("".join(lines), encoding="utf-8")
     if pip.returncode != 0:
         kept = [line for line in lines if not line.startswith("WARNING: Location")]
@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
     return pip.returncode
 
 
-def _tell_unpacking(pip: subprocess.Popen[str], folder: Path) -> None:
+def _print_unpacking(pip: subprocess.Popen[str], folder: Path) -> None:
     """Print the number of unpacked packages every `UNPACK_S` until pip ends."""
     reported = -1
     while True:

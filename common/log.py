@@ -56,7 +56,7 @@ def kept_in(path: Path, *names: str) -> Generator[None]:
         handler.close()
 
 
-def begin_anew(logs: Path, *, max_bytes: int) -> None:
+def rotate_logs(logs: Path, *, max_bytes: int) -> None:
     """Move the content of each log above `max_bytes` to `<role>.log.1`, and empty the log.
 
     The roles keep the file open and append to it, so it is copied and then truncated. Lines that

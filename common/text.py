@@ -46,11 +46,9 @@ def log_text(text: str) -> str:
     text = valid_text(text)
     if text.isprintable():
         return text
-    return "".join(_escaped(each) if _is_control(each) else each for each in text)
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode()
+    return "".join(
+        each.encode("unicode_escape").decode() if _is_control(each) else each for each in text
+    )
 
 
 def html_text(value: object) -> str:
@@ -66,6 +64,7 @@ def html_text(value: object) -> str:
 
 
 def _is_control(character: str) -> bool:
+    """Return whether a terminal could obey a character instead of showing it."""
     return character in BIDI_CONTROLS or (
         unicodedata.category(character) == "Cc" and character not in "\t\n"
     )

@@ -179,6 +179,7 @@ def with_remote(names: Sequence[str], cfg: RunConfig) -> list[str]:
 
 
 def _all_that_run(cfg: RunConfig, echo: Callable[[str], None]) -> list[str]:
+    """Return the environments that can run here; print why others cannot."""
     missing = {name: _lacking([name], cfg) for name in LOADERS}
     for lines in filter(None, missing.values()):
         echo(f"not served: {'; '.join(lines)}")

@@ -171,6 +171,7 @@ def serve_alone(cfg: RunConfig, env_names: list[str], *, started: Callable[[str]
 
 
 def envs_of_run(cfg: RunConfig) -> list[str]:
+    """Return the environments of the run's tasks and of `envhub.envs`."""
     return sorted({*(task.env for task in cfg.tasks), *cfg.envhub.envs})
 
 
@@ -297,20 +298,24 @@ class DrainingServer(uvicorn.Server):
         self._loop.call_soon_threadsafe(self._begin_drain)
 
     def _begin_drain(self) -> None:
+        """Start to drain, in the event loop."""
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
+        """Wait for running calls, then stop the server."""
         logger.info("hub draining num_sessions=%d", len(self._sessions))
         await self._sessions.drain(DRAIN_S)
         self.should_exit = True
 
 
 def address_of(listener: socket.socket) -> str:
+    """Return the address of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _listener(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to a host and port."""
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -348,6 +353,7 @@ def _signals_end_quietly() -> Iterator[None]:
 
 
 def _is_loopback(host: str) -> bool:
+    """Return whether a host name or an address means this machine only."""
     if host == "localhost":
         return True
     try:

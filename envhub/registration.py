@@ -67,7 +67,7 @@ class Registration(threading.Thread):
         self._use = HubUse()
         self._measure_at = 0.0
         self._context = zmq.Context()
-        self._line = FollowingDealer(addresses, "scheduler", keys, context=self._context)
+        self._dealer = FollowingDealer(addresses, "scheduler", keys, context=self._context)
         self._stop_requested = threading.Event()
         self.error: Exception | None = None
 
@@ -77,27 +77,28 @@ class Registration(threading.Thread):
             while self._addresses.find_address("scheduler") is None:
                 if self._stop_requested.wait(self._every_s):
                     return
-            self._line.connect(timeout_s=CONNECT_S)
+            self._dealer.connect(timeout_s=CONNECT_S)
             while not self._is_over():
-                self._line.follow()
-                self._line.send(self._hello_from_here())
+                self._dealer.follow()
+                self._dealer.send(self._current_hello())
                 self._stop_requested.wait(self._every_s)
             hello = self._hello
-            self._line.send(HubGoodbye(name=hello.name, incarnation=hello.incarnation))
+            self._dealer.send(HubGoodbye(name=hello.name, incarnation=hello.incarnation))
         except LongstrideError as error:
             self.error = error
         finally:
-            self._line.close(linger_s=0.5)
+            self._dealer.close(linger_s=0.5)
             self._context.term()
         if not self._stop_requested.is_set() and self._silence_s is not None:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _hello_from_here(self) -> HubHello:
+    def _current_hello(self) -> HubHello:
+        """Return the hello with the hub's current address, use and refusals."""
         place = self._hello.place
-        url = advertised(place.url, towards=self._line.address)
+        url = advertised(place.url, towards=self._dealer.address)
         num, most = self._sessions()
         use = replace(self._used(), num_sessions=num, max_sessions=most)
-        message = replace(self._hello, node=node_name(self._line.address), use=use)
+        message = replace(self._hello, node=node_name(self._dealer.address), use=use)
         place = replace(place, url=url)
         return replace(message, place=place, refused=self._refused(), paused=self._paused())
 
@@ -110,15 +111,15 @@ class Registration(threading.Thread):
 
     def _is_over(self) -> bool:
         """Return whether to end. Raises: LongstrideError: refused, or silence for too long."""
-        for message in self._line.take_all():
+        for message in self._dealer.take_all():
             if isinstance(message, Rejected):
                 raise LongstrideError(f"the scheduler refused this hub: {message.reason}")
             if isinstance(message, HubNoted) and message.is_finished:
                 logger.info("the run has ended")
                 return True
-        if self._silence_s is not None and self._line.silent_s > self._silence_s:
-            silent_s = self._line.silent_s
-            where = self._line.address
+        if self._silence_s is not None and self._dealer.silent_s > self._silence_s:
+            silent_s = self._dealer.silent_s
+            where = self._dealer.address
             raise LongstrideError(f"no message from the scheduler at {where} for {silent_s:.0f} s")
         return self._stop_requested.is_set()
 

@@ -18,10 +18,11 @@ def with_summed_rewards(spec: EnvSpec) -> EnvSpec:
         return spec
     make: Any = spec.make
 
-    def make_total(style: Style) -> Any:
+    def make_summed(style: Style) -> Any:
+        """Return an episode whose rewards are summed."""
         return SummedRewards(make(style))
 
-    return replace(spec, make=make_total)
+    return replace(spec, make=make_summed)
 
 
 class SummedRewards:
@@ -48,9 +49,11 @@ class SummedRewards:
         return self._later(result) if isawaitable(result) else self._summed(result)
 
     async def _later(self, result: Awaitable[StepResult]) -> StepResult:
+        """Await a result, and add it to the sum."""
         return self._summed(await result)
 
     def _summed(self, result: StepResult) -> StepResult:
+        """Return a result with the sum of the rewards so far."""
         self._sum = round(self._sum + result.reward, DIGITS)
         is_success = result.is_success if result.tells_success else None
         return structs.replace(result, reward=self._sum, is_success=is_success)

@@ -14,6 +14,7 @@ def read_table(code: str, name: str) -> Any:
 
 
 def read_text(code: str, name: str) -> str:
+    """Return the content of a text file beside a module."""
     return (Path(code).parent / name).read_text(encoding="utf-8")
 
 

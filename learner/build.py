@@ -75,7 +75,7 @@ class Learner:
     version: int  # Version of the current weights.
     is_after_skip: bool = False  # True: the last batch was skipped, and the next one must be fresh.
 
-    def write_down(self, step: LoggedStep, *, check: Callable[[], object]) -> None:
+    def log_batch(self, step: LoggedStep, *, check: Callable[[], object]) -> None:
         """Log a batch whose outcome is decided, and the digests of its computation.
 
         Args:
@@ -178,6 +178,7 @@ def _metrics(
 
 
 def _group_assembly(cfg: RunConfig) -> GroupAssembly:
+    """Return an empty group assembly."""
     return GroupAssembly(
         cfg.groups,
         cfg.algorithm,
@@ -207,6 +208,7 @@ def _admission(
     keys: RunKeys,
     routing: RoutingShape | None,
 ) -> Admission:
+    """Return the admission of trajectories for this model and these keys."""
     return Admission(
         index,
         group_size=cfg.groups.size,
@@ -228,7 +230,8 @@ def _settled(
         run_dir.precision,
         is_repeatable=cfg.train.mode is TrainMode.SYNC,
         max_seq_tokens=cfg.actor.max_model_len,
-        num_cores=_spare_cores(cfg),
+        # Each engine on this CPU has one thread; the ranks share the other cores.
+        num_cores=(num_cores() - cfg.actor.num_engines) // cfg.learner.local_ranks,
     )
     return replace(cfg, learner=learner)
 
@@ -263,14 +266,10 @@ def _with_layout(cfg: RunConfig, trainer: Trainer) -> RunConfig:
     return replace(cfg, learner=replace(cfg.learner, layout=layout))
 
 
-def _spare_cores(cfg: RunConfig) -> int:
-    """Return the number of cores for each rank here; engines on CPUs have one thread each."""
-    return (num_cores() - cfg.actor.num_engines) // cfg.learner.local_ranks
-
-
 def _publisher(
     run: RunConfig, run_dir: RunDir, keys: RunKeys, weights_lock: WeightsLock
 ) -> Publisher:
+    """Return the publisher; for transfers by files, remove those of an earlier learner."""
     cfg = run.learner
     folder = run_dir.root / "weights"
     if cfg.weights_transport is WeightsTransport.FILE:
@@ -323,6 +322,7 @@ def _scheduler_client(
     publisher: Publisher,
     intake_port: int,
 ) -> ReportClient:
+    """Return the client that reports this learner's addresses to the scheduler."""
     ports = {"learner": intake_port, "weights": publisher.port}
     hello = Hello(
         role="learner",

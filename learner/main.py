@@ -164,7 +164,7 @@ class Loop:
             samples = samples_of(batch.groups, self._cfg.algorithm, self._learner.trainer.baseline)
             result = self._learner.trainer.train_on(samples, version=self.version)
             if result.decision.is_skipped:
-                self._give_back(batch)
+                self._report_skipped(batch)
                 if self._cfg.actor.sleep:  # Only a version wakes the engines up.
                     self._send(self._current_weights(), lambda: None)
                 continue
@@ -230,14 +230,14 @@ class Loop:
         if self._last_published == self.version:
             self._watch.check_if_due(self.version)
 
-    def _give_back(self, batch: TrainBatch) -> None:
+    def _report_skipped(self, batch: TrainBatch) -> None:
         """Report the episodes of a skipped batch as stale; the next batch must be fresh.
 
         The step log records the skip before the scheduler receives it, so a restart skips the batch
         again.
         """
         dropped = batch.outcomes(Outcome.STALE, "controller")
-        self._write_down(batch, dropped, is_skipped=True)
+        self._log_batch(batch, dropped, is_skipped=True)
         self._learner.buffer.report(dropped)
         # Otherwise the version is reported once the engines have it.
         if self._reported_version == self.version:
@@ -247,11 +247,11 @@ class Loop:
 
     def _log_consumed(self, batch: TrainBatch) -> None:
         """Log the batch before its weights are published."""
-        self._write_down(batch, batch.outcomes(Outcome.TRAINED), is_skipped=False)
+        self._log_batch(batch, batch.outcomes(Outcome.TRAINED), is_skipped=False)
         if not self._canary.token_ids or self.version % CANARY_EVERY_STEPS == 0:
             self._canary = prompts_of(group.members[0] for group in batch.groups)
 
-    def _write_down(
+    def _log_batch(
         self, batch: TrainBatch, outcomes: list[EpisodeOutcome], *, is_skipped: bool
     ) -> None:
         """Log a batch. From here on it is consumed, even if this process ends."""
@@ -264,7 +264,7 @@ class Loop:
             number=learner.trainer.num_batches,
             segment=learner.journal.position.segment,
         )
-        learner.write_down(step, check=self._check_disk)
+        learner.log_batch(step, check=self._check_disk)
         self.version = step.version
         self._is_after_skip = is_skipped
         learner.buffer.mark_trained(batch.groups, step=step.consumed_by)
@@ -281,6 +281,7 @@ class Loop:
             raise DiskFull(f"stopped while the disk is full, after step {self.version}")
 
     def _log_metrics(self, batch: TrainBatch, result: TrainResult) -> None:
+        """Write the metrics of a step."""
         learner = self._learner
         rss = self._process.memory_info().rss
         metrics = result.metrics | learner.buffer.drain_stats() | learner.admission.counts()
@@ -333,6 +334,7 @@ class Loop:
             report()
 
     def _send(self, weights: PublishedWeights, report: Callable[[], None]) -> None:
+        """Send weights to the engines. Raises: StopRequested."""
         publisher = self._learner.publisher
         if self._cfg.actor.sleep:  # The engines need the memory of the step's activations.
             self._learner.trainer.free_memory()
@@ -386,6 +388,7 @@ class Loop:
         )
 
     def _set_status(self, **changes: str | float) -> None:
+        """Change the state that the heartbeats and the supervisor receive."""
         intake = self._learner.intake
         now = time.monotonic()
         intake.status = replace(intake.status, changed_at=now, **changes)  # pyright: ignore[reportArgumentType]

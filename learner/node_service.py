@@ -58,18 +58,19 @@ class RankService:
         """Wait up to `POLL_S` for messages of rank 0; handle them, and check the ranks."""
         is_heard = bool(self._socket.poll(int(POLL_S * 1_000)))
         while self._socket.poll(0):
-            self._take(decode(self._socket.recv_multipart()))
+            self._process_message(decode(self._socket.recv_multipart()))
         now = time.monotonic()
         if is_heard:
             self._heard_at = now
         elif now - self._heard_at > self._silence_s:
             logger.error("rank 0 at %s sent nothing for %.0f s", self._address, self._silence_s)
             self.is_ended = True
-        if self._look_at_ranks() or now >= self._beat_at:
+        if self._update_state() or now >= self._beat_at:
             self._beat_at = now + BEAT_S
-            self._beat(process)
+            self._send_heartbeat(process)
 
-    def _take(self, message: object) -> None:
+    def _process_message(self, message: object) -> None:
+        """Process one message of rank 0."""
         match message:
             case RankSeat():
                 if self._processes is None and self._state is NodeState.WAITING:
@@ -79,13 +80,13 @@ class RankService:
             case RankOrder(channel=RankChannel.STOP):
                 self.is_ended = True
             case RankOrder():
-                self._pass_on(message)
+                self._forward_order(message)
             case _:
                 logger.error("rank 0 sent an unexpected message: %.200r", message)
                 self.is_ended = True
 
-    def _pass_on(self, order: RankOrder) -> None:
-        """Send an order to the ranks. `_look_at_ranks` reports a rank that has ended."""
+    def _forward_order(self, order: RankOrder) -> None:
+        """Send an order to the ranks. `_update_state` reports a rank that has ended."""
         if self._processes is None or self._state is not NodeState.LOADED:
             return
         is_training = order.channel is RankChannel.TRAINING
@@ -128,6 +129,7 @@ class RankService:
         try:
 
             def local(remote: str) -> str:
+                """Return a model's folder on this node; copy its small files first if necessary."""
                 if not remote or (is_shared and any(Path(remote).glob(WEIGHTS))):
                     return remote
                 folder = self._folder / str(len(mirrored))
@@ -157,7 +159,7 @@ class RankService:
         algorithm = replace(algorithm, reference_path=reference)
         return replace(cfg, model=model, learner=learner, algorithm=algorithm)
 
-    def _look_at_ranks(self) -> bool:
+    def _update_state(self) -> bool:
         """Update the state of the ranks; return whether it has changed."""
         before = self._state
         if self._processes is not None and before in (NodeState.LOADING, NodeState.LOADED):
@@ -171,7 +173,8 @@ class RankService:
                 logger.error("%s", error)
         return self._state is not before
 
-    def _beat(self, process: str) -> None:
+    def _send_heartbeat(self, process: str) -> None:
+        """Send rank 0 the state of this node's ranks."""
         beat = RankBeat(
             name=self._joined.key.name,
             incarnation=self._incarnation,

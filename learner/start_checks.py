@@ -52,6 +52,7 @@ def _check_routers(algorithm: AlgorithmSection, policy: Any) -> None:
 
 
 def _has_own_settings(learner: LearnerSection) -> bool:
+    """Return whether the configuration sets a layout, kernels or adapters explicitly."""
     is_kernel_chosen = learner.attention is not Attention.AUTO
     is_packed = learner.layout is Layout.PACKED
     return is_packed or is_kernel_chosen or learner.compile or bool(learner.lora.rank)

@@ -40,6 +40,7 @@ class Agents:
         self._starting = asyncio.Lock()
 
     async def _start(self) -> Guardian:
+        """Start the server and the configured long-lived agents at the first call."""
         async with self._starting:
             if self._guardian is None:
                 await self.server.start()
@@ -88,7 +89,7 @@ class Agents:
                     room=(max_tokens, turn_tokens),
                     task=task,
                 )
-                await self._run(episode, guardian)
+                await self._run_agent(episode, guardian)
         finally:
             if session is not None:
                 await session.close()
@@ -96,7 +97,8 @@ class Agents:
             play.error += "; no agent process requested the episode"
         return trajectory_of(lease, play, actor=self._actor, wall_s=time.monotonic() - started)
 
-    async def _run(self, episode: AgentEpisode, guardian: Guardian) -> None:
+    async def _run_agent(self, episode: AgentEpisode, guardian: Guardian) -> None:
+        """Play an episode with a long-lived agent, or with a new process."""
         with self.server.serving(episode):
             death = ""
             try:

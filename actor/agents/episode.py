@@ -142,6 +142,7 @@ class AgentEpisode:
     def _answer(
         self, asked: PolicyRequest, taken: Turn, stop: str | None, *, num_prompt: int
     ) -> PolicyAnswer:
+        """Return a sampled turn as the answer to a request."""
         text, calls = read_turn(self._renderer, taken.token_ids, asked, stop)
         return PolicyAnswer(
             number=secrets.token_hex(12),
@@ -242,6 +243,7 @@ class AgentEpisode:
             raise ApiError(410, "episode_ended", "the episode of this API key has ended")
 
     def _before(self, asked: PolicyRequest) -> list[Message]:
+        """Return the conversation that a request continues; [] for a new one. Raises: ApiError."""
         if asked.previous not in self._kept and asked.previous:
             text = f"previous_response_id={asked.previous:.60}: not a response of this episode"
             raise ApiError(400, "previous_response_not_found", text, "previous_response_id")
@@ -263,6 +265,7 @@ class AgentEpisode:
             raise invalid(str(error), "messages") from error
 
     def _after(self, new: list[Message], tools: list[dict[str, Any]]) -> list[int]:
+        """Return the ids between the last answer and the next one, with new messages."""
         how = ending(self._taken)
         if [each["role"] for each in new] == ["user"]:
             return self._renderer.after_turn(new[0]["content"], **how)
@@ -271,6 +274,7 @@ class AgentEpisode:
         return self._renderer.after_calls(new, tools=tools, **how)
 
     def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
+        """Return the ids of a bare prompt: of its text, or as given."""
         if isinstance(prompt, str):
             return self._renderer.completion(prompt)
         if min(prompt) < 0 or max(prompt) >= self._renderer.num_tokens:

@@ -108,6 +108,7 @@ class AgentConnection(asyncio.Protocol):
         self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
+        """Parse received bytes. Invalid HTTP is answered with a 400."""
         # On an upgrade header (to HTTP/2, for example) the parser would skip the body.
         if b"pgrade:" in data:
             data = UPGRADE.sub(b"\r\nx-grade:", data)
@@ -131,7 +132,7 @@ class AgentConnection(asyncio.Protocol):
         if self._request is not None:
             self._request.refuse(status, code, text)
             self._request.is_last = True
-            self._arrived(self._request)
+            self._queue_request(self._request)
 
     def on_message_begin(self) -> None:
         """Begin a request. The parser calls this method and the ones below."""
@@ -178,9 +179,10 @@ class AgentConnection(asyncio.Protocol):
             self._request.method = self._parser.get_method().decode("latin-1")
             is_old = self._parser.get_http_version() != "1.1" or self._request.method == "HEAD"
             self._request.is_last = is_old or not self._parser.should_keep_alive()
-            self._arrived(self._request)
+            self._queue_request(self._request)
 
-    def _arrived(self, request: AgentRequest) -> None:
+    def _queue_request(self, request: AgentRequest) -> None:
+        """Queue a complete request. Close the connection if too many requests wait."""
         self._request = None
         if self._timer is not None:
             self._timer.cancel()
@@ -195,9 +197,10 @@ class AgentConnection(asyncio.Protocol):
 
     def _begin(self) -> None:
         self._task = self._loop.create_task(self._answering.answer(self._waiting[0]))
-        self._task.add_done_callback(self._answered)
+        self._task.add_done_callback(self._send_answer)
 
-    def _answered(self, task: asyncio.Task[bytes]) -> None:
+    def _send_answer(self, task: asyncio.Task[bytes]) -> None:
+        """Send the answer of a finished task, and begin the next request."""
         request = self._waiting.popleft()
         self._task = None
         if task.cancelled():

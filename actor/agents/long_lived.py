@@ -91,6 +91,7 @@ class LongLived:
                 self._offers.remove(episode)
 
     async def _offer(self, episode: AgentEpisode) -> None:
+        """Add an episode to those that agents can request."""
         async with self._offered:
             self._offers.append(episode)
             self._offered.notify()
@@ -105,6 +106,7 @@ class LongLived:
             await asyncio.sleep(min(MAX_PAUSE_S, 2.0**self._num_idle_exits - 1.0))
 
     async def _run(self) -> None:
+        """Run one agent process until it exits."""
         url = self._server.url
         key = secrets.token_urlsafe(24)
         worker = _AgentWorker(

@@ -43,6 +43,7 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
 
 
 def _read(body: dict[str, Any]) -> PolicyRequest:
+    """Return a request body of this API as a request to the policy. Raises: ApiError."""
     check_fields(body, USED, HARMLESS)
     messages: list[Message] = []
     for number, each in enumerate(read_items(body, "messages", least=1)):
@@ -96,6 +97,7 @@ def _messages(given: dict[str, Any], place: str) -> list[Message]:
 
 
 def _reply(asked: PolicyRequest, answer: PolicyAnswer) -> dict[str, Any]:
+    """Return an answer of the policy as a response body of this API."""
     content: list[dict[str, Any]] = []
     if answer.text or not answer.calls:
         content.append({"type": "text", "text": answer.text})
@@ -112,6 +114,7 @@ def _reply(asked: PolicyRequest, answer: PolicyAnswer) -> dict[str, Any]:
 
 
 def _events(_: PolicyRequest, reply: dict[str, Any]) -> list[Event]:
+    """Return a response as the events of a stream."""
     begun = {**reply, "content": [], "stop_reason": None, "stop_sequence": None}
     begun["usage"] = {**reply["usage"], "output_tokens": 0}
     events: list[Event] = [("message_start", {"message": begun})]

@@ -107,6 +107,7 @@ class AgentProcess:
             waiting.cancel()
 
     async def _read(self) -> None:
+        """Keep the last lines of the output."""
         stream = self._process.stdout
         while stream is not None and (chunk := await stream.read(1 << 16)):
             self._lines.extend(chunk[-4096:].splitlines())

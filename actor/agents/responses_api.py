@@ -37,6 +37,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 
 
 def _read(body: dict[str, Any]) -> PolicyRequest:
+    """Return a request body of this API as a request to the policy. Raises: ApiError."""
     check_fields(body, {*USED, "max_output_tokens"}, HARMLESS)
     previous = body.get("previous_response_id") or ""
     for name in ("instructions", "previous_response_id"):
@@ -60,6 +61,7 @@ def _read(body: dict[str, Any]) -> PolicyRequest:
 
 
 def _message(given: dict[str, Any], place: str) -> Message:
+    """Return an input item as a message of a chat template. Raises: ApiError."""
     match given.get("type", "message"):
         case "function_call":
             number = given.get("call_id")
@@ -83,6 +85,7 @@ def _message(given: dict[str, Any], place: str) -> Message:
 
 
 def _reply(asked: PolicyRequest, answer: PolicyAnswer) -> dict[str, Any]:
+    """Return an answer of the policy as a response body of this API."""
     state = answer.reason(calls="completed", stop="completed", length="incomplete")
     output: list[dict[str, Any]] = []
     if answer.text or not answer.calls:
@@ -115,6 +118,7 @@ def _reply(asked: PolicyRequest, answer: PolicyAnswer) -> dict[str, Any]:
 
 
 def _events(_: PolicyRequest, reply: dict[str, Any]) -> list[Event]:
+    """Return a response as the events of a stream."""
     begun = {**reply, "status": "in_progress", "output": [], "usage": None}
     begun["incomplete_details"] = None
     events: list[Event] = [
@@ -145,6 +149,7 @@ def _events(_: PolicyRequest, reply: dict[str, Any]) -> list[Event]:
 
 
 def _text_events(of_item: dict[str, Any], part: dict[str, Any]) -> list[Event]:
+    """Return the events of one text in a stream."""
     of_part = {**of_item, "content_index": 0}
     kind = "response.output_text"
     text = part["text"]

@@ -60,11 +60,11 @@ class AgentServer:
         self._episodes: dict[str, AgentEpisode] = {}
         self._ended: deque[str] = deque(maxlen=NUM_ENDED)
         self._handlers: dict[str, dict[str, Handler]] = {  # path -> method -> handler
-            **{path: {"POST": partial(self._policy, api)} for path, api in APIS.items()},
-            "/v1/models": {"GET": self._models},
-            "/env": {"GET": self._task},
+            **{path: {"POST": partial(self._sample_answer, api)} for path, api in APIS.items()},
+            "/v1/models": {"GET": self._list_models},
+            "/env": {"GET": self._send_task},
             "/env/step": {"POST": self._step},
-            "/env/end": {"POST": self._end},
+            "/env/end": {"POST": self._end_episode},
         }
         self._answering = Answering(answer=self._answer, failed=self._failed)
         self._listening: asyncio.Server | None = None
@@ -98,11 +98,12 @@ class AgentServer:
             self._ended.append(episode.key)
 
     async def _answer(self, request: AgentRequest) -> bytes:
+        """Return the response to any request, by its path and method. Raises: ApiError."""
         if request.refusal is not None:
             raise request.refusal
         path = request.path
         if path.startswith(EPISODES) and request.method == "POST":
-            return await self._next(request)
+            return await self._next_episode(request)
         handlers = self._handlers.get(path)
         if handlers is None:
             raise ApiError(404, "not_found", f"{request.method} {path}: Not Found")
@@ -123,6 +124,7 @@ class AgentServer:
         return response(json.dumps(shape(answered)), status=answered.status)
 
     def _episode(self, request: AgentRequest) -> AgentEpisode:
+        """Return the episode that a request's key belongs to. Raises: ApiError."""
         key = request.key
         episode = self._episodes.get(key)
         if episode is None:
@@ -131,7 +133,8 @@ class AgentServer:
             raise ApiError(401, "invalid_api_key", "this API key belongs to no episode")
         return episode
 
-    async def _policy(self, api: Api, request: AgentRequest) -> bytes:
+    async def _sample_answer(self, api: Api, request: AgentRequest) -> bytes:
+        """Return an answer of the policy in the format of an API. Raises: ApiError."""
         episode = self._episode(request)
         body = _json(request)
         if not isinstance(body, dict):
@@ -145,15 +148,17 @@ class AgentServer:
             return response(json.dumps(reply))
         return response("".join(map(event_text, api.events(asked, reply))), kind=EVENTS)
 
-    async def _models(self, request: AgentRequest) -> bytes:
+    async def _list_models(self, request: AgentRequest) -> bytes:
+        """List the policy as the only model."""
         self._episode(request)
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "longstride"}
         return response(json.dumps({"object": "list", "data": [model]}))
 
-    async def _task(self, request: AgentRequest) -> bytes:
+    async def _send_task(self, request: AgentRequest) -> bytes:
         return response(json.dumps(self._episode(request).first()))
 
     async def _step(self, request: AgentRequest) -> bytes:
+        """Execute an action in the environment of an episode."""
         episode = self._episode(request)
         body = _json(request)
         action = body.get("action") if isinstance(body, dict) else None
@@ -161,7 +166,8 @@ class AgentServer:
             raise invalid("action: must be a text", "action")
         return response(json.dumps(await episode.step(action)))
 
-    async def _end(self, request: AgentRequest) -> bytes:
+    async def _end_episode(self, request: AgentRequest) -> bytes:
+        """End an episode at the agent's request."""
         episode = self._episode(request)
         body = _json(request) if request.body else {}
         error = body.get("error", "") if isinstance(body, dict) else None
@@ -170,7 +176,8 @@ class AgentServer:
         await episode.end(error)
         return response("{}")
 
-    async def _next(self, request: AgentRequest) -> bytes:
+    async def _next_episode(self, request: AgentRequest) -> bytes:
+        """Return the next episode for a long-lived agent; status 204 if there is none."""
         take = self.takers.get(request.path.removeprefix(EPISODES))
         if take is None:
             raise ApiError(401, "invalid_api_key", "this URL belongs to no running agent process")
@@ -189,6 +196,7 @@ class AgentServer:
 
 
 def _json(request: AgentRequest) -> object:
+    """Return the parsed body of a request. Raises: ApiError."""
     try:
         return json.loads(request.body)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -54,6 +54,7 @@ COMPLETION_FIELDS: dict[str, tuple[Any, ...]] = {
 
 
 def _read_chat(body: dict[str, Any]) -> PolicyRequest:
+    """Return a chat request as a request to the policy. Raises: ApiError."""
     used = {"messages", "tools", "tool_choice", "stop", "max_tokens", "max_completion_tokens"}
     check_fields(body, used, CHAT)
     items = read_items(body, "messages", least=1)
@@ -68,6 +69,7 @@ def _read_chat(body: dict[str, Any]) -> PolicyRequest:
 
 
 def _message(given: dict[str, Any], place: str) -> Message:
+    """Return a message of a request as a message of a chat template. Raises: ApiError."""
     role = given.get("role")
     if role not in ROLES:
         names = ", ".join(ROLES)
@@ -116,6 +118,7 @@ def _answer_fields(given: dict[str, Any], place: str) -> Message:
 
 
 def _read_completion(body: dict[str, Any]) -> PolicyRequest:
+    """Return a completion request as a request to the policy. Raises: ApiError."""
     check_fields(body, {"prompt", "stop", "max_tokens"}, COMPLETION_FIELDS)
     limit = read_limit(body, "max_tokens")
     stop = read_stop(body, "stop")
@@ -123,6 +126,7 @@ def _read_completion(body: dict[str, Any]) -> PolicyRequest:
 
 
 def _prompt(given: object) -> str | list[int]:
+    """Return the prompt of a completion request: text or token ids. Raises: ApiError."""
     if isinstance(given, str) and given:
         return valid_text(given)
     if isinstance(given, list) and given and all(type(each) is int for each in given):
@@ -145,6 +149,7 @@ def choices_reply(asked: PolicyRequest, answers: list[PolicyAnswer]) -> dict[str
 
 
 def _reply_chat(asked: PolicyRequest, answer: PolicyAnswer) -> dict[str, Any]:
+    """Return an answer of the policy as a chat completion."""
     calls = [
         {
             "id": i,
@@ -163,6 +168,7 @@ def _reply_chat(asked: PolicyRequest, answer: PolicyAnswer) -> dict[str, Any]:
 
 
 def _reply_completion(asked: PolicyRequest, answer: PolicyAnswer) -> dict[str, Any]:
+    """Return an answer of the policy as a completion."""
     choice = {"index": 0, "text": answer.text, "logprobs": None}
     return _reply(asked, answer, "text_completion", f"cmpl-{answer.number}", choice)
 
@@ -170,6 +176,7 @@ def _reply_completion(asked: PolicyRequest, answer: PolicyAnswer) -> dict[str, A
 def _reply(
     asked: PolicyRequest, answer: PolicyAnswer, kind: str, name: str, choice: dict[str, Any]
 ) -> dict[str, Any]:
+    """Return the response body that both APIs share, with one choice."""
     reason = answer.reason(calls="tool_calls", stop="stop", length="length")
     usage = {
         "prompt_tokens": answer.num_prompt,
@@ -181,6 +188,7 @@ def _reply(
 
 
 def _chat_events(asked: PolicyRequest, reply: dict[str, Any]) -> list[Event]:
+    """Return a chat completion as the events of a stream."""
     parts = [part for choice in reply["choices"] for part in _deltas(choice)]
     return _chunks(asked, {**reply, "object": "chat.completion.chunk"}, parts)
 
@@ -201,12 +209,14 @@ def _deltas(choice: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _completion_events(asked: PolicyRequest, reply: dict[str, Any]) -> list[Event]:
+    """Return a completion as the events of a stream."""
     return _chunks(asked, reply, reply["choices"])
 
 
 def _chunks(
     asked: PolicyRequest, reply: dict[str, Any], parts: list[dict[str, Any]]
 ) -> list[Event]:
+    """Return a response as the events of a stream, one event for each part of a choice."""
     choices = [[{"index": 0, "logprobs": None, **part}] for part in parts]
     events: list[Event] = [("", {**reply, "choices": each, "usage": None}) for each in choices]
     options = asked.body.get("stream_options")

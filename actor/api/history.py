@@ -38,6 +38,7 @@ def matched(asked: PolicyRequest) -> PolicyRequest:
 
 
 def _without_ids(message: Message) -> Message:
+    """Return a message whose calls have no ids."""
     calls: list[dict[str, Any]] = message.get("tool_calls") or []
     if not calls:
         return message

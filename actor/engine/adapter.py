@@ -74,7 +74,7 @@ def load_adapter(
     if all(isinstance(layer, BaseLinearLayerWithLoRA) for layer in manager.modules.values()):
         _fill_slots(manager, weights, scaling=alpha / rank, dtype=dtype)
     else:  # Layers of experts pack their adapters in a form of their own.
-        _load_anew(manager, weights, scaling=alpha / rank, dtype=dtype)
+        _reload_adapter(manager, weights, scaling=alpha / rank, dtype=dtype)
 
 
 def _by_module(tensors: Iterable[tuple[str, torch.Tensor]], mapper: Any) -> dict[str, Pair]:
@@ -92,7 +92,7 @@ def _fill_slots(
     """Copy the matrices into the adapter's slot of each layer; assign the slot if there is none."""
     if REQUEST.lora_int_id not in manager.lora_index_to_id:
         name = next(iter(weights))  # vLLM keeps what it is given, so it is given one module only.
-        _load_anew(manager, {name: weights[name]}, scaling=1.0, dtype=dtype)
+        _reload_adapter(manager, {name: weights[name]}, scaling=1.0, dtype=dtype)
     slot = manager.lora_index_to_id.index(REQUEST.lora_int_id)
     for name, layer in manager.modules.items():
         parts = [weights.get(part) for part in manager.packed_modules.get(name, [name])]
@@ -112,10 +112,11 @@ def _fill_slots(
 
 
 def _rank_of(weights: dict[str, Pair]) -> int:
+    """Return the rank of an adapter: the number of rows of A."""
     return next(iter(weights.values()))[0].shape[0]
 
 
-def _load_anew(
+def _reload_adapter(
     manager: Any, weights: dict[str, Pair], *, scaling: float, dtype: torch.dtype
 ) -> None:
     """Replace the adapter by vLLM's own way, from copies of the tensors in host memory."""
@@ -130,6 +131,7 @@ def _load_anew(
 
 
 def _copies(pair: Pair, dtype: torch.dtype) -> Pair:
+    """Return copies of A and B in host memory."""
     first, second = (each.to(device="cpu", dtype=dtype, copy=True) for each in pair)
     return first, second
 

@@ -124,6 +124,7 @@ def _enum_names(kind: Any) -> dict[str, Enum]:
 
 
 def main() -> None:
+    """Check the arguments on standard input, and print the problem, or an empty line."""
     problem = ""
     try:
         as_declared(json.load(sys.stdin))

@@ -31,6 +31,7 @@ class TileWorker(CPUWorker):
     experts: ExpertRecorder | None = None  # None: experts are not recorded.
 
     def init_device(self) -> None:
+        """Request AMX tiles, and replace the parts of vLLM that a CPU lacks."""
         self.tile_permission = request_tiles()
         rotate_all_heads()
         keep_activations_in(self.vllm_config.model_config.dtype)
@@ -41,6 +42,7 @@ class TileWorker(CPUWorker):
         super().init_device()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model, and attach the recorder of experts if records are configured."""
         super().load_model(*args, **kwargs)
         complete_routers(self.model_runner.get_model())
         options: Any = self.vllm_config.additional_config
@@ -48,6 +50,7 @@ class TileWorker(CPUWorker):
             self.experts = ExpertRecorder(self.model_runner, self.vllm_config)
 
     def execute_model(self, scheduler_output: Any) -> Any:
+        """Compute one step, and record its experts."""
         made = super().execute_model(scheduler_output)
         if self.experts is not None:
             self.experts.record(self.model_runner, scheduler_output)
@@ -73,6 +76,7 @@ def rotate_all_heads() -> None:
     def rotate_flat(
         self: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
+        """Rotate query and key with all heads on one axis."""
         flat_key = key if key is None else key.reshape(positions.numel(), -1)
         flat = rotate(self, positions, query.reshape(positions.numel(), -1), flat_key)
         rotated = flat[1] if key is None or flat[1] is None else flat[1].view(key.shape)
@@ -112,6 +116,7 @@ def complete_routers(model: nn.Module) -> None:
 
 
 def _is_incomplete(router: CPURouter) -> bool:
+    """Return whether vLLM would ignore this router's bias or its sigmoid."""
     if router.use_grouped_topk or router.custom_routing_function is not None:
         return False
     has_bias = router.e_score_correction_bias is not None

@@ -196,9 +196,10 @@ class Engine:
         """Sample with the adapter in a folder, written by peft, instead of a published one."""
         self._named = adapter_at(folder)
 
-    def _sampling(
+    def _sampling_params(
         self, max_tokens: int, seed: int | None = None, *, temperature: float | None = None
     ) -> SamplingParams:
+        """Return vLLM's parameters for sampling a turn."""
         return SamplingParams(
             temperature=self._cfg.temperature if temperature is None else temperature,
             top_p=self._cfg.top_p,
@@ -243,7 +244,7 @@ class Engine:
         try:
             async with self._bounded("a turn", self._cfg.turn_timeout_s):
                 await self._is_whole.wait()
-                sampling = self._sampling(max_tokens, seed, temperature=temperature)
+                sampling = self._sampling_params(max_tokens, seed, temperature=temperature)
                 async for output in self._llm.generate(
                     prompt, sampling, request_id, lora_request=self._adapter
                 ):
@@ -274,7 +275,7 @@ class Engine:
                 queues[request_id] = await self._llm.add_request(
                     request_id,
                     prompt,
-                    self._sampling(max_tokens, seeds[request_id]),
+                    self._sampling_params(max_tokens, seeds[request_id]),
                     lora_request=self._adapter,
                 )
             await self._llm.resume_generation()
@@ -296,6 +297,7 @@ class Engine:
         return np.frombuffer(content, dtype=dtype).reshape(shape)
 
     def _turn(self, output: Any, experts: np.ndarray | None = None) -> Turn:
+        """Return vLLM's output as a turn: each token with its logprob and its version."""
         sample = output.outputs[0]
         token_ids = list(sample.token_ids)
         logprobs = sample.logprobs.logprobs  # One for each token, because of `logprobs=0`.
@@ -428,6 +430,7 @@ class Engine:
         logger.info("engine sleeps level=%d took_s=%.2f", self._cfg.sleep, took_s)
 
     async def _load_staged(self, version: int) -> None:
+        """Load the staged version by vLLM's calls for weight updates."""
         try:
             if self._takes_adapters:
                 await self._llm.collective_rpc("load_staged_adapter", args=(version,))

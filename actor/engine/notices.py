@@ -19,6 +19,7 @@ class RepeatFilter(logging.Filter):
         self.num_seen = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Count a matching record; return False for all but the first."""
         if not str(record.msg).startswith(self._beginning):
             return True
         self.num_seen += 1

@@ -136,13 +136,13 @@ def can_prepare(model: nn.Module, config: VllmConfig, device: torch.device) -> b
 
 def _has_views(model: nn.Module) -> bool:
     """Return whether a buffer is a view of a weight, or was one before vLLM packed the weight."""
-    weights = {_place_of(each) for each in model.parameters() if each.numel()}
-    return any(_place_of(each) in weights for each in model.buffers() if each.numel()) or any(
-        True for _ in _convolutions(model)
-    )
+    weights = {_storage_address(each) for each in model.parameters() if each.numel()}
+    return any(
+        _storage_address(each) in weights for each in model.buffers() if each.numel()
+    ) or any(True for _ in _convolutions(model))
 
 
-def _place_of(tensor: Tensor) -> int:
+def _storage_address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
@@ -159,6 +159,7 @@ def _convolutions(model: nn.Module) -> Iterator[tuple[Tensor, nn.Module]]:
 
 
 def _is_known(layer: nn.Module) -> bool:
+    """Return whether a copy of this layer can be loaded as the layer itself."""
     if is_deferred_attention_layer(layer):
         process = getattr(type(getattr(layer, "impl", None)), "process_weights_after_loading", None)
         return process is AttentionImplBase.process_weights_after_loading
@@ -234,6 +235,7 @@ class Prepared:
 
 
 def _copy_tensors(layer_copy: nn.Module, copies: dict[Tensor, Tensor]) -> None:
+    """Give a copied layer its own tensors. Layers that share a tensor share the copy."""
     for name, tensor in [*layer_copy._parameters.items(), *layer_copy._buffers.items()]:
         # Non-persistent buffers are never loaded.
         if tensor is None or name in layer_copy._non_persistent_buffers_set:

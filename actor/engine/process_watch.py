@@ -42,10 +42,11 @@ def end_with_owner() -> None:
     except ProcessLookupError:
         os.kill(os.getpid(), signal.SIGKILL)
         return
-    threading.Thread(target=_wait_for_end, args=(watched,), name="owner", daemon=True).start()
+    threading.Thread(target=_end_with_process, args=(watched,), name="owner", daemon=True).start()
 
 
-def _wait_for_end(watched: int) -> None:
+def _end_with_process(watched: int) -> None:
+    """Kill this process once the watched process has ended."""
     poll = select.poll()
     poll.register(watched, select.POLLIN)  # Readable once the process has ended.
     poll.poll()

@@ -103,7 +103,7 @@ class ExpertRecorder:
             at += count
             state = runner.requests[request]
             start = state.num_computed_tokens
-            places = self._places(state.block_ids[self._group], start + count)
+            places = self._slots_of_tokens(state.block_ids[self._group], start + count)
             parts = self._records.get(request)
             if parts is None:
                 parts = self._records[request] = [slots[places[:start]].numpy()]
@@ -117,19 +117,21 @@ class ExpertRecorder:
         if self._by_slot is None:
             cache = runner.kv_cache_config
             groups = cache.kv_cache_groups
-            whole = (n for n, each in enumerate(groups) if _sees_all(each.kv_cache_spec))
+            whole = (n for n, each in enumerate(groups) if _is_full_attention(each.kv_cache_spec))
             self._group = next(whole, 0)
             self._block_tokens = groups[self._group].kv_cache_spec.block_size
             shape = (cache.num_blocks * self._block_tokens, *self._capturer.shape_per_token)
             self._by_slot = torch.zeros(shape, dtype=self._capturer.output_dtype)
         return self._by_slot
 
-    def _places(self, blocks: Sequence[int], num_tokens: int) -> torch.Tensor:
+    def _slots_of_tokens(self, blocks: Sequence[int], num_tokens: int) -> torch.Tensor:
+        """Return the cache slot of each of a request's first tokens."""
         tokens = torch.arange(num_tokens)
         firsts = torch.tensor(blocks)[tokens // self._block_tokens] * self._block_tokens
         return firsts + tokens % self._block_tokens
 
     def _finish(self, request: str) -> None:
+        """Keep the choices of a finished request, and drop the oldest choices over the limit."""
         parts = self._records.pop(request, None)
         if parts is None:
             return
@@ -148,5 +150,5 @@ class ExpertRecorder:
         return self._finished.pop(request)
 
 
-def _sees_all(spec: Any) -> bool:
+def _is_full_attention(spec: Any) -> bool:
     return isinstance(spec, FullAttentionSpec) and getattr(spec, "sliding_window", None) is None

@@ -118,11 +118,12 @@ class Staging:
             )
 
     def _receive(self, taken: _StagedOffer, before: threading.Thread | None) -> None:
+        """Receive an offered version, in a thread, and record the outcome in the offer's state."""
         lower_priority()
         offer = taken.offer
         state = Staged(is_done=True, error="staging failed; the engine's log contains the error")
         try:
-            self._part_from(before)
+            self._end_transfer(before)
             if offer.base < 0:
                 copy, seconds = self._receive_whole(taken)
             else:
@@ -142,7 +143,7 @@ class Staging:
     def _receive_whole(self, taken: _StagedOffer) -> tuple[_Copy, float]:
         """Return the buffer with the whole version, and the seconds of the transfer."""
         offer = taken.offer
-        copy = self._room(offer.total_bytes)
+        copy = self._buffer_for(offer.total_bytes)
         copy.version = -1  # The buffer is between two versions.
         buffer = copy.buffer[: offer.total_bytes]
         seconds = self._receive_into(buffer, taken)
@@ -181,7 +182,7 @@ class Staging:
             buffer, self._device, taken.offer, is_cancelled=taken.is_given_up.is_set
         )
 
-    def _part_from(self, before: threading.Thread | None) -> None:
+    def _end_transfer(self, before: threading.Thread | None) -> None:
         """Wait for a cancelled transfer. If it does not end, abandon its connections and buffer."""
         if before is not None:
             before.join(LEAVE_S)
@@ -219,7 +220,7 @@ class Staging:
             del part
             yield spec.name, tensor.view(spec.shape)
 
-    def _room(self, num_bytes: int) -> _Copy:
+    def _buffer_for(self, num_bytes: int) -> _Copy:
         """Return the buffer: on the GPU if it fits into free memory, else in pinned memory."""
         if self._copy is None or self._copy.buffer.numel() < num_bytes:
             self._copy = None

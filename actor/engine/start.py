@@ -58,6 +58,7 @@ def engine_arguments(
     is_repeatable: bool = False,
     records_experts: bool = False,
 ) -> AsyncEngineArgs:
+    """Return vLLM's arguments for an engine of this configuration."""
     # A prompt that is computed in chunks draws a sample for each chunk and rewinds the generator
     # afterwards. The CPU generators of a repeatable run, one for each request, cannot be rewound.
     is_whole = is_repeatable and current_platform.is_cpu()
@@ -116,6 +117,7 @@ def reporting_progress(*, is_compiled: bool) -> Iterator[None]:
     doing = f"compiling cache={envs.VLLM_CACHE_ROOT}" if is_compiled else "loading"
 
     def report() -> None:
+        """Log at regular intervals until the start is over."""
         while not is_over.wait(PROGRESS_S):
             passed_s = time.monotonic() - started
             logger.info("engine is still starting passed_s=%.0f doing=%s", passed_s, doing)
@@ -249,6 +251,7 @@ class _LoadWatch(StatLoggerBase):
         self._meter = meter
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+        """Add the statistics of one engine step to the meter."""
         if scheduler_stats is not None:
             self._meter.add(
                 num_running=scheduler_stats.num_running_reqs,
@@ -266,11 +269,12 @@ def _checked(arguments: AsyncEngineArgs) -> VllmConfig:
         return arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     except (ValueError, TypeError, NotImplementedError, AssertionError) as error:
         raise ConfigError(
-            f"vLLM refuses its arguments: {_reason(error)}. Change the keys of actor or model."
+            f"vLLM refuses its arguments: {_refusal_reason(error)}."
+            " Change the keys of actor or model."
         ) from error
 
 
-def _reason(error: Exception) -> str:
+def _refusal_reason(error: Exception) -> str:
     """Return why vLLM refuses its arguments, as one line without the arguments themselves."""
     if isinstance(error, ValidationError):
         texts = [each["msg"].removeprefix("Value error, ") for each in error.errors()]
@@ -279,6 +283,7 @@ def _reason(error: Exception) -> str:
 
 
 def _start(config: VllmConfig, meter: EngineLoad | None) -> AsyncLLM:
+    """Start vLLM's engine; it sends whole turns, and reports its load to the meter."""
     send_whole_turns(config)
     loggers: list[StatLoggerFactory] = [lambda *_: _LoadWatch(meter)] if meter is not None else []
     llm = AsyncLLM.from_vllm_config(config, stat_loggers=loggers or None, disable_log_stats=True)

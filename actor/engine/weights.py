@@ -61,7 +61,9 @@ class WeightLink:
         self._identity = {"actor": hello.actor, "incarnation": hello.incarnation}
         self._exclusive = exclusive
         self._heartbeat_s = heartbeat_s
-        self._line = FollowingDealer(addresses, "weights", keys, context=context, hello=self._hello)
+        self._dealer = FollowingDealer(
+            addresses, "weights", keys, context=context, hello=self._hello
+        )
         self._num_failures = 0
         self._num_scored = 0
         self._newest: WeightsOffer | None = None  # The offer to take next.
@@ -77,7 +79,7 @@ class WeightLink:
 
     async def connect(self, *, timeout_s: float) -> None:
         """Connect and join. Raises: LongstrideError: the learner publishes no address in time."""
-        await self._line.connect_soon(timeout_s=timeout_s)
+        await self._dealer.connect_soon(timeout_s=timeout_s)
 
     async def run(self) -> None:
         """Answer offers until cancelled; reconnect when the learner's address changes."""
@@ -93,11 +95,12 @@ class WeightLink:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _listen(self) -> None:
+        """Receive the learner's messages, and reconnect when its address changes."""
         while True:
-            if self._line.follow():
+            if self._dealer.follow():
                 self._newest = None
                 self._is_given_up = True
-            message = await self._line.next(timeout_s=FOLLOW_S)
+            message = await self._dealer.next(timeout_s=FOLLOW_S)
             if message is not None:
                 self._receive(message)
 
@@ -105,10 +108,11 @@ class WeightLink:
         """Send a `WeightsJoin` at each heartbeat interval, also during an update."""
         while True:
             await asyncio.sleep(self._heartbeat_s)
-            self._line.send(self._hello())
+            self._dealer.send(self._hello())
 
     def _hello(self) -> WeightsJoin:
-        host = local_address_towards(host_of(self._line.address))
+        """Return the message that registers this engine, with its current state."""
+        host = local_address_towards(host_of(self._dealer.address))
         return replace(
             self._join,
             version=self._engine.version,
@@ -119,11 +123,12 @@ class WeightLink:
         )
 
     def _receive(self, message: Any) -> None:
+        """Record a message of the learner; `_work` processes it."""
         match message:
             case WeightsOffer():
                 if self._at == message and not self._is_given_up:  # The learner resent the offer.
                     if self._is_announced:
-                        self._ready(message)
+                        self._report_ready(message)
                     return
                 self._newest = message
                 self._is_given_up = True
@@ -171,7 +176,7 @@ class WeightLink:
         async with self._exclusive:
             await self._engine.sleep()
         self._slept = number
-        self._line.send(self._hello())
+        self._dealer.send(self._hello())
 
     async def _answer(self, offer: WeightsOffer) -> None:
         """Stage and load one offer, and report. A failed transfer leaves the old weights."""
@@ -179,7 +184,9 @@ class WeightLink:
         stage_s = pause_s = 0.0
         try:
             stage_s = await self._engine.stage(
-                offer, announce=lambda: self._ready(offer), is_given_up=lambda: self._is_given_up
+                offer,
+                announce=lambda: self._report_ready(offer),
+                is_given_up=lambda: self._is_given_up,
             )
         except WeightSyncError as error:
             failure = error
@@ -203,7 +210,7 @@ class WeightLink:
                 pause_s=pause_s,
             )
             self._at = None
-            self._line.send(loaded)
+            self._dealer.send(loaded)
             if failure is not None:
                 self._recover(failure)
                 return
@@ -215,6 +222,7 @@ class WeightLink:
         self.version_loaded.set()
 
     async def _load(self, offer: WeightsOffer) -> float:
+        """Load a staged version; return the seconds of the pause."""
         self.is_loading = True
         try:
             return await self._engine.load(offer)
@@ -229,25 +237,27 @@ class WeightLink:
             raise WeightSyncError(
                 f"{self._num_failures} weight transfers failed in a row: {failure}"
             )
-        self._line.send(self._hello())
+        self._dealer.send(self._hello())
 
-    def _ready(self, offer: WeightsOffer) -> None:
+    def _report_ready(self, offer: WeightsOffer) -> None:
+        """Report that the engine's workers are ready to receive an offer."""
         self._is_announced = True
         version = offer.version
         epoch = offer.group_epoch
-        self._line.send(WeightsReady(**self._identity, version=version, group_epoch=epoch))
+        self._dealer.send(WeightsReady(**self._identity, version=version, group_epoch=epoch))
 
     async def _report_canary(self, check: CanaryCheck) -> None:
+        """Score canary prompts, and send the logprobs to the learner."""
         self._num_scored += 1
         request_id = f"canary-{check.version}-{self._num_scored}"
         scores = await self._engine.score(check.token_ids, request_id=request_id)
         answer = CanaryScores(
             actor=self._join.actor, version=check.version, logprobs=scores, number=check.number
         )
-        self._line.send(answer)
+        self._dealer.send(answer)
 
     def close(self) -> None:
         """Leave the weight plane, so that the learner does not wait for this engine, and close."""
-        if self._line.address:
-            self._line.send(WeightsLeave(**self._identity))
-        self._line.close(linger_s=0.5)
+        if self._dealer.address:
+            self._dealer.send(WeightsLeave(**self._identity))
+        self._dealer.close(linger_s=0.5)

@@ -46,6 +46,7 @@ def merged(parts: list[EngineCoreOutput]) -> EngineCoreOutput:
 
 
 def _joined(parts: Iterable[LogprobsLists | None]) -> LogprobsLists | None:
+    """Return the logprobs of consecutive parts as one object; None if no part has any."""
     known = [part for part in parts if part is not None]
     if not known:
         return None
@@ -74,6 +75,7 @@ class _HoldsTurns(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
+        """Return vLLM's outputs, without the tokens of unfinished turns."""
         sent = super().update_from_output(scheduler_output, model_runner_output)
         for client, message in sent.items():
             message.outputs = [
@@ -109,6 +111,7 @@ class _HoldsTurns(Scheduler):
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
+        """Finish requests, and drop the held tokens of aborted ones."""
         finished = super().finish_requests(request_ids, finished_status)
         for request in finished:  # The tokens of an aborted request have no receiver.
             self._held.pop(request.request_id, None)
@@ -148,6 +151,7 @@ class WholeLogprobs(LogprobsProcessor):
     """vLLM's collector of a request's logprobs, which appends those of a message at once."""
 
     def _update_sample_logprobs(self, logprobs_lists: LogprobsLists) -> None:
+        """Append the logprobs of a message to those of the request."""
         known = self.logprobs
         if not isinstance(known, FlatLogprobs) or self.num_logprobs or self.tokenizer is not None:
             super()._update_sample_logprobs(logprobs_lists)
@@ -175,10 +179,11 @@ def send_whole_turns(config: VllmConfig) -> None:
     output_processor.LogprobsProcessor = WholeLogprobs  # pyright: ignore
 
 
-def _is_no_notice_of_scheduler(record: logging.LogRecord) -> bool:
+def _is_other_record(record: logging.LogRecord) -> bool:
+    """Return whether a record is not vLLM's notice about a custom scheduler."""
     return not str(record.msg).startswith(CUSTOM_SCHEDULER)
 
 
 # vLLM warns about every scheduler that is not its own. The engine's process imports this module, so
 # the filter applies there.
-logging.getLogger("vllm.config.scheduler").addFilter(_is_no_notice_of_scheduler)
+logging.getLogger("vllm.config.scheduler").addFilter(_is_other_record)

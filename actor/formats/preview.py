@@ -36,6 +36,7 @@ def preview_lines(cfg: RunConfig, root: Path) -> list[str]:
 
 
 def _conversation(renderer: Renderer) -> list[str]:
+    """Return the lines that show two turns of a conversation."""
     called = renderer.call_turn
     user: Message = {"role": "user", "content": PAGE}
     if isinstance(called, CallTurn):
@@ -44,19 +45,21 @@ def _conversation(renderer: Renderer) -> list[str]:
         result: Message = {"role": "tool", "name": ENV, "content": RESULT}
         ids = renderer.of_messages([user, answer, result], tools=[tool_of(ENV)])
         head = "prompts: two turns with a tool call, as the policy receives them:"
-        return [head, *_shown(renderer, ids)]
+        return [head, *_indented_lines(renderer, ids)]
     ids = renderer.conversation([PAGE, ACTION, RESULT])
     return [
         f"prompts: two turns, as the policy receives them; without a tool call: {called}:",
-        *_shown(renderer, ids),
+        *_indented_lines(renderer, ids),
     ]
 
 
-def _shown(renderer: Renderer, ids: list[int]) -> list[str]:
+def _indented_lines(renderer: Renderer, ids: list[int]) -> list[str]:
+    """Return decoded tokens as indented lines."""
     return [f"  | {line}" for line in renderer.shown(ids).split("\n")]
 
 
 def _marks(renderer: Renderer) -> list[str]:
+    """Return the lines about the ends of turns and about thoughts."""
     ends = " ".join(renderer.shown([each]) for each in renderer.end_of_turn_ids)
     thoughts = renderer.thoughts.described()
     return [f"prompts: a turn ends with {ends}", f"prompts: thoughts are {thoughts}"]

@@ -77,7 +77,7 @@ class Delivery:
     """
 
     def __init__(self, addresses: Addresses, keys: RunKeys, *, window: int, context: Any) -> None:
-        self._line = FollowingDealer(addresses, "learner", keys, context=context)
+        self._dealer = FollowingDealer(addresses, "learner", keys, context=context)
         self._slots = asyncio.Semaphore(window)
         self._pending: dict[str, tuple[list[bytes], float]] = {}  # id -> (frames, last sent)
         self._all_done = asyncio.Event()
@@ -89,7 +89,7 @@ class Delivery:
 
     async def connect(self, *, timeout_s: float) -> None:
         """Connect to the learner. Raises: LongstrideError: its address is not published in time."""
-        await self._line.connect_soon(timeout_s=timeout_s)
+        await self._dealer.connect_soon(timeout_s=timeout_s)
 
     async def put(self, trajectory: Trajectory) -> None:
         """Accept a finished episode; wait while the window is full.
@@ -107,7 +107,7 @@ class Delivery:
         self._send(frames)
 
     def _send(self, frames: list[bytes]) -> None:
-        self._line.send_frames(frames, of=Trajectory.__name__)
+        self._dealer.send_frames(frames, of=Trajectory.__name__)
 
     async def _take_slot(self) -> None:
         """Wait for a slot of the window, with regular warnings. No episode is dropped."""
@@ -135,7 +135,7 @@ class Delivery:
         """Receive acknowledgements and resend, until cancelled."""
         checked = time.monotonic()
         while True:
-            message = await self._line.next(timeout_s=CHECK_S)
+            message = await self._dealer.next(timeout_s=CHECK_S)
             if message is not None:
                 self._receive(message)
             # Checked by time, so that a stream of acknowledgements cannot delay it.
@@ -144,6 +144,7 @@ class Delivery:
                 checked = time.monotonic()
 
     def _receive(self, message: Any) -> None:
+        """Process an acknowledgement: the episode leaves the window."""
         if isinstance(message, Rejected):
             raise LongstrideError(f"the learner could not decode a trajectory: {message.reason}")
         if not isinstance(message, Ack):
@@ -162,7 +163,7 @@ class Delivery:
 
     def _follow_and_resend(self) -> None:
         """Switch to the learner's new address if there is one; resend overdue episodes."""
-        has_moved = self._line.follow()
+        has_moved = self._dealer.follow()
         now = time.monotonic()
         for episode_id, (frames, last_sent) in list(self._pending.items()):
             if has_moved or now - last_sent > RESEND_S:
@@ -171,4 +172,4 @@ class Delivery:
 
     def close(self) -> None:
         """Close the socket. The scheduler issues unacknowledged episodes again."""
-        self._line.close(linger_s=0.5)
+        self._dealer.close(linger_s=0.5)

@@ -42,17 +42,20 @@ class SchedulerClient:
         self._hello = hello
         self.book = book
         self._silence_s = silence_s
-        self._line = FollowingDealer(book, "scheduler", keys, context=context, hello=self._greeting)
+        self._dealer = FollowingDealer(
+            book, "scheduler", keys, context=context, hello=self._current_hello
+        )
         self._grant: asyncio.Future[LeaseGrant] | None = None
         self.run_epoch = ""
         self.is_finished = asyncio.Event()
 
     async def connect(self, *, timeout_s: float) -> None:
         """Connect and register. Raises: PeerMissing: no scheduler publishes its address in time."""
-        await self._line.connect_soon(timeout_s=timeout_s)
+        await self._dealer.connect_soon(timeout_s=timeout_s)
 
-    def _greeting(self) -> Hello:
-        node = node_name(self._line.address)
+    def _current_hello(self) -> Hello:
+        """Return the hello with the node's name and the number of the known addresses."""
+        node = node_name(self._dealer.address)
         return replace(self._hello, directory=self.book.number, node=node)
 
     async def learn_addresses(self, *, timeout_s: float) -> None:
@@ -63,14 +66,14 @@ class SchedulerClient:
         deadline = time.monotonic() + timeout_s
         while not self.book.is_complete:
             if time.monotonic() > deadline:
-                where = self._line.address
+                where = self._dealer.address
                 raise PeerMissing(
                     f"no learner registered with the scheduler at {where} within {timeout_s:g} s"
                 )
-            self._line.follow()
-            message = await self._line.next(timeout_s=FOLLOW_S)
+            self._dealer.follow()
+            message = await self._dealer.next(timeout_s=FOLLOW_S)
             if message is None:
-                self._line.send(self._greeting())
+                self._dealer.send(self._current_hello())
             else:
                 self._receive(message)
 
@@ -82,7 +85,7 @@ class SchedulerClient:
         request = LeaseRequest(
             actor=self._hello.name, num_free_slots=num_free_slots, version=version, absent=[*absent]
         )
-        self._line.send(request)
+        self._dealer.send(request)
         try:
             async with asyncio.timeout(ANSWER_S):
                 return await self._grant
@@ -92,12 +95,12 @@ class SchedulerClient:
 
     def beat(self, heartbeat: Heartbeat) -> None:
         """Send a heartbeat. Raises: PeerMissing: no message arrived for `silence_s`."""
-        silent_s = self._line.silent_s
+        silent_s = self._dealer.silent_s
         if silent_s > self._silence_s:
             raise PeerMissing(
-                f"no message from the scheduler at {self._line.address} for {silent_s:.0f} s"
+                f"no message from the scheduler at {self._dealer.address} for {silent_s:.0f} s"
             )
-        self._line.send(replace(heartbeat, directory=self.book.number))
+        self._dealer.send(replace(heartbeat, directory=self.book.number))
 
     async def run(self, on_revoked: Callable[[list[str]], None] = lambda _: None) -> None:
         """Receive until cancelled, and reconnect when the scheduler's address changes.
@@ -107,9 +110,9 @@ class SchedulerClient:
         checked_at = -FOLLOW_S
         while True:
             if time.monotonic() - checked_at >= FOLLOW_S:  # Reads a file, so not for every message.
-                self._line.follow()
+                self._dealer.follow()
                 checked_at = time.monotonic()
-            message = await self._line.next(timeout_s=FOLLOW_S)
+            message = await self._dealer.next(timeout_s=FOLLOW_S)
             if message is None:
                 continue
             self._receive(message)
@@ -117,13 +120,14 @@ class SchedulerClient:
                 on_revoked(message.revoked)
 
     def _receive(self, message: Any) -> None:
+        """Process one message of the scheduler."""
         match message:
             case LeaseGrant():
-                self._take(message)
+                self._accept_grant(message)
             case Progress():
                 if message.run_epoch != self.run_epoch:
                     self.book.forget_number()
-                    self._line.send(self._greeting())
+                    self._dealer.send(self._current_hello())
                 if message.is_finished:
                     self.is_finished.set()
             case Welcome():
@@ -133,7 +137,7 @@ class SchedulerClient:
                 # number.
                 if is_other:
                     self.book.forget_number()
-                    self._line.send(self._greeting())
+                    self._dealer.send(self._current_hello())
             case Directory():
                 self.book.take(message)
             case Rejected():
@@ -143,7 +147,8 @@ class SchedulerClient:
                     f"unexpected message from the scheduler: {type(message).__name__}"
                 )
 
-    def _take(self, grant: LeaseGrant) -> None:
+    def _accept_grant(self, grant: LeaseGrant) -> None:
+        """Pass a grant to the request that waits for it. A late grant is dropped."""
         if self._grant is not None and not self._grant.done():
             self._grant.set_result(grant)
         elif grant.leases:
@@ -152,9 +157,9 @@ class SchedulerClient:
 
     def close(self) -> None:
         """Deregister, so that the leases are issued again at once, and close."""
-        if self._line.address:
+        if self._dealer.address:
             hello = self._hello
-            self._line.send(
+            self._dealer.send(
                 Goodbye(role=hello.role, name=hello.name, incarnation=hello.incarnation)
             )
-        self._line.close(linger_s=0.5)
+        self._dealer.close(linger_s=0.5)

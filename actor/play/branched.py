@@ -35,24 +35,29 @@ class MessageRender(ScriptedRender):
 
     def first_prompt(self, text: str, *, before: tuple[str, str] | None = None) -> list[int]:
         if before is None:
-            return self._observe(text)
-        return [*self._observe(before[0]), *self.add(before[1]), *self._observe(text)]
+            return self._add_observation(text)
+        return [
+            *self._add_observation(before[0]),
+            *self.add(before[1]),
+            *self._add_observation(text),
+        ]
 
     def opened(self, messages: list[dict[str, str]], text: str) -> list[int]:
         """Return the tokens of messages and a user's message after them."""
-        shown = {True: self.add, False: self._observe}
+        shown = {True: self.add, False: self._add_observation}
         before = [shown[each["role"] == "assistant"](each["content"]) for each in messages]
-        return [*(token for ids in before for token in ids), *self._observe(text)]
+        return [*(token for ids in before for token in ids), *self._add_observation(text)]
 
     def after_action(
         self, observation: str, *, is_stopped: bool, end: int | None = None
     ) -> list[int]:
-        return self._observe(observation)
+        return self._add_observation(observation)
 
     def after_turn(self, text: str, *, is_stopped: bool, end: int | None = None) -> list[int]:
-        return self._observe(text)
+        return self._add_observation(text)
 
-    def _observe(self, text: str) -> list[int]:
+    def _add_observation(self, text: str) -> list[int]:
+        """Return the ids of an observation, which the policy does not sample."""
         ids = self.add(text)
         self._observed.update(ids)
         return ids

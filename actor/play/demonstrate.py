@@ -77,11 +77,13 @@ def _options(cfg: RunConfig) -> list[ActorSection]:
 
 
 async def _play_all(cfg: RunConfig, url: str, token: str) -> list[Played]:
+    """Play all planned demonstrations concurrently; return the results in order."""
     slots, numbers = asyncio.Semaphore(CONCURRENCY), itertools.count(1)
     num_plans = cfg.sft.num_demonstrations
     ways = _options(cfg)
 
-    async def one(place: int, plan: PlannedEpisode, environments: Environments) -> Played:
+    async def play_one(place: int, plan: PlannedEpisode, environments: Environments) -> Played:
+        """Play one demonstration with the settings of its place in the order."""
         number, way = divmod(place, len(ways))
         options = ways[way]
         async with slots:
@@ -100,7 +102,7 @@ async def _play_all(cfg: RunConfig, url: str, token: str) -> list[Played]:
         plans = list(_plans(cfg, await hub.request("GET", path, None)))
         environments = await Environments.of(hub, style=cfg.envhub.style)
         return await asyncio.gather(
-            *(one(place, plan, environments) for place, plan in enumerate(plans))
+            *(play_one(place, plan, environments) for place, plan in enumerate(plans))
         )
 
 

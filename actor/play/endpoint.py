@@ -116,6 +116,7 @@ class Endpoint(BearerClient):
             return response.status, retry_after_s(response.headers), body
 
     def _read(self, body: str) -> Reply:
+        """Return the answer in a response body, and count its tokens. Raises: PolicyFailed."""
         try:
             answer = json.loads(body)
             choice = answer["choices"][0]
@@ -137,6 +138,7 @@ class Endpoint(BearerClient):
             ) from error
 
     def _refusal(self, status: int, failure: str, body: str) -> Exception:
+        """Return the error for a response with an error status."""
         if status in (400, 413, 422) and any(word in body.lower() for word in CONTEXT_WORDS):
             return ContextFull(failure)
         if status in WRONG_CONFIG:
@@ -146,6 +148,7 @@ class Endpoint(BearerClient):
         return PolicyFailed(f"{self._url}: {failure}")
 
     def _redact(self, text: str) -> str:
+        """Return a text without the key."""
         return text.replace(self._key, "***") if self._key else text
 
 

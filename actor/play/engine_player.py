@@ -44,6 +44,7 @@ def player_of(engine: Engine, renderer: Renderer, actor: ActorSection) -> Episod
     numbers = count(1)
 
     def policy(plan: PlannedEpisode) -> tuple[Act, Render]:
+        """Return the function that samples the turns of an episode, and the renderer."""
         seeds = SamplingSeeds(lease_of(plan, attempt=0, deadline_s=0.0))
 
         async def act(ids: list[int], _: EnvSession) -> Turn:

@@ -92,6 +92,7 @@ def fetch_listed(cfg: RunConfig, *, hub_url: str, token: str) -> ItemListing:
     listed = ItemListing()
 
     async def fetch() -> None:
+        """Fetch the hub's catalogue, and the item lists of the tasks' environments."""
         async with HubClient(hub_url, token=token, timeout_s=cfg.actor.env_timeout_s) as hub:
             catalogue = await hub.request("GET", "/v1/envs", None)
             for env in dict.fromkeys(task.env for task in cfg.tasks):
@@ -102,7 +103,7 @@ def fetch_listed(cfg: RunConfig, *, hub_url: str, token: str) -> ItemListing:
                     items = [item_id for task in tasks.values() for item_id in task["test"]]
                     listed.items[env] = list(dict.fromkeys(items))
                 elif cfg.eval.items is EvalItems.PAPER:
-                    _take(listed, env, (catalogue.get(env) or {}).get("paper"))
+                    _add_paper_items(listed, env, (catalogue.get(env) or {}).get("paper"))
 
     try:
         asyncio.run(fetch())
@@ -111,7 +112,7 @@ def fetch_listed(cfg: RunConfig, *, hub_url: str, token: str) -> ItemListing:
     return listed
 
 
-def _take(listed: ItemListing, env: str, paper: Any) -> None:
+def _add_paper_items(listed: ItemListing, env: str, paper: Any) -> None:
     """Add the test set that the paper's tables use for an environment.
 
     Raises: ConfigError: the environment has none.
@@ -193,6 +194,7 @@ def run(
 
 
 async def _play_at_endpoint(job: PlayJob, cfg: PolicySection, options: AgentOptions) -> None:
+    """Play the job with a policy behind an endpoint."""
     async with Endpoint(cfg) as endpoint:
 
         def policy(_: PlannedEpisode) -> tuple[Act, Render]:

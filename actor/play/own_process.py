@@ -100,6 +100,7 @@ def _play_process(
     log_level: str,
     make_agents: MakeAgents | None,
 ) -> None:
+    """Play the job; this is the main function of the separate process."""
     os.setsid()  # One signal to the group also stops the engine.
     # Imported here, because it loads the engine.
     from actor.play.engine_player import play_with_engine

@@ -70,7 +70,8 @@ async def play(job: PlayJob, player: EpisodePlayer) -> None:
     slots = asyncio.Semaphore(player.max_concurrent)
     count = _Count(num_plans=len(job.plans), max_failed=job.max_failed)
 
-    async def one(plan: PlannedEpisode, environments: Environments) -> None:
+    async def play_one(plan: PlannedEpisode, environments: Environments) -> None:
+        """Play one planned episode, and append it to the journal."""
         async with slots:
             played = await _play_with_retries(plan, environments, job, player)
         trajectory, _ = deliverable(played)
@@ -85,7 +86,7 @@ async def play(job: PlayJob, player: EpisodePlayer) -> None:
             ):
                 environments = await Environments.of(hub, style=job.style)
                 for plan in job.plans:
-                    group.create_task(one(plan, environments), name=plan.episode_id)
+                    group.create_task(play_one(plan, environments), name=plan.episode_id)
     except BaseExceptionGroup as error:  # The first failure cancelled the remaining tasks.
         raise error.exceptions[0] from None
 
@@ -175,6 +176,7 @@ class _Count:
     began_at: float = field(default_factory=time.monotonic)
 
     def add(self, trajectory: Trajectory) -> None:
+        """Count an episode, and log the progress at regular shares of the plans."""
         self.num_done += 1
         self.num_failed += trajectory.end_reason.is_infrastructure_failure
         if self.num_done % max(1, int(self.num_plans * LOG_EVERY_FRAC)) == 0:

@@ -45,6 +45,7 @@ def read_sampling(body: dict[str, Any], actor: ActorSection) -> Sampling:
 
 
 def _num_choices(body: dict[str, Any]) -> int:
+    """Return the number of answers to one request. Raises: ApiError."""
     num = body.get("n")
     if num is None:
         return 1
@@ -54,6 +55,7 @@ def _num_choices(body: dict[str, Any]) -> int:
 
 
 def _temperature(body: dict[str, Any]) -> float | None:
+    """Return the requested temperature; None: the configured one. Raises: ApiError."""
     given = body.get("temperature")
     if given is None:
         return None
@@ -65,6 +67,7 @@ def _temperature(body: dict[str, Any]) -> float | None:
 
 
 def _seed(body: dict[str, Any]) -> int | None:
+    """Return the requested seed; None: no seed. Raises: ApiError."""
     seed = body.get("seed")
     if seed is None:
         return None

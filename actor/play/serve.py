@@ -94,7 +94,7 @@ class Chat:
         check_tools(self.renderer, asked)
         check_thoughts(self.renderer, asked)
         ids = encode_messages(self.renderer, asked.messages, tools=asked.tools)
-        how = replace(how, max_tokens=self._room(len(ids), how.max_tokens))
+        how = replace(how, max_tokens=self._max_answer_tokens(len(ids), how.max_tokens))
         choices = range(how.num_choices)
         answers = await asyncio.gather(*(self._answer(asked, how, ids, each) for each in choices))
         return {
@@ -102,7 +102,7 @@ class Chat:
             "model": self.name(max(version for _, version in answers)),
         }
 
-    def _room(self, num_prompt: int, max_tokens: int) -> int:
+    def _max_answer_tokens(self, num_prompt: int, max_tokens: int) -> int:
         """Return the limit of an answer: the request's limit, or the rest of the context.
 
         Raises: ApiError: neither the request's limit nor a turn fits.
@@ -179,7 +179,7 @@ async def listening(chat: Chat, place: socket.socket | None = None) -> AsyncGene
 
 
 @contextlib.asynccontextmanager
-async def door_of(
+async def serve_engine(
     cfg: RunConfig, run_dir: RunDir, name: str, engine: "Engine", renderer: Renderer
 ) -> AsyncGenerator[None]:
     """Serve an actor's engine to users of this machine who can read the run's keys.
@@ -235,6 +235,7 @@ def serve(cfg: RunConfig, run_dir: RunDir) -> int:
 
 
 async def _serve(cfg: RunConfig, key: str, place: socket.socket, part: ServedRole | None) -> None:
+    """Start the engine, and serve chat completions until a signal arrives."""
     from actor.engine.engine import Engine  # Imported here, because it loads vLLM.
 
     folder = Path(cfg.model.path)

@@ -23,14 +23,15 @@ class ServedRole:
     async def published(self, url: str) -> AsyncGenerator[None]:
         """Publish the address inside the context, and report that the event loop is alive."""
         self.run_dir.publish_address(self.role, url)
-        beating = asyncio.create_task(self._beat())
+        beating = asyncio.create_task(self._report_alive())
         try:
             yield
         finally:
             beating.cancel()
             self.run_dir.forget_address(self.role)
 
-    async def _beat(self) -> None:
+    async def _report_alive(self) -> None:
+        """Report once per interval that the event loop is alive."""
         while True:
             self.beacon.note("main", "serving")
             await asyncio.sleep(BEAT_S)

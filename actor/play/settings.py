@@ -31,15 +31,17 @@ def load_evaluation(request: ParsedCommand, *, root: Path) -> RunConfig:
     limit, a turn length and a cache that fit it. The chosen values are printed on stderr.
     """
     defaults: list[str] = []
-    if _gives(request, "policy.url") and not _gives(request, "model.path"):
+    if _overrides_key(request, "policy.url") and not _overrides_key(request, "model.path"):
         defaults.append("model.path=unset")  # No checkpoint is played.
     is_listed = override_value(request.overrides, "eval.items") in ("tasks", "paper")
-    if is_listed and not _gives(request, "eval.num_items"):
+    if is_listed and not _overrides_key(request, "eval.num_items"):
         defaults.append("eval.num_items=-1")  # All items of the lists.
     cfg = resolve_models(load_named(request, root=root, defaults=defaults), root)
-    if request.config is not None or cfg.policy.url or not _gives(request, "model.path"):
+    if request.config is not None or cfg.policy.url or not _overrides_key(request, "model.path"):
         return cfg
-    fitting = [each for each in _fitting(cfg, request, root) if not _gives(request, _key(each))]
+    fitting = [
+        each for each in _fitting(cfg, request, root) if not _overrides_key(request, _key(each))
+    ]
     if not fitting:
         return cfg
     name = cfg.model.source or cfg.model.path
@@ -110,10 +112,11 @@ def _check_vocabulary(folder: Path, shown: str) -> None:
 
 
 def _key(override: str) -> str:
+    """Return the key of an override."""
     return override.partition("=")[0]
 
 
-def _gives(request: ParsedCommand, key: str) -> bool:
+def _overrides_key(request: ParsedCommand, key: str) -> bool:
     return override_value(request.overrides, key) is not None
 
 

@@ -100,6 +100,7 @@ class Batches:
         await asyncio.gather(*self._sending, return_exceptions=True)
 
     def _send_all(self) -> None:
+        """Send all waiting entries, in as few requests as the limits allow."""
         waiting = self._waiting
         self._waiting = []
         for batch in self._parts(waiting):
@@ -124,6 +125,7 @@ class Batches:
             yield part
 
     async def _send(self, batch: list[PendingEntry]) -> None:
+        """Send one request, and answer each of its entries."""
         entries = [entry for entry, _ in batch]
         try:
             if len(entries) == 1 and self._alone is not None:
@@ -170,6 +172,7 @@ class Batches:
         ]
 
     def _outcome(self, reply: Any, status: int) -> Any:
+        """Return the answer to an entry, or its error; None: the hub is full."""
         if status == FULL:
             return None
         return failure_of("POST", self._route.alone, status, str(reply.get("detail"))) or reply

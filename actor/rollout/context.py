@@ -161,6 +161,7 @@ class Tape:
         self.turn_ids[first:] = [last_turn] * (len(self.turn_ids) - first)
 
     def observe(self, ids: list[int], turn: int) -> None:
+        """Append observed tokens."""
         self.add(Turn(ids, [0.0] * len(ids), [-1] * len(ids)), turn, is_sampled=False)
 
     def add_aside(self, taken: Turn, turn: int, kind: Aside, *, is_learnt: bool) -> None:
@@ -195,6 +196,7 @@ class Tape:
         return ids, mask
 
     def add(self, taken: Turn, turn: int, *, is_sampled: bool = True) -> None:
+        """Append the tokens of an answer or an observation to every column."""
         num_tokens = len(taken.token_ids)
         chosen = (
             [] if taken.experts is None else list(taken.experts[taken.num_prompt :][:num_tokens])
@@ -383,6 +385,7 @@ class History:
         self.tape.observe(Observations().fitted(observation, encode, max_tokens=room) or [], turn)
 
     def _slide(self, observation: str, taken: Turn, turn: int) -> bool:
+        """Start a segment with the first message and the newest turns; False if it does not fit."""
         first = self._first_again(LEFT_OUT, self.max_prompt // 2)
         if first is None:
             return False
@@ -458,6 +461,7 @@ def observing(render: Render, taken: Turn | None, called: Turn | None = None) ->
 
 
 def _ending(encode: Encode, end: str, text: str) -> list[int]:
+    """Return the encoder of an observation to which `end` is appended."""
     return encode(text + end)
 
 

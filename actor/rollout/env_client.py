@@ -201,7 +201,7 @@ class HubClient(BearerClient):
             async with asyncio.timeout(self._timeout_s):
                 while num_lost < NUM_TRIES:
                     try:
-                        reply = await self._once(method, path, body)
+                        reply = await self._try_request(method, path, body)
                     except aiohttp.ClientError as error:
                         failure = f"{type(error).__name__}: {error}"
                         num_lost += 1
@@ -224,7 +224,7 @@ class HubClient(BearerClient):
         self._on_lost(lost)
         raise lost
 
-    async def _once(self, method: str, path: str, body: object) -> Any:
+    async def _try_request(self, method: str, path: str, body: object) -> Any:
         """Return the parsed answer; None after waiting out a 429."""
         sent = None if body is None else io.BytesIO(json_bytes(body))
         headers = None if body is None else JSON_HEADERS
@@ -342,6 +342,7 @@ class HubSession:
         )
 
     async def _ask(self, path: str, asked: dict[str, Any]) -> Any:
+        """Send a request about this session, in a batch with others if the hub is quick."""
         if self._is_quick:
             return await self._hub.steps.ask({"session_id": self._session_id, **asked})
         return await self._hub.request("POST", path, asked)

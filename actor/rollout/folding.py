@@ -64,6 +64,7 @@ class Folding(History):
         return _has_block(action, CALL) or _has_block(action, RETURN)
 
     def takes(self, action: str, taken: Turn, turn: int) -> bool:
+        """Open or close a branch if the action is a call or a return; return whether it did."""
         is_call = _has_block(action, CALL)
         is_return = _has_block(action, RETURN)
         end = len(self.tape.token_ids)
@@ -127,11 +128,13 @@ class Folding(History):
         return self._after([*call.ids, *note, *returned.token_ids], self._latest, returned)
 
     def _after(self, ids: list[int], text: str, taken: Turn) -> list[int] | None:
+        """Return a context followed by the observation that fits behind it; None: none fits."""
         observed = self._fitted_again(text, taken, room=self.max_prompt - len(ids))
         return None if observed is None else [*ids, *observed]
 
 
 def _has_block(action: str, tag: str) -> bool:
+    """Return whether an action contains a complete block of a tag with some content."""
     _, _, rest = action.partition(f"<{tag}>")
     inner, closed, _ = rest.partition(f"</{tag}>")
     return bool(closed and inner.strip())

@@ -85,6 +85,7 @@ class Hubs:
             await self._connect_all()
 
     async def _connect_all(self) -> None:
+        """Connect to all reported hubs. Raises: EnvError: no hub could be reached."""
         failure: EnvError | None = None
         for place in self._places():
             try:
@@ -200,6 +201,7 @@ class Hubs:
         return [env for env in sorted(self._instructions) if self._is_absent(env)]
 
     def _is_absent(self, env: str) -> bool:
+        """Return whether an environment has no hub now, but may have one soon."""
         # The episodes that wait for a paused environment try it before new ones are requested.
         if self._is_paused(env, grace_s=PAUSE_GRACE_S):
             return True
@@ -215,9 +217,9 @@ class Hubs:
         if place.url in self._lost:
             return
         self._lost[place.url] = str(reason)
-        self._keep(self._ask_again(place))
+        self._start_task(self._poll_lost(place))
 
-    async def _ask_again(self, place: HubPlace) -> None:
+    async def _poll_lost(self, place: HubPlace) -> None:
         """Poll a hub until it answers or the scheduler no longer reports it."""
         since = time.monotonic()
         hub = HubClient(place.url, token=place.token or None, timeout_s=self._timeout_s)
@@ -235,7 +237,7 @@ class Hubs:
         lost_s = time.monotonic() - since
         logger.warning("hub answers again url=%s lost_s=%.1f reason=%s", place.url, lost_s, reason)
 
-    def _keep(self, work: Coroutine[None, None, None]) -> None:
+    def _start_task(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -282,7 +284,7 @@ class Hubs:
                     raise
                 self._known[key] = environments
                 if self._owner:
-                    self._keep(hub.stay())
+                    self._start_task(hub.stay())
                 self._instructions = environments.instructions | self._instructions
                 self._answers = environments.answers | self._answers
                 self._tools = environments.tools | self._tools

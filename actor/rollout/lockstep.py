@@ -60,6 +60,7 @@ class Rounds:
         return replace(turns[episode_id], waited_s=waited_s)
 
     def _maybe_start(self) -> None:
+        """Start the next round if all running episodes wait for their turn."""
         if self._next is not None and self._waiting.keys() >= self._running:
             waiting = self._waiting
             self._waiting = {}

@@ -104,7 +104,7 @@ class EpisodePool:
         for lease in leases:
             task = asyncio.create_task(self._play(lease), name=lease.episode_id)
             self._tasks[lease.episode_id] = task
-            task.add_done_callback(self._ended)
+            task.add_done_callback(self._free_slot)
 
     def revoke(self, episode_ids: list[str]) -> None:
         """Cancel episodes whose leases were revoked."""
@@ -114,6 +114,7 @@ class EpisodePool:
                 task.cancel()
 
     async def cancel_all(self) -> None:
+        """Cancel all episodes, and stop the agents."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -121,7 +122,8 @@ class EpisodePool:
         if self._agents is not None:
             await self._agents.close()
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _free_slot(self, task: asyncio.Task[None]) -> None:
+        """Free the slot of an ended episode, and record its failure."""
         self._tasks.pop(task.get_name(), None)
         self._salts.pop(task.get_name(), None)
         if self._rounds is not None:
@@ -132,12 +134,13 @@ class EpisodePool:
             self.failed.set_exception(error)
 
     async def _play(self, lease: Lease) -> None:
-        trajectory = await self._play_out(lease)
+        """Play a leased episode, and hand the trajectory to delivery."""
+        trajectory = await self._play_to_end(lease)
         if self._rounds is not None:
             self._rounds.leave(lease.episode_id)
         await self._delivery.put(trajectory)
 
-    async def _play_out(self, lease: Lease) -> Trajectory:
+    async def _play_to_end(self, lease: Lease) -> Trajectory:
         """Play an episode. When its hub is lost, play it again from the beginning.
 
         Lost attempts are not counted. An episode that waits for a hub frees its slot, and the wait
@@ -151,7 +154,7 @@ class EpisodePool:
             is_last = num_vanished > MAX_VANISHED or num_lost > MAX_LOST
             is_last = is_last or self._environments.is_gone(lease.env)
             try:
-                return await self._try(lease, may_repeat=not is_last)
+                return await self._play_once(lease, may_repeat=not is_last)
             except EnvPaused as error:
                 logger.debug("episode waits episode=%s reason=%s", lease.episode_id, error)
                 self._environments.pause(lease.env, error)
@@ -166,7 +169,8 @@ class EpisodePool:
             finally:
                 self._waiting.discard(lease.episode_id)
 
-    async def _try(self, lease: Lease, *, may_repeat: bool) -> Trajectory:
+    async def _play_once(self, lease: Lease, *, may_repeat: bool) -> Trajectory:
+        """Play one attempt at an episode, in the built-in loop or by an agent."""
         act, render = self._policy(lease)
         hubs = self._environments
         seed = environment_seed(lease)
@@ -193,6 +197,7 @@ class EpisodePool:
         return with_actions(played, render)
 
     def _policy(self, lease: Lease) -> tuple[Act, Render]:
+        """Return the policy of a lease and its renderer: the model, or a scripted policy."""
         if lease.policy is not PolicyKind.MODEL:
             scripted = ScriptedRender()
             policy = ScriptedPolicy(lease.policy, seed=lease.episode_id, render=scripted)
@@ -202,6 +207,7 @@ class EpisodePool:
         return (lambda ids, _: self._act(lease, ids, seed=seeds.next())), render
 
     async def _act(self, lease: Lease, ids: list[int], *, seed: int) -> Turn:
+        """Sample one turn of an episode, in a round or by itself."""
         if self._rounds is not None:
             return await self._rounds.act(lease.episode_id, ids, seed=seed)
         self._num_requests += 1

@@ -80,6 +80,7 @@ async def _replay(
     numbered = enumerate(itertools.cycle(episodes))
 
     async def play() -> None:
+        """Play one episode after another until cancelled."""
         for _, episode in numbered:
             ids: list[int] = []
             for observed, num_sampled in episode:

@@ -132,6 +132,7 @@ async def _sample(engine: Engine, settings: dict[str, Any]) -> dict[str, float]:
 
 
 def main(argv: list[str]) -> None:
+    """Measure an engine, and write the report into the run directory."""
     run_dir = RunDir(root=Path(argv[0]))
     report = asyncio.run(measure(run_dir, json.loads(argv[1])))
     write_atomically(run_dir.root / REPORT, json.dumps(report))

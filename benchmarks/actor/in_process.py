@@ -31,6 +31,7 @@ class LocalSession:
         return HubStepResult(**self._env.step(action).as_dict())
 
     async def hint(self) -> ExpertHint:
+        """Return the information that a scripted policy may use."""
         valid = self._env.valid_actions()
         expert = self._env.expert_action()
         return ExpertHint(valid_actions=valid, expert_action=expert)
@@ -68,14 +69,16 @@ class InProcessPlayer:
         return played
 
     async def _play(self, leases: Sequence[Lease]) -> list[Trajectory]:
+        """Play the leased episodes in one round after another."""
         rounds = Rounds(
             self._engine, max_tokens=self._cfg.actor.max_turn_tokens, exclusive=asyncio.Lock()
         )
         for lease in leases:
             rounds.enter(lease.episode_id)
-        return await asyncio.gather(*(self._one(lease, rounds) for lease in leases))
+        return await asyncio.gather(*(self._play_one(lease, rounds) for lease in leases))
 
-    async def _one(self, lease: Lease, rounds: Rounds) -> Trajectory:
+    async def _play_one(self, lease: Lease, rounds: Rounds) -> Trajectory:
+        """Play one leased episode."""
         actor = self._cfg.actor
         spec = self._specs[lease.env]
         style = next(each for each in spec.instruction if each.value == self._cfg.envhub.style)

@@ -52,16 +52,19 @@ def measure(model_path: str) -> dict[str, Any]:
 
 
 def _free_bytes() -> int:
+    """Return the free memory of the GPU."""
     return torch.cuda.mem_get_info()[0]
 
 
 def _sample(llm: LLM) -> list[int]:
+    """Return the tokens that the engine samples greedily."""
     how = SamplingParams(temperature=0.0, max_tokens=16, detokenize=False)
     (output,) = llm.generate([{"prompt_token_ids": PROMPT}], how, use_tqdm=False)
     return list(output.outputs[0].token_ids)
 
 
 def main(argv: list[str]) -> None:
+    """Measure the memory that a sleeping engine returns, and write the report."""
     model_path, report = argv
     write_atomically(Path(report), json.dumps(measure(model_path)))
 

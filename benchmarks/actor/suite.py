@@ -50,6 +50,7 @@ def run_suite(table: BenchTable) -> None:
 
 
 def add_speeds(table: BenchTable, folder: Path) -> None:
+    """Add the sampling rates of this project's engine and of vLLM alone."""
     ours: Counter[str] = Counter()
     alone: Counter[str] = Counter()
     for number in range(NUM_ROUNDS):
@@ -72,6 +73,7 @@ def add_speeds(table: BenchTable, folder: Path) -> None:
 
 
 def hits(ours: Counter[str], peer: Counter[str]) -> str:
+    """Return the shares of prompt tokens from the prefix cache as text."""
     shares = [done["cached"] / max(1, done["prompt"]) for done in (ours, peer)]
     return f"prefix hits {shares[0]:.0%} and {shares[1]:.0%}"
 

@@ -58,11 +58,11 @@ class FaultyRun:
         """
         match fault.kind, fault.role:
             case FaultType.KILL, Role() as role:
-                self._victim(role).kill()
+                self._newest_process(role).kill()
             case FaultType.KILL_AGAIN, Role() as role:
                 self._kill_again(role)
             case FaultType.RESET, Role() as role:
-                _reset(self._victim(role))
+                _reset_connections(self._newest_process(role))
             case FaultType.CORRUPT, Role() as role:
                 self._send_corrupt(role)
             case FaultType.DUPLICATE, _:
@@ -80,12 +80,12 @@ class FaultyRun:
         """Begin a temporary fault. It ends with the stack."""
         match fault.kind, fault.role:
             case FaultType.STOP, Role() as role:
-                victim = self._victim(role)
+                victim = self._newest_process(role)
                 victim.send_signal(signal.SIGSTOP)
                 undo.enter_context(suppress(psutil.NoSuchProcess))
                 undo.callback(victim.send_signal, signal.SIGCONT)
             case FaultType.NO_MEMORY, Role() as role:
-                _take_memory(self._victim(role), undo)
+                _take_memory(self._newest_process(role), undo)
             case FaultType.CLOCK, _:
                 if self.clock is None:
                     raise NotPossible("no C compiler to make a clock of the run's own with")
@@ -97,6 +97,7 @@ class FaultyRun:
                 self._trouble_machine(kind, self.disk / "filler", undo)
 
     def _trouble_machine(self, kind: FaultType, filler: Path, undo: ExitStack) -> None:
+        """Inject a fault of the disk, the network or the clock."""
         if kind is FaultType.DISK_FULL:
             undo.callback(filler.unlink, missing_ok=True)
             machine.fill_disk(filler)
@@ -106,9 +107,11 @@ class FaultyRun:
             raise NotPossible("this kernel shapes no traffic")
 
     def _processes(self, role: Role) -> list[psutil.Process]:
+        """Return the processes of a role."""
         return roles_below(self.supervisor_pid).get(role, [])
 
-    def _victim(self, role: Role) -> psutil.Process:
+    def _newest_process(self, role: Role) -> psutil.Process:
+        """Return the newest process of a role. Raises: NotPossible: there is none."""
         found = self._processes(role)
         if not found:
             raise NotPossible(f"no {role} runs at the moment")
@@ -152,7 +155,7 @@ class FaultyRun:
     def _dealers(self, role: Role) -> Generator[list[zmq.Socket[bytes]]]:
         """Yield sockets with the key of the run's actors, connected to every port of a role."""
         keys = load_keys(self.run_dir.keys)
-        found = self._victim(role).net_connections(kind="tcp")
+        found = self._newest_process(role).net_connections(kind="tcp")
         ports = [each.laddr.port for each in found if each.status == psutil.CONN_LISTEN]
         if not ports:
             raise NotPossible(f"{role} does not listen at the moment")
@@ -166,7 +169,8 @@ class FaultyRun:
             yield dealers
 
 
-def _reset(process: psutil.Process) -> None:
+def _reset_connections(process: psutil.Process) -> None:
+    """Reset the connections of a process. Raises: NotPossible."""
     try:
         num_reset = reset_connections(process)
     except OSError as error:

@@ -105,6 +105,7 @@ class CampaignLog:
         return statistics.median(quiet) if quiet else math.nan
 
     def _is_about(self, injected: InjectedFault, begin: float, end: float) -> bool:
+        """Return whether a fault's effect overlaps an interval of the run."""
         step_s = 0.0 if math.isnan(injected.step_s) else injected.step_s
         return injected.began_s <= end and begin <= injected.ended_s + step_s
 

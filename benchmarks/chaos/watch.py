@@ -59,6 +59,7 @@ class StepObserver:
                 return self._actors_play(since)
 
     def _hub_answers(self) -> bool:
+        """Return whether the hub answers."""
         url = self.run_dir.find_address("envhub")
         try:
             return request(f"{url}/healthz", timeout_s=ASK_S, is_own=True).status == 200
@@ -83,4 +84,5 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _written_s(path: Path) -> float:
+    """Return when a file was written last; 0 without it."""
     return path.stat().st_mtime if path.exists() else 0.0

@@ -103,6 +103,7 @@ def fork_engines(architecture: str) -> None:
 async def _examine(
     path: Path, dtype: str, version: PublishedWeights, first: Scores, second: Scores, folder: Path
 ) -> dict[str, PartResult]:
+    """Return the result of one engine: its scores compared with the learner's."""
     judged = compared if dtype == "float32" else rounded
     gap = gap_of if dtype == "float32" else mean_gap_of
     try:
@@ -136,6 +137,7 @@ async def _examine(
 
 
 def _cannot(error: Exception) -> PartResult:
+    """Return the result for an engine that does not start."""
     words = PREFIX.sub("", " ".join(str(error).split())).removeprefix("engine did not start: ")
     words = " ".join(MARKS.sub("", words).split())
     # The quoted lines of a log end with the cause, or with the line that raised it.
@@ -144,6 +146,7 @@ def _cannot(error: Exception) -> PartResult:
 
 
 async def _scored(engine: Engine, name: str) -> Scores:
+    """Return the engine's scores of the test sequences."""
     return await engine.score(SEQUENCES, request_id=name)
 
 

@@ -92,6 +92,7 @@ class LearnerSide:
                 self._note(name, examine())
 
     def _note(self, name: str, found: float | PartResult) -> None:
+        """Record the result of one part."""
         self.findings[name] = found if isinstance(found, PartResult) else compared(found)
 
     @contextmanager
@@ -106,9 +107,11 @@ class LearnerSide:
             self.findings[name] = PartResult(verdict=Verdict.WRONG, message=message)
 
     def _full(self, policy: PreTrainedModel) -> float:
+        """Return the difference of padded sequences, with all weights trained."""
         return gap_of(self._scored(policy, Layout.PADDED), self.first)
 
     def _scored(self, policy: PreTrainedModel, layout: Layout, **networks: Any) -> Scores:
+        """Return the learner's scores of the test sequences."""
         passes = passes_of(policy, layout, **networks)
         passes.check_start(may_pad=False)
         return passes.score_sequences(SEQUENCES)
@@ -129,6 +132,7 @@ class LearnerSide:
 
     @torch.no_grad()
     def _critic(self, policy: PreTrainedModel) -> float:
+        """Return the difference of a policy with a critic."""
         critic = make_critic(CriticSection(), policy, policy_path=self._start)
         perturb(stored(critic.head), seed=3)
         passes = passes_of(policy, Layout.PADDED, critic=critic)
@@ -146,10 +150,12 @@ class LearnerSide:
         return float((found - torch.cat(expected)).abs().max())
 
     def _packed(self, policy: PreTrainedModel) -> float:
+        """Return the difference of packed sequences."""
         return gap_of(self._scored(policy, Layout.PACKED), self.first)
 
     @torch.no_grad()
     def _shared_prefix(self, policy: PreTrainedModel) -> float:
+        """Return the difference of sequences with a shared prefix."""
         passes = passes_of(policy, Layout.PACKED)
         passes.check_start(may_pad=False)
         block = block_of(SEQUENCES, is_packed=True, shared=[(1, 0), (1, 0), (2, PREFIX)])
@@ -157,6 +163,7 @@ class LearnerSide:
         return _largest(passes.score(block).logprobs.tolist(), expected)
 
     def _lora(self) -> PartResult:
+        """Return the difference of a policy with adapters."""
         bare = load_policy(self._start, device="cpu", gradient_checkpointing=False)
         cfg, message = lora_for(bare)
         policy = load_policy(self._start, device="cpu", gradient_checkpointing=False, lora=cfg)
@@ -168,6 +175,7 @@ class LearnerSide:
         return compared(gap, message=message)
 
     def _sharded(self) -> float:
+        """Return the difference of a policy that two ranks share."""
         return gap_of(self._pair.score(self._start, SEQUENCES), self.first)
 
     def _checkpoint(self, policy: PreTrainedModel) -> float:
@@ -200,6 +208,7 @@ def plain_scores(model: PreTrainedModel) -> Scores:
 
 
 def _scored_alone(model: Callable[..., Any], sequence: list[int]) -> Tensor:
+    """Return the network's own scores of one sequence."""
     ids = torch.tensor([sequence])
     logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
@@ -258,5 +267,6 @@ def mean_gap_of(found: Scores, expected: Scores) -> float:
 
 
 def _largest(found: Sequence[float], expected: Sequence[float]) -> float:
+    """Return the largest difference of two lists of scores."""
     gaps = np.abs(np.asarray(found) - np.asarray(expected))
     return float(gaps.max())

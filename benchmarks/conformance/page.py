@@ -48,6 +48,7 @@ def _origins(results: Mapping[str, FamilyResult]) -> str:
 
 
 def _counts(results: Mapping[str, FamilyResult]) -> str:
+    """Return the numbers of parts by verdict as text."""
     verdicts = [each.verdict for each in results.values()]
     counted = ", ".join(
         f"{verdicts.count(verdict)} {verdict.value}" for verdict in Verdict if verdict in verdicts
@@ -58,6 +59,7 @@ def _counts(results: Mapping[str, FamilyResult]) -> str:
 
 
 def _row(result: FamilyResult) -> str:
+    """Return the row of a family."""
     cells = [f"`{result.family}`<br>{result.architecture}"]
     cells += [_cell(name, result.parts.get(name)) for name in PARTS]
     cells += [f"{result.gap:.0e}" if result.gap else "0", _notes(result)]
@@ -65,6 +67,7 @@ def _row(result: FamilyResult) -> str:
 
 
 def _cell(name: str, found: PartResult | None) -> str:
+    """Return the cell of one part."""
     if found is None:
         return "-"
     is_padded = name in LAYOUTS and found.verdict is Verdict.REFUSED
@@ -93,6 +96,7 @@ def _is_note(found: PartResult) -> bool:
 
 
 def _shown(text: str) -> str:
+    """Return a text for a cell, shortened."""
     short = text if len(text) <= MOST_WORDS else f"{text[:MOST_WORDS]}..."
     return short.replace("|", "\\|").replace("<", "&lt;").replace("`", "'").replace("*", "\\*")
 

@@ -64,7 +64,7 @@ class RankPair:
         """Return the scores of both ranks together. Raises: ConfigError: the network is refused."""
         self._wait_started()
         self._pipe.send((path, sequences))
-        self._mesh = self._mesh or _meet(self._folder.name, 0)
+        self._mesh = self._mesh or _join_group(self._folder.name, 0)
         return _score(self._mesh, path, sequences)
 
     def _wait_started(self) -> None:
@@ -86,6 +86,7 @@ class RankPair:
 
 
 def _serve(folder: str, pipe: Connection) -> None:
+    """Score sequences on request, as one of two ranks."""
     torch.set_num_threads(1)
     mesh: DeviceMesh | None = None
     pipe.send(READY)
@@ -94,12 +95,13 @@ def _serve(folder: str, pipe: Connection) -> None:
             path, sequences = pipe.recv()
         except EOFError:  # Rank 0 has ended.
             os._exit(0)
-        mesh = mesh or _meet(folder, 1)
+        mesh = mesh or _join_group(folder, 1)
         with contextlib.suppress(*NETWORK_ERRORS):  # Rank 0 has the same error, and reports it.
             _score(mesh, path, sequences)
 
 
-def _meet(folder: str, rank: int) -> DeviceMesh:
+def _join_group(folder: str, rank: int) -> DeviceMesh:
+    """Join the process group of both ranks."""
     os.environ["GLOO_SOCKET_IFNAME"] = interface_of(loopback())
     dist.init_process_group(
         "gloo",

@@ -138,6 +138,7 @@ def examine_apart(family: str, *, limit_s: float = LIMIT_S, method: str = "fork"
 
 
 def _failed(family: str, why: str, seconds: float) -> FamilyResult:
+    """Return the result of a family that could not be examined."""
     from benchmarks.conformance.networks import architecture
 
     parts = {"full": PartResult(verdict=Verdict.NOT_RUN, message=why)}
@@ -147,6 +148,7 @@ def _failed(family: str, why: str, seconds: float) -> FamilyResult:
 
 
 def _examine(family: str, pipe: Connection, method: str) -> None:
+    """Examine one family; the main function of a process."""
     os.setsid()  # The time limit ends all processes of the family.
     configure_logging(f"conformance {family}", "ERROR")
     started = time.monotonic()
@@ -179,6 +181,7 @@ def _version_of(policy: "PreTrainedModel", dtype: "torch.dtype") -> "PublishedWe
 
 
 def _examine_in(family: str, folder: Path, pair: "RankPair", *, method: str) -> FamilyResult:
+    """Examine one family with checkpoints in a folder."""
     import torch
 
     from benchmarks.conformance.learner_side import LearnerSide

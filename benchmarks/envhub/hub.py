@@ -67,6 +67,7 @@ def _said_address(process: ChildProcess) -> str:
 
 @contextlib.contextmanager
 def _running(argv: list[str], environ: Mapping[str, str] | None) -> Generator[ChildProcess]:
+    """Yield a service once it accepts requests; end it afterwards."""
     env = {"OMP_NUM_THREADS": "1", **(environ or {})}
     with tempfile.TemporaryDirectory(prefix="longstride-bench-") as folder:
         log_path = Path(folder) / "log.txt"
@@ -95,6 +96,7 @@ def _stop(child: ChildProcess) -> None:
 
 
 def _accepts(target: ServiceTarget) -> bool:
+    """Return whether a service accepts requests."""
     try:
         with socket.create_connection(target.address, timeout=1.0) as connection:
             connection.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")

@@ -111,6 +111,7 @@ async def run_job(job: Job) -> Measured:
     latencies_ms: list[float] = []
 
     async def keep_stepping(client: Client, episode: Steps, begin_s: float, end_s: float) -> None:
+        """Step one session until the time is over."""
         for action in cycle(ACTIONS[job.env]):
             sent_s = time.perf_counter()
             is_over = await episode.step(action)

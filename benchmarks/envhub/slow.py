@@ -40,6 +40,7 @@ def is_won(item_id: str, seed: int) -> bool:
 
 
 def _digest(item_id: str, seed: int, what: str) -> int:
+    """Return a number that depends on the item, the seed and a word."""
     words = f"{item_id} {seed} {what}".encode()
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big")
 
@@ -71,6 +72,7 @@ class SlowEnv:
         return "wait"
 
     async def step(self, action: str) -> StepResult:
+        """Wait for the time of a turn."""
         if self._num_played == 0:
             seed = own_seed(self._item_id, self._seed, action)
             self._turn_s = turn_s(self._item_id, seed, options=self._options)

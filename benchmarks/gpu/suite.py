@@ -131,9 +131,11 @@ class CheckProgress:
         self._lines.write(kind, {"check": name, **values})
 
     def _named(self, name: str) -> GpuCheck:
+        """Return a remaining check by its name."""
         return next(check for check in self.remaining if check.name == name)
 
     def _finish(self) -> None:
+        """Remove the current check from the remaining ones."""
         assert self.current is not None
         self.remaining.remove(self.current)
         self.current = None

@@ -96,6 +96,7 @@ class EventFile:
 
 
 def main(argv: list[str]) -> None:
+    """Run the checks of the settings, and write an event for each."""
     logging.basicConfig(level="INFO")
     settings = WorkerSettings(**json.loads(argv[0]))
     with Path(settings.events).open("a", encoding="utf-8") as file:

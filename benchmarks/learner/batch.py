@@ -70,6 +70,7 @@ def make_batch(shape: BatchShape, *, vocab_size: int, seed: int) -> list[Sample]
 def _episode(
     shape: BatchShape, rng: np.random.Generator, vocab_size: int, *, group_id: str, member: int
 ) -> Trajectory:
+    """Return a random episode of this shape."""
     num_turns = int(rng.integers(1, shape.max_turns + 1))
     turn_tokens = shape.observation_tokens + shape.action_tokens
     mask = np.tile(np.arange(turn_tokens) >= shape.observation_tokens, num_turns)

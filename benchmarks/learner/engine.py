@@ -142,10 +142,12 @@ def _save(path: Path, model: PreTrainedModel, tokenizer_path: str, *, has_weight
 
 
 def _settings(run: EngineRun) -> PublishSettings:
+    """Return the settings of the publisher."""
     return PublishSettings(host=HOST, timeout_s=run.timeout_s / 3, max_canary_delta=math.inf)
 
 
 def _version(number: int, trainer: Trainer, canary: list[list[int]]) -> PublishedWeights:
+    """Return the current weights as a version."""
     return PublishedWeights(
         version=number,
         source=trainer.live_weights(),
@@ -163,6 +165,7 @@ def _randomize(model: PreTrainedModel) -> None:
 
 
 def _start(run: EngineRun, run_dir: RunDir, model_path: Path) -> ChildProcess:
+    """Start the process of the engine."""
     settings = asdict(run) | {"model_path": str(model_path)}
     argv = [sys.executable, "-m", CHILD, str(run_dir.root), json.dumps(settings)]
     log = run_dir.root / "engine.log"

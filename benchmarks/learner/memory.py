@@ -64,6 +64,7 @@ def random_tokens(model: PreTrainedModel, num_sequences: int, num_seq_tokens: in
 
 
 def _peak_of(score: Callable[[], Tensor], device: torch.device) -> tuple[int, Tensor]:
+    """Return the peak memory of scoring with its gradient."""
     scored: list[Tensor] = []
 
     def run() -> None:

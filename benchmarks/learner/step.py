@@ -157,6 +157,7 @@ def _cost_of(
     samples: Sequence[Sample],
     num_rounds: int,
 ) -> StepCost:
+    """Return the seconds of each contender, measured in turn."""
     clock = clock_of(next(model.parameters()).device)
     seconds = alternate(contenders, num_rounds=num_rounds, clock=clock)
     num_tokens = sum(len(sample.trajectory.token_ids) for sample in samples)
@@ -187,6 +188,8 @@ def by_aggregation(algorithm: AlgorithmSection) -> dict[str, AlgorithmSection]:
 
 
 def _step_of(trainer: Trainer, samples: list[Sample]) -> Callable[[], object]:
+    """Return a function that makes one training step."""
+
     def step() -> None:
         metrics = trainer.train_on(samples, version=MAX_LAG, must_train=True).metrics
         if metrics["train/num_bad_updates"] or not metrics["train/num_updates"]:
@@ -205,6 +208,7 @@ def clock_of(device: torch.device) -> Callable[[], float]:
         return time.process_time
 
     def now_s() -> float:
+        """Return the time once the GPU has finished its work."""
         torch.cuda.synchronize(device)
         return time.perf_counter()
 

@@ -77,6 +77,7 @@ def run_suite(table: BenchTable) -> None:
 
 
 def add_step_cost(table: BenchTable, cost: StepCost, *, of: str, most: float = MAX_RATIO) -> None:
+    """Add the cost of a training step beside that of the bare model."""
     table.title(f"{of}: bare {cost.tokens_per_s(BARE):.0f} tokens/s")
     for name in cost.seconds:
         if name == BARE:
@@ -96,6 +97,7 @@ def add_ways(table: BenchTable, cost: StepCost, *, against: str) -> None:
 
 
 def add_peaks(table: BenchTable, peaks: ScoringPeaks, *, of: str) -> None:
+    """Add the peak memory of scoring in chunks and as a whole."""
     table.title(of)
     sizes = f"{peaks.chunked_bytes / 1e6:.0f} of {peaks.whole_bytes / 1e6:.0f} MB"
     name = "peak of forward and backward, over the whole at once"

@@ -124,6 +124,7 @@ class StudyWork:
             await_success(process, timeout_s=RUN_S)
 
     def _has_start(self) -> bool:
+        """Return whether the runs begin with a policy that the study trains."""
         is_given = any(each.startswith("model.path=") for each in self.study.given)
         return bool(self.study.start) and not is_given
 
@@ -140,6 +141,7 @@ class StudyWork:
                 active = [each for each in active if not self._has_ended(each)]
 
     def _start(self, run: Run, stack: ExitStack) -> ActiveRun:
+        """Start a run of the study."""
         begin(self.folder / run.name, run.overrides)
         start = [f"model.path={self.folder}/start/policy"] if self._has_start() else []
         overrides = ["log.live=false", *merged(run.overrides, start)]

@@ -37,10 +37,12 @@ def gap(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, Ends]:
 
 
 def _difference(ours: np.ndarray, theirs: np.ndarray, axis: int = -1) -> np.ndarray:
+    """Return the difference of the interquartile means."""
     return iqm(ours, axis) - iqm(theirs, axis)
 
 
 def _bootstrapped(statistic: Callable[..., np.ndarray], *samples: np.ndarray) -> tuple[float, Ends]:
+    """Return a statistic with its bootstrap interval."""
     mean = float(statistic(*samples))
     if any(each.size == 1 for each in samples) or np.isnan(mean):
         return mean, (mean, mean)

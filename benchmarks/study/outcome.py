@@ -76,6 +76,7 @@ def read_outcome(run: Path, *, arm: str, seed: int) -> SeedResult:
 def _points(
     run: Path, report: dict[str, Any], steps: Sequence[dict[str, Any]]
 ) -> tuple[Point, ...]:
+    """Return the evaluations of a run with the episodes, tokens and time up to each."""
     last_step = steps[-1]["step"]
     made_s = {line["step"]: line["time_s"] for line in steps}
     success = {0: report["before"]["success"]} if report["before"] else {}

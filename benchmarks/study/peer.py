@@ -207,6 +207,7 @@ def _scored(plan: _Plan, name: str, policies: dict[int, Path]) -> dict[int, floa
 
 
 def _evaluate(plan: _Plan, name: str, policy: Path) -> None:
+    """Evaluate a policy with the command `eval`."""
     # Evaluations of all seeds use the same random numbers.
     own = plan.with_seed("run.seed=0", f"model.path={policy}")
     where = [f"run.dir={plan.folder}", f"run.name={name}"]

@@ -50,11 +50,13 @@ class Study:
         return [self._run(arm, seed) for seed in self.seeds for arm in self.arms]
 
     def _run(self, arm: str, seed: int) -> Run:
+        """Return one run of an arm."""
         plain = merged(merged(self.overrides, self.given), self.arms[arm])
         sized = [self._sized(each) for each in plain]
         return Run(arm=arm, seed=seed, overrides=(f"run.seed={seed}", *sized))
 
     def _sized(self, override: str) -> str:
+        """Return an override with its value scaled by the size of the study."""
         key, _, value = override.partition("=")
         if key not in self.scaled or self.size == 1:
             return override
@@ -101,6 +103,7 @@ def _flat(words: Iterable[Any]) -> Iterable[str]:
 
 
 def _check_given(study: Study) -> None:
+    """Check that the overrides contain no key that the study sets. Raises: ConfigError."""
     fixed = {"run.name": "the study names its runs", "run.seed": "give study.num_seeds"}
     for each in study.given:
         key, _, value = each.partition("=")
@@ -111,4 +114,5 @@ def _check_given(study: Study) -> None:
 
 
 def _written() -> dict[str, Any]:
+    """Return the studies of the table."""
     return yaml.safe_load(WRITTEN.read_text(encoding="utf-8"))

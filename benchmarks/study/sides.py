@@ -116,5 +116,6 @@ def comparison(sides: Sequence[Side]) -> str:
 
 
 def _cells(curve: Curve) -> list[str]:
+    """Return the cells of a learning curve."""
     course = ", ".join(f"{value:.3f} at {wall_s:,.0f}" for wall_s, _, value in curve)
     return [course, f"{cpu_s_to(BAR, curve):,.0f}"]

@@ -41,6 +41,7 @@ def study_table(outcomes: Sequence[SeedResult], *, base: str) -> str:
     arms = by_arm(outcomes)
 
     def less_base(runs: Runs) -> str:
+        """Return the difference to the base arm as text; "-" without one."""
         return points(*gap(_after(runs), _after(arms[base]))) if base in arms else "-"
 
     columns: Columns = {
@@ -59,6 +60,7 @@ def study_table(outcomes: Sequence[SeedResult], *, base: str) -> str:
 
 
 def _after(runs: Runs) -> list[float]:
+    """Return the final success of each run."""
     return [each.after for each in runs]
 
 

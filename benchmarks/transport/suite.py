@@ -65,6 +65,7 @@ def add_trajectories(table: BenchTable, *, num_rounds: int, measured_s: float = 
 
 
 def _median(flows: list[Flow]) -> Flow:
+    """Return the flow with the median rate."""
     return sorted(flows, key=lambda flow: flow.per_s)[len(flows) // 2]
 
 
@@ -74,6 +75,7 @@ def measure(end: str, folder: Path, *, measured_s: float) -> Flow:
     with ExitStack() as children:
 
         def start(name: str, *argv: str) -> ChildProcess:
+            """Start one end of a connection as a process."""
             log = folder / f"{name}.txt"
             return children.enter_context(child(name, ["-m", *argv], log=log))
 

@@ -110,6 +110,7 @@ def measure(shape: ModelShape, *, lr: float, num_steps: int, seed: int) -> Curve
 
 
 def _train(model: PreTrainedModel, optimizer: PolicyOptimizer, tokens: Tensor) -> None:
+    """Make one training step."""
     optimizer.zero_grad()
     model(tokens, labels=tokens).loss.backward()
     optimizer.step()
@@ -127,11 +128,13 @@ def _plain_s(model: PreTrainedModel, before: Tensor) -> float:
 
 
 def _apply(buffer: Tensor, packed: Tensor) -> str:
+    """Apply changes to a buffer; return its digest."""
     apply_changes(buffer, packed)
     return digest_of_whole(buffer)
 
 
 def _bytes_of(weights: PublishedWeights) -> Tensor:
+    """Return a copy of a version's bytes."""
     assert isinstance(weights.source, CopiedWeights)
     return weights.source.buffer.clone()
 

@@ -53,6 +53,7 @@ class TransferPeer:
         self.carrier = self._group("nccl", 2) if receiver.transport == "nccl" else self.meeting
 
     def _group(self, backend: str, epoch: int) -> BroadcastGroup:
+        """Return the process group of a transport."""
         receiver = self._receiver
         place = CollectiveMember(
             receiver.rank, receiver.world_size, backend, receiver.timeout_s, HOST

@@ -151,10 +151,12 @@ class _Peak:
         return now.rss - now.shared
 
     def _watch(self) -> None:
+        """Sample the memory at regular intervals."""
         while not self._is_over.wait(SAMPLE_S):
             self._sample()
 
     def _sample(self) -> None:
+        """Measure the memory, and keep the largest growth."""
         self.grown_bytes = max(self.grown_bytes, self._own_bytes() - self._before)
 
     def __exit__(self, *_: object) -> None:

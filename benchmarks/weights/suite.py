@@ -91,6 +91,7 @@ def check_step(table: BenchTable, *, num_rounds: int) -> None:
     with receivers(["ours"] * (num_rounds + 1), cut=cut, route=TransferSetup()) as side:
 
         def send() -> None:
+            """Send a version during a training step."""
             lower_priority()
             side.meeting.barrier()
             send_buckets(side.carrier, cut, slots, source.fill)

@@ -94,11 +94,13 @@ def doctor(
 
 
 def _print_table(checks: Sequence[Check], *below: str) -> int:
+    """Print the checks and further lines; return 1 if a required check fails."""
     print("\n".join([format_checks(checks), *below]))
     return 1 if any(each.remedy and not each.is_optional for each in checks) else 0
 
 
 def _examine_environment(name: str, missing: Sequence[str]) -> Check:
+    """Return the check of one environment."""
     found = "cannot run here" if missing else "can run here"
     return Check(what=f"env {name}", found=found, remedy="; ".join(missing), is_optional=True)
 
@@ -115,6 +117,7 @@ def _plan(cfg: RunConfig, root: Path) -> list[str]:
 def _examine_config(
     cfg: RunConfig, root: Path, *, name: str, problem: str, missing: Sequence[str]
 ) -> Check:
+    """Return the check of the configuration and of the devices that it needs."""
     what = f"config {Path(name).name.removesuffix('.yaml')}"
     try:
         if problem:
@@ -231,6 +234,7 @@ def examine_package(names: Sequence[str], pinned: Mapping[str, str]) -> Check:
 
 
 def _compare_version(name: str, version: str, wanted: str) -> Check:
+    """Return the check of an installed version; without a pinned one, it always passes."""
     if not wanted:
         return Check(what=name, found=version, remedy="")
     # torch's version also names its build, as in 2.13.0+cpu.
@@ -241,6 +245,7 @@ def _compare_version(name: str, version: str, wanted: str) -> Check:
 
 
 def _examine_compiler() -> Check:
+    """Return the check of the C++ compiler, which only CPU engines need."""
     problem = machine.compiler_problem()
     remedy = f"install {machine.COMPILER_PACKAGES}" if problem else ""
     found = problem or "it compiles with Python's headers"
@@ -248,6 +253,7 @@ def _examine_compiler() -> Check:
 
 
 def _examine_cpu() -> list[Check]:
+    """Return the checks of the CPU's vector units and of the permission to use AMX tiles."""
     units = machine.cpu_units()
     precision = "bf16" if machine.has_bf16_units() else "fp32 (no bf16 units)"
     found = f"{', '.join(units) or 'no known vector units'}; probably faster: {precision}"
@@ -262,6 +268,7 @@ def _examine_cpu() -> list[Check]:
 
 
 def _examine_memory() -> Check:
+    """Return the check of the available memory."""
     total, available = (size / GIB for size in machine.memory_bytes())
     if not total:
         return Check(what="memory", found="unknown", remedy="")
@@ -271,6 +278,7 @@ def _examine_memory() -> Check:
 
 
 def _examine_disk(root: Path) -> Check:
+    """Return the check of the free disk space."""
     free_gib = shutil.disk_usage(root).free / GIB
     remedy = "" if free_gib >= MIN_FREE_DISK_GIB else f"a run needs {MIN_FREE_DISK_GIB} GiB"
     return Check(what="disk", found=f"{free_gib:.0f} GiB free at {root}", remedy=remedy)

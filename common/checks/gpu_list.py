@@ -70,6 +70,7 @@ def shown_gpus(
 
 
 def _check_order(listed: Sequence[_GpuEntry], entries: Sequence[str], order: str) -> None:
+    """Check that GPU numbers are unambiguous. Raises: ConfigError."""
     kinds = {each.gpu.name for each in listed}
     numbers = [entry for entry in entries if entry.isdigit() and int(entry) < len(listed)]
     if order == "FASTEST_FIRST" and len(kinds) > 1 and numbers:
@@ -126,6 +127,7 @@ def _read(lines: Sequence[str]) -> list[_GpuEntry]:
 
 
 def _slice(found: re.Match[str], whole: Gpu) -> Gpu:
+    """Return a slice of a whole GPU from its line."""
     return Gpu(name=f"{whole.name} MIG {found[1]}", memory_bytes=int(found[2]) * GIB, uuid=found[4])
 
 

@@ -116,6 +116,7 @@ def _with_kept_commit(name: str, cfg: RunConfig, root: Path) -> str:
 
 @cache
 def _resolve(key: str, name: str, *, has_weights: bool = True) -> HubModel:
+    """Return the local commit of a model by its name, after a download of missing files."""
     match = NAME.fullmatch(name)
     assert match is not None, name
     repository, revision = match["repository"], match["revision"]
@@ -240,6 +241,7 @@ def _shards_of(index: Path) -> list[str]:
 
 
 def _cache_folder() -> str:
+    """Return the folder of huggingface_hub's cache."""
     from huggingface_hub import constants
 
     return constants.HF_HUB_CACHE

@@ -58,6 +58,7 @@ class Part:
 
 
 def _weights(label: str, num: int, width: int, note: str = "") -> Part:
+    """Return the memory of weights with `width` bytes each."""
     return Part(label, num * width, f"{num / 1e6:,.1f}M x {width} B{note}")
 
 
@@ -114,6 +115,7 @@ def _publish_copies(cfg: RunConfig, shape: ModelShape) -> list[Part]:
 
 
 def _keeps_versions(cfg: RunConfig) -> bool:
+    """Return whether the publisher keeps copies of versions."""
     return cfg.learner.publish.keeps_versions(
         cfg.model.dtype, has_adapters=cfg.learner.lora.rank > 0, is_sleeping=cfg.actor.sleep > 0
     )
@@ -156,6 +158,7 @@ def frozen_bytes(learner: LearnerSection, is_cuda: bool) -> int:
 
 
 def _has_own_critic(cfg: RunConfig) -> bool:
+    """Return whether the critic is a network of its own."""
     is_critic = cfg.algorithm.advantage is Advantage.PPO
     return is_critic and cfg.learner.critic.kind is CriticKind.MODEL
 
@@ -181,6 +184,7 @@ def lora_params(lora: LoraSection, shape: ModelShape) -> int:
 
 
 def _share(part: Part, num_ranks: int) -> Part:
+    """Return the part of one rank if the ranks share it equally."""
     if num_ranks == 1:
         return part
     return Part(part.label, -(-part.num_bytes // num_ranks), f"({part.how}) / {num_ranks} ranks")
@@ -194,6 +198,7 @@ def adamw_part(moments: Moments, num: int) -> Part:
 
 
 def _optimizer_part(learner: LearnerSection, shape: ModelShape) -> Part:
+    """Return the memory of the optimizer's state."""
     num = shape.num_params
     if learner.optimizer is OptimizerKind.ADAMW:
         return adamw_part(learner.moments, num)
@@ -253,7 +258,7 @@ def in_phases(parts: Sequence[Part], *, num_engines: int) -> list[Part]:
     Gradients, activations and gathered weights exist during the step. The parts of the engines
     exist while they sample. Weights and moments of the learner exist in both phases.
     """
-    marked = [replace(part, phase=_phase(part.label)) for part in parts]
+    marked = [replace(part, phase=_phase_of(part.label)) for part in parts]
     how = f"about {shown(ASLEEP_BYTES)} for each sleeping engine"
     return [*marked, Part("asleep engines", num_engines * ASLEEP_BYTES, how, phase=TRAINING)]
 
@@ -271,7 +276,8 @@ def engine_host_parts(cfg: RunConfig, shape: ModelShape) -> list[Part]:
     return parts
 
 
-def _phase(label: str) -> str:
+def _phase_of(label: str) -> str:
+    """Return the phase in which a part is needed; "" for both."""
     if label.startswith(("engine ", "KV cache", "incoming weights")):
         return SAMPLING
     return "" if label.startswith(KEPT_LABELS) else TRAINING
@@ -318,6 +324,7 @@ def gpu_engine_parts(
 
 
 def _cache_part(cfg: RunConfig, shape: ModelShape, num_bytes: int, key: str) -> Part:
+    """Return an engine's KV cache, with the number of episodes that it holds."""
     actor = cfg.actor
     each = max(1, kv_bytes_per_token(cfg, shape) // actor.tensor_parallel_size)
     tokens = num_bytes // each

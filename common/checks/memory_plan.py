@@ -160,6 +160,7 @@ def _check_nodes(cfg: RunConfig, assignment: GpuAssignment, per_node: int) -> No
 
 
 def _programs(num_ranks: int, num_actors: int, width: int) -> Part:
+    """Return the memory of all processes beside weights and caches."""
     # A single worker runs in the engine's own process. Several workers have one process each.
     num = num_ranks + (2 if width == 1 else 2 + width) * num_actors
     how = f"{num} processes of learner, actors and engines x {shown(PROCESS_BYTES)}"
@@ -216,15 +217,18 @@ def plan_lines(places: Sequence[MemoryBudget]) -> list[str]:
         of = f" of {shown(place.capacity_bytes)}" if place.capacity_bytes else ""
         name = place.name + (f" and {more} equal ones, up to {alike[-1].name}" if more else "")
         lines.append(f"memory, {name}: about {shown(place.total_bytes)}{of}")
-        lines += [f"  {shown(p.num_bytes):>9}  {p.label:<27}  {_how(p)}" for p in place.parts]
+        lines += [
+            f"  {shown(p.num_bytes):>9}  {p.label:<27}  {_calculation(p)}" for p in place.parts
+        ]
     return lines
 
 
-def _how(part: Part) -> str:
+def _calculation(part: Part) -> str:
     return f"{part.how}; only while {part.phase}" if part.phase else part.how
 
 
 def _equal_places(places: Sequence[MemoryBudget]) -> Iterator[list[MemoryBudget]]:
+    """Yield places with equal plans together."""
     for _, alike in groupby(places, key=lambda p: (p.parts, p.capacity_bytes, p.remedy)):
         yield list(alike)
 

@@ -122,6 +122,7 @@ def check_engine_equal(folder: Path, max_tokens: int, *, shown: str) -> None:
 
 
 def _check_settings(tree: dict[str, Any], shown: str) -> None:
+    """Raise ConfigError if a setting makes the engine compute otherwise than the learner."""
     for key, (alike, difference) in UNEQUAL_SETTINGS.get(str(tree.get("model_type")), {}).items():
         value = _value_of(tree.get(key, alike[0]))
         if value not in alike:
@@ -175,6 +176,7 @@ def kind_problem(config: dict[str, Any]) -> str:
 
 
 def _text_remedy(config: dict[str, Any]) -> str:
+    """Return the remedy for a checkpoint that has more than a decoder of text."""
     inner: list[dict[str, Any]] = [
         value for name, value in config.items() if NESTED.search(name) and isinstance(value, dict)
     ]

@@ -133,12 +133,14 @@ def check_agent(actor: ActorSection) -> None:
 
 
 def _check_tasks(cfg: RunConfig) -> None:
+    """Check that there are tasks, and that their episodes can be trained on."""
     if not cfg.tasks:
         raise ConfigError("tasks=[]: a run needs at least one task: tasks=[{env: e, subset: s}]")
     check_training(cfg)
 
 
 def _check_other_models(cfg: RunConfig, root: Path) -> None:
+    """Check the models of the reference and of the critic, if they have their own."""
     reference = cfg.algorithm.reference_path if cfg.algorithm.kl_coef else ""
     for key, path in (
         ("algorithm.reference_path", reference),
@@ -207,7 +209,9 @@ def check_model(path: str, root: Path, *, key: str = "model.path", output: str =
     """
     folder = root / path
     if not folder.is_dir():
-        config = "the same --config" if path == output else f"--config {_maker(path, root)}"
+        config = (
+            "the same --config" if path == output else f"--config {_preset_that_makes(path, root)}"
+        )
         remedy = f"give a checkpoint directory; `python run.py sft` with {config} makes one"
         raise ConfigError(f"{key}={path}: no such directory; {remedy}")
     check_kind(folder, key=key, shown=path)
@@ -224,7 +228,7 @@ def check_model(path: str, root: Path, *, key: str = "model.path", output: str =
     check_weights(folder, key=key, shown=path)
 
 
-def _maker(path: str, root: Path) -> str:
+def _preset_that_makes(path: str, root: Path) -> str:
     """Return the preset whose `sft` writes a policy to `path`; "tiny" if there is none."""
     return next((each for each in list_configs(root) if path == f"runs/{each}/policy"), "tiny")
 

@@ -47,6 +47,7 @@ def _method_of(config: Mapping[str, Any]) -> str:
 
 
 def _inner(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the sections of a configuration for other networks, such as the one for text."""
     for name, value in config.items():
         if name.endswith("_config") and name not in KEYS and isinstance(value, dict):
             yield cast(dict[str, Any], value)

@@ -53,6 +53,7 @@ def help_text(topics: list[str]) -> str:
 
 
 def _section(section: Any, prefix: str) -> str:
+    """Return the help of a section: its purpose, then a line for each key."""
     lines = [getdoc(section) or "", ""] if prefix else []
     for field in fields(section):
         kind = field_kinds(section)[field.name]
@@ -71,6 +72,7 @@ def _section(section: Any, prefix: str) -> str:
 
 
 def _key(key: str, kind: Any, field: Field[Any]) -> str:
+    """Return the help of one key, and of the section that a list or map has as elements."""
     ruled = _rule(kind, field)
     lines = [describe_kind(kind) + (f"; {ruled}" if ruled else ""), field.metadata["text"]]
     if options := _options(kind):
@@ -133,6 +135,7 @@ def reference_text() -> str:
 
 
 def _kind(section: Any, name: str) -> Any:
+    """Return the declared type of a key."""
     return field_kinds(section)[name]
 
 
@@ -151,6 +154,7 @@ def walk_keys(section: Any, prefix: str) -> Iterator[tuple[str, Any, Field[Any]]
 
 
 def _table(rows: Iterable[tuple[str, Any, Field[Any]]]) -> list[str]:
+    """Return the rows of the reference's table for some keys."""
     lines = ["| key | default | allowed values | meaning |", "|---|---|---|---|"]
     for key, section, field in rows:
         kind = _kind(section, field.name)
@@ -164,4 +168,5 @@ def _table(rows: Iterable[tuple[str, Any, Field[Any]]]) -> list[str]:
 
 
 def _doc(section: Any) -> str:
+    """Return the docstring of a section in one line."""
     return " ".join((getdoc(section) or "").split())

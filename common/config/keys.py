@@ -36,6 +36,7 @@ def list_keys() -> tuple[str, ...]:
     """Return every dotted key of the configuration. Index 0 represents all items of a list."""
 
     def walk(section: Any, prefix: str) -> list[str]:
+        """Return the dotted keys below a section."""
         keys: list[str] = []
         for name, kind in field_kinds(section).items():
             if is_dataclass(kind):
@@ -59,6 +60,7 @@ def nearest_keys(key: str) -> str:
             return " or ".join(map(_shortest, namesakes[:3] or sections))
 
     def likeness(known: str) -> float:
+        """Return the similarity of a key to the wanted one; the last word counts twice."""
         by_last = difflib.SequenceMatcher(None, known.rsplit(".", 1)[-1], last).ratio()
         return by_last + difflib.SequenceMatcher(None, known, key).ratio()
 
@@ -178,6 +180,7 @@ def show(value: Any) -> str:
 
 
 def _conform_section(value: dict[Any, Any], section: Any, key: str) -> dict[str, Any]:
+    """Return a section's values after the check of each; unknown keys raise ConfigError."""
     kinds = field_kinds(section)
     prefix = f"{key}." if key else ""
     for name in value:
@@ -189,6 +192,7 @@ def _conform_section(value: dict[Any, Any], section: Any, key: str) -> dict[str,
 
 
 def _first_leaf(key: str, value: Any) -> tuple[str, Any]:
+    """Return the first key below `key` that holds a plain value, and this value."""
     if isinstance(value, dict) and value:
         name, below = next(iter(cast(dict[Any, Any], value).items()))
         return _first_leaf(f"{key}.{name}", below)
@@ -196,6 +200,7 @@ def _first_leaf(key: str, value: Any) -> tuple[str, Any]:
 
 
 def _conform_leaf(value: Any, kind: type, key: str) -> Any:
+    """Return a plain value as its type. Raises: ConfigError: it has another type."""
     if issubclass(kind, Enum):
         by_name = {str(member.value).lower(): member for member in kind}
         named = value.value if isinstance(value, Enum) else value

@@ -102,10 +102,12 @@ class _HasChecks(Protocol):
 
 
 def _first(*values: float | None) -> float | None:
+    """Return the first value that is not None."""
     return next((value for value in values if value is not None), None)
 
 
 def _is_host(text: str) -> bool:
+    """Return whether a text is an IP address or may be a host name."""
     if re.fullmatch(r"[\d.]+|.*:.*", text):
         try:
             return bool(ipaddress.ip_address(text))
@@ -115,6 +117,7 @@ def _is_host(text: str) -> bool:
 
 
 def _is_url(text: str) -> bool:
+    """Return whether a text is an address of http or https with a host."""
     try:
         parts = urlsplit(text)
         # `parts.port` raises ValueError for an invalid port.
@@ -125,22 +128,26 @@ def _is_url(text: str) -> bool:
 
 
 def _is_path(text: str) -> bool:
+    """Return whether common file systems accept a text as a path."""
     parts = text.encode(errors="replace").split(b"/")
     is_short = sum(map(len, parts)) + len(parts) <= 4096 and max(map(len, parts)) <= 255
     return _is_name(text) and is_short  # Limits of common file systems.
 
 
 def _is_name(text: str) -> bool:
+    """Return whether a text is printable and not blank."""
     return bool(text.strip()) and text.isprintable()
 
 
 def _is_file_name(text: str) -> bool:
+    """Return whether a text is a plain file name that the product does not use itself."""
     is_plain = text.isprintable() and "/" not in text and text.strip() == text
     is_short = len(text) <= 100 and len(text.encode()) <= 200  # File systems allow 255 bytes.
     return is_plain and is_short and text != "latest" and text[:1] not in ("", ".")
 
 
 def _is_date(text: str) -> bool:
+    """Return whether a text is a date as YYYY-MM-DD."""
     try:
         return date.fromisoformat(text).isoformat() == text
     except ValueError:
@@ -241,6 +248,7 @@ def check(section: Any, prefix: str = "") -> None:
 
 
 def _contradictions(section: Any, prefix: str) -> Iterator[Contradiction]:
+    """Yield the values of a section that contradict another key."""
     for each in fields(section):
         relation, _, other = each.metadata.get("must", "").rpartition(" ")
         value = getattr(section, each.name)

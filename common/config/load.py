@@ -48,7 +48,7 @@ def load_config(
         merged = copy.deepcopy(_schema())
         if config is not None:
             merged = _with_file(merged, find_config(config, root=root), root)
-        _apply(merged, overrides)
+        _apply_overrides(merged, overrides)
         _derive(merged, is_dry=is_dry)
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
@@ -239,7 +239,8 @@ def _derive(merged: DictConfig, *, is_dry: bool) -> None:
         actor.num_actors = actor.num_gpus // width
 
 
-def _apply(merged: DictConfig, overrides: Sequence[str]) -> None:
+def _apply_overrides(merged: DictConfig, overrides: Sequence[str]) -> None:
+    """Set the overrides in the merged configuration. Raises: ConfigError."""
     seen: dict[str, str] = {}
     _unfreeze(merged)
     for override in overrides:
@@ -251,13 +252,13 @@ def _apply(merged: DictConfig, overrides: Sequence[str]) -> None:
         if name in seen:
             raise ConfigError(f"{override}: {key} is given twice, first as {seen[name]}")
         seen[name] = override
-        value = raw if kind is str else conform(_parse(raw, key), kind, key=key)
-        _make_way(merged, name, shown=override)
+        value = raw if kind is str else conform(_parse_value(raw, key), kind, key=key)
+        _add_user_section(merged, name, shown=override)
         OmegaConf.update(merged, name, value, merge=True)
         _unfreeze(OmegaConf.select(merged, name.partition(".")[0]))  # It may have new nodes.
 
 
-def _make_way(merged: DictConfig, name: str, *, shown: str) -> None:
+def _add_user_section(merged: DictConfig, name: str, *, shown: str) -> None:
     """Add the sections of a user-named key (`per_env.x.kind`); refuse too high an index."""
     parts = name.split(".")
     for i in range(1, len(parts)):
@@ -280,7 +281,8 @@ def _unfreeze(node: Any) -> None:
             _unfreeze(node._get_node(name))
 
 
-def _parse(raw: str, key: str) -> Any:
+def _parse_value(raw: str, key: str) -> Any:
+    """Return an override's text as a YAML value. Raises: ConfigError."""
     try:
         parsed = OmegaConf.from_dotlist([f"value={raw}"])
         return cast(dict[str, Any], OmegaConf.to_container(parsed, resolve=False))["value"]
@@ -289,10 +291,10 @@ def _parse(raw: str, key: str) -> Any:
 
 
 def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {key: _unnamed(value) for key, value in items}
+    return {key: _without_enums(value) for key, value in items}
 
 
-def _unnamed(value: object) -> object:
+def _without_enums(value: object) -> object:
     if isinstance(value, list):
-        return [_unnamed(each) for each in cast(list[object], value)]
+        return [_without_enums(each) for each in cast(list[object], value)]
     return value.value if isinstance(value, Enum) else value

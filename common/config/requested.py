@@ -58,6 +58,7 @@ def load_joined(request: ParsedCommand, *, root: Path) -> RunConfig:
 
 
 def _folder(overrides: Sequence[str], *, root: Path) -> Path:
+    """Return the folder of the runs: `run.dir`, or the default."""
     folder = override_value(overrides, "run.dir")
     if folder is not None and not PATH.fits(folder):
         raise ConfigError(f"run.dir={folder!r:.100}: must be {PATH.phrase}")
@@ -72,6 +73,7 @@ def own_config(overrides: Sequence[str], name: str, *, root: Path) -> Path:
 
 
 def _nearest_run(own: Path) -> str:
+    """Return a hint for an unknown run: the most similar name, or how to start a run."""
     known = sorted({path.parent.name for path in own.parents[1].glob("*/config.yaml")} - {"latest"})
     near = difflib.get_close_matches(own.parent.name, known, n=1, cutoff=0.0)
     return f"; the nearest is {near[0]}" if near else ", which has no run; start one with `train`"

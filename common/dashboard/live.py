@@ -103,6 +103,7 @@ class LiveDisplay:
         self._moved.clear()
 
     def _panel(self) -> Panel:
+        """Return the panel with the newest state."""
         view = self._read_view()
         parts: list[RenderableType] = [_progress(view), _facts(view)]
         if view.status.actors:
@@ -118,6 +119,7 @@ class LiveDisplay:
 
 
 def _progress(view: RunView) -> Table:
+    """Return the bar of the phase's progress, with its counts and remaining time."""
     row = Table.grid(padding=(0, 1), expand=True)
     row.add_column(width=12 if view.status.phase == "train" else 27)
     row.add_column(ratio=1)
@@ -135,6 +137,7 @@ def _progress(view: RunView) -> Table:
 
 
 def _facts(view: RunView) -> Table:
+    """Return the table of the run's numbers."""
     table = Table.grid(padding=(0, 1))
     table.add_column(width=12, style="dim")
     table.add_column()
@@ -172,6 +175,7 @@ def _facts(view: RunView) -> Table:
 
 
 def _roles(view: RunView) -> Table:
+    """Return the table of the roles."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("role", "version", "running", "tok/s", "waits for", "last seen"):
         is_text = column in ("role", "waits for")

@@ -190,6 +190,7 @@ def _phase_left_s(status: Status, launch: LaunchState | None, now: float) -> flo
 
 
 def _last_warnings(logs: Path) -> list[str]:
+    """Return the newest warnings at the ends of all logs."""
     found: list[str] = []
     for path in sorted(logs.glob("*.log")):
         try:
@@ -214,6 +215,7 @@ def _read(kind: TypeAdapter[T], path: Path) -> T | None:
 
 
 def _modified_at(path: Path) -> float | None:
+    """Return when a file changed last; None if there is none."""
     try:
         return path.stat().st_mtime
     except OSError:

@@ -77,7 +77,7 @@ def judge(
         return ThroughputVerdict(
             bound=Bottleneck.UNKNOWN, sentence=f"{_before(lines, status or {})}{text}"
         )
-    bound = bound_of(waits, is_sync=_get(config, "train", "mode", "async") == "sync")
+    bound = bound_of(waits, is_sync=_value_of(config, "train", "mode", "async") == "sync")
     advice = sorted(_advice(bound, waits, config), key=lambda each: -each.gain)
     useful = [each for each in advice if each.gain >= MIN_GAIN]
     gate = str((status or {}).get("gate") or "") if bound is Bottleneck.GATE else ""
@@ -96,7 +96,7 @@ def _before(lines: Sequence[Mapping[str, float | None]], status: Mapping[str, An
     """
     if lines or status.get("phase") != "train":
         return ""
-    if status.get("learner") and not _get(status, "learner", "waiting_for", ""):
+    if status.get("learner") and not _value_of(status, "learner", "waiting_for", ""):
         return "the learner trains on the first batch; "
     num = [_count(status, "groups", name, 0) for name in ("ready", "open")]
     return f"the actors play the first batch ({num[0]} groups ready, {num[1]} open); "
@@ -175,6 +175,7 @@ def _actor_knobs(bound: Bottleneck, waits: Waits, config: Mapping[str, Any]) -> 
 
 
 def _finding(bound: Bottleneck, waits: Waits, gate: str) -> str:
+    """Return the sentence about the limit, with its numbers."""
     step = f"of each step of {waits.period_s:.3g} s"
     busy = f"{waits.busy_s:.3g} s"
     wait = f"{waits.wait_s:.3g} s"
@@ -200,11 +201,13 @@ def _finding(bound: Bottleneck, waits: Waits, gate: str) -> str:
 
 
 def _busy(waits: Waits) -> str:
+    """Return the text about cores that are in use."""
     by = f", {waits.others_frac:.0%} by other programs" if waits.is_crowded else ""
     return f"{waits.cores:.0f} cores are busy{by}"
 
 
 def _advice_text(advice: Sequence[SettingAdvice], waits: Waits) -> str:
+    """Return the advice as one sentence."""
     if not advice and waits.is_crowded:
         return "no processor time is free: stop other programs, or run on more cores"
     if not advice:
@@ -212,12 +215,13 @@ def _advice_text(advice: Sequence[SettingAdvice], waits: Waits) -> str:
     return ", ".join(f"{each.knob} gains at most {each.gain:.0%}" for each in advice)
 
 
-def _get(config: Mapping[str, Any], section: str, key: str, default: Any) -> Any:
+def _value_of(config: Mapping[str, Any], section: str, key: str, default: Any) -> Any:
+    """Return the value of a key in a section; `default` if it is missing."""
     found = config.get(section)
     return cast(dict[str, Any], found).get(key, default) if isinstance(found, dict) else default
 
 
 def _count(config: Mapping[str, Any], section: str, key: str, default: int) -> int:
     """Return a whole number of a file; the default where the file has no number there."""
-    found = _get(config, section, key, default)
+    found = _value_of(config, section, key, default)
     return int(found) if isinstance(found, int | float) and math.isfinite(found) else default

@@ -127,14 +127,17 @@ def _processors(steps: Sequence[Mapping[str, float | None]]) -> dict[str, Any]:
 
 
 def _others_s(first: Mapping[str, float | None], last: Mapping[str, float | None]) -> float:
+    """Return the processor seconds of other programs between two steps."""
     name = "cpu/others_s"  # Runs of older versions do not have this metric.
     return max(0.0, (_value(last, name) or 0.0) - (_value(first, name) or 0.0))
 
 
 def _value(line: Mapping[str, float | None], name: str) -> float | None:
+    """Return a metric of a step; None if the step lacks it."""
     found = line.get(name)
     return float(found) if isinstance(found, int | float) else None
 
 
 def _total(pairs: Sequence[tuple[Mapping[str, float | None], float]], name: str) -> float:
+    """Return the sum of a metric over steps."""
     return sum(_value(line, name) or 0.0 for line, _ in pairs)

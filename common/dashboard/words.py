@@ -50,6 +50,7 @@ def starting_text(starting: dict[str, float], usual_s: dict[str, float]) -> str:
     """Return the starting roles with elapsed and usual times, such as "(34s of about 45s)"."""
 
     def so_far(name: str) -> str:
+        """Return the elapsed time of a starting role, and its usual time if known."""
         since_s = starting[name]
         whole_s = usual_s.get(name)
         return duration(since_s) + if_known(" of about {}", whole_s and duration(whole_s))

@@ -112,17 +112,20 @@ def all_scores(items: Sequence[ItemPlays], *, k: int) -> dict[str, Any]:
 
 
 def _pass(played: list[ItemPlays], k: int) -> dict[str, Any]:
+    """Return the mean pass@k of the items with at least k samples."""
     enough = [item for item in played if len(item.samples) >= k]
     return _mean([pass_at(k, num_samples=len(i.samples), num_solved=i.num_solved) for i in enough])
 
 
 def _success_interval(played: list[ItemPlays]) -> list[float]:
+    """Return the interval of success, clustered by item."""
     counts = [len(item.samples) for item in played]
     shares = [item.num_solved / num for item, num in zip(played, counts, strict=True)]
     return list(clustered_interval(shares, counts))
 
 
 def _mean(values: list[float]) -> dict[str, Any]:
+    """Return a mean over items with its interval."""
     return {
         "mean": _plain_mean(values),
         "ci95": list(clustered_interval(values)) if values else None,
@@ -131,4 +134,5 @@ def _mean(values: list[float]) -> dict[str, Any]:
 
 
 def _plain_mean(values: list[float]) -> float | None:
+    """Return the mean; None without values."""
     return sum(values) / len(values) if values else None

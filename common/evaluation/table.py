@@ -52,6 +52,7 @@ def as_markdown(entries: Sequence[Entry]) -> str:
 
 
 def _scenario(env: str, entries: Sequence[Entry]) -> str:
+    """Return the table of one scenario: a row for each policy."""
     rows = [entry for entry in entries if env in entry["by_env"]]
     played = dict.fromkeys(s for entry in rows for s in entry["by_env"][env]["by_subset"])
     layout = layout_of(env, list(played))
@@ -81,6 +82,7 @@ def _note(entry: Entry, env: str) -> str:
 
 
 def _overall(entries: Sequence[Entry]) -> str:
+    """Return the table over all scenarios."""
     lines = [_row(["Model", "", "All items"]), _row(["---", "---", "---:"])]
     lines += [
         _row([_label(entry), name, _cell(_at(entry["overall"], pick))])
@@ -99,6 +101,7 @@ def _measures(entry: Entry) -> dict[str, tuple[str, ...]]:
 
 
 def _at(scores: Mapping[str, Any], path: tuple[str, ...]) -> Mapping[str, Any]:
+    """Return the value at a path of names in the scores."""
     return reduce(getitem, path, scores)
 
 
@@ -116,6 +119,7 @@ def _pooled(scores: Sequence[Mapping[str, Any]], path: tuple[str, ...]) -> str:
 
 
 def _cell(value: Mapping[str, Any]) -> str:
+    """Return a mean and its interval in percent."""
     if value["mean"] is None:
         return ABSENT
     low, high = value["ci95"]

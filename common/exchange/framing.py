@@ -202,24 +202,24 @@ class Framing:
 
     def _unsampled(self, frame: _Frame, text: str) -> list[Spoken]:
         """Return the messages of a text that begins with a message of a frame."""
-        said: list[Spoken] = []
+        messages: list[Spoken] = []
         while True:
             inner, found, rest = text.partition(frame.after)
             if not found:
                 raise self._mismatch(text, frame.after)
             text = rest
-            said.append(Spoken(role=frame.role, text=self._named(inner)))
+            messages.append(Spoken(role=frame.role, text=self._named(inner)))
             header = next((each for each in self._headers if text.startswith(each)), "")
             text = text.removeprefix(header)
             if not text:
-                return said
+                return messages
             ends = [
                 (at, each) for each in self._frames if (at := self._before(each, 0).search(text))
             ]
             if not ends:
                 raise self._mismatch(text, self._marked(self._user.ids))
             begun, frame = min(ends, key=lambda each: each[0].start())
-            said.append(Spoken(role="assistant", text=self._named(text[: begun.start()])))
+            messages.append(Spoken(role="assistant", text=self._named(text[: begun.start()])))
             text = text[begun.end() :]
 
     def _system_frame(self, user: dict[str, Any]) -> _SystemFrame | None:
@@ -235,6 +235,7 @@ class Framing:
         return _SystemFrame(self._framed(before), self._framed(between))
 
     def _render(self, messages: list[dict[str, Any]]) -> str:
+        """Return the chat template's text. Raises: ConfigError: the tokenizer has no template."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise ConfigError(
                 "the tokenizer has no chat template, so tokens cannot be split into messages; use"

@@ -54,6 +54,7 @@ def read_records(path: Path) -> list[tuple[str, object]]:
 
 
 def _json_records(path: Path) -> list[object]:
+    """Return the records of a JSON list, or of JSON lines. Raises: ConfigError."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -228,6 +229,7 @@ def _of_atif(record: Record, place: str) -> TokenRow | None:
 
 
 def _row(about: Record, ids: list[Any], mask: list[Any], logprobs: Any, place: str) -> TokenRow:
+    """Return a checked row of tokens. Raises: ConfigError: a column is malformed."""
     if not all(type(each) is int and 0 <= each < 2**31 for each in ids):
         raise ConfigError(f"{place}: token ids must be whole numbers in [0, 2**31)")
     if not all(type(each) is bool for each in mask):

@@ -53,8 +53,8 @@ def write(format: str, path: Path, episodes: Iterable[Trajectory], framing: Fram
     record_of = _RECORDS[format]
     num = 0
     with path.open("w", encoding="utf-8") as out:
-        for row, number, count, said in rows:
-            record = record_of(row, number, count, said)
+        for row, number, count, messages in rows:
+            record = record_of(row, number, count, messages)
             if record_of in (_sft, _agenttraj):  # The other formats have tokens of their own.
                 record |= _tokens(row, framing.fingerprint)
             out.write(json.dumps(record) + "\n")
@@ -67,6 +67,7 @@ _Row = tuple[Trajectory, int, int, list[Spoken]]  # Segment, its number, their c
 
 
 def _rows(episodes: Iterable[Trajectory], framing: Framing) -> Iterator[_Row]:
+    """Yield each segment of the exported episodes, with its number and its messages."""
     for episode in filter(_is_exported, episodes):
         parts = as_rows(episode)
         for number, part in enumerate(parts):
@@ -78,6 +79,7 @@ def _rows(episodes: Iterable[Trajectory], framing: Framing) -> Iterator[_Row]:
 
 
 def _is_exported(episode: Trajectory) -> bool:
+    """Return whether an episode was sampled by the model, and may be trained on."""
     is_held_out = episode.kind is EpisodeKind.EVAL and TRAIN_ITEM not in episode.item_id
     is_failure = episode.end_reason.is_infrastructure_failure
     is_sampled = episode.policy is PolicyKind.MODEL and bool(episode.loss_mask.any())
@@ -85,6 +87,7 @@ def _is_exported(episode: Trajectory) -> bool:
 
 
 def _about(row: Trajectory, number: int, count: int) -> dict[str, Any]:
+    """Return the fields that describe an episode, for any format."""
     return {
         **{"episode_id": row.episode_id, "group_id": row.group_id, "env": row.env},
         **{"item_id": row.item_id, "end_reason": row.end_reason.value},
@@ -94,6 +97,7 @@ def _about(row: Trajectory, number: int, count: int) -> dict[str, Any]:
 
 
 def _agenttraj(row: Trajectory, number: int, count: int, spoken: list[Spoken]) -> dict[str, Any]:
+    """Return a segment in AgentTraj's format."""
     messages: list[dict[str, Any]] = []
     for each in spoken:
         if each.is_agent:
@@ -105,6 +109,7 @@ def _agenttraj(row: Trajectory, number: int, count: int, spoken: list[Spoken]) -
 
 
 def _sft(row: Trajectory, number: int, count: int, spoken: list[Spoken]) -> dict[str, Any]:
+    """Return a segment as messages."""
     return {"messages": _messages(spoken), **_about(row, number, count)}
 
 
@@ -117,7 +122,7 @@ def _tokens(row: Trajectory, fingerprint: str) -> dict[str, Any]:
     }
 
 
-def _messages(said: list[Spoken]) -> list[dict[str, Any]]:
+def _messages(messages: list[Spoken]) -> list[dict[str, Any]]:
     """Return messages. Weight 0, as in OpenAI's format, marks an answer that was not sampled."""
     return [
         {
@@ -125,7 +130,7 @@ def _messages(said: list[Spoken]) -> list[dict[str, Any]]:
             "content": each.text,
             **({"weight": 0} if each.is_agent and not each.is_sampled else {}),
         }
-        for each in said
+        for each in messages
     ]
 
 
@@ -180,6 +185,7 @@ def arrow(module: str) -> Any:
 
 
 def _write_parquet(path: Path, rows: Iterator[_Row]) -> int:
+    """Write the rows in batches; return their number."""
     pa = arrow("pyarrow")
     parquet = arrow("pyarrow.parquet")
     kinds = {"role": "string", "content": "string", "weight": "int32"}

@@ -115,6 +115,7 @@ class _Probe:
     has_text: bool
 
     def turn(self, sampled: Callable[[str], str], form: CallForm | None) -> CallTurn:
+        """Return the text around a call and its result, measured with markers."""
         whole = self._texts(ARGUMENTS, "", is_final=False)
         final = self._final()
         self._check_tools(whole)
@@ -216,12 +217,14 @@ class _Probe:
         return self._texts(ARGUMENTS, "", is_final=False, num_calls=2)
 
     def _final(self) -> str:
+        """Return the rendered text of a call without a result; "": the template refuses it."""
         try:
             return self._texts(ARGUMENTS, "", is_final=True)
         except (TemplateError, TypeError):
             return ""
 
     def _check_tools(self, whole: str) -> None:
+        """Check that the template shows tools, calls and results. Raises: ValueError."""
         user: Message = {"role": "user", "content": USER}
         shown = self.render([user], self.tools, True)
         tool = str(self.tools[0]["function"]["name"])

@@ -20,18 +20,19 @@ _PLACE = "\udc04"  # Half of a surrogate pair. Valid text never contains it.
 _PLACES = re.compile(f"{_PLACE}(\\d+){_PLACE}")
 
 
-def _refused(constant: str) -> NoReturn:
+def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")
 
 
 def _finite(text: str) -> float:
+    """Return a number. Raises: ValueError: it is larger than any float."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text[:40]} is larger than any float")
     return number
 
 
-DECODER = json.JSONDecoder(parse_constant=_refused, parse_float=_finite)
+DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
 
 
 def read_python(text: str, at: int) -> tuple[list[tuple[str, dict[str, Any]]], int]:
@@ -82,12 +83,14 @@ def read_python_lines(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _calls_of(node: ast.expr) -> list[tuple[str, dict[str, Any]]]:
+    """Return the calls in a list of Python's syntax. Raises: ValueError."""
     if not isinstance(node, ast.List) or not node.elts:
         raise ValueError("calls in Python's syntax are a list")
     return [_call_of(each) for each in node.elts]
 
 
 def _call_of(node: ast.expr) -> tuple[str, dict[str, Any]]:
+    """Return name and arguments of a call in Python's syntax. Raises: ValueError."""
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("a call in Python's syntax has named arguments only")
     given = {str(each.arg): _value_of(each.value) for each in node.keywords if each.arg}

@@ -127,6 +127,7 @@ class CallForm:
 
     @classmethod
     def _of_json(cls, full: str, closing: str) -> "CallForm | None":
+        """Return the form of calls as JSON objects; None: the template uses another form."""
         for found in re.finditer(r"[{\[]", full):
             lead = full[: found.start()]
             try:
@@ -152,6 +153,7 @@ class CallForm:
 
     @classmethod
     def _of_python(cls, full: str) -> "CallForm | None":
+        """Return the form of calls in Python's syntax; None: the template uses another form."""
         lead, is_named, _ = full.partition(f"{NAME}(")
         is_list = lead.rstrip().endswith("[")
         lead = lead.rstrip()[:-1] if is_list else lead
@@ -171,6 +173,7 @@ class CallForm:
 
     @classmethod
     def _of_quoted(cls, full: str, closing: str) -> "CallForm | None":
+        """Return the form of objects with quote tokens; None: the template uses another form."""
         lead, _, rest = full.partition(f"{{{KEYS[0]}:")
         quote = rest.partition(VALUES[0])[0]
         before, is_named, between = lead.rpartition(NAME)
@@ -188,6 +191,7 @@ class CallForm:
 
     @classmethod
     def _of_tags(cls, full: str, bare: str, closing: str) -> "CallForm":
+        """Return the form of arguments in tags."""
         head, is_keyed, _ = full.partition(KEYS[0])
         named, _, last = head.rpartition(NAME)
         lead = named.rpartition(NAME)[2]  # Some templates also name the tool before the call.
@@ -229,6 +233,7 @@ class CallForm:
         return ""
 
     def _read(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
+        """Return the text of an answer without its calls, and the calls in order."""
         texts: list[str] = []
         calls: list[Call] = []
         at = 0
@@ -298,6 +303,7 @@ class CallForm:
         return end.end()
 
     def _call(self, value: object) -> Call:
+        """Return name and arguments of a parsed call. Raises: ValueError: the object is no call."""
         found = cast(dict[str, object], value) if isinstance(value, dict) else {}
         name = found.get(self.name_key)
         if not isinstance(name, str) or self.arguments_key not in found:
@@ -388,6 +394,7 @@ def _loosely(piece: str) -> str:
 
 
 def _skip_space(text: str, at: int) -> int:
+    """Return the position of the next character that is no whitespace."""
     found = SPACE.match(text, at)
     return at if found is None else found.end()
 
@@ -414,6 +421,7 @@ def _typed(given: Arguments, schemas: Mapping[str, Any]) -> Arguments:
 
 
 def _of_type(text: str, kinds: set[str]) -> object:
+    """Return the text of an argument as a value of one of these JSON types."""
     if not kinds or "string" in kinds:
         return text
     try:

@@ -49,6 +49,7 @@ class MeasuredTemplate:
     def _rendered(
         self, messages: Sequence[Message], *, tools: list[Any] | None = None, is_asking: bool = True
     ) -> str:
+        """Return the chat template's text of messages. Raises: ConfigError: there is none."""
         if not template_of(self._tokenizer):
             raise ConfigError(
                 "model.path: the tokenizer has no chat template; give one (model.chat_template)"
@@ -58,6 +59,7 @@ class MeasuredTemplate:
         )
 
     def _asking(self, messages: Sequence[Message], is_asking: bool) -> str:
+        """Return the text of messages, with or without the generation prompt."""
         return self._rendered(messages, is_asking=is_asking)
 
     def _encoded(self, text: str) -> list[int]:
@@ -113,6 +115,7 @@ class MeasuredTemplate:
         return self.call_turn if isinstance(self.call_turn, str) else self.call_turn.form
 
     def _measured_call(self, **which: Any) -> CallTurn:
+        """Return the turn of a call, measured with the special tokens of the vocabulary."""
         ends = [*self.end_of_turn_ids, *self._end.run[:1]]
         names = CallNames(
             special=list(self._special.values()),
@@ -143,6 +146,7 @@ class MeasuredTemplate:
         return self._tokenizer.decode(self._without_end(token_ids))
 
     def _without_end(self, token_ids: list[int]) -> list[int]:
+        """Return the tokens of an answer without those that end the turn."""
         while token_ids and token_ids[-1] in self.end_of_turn_ids:
             token_ids = token_ids[:-1]
         return token_ids

@@ -79,6 +79,7 @@ class SampledText:
         return [each for each in found if each[0] != each[1]]
 
     def _runs(self, token_ids: Sequence[int]) -> list[_Run]:
+        """Return the tokens as runs of ordinary tokens and single added tokens."""
         found: list[_Run] = []
         for is_added, group in itertools.groupby(token_ids, self._added.__contains__):
             ids = list(group)
@@ -89,6 +90,7 @@ class SampledText:
         return found
 
     def _named(self, token_id: int) -> str:
+        """Return an added token by its name, with marks if it is special."""
         name = self._added[token_id]
         return f"{_OPEN}{name}{_CLOSE}" if token_id in self._special else name
 

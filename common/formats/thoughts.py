@@ -97,6 +97,7 @@ class ThoughtForm:
         return found
 
     def _outside_blocks(self, text: str, start: int, end: int) -> list[Span]:
+        """Return the spans of a text outside of all kinds of blocks."""
         spans = [(start, end)]
         for opens, closes in self.blocks:
             spans = [each for a, b in spans for each in _outside(text, a, b, opens, closes)]

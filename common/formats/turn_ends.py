@@ -25,6 +25,7 @@ def configured_ends(tokenizer: Any) -> list[int]:
 
 
 def _ends_in(path: Path) -> list[int]:
+    """Return the ends of a turn in a generation_config.json. Raises: ConfigError."""
     try:
         settings = cast(dict[str, Any], json.loads(path.read_text(encoding="utf-8-sig")))
         ends = settings.get("eos_token_id")

@@ -70,12 +70,12 @@ def measure_turns(render: RenderTurns) -> Turns:
     both = _rendered(render, _conversation(USER, ASSISTANT, NEXT), is_asking=True)
     head, between, after_next = _parts(both, ASSISTANT, NEXT, earlier=first)
     if not head.startswith(before + USER):
-        raise _rewritten(first, both, "changes the text before or in the first user's message")
+        raise _rewrite_error(first, both, "changes the text before or in the first user's message")
     header = head.removeprefix(before + USER)
     closed = shared_tags(after_user, header)
     if after_next != after_user:
         law = "asks for a later answer in another form than for the first"
-        raise _rewritten(first, both, law)
+        raise _rewrite_error(first, both, law)
     _check_growth(render, both, between)
     ended = _rendered(render, _conversation(USER, ASSISTANT), is_asking=False)
     return Turns(
@@ -91,11 +91,13 @@ def measure_turns(render: RenderTurns) -> Turns:
 
 
 def _conversation(*texts: str) -> list[Message]:
+    """Return texts as messages of user and assistant in turn."""
     roles = ("user", "assistant")
     return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
 def _rendered(render: RenderTurns, messages: list[Message], *, is_asking: bool) -> str:
+    """Return the chat template's text of messages. Raises: ConfigError: it refuses them."""
     try:
         return render(messages, is_asking)
     except (TemplateError, TypeError) as error:
@@ -112,13 +114,14 @@ def _parts(text: str, *marks: str, earlier: str) -> list[str]:
     rest = text
     for mark in marks:
         if rest.count(mark) != 1:
-            raise _rewritten(earlier, text, "drops or repeats an earlier text")
+            raise _rewrite_error(earlier, text, "drops or repeats an earlier text")
         piece, _, rest = rest.partition(mark)
         found.append(piece)
     return [*found, rest]
 
 
-def _rewritten(before: str, after: str, how: str) -> ConfigError:
+def _rewrite_error(before: str, after: str, how: str) -> ConfigError:
+    """Return the error for a template that changes earlier turns."""
     return ConfigError(
         f"model.path: the chat template rewrites earlier turns: it {how}, so token ids cannot be"
         f" kept; it renders {_cut(after)} after {_cut(before)}; give another template"
@@ -137,9 +140,11 @@ def _check_growth(render: RenderTurns, both: str, between: str) -> None:
     kept = both[: both.index(NEXT) + len(NEXT)]
     *_, again, _ = _parts(third, USER, ASSISTANT, NEXT, SECOND, LAST, earlier=both)
     if not third.startswith(kept):
-        raise _rewritten(both, third, "changes two turns when a third one follows")
+        raise _rewrite_error(both, third, "changes two turns when a third one follows")
     if again != between:
-        raise _rewritten(both, third, "has another text between later turns than between the first")
+        raise _rewrite_error(
+            both, third, "has another text between later turns than between the first"
+        )
 
 
 def _fault_of_user(render: RenderTurns) -> str:

@@ -77,12 +77,14 @@ def memory_limit(proc: Path = PROC) -> tuple[int, int] | None:
 
 
 def _memory_limit_of(group: ControlGroup, stat: Mapping[str, int]) -> int | None:
+    """Return a group's own memory limit in bytes; None: it has none."""
     name, _, _ = _FILES[group.version]
     found = [_number(group.folder / name), stat.get("hierarchical_memory_limit")]
     return min((each for each in found if each is not None and each < NO_LIMIT_BYTES), default=None)
 
 
 def _used_bytes(group: ControlGroup, stat: Mapping[str, int]) -> int | None:
+    """Return the memory of a group without its cache of files; None if not reported."""
     _, name, cache = _FILES[group.version]
     used = _number(group.folder / name)
     return None if used is None else used - stat.get(cache, 0)
@@ -126,6 +128,7 @@ def _own_paths(proc: Path) -> dict[str, PurePosixPath]:
 
 
 def _mounts(proc: Path) -> Iterator[Mount]:
+    """Yield the mounted hierarchies of control groups."""
     with suppress(OSError):
         for line in _text(proc / "mountinfo").splitlines():
             before, _, after = line.partition(" - ")

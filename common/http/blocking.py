@@ -92,17 +92,18 @@ def request(
 def own_connection(url: str, *, timeout_s: float) -> HTTPConnection:
     """Return an unopened connection to a part of the run, for several requests."""
     parts = _split(url)
-    return _kind(parts)(parts.hostname or "", parts.port, timeout=timeout_s)
+    return _connection_class(parts)(parts.hostname or "", parts.port, timeout=timeout_s)
 
 
 def _split(url: str) -> SplitResult:
+    """Return the parts of an address. Raises: ValueError: it is no address of http or https."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("not an address such as http://host:8080")
     return parts
 
 
-def _kind(parts: SplitResult) -> type[HTTPConnection]:
+def _connection_class(parts: SplitResult) -> type[HTTPConnection]:
     return HTTPSConnection if parts.scheme == "https" else HTTPConnection
 
 
@@ -113,13 +114,13 @@ def _connect(
     host = parts.hostname or ""
     path = urlunsplit(("", "", parts.path or "/", parts.query, ""))
     if proxy is None:
-        return _kind(parts)(host, parts.port, timeout=timeout_s), path, {}
+        return _connection_class(parts)(host, parts.port, timeout=timeout_s), path, {}
     between = urlsplit(proxy.url)
     login = _login("Proxy-Authorization", between)
     where = (between.hostname or "", between.port or (443 if between.scheme == "https" else 80))
     if parts.scheme == "http":
         target = urlunsplit(("http", parts.netloc.rpartition("@")[2], path, "", ""))
-        return _kind(between)(*where, timeout=timeout_s), target, login
+        return _connection_class(between)(*where, timeout=timeout_s), target, login
     if between.scheme == "https":
         raise ProxyFailed(f"an https proxy for an https address is not supported ({proxy.route})")
     connection = HTTPSConnection(*where, timeout=timeout_s)
@@ -128,6 +129,7 @@ def _connect(
 
 
 def _login(header: str, parts: SplitResult) -> dict[str, str]:
+    """Return the header with user and password of an address; {} without a user."""
     if parts.username is None:
         return {}
     login = f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()
@@ -137,6 +139,7 @@ def _login(header: str, parts: SplitResult) -> dict[str, str]:
 def _read(
     connection: HTTPConnection, deadline_s: float, max_bytes: int, proxy: Proxy | None
 ) -> HttpResponse:
+    """Read a response up to `max_bytes`. Raises: TimeoutError, ValueError."""
     transport = connection.sock
     transport.settimeout(_left_s(deadline_s))
     response = connection.getresponse()
@@ -154,6 +157,7 @@ def _read(
 
 
 def _left_s(deadline_s: float) -> float:
+    """Return the seconds up to a deadline. Raises: TimeoutError: it has passed."""
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
         raise TimeoutError("timed out")

@@ -96,10 +96,11 @@ def _is_exempt(host: str) -> bool:
     except ValueError:
         return False
     networks = [each.strip() for each in getproxies_environment().get("no", "").split(",")]
-    return any(_holds(network, address) for network in networks if "/" in network)
+    return any(_contains(network, address) for network in networks if "/" in network)
 
 
-def _holds(network: str, address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+def _contains(network: str, address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """Return whether a network contains an address; False for an invalid network."""
     try:
         return address in ipaddress.ip_network(network, strict=False)
     except ValueError:

@@ -82,15 +82,15 @@ def enrol(
     """
     context = zmq.Context()
     try:
-        with closing(_SchedulerConnection(context, address, key, timeout_s)) as line:
+        with closing(_SchedulerConnection(context, address, key, timeout_s)) as connection:
             own = key
             if not key.name:
                 public, secret = (half.decode() for half in zmq.curve_keypair())
                 own = replace(key, client_public=public, client_secret=secret, name=request.name)
             request = replace(request, name=own.name, public_key=own.client_public)
-            enrolment = line.ask(request, Enrolment)
+            enrolment = connection.ask(request, Enrolment)
             check_bounds(enrolment.files)
-            folder = _take_files(line, enrolment.files) if enrolment.files else None
+            folder = _download_files(connection, enrolment.files) if enrolment.files else None
             logger.info("joined run=%s files=%d", enrolment.run_name, len(enrolment.files))
     finally:
         context.destroy(linger=0)
@@ -161,8 +161,8 @@ class _SchedulerConnection:
         self._socket.close(linger=0)
 
 
-def _take_files(line: _SchedulerConnection, files: list[SharedFile]) -> Path:
-    """Return the folder of the files. Files of an earlier node on this machine are reused."""
+def _download_files(connection: _SchedulerConnection, files: list[SharedFile]) -> Path:
+    """Return the folder of the downloaded files. An earlier node's intact files are used."""
     parent = cache_home() / "longstride" / "joined"
     folder = parent / manifest_digest(files)
     if all(is_intact(folder / each.name, each) for each in files):
@@ -175,7 +175,7 @@ def _take_files(line: _SchedulerConnection, files: list[SharedFile]) -> Path:
         raise ConfigError(f"{parent}: {error.strerror}; {remedy}") from error
     try:
         for each in files:
-            _take_file(line, each, temporary / each.name)
+            _download_file(connection, each, temporary / each.name)
         shutil.rmtree(folder, ignore_errors=True)
         try:
             temporary.rename(folder)
@@ -187,10 +187,11 @@ def _take_files(line: _SchedulerConnection, files: list[SharedFile]) -> Path:
     return folder
 
 
-def _take_file(line: _SchedulerConnection, file: SharedFile, path: Path) -> None:
+def _download_file(connection: _SchedulerConnection, file: SharedFile, path: Path) -> None:
+    """Download one file in parts. Raises: ConfigError: the result is not the announced file."""
     with path.open("wb") as out:
         while out.tell() < file.num_bytes:
-            part = line.ask(FileRequest(name=file.name, offset_bytes=out.tell()), FilePart)
+            part = connection.ask(FileRequest(name=file.name, offset_bytes=out.tell()), FilePart)
             left = file.num_bytes - out.tell()
             is_next = part.name == file.name and part.offset_bytes == out.tell()
             if not is_next or not 0 < len(part.content) <= left:

@@ -101,6 +101,7 @@ class RankFiles:
         return answer
 
     def _exchange(self, request: RankFile) -> RankFileAnswer:
+        """Return the answer to one request. Raises: WireError: none in time, or another message."""
         self._socket.send_multipart(encode(request))
         deadline = time.monotonic() + self._answer_s
         while time.monotonic() < deadline:

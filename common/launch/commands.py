@@ -66,7 +66,7 @@ def train(
         create_keys(run_dir.keys)
         save_config(cfg, run_dir.config)
         keep_tokenizer(cfg, run_dir, root=root)
-        _point_latest(run_dir)
+        _link_latest(run_dir)
         specs = make_role_specs(
             cfg.run,
             run_dir,
@@ -114,7 +114,8 @@ def on_loopback(cfg: RunConfig) -> RunConfig:
     return replace(cfg, **own) if own else cfg
 
 
-def _point_latest(run_dir: RunDir) -> None:
+def _link_latest(run_dir: RunDir) -> None:
+    """Make `latest` beside the run a link to it."""
     latest = run_dir.root.parent / "latest"
     if latest.is_symlink() or not latest.exists():
         latest.unlink(missing_ok=True)

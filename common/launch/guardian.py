@@ -62,6 +62,7 @@ class Guardian:
             self._process.wait(CLOSE_S)
 
     def _send_line(self, line: str) -> None:
+        """Send a line to the guardian process, if it is still alive."""
         assert self._process.stdin is not None
         if self._process.poll() is None:
             self._process.stdin.write(line.encode())
@@ -75,6 +76,7 @@ def shared_guardian() -> Guardian:
 
 @functools.cache
 def _guardian_of(_pid: int) -> Guardian:
+    """Return the guardian of this process; a fork gets its own."""
     guardian = Guardian()
     atexit.register(guardian.close)
     return guardian

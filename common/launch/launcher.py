@@ -329,6 +329,7 @@ class _Role:
         return self._watch is None or self._watch.has_worked(self.spec.name)
 
     def _may_restart(self) -> bool:
+        """Return whether the role may restart: it has made progress, or few restarts are recent."""
         progress = self._watch.progress(self.spec.name) if self._watch else None
         if progress != self._progress:  # Progress resets the count.
             self._progress = progress
@@ -339,6 +340,7 @@ class _Role:
         return self.spec.is_restartable and len(self._restarts) < self.spec.max_restarts
 
     def _plan_restart(self, ended: RoleProcess, code: int) -> None:
+        """Set the time of the next start. The wait doubles with each quick failure."""
         now = time.monotonic()
         if ended.started_at is not None and time.time() - ended.started_at > CALM_S:
             self._backoff_s = AT_ONCE_FRAC * self._first_backoff_s
@@ -360,6 +362,7 @@ class _Role:
         )
 
     def _failure(self, ended: RoleProcess, code: int) -> Ending:
+        """Return the ending of a run whose role failed for good."""
         tail = "\n".join(f"  {line}" for line in ended.log_tail(max_lines=TAIL_LINES))
         times = len(self._restarts)
         again = f" after {times} restarts" if times else ""

@@ -22,7 +22,7 @@ def hold_run(root: Path, *, name: str) -> Generator[None]:
     Raises: ConfigError: another launcher holds the lock; the message names its process id.
     """
     path = root.parent / f".{root.name}.lock"  # The folder itself may be renamed.
-    with _held(path, what=f"run.name={name}: this run is already running", wait_s=POLL_S):
+    with _locked(path, what=f"run.name={name}: this run is already running", wait_s=POLL_S):
         yield
 
 
@@ -33,12 +33,13 @@ def hold_role(root: Path, role: str) -> Generator[None]:
     Raises: ConfigError: another process runs the role; the message names its process id.
     """
     what = f"{root}: this run already has a {role}"
-    with _held(root / f".{role}.lock", what=what, wait_s=GONE_S):
+    with _locked(root / f".{role}.lock", what=what, wait_s=GONE_S):
         yield
 
 
 @contextlib.contextmanager
-def _held(path: Path, *, what: str, wait_s: float) -> Generator[None]:
+def _locked(path: Path, *, what: str, wait_s: float) -> Generator[None]:
+    """Hold the lock of a file. Raises: ConfigError: another process holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+", encoding="utf-8") as file:
         try:

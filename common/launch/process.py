@@ -166,6 +166,7 @@ class ChildProcess:
         return find_error(self.log_tail(max_lines=TAIL_LINES))
 
     def _last_output(self) -> str:
+        """Return the last lines of the log and its path, for an error."""
         lines = "".join(f"\n  {line}" for line in self.log_tail(max_lines=TAIL_LINES))
         return f"{lines}\nLog: {self.log_path}" if self.log_path else ""
 

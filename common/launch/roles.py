@@ -44,6 +44,7 @@ def make_role_specs(
     shared = {} if found else ONE_THREAD
 
     def spec(role: str, name: str, *overrides: str, **policy: object) -> RoleSpec:
+        """Return the spec of one role, with the GPUs that are assigned to it."""
         number = int(name.partition("-")[2] or 0)
         env = shared | (
             visible_to(role, number, assignment, found) if assignment is not None else {}

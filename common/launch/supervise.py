@@ -13,7 +13,7 @@ from common.cpu import CpuWatch
 from common.launch.base import Ending, LaunchState, RoleSpec, RoleStarter
 from common.launch.launcher import RoleSupervisor
 from common.launch.observer import RunObserver
-from common.log import begin_anew, kept_in
+from common.log import kept_in, rotate_logs
 from common.memory import family_bytes
 from common.stall.watch import StallWatch
 from common.store.disk import if_room
@@ -48,17 +48,18 @@ def supervise(
     logs_at = 0.0  # Time of the next check of the logs.
 
     def on_poll(state: LaunchState) -> None:
+        """Shorten long logs, write launch.json, and refresh the displays."""
         nonlocal written, logs_at
         if time.monotonic() >= logs_at:
             logs_at = time.monotonic() + LOGS_S
             max_bytes = cfg.log.max_mb * 10**6
-            if_room(lambda: begin_anew(run_dir.logs, max_bytes=max_bytes), run_dir.logs)
+            if_room(lambda: rotate_logs(run_dir.logs, max_bytes=max_bytes), run_dir.logs)
         state = observer.annotate(state)
         if state != written and if_room(
             lambda: write_json(run_dir.launch, asdict(state)), run_dir.launch
         ):
             written = state
-        tell_alive(run_dir.launch)
+        touch_alive_file(run_dir.launch)
         observer.refresh()
         memory.sample()
         cpu.sample()
@@ -81,7 +82,7 @@ def supervise(
     return ending, memory.peak_bytes
 
 
-def tell_alive(path: Path) -> None:
+def touch_alive_file(path: Path) -> None:
     """Update a file's time. `status --probe live` detects a hanging launcher by an old time."""
     with contextlib.suppress(OSError):
         if time.time() - path.stat().st_mtime > ALIVE_EVERY_S:

@@ -62,6 +62,7 @@ def title_of(names: Sequence[str]) -> str:
 
 
 def _path(runs: Sequence[RunSource], folder: Path) -> Path:
+    """Return the path of the page: in the run's folder, or beside the runs for several."""
     if len(runs) == 1:
         return runs[0].path / "report.html"
     names = "-".join(run.name for run in runs[:NAMES_SHOWN])

@@ -35,6 +35,7 @@ def eval_curve(journal: Path) -> list[CurvePoint]:
 
 
 def _point(step: int, plays: list[Trajectory]) -> CurvePoint | None:
+    """Return the point of one evaluation; None if no token was sampled."""
     good = [play for play in plays if not play.end_reason.is_infrastructure_failure]
     sampled = [play.versions[play.loss_mask] for play in good]
     tokens = np.concatenate(sampled) if sampled else np.array([], dtype=np.int32)

@@ -73,6 +73,7 @@ def _answers(run: RunSource, *, max_bytes: int) -> dict[str, Any]:
 
 
 def _text(name: str) -> str:
+    """Return a file of the dashboard's page."""
     return (STATIC / name).read_text(encoding="utf-8")
 
 

@@ -133,10 +133,12 @@ def peak(lines: list[MetricsLine], name: str) -> float | None:
 
 
 def _values(lines: list[MetricsLine], name: str) -> list[float]:
+    """Return the values of a metric in all steps that have it."""
     return [value for line in lines if (value := line.get(name)) is not None]
 
 
 def _success_by_item(plays: Iterable[HeldOutEpisode]) -> dict[tuple[str, str], float]:
+    """Return the mean success of each item."""
     by_item: dict[tuple[str, str], list[bool]] = defaultdict(list)
     for play in plays:
         by_item[play.item].append(play.is_success)

@@ -122,6 +122,7 @@ def build_report(
 def _score(
     evals: dict[str, Evaluation], name: str, is_wanted: bool, absent: dict[str, str]
 ) -> Score | None:
+    """Return the score of an evaluation; None without plays, with the reason in `absent`."""
     if plays := _plays(evals, name):
         return score(plays)
     num_failed = len(evals[name].failed) if name in evals else 0
@@ -137,6 +138,7 @@ def _plays(evals: dict[str, Evaluation], name: str) -> list[HeldOutEpisode]:
 
 
 def _peak_by_role(lines: list[MetricsLine]) -> dict[str, int]:
+    """Return the peak memory of each role in bytes."""
     names = sorted({name for line in lines for name in line if name.startswith("memory/")})
     return {
         name.removeprefix("memory/").removesuffix("_rss_bytes"): int(value)

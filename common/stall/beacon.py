@@ -113,6 +113,7 @@ class Beacon:
             self._lines[line] = MonitoredWork(what, waits_for, now, limit_s, longest_s)
 
     def _write_periodically(self) -> None:
+        """Write a report at regular intervals until stopped."""
         written_at = time.monotonic()
         stacks_size = 0
         while not self._stopping.is_set():

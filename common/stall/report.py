@@ -66,21 +66,21 @@ def culprits(waiting: Mapping[str, str]) -> list[str]:
     """
     actors = [name for name in waiting if name.startswith("actor")]
     ends: list[str] = []
-    met: list[str] = []
+    visited: list[str] = []
     queue = [LEARNER]
     while queue:
         name = queue.pop(0)
-        if name in met or name not in waiting:
+        if name in visited or name not in waiting:
             continue
-        met.append(name)
-        whom = waiting[name].partition(":")[0]
-        if whom == "actors":
+        visited.append(name)
+        target = waiting[name].partition(":")[0]
+        if target == "actors":
             queue += actors
-        elif whom in waiting:
-            queue.append(whom)
+        elif target in waiting:
+            queue.append(target)
         else:
             ends.append(name)
-    return ends or met
+    return ends or visited
 
 
 def describe(
@@ -116,6 +116,7 @@ def describe(
 
 
 def _state_of(pid: int) -> str:
+    """Return the operating system's state of a process as text."""
     with contextlib.suppress(psutil.Error):
         return f"; process {pid} is {psutil.Process(pid).status()}"
     return f"; process {pid} does not exist"

@@ -16,7 +16,7 @@ MAX_BYTES = 60_000  # Maximum bytes of one process's stacks in a report.
 STACKS_SUFFIX = ".stacks"
 
 
-def ask_role(
+def request_role_stacks(
     folder: Path, name: str, activity: RoleActivity | None, process: RoleProcess
 ) -> dict[str, tuple[Path, int]]:
     """Request stacks from a role and its helpers; return each one's file and start offset.
@@ -27,7 +27,7 @@ def ask_role(
         if not isinstance(process, RemoteRole):
             return {}
         offset = _size(process.log_path)
-        process.ask_stacks()
+        process.request_stacks()
         return {f"{name}, in its log": (process.log_path, offset)}
     if isinstance(process, ChildProcess):
         is_it = process.pid == activity.pid
@@ -54,7 +54,7 @@ class RemoteRole(Protocol):
         """File that receives the role's output."""
         ...
 
-    def ask_stacks(self) -> None:
+    def request_stacks(self) -> None:
         """Make the role write its stacks to its log."""
         ...
 
@@ -77,6 +77,7 @@ def cut_stacks(path: Path) -> None:
 
 
 def _size(path: Path) -> int:
+    """Return the size of a file in bytes; 0 if there is none."""
     try:
         return path.stat().st_size
     except OSError:
@@ -84,12 +85,14 @@ def _size(path: Path) -> int:
 
 
 def _command_of(pid: int) -> list[str]:
+    """Return the command line of a process; [] if it has ended."""
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).cmdline()
     return []
 
 
 def _ancestors(pid: int) -> list[int]:
+    """Return the ids of a process's parent, its parent, and so on."""
     with contextlib.suppress(psutil.Error):
         return [each.pid for each in psutil.Process(pid).parents()]
     return []

@@ -12,7 +12,7 @@ from common.config.run_config import OnStall, RunSection
 from common.launch.base import RoleProcess, StallVerdict
 from common.launch.process import ChildProcess
 from common.stall.report import RoleActivity, culprits, describe, read_activity, waits
-from common.stall.stack_requests import ask_role, cut_stacks, stacks_since
+from common.stall.stack_requests import cut_stacks, request_role_stacks, stacks_since
 from common.store.disk import if_room
 from common.store.run_dir import RunDir
 
@@ -33,7 +33,7 @@ MAX_ATTEMPTS = 3  # Restarts for a run without progress, before the run is stopp
 
 
 @dataclass(slots=True)
-class _Case:
+class _CollectedStall:
     """A detected stall whose stacks are being collected."""
 
     culprits: list[str]
@@ -65,7 +65,7 @@ class StallWatch:
         self._changed: dict[str, tuple[float, float]] = {}  # Role -> (report time, awake seconds).
         self._progress: tuple[object, float] = (None, 0.0)  # Counts, and their last change.
         self._longest_s = 0.0  # Longest phase without progress that ended by itself.
-        self._case: _Case | None = None
+        self._case: _CollectedStall | None = None
         self._reported_until: dict[str, float] = {}  # Culprits -> time of the next report.
         self._num_attempts = 0
         self._first: tuple[int, int] | None = None  # Counts of the first status.
@@ -236,16 +236,16 @@ class StallWatch:
         ]
         asked: dict[str, tuple[Path, int]] = {}
         for name, each in activities.items():
-            asked |= ask_role(self._run_dir.alive, name, each, processes[name])
-        self._case = _Case(blamed, "\n".join(lines), now, asked)
+            asked |= request_role_stacks(self._run_dir.alive, name, each, processes[name])
+        self._case = _CollectedStall(blamed, "\n".join(lines), now, asked)
 
-    def _has_stacks(self, case: _Case, now: float) -> bool:
+    def _has_stacks(self, case: _CollectedStall, now: float) -> bool:
         """Return whether all stacks have arrived, or the time for them is over."""
         waited_s = now - case.found_at
         is_missing = any(not stacks_since(*asked) for asked in case.asked.values())
         return waited_s >= (FAR_STACKS_S if is_missing else STACKS_S)
 
-    def _close(self, processes: Mapping[str, RoleProcess], case: _Case) -> StallVerdict:
+    def _close(self, processes: Mapping[str, RoleProcess], case: _CollectedStall) -> StallVerdict:
         """Write the report; return the action against the stall."""
         self._case = None
         parts = [case.text, "probable cause: " + (", ".join(case.culprits) or "unknown")]
@@ -283,6 +283,7 @@ class StallWatch:
             return True
 
     def _status(self) -> dict[str, Any]:
+        """Return the content of status.json; {} if it is missing or damaged."""
         try:
             status: dict[str, Any] = json.loads(self._run_dir.status.read_bytes())
         except (OSError, ValueError):

@@ -76,6 +76,7 @@ def read_conversations(path: Path) -> list[Conversation]:
 
 
 def _conversation(record: object, place: str) -> Conversation:
+    """Return the conversation of a record. Raises: ConfigError: it is malformed."""
     if isinstance(record, dict):
         record = as_conversation(record, place)
     if not isinstance(record, dict) or not isinstance(record.get("conversations"), list):

@@ -39,17 +39,18 @@ def is_no_room(error: BaseException) -> bool:
     return any(
         (isinstance(each, OSError) and each.errno in _NO_ROOM)
         or any(text in str(each) for text in _NO_ROOM_TEXTS)
-        for each in _chain(error)
+        for each in _errors_behind(error)
     )
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def _errors_behind(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, its causes, and the errors of ranks that it contains."""
     while error is not None:
         yield error
         # The error of torch.distributed.checkpoint contains the error of each rank, with its trace.
         failures: dict[int, tuple[BaseException, object]] = getattr(error, "failures", {})
         for failure, _ in failures.values():
-            yield from _chain(failure)
+            yield from _errors_behind(failure)
         error = error.__cause__ or error.__context__
 
 
@@ -180,6 +181,7 @@ class AppendFile:
         self.size = start + num_bytes
 
     def _write_rest(self, rest: bytes, offset: int) -> None:
+        """Write bytes at an offset, also if the system writes them in pieces."""
         view = memoryview(rest)
         while view:
             num = os.pwrite(self._fd, view, offset)

@@ -131,23 +131,25 @@ class JournalWriter:
             self._sync()
 
     def _sync(self) -> None:
+        """Sync the current segment, and record its end as synced."""
         end = self.position
         try:
             self._file.sync()
         except OSError as error:
             if not is_no_room(error):
                 raise
-            with_room(self._sync_again, self._file.path, check=self._check)
+            with_room(self._sync_again, self._file.path, check=self._check_not_stopped)
             end = self.position
         self._synced.move(end)
 
     def _sync_again(self) -> None:
+        """Write the records since the last sync once more, and sync them."""
         known = synced_end(self._folder)
         start = known.offset if known.segment == self._segment else 0
         self._file.write_again(len(MAGIC) + start, self._file.size)
         self._file.sync()
 
-    def _check(self) -> None:
+    def _check_not_stopped(self) -> None:
         if self._is_stopping.is_set():
             raise OSError("the journal is closed while the disk is full")
 
@@ -164,6 +166,7 @@ class JournalWriter:
             self._lock.close()
 
     def _rotate(self) -> None:
+        """Sync and close the current segment, and continue with a new one."""
         following = self._new_segment(self._segment + 1)
         with self._sync_lock:
             self._sync()
@@ -198,7 +201,7 @@ class JournalWriter:
             for _, record in segment.records():
                 end = record.end
             if synced > JournalPosition(segment=number, offset=end):
-                raise _acknowledged(segment, end, synced)
+                raise _loss_of_acknowledged(segment, end, synced)
             is_packed = segment.path != segment_path(self._folder, number)
             if is_packed or (segment.is_old and end):
                 self._cut(segment, end, is_packed=is_packed)
@@ -266,6 +269,7 @@ def read_journal(
 def _records(
     folder: Path, segment: Segment, number: int, offset: int
 ) -> Iterator[tuple[int, JournalRecord]]:
+    """Yield the complete records of a segment, each with its offset. Raises: WireError."""
     is_sealed = False
     while True:
         # Checked before the read: a segment is complete if its successor existed by then.
@@ -287,15 +291,17 @@ def _records(
                 if not _has(folder, number + 1):
                     return
             elif segment.record_at(offset) is None and not _has(folder, number + 1):
-                raise _acknowledged(segment, offset, synced)
+                raise _loss_of_acknowledged(segment, offset, synced)
 
 
 def _has(folder: Path, number: int) -> bool:
+    """Return whether a segment exists, compressed or not."""
     path = segment_path(folder, number)
     return path.exists() or path.with_name(path.name + PACKED_SUFFIX).exists()
 
 
-def _acknowledged(segment: Segment, offset: int, synced: JournalPosition) -> WireError:
+def _loss_of_acknowledged(segment: Segment, offset: int, synced: JournalPosition) -> WireError:
+    """Return the error for damage within records that were acknowledged."""
     folder = segment.path.parent
     number = int(segment.path.name.partition(".")[0])
     lost = f"{segment.path} at offset {offset}: damaged"

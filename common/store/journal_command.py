@@ -64,6 +64,7 @@ def _needed_from(run_dir: RunDir) -> int:
 
 
 def _list(run_dir: RunDir, _: dict[str, str], echo: Echo) -> int:
+    """Print each segment with its size, its age and whether a restart needs it."""
     needed = _needed_from(run_dir)
     total = 0
     for number, path in list_segments(run_dir.journal).items():
@@ -166,14 +167,15 @@ def _export(run_dir: RunDir, options: dict[str, str], echo: Echo) -> int:
                 "segment": position.segment,
                 "offset": position.offset,
             }
-            out.write(json.dumps(row, default=_plain) + "\n")
+            out.write(json.dumps(row, default=_as_plain) + "\n")
             num += 1
     partial.replace(target)
     echo(f"wrote {num} episodes to {target}")
     return 0
 
 
-def _plain(value: Any) -> Any:
+def _as_plain(value: Any) -> Any:
+    """Return an array as a list, for JSON."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} cannot be written as JSON")
@@ -199,6 +201,7 @@ def _prune(run_dir: RunDir, options: dict[str, str], echo: Echo) -> int:
 
 
 def _number(key: str, value: str) -> float:
+    """Return the number of an option. Raises: ConfigError: it is negative, or no number."""
     try:
         number = float(value)
     except ValueError:

@@ -93,6 +93,7 @@ class MetricsWriter:
             sink.log(step, finite)
 
     def _thin(self) -> None:
+        """Remove lines of an old part of the file, and open the file again."""
         path = self._file.path
         if if_room(lambda: _thin(path), path):  # On a full disk the file is left as it is.
             self._file.close()
@@ -146,6 +147,7 @@ def tail_metrics(path: Path, *, num_steps: int, tail_bytes: int = 262144) -> lis
 
 
 def _parse(text: str, where: str) -> MetricsLine:
+    """Return the metrics of a line. Raises: ValueError: it is no JSON object with a step."""
     try:
         line: object = json.loads(text)
     except ValueError as error:

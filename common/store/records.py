@@ -108,7 +108,7 @@ class Segment:
             return record
         rest = self._read(offset, size - offset)
         for start in self._candidates(rest):
-            find = _whole_old_record if self.is_old else _whole_record
+            find = _is_old_record_at if self.is_old else _is_record_at
             if start and find(rest, start):
                 raise WireError(
                     f"{self.path} at offset {offset}: the record is damaged (its checksum does not"
@@ -125,7 +125,7 @@ class Segment:
     def next_whole(self, offset: int) -> int | None:
         """Return the offset of the first complete record after a damaged one, None without one."""
         rest = self._read(offset, self.size - offset)
-        find = _whole_old_record if self.is_old else _whole_record
+        find = _is_old_record_at if self.is_old else _is_record_at
         return next((offset + s for s in self._candidates(rest) if s and find(rest, s)), None)
 
     def message(self, record: JournalRecord, offset: int) -> Trajectory:
@@ -142,6 +142,7 @@ class Segment:
         return message
 
     def _record(self, offset: int, size: int) -> JournalRecord | None:
+        """Return the record at an offset; None if it is incomplete or damaged."""
         head = self._read(offset, _HEAD_BYTES)
         num_bytes = _payload_bytes(head)
         end = offset + _HEAD_BYTES + num_bytes
@@ -152,6 +153,7 @@ class Segment:
         return JournalRecord(payload, end) if is_whole else None
 
     def _old_record(self, offset: int, size: int) -> JournalRecord | None:
+        """Do as `_record`, in the format of earlier versions."""
         head = self._read(offset, _OLD_HEAD.size)
         if len(head) < _OLD_HEAD.size:
             return None
@@ -173,6 +175,7 @@ class Segment:
             start = content.find(_MARK, start + 1)
 
     def _read(self, offset: int, num: int) -> bytes:
+        """Return bytes of the records, unpacked. Raises: WireError: the file is damaged."""
         try:
             self._handle.seek(self._base + offset)
             return self._handle.read(num)
@@ -190,7 +193,8 @@ def _payload_bytes(head: bytes) -> int:
     return num_bytes if is_head else 0
 
 
-def _whole_record(content: bytes, start: int) -> bool:
+def _is_record_at(content: bytes, start: int) -> bool:
+    """Return whether a complete record with a right checksum begins at `start`."""
     num_bytes = _payload_bytes(content[start : start + _HEAD_BYTES])
     begin = start + _HEAD_BYTES
     if not num_bytes or begin + num_bytes > len(content):
@@ -199,7 +203,8 @@ def _whole_record(content: bytes, start: int) -> bool:
     return digest == _HEAD.unpack_from(content, start)[2]
 
 
-def _whole_old_record(content: bytes, start: int) -> bool:
+def _is_old_record_at(content: bytes, start: int) -> bool:
+    """Do as `_is_record_at`, in the format of earlier versions."""
     num_bytes, check = _OLD_HEAD.unpack_from(content, start) if start >= 0 else (0, 0)
     begin = start + _OLD_HEAD.size
     if not 0 < num_bytes <= len(content) - begin:
@@ -208,6 +213,7 @@ def _whole_old_record(content: bytes, start: int) -> bool:
 
 
 def _frames(payload: bytes) -> list[bytes]:
+    """Return the frames of a payload."""
     (num,) = struct.unpack_from("<I", payload)
     sizes = struct.unpack_from(f"<{num}I", payload, 4)
     start = 4 + 4 * num

@@ -71,6 +71,7 @@ class RunDir:
         return self._read_model().get("chat_template_kwargs", {})
 
     def _read_model(self) -> dict[str, Any]:
+        """Return the section `model` of the run's configuration; {} without one."""
         import yaml  # Imported here, because small helper processes import this module.
 
         if not self.config.is_file():

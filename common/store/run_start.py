@@ -66,7 +66,7 @@ def prepare(cfg: RunConfig, run_dir: RunDir) -> Path | None:
     if run_dir.finished.exists():
         version = load_finished(run_dir)["version"]
         if differences or version >= cfg.train.num_steps:
-            return _set_aside(run_dir)
+            return _rename_run(run_dir)
         run_dir.finished.unlink()
     elif differences:
         raise ConfigError(
@@ -123,6 +123,7 @@ def keep_tokenizer(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> None:
 
 
 def _convert_tokenizer(source: Path, folder: Path) -> None:
+    """Write the tokenizer in transformers' own format; log a warning if that fails."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer
@@ -134,6 +135,7 @@ def _convert_tokenizer(source: Path, folder: Path) -> None:
 
 
 def _differences(cfg: RunConfig, run_dir: RunDir) -> list[str]:
+    """Return the settings that differ from those of the run, and must not."""
     old = OmegaConf.load(run_dir.config)
     new = OmegaConf.create(config_as_yaml(cfg))
     found: list[str] = []
@@ -152,7 +154,8 @@ def _same_value(cfg: Any, key: str) -> Any:
     return source or OmegaConf.select(cfg, key)
 
 
-def _set_aside(run_dir: RunDir) -> Path:
+def _rename_run(run_dir: RunDir) -> Path:
+    """Rename the folder of an earlier run; return its new path."""
     number = 1
     while (target := run_dir.root.with_name(f"{run_dir.root.name}.{number}")).exists():
         number += 1

@@ -153,15 +153,15 @@ def load_pruned(folder: Path) -> Pruned:
     return Pruned(**read_json(path, kinds, remedy=remedy))
 
 
-def prune(folder: Path, *, before: int, may_go: Callable[[int, Path], bool]) -> Pruned:
-    """Remove the oldest segments below `before`, up to the first for which `may_go` is False.
+def prune(folder: Path, *, before: int, may_remove: Callable[[int, Path], bool]) -> Pruned:
+    """Remove the oldest segments below `before`, up to the first for which `may_remove` is False.
 
     The removal is recorded first, so that no reader takes the rest for the whole journal.
     """
     pruned = load_pruned(folder)
     going = list[Path]()
     for number, path in list_segments(folder).items():
-        if number >= before or not may_go(number, path):
+        if number >= before or not may_remove(number, path):
             break
         going.append(path)
         pruned = Pruned(
@@ -213,6 +213,7 @@ def pack(folder: Path, segment: int, *, check: Callable[[], object] = lambda: No
 def _copy(
     read: Callable[[int], bytes], write: Callable[[bytes], object], check: Callable[[], object]
 ) -> int:
+    """Copy bytes in chunks; return their checksum. `check` may end the copy by an exception."""
     crc = 0
     while chunk := read(_CHUNK_BYTES):
         check()

@@ -38,7 +38,8 @@ def prune_old(folder: Path, limits: RetentionLimits, *, before: int) -> Pruned:
     left = sum(path.stat().st_size for path in list_segments(folder).values())
     now = time.time()
 
-    def may_go(_: int, path: Path) -> bool:
+    def may_remove(_: int, path: Path) -> bool:
+        """Return whether the oldest remaining segment exceeds a limit."""
         nonlocal left
         found = path.stat()
         is_over = limits.keep_bytes is not None and left > limits.keep_bytes
@@ -47,7 +48,7 @@ def prune_old(folder: Path, limits: RetentionLimits, *, before: int) -> Pruned:
         return is_over or is_old
 
     earlier = load_pruned(folder)
-    pruned = prune(folder, before=before, may_go=may_go)
+    pruned = prune(folder, before=before, may_remove=may_remove)
     for path in folder.glob("*.torn"):
         if int(path.name.partition("-")[0]) < pruned.before:
             path.unlink(missing_ok=True)
@@ -90,7 +91,7 @@ class Upkeep(threading.Thread):
     def run(self) -> None:
         """Process positions until stopped. An error is logged; the next checkpoint retries."""
         _idle_priority()
-        while (position := self._next()) is not None:
+        while (position := self._next_position()) is not None:
             try:
                 prune_old(self._folder, RetentionLimits.of(self._cfg), before=position.segment)
                 if self._cfg.compress:
@@ -102,11 +103,12 @@ class Upkeep(threading.Thread):
                 return
 
     def _pack_below(self, segment: int) -> None:
+        """Compress the finished segments below a number."""
         for number, path in list_segments(self._folder).items():
             if number < segment and path.suffix != PACKED_SUFFIX:
                 started = time.monotonic()
                 before = path.stat().st_size
-                freed = pack(self._folder, number, check=self._check)
+                freed = pack(self._folder, number, check=self._check_not_stopped)
                 took_s = time.monotonic() - started
                 logger.info(
                     "compressed segment=%d mb=%.1f to=%.1f took_s=%.1f",
@@ -116,11 +118,12 @@ class Upkeep(threading.Thread):
                     took_s,
                 )
 
-    def _check(self) -> None:
+    def _check_not_stopped(self) -> None:
         if self._is_stopping:
             raise _Stopped
 
-    def _next(self) -> JournalPosition | None:
+    def _next_position(self) -> JournalPosition | None:
+        """Return the newest reported position; None: the thread must stop. Waits."""
         with self._changed:
             self._changed.wait_for(lambda: self._settled is not None or self._is_stopping)
             position = self._settled

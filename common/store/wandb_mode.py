@@ -33,12 +33,12 @@ def choose_mode(cfg: LogSection, environ: Mapping[str, str]) -> WandbMode:
 
     Raises: ConfigError: one of these variables has an unknown value; names it.
     """
-    wish = _wish_of(environ) if cfg.wandb is WandbMode.AUTO else cfg.wandb
-    if wish is WandbMode.DISABLED or wish is WandbMode.OFFLINE:
-        return wish
+    requested = _requested_mode(environ) if cfg.wandb is WandbMode.AUTO else cfg.wandb
+    if requested is WandbMode.DISABLED or requested is WandbMode.OFFLINE:
+        return requested
     if has_account(environ):
         return WandbMode.ONLINE
-    if wish is WandbMode.ONLINE:
+    if requested is WandbMode.ONLINE:
         logger.warning("wandb is offline: no account is logged in. Run `wandb login` to go online")
     return WandbMode.OFFLINE
 
@@ -46,10 +46,10 @@ def choose_mode(cfg: LogSection, environ: Mapping[str, str]) -> WandbMode:
 def check_mode(cfg: LogSection, environ: Mapping[str, str]) -> None:
     """Check the variables of the environment. Raises: ConfigError: as in `choose_mode`."""
     if cfg.wandb is WandbMode.AUTO:
-        _wish_of(environ)
+        _requested_mode(environ)
 
 
-def _wish_of(environ: Mapping[str, str]) -> WandbMode | None:
+def _requested_mode(environ: Mapping[str, str]) -> WandbMode | None:
     """Return the mode that the environment requests, None if it has no request.
 
     Raises: ConfigError.

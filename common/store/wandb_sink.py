@@ -106,7 +106,7 @@ class WandbSink:
             return
         if ended := self._ended() - self._seen_ended:
             tell = partial(
-                _try, partial(self._tell_evaluations, ended, pause_s=PAUSE_S), "evaluation"
+                _try, partial(self._send_evaluations, ended, pause_s=PAUSE_S), "evaluation"
             )
             self._telling = threading.Thread(target=tell, name="wandb evaluation", daemon=True)
             self._telling.start()
@@ -121,6 +121,7 @@ class WandbSink:
         return {BEFORE, *(each.removeprefix("eval-") for each in beside)}
 
     def _send(self, step: int, values: Mapping[str, Any], what: str) -> None:
+        """Send values of a step. After an error of wandb, nothing more is sent."""
         run = self._run
         if run is None:
             return
@@ -150,12 +151,12 @@ class WandbSink:
         if self._telling is not None:
             self._telling.join(READ_S)
         if self._run is not None and not self._job and self._views is not None:
-            _try(self._tell_evaluations, "evaluations")
+            _try(self._send_evaluations, "evaluations")
         if self._run is not None:
             _try(self._run.finish, "finish")
         self._run = None
 
-    def _tell_evaluations(self, ended: Set[str] | None = None, *, pause_s: float = 0.0) -> None:
+    def _send_evaluations(self, ended: Set[str] | None = None, *, pause_s: float = 0.0) -> None:
         """Send evaluations from the journal: scores over steps, tables of episodes.
 
         Args:
@@ -181,17 +182,20 @@ class WandbSink:
             self._send(self._step_of(name), values, "evaluation")
 
     def _step_of(self, evaluation: str) -> int:
+        """Return the step at which an evaluation began, from its name."""
         if found := re.match(r"step-(\d+)-", evaluation):
             return int(found[1])
         return 0 if evaluation.startswith("before") else self._last_step
 
     def _try_open(self, run_dir: RunDir, cfg: RunConfig) -> bool:
+        """Open the run in wandb; return whether that worked."""
         if not _try(lambda: self._open(run_dir, cfg), f"init mode={self.mode}"):
             self._run = None
             _try(_forget_failed_init, "teardown")
         return self._run is not None
 
     def _open(self, run_dir: RunDir, cfg: RunConfig) -> None:
+        """Open the run in wandb with this configuration."""
         run_dir.root.mkdir(parents=True, exist_ok=True)
         # wandb reads both variables at import. It rejects spellings of the mode that `choose_mode`
         # accepts.

@@ -130,6 +130,7 @@ _packer = _Packer()
 
 
 def _pack(value: list[Any]) -> bytes:
+    """Return values as msgpack. Raises: WireError: one of them cannot be sent."""
     try:
         packed = _packer.pack(value)
     except (ValueError, OverflowError) as error:  # An unpaired surrogate, or an int over 64 bits.
@@ -139,6 +140,7 @@ def _pack(value: list[Any]) -> bytes:
 
 
 def _unpack(packed: bytes, what: str) -> Any:
+    """Return the values of msgpack bytes. Raises: WireError."""
     try:
         return msgpack.unpackb(packed, raw=False)
     except (ValueError, msgpack.exceptions.UnpackException) as error:
@@ -188,6 +190,7 @@ def _to_plain(kind: Any) -> Callable[[Any, list[bytes]], Any] | None:
 
 
 def _array_to_frame(array: np.ndarray, frames: list[bytes]) -> list[Any]:
+    """Append an array's bytes to the frames; return its frame number, dtype and shape."""
     name = _DTYPE_NAMES.get(array.dtype)
     if name is None:
         raise WireError(f"array dtype {array.dtype.name} is not one of {ARRAY_DTYPES}")
@@ -262,6 +265,7 @@ def _from_sent(kind: Any) -> Callable[[Any, list[bytes]], Any] | None:
 
 
 def _list_from_sent(kind: Any) -> Callable[[Any, list[bytes]], Any]:
+    """Return the quick decoder of a list of one type."""
     convert, one_type, most = _from_sent(kind), {_plain_type(kind)}, ITEM_CHARS
 
     def from_list(items: list[Any], frames: list[bytes]) -> list[Any]:
@@ -275,6 +279,8 @@ def _list_from_sent(kind: Any) -> Callable[[Any, list[bytes]], Any]:
 
 
 def _map_from_sent(key_kind: type, kind: type) -> Callable[[Any, list[bytes]], Any]:
+    """Return the quick decoder of a map of plain values."""
+
     def from_map(items: dict[Any, Any], _: list[bytes]) -> dict[Any, Any]:
         is_as_sent = {key_kind}.issuperset(map(type, items))
         if not (is_as_sent and {kind}.issuperset(map(type, items.values()))):
@@ -285,6 +291,7 @@ def _map_from_sent(key_kind: type, kind: type) -> Callable[[Any, list[bytes]], A
 
 
 def _enum_from_sent(kind: type[StrEnum]) -> Callable[[Any, list[bytes]], Any]:
+    """Return the quick decoder of an enum's value."""
     members = {member.value: member for member in kind}
 
     def from_text(text: str, _: list[bytes]) -> StrEnum:
@@ -335,6 +342,7 @@ def _schema(cls: type) -> tuple[dict[str, Any], frozenset[str]]:
 
 
 def _from_plain(kind: Any, value: Any, frames: list[bytes], *, path: str) -> Any:
+    """Return a checked value of any type. Raises: WireError, with the path of the value."""
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _message_from_plain(kind, value, frames, path=path)
     if kind is np.ndarray:
@@ -379,6 +387,7 @@ def _scalars(kind: type, values: list[Any], *, path: str) -> list[Any]:
 
 
 def _message_from_plain(cls: type, value: Any, frames: list[bytes], *, path: str) -> Any:
+    """Return a checked message from its fields. Raises: WireError."""
     if not isinstance(value, dict):
         raise WireError(f"{path} is {type(value).__name__}, not a map of fields")
     hints, required = _schema(cls)
@@ -398,6 +407,7 @@ def _message_from_plain(cls: type, value: Any, frames: list[bytes], *, path: str
 
 
 def _array_from_frame(value: Any, frames: list[bytes], *, path: str) -> np.ndarray:
+    """Return a checked array from its frame. Raises: WireError."""
     well_formed = (
         isinstance(value, list)
         and len(value) == 3

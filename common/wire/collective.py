@@ -155,6 +155,7 @@ class BroadcastGroup:
         ).wait()
 
     def _start(self, part: Tensor) -> "Broadcast":
+        """Begin a broadcast of a part, from rank 0 to all."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = self._timeout

@@ -60,6 +60,7 @@ class FollowingDealer:
         await self._find_and_open(timeout_s)
 
     async def _find_and_open(self, timeout_s: float) -> None:
+        """Wait for the peer's address, and connect. Raises: PeerMissing: there is none in time."""
         deadline = time.monotonic() + timeout_s
         while (address := self._addresses.find_address(self._role)) is None:
             if time.monotonic() > deadline:
@@ -144,6 +145,7 @@ class FollowingDealer:
         self.address = ""
 
     def _open(self, address: str) -> None:
+        """Connect to an address, and send the hello."""
         self.close(linger_s=0.0)
         self.address = address
         self._socket = connect_dealer(self._context, self._keys, address=address)

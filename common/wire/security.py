@@ -164,6 +164,7 @@ def write_rank_keys(folder: Path, *, run_name: str, num_nodes: int) -> list[Path
 
 
 def _join_key(keys: RunKeys, run_name: str, roles: list[str], public: str, secret: str) -> JoinKey:
+    """Return the content of a key file."""
     return JoinKey(
         format=1,
         run=run_name,

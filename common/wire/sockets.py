@@ -50,7 +50,8 @@ class Received:
     frames: list[bytes]
 
 
-def _prepare(socket: Any, *, queue: int) -> None:
+def _set_options(socket: Any, *, queue: int) -> None:
+    """Set the options of a socket: IPv6, queue limits, keep-alive and timeouts."""
     socket.setsockopt(zmq.IPV6, 1)  # Enables IPv6 in addition to IPv4.
     socket.setsockopt(zmq.LINGER, 1_000)
     socket.setsockopt(zmq.SNDHWM, queue)
@@ -89,7 +90,7 @@ class Router:
         self._auth.start()
         self._auth.configure_curve_callback(domain="*", credentials_provider=_Authenticator(keys))
         self._socket = self._context.socket(zmq.ROUTER)
-        _prepare(self._socket, queue=PEER_QUEUE)
+        _set_options(self._socket, queue=PEER_QUEUE)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes + CURVE_BYTES)
@@ -131,7 +132,7 @@ class Router:
                 reason = str(error)
                 is_forbidden = False
             if reason:
-                self._peers.strike(peer, reason, is_forbidden=is_forbidden)
+                self._peers.count_refusal(peer, reason, is_forbidden=is_forbidden)
                 self.send_frames(sender, encode(Rejected(reason=reason[:500])))
                 continue
             received.append(Received(sender=sender, message=message, frames=frames))
@@ -143,6 +144,7 @@ class Router:
         return [[sender, *frames] for sender, _, frames in came]
 
     def _receive(self, *, timeout_s: float, limit: int) -> list[tuple[bytes, Sender, list[bytes]]]:
+        """Return (identity, sender, frames) of received messages, up to `limit`."""
         ready = dict(self._poller.poll(int(timeout_s * 1_000)))
         if self._wake is not None and self._wake in ready:
             os.eventfd_read(self._wake)
@@ -157,10 +159,10 @@ class Router:
                 break
             num += 1
             sender = first.bytes
-            peer = self._peers.meet(sender, first)
+            peer = self._peers.register_sender(sender, first)
             heard.add(peer.descriptor)
             frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            if self._peers.is_heard(peer):
+            if self._peers.may_send(peer):
                 received.append((sender, peer, frames))
         return received
 
@@ -170,7 +172,7 @@ class Router:
 
     def peer(self, sender: bytes) -> Identity:
         """Return the owner of the key with which a sender's connection was accepted."""
-        return self._peers.of(sender)
+        return self._peers.owner_of(sender)
 
     @property
     def num_invalid(self) -> int:
@@ -252,6 +254,7 @@ class _Authenticator:
         self._identities: Identities = keys.known()  # Only the authenticator's thread uses them.
 
     def callback(self, domain: str, key: bytes) -> bool:
+        """Return whether the key of a new connection is accepted."""
         self._identities.refresh()
         found = self._identities.find(key.decode())
         return found is not None and not found.is_revoked
@@ -268,7 +271,7 @@ def connect_dealer(
         timeout_s: timeout of a send or receive, which then raises zmq.Again.
     """
     socket = context.socket(zmq.DEALER)
-    _prepare(socket, queue=HIGH_WATER_MARK)
+    _set_options(socket, queue=HIGH_WATER_MARK)
     socket.setsockopt(zmq.SNDTIMEO, int(timeout_s * 1_000))
     socket.setsockopt(zmq.RCVTIMEO, int(timeout_s * 1_000))
     if identity:

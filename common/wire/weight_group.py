@@ -36,7 +36,7 @@ class _Attempt(threading.Thread):
         device: torch.device,
         offer: WeightsOffer,
         group: BroadcastGroup | None,
-        line: StoreConnection | None,
+        connection: StoreConnection | None,
     ) -> None:
         super().__init__(name=f"transfer-{offer.group_epoch}", daemon=True)
         self._work = work
@@ -44,7 +44,7 @@ class _Attempt(threading.Thread):
         self._offer = offer
         self._is_left = threading.Event()
         self.group = group
-        self.line = line
+        self.connection = connection
         self._store: GroupStore | None = None
         self.seconds = 0.0
         self.is_ok = False
@@ -73,9 +73,12 @@ class _Attempt(threading.Thread):
             self.has_ended.set()
 
     def _channel(self) -> Channel:
+        """Return the channel of an offer, by its transport."""
         offer = self._offer
-        line = self.line = self.line or StoreConnection(place_of(offer), answer_s=offer.timeout_s)
-        store = GroupStore(line, offer.group_key, timeout_s=offer.timeout_s)
+        connection = self.connection = self.connection or StoreConnection(
+            place_of(offer), answer_s=offer.timeout_s
+        )
+        store = GroupStore(connection, offer.group_key, timeout_s=offer.timeout_s)
         self._store = store
         if offer.transport in ("ipc", "file"):
             is_file = offer.transport == "file"
@@ -143,7 +146,7 @@ class WeightGroup:
         self._group: BroadcastGroup | None = None
         self._place: tuple[str, int, int] | None = None
         self._store_place: StorePlace | None = None
-        self._line: StoreConnection | None = None  # The connection to `_store_place`.
+        self._connection: StoreConnection | None = None  # The connection to `_store_place`.
         self._left: list[_Attempt] = []  # Cancelled transfers that may still be in a native call.
 
     def send(
@@ -211,15 +214,16 @@ class WeightGroup:
         offer: WeightsOffer,
         is_cancelled: Callable[[], bool],
     ) -> float:
+        """Run a transfer in its own thread; return the seconds it took."""
         # A restarted learner may repeat epochs. The address of its store distinguishes them.
         self._follow(offer)
         place = (offer.store_host, offer.store_port, offer.group_epoch)
         if place != self._place:
             self.leave()
-        attempt = _Attempt(work, device, offer, self._group, self._line)
+        attempt = _Attempt(work, device, offer, self._group, self._connection)
         self._group = None
         self._place = None
-        self._line = None
+        self._connection = None
         attempt.start()
         while not attempt.has_ended.wait(CANCEL_CHECK_S):
             if is_cancelled():
@@ -230,14 +234,14 @@ class WeightGroup:
             raise attempt.error or WeightSyncError("the transfer failed; the log has the reason")
         self._group = attempt.group
         self._place = place
-        self._line = attempt.line
+        self._connection = attempt.connection
         return attempt.seconds
 
     def _follow(self, offer: WeightsOffer) -> None:
         """Drop the connection to the previous rendezvous if the offer has another one."""
         place = place_of(offer)
         if place != self._store_place:
-            self._line = None
+            self._connection = None
         self._store_place = place
 
     def leave(self) -> None:

@@ -147,6 +147,7 @@ class AgentGymConnection:
             self._session = None
 
     def failure(self, text: str, *, status: int | None = None) -> RemoteFailure:
+        """Return the error of this server, with its address."""
         where = f"AgentGym server {self.dialect.name} at {without_login(self._url)}"
         return RemoteFailure(f"{where}: {text}", status=status)
 
@@ -164,6 +165,7 @@ class AgentGymConnection:
         raise self.failure("the server returns only instances that are in use")
 
     async def _late_or_created(self) -> int:
+        """Return the number of a new instance; use one whose request was cancelled, if any."""
         self._late = [task for task in self._late if not _has_failed(task)]
         task = self._late.pop(0) if self._late else asyncio.create_task(self._create())
         try:
@@ -173,6 +175,7 @@ class AgentGymConnection:
             raise
 
     async def _create(self) -> int:
+        """Create an instance at the server; return its number. Raises: RemoteFailure."""
         body = self.dialect.create_body
         json_body: dict[str, object] | None = None if body is None else dict(body)
         timeout_s = max(self._timeout_s, CREATE_TIMEOUT_S)
@@ -186,6 +189,7 @@ class AgentGymConnection:
         return number
 
     async def _close(self, number: int) -> None:
+        """Close an instance at the server. A failure is only logged."""
         body: dict[str, object] = {self.dialect.instance_key: number}
         try:
             await self._request("POST", "close", body, timeout_s=self.dialect.close_timeout_s)
@@ -202,6 +206,7 @@ class AgentGymConnection:
         *,
         timeout_s: float | None = None,
     ) -> object:
+        """Return the JSON of one request. Raises: RemoteFailure."""
         verb = f"{method} {path.partition('?')[0]}"
         limit_s = timeout_s or self._timeout_s
         timeout = aiohttp.ClientTimeout(total=limit_s)
@@ -237,6 +242,7 @@ class AgentGymConnection:
         return reply
 
     def _client(self) -> aiohttp.ClientSession:
+        """Return the session of HTTP connections, made at the first call."""
         if self._session is None:
             # One connection per request, as in AgentGym's clients: after an exception the servers
             # close a connection silently, and the next request on it would be lost.
@@ -246,6 +252,7 @@ class AgentGymConnection:
 
 
 def max_sessions(dialect: Dialect, options: RemoteOptions) -> int:
+    """Return the limit of sessions: the option, or a smaller one of the server."""
     return min(options.max_sessions, dialect.max_instances or options.max_sessions)
 
 
@@ -254,4 +261,5 @@ def _has_failed(task: asyncio.Task[int]) -> bool:
 
 
 def _shown(reply: object) -> str:
+    """Return a reply as short text."""
     return json.dumps(reply)[:MAX_SHOWN_CHARS]

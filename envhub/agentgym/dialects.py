@@ -106,6 +106,7 @@ class Dialect:
 
 
 def _read_dialects() -> dict[str, Dialect]:
+    """Return the dialects of the table by their names."""
     table = read_table(__file__, "dialects.yaml")
     kinds = {"extraction": Extraction, "faults": Faults, "reset_reply": ResetReply}
     dialects: dict[str, Dialect] = {}

@@ -51,6 +51,7 @@ def extract(dialect: Dialect, text: str, style: Style) -> Extracted:
 
 
 def _one_action(text: str, *, is_bare: bool) -> Extracted:
+    """Return the only action of a text, in plain letters."""
     lines = [" ".join(text.split())] if is_bare else ACTION_LINE.findall(text)
     if len(lines) > 1:
         return Extracted(complaint=SEVERAL_ACTIONS)
@@ -59,6 +60,7 @@ def _one_action(text: str, *, is_bare: bool) -> Extracted:
 
 
 def _last_action(text: str, *, is_bare: bool) -> str:
+    """Return the last action of a text, "" for none."""
     if MARK in text:
         return action_text(text)
     is_action = is_bare or "search[" in text or "click[" in text

@@ -84,6 +84,7 @@ class Instances:
         self._turns.append(turn)
 
         async def add() -> int:
+            """Add an instance if no earlier request waits. Raises: CapacityFull."""
             if self._turns[0] is not turn:
                 raise CapacityFull(f"{self._spec.name}: other requests already wait for a session")
             return self.add()
@@ -162,9 +163,11 @@ class Instances:
 
     @property
     def _key(self) -> str:
+        """Return the configuration key of the limit on sessions."""
         return REMEDIES.get(self._spec.name, "envhub.capacity")
 
     def _remedy(self) -> str:
+        """Return the end of an error about too many instances."""
         limits = self._limits
         key = self._key
         return (
@@ -259,11 +262,13 @@ class Instances:
             await self._sessions.expire()  # Sessions whose own lease expired at the same time.
 
     async def _end_session(self, instance: ServedInstance) -> None:
+        """End the hub's session of an instance, if it has one."""
         if instance.session_id is None:
             return
         session_id, instance.session_id = instance.session_id, None
         await self._delete(session_id)
 
     async def _delete(self, session_id: str) -> None:
+        """Delete a session, which may have ended by itself."""
         with contextlib.suppress(SessionUnknown):  # Its own lease may have ended it already.
             await self._sessions.delete(session_id)

@@ -38,7 +38,7 @@ class JoinedRanges(Sequence[int]):
         return self._ranges[which][index - self._ends[which]]
 
 
-def numbers_of(dialect: Dialect, options: RemoteOptions) -> dict[str, Sequence[int]]:
+def indices_of(dialect: Dialect, options: RemoteOptions) -> dict[str, Sequence[int]]:
     """Return the data indices of a server's training and test items, in order.
 
     The indices come from the configured files, otherwise from the dialect. `num_train` and
@@ -81,6 +81,7 @@ def _of_sciworld() -> dict[str, Sequence[int]]:
 
 
 def _runs(numbers: Sequence[int]) -> list[range]:
+    """Return increasing numbers as ranges of consecutive ones."""
     starts = [i for i, n in enumerate(numbers) if i == 0 or n != numbers[i - 1] + 1]
     ends = [*starts[1:], len(numbers)]
     pairs = zip(starts, ends, strict=False)  # Without numbers there is no run.
@@ -128,6 +129,7 @@ def read_list(path: str, dialect: Dialect) -> list[int]:
 
 
 def _number(entry: object, dialect: Dialect, file: Path) -> int:
+    """Return the data index of a list's entry. Raises: ConfigError."""
     shown = entry.get("item_id") if isinstance(entry, Mapping) else entry
     if isinstance(shown, int) and not isinstance(shown, bool):
         return shown
@@ -159,7 +161,9 @@ def with_lists(spec: EnvSpec, options: EnvsSection) -> EnvSpec:
     sizes = {f"num_{split}": len(items[split]) for split in SPLITS}
     subset = SubsetSpec(**sizes, max_turns=max(s.max_turns for s in spec.subsets.values()))
     scenario = next((task.scenario for task in spec.tasks.values()), "")
-    train, test = (_names(split, len(items[split])) for split in SPLITS)
+    train, test = (
+        tuple(f"{SUBSET}-{split}-{i}" for i in range(len(items[split]))) for split in SPLITS
+    )
     task = TaskSpec(scenario=scenario, subset=SUBSET, train=train, test=test)
 
     def make(style: Style) -> Any:
@@ -167,10 +171,6 @@ def with_lists(spec: EnvSpec, options: EnvsSection) -> EnvSpec:
 
     subsets = {**spec.subsets, SUBSET: subset}
     return replace(spec, subsets=subsets, make=make, tasks={**spec.tasks, "AgentGym": task})
-
-
-def _names(split: str, num: int) -> tuple[str, ...]:
-    return tuple(f"{SUBSET}-{split}-{i}" for i in range(num))
 
 
 def _items(spec: EnvSpec, path: str, dialect: Dialect) -> list[str]:

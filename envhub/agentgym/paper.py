@@ -48,6 +48,7 @@ def with_paper(spec: EnvSpec, options: EnvsSection) -> EnvSpec:
 
 
 def _published(name: str, entry: dict[str, Any]) -> Sequence[int]:
+    """Return the data indices of a published test set."""
     numbers = entry.get("numbers", ())
     return own_numbers(DIALECTS[name])["test"] if numbers == "dialect" else numbers
 

@@ -19,7 +19,7 @@ from envhub.agentgym.connection import (
 )
 from envhub.agentgym.dialects import ALFWORLD, BABYAI, DIALECTS, MAZE, SCIWORLD, WEBARENA, WORDLE
 from envhub.agentgym.extraction import extract
-from envhub.agentgym.item_lists import numbers_of
+from envhub.agentgym.item_lists import indices_of
 from envhub.agentgym.replies import RESET_FAILED
 from envhub.conversations import CONVERSATIONS, begun
 from envhub.env import EnvSpec, Isolation, StepResult, Style, SubsetSpec, nearest, parse_item
@@ -108,7 +108,7 @@ class RemoteEnv(RemoteEpisode):
 
     async def _begin(self, index: int) -> str:
         """Reset an instance; an old one that the server no longer has is replaced once."""
-        instance, is_old = await self._take()
+        instance, is_old = await self._borrow_instance()
         try:
             return await self._reset(instance, index)
         except RemoteFailure:
@@ -119,15 +119,17 @@ class RemoteEnv(RemoteEpisode):
             if not is_old:
                 raise
         await self.close()
-        instance, _ = await self._take(is_fresh=True)
+        instance, _ = await self._borrow_instance(is_fresh=True)
         return await self._reset(instance, index)
 
-    async def _take(self, *, is_fresh: bool = False) -> tuple[RemoteInstance, bool]:
+    async def _borrow_instance(self, *, is_fresh: bool = False) -> tuple[RemoteInstance, bool]:
+        """Borrow an instance for this episode, within the timeout."""
         async with self._limit("the wait for an instance"):
             self._instance, is_old = await self._connection.take(is_fresh=is_fresh)
         return self._instance, is_old
 
     async def _reset(self, instance: RemoteInstance, index: int) -> str:
+        """Reset an instance to an item within the timeout; return the first observation."""
         async with self._limit(f"the reset of item {index}"):
             return await self._first_observation(instance, index)
 
@@ -148,7 +150,7 @@ class RemoteEnv(RemoteEpisode):
                 return f"The vocabulary:\n{listed}"
             return CONVERSATIONS["wordle"].first_observation(listed)
         first = self._field(reply, "observation", str)
-        self._offered = self._offers(reply, first)
+        self._offered = self._offered_actions(reply, first)
         if dialect is SCIWORLD:
             return f"{self._field(reply, 'task_description', str)}\n{first}"
         if dialect is ALFWORLD:
@@ -176,6 +178,7 @@ class RemoteEnv(RemoteEpisode):
             ) from error
 
     def _read(self, reply: object, sent: str) -> StepResult:
+        """Return a reply to a step as its result."""
         dialect = self._dialect
         observation = self._field(reply, dialect.observation_key, str)
         is_done = self._field(reply, dialect.done_key, bool)
@@ -191,10 +194,11 @@ class RemoteEnv(RemoteEpisode):
         self._is_done = is_done
         least = 0.0 if dialect.is_solved_by_any_score else dialect.max_score
         self._is_success = is_done and value >= least and value > 0.0
-        self._offered = self._offers(reply, observation)
+        self._offered = self._offered_actions(reply, observation)
         return self._result(observation, is_valid=is_valid)
 
-    def _offers(self, reply: object, observation: str) -> list[str]:
+    def _offered_actions(self, reply: object, observation: str) -> list[str]:
+        """Return the actions that a reply lists."""
         if self._dialect is ALFWORLD:
             actions = self._field(reply, "available_actions", list)
             return self._texts(actions, "available_actions")
@@ -205,6 +209,7 @@ class RemoteEnv(RemoteEpisode):
             return []  # The list is only a hint.
 
     def _field(self, reply: object, key: str, kind: type[T]) -> T:
+        """Return a field of a reply. Raises: RemoteFailure: it is missing or has another type."""
         value = reply.get(key) if isinstance(reply, dict) else None
         if not isinstance(value, kind):
             shown = json.dumps(reply)[:200]
@@ -212,6 +217,7 @@ class RemoteEnv(RemoteEpisode):
         return value
 
     def _score(self, reply: object) -> float:
+        """Return the score of a step. Raises: RemoteFailure: it is no number."""
         key = self._dialect.score_key
         value = reply.get(key) if isinstance(reply, dict) else None
         if not isinstance(value, int | float) or math.isnan(value):
@@ -219,17 +225,20 @@ class RemoteEnv(RemoteEpisode):
         return float(value)
 
     def _text(self, reply: object, what: str) -> str:
+        """Return a text. Raises: RemoteFailure: it is none."""
         if not isinstance(reply, str):
             raise self._connection.failure(f"{what} is not a text: {json.dumps(reply)[:200]}")
         return reply
 
     def _texts(self, reply: object, what: str) -> list[str]:
+        """Return a list of texts. Raises: RemoteFailure: it is none."""
         if not isinstance(reply, list):
             raise self._connection.failure(f"{what} is not a list: {json.dumps(reply)[:200]}")
         return [self._text(each, what) for each in reply]
 
     @asynccontextmanager
     async def _limit(self, what: str) -> AsyncIterator[None]:
+        """Limit the time of the block to the timeout. Raises: RemoteFailure."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 yield
@@ -258,7 +267,7 @@ def make_spec(remote: RemoteOptions) -> EnvSpec:
     if problems:
         raise ConfigError("; ".join(problems))
     dialect = DIALECTS[remote.dialect]
-    numbers = numbers_of(dialect, remote)
+    numbers = indices_of(dialect, remote)
     subset = SubsetSpec(
         num_train=len(numbers["train"]), num_test=len(numbers["test"]), max_turns=remote.max_turns
     )

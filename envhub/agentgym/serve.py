@@ -53,21 +53,22 @@ def mount(hub: HubParts) -> None:
             spec = registry.spec(name)
             instances = Instances(spec, hub.sessions, limits=hub.limits)
             words = vocabulary(registry.options.wordle.words) if dialect is WORDLE else ()
-            desk = _DialectRoutes(dialect, instances, words=words)
-            _add_routes(hub.app, name, desk)
+            handlers = _DialectRoutes(dialect, instances, words=words)
+            _add_routes(hub.app, name, handlers)
 
 
-def _add_routes(app: FastAPI, name: str, desk: "_DialectRoutes") -> None:
-    dialect = desk.dialect
+def _add_routes(app: FastAPI, name: str, handlers: "_DialectRoutes") -> None:
+    """Add the routes of one environment."""
+    dialect = handlers.dialect
     base = f"/agentgym/{name}"
     instance: dict[str, Any] = {dialect.instance_key: (Number, ...)}
     # Only TextCraft does not require a data index.
-    index: dict[str, Any] = {dialect.item_key: (Number, 0 if desk.resets_at_create else ...)}
+    index: dict[str, Any] = {dialect.item_key: (Number, 0 if handlers.resets_at_create else ...)}
     bodies = {
-        "create": (desk.create, {key: (Number, ...) for key in dialect.create_body or ()}),
-        "reset": (desk.reset, instance | index),
-        "step": (desk.step, instance | {"action": (str, ...)}),
-        "close": (desk.close, instance),
+        "create": (handlers.create, {key: (Number, ...) for key in dialect.create_body or ()}),
+        "reset": (handlers.reset, instance | index),
+        "step": (handlers.step, instance | {"action": (str, ...)}),
+        "close": (handlers.close, instance),
     }
     for verb, (handle, fields) in bodies.items():
         model = create_model(f"{dialect.name}_{verb}", **fields)
@@ -87,9 +88,9 @@ def _add_routes(app: FastAPI, name: str, desk: "_DialectRoutes") -> None:
     if dialect.has_render:
         model = create_model(f"{dialect.name}_render", **instance)
         app.post(f"{base}/render", tags=["agentgym"], openapi_extra=body_of(model))(
-            _route(desk.render, model)
+            _route(handlers.render, model)
         )
-    for path, handle in desk.queries().items():
+    for path, handle in handlers.queries().items():
         operation_id = f"agentgym_{name}_{path[1:] or 'greet'}"
         app.get(base + path, tags=["agentgym"], operation_id=operation_id)(handle)
 
@@ -100,6 +101,7 @@ def _route(
     """Return a route that parses its body as `model`; with None it ignores the body."""
 
     async def route(request: Request) -> Response:
+        """Answer a request with a validated body; 422 for an invalid one."""
         if model is None:
             return await handle(None)
         try:
@@ -137,13 +139,16 @@ class _DialectRoutes:
         self.resets_at_create = dialect.create_body == {}
 
     def queries(self) -> dict[str, Callable[..., Awaitable[Response]]]:
+        """Return the handlers of GET routes by their names."""
         query = Query(alias=self.dialect.instance_key, ge=-MAX_NUMBER, le=MAX_NUMBER)
 
         async def greet() -> Response:
+            """Answer that the server is ready."""
             is_plain = self.dialect.faults is not Faults.ERROR_KEY
             return json_response("ok" if is_plain else f"This is environment {self.dialect.title}.")
 
         def answer(number: int, reply: Callable[[ServedInstance], object]) -> Response:
+            """Return the response to a query, or its refusal."""
             try:
                 return json_response(reply(self._queried(number)))
             except (InstanceUnknown, EpisodeOver) as error:
@@ -178,6 +183,7 @@ class _DialectRoutes:
         """Return a route that answers with data of the environment itself."""
 
         async def details_route(number: int = query) -> Response:
+            """Answer with data of the environment, in the form of the dialect."""
             try:
                 instance = self._queried(number)
                 details = await self._instances.detail(instance, what)
@@ -202,6 +208,7 @@ class _DialectRoutes:
         return json_response(picture)
 
     async def create(self, _: BaseModel | None) -> Response:
+        """Create an instance."""
         number = await self._instances.add_in_turn()
         if not self.resets_at_create:
             return json_response(create_reply(self.dialect, number))
@@ -212,6 +219,7 @@ class _DialectRoutes:
         return json_response(reset_reply(self.dialect, number, instance))
 
     async def reset(self, body: BaseModel) -> Response:
+        """Begin an episode of an item."""
         number = self._number(body)
         index = getattr(body, self.dialect.item_key)
         # This dialect reports even failures of the hub in the observation.
@@ -229,6 +237,7 @@ class _DialectRoutes:
         return json_response(reset_reply(self.dialect, number, instance))
 
     async def step(self, body: Any) -> Response:
+        """Perform an action."""
         number = self._number(body)
         refuses = self.dialect.refuses_after_done
         try:
@@ -242,6 +251,7 @@ class _DialectRoutes:
         return json_response(step_reply(self.dialect, instance, result))
 
     async def close(self, body: BaseModel) -> Response:
+        """Close an instance."""
         number = self._number(body)
         is_closed = await self._instances.close(number)
         # This dialect confirms the close of any number.
@@ -249,15 +259,18 @@ class _DialectRoutes:
         return json_response({"closed": "closed"} if reports_in_text else is_closed)
 
     def _queried(self, number: int) -> ServedInstance:
+        """Return the instance of a query. Raises: EpisodeOver, InstanceUnknown."""
         instance = self._instances.find(number)
         if self.dialect.refuses_after_done and instance.is_over:
             raise EpisodeOver(number)
         return instance
 
     def _number(self, body: BaseModel) -> int:
+        """Return the number of the instance in a body."""
         return getattr(body, self.dialect.instance_key)
 
     def _refused(self, text: str, *, is_reset: bool = False, is_query: bool = False) -> Response:
+        """Return a refusal in the form of the dialect."""
         faults = self.dialect.faults
         if faults is Faults.STATUS or (is_query and faults is Faults.OBSERVATION):
             return json_response({"detail": text}, status=404)

@@ -90,12 +90,13 @@ def check_protocol(driver: Driver, item_id: str) -> Iterator[Finding]:
     problems += [
         f"accepts the unknown item {i!r}"
         for i in ("nothing", f"{subset}-train-999999999")
-        if _takes(driver, i)
+        if _accepts_item(driver, i)
     ]
     yield from graded("protocol", problems, "all methods exist, and unknown items are refused")
 
 
-def _takes(driver: Driver, item_id: str) -> bool:
+def _accepts_item(driver: Driver, item_id: str) -> bool:
+    """Return whether the environment knows an item."""
     try:
         driver.open(item_id).call("close")
     except UnknownItem:

@@ -133,5 +133,6 @@ def spec_of(name: str, overrides: list[str]) -> EnvSpec:
 
 
 def _load(name: str, cfg: RunConfig) -> EnvSpec:
+    """Return the entry of an environment by its name."""
     registry = Registry([name], cfg.envs, cfg.env)
     return registry.spec(registry.names[0] if is_reference(name) else name)

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, cast
 
 from common.config.envs import EnvsSection
@@ -38,7 +37,8 @@ def measured(spec: EnvSpec, subset: str, options: EnvsSection) -> Turns:
     """
     if spec.isolation is not Isolation.INLINE or subset not in spec.subsets:
         return {}
-    path = _folder() / f"{spec.name}-{_digest(spec, subset, options)}.json"
+    folder = cache_home() / "longstride" / "distances"
+    path = folder / f"{spec.name}-{_digest(spec, subset, options)}.json"
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -60,6 +60,7 @@ def measured(spec: EnvSpec, subset: str, options: EnvsSection) -> Turns:
 
 
 def _play(env: Env, item_id: str, most: int) -> int:
+    """Return the turns that the expert needs for an item; 0: it does not solve the item."""
     env.reset(item_id, 0)
     for turn in range(most):
         action = env.expert_action()
@@ -69,10 +70,6 @@ def _play(env: Env, item_id: str, most: int) -> int:
         if result.done:
             return turn + 1 if result.is_success else 0
     return 0
-
-
-def _folder() -> Path:
-    return cache_home() / "longstride" / "distances"
 
 
 def _digest(spec: EnvSpec, subset: str, options: EnvsSection) -> str:
@@ -143,6 +140,7 @@ class Distances:
         return body
 
     async def _turns(self, env: str, subset: str) -> Turns:
+        """Return the turns of a subset's items, measured once."""
         if (env, subset) not in self._known:
             measure = partial(measured, self._registry.spec(env), subset, self._registry.options)
             self._known[env, subset] = asyncio.create_task(asyncio.to_thread(measure))

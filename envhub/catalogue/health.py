@@ -134,6 +134,7 @@ def untrainable(number: int, task: TaskSection, num_train: int) -> list[str]:
 
 
 def _get(url: str, token: str, *, is_own: bool) -> HttpResponse:
+    """Return a server's answer to a GET request with the token."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     return request(
         url, headers=headers, timeout_s=TIMEOUT_S, max_bytes=MAX_BODY_BYTES, is_own=is_own

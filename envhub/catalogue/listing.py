@@ -79,6 +79,7 @@ def _task_rows(
     missing: str = "",
     note: str = "",
 ) -> list[ListingRow]:
+    """Return a row for each task of an environment."""
     return [
         ListingRow(
             scenario=task.scenario,
@@ -95,6 +96,7 @@ def _task_rows(
 
 
 def _other_rows(spec: EnvSpec, *, is_short: bool) -> list[ListingRow]:
+    """Return rows for the subsets that no task has."""
     in_task = {task.subset for task in spec.tasks.values()}
     others = {name: subset for name, subset in spec.subsets.items() if name not in in_task}
     if is_short and len(others) > MAX_OTHERS:
@@ -112,6 +114,7 @@ def _missing_rows(name: str, missing: str) -> list[ListingRow]:
 
 
 def format_rows(rows: Sequence[ListingRow]) -> str:
+    """Return the rows as a table of text."""
     lines = [HEADINGS, *(row.cells() for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(HEADINGS) - 1)]
     texts: list[str] = []

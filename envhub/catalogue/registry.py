@@ -43,6 +43,7 @@ class Requirement:
     instead: str = ""  # Option with a program's path; if it is set, PATH is not searched.
 
     def is_met(self, options: EnvsSection) -> bool:
+        """Return whether this machine meets the requirement."""
         given = attrgetter(self.instead)(options) if self.instead else ""
         binaries = [given] if given else self.binaries
         has_binary = not binaries or any(map(shutil.which, binaries))
@@ -139,6 +140,7 @@ def parse_options(plain: Mapping[str, Any]) -> tuple[EnvsSection, RemoteOptions]
 
 
 def _like(default: Any, value: Any) -> Any:
+    """Return a section of the configuration from its JSON; other values unchanged."""
     return type(default)(**value) if is_dataclass(default) else value
 
 
@@ -186,6 +188,7 @@ def _call(make_spec: Callable[..., EnvSpec], options: EnvsSection) -> EnvSpec:
 
 
 def _import_outside(module: str) -> ModuleType:
+    """Return a module of the user, by its name or its file. Raises: UnknownEnv."""
     if not module.endswith(".py"):
         try:
             return import_module(module)
@@ -202,6 +205,7 @@ def _import_outside(module: str) -> ModuleType:
 
 
 def _entry(spec: EnvSpec) -> dict[str, Any]:
+    """Return the catalogue entry of an environment as JSON."""
     tasks = {
         name: {
             "scenario": task.scenario,
@@ -226,6 +230,7 @@ def _entry(spec: EnvSpec) -> dict[str, Any]:
 
 
 def _unknown(name: str, known: Sequence[str]) -> str:
+    """Return the text about an unknown environment, with the nearest name."""
     if not known:
         return f"no environment {name!r}; this hub has no environments"
     return f"no environment {name!r}; the nearest is {nearest(name, list(known))!r}"

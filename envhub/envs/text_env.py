@@ -40,6 +40,7 @@ class TextEnv:
         self._done = True  # No episode runs before the first reset.
 
     def _begin(self) -> None:
+        """Begin an episode. A subclass calls it in `reset`."""
         self._done = False
 
     def step(self, action: str) -> StepResult:
@@ -55,6 +56,7 @@ class TextEnv:
         return result
 
     def _step(self, action: str) -> StepResult:
+        """Perform one action. A subclass implements it, and sets `_done` at the end."""
         raise NotImplementedError
 
     def state_text(self) -> str:
@@ -66,6 +68,7 @@ class TextEnv:
         return [] if self._done else self._valid_actions()
 
     def _valid_actions(self) -> list[str]:
+        """Return the executable actions. A subclass implements it."""
         raise NotImplementedError
 
     def expert_action(self) -> str | None:
@@ -73,6 +76,7 @@ class TextEnv:
         return None if self._done else self._expert_action()
 
     def _expert_action(self) -> str | None:
+        """Return the expert's next action. A subclass implements it."""
         raise NotImplementedError
 
     def fingerprint(self) -> str:
@@ -80,6 +84,7 @@ class TextEnv:
         return hashlib.sha256(self._state().encode()).hexdigest()
 
     def _state(self) -> str:
+        """Return the world's state at reset as text. A subclass implements it."""
         raise NotImplementedError
 
     def close(self) -> None:

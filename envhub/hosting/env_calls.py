@@ -57,5 +57,6 @@ async def call_environment(
 
 
 def _failure(env_name: str, error: Exception) -> EnvRaised:
+    """Return an environment's exception as EnvRaised, and log it."""
     logger.warning("environment raised an error env=%s", env_name, exc_info=error)
     return EnvRaised(f"{env_name}: {type(error).__name__}: {error}")

@@ -63,6 +63,7 @@ class LocalEpisode:
         self.first_messages: list[dict[str, str]] = []
 
     async def open(self, item_id: str, seed: int) -> str:
+        """Make the environment and begin the episode."""
         self._env = await self._call(lambda: self._spec.make(self._style))
         observation = await self._call(lambda: self._env.reset(item_id, seed))
         if hasattr(self._env, "state_text"):
@@ -72,6 +73,7 @@ class LocalEpisode:
         return observation
 
     async def step(self, action: str) -> StepResult:
+        """Perform an action, and record its duration if it runs in the server's thread."""
         began_s = monotonic()
         try:
             return await self._call(lambda: self._env.step(action), passes=())
@@ -87,10 +89,12 @@ class LocalEpisode:
         return await self._call(self._env.render), await self._call(self._env.fingerprint)
 
     async def detail(self, what: str) -> Any:
+        """Return additional data of the environment; None if it has none."""
         detail = getattr(self._env, "detail", None)
         return None if detail is None else await self._call(lambda: detail(what))
 
     async def close(self) -> None:
+        """Close the environment. A failure is only logged."""
         close = getattr(self._env, "close", None)
         if close is not None:
             try:
@@ -101,6 +105,7 @@ class LocalEpisode:
     async def _call(
         self, work: Callable[[], Any], *, passes: tuple[type[Exception], ...] = (UnknownItem,)
     ) -> Any:
+        """Return the result of a call, in the server's thread or in the environment's own."""
         name = self._spec.name
         if not self._inline.is_kept(name):
             self.is_instant = False
@@ -123,6 +128,7 @@ class WorkerEpisode:
         self.first_messages: list[dict[str, str]] = []
 
     async def open(self, item_id: str, seed: int) -> str:
+        """Reserve a worker and begin the episode there."""
         self.worker = await self._pool.take()
         start = {"style": self._style.value, "item_id": item_id, "seed": seed}
         opened = await self._call("open", **start)
@@ -144,6 +150,7 @@ class WorkerEpisode:
         return await self._call("detail", what=what)
 
     async def close(self) -> None:
+        """Close the environment in the worker, and free the place."""
         worker = self.worker
         self.worker = None
         if worker is None:
@@ -157,5 +164,6 @@ class WorkerEpisode:
             self._pool.give_back(worker)
 
     async def _call(self, op: str, **fields: object) -> Any:
+        """Return the worker's answer to a call of this session."""
         assert self.worker is not None
         return await self.worker.call(op, session=self._number, timeout_s=self._timeout_s, **fields)

@@ -64,6 +64,7 @@ class EpisodeFactory:
         return [worker for pool in self._pools.values() for worker in pool.workers]
 
     def _pool(self, spec: EnvSpec) -> WorkerPool:
+        """Return the worker pool of an environment, created at the first use."""
         pool = self._pools.get(spec.name)
         if pool is None:
             self._guardian = self._guardian or Guardian()
@@ -72,11 +73,12 @@ class EpisodeFactory:
                 num = min(MAX_MOVED_WORKERS, num_cores())
                 places = -(-self._capacity // num)
                 spec = replace(spec, max_workers=num, sessions_per_worker=places)
-            pool = WorkerPool(spec, order, guardian=self._guardian, on_lost=self._count)
+            pool = WorkerPool(spec, order, guardian=self._guardian, on_lost=self._count_loss)
             self._pools[spec.name] = pool
         return pool
 
-    def _count(self, worker: Worker) -> None:
+    def _count_loss(self, worker: Worker) -> None:
+        """Count a lost worker and report it."""
         if worker.cause != "stop":
             self.num_lost[worker.env_name, worker.cause] += 1
         self._on_lost(worker)
@@ -88,6 +90,7 @@ class EpisodeFactory:
             await self.check_memory()
 
     async def check_memory(self) -> None:
+        """Measure all workers, and replace those above their limit."""
         workers = self.workers()
         if not workers:
             return
@@ -109,6 +112,7 @@ class EpisodeFactory:
 
 
 async def _stop_environment(spec: EnvSpec, stop: Callable[[], Awaitable[None]]) -> None:
+    """Release the resources that an environment shares. A failure is only logged."""
     try:
         await call_environment(spec.name, stop, timeout_s=spec.stop_timeout_s)
     except EnvError as error:

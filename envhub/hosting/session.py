@@ -11,7 +11,7 @@ from envhub.hosting.episodes import HostedEpisode
 STEP_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
-def no_steps() -> list[float]:
+def empty_histogram() -> list[float]:
     """Return an empty histogram: total seconds, a count per bucket and the overflow count."""
     return [0.0] + [0] * (len(STEP_BUCKETS_S) + 1)
 

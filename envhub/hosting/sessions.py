@@ -32,7 +32,7 @@ from envhub.hosting.inline import INLINE_STEP_S
 from envhub.hosting.leases import LeaseTable
 from envhub.hosting.placement import EpisodeFactory
 from envhub.hosting.services import Services
-from envhub.hosting.session import STEP_BUCKETS_S, Session, SessionLock, no_steps
+from envhub.hosting.session import STEP_BUCKETS_S, Session, SessionLock, empty_histogram
 from envhub.hosting.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,9 @@ class Sessions:
         # Reserved places by environment, including sessions that are opening.
         self.num_live: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()  # Sessions and calls by outcome.
-        self.steps = defaultdict[str, list[float]](no_steps)  # Step durations by environment.
+        self.steps = defaultdict[str, list[float]](
+            empty_histogram
+        )  # Step durations by environment.
         self.placement = EpisodeFactory(
             registry,
             capacity=capacity,
@@ -271,6 +273,7 @@ class Sessions:
                 task.add_done_callback(self._ending.discard)
 
     async def _end_owned(self, owner: str) -> None:
+        """End the sessions of an owner that does not come back within `GONE_S`."""
         await asyncio.sleep(GONE_S)
         if self._owners[owner]:
             return
@@ -314,6 +317,7 @@ class Sessions:
                 await self._is_idle.wait()
 
     async def stop(self) -> None:
+        """End all sessions, then the workers."""
         self.is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_TIMEOUT_S):
@@ -342,6 +346,7 @@ class Sessions:
         self.num_live[spec.name] += 1
 
     def _release(self, env_name: str) -> None:
+        """Free a session's place."""
         self.num_live[env_name] -= 1
 
     def _find(self, session_id: str) -> Session:
@@ -383,15 +388,18 @@ class Sessions:
             self._end_call()
 
     def _begin_call(self) -> None:
+        """Count a running call."""
         self._num_running += 1
         self._is_idle.clear()
 
     def _end_call(self) -> None:
+        """Count the end of a call into an environment."""
         self._num_running -= 1
         if not self._num_running:
             self._is_idle.set()
 
     def _note_failure(self, env_name: str, error: EnvError) -> None:
+        """Count a failure of an environment; pause it if its service is down."""
         if isinstance(error, EnvTimeout):
             self.counts["timed_out"] += 1
         elif isinstance(error, ServicePaused):

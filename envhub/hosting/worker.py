@@ -145,6 +145,7 @@ class Worker:
             self._reading.cancel()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Pass each reply to the call that waits for it, until the socket closes."""
         try:
             while True:
                 reply = await read_frame(reader)

@@ -57,9 +57,11 @@ class Host:
         return self.refusal(message, detail)
 
     def refusal(self, message: dict[str, Any], detail: str) -> dict[str, Any]:
+        """Return the reply for a failed call."""
         return {"id": message["id"], "error": "raised", "detail": detail[:DETAIL_CHARS]}
 
     async def _init(self, message: dict[str, Any]) -> int:
+        """Load the environment; return the process id."""
         options, remote = parse_options(message["options"])
         self._spec = load_spec(message["reference"], options, remote)
         num_threads = min(self._spec.sessions_per_worker, MAX_THREADS)
@@ -67,6 +69,7 @@ class Host:
         return os.getpid()
 
     async def _open(self, message: dict[str, Any]) -> list[Any]:
+        """Begin an episode; return its observation, state and first messages."""
         assert self._spec is not None
         env: Any = self._spec.make(Style(message["style"]))
         self._envs[message["session"]] = env
@@ -80,6 +83,7 @@ class Host:
         return _as_json(await self._run(env.step, message["action"]))
 
     async def _hint(self, message: dict[str, Any]) -> list[Any]:
+        """Return the valid actions and the expert's action."""
         env = self._envs[message["session"]]
         valid_actions = await self._run(env.valid_actions)
         return [list(valid_actions), await self._run(env.expert_action)]
@@ -93,6 +97,7 @@ class Host:
         return None if detail is None else await self._run(detail, message["what"])
 
     async def _close(self, message: dict[str, Any]) -> None:
+        """Close an episode."""
         env = self._envs.pop(message["session"], None)
         close = getattr(env, "close", None)
         if close is not None:
@@ -140,6 +145,7 @@ async def serve(connection: socket.socket, host: Host) -> None:
     running: set[asyncio.Task[None]] = set()
 
     async def reply(message: dict[str, Any]) -> None:
+        """Answer one call."""
         answer = await host.answer(message)
         try:
             frame = encode_frame(answer)

@@ -92,13 +92,14 @@ class WorkerPool:
         """End all workers; each has STOP_TIMEOUT_S to stop by itself before it is killed."""
         self._is_stopping = True
         workers = list(self.workers)
-        await asyncio.gather(*(_ask_to_stop(worker) for worker in workers))
+        await asyncio.gather(*(_request_stop(worker) for worker in workers))
         for worker in workers:
             worker.lose("stop", "was stopped with the hub")
         while self._reaping:
             await asyncio.gather(*self._reaping)
 
     def _choose(self) -> Worker:
+        """Return a worker with a free place; start one if all are full. Raises: CapacityFull."""
         open_workers = [worker for worker in self.workers if not worker.is_draining]
         for worker in open_workers:
             if worker.num_sessions < self._spec.sessions_per_worker:
@@ -109,6 +110,7 @@ class WorkerPool:
         raise CapacityFull(f"{self._spec.name}: all {places} sessions of its workers are in use")
 
     def _start(self) -> Worker:
+        """Start a worker, and begin to load the environment in it."""
         worker = Worker(
             self._spec.name, next(self._numbers), guardian=self._guardian, on_lost=self._replace
         )
@@ -136,7 +138,8 @@ class WorkerPool:
             self._start()
 
 
-async def _ask_to_stop(worker: Worker) -> None:
+async def _request_stop(worker: Worker) -> None:
+    """Ask a worker to close its episodes and shared resources."""
     if worker.ready_at_s is not None:
         with contextlib.suppress(EnvError, UnknownItem):
             await worker.call("stop", timeout_s=STOP_TIMEOUT_S)

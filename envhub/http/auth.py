@@ -77,6 +77,7 @@ class AuthMiddleware:
         """Return a `send` that counts answers which refuse a request."""
 
         async def counting(message: Message) -> None:
+            """Send a message, and count it if it refuses the request."""
             if reason := REFUSED.get(message.get("status", 0)):
                 self._refusals.note(scope["client"], reason)
             await send(message)
@@ -84,6 +85,7 @@ class AuthMiddleware:
         return counting
 
     def _is_allowed(self, path: str, headers: dict[bytes, bytes]) -> bool:
+        """Return whether a path is open to all, or the request has the token."""
         if self._token is None or path in OPEN_PATHS:
             return True
         return hmac.compare_digest(token_in(headers.get(b"authorization", b"")), self._token)
@@ -110,6 +112,7 @@ def _limited(receive: Receive, max_bytes: int) -> Receive:
     num_bytes = 0
 
     async def receive_limited() -> Message:
+        """Return the next part of the body; 413 once it is too large."""
         nonlocal num_bytes
         message = await receive()
         num_bytes += len(message.get("body", b""))
@@ -121,6 +124,7 @@ def _limited(receive: Receive, max_bytes: int) -> Receive:
 
 
 def _refusal(status: int, detail: str) -> Response:
+    """Return the response with which a request is refused."""
     response = json_response({"detail": detail}, status=status)
     if status == 401:
         response.headers["www-authenticate"] = "Bearer"

@@ -203,6 +203,7 @@ def parse_batch(raw: bytes) -> list[Any]:
 
 
 def _batch_of(raw: bytes) -> list[Any]:
+    """Return the entries of a batch; lone surrogates are repaired."""
     try:
         return _BATCH.validate_json(raw)
     except ValidationError as error:
@@ -214,6 +215,7 @@ def _batch_of(raw: bytes) -> list[Any]:
 
 
 def _checked(validate: Callable[[Any], T], given: object) -> T:
+    """Return a validated value. Raises: BadBody."""
     try:
         return validate(given)
     except ValidationError as error:
@@ -234,6 +236,7 @@ def json_bytes(content: object) -> bytes:
 
 
 def _valid(content: Any) -> Any:
+    """Return JSON whose texts are all valid Unicode."""
     if isinstance(content, dict):
         return {_valid(key): _valid(value) for key, value in content.items()}
     if isinstance(content, list | tuple):
@@ -260,6 +263,7 @@ def body_of(model: type[BaseModel], *, is_list: bool = False) -> dict[str, Any]:
 
 
 def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
+    """Return a JSON schema without references."""
     if isinstance(schema, list):
         return [_inlined(each, definitions) for each in schema]
     if not isinstance(schema, dict):

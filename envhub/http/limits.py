@@ -49,6 +49,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        """Pass on received bytes; close the connection if its header is too large."""
         self._num_bytes += len(data)
         super().data_received(data)
         if self._is_in_headers and self._num_bytes > MAX_HEADER_BYTES:
@@ -72,15 +73,18 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def _begin(self) -> None:
+        """Start the timer of the request."""
         self._end()
-        self._timer = self.loop.call_later(REQUEST_S, self._give_up)
+        self._timer = self.loop.call_later(REQUEST_S, self._end_slow_request)
 
     def _end(self) -> None:
+        """Stop the timer of the request."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _give_up(self) -> None:
+    def _end_slow_request(self) -> None:
+        """Close the connection, because its request takes too long."""
         self._refuse("slow")
         self.transport.abort()
 
@@ -89,6 +93,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().send_400_response(msg)
 
     def _refuse(self, reason: str) -> None:
+        """Count a refused connection."""
         self.counts[reason] += 1
         self.refusals.note(self.client, reason)
 

@@ -18,7 +18,11 @@ from envhub.hosting.sessions import Sessions
 from envhub.http.refusals import Refusals
 
 COUNTS = ("created", "expired", "deleted", "steps", "repeated", "refused", "failed", "repaired")
-SENT_AWAY = ("large_headers", "slow", "too_many")  # Refused connections, see `envhub.http.limits`.
+CONNECTION_REFUSALS = (
+    "large_headers",
+    "slow",
+    "too_many",
+)  # Refused connections, see `envhub.http.limits`.
 
 
 class HubMetrics(Collector):
@@ -53,7 +57,7 @@ class HubMetrics(Collector):
             buckets = list(zip(bounds, accumulate(nums), strict=True))
             steps.add_metric([env_name], buckets, steps_s)
         yield steps
-        for name in (*COUNTS, *SENT_AWAY):
+        for name in (*COUNTS, *CONNECTION_REFUSALS):
             family = CounterMetricFamily(
                 f"envhub_{name}", f"Number of sessions or steps since the start: {name}."
             )

@@ -123,6 +123,7 @@ def _lifespan_of(sessions: Sessions) -> Callable[[FastAPI], AbstractAsyncContext
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        """Watch leases, memory and services; at the end, stop the sessions."""
         upkeep = [
             asyncio.create_task(sessions.watch_leases()),
             asyncio.create_task(sessions.placement.watch_memory()),
@@ -141,6 +142,7 @@ def _lifespan_of(sessions: Sessions) -> Callable[[FastAPI], AbstractAsyncContext
 
 
 def _log_end(task: asyncio.Task[None]) -> None:
+    """Log the failure of a maintenance task."""
     if not task.cancelled():
         logger.error("maintenance task ended reason=%r", task.exception())
 
@@ -153,6 +155,8 @@ def _add_catalogue_routes(
     *,
     step_timeout_s: float,
 ) -> None:
+    """Add the routes about the hub and its environments."""
+
     @app.get("/healthz", tags=["hub"])
     async def healthz() -> Response:
         counts = {f"num_{name}": num for name, num in sorted(sessions.counts.items())}
@@ -188,6 +192,8 @@ def _add_catalogue_routes(
 
 
 def _add_session_routes(app: FastAPI, sessions: Sessions) -> None:
+    """Add the routes of single sessions."""
+
     @app.post(
         "/v1/sessions",
         status_code=201,
@@ -220,7 +226,10 @@ def _add_session_routes(app: FastAPI, sessions: Sessions) -> None:
 
 
 def _add_presence_route(app: FastAPI, sessions: Sessions) -> None:
+    """Add the route by which a client shows that it is alive."""
+
     async def signs(owner: str) -> AsyncIterator[bytes]:
+        """Yield a line at regular intervals until the hub drains."""
         with sessions.owned_by(owner):
             while not sessions.is_draining:
                 yield b"\n"
@@ -234,6 +243,7 @@ def _add_presence_route(app: FastAPI, sessions: Sessions) -> None:
 
 
 def _add_inspection_routes(app: FastAPI, sessions: Sessions) -> None:
+    """Add the routes that show the state of a session."""
     fails = _fails(404, 500, 504)
     path = "/v1/sessions/{session_id}"
 
@@ -256,6 +266,8 @@ def _add_inspection_routes(app: FastAPI, sessions: Sessions) -> None:
 
 
 def _add_batch_routes(app: FastAPI, sessions: Sessions) -> None:
+    """Add the routes that take a list of entries."""
+
     async def create(entry: object) -> dict[str, Any]:
         return await _create(sessions, parse_entry(CreateRequest, entry))
 
@@ -281,6 +293,7 @@ def _add_batch_routes(app: FastAPI, sessions: Sessions) -> None:
 
 
 def _batch_of(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the OpenAPI options of a batch route."""
     openapi = body_of(model, is_list=True)
     return {"responses": _fails(422), "openapi_extra": openapi, "tags": ["batch"]}
 
@@ -296,6 +309,7 @@ async def _each(
 
 
 async def _create(sessions: Sessions, body: CreateRequest) -> dict[str, Any]:
+    """Create a session; return the body of the answer."""
     session_id, observation = await sessions.create(
         body.env, body.item_id, seed=body.seed, style=body.style, owner=body.owner
     )
@@ -310,6 +324,7 @@ async def _create(sessions: Sessions, body: CreateRequest) -> dict[str, Any]:
 
 
 async def _step(sessions: Sessions, session_id: str, body: StepRequest) -> dict[str, Any]:
+    """Perform a step; return the body of the answer."""
     result = await sessions.step(session_id, body.action, body.seq, num_bytes=body.num_bytes)
     return result.as_dict()
 
@@ -323,6 +338,7 @@ async def _entry(work: Coroutine[Any, Any, dict[str, Any]], *, status: int) -> d
 
 
 def _status_of(error: Exception) -> int:
+    """Return the HTTP status of an error."""
     return next(status for kind, status in STATUS_CODES.items() if isinstance(error, kind))
 
 

@@ -66,7 +66,7 @@ class OpenEnvEpisode(RemoteEpisode):
         self._socket, data = await self._server.begin(wanted)
         self._first = self._text(data)
         if self._offer.has_tools:
-            listed = await self._ask({"type": "list_tools"}, "the list of tools")
+            listed = await self._send_action({"type": "list_tools"}, "the list of tools")
             tools = listed.get("observation", {}).get("tools", [])
             self._tools = [str(tool["name"]) for tool in tools]
             self._first = f"{tools_text(tools)}\n{self._first}"
@@ -80,7 +80,7 @@ class OpenEnvEpisode(RemoteEpisode):
         try:
             sent = self._action(action)
             check_sendable(sent)
-            data = await self._ask(sent, "a step")
+            data = await self._send_action(sent, "a step")
         except BadAction as error:
             return self._result(str(error), is_valid=False)
         except OpenEnvFailure as error:
@@ -112,7 +112,8 @@ class OpenEnvEpisode(RemoteEpisode):
         if socket is not None:
             await self._server.end(socket)
 
-    async def _ask(self, action: dict[str, Any], what: str) -> dict[str, Any]:
+    async def _send_action(self, action: dict[str, Any], what: str) -> dict[str, Any]:
+        """Send an action; return the data of the answer."""
         assert self._socket is not None
         frame = {"type": "step", "data": action}
         timeout_s = self._options.timeout_s
@@ -209,6 +210,7 @@ class OpenEnvServer:
             ) from error
 
     def _open_session(self) -> aiohttp.ClientSession:
+        """Return a pool of connections. Raises: OpenEnvFailure: the proxy is unsupported."""
         try:
             return open_session(self.url)
         except ProxyFailed as error:
@@ -217,6 +219,7 @@ class OpenEnvServer:
     async def _reset(
         self, session: aiohttp.ClientSession, wanted: dict[str, Any]
     ) -> tuple[Socket, dict[str, Any]]:
+        """Open a socket and begin an episode on it; return both."""
         async with contextlib.AsyncExitStack() as undo:
             socket = await Socket.open(session, self.url)
             undo.push_async_callback(socket.close)

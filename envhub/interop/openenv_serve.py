@@ -103,6 +103,7 @@ def mount(hub: HubParts) -> None:
 
     @app.websocket(f"{base}/ws")
     async def play(socket: WebSocket, env: str) -> None:
+        """Serve one socket of an environment's client."""
         try:
             spec = registry.spec(env)
         except UnknownEnv as error:
@@ -149,6 +150,7 @@ class _Player:
             await self._end()
 
     async def _answer_all(self) -> None:
+        """Answer frames until the socket closes or the lease expires."""
         while True:
             try:
                 async with asyncio.timeout(self._sessions.lease_s):
@@ -175,6 +177,7 @@ class _Player:
             await self._send(reply)
 
     async def _send(self, frame: dict[str, Any]) -> None:
+        """Send a frame."""
         await self._socket.send_text(json_bytes(frame).decode())
 
     async def _reply(self, raw: str | bytes) -> dict[str, Any] | None:
@@ -221,6 +224,7 @@ class _Player:
         return _observation(text, None, is_done=False, metadata=metadata)
 
     def _choose(self, wanted: ResetData) -> str:
+        """Return the item of a reset."""
         split = split_of(self._spec, wanted.split)
         if wanted.index is not None:
             return split.item(index_in(split, wanted.index))
@@ -228,6 +232,7 @@ class _Player:
         return split.item(seed % split.num)
 
     async def _step(self, action: str) -> dict[str, Any]:
+        """Perform an action. Raises: _Refused: no episode is running, or it failed."""
         if self._session_id is None:
             raise _Refused("EXECUTION_ERROR", "no episode is running; send a reset first")
         try:
@@ -246,6 +251,7 @@ class _Player:
         return _stepped(result)
 
     async def _end(self) -> None:
+        """End the session, if there is one."""
         session_id = self._session_id
         self._session_id = None
         self._is_over = True
@@ -266,6 +272,7 @@ def _parsed(raw: str | bytes) -> Any:
 
 
 def _stepped(result: StepResult) -> dict[str, Any]:
+    """Return the frame for the result of an action."""
     metadata = result.as_dict()
     for name in ("observation", "reward", "done"):
         del metadata[name]

@@ -109,6 +109,7 @@ class Socket:
         return self._data(text, what)
 
     def _data(self, text: str, what: str) -> dict[str, Any]:
+        """Return the data of an answer. Raises: OpenEnvFailure: it is an error."""
         try:
             answer = json.loads(text)
             data = answer["data"]
@@ -123,6 +124,7 @@ class Socket:
         return data
 
     def _failure(self, text: str, *, code: str = "") -> OpenEnvFailure:
+        """Return the error of this server."""
         return OpenEnvFailure(f"OpenEnv server {self._shown}: {text}", code=code)
 
     async def _read(self) -> None:

@@ -75,6 +75,7 @@ def add_task_routes(app: FastAPI, registry: Registry) -> None:
 
     @app.post(f"{base}/{{name}}/tasks", tags=["openenv"])
     async def list_tasks(env: str, name: str, request: Request) -> Response:
+        """List the tasks of a split."""
         body, split = await _asked(registry, env, name, request)
         tasks = [_task(body.split, split, i) for i in range(min(split.num, MAX_LISTED))]
         return json_response({"tasks": tasks, "env_name": env})
@@ -86,6 +87,7 @@ def add_task_routes(app: FastAPI, registry: Registry) -> None:
 
     @app.post(f"{base}/{{name}}/task", tags=["openenv"])
     async def get_task(env: str, name: str, request: Request) -> Response:
+        """Return one task by its index."""
         body, split = await _asked(registry, env, name, request)
         if body.index is None:
             raise BadBody("index: Field required")
@@ -93,6 +95,7 @@ def add_task_routes(app: FastAPI, registry: Registry) -> None:
 
     @app.post(f"{base}/{{name}}/task_range", tags=["openenv"])
     async def get_task_range(env: str, name: str, request: Request) -> Response:
+        """List the tasks of a range of indices."""
         body, split = await _asked(registry, env, name, request)
         wanted = range(split.num)[body.start : body.stop][:MAX_LISTED]
         return json_response({"tasks": [_task(body.split, split, i) for i in wanted]})
@@ -130,4 +133,5 @@ def index_in(split: Split, index: int) -> int:
 
 
 def _task(name: str, split: Split, index: int) -> dict[str, Any]:
+    """Return a task with its id, index and split."""
     return {"id": split.item(index), "index": index, "split": name}

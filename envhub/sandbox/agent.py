@@ -43,6 +43,7 @@ class Tail:
         self.num_bytes = 0
 
     def add(self, chunk: bytes) -> None:
+        """Append output; drop bytes between the first and the last ones."""
         self.num_bytes += len(chunk)
         room = self.half - len(self.head)
         self.head += chunk[:room]
@@ -75,6 +76,7 @@ class Agent:
         )  # Outputs of background processes, which are read and dropped.
 
     def serve(self) -> NoReturn:
+        """Answer requests until the process is killed."""
         self.send({"ready": True, "python": sys.version.split()[0]})
         while True:
             request = self.request()
@@ -85,6 +87,7 @@ class Agent:
             self.send(reply)
 
     def send(self, reply: dict[str, Any]) -> None:
+        """Write a reply with its length to standard output."""
         text = json.dumps(reply).encode()
         view = memoryview(len(text).to_bytes(4, "big") + text)
         while view:
@@ -134,11 +137,13 @@ class Agent:
         return bool(chunk)
 
     def forget(self, fd: int) -> None:
+        """Stop reading an output."""
         self.selector.unregister(fd)
         self.discarded.discard(fd)
         os.close(fd)
 
     def has_processes(self) -> bool:
+        """Return whether processes of the commands still run."""
         return self.reap() or bool(self.discarded)
 
     def reap(self) -> bool:
@@ -183,10 +188,12 @@ class Agent:
         return total
 
     def resident(self, name: str) -> int:
+        """Return the resident bytes of a process."""
         with open(f"/proc/{name}/statm", "rb") as file:
             return int(file.read().split()[1]) * PAGE_BYTES
 
     def exact(self, name: str) -> int:
+        """Return the bytes of a process, with its share of shared pages."""
         try:
             with open(f"/proc/{name}/smaps_rollup", "rb") as file:
                 lines = [line.split() for line in file]
@@ -262,20 +269,20 @@ class Agent:
     def start(self, request: dict[str, Any]) -> int:
         """Start a command and return the descriptor of its output."""
         self.code = None
-        output, theirs = os.pipe()
-        failed, told = os.pipe()
+        output, child_output = os.pipe()
+        failed, error_pipe = os.pipe()
         os.set_blocking(output, False)
         try:
             pid = os.fork()
         except OSError:
-            for each in (output, theirs, failed, told):
+            for each in (output, child_output, failed, error_pipe):
                 os.close(each)
             raise
         if pid == 0:
-            self.become(request, theirs, told)
+            self.become(request, child_output, error_pipe)
         self.watched = pid
-        os.close(theirs)
-        os.close(told)
+        os.close(child_output)
+        os.close(error_pipe)
         with os.fdopen(failed, "rb") as file:
             number = file.read()
         if number:
@@ -283,7 +290,7 @@ class Agent:
             raise OSError(int(number), os.strerror(int(number)))
         return output
 
-    def become(self, request: dict[str, Any], output: int, told: int) -> NoReturn:
+    def become(self, request: dict[str, Any], output: int, error_pipe: int) -> NoReturn:
         """Turn this forked process into the command. It never returns."""
         try:
             signal.set_wakeup_fd(-1)
@@ -298,9 +305,9 @@ class Agent:
             os.chdir(request["folder"])
             os.execvpe(request["argv"][0], request["argv"], request["variables"])
         except OSError as error:
-            os.write(told, str(error.errno).encode())
+            os.write(error_pipe, str(error.errno).encode())
         except ValueError:
-            os.write(told, str(errno.EINVAL).encode())
+            os.write(error_pipe, str(errno.EINVAL).encode())
         os._exit(127)
 
     def limit(self) -> None:
@@ -360,6 +367,7 @@ class Agent:
 
 
 def main() -> NoReturn:
+    """Check that this is the sandbox's first process, and serve."""
     if os.getpid() != 1:
         sys.exit("the sandbox's first process must have the process id 1")
     libc = ctypes.CDLL(None, use_errno=True)

@@ -68,6 +68,7 @@ class Bubblewrap:
         return ""
 
     async def _try(self) -> None:
+        """Create a sandbox and delete it."""
         sandbox = await self.create(SandboxRequest())
         await sandbox.delete()
 
@@ -96,6 +97,7 @@ class Bubblewrap:
                 os.close(descriptor)
 
     def _arguments(self, request: SandboxRequest, descriptors: list[int]) -> list[str]:
+        """Return the arguments of bwrap for a sandbox."""
         limits = request.limits
         argv = ["--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL"]
         argv += ["--uid", str(UID), "--gid", str(UID), "--hostname", "sandbox"]

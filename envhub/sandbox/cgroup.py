@@ -47,6 +47,7 @@ class Cgroup:
         return group
 
     def _set(self, name: str, value: int) -> None:
+        """Write a limit. Raises: FileNotFoundError: the kernel does not have it."""
         path = self._folder / name
         if not path.exists():
             raise FileNotFoundError(name)

@@ -34,10 +34,10 @@ class Containers:
                 f"{self._name} is missing; install it, or use another backend"
                 " (envs.sandbox.backend=bwrap)"
             )
-        code, said = run_apart(_run([self._program, "info"], PROBE_TIMEOUT_S))
+        code, output = run_apart(_run([self._program, "info"], PROBE_TIMEOUT_S))
         if code == 0:
             return ""
-        return f"{self._name} does not answer: {said}; start its daemon, or use another backend"
+        return f"{self._name} does not answer: {output}; start its daemon, or use another backend"
 
     async def create(self, request: SandboxRequest) -> AgentSandbox:
         """Return a new sandbox. Raises: SandboxFailed."""
@@ -87,10 +87,10 @@ async def _run(argv: list[str], timeout_s: float) -> tuple[int, str]:
     )
     try:
         async with asyncio.timeout(timeout_s):
-            said, _ = await process.communicate()
+            output, _ = await process.communicate()
     except TimeoutError:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
         return 1, f"no answer within {timeout_s:g} s"
-    return process.returncode or 0, said.decode("utf-8", errors="replace").strip()[-500:]
+    return process.returncode or 0, output.decode("utf-8", errors="replace").strip()[-500:]

@@ -192,6 +192,7 @@ class AgentSandbox:
         return reply
 
     async def _reply(self, timeout_s: float, op: str) -> dict[str, Any]:
+        """Return the next reply of the agent. Raises: SandboxFailed."""
         assert self._process.stdout is not None
         try:
             async with asyncio.timeout(timeout_s):
@@ -219,6 +220,7 @@ class AgentSandbox:
         return f"the sandbox ended during {op} with code {code}{killed}" + (said and f": {said}")
 
     async def _read_errors(self) -> None:
+        """Keep the end of the process's error output."""
         assert self._process.stderr is not None
         while chunk := await self._process.stderr.read(MAX_ERROR_BYTES):
             self._errors += chunk

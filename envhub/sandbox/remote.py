@@ -41,6 +41,7 @@ class RemoteSandboxes:
         return ""
 
     async def _probe(self) -> None:
+        """Check that the server answers. Raises: SandboxFailed."""
         async with _connect(self._options) as session:
             await _call(session, "GET", "/healthz", PROBE_TIMEOUT_S, self._options.url)
 
@@ -117,12 +118,14 @@ class RemoteSandbox:
         await self._session.close()
 
     async def _call(self, method: str, path: str, timeout_s: float, **options: Any) -> Any:
+        """Return the answer to a request about this sandbox."""
         return await _call(
             self._session, method, self._path + path, timeout_s, self._url, **options
         )
 
 
 def _connect(options: SandboxOptions) -> aiohttp.ClientSession:
+    """Return a session with the server's token."""
     token = os.environ.get(options.token_env, "")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     return open_session(options.url, headers=headers)

@@ -50,7 +50,8 @@ NUMBER_AT = 0  # Offsets in `struct seccomp_data`.
 MACHINE_AT = 4
 
 
-def _line(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    """Return one instruction of the filter."""
     return struct.pack("=HBBI", code, if_true, if_false, value)
 
 
@@ -62,12 +63,12 @@ def filter_program(machine: str = "") -> bytes:
     numbers = sorted(REFUSED[machine].values())
     to_refusal = len(numbers) + 1  # Instructions between the first comparison and the refusal.
     lines = [
-        _line(LOAD, MACHINE_AT),
-        _line(EQUAL, AUDIT[machine], 0, to_refusal + 2),
-        _line(LOAD, NUMBER_AT),
-        _line(GREATER_EQUAL, X32, to_refusal, 0),
+        _instruction(LOAD, MACHINE_AT),
+        _instruction(EQUAL, AUDIT[machine], 0, to_refusal + 2),
+        _instruction(LOAD, NUMBER_AT),
+        _instruction(GREATER_EQUAL, X32, to_refusal, 0),
     ]
     for index, number in enumerate(numbers):
-        lines.append(_line(EQUAL, number, len(numbers) - index, 0))
-    lines += [_line(RETURN, ALLOW), _line(RETURN, REFUSE)]
+        lines.append(_instruction(EQUAL, number, len(numbers) - index, 0))
+    lines += [_instruction(RETURN, ALLOW), _instruction(RETURN, REFUSE)]
     return b"".join(lines)

@@ -108,6 +108,7 @@ class SandboxTable:
         return number
 
     def _lowered(self, asked: dict[str, int]) -> SandboxLimits:
+        """Return the requested limits, none above the server's. Raises: HTTPException."""
         most: dict[str, int] = asdict(self._limits)
         unknown = asked.keys() - most.keys()
         if unknown:
@@ -165,6 +166,7 @@ def make_sandbox_app(table: SandboxTable, token: str) -> FastAPI:
 
     @app.middleware("http")
     async def check_token(request: Request, call_next: Any) -> Response:
+        """Refuse a request without the token."""
         given = request.headers.get("authorization", "").encode()
         if token and not hmac.compare_digest(given, f"Bearer {token}".encode()):
             return _json(401, {"detail": "a valid bearer token is required"})
@@ -191,6 +193,8 @@ def _json(status: int, body: dict[str, str]) -> Response:
 
 
 def _add_routes(app: FastAPI, table: SandboxTable) -> None:
+    """Add the routes of sandboxes."""
+
     @app.get("/healthz")
     async def health() -> dict[str, str]:
         return {"status": "ok"}

@@ -64,6 +64,7 @@ FORMS = {WebActionType(name): ActionSyntax(**form) for name, form in _TABLE["for
 
 
 def _pattern(form: ActionSyntax) -> re.Pattern[str]:
+    """Return the pattern of an action's arguments."""
     arguments = form.arguments.replace("{id}", ID).replace("{point}", POINT)
     return re.compile(rf"\s*+{arguments}\s*+", re.DOTALL)
 
@@ -144,6 +145,7 @@ def parse(text: str, kinds: frozenset[WebActionType] = WEB_KINDS) -> WebAction:
 
 
 def _points(words: str) -> tuple[tuple[int, int], ...]:
+    """Return the points in a text of numbers."""
     numbers = [int(number) for number in re.findall(r"\d+", words)]
     return tuple(zip(numbers[::2], numbers[1::2], strict=True))
 
@@ -191,6 +193,7 @@ def key_name(combination: str) -> str:
 
 
 def _known(kinds: frozenset[WebActionType]) -> str:
+    """Return the known actions as text."""
     return ", ".join(form.text for kind, form in FORMS.items() if kind in kinds)
 
 

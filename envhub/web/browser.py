@@ -94,7 +94,7 @@ class BrowserHost:
 
         Raises: EnvFailure: there is no browser, or it does not respond.
         """
-        browser = await self._living()
+        browser = await self._live_browser()
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 context = await browser.new_context(
@@ -113,7 +113,8 @@ class BrowserHost:
             raise EnvFailure(f"the browser created no context: {first_line(error)}") from error
         return context
 
-    async def _living(self) -> Browser:
+    async def _live_browser(self) -> Browser:
+        """Return the browser; start it again if it has died."""
         async with self._lock:
             if self._browser is not None and self._browser.is_connected():
                 return self._browser
@@ -130,6 +131,7 @@ class BrowserHost:
             return self._browser
 
     async def _launch(self, executable: str) -> Browser:
+        """Start the browser."""
         if self._playwright is None:
             self._playwright = await async_playwright().start()
         flags = [*FLAGS, f"--host-resolver-rules={self._rules}"]

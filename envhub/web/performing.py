@@ -48,6 +48,7 @@ async def act(page: Page, action: WebAction) -> None:
 
 
 async def _aim(page: Page, kind: WebActionType, element: int) -> dict:
+    """Scroll an element into view; return its position on the page."""
     is_click = kind is WebActionType.CLICK
     aim = await page.evaluate("([i, how]) => __ls.aim(i, how)", [element, is_click])
     if aim.get("is_gone"):
@@ -56,6 +57,7 @@ async def _aim(page: Page, kind: WebActionType, element: int) -> dict:
 
 
 async def _point(page: Page, kind: WebActionType, element: int) -> None:
+    """Click an element or hover over it."""
     aim = await _aim(page, kind, element)
     if aim.get("is_option"):
         if kind is WebActionType.CLICK and not await page.evaluate("i => __ls.pick(i)", element):
@@ -67,6 +69,7 @@ async def _point(page: Page, kind: WebActionType, element: int) -> None:
 
 
 async def _drag(page: Page, action: WebAction) -> None:
+    """Drag one element onto another."""
     start = await _aim(page, action.kind, action.element)
     end = await _aim(page, action.kind, action.target)
     if start.get("is_option") or end.get("is_option"):
@@ -79,6 +82,7 @@ async def _drag(page: Page, action: WebAction) -> None:
 
 
 async def _hold(page: Page, points: Sequence[tuple[float, float]]) -> None:
+    """Drag the mouse through points."""
     mouse = page.mouse
     await mouse.move(*points[0])
     await page.evaluate("ms => __ls.hold(ms)", MOVE_MS)
@@ -90,6 +94,7 @@ async def _hold(page: Page, points: Sequence[tuple[float, float]]) -> None:
 
 
 async def _type(page: Page, action: WebAction) -> None:
+    """Write a text into an element."""
     how = await page.evaluate(
         "([i, words]) => __ls.startTyping(i, words)", [action.element, action.text]
     )
@@ -121,6 +126,7 @@ async def _type_over(page: Page, words: str) -> None:
 
 
 async def _goto(page: Page, url: str) -> None:
+    """Go to an address. Raises: InvalidAction: the page cannot be loaded."""
     response = await page.goto(url, wait_until="load")
     if response is not None and response.status >= 400:
         raise InvalidAction(f'The page "{url[:200]}" answers with status {response.status}.')

@@ -74,7 +74,7 @@ class WebSession:
         self._has_new_tab = asyncio.Event()
         self.dialogs: list[str] = []
         self._is_aside = False
-        context.on("page", self._adopt)
+        context.on("page", self._add_tab)
         context.on("dialog", self._accept)
 
     @property
@@ -83,22 +83,25 @@ class WebSession:
         assert self._current is not None, "a session is used before a tab is open"
         return self._current
 
-    def _adopt(self, page: Page) -> None:
+    def _add_tab(self, page: Page) -> None:
+        """Register a tab that the page or the agent has opened."""
         if self._is_aside:
             return
         page.set_default_timeout(self._timeout_s * 1000)
-        page.on("close", lambda _: self._forget(page))
+        page.on("close", lambda _: self._remove_tab(page))
         self.tabs.append(page)
         self._current = page
         self._has_new_tab.set()
 
-    def _forget(self, page: Page) -> None:
+    def _remove_tab(self, page: Page) -> None:
+        """Remove a closed tab; the last remaining one becomes current."""
         if page in self.tabs:
             self.tabs.remove(page)
         if self._current is page and self.tabs:
             self._current = self.tabs[-1]
 
     async def _accept(self, dialog: Dialog) -> None:
+        """Accept a dialog, and keep its text."""
         self.dialogs.append(f"{dialog.type}: {dialog.message}")
         await dialog.accept()
 
@@ -209,6 +212,7 @@ class WebSession:
             logger.debug("no tab was opened")
 
     async def _loaded(self, page: Page) -> None:
+        """Wait until a page has loaded. A slow page is used as it is."""
         try:
             await self._guard(page.wait_for_load_state("load"))
         except BrowserTimeout:
@@ -233,6 +237,7 @@ class WebSession:
             raise InvalidAction(f"The action failed: {first_line(error)}") from error
 
     async def _act(self, action: WebAction) -> None:
+        """Perform an action on the tabs or on the page."""
         match action.kind:
             case WebActionType.NEW_TAB if len(self.tabs) >= MAX_TABS:
                 raise InvalidAction(f"There are {MAX_TABS} tabs already.")
@@ -283,4 +288,5 @@ class WebSession:
 
 
 def _is_leaving(error: BrowserError) -> bool:
+    """Return whether an error comes from a page that is being left."""
     return any(word in str(error) for word in GONE_WORDS)

@@ -94,6 +94,7 @@ def read_snapshot(message: dict) -> Snapshot:
 
 
 def _node(index: int, row: list) -> PageNode:
+    """Return a node of a script's report."""
     *values, is_in_view = row
     facts = dict(zip(ROW, values, strict=True))
     return PageNode(id=index, is_in_view=bool(is_in_view), **facts)
@@ -155,6 +156,7 @@ def agentgym_lines(nodes: list[PageNode]) -> list[str]:
 
 
 def _depths(nodes: list[PageNode]) -> dict[int, int]:
+    """Return the depth of each displayed node below the others."""
     depths: dict[int, int] = {}
     above: list[PageNode] = []
     for node in nodes:
@@ -196,10 +198,12 @@ def compact_lines(
 
 
 def _is_same_sentence(a: PageNode, b: PageNode) -> bool:
+    """Return whether two nodes are parts of one line of text."""
     return a.role == b.role == STATIC and (a.parent, a.block) == (b.parent, b.block)
 
 
 def _row_of(node: PageNode, nodes: tuple[PageNode, ...]) -> int:
+    """Return the id of the table row that contains a node; -1 for none."""
     at = node.parent
     while at >= 0:
         if nodes[at].role == "row":
@@ -209,6 +213,7 @@ def _row_of(node: PageNode, nodes: tuple[PageNode, ...]) -> int:
 
 
 def _compact(node: PageNode, ids: bool) -> str:
+    """Return a node in a few words."""
     states = f" {node.states}" if node.states else ""
     if node.role in INTERACTIVE:
         return f"[{node.id}] {node.role} '{node.name}'{states}"

@@ -165,6 +165,7 @@ def collate_tokens(
 def _padded_rows(
     sequences: Sequence[np.ndarray],
 ) -> tuple[list[np.ndarray], list[tuple[int, np.ndarray]], tuple[int, int]]:
+    """Return the positions of each sequence in a padded block, no shared rows, and its shape."""
     width = padded_width(max(map(len, sequences)))
     rows = [index * width + np.arange(len(each)) for index, each in enumerate(sequences)]
     return rows, [], (len(sequences), width)

@@ -53,6 +53,7 @@ def unpack_samples(payload: bytes) -> list[Sample]:
 
 
 def _joined(name: str, parts: list[np.ndarray | None]) -> dict[str, np.ndarray]:
+    """Return arrays as one flat array with their sizes; ABSENT marks a missing array."""
     present = [part for part in parts if part is not None]
     flat = np.concatenate([np.zeros(0, dtype=np.float32), *present])
     sizes = np.array([ABSENT if part is None else len(part) for part in parts])

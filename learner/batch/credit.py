@@ -93,7 +93,7 @@ def group_has_signal(members: list[Trajectory], algorithm: AlgorithmSection) -> 
     is_of_episodes = not is_of_turns and algorithm.reward_level is not CreditLevel.TURN
     if is_of_episodes and has_signal(_outcomes(members, algorithm)):
         return True
-    if any(each.any() for each in _state_part(members, algorithm) or []):
+    if any(each.any() for each in _state_credit(members, algorithm) or []):
         return True
     if is_of_turns:
         return False
@@ -115,10 +115,10 @@ def samples_of(
     samples: list[Sample] = []
     if algorithm.advantage is Advantage.RUNNING:
         members = [each for group in groups for each in group.members]
-        samples = _against_running(members, algorithm, baseline or RunningBaseline())
+        samples = _samples_against_running_mean(members, algorithm, baseline or RunningBaseline())
     else:
         for group in groups:
-            advantages, turns = _of_group(group.members, algorithm)
+            advantages, turns = _group_advantages(group.members, algorithm)
             for trajectory, advantage, own in zip(group.members, advantages, turns, strict=True):
                 samples.append(
                     Sample(trajectory=trajectory, advantage=advantage, turn_advantages=own)
@@ -128,11 +128,11 @@ def samples_of(
     return per_env(samples) if algorithm.normalize_per_env else samples
 
 
-def _of_group(
+def _group_advantages(
     members: list[Trajectory], algorithm: AlgorithmSection
 ) -> tuple[list[float], list[np.ndarray | None]]:
     """Return each member's advantage, and the separate advantages of its turns [num_turns]."""
-    by_state = _state_part(members, algorithm)
+    by_state = _state_credit(members, algorithm)
     if by_state is not None and algorithm.state_credit is StateCredit.GAGPO:
         return [0.0] * len(members), [*by_state]
     advantages = [float(each) for each in _group_part(members, algorithm)]
@@ -142,7 +142,9 @@ def _of_group(
     return advantages, [a + b for a, b in zip(offsets, by_state, strict=True)]
 
 
-def _state_part(members: list[Trajectory], algorithm: AlgorithmSection) -> list[np.ndarray] | None:
+def _state_credit(
+    members: list[Trajectory], algorithm: AlgorithmSection
+) -> list[np.ndarray] | None:
     """Return the state credit of each member's turns [num_turns]; None if it is not configured."""
     if algorithm.state_credit is StateCredit.NONE or not algorithm.advantage.is_group_relative:
         return None
@@ -155,7 +157,7 @@ def _state_part(members: list[Trajectory], algorithm: AlgorithmSection) -> list[
     )
 
 
-def _against_running(
+def _samples_against_running_mean(
     members: list[Trajectory], algorithm: AlgorithmSection, baseline: RunningBaseline
 ) -> list[Sample]:
     """Return samples whose credit is compared with the running mean of their items.
@@ -191,11 +193,13 @@ def _against_running(
 
 
 def _outcomes(members: list[Trajectory], algorithm: AlgorithmSection) -> Tensor:
+    """Return the credit of each member's whole episode, [member] float32."""
     credits = [outcome_credit(t, algorithm) for t in members]
     return torch.tensor(credits, dtype=torch.float32)  # [member]
 
 
 def _group_part(members: list[Trajectory], algorithm: AlgorithmSection) -> Tensor:
+    """Return each member's advantage from a comparison within its group."""
     if algorithm.advantage is Advantage.PPO or algorithm.reward_level is CreditLevel.TURN:
         return torch.zeros(len(members))
     outcomes = _outcomes(members, algorithm)
@@ -246,6 +250,7 @@ def _baseline(algorithm: AlgorithmSection) -> Baseline:
 
 
 def _returns(trajectory: Trajectory, algorithm: AlgorithmSection) -> np.ndarray:
+    """Return the discounted return after each turn, [num_turns]."""
     rewards = torch.from_numpy(turn_rewards(trajectory, algorithm))
     return discounted_returns(rewards, discount=algorithm.turn_discount).numpy()
 
@@ -266,6 +271,7 @@ def per_env(samples: list[Sample]) -> list[Sample]:
 def _with_token_advantages(
     samples: list[Sample], transform: Callable[[Tensor], Tensor]
 ) -> list[Sample]:
+    """Return the samples with advantages that are transformed over all tokens of the batch."""
     counts = [sample.num_sampled_tokens for sample in samples]
     flat = np.concatenate([sample.token_advantages() for sample in samples])  # [tokens]
     parts = np.split(transform(torch.from_numpy(flat)).numpy(), np.cumsum(counts)[:-1])

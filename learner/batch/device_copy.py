@@ -40,5 +40,6 @@ def placed(arrays: Mapping[str, np.ndarray], device: torch.device | str) -> dict
 
 
 def _view(part: Tensor, array: np.ndarray) -> Tensor:
+    """Return a part of the copied bytes as a tensor like the array."""
     dtype = torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
     return part.view(dtype).view(array.shape)

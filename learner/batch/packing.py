@@ -85,15 +85,15 @@ class Packing:
     @property
     def max_length(self) -> int:
         """An upper bound of `lengths`."""
-        return _bound_of(self.lengths)
+        return _upper_bound(self.lengths)
 
     @property
     def max_key_length(self) -> int:
         """An upper bound of `key_lengths`."""
-        return _bound_of(self.key_lengths)
+        return _upper_bound(self.key_lengths)
 
 
-def _bound_of(lengths: tuple[int, ...]) -> int:
+def _upper_bound(lengths: tuple[int, ...]) -> int:
     return rounded(max(lengths), multiple=LENGTH_MULTIPLE, steps=COARSE_STEPS)
 
 
@@ -157,6 +157,7 @@ def pack(parts: Sequence[tuple[int, np.ndarray]], device: torch.device | str) ->
 def _blocks(
     parts: Sequence[tuple[int, np.ndarray]], device: torch.device | str, window: int | None
 ) -> list[PairBlock]:
+    """Return the blocks of queries of a packed row, with the keys that each may attend to."""
     found: list[PairBlock] = []
     first = 0  # First query of the sequence.
     hidden_of = cache(partial(_hidden, window, device))  # Most blocks have the same pattern.
@@ -180,6 +181,7 @@ def first_key(end: int, num_queries: int, window: int | None) -> int:
 
 
 def _rows(keys: np.ndarray, device: torch.device | str) -> slice | Tensor:
+    """Return the rows of keys as a slice if they are consecutive, else as indices."""
     if keys[-1] - keys[0] == len(keys) - 1:
         return slice(int(keys[0]), int(keys[-1]) + 1)
     return torch.from_numpy(keys).to(device)

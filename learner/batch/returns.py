@@ -103,6 +103,7 @@ def vtrace(
 
 
 def _check(rewards: Tensor, other: Tensor) -> None:
+    """Raise ValueError if the shapes of an episode's timesteps differ."""
     if rewards.ndim != 1 or rewards.shape != other.shape or rewards.shape[0] == 0:
         shapes = (tuple(rewards.shape), tuple(other.shape))
         raise ValueError(

@@ -29,6 +29,7 @@ def rows_of(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _rows(sample: Sample) -> list[Sample]:
+    """Return a sample as one sample for each of its segments with sampled tokens."""
     parts = as_rows(sample.trajectory)
     if len(parts) == 1:
         return [sample]
@@ -71,6 +72,7 @@ def by_sample(micro: MicroBatch, flat: Tensor) -> BySample:
 
 
 def in_order(parts: BySample, indices: Sequence[int]) -> Tensor:
+    """Return tensors of samples concatenated in the order of the indices."""
     return torch.cat([parts[index] for index in indices])
 
 

@@ -67,6 +67,7 @@ class RunningBaseline:
     def _expected(
         self, index: int, rewards: Sequence[float], item: str, tasks: Sequence[str], prior: float
     ) -> float:
+        """Return the expected reward of an episode, from its item's and its task's mean."""
         number, total = self.tasks.get(tasks[index], (0.0, 0.0))
         if number == 0.0:
             pairs = enumerate(zip(rewards, tasks, strict=True))
@@ -79,6 +80,7 @@ class RunningBaseline:
     def _remember(
         table: dict[str, Tally], key: str, rewards: Sequence[float], memory: float
     ) -> None:
+        """Add rewards to a decayed mean, and mark its key as the newest."""
         number, total = table.pop(key, (0.0, 0.0))
         table[key] = (memory * number + len(rewards), memory * total + sum(rewards))
 

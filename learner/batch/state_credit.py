@@ -39,12 +39,12 @@ def step_advantages(
     Source: GiGPO, arXiv:2505.10978, equations 6 and 7.
     """
     returns = returns.astype(np.float64)
-    count, mean = _per_place(returns, states)
+    count, mean = _mean_per_state(returns, states)
     centred = returns - mean
     if baseline is Baseline.LEAVE_ONE_OUT:
         centred = centred * count / np.maximum(count - 1, 1)
     if normalize_std:
-        _, square = _per_place((returns - mean) ** 2, states)
+        _, square = _mean_per_state((returns - mean) ** 2, states)
         centred = centred / (np.sqrt(square) + STD_EPSILON)
     return np.where(_is_flat(returns, states), 0.0, centred)
 
@@ -72,10 +72,10 @@ def shrunk_advantages(
     gate as a fraction of variances, as in an analysis of variance, is our interpretation.
     """
     returns = returns.astype(np.float64)
-    _, of_state = _per_place(returns, states)
-    visits, of_action = _per_place(returns, actions)
-    _, between = _per_place((of_action - of_state) ** 2, states)
-    _, within = _per_place((returns - of_action) ** 2, states)
+    _, of_state = _mean_per_state(returns, states)
+    visits, of_action = _mean_per_state(returns, actions)
+    _, between = _mean_per_state((of_action - of_state) ** 2, states)
+    _, within = _mean_per_state((returns - of_action) ** 2, states)
     is_flat = _is_flat(returns, states)
     gate = between / np.where(is_flat, 1.0, between + within)
     credit = gate * visits / (visits + prior_visits) * (of_action - of_state)
@@ -105,7 +105,7 @@ def grouped_gae(
     returns = [discounted_returns(each, discount=discount).numpy() for each in wide]
     flat = np.concatenate(returns)
     where = np.concatenate(states)
-    values = np.where(_is_flat(flat, where), flat, _per_place(flat, where)[1])
+    values = np.where(_is_flat(flat, where), flat, _mean_per_state(flat, where)[1])
     of_members = np.split(values, np.cumsum([len(each) for each in rewards])[:-1])
     return [
         gae(own, torch.from_numpy(value), discount=discount, trace=trace, bootstrap=0.0).numpy()
@@ -163,7 +163,7 @@ def _normalized(parts: list[np.ndarray]) -> list[np.ndarray]:
     return [(each - flat.mean()) / (flat.std() + STD_EPSILON) for each in parts]
 
 
-def _per_place(values: np.ndarray, where: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _mean_per_state(values: np.ndarray, where: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return [entry] counts of the entries in the same place, and the means of their values."""
     counts = np.bincount(where)
     means = np.bincount(where, weights=values) / np.maximum(counts, 1)

@@ -35,6 +35,7 @@ def turn_actions(trajectory: Trajectory) -> np.ndarray:
 
 
 def _digests(trajectory: Trajectory, chosen: np.ndarray) -> np.ndarray:
+    """Return a hash of the chosen tokens of each turn, [num_turns] int32."""
     turns = trajectory.turn_ids
     numbers = np.zeros(trajectory.num_turns, dtype=np.int32)
     for turn in range(trajectory.num_turns):

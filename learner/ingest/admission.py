@@ -106,7 +106,7 @@ class Admission:
 
     def admit(self, trajectory: Trajectory) -> None:
         """Register a trajectory that will be journalled, so that later copies are duplicates."""
-        self._index.know(trajectory)
+        self._index.add_episode(trajectory)
 
     def counts(self) -> dict[str, float]:
         """Return the metrics of the whole run so far."""
@@ -232,6 +232,7 @@ def is_plainly_sound(trajectory: Trajectory, learner_version: int, vocab_size: i
 
 
 def _refusal_of_tokens(trajectory: Trajectory, learner_version: int, vocab_size: int | None) -> str:
+    """Return why the token columns are invalid, "" if they are valid."""
     mask = trajectory.loss_mask
     if not mask.any():
         # An evaluation item whose first page leaves no room for a turn counts as unsolved.

@@ -82,11 +82,11 @@ class TrajectoryBuffer:
         """
         is_closed = self._index.is_closed(trajectory)
         if is_closed:  # The record is read because the step of the group may have to be repeated.
-            self._index.enter(trajectory, position, num_queued=0)
+            self._index.add_entry(trajectory, position, num_queued=0)
         else:
-            self._index.know(trajectory)
+            self._index.add_episode(trajectory)
             num_queued = self._report(seen=[seen_of(trajectory)])
-            self._index.enter(trajectory, position, num_queued=num_queued)
+            self._index.add_entry(trajectory, position, num_queued=num_queued)
             if trajectory.kind is EpisodeKind.TRAIN and step is None:
                 self._report(*self._groups.add(trajectory))
             elif trajectory.kind is EpisodeKind.TRAIN:
@@ -115,7 +115,7 @@ class TrajectoryBuffer:
             seen = [seen_of(trajectory) for trajectory, _ in accepted]
             num_queued = self._report(outcomes, groups, seen=seen)
             for trajectory, position in accepted:
-                self._index.enter(trajectory, position, num_queued=num_queued)
+                self._index.add_entry(trajectory, position, num_queued=num_queued)
             self._index.move_end(end)
             self._changed.notify_all()
 
@@ -264,12 +264,14 @@ class TrajectoryBuffer:
     # --- under the lock ---------------------------------------------------------------------
 
     def _raise_failure(self) -> None:
+        """Raise the failure of the intake's thread, if there was one."""
         if self._error is not None:
             raise LongstrideError(
                 f"The intake of trajectories failed: {self._error}"
             ) from self._error
 
     def _close_below(self, number: int) -> None:
+        """Close all groups below a number. Raises: LongstrideError: the number went down."""
         if number < self._index.closed_below:
             raise LongstrideError(
                 f"scheduler.json was lost or belongs to another run: the scheduler's oldest open"

@@ -22,6 +22,7 @@ class EpisodeStats:
         self._own: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
 
     def add(self, trajectory: Trajectory) -> None:
+        """Count an episode; an infrastructure failure counts as failed only."""
         if trajectory.end_reason.is_infrastructure_failure:
             self._counts["failed"] += 1
             return

@@ -129,6 +129,7 @@ class GroupAssembly:
         self._ready = deque(each for each in self._ready if not is_below(each.group_id, number))
 
     def _maybe_complete(self, group_id: str, entry: _OpenGroup) -> Decided:
+        """Decide a group whose members have all arrived or been given up."""
         if len(entry.arrived) + len(entry.given_up) < self._cfg.size:
             return [], []
         del self._open[group_id]
@@ -160,6 +161,7 @@ class GroupAssembly:
         return 0 < self._num_needed(version) <= self.num_ready
 
     def _num_needed(self, version: int) -> int:
+        """Return how many ready groups make the batch after `version`."""
         return self._num_decided if version == self._decided_for else self._num_undecided
 
     def take(
@@ -204,6 +206,7 @@ class GroupAssembly:
     def _without_stale(
         self, group: Group, version: int, max_lag_steps: int
     ) -> tuple[Group, list[EpisodeOutcome]]:
+        """Return a group without its stale members, and the outcomes of these."""
         fresh: list[Trajectory] = []
         outcomes: list[EpisodeOutcome] = []
         for trajectory in group.members:

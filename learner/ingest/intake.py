@@ -109,6 +109,7 @@ class Intake(threading.Thread):
             self._scheduler.close()
 
     def _serve_once(self) -> None:
+        """Process the received messages, finish synced batches, and send a due heartbeat."""
         self._on_round()
         received = self._router.receive_all(timeout_s=POLL_S, limit=MAX_BATCH)
         started = time.monotonic()
@@ -203,9 +204,11 @@ class Intake(threading.Thread):
         return {f"refused/{who}": float(num) for who, num in found.items()}
 
     def _refused_here(self) -> dict[str, int]:
+        """Return the refused messages of this listener and of the other listeners."""
         return self._router.num_refused("trajectories") | self._scheduler.others_refused()
 
     def _heartbeat(self) -> Heartbeat:
+        """Return the heartbeat with the current state of the learner."""
         status = self.status
         return Heartbeat(
             refused=self._refused_here(),

@@ -57,7 +57,7 @@ class JournalIndex:
 
     def __contains__(self, trajectory: Trajectory) -> bool:
         with self._lock:
-            known = self._known(trajectory).get(trajectory.group_id, ())
+            known = self._ids_of_kind(trajectory).get(trajectory.group_id, ())
             return self.is_closed(trajectory) or trajectory.episode_id in known
 
     def __len__(self) -> int:
@@ -71,18 +71,20 @@ class JournalIndex:
         is_training = trajectory.kind is EpisodeKind.TRAIN
         return is_training and is_below(trajectory.group_id, self.closed_below)
 
-    def know(self, trajectory: Trajectory) -> None:
+    def add_episode(self, trajectory: Trajectory) -> None:
         """Register an appended episode. A failed evaluation episode may be appended again."""
         is_training = trajectory.kind is EpisodeKind.TRAIN
         if not is_training and trajectory.end_reason.is_infrastructure_failure:
             return
         with self._lock:
-            known = self._known(trajectory).setdefault(trajectory.group_id, set())
+            known = self._ids_of_kind(trajectory).setdefault(trajectory.group_id, set())
             known.add(trajectory.episode_id)
             while len(self._evaluation) > MAX_EVALUATIONS:
                 self._evaluation.popitem(last=False)
 
-    def enter(self, trajectory: Trajectory, position: JournalPosition, *, num_queued: int) -> None:
+    def add_entry(
+        self, trajectory: Trajectory, position: JournalPosition, *, num_queued: int
+    ) -> None:
         """Register an episode that is reported to the scheduler.
 
         Args:
@@ -134,5 +136,5 @@ class JournalIndex:
                 del self._needed[group_id]
             return ReplayPoint(position=position, closed_below=self.closed_below, version=version)
 
-    def _known(self, trajectory: Trajectory) -> dict[str, set[str]]:
+    def _ids_of_kind(self, trajectory: Trajectory) -> dict[str, set[str]]:
         return self._training if trajectory.kind is EpisodeKind.TRAIN else self._evaluation

@@ -96,20 +96,21 @@ def _joined(reports: list[Outcomes]) -> Iterator[Outcomes]:
     num_entries = 0
     for report in reports:
         if together and num_entries + _num_entries(report) > MAX_ENTRIES:
-            yield from _pieces(_as_one(together))
+            yield from _pieces(_merge_outcomes(together))
             together = []
             num_entries = 0
         together.append(report)
         num_entries += _num_entries(report)
     if together:
-        yield from _pieces(_as_one(together))
+        yield from _pieces(_merge_outcomes(together))
 
 
 def _num_entries(report: Outcomes) -> int:
     return len(report.seen) + len(report.groups) + len(report.outcomes)
 
 
-def _as_one(reports: list[Outcomes]) -> Outcomes:
+def _merge_outcomes(reports: list[Outcomes]) -> Outcomes:
+    """Return consecutive reports of outcomes as one report."""
     return Outcomes(
         seen=[seen for report in reports for seen in report.seen],
         outcomes=[outcome for report in reports for outcome in report.outcomes],

@@ -64,9 +64,10 @@ class ReportClient:
     def _greet(self) -> Hello:
         """Return the hello of a new connection; all kept reports are sent after the welcome."""
         self._run_epoch = ""
-        return self._hello_from_here()
+        return self._hello_with_addresses()
 
-    def _hello_from_here(self) -> Hello:
+    def _hello_with_addresses(self) -> Hello:
+        """Return the hello with the addresses by which the scheduler's node reaches this one."""
         towards = self._dealer.address
         addresses = {
             role: advertised(address, towards=towards)
@@ -93,6 +94,7 @@ class ReportClient:
         self._dealer.send(replace(heartbeat, num_reports=num_reports))
 
     def _receive(self, message: Any) -> None:
+        """Process one message of the scheduler."""
         match message:
             case Welcome():
                 is_new = message.run_epoch != self._run_epoch
@@ -105,7 +107,7 @@ class ReportClient:
                 if is_same:
                     self._reports.acknowledge(message.num_saved)
                 elif self._run_epoch:
-                    self._dealer.send(self._hello_from_here())
+                    self._dealer.send(self._hello_with_addresses())
                 self.refused_elsewhere = message.refused or self.refused_elsewhere
                 self._on_progress(message)
                 if is_same:

@@ -90,6 +90,7 @@ def _changed(key: str, section: object, why: str, *names: str) -> Dead:
 
 
 def _dead_in_algorithm(cfg: AlgorithmSection, learner: LearnerSection) -> Dead:
+    """Yield the settings of `algorithm` without effect, except those of credit."""
     changed = partial(_changed, "algorithm", cfg)
     advantage = cfg.advantage
     if advantage is not Advantage.GRPO:
@@ -143,6 +144,7 @@ def _dead_in_algorithm(cfg: AlgorithmSection, learner: LearnerSection) -> Dead:
 
 
 def _dead_in_credit(cfg: AlgorithmSection) -> Dead:
+    """Yield the settings of credit without effect."""
     changed = partial(_changed, "algorithm", cfg)
     if cfg.advantage is not Advantage.RUNNING:
         why = f"advantage={cfg.advantage.value}"
@@ -180,11 +182,13 @@ def why_nothing_is_clipped(algorithm: AlgorithmSection, learner: LearnerSection)
 
 
 def _masks_tokens(cfg: AlgorithmSection) -> bool:
+    """Return whether the correction gives some tokens the weight zero."""
     is_masking = (Correction.ICEPOP, Correction.GEOMETRIC, Correction.SECOND_MOMENT)
     return cfg.correction in is_masking or cfg.negative_mask_delta > 0
 
 
 def _dead_in_learner(algorithm: AlgorithmSection, cfg: LearnerSection) -> Dead:
+    """Yield the settings of `learner` without effect."""
     if cfg.optimizer is not OptimizerKind.MUON:
         yield from _changed("learner", cfg, f"optimizer={cfg.optimizer.value}", "muon_lr")
     if cfg.decay_start_frac >= 1:

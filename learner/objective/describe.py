@@ -112,6 +112,7 @@ def objective_text(algorithm: AlgorithmSection, learner: LearnerSection) -> str:
 
 
 def _surrogate_text(cfg: AlgorithmSection) -> str:
+    """Return the formula of the surrogate loss of a token."""
     if cfg.policy_loss is PolicyLoss.CISPO:
         return f"sg(min(r, {1 + cfg.clip_high:g}))*A*log(pi)"
     if cfg.policy_loss is PolicyLoss.DPPO:
@@ -125,6 +126,7 @@ def _surrogate_text(cfg: AlgorithmSection) -> str:
 
 
 def _anchor_text(proximal: Proximal) -> str:
+    """Return the symbol of the denominator policy."""
     return {
         Proximal.SAMPLER: "mu",
         Proximal.REUSED: "pi_first",
@@ -133,6 +135,7 @@ def _anchor_text(proximal: Proximal) -> str:
 
 
 def _ratio_text(cfg: AlgorithmSection, proximal: Proximal) -> str:
+    """Return the definition of the ratio r."""
     ratio = f"pi/{_anchor_text(proximal)}"
     if proximal is Proximal.INTERPOLATED:
         ratio = f"pi/({_anchor_text(proximal)})"
@@ -194,6 +197,7 @@ def _weight_at_sampler(cfg: AlgorithmSection) -> str:
 
 
 def _advantage_text(cfg: AlgorithmSection, learner: LearnerSection) -> str:
+    """Return the definition of the advantage A."""
     if cfg.advantage is Advantage.PPO:
         return _critic_text(cfg, learner.critic)
     if cfg.advantage is Advantage.RUNNING:
@@ -227,6 +231,7 @@ def _advantage_text(cfg: AlgorithmSection, learner: LearnerSection) -> str:
 
 
 def _critic_text(cfg: AlgorithmSection, critic: CriticSection) -> str:
+    """Return the definition of A with a critic."""
     step = critic.timestep.value
     discount = cfg.turn_discount if critic.timestep is Timestep.TURN else 1.0
     kind = "GAE" if critic.targets is CriticTargets.GAE else "V-trace"
@@ -254,17 +259,20 @@ def _value_texts(cfg: AlgorithmSection, critic: CriticSection) -> Iterator[str]:
 
 
 def _data_texts(cfg: AlgorithmSection) -> Iterator[str]:
+    """Yield the filters of groups."""
     if cfg.filter_zero_variance and cfg.advantage.is_group_relative:
         yield "without groups of equal credit"
 
 
 def _updates_text(learner: LearnerSection) -> str:
+    """Return the number of updates per batch."""
     if is_one_update(learner):
         return "1 update per batch"
     return f"{learner.ppo_epochs} epochs x {learner.num_minibatches} minibatches"
 
 
 def _reaction_texts(learner: LearnerSection) -> Iterator[str]:
+    """Yield the controller's reactions to data that is too far from the policy."""
     cfg = learner.controller
     if cfg.scale_lr:
         yield f"lr*max({cfg.min_lr_scale:g}, min(1, ESS/{cfg.ess_target:g}))"

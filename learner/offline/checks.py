@@ -70,6 +70,7 @@ def check_evolve(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> 
 
 
 def _check_offline(cfg: RunConfig) -> None:
+    """Check the settings that all offline commands share. Raises: ConfigError."""
     check_mode(cfg.log, os.environ)
     check_temporary_room()
     if cfg.learner.offload is Offload.OPTIMIZER:

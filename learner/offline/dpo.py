@@ -125,12 +125,14 @@ def train(
     generator = torch.Generator().manual_seed(seed)
 
     def one_epoch() -> Iterator[list[list[int]]]:
+        """Yield the batches of an epoch, each in parts that fit the token budget."""
         order = torch.randperm(len(pairs), generator=generator).tolist()
         for start in range(0, len(order), cfg.batch_pairs):
             batch = order[start : start + cfg.batch_pairs]
             yield _parts([pairs[i] for i in batch], batch, learner)
 
     def loss_of(part: Sequence[int], num_in_batch: int) -> tuple[Tensor, Sums]:
+        """Return the loss of a part, and its sums for the metrics."""
         scores, likelihood = _pair_scores(model, [pairs[i] for i in part], cfg, learner)
         before = reference[list(part)].to(scores.device)
         losses, margins = preference_loss(

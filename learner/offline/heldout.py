@@ -56,6 +56,7 @@ def plan_heldout(
 
 
 def _plan(item: Item, sample: int, horizon: int) -> PlannedEpisode:
+    """Return one sample of an item as a planned episode."""
     return PlannedEpisode(
         episode_id=f"{item.env}/{item.item_id}/{horizon}.{sample}",
         env=item.env,

@@ -150,6 +150,7 @@ def _rows_of_file(path: Path, tokenizer: Any) -> list[Row]:
 
 
 def _is_usable(trajectory: Trajectory) -> bool:
+    """Return whether an episode was sampled by the model, and may be trained on."""
     is_held_out = trajectory.kind is EpisodeKind.EVAL and TRAIN_ITEM not in trajectory.item_id
     return (
         trajectory.policy is PolicyKind.MODEL

@@ -120,6 +120,7 @@ def train(
             yield [batch]
 
     def loss_of(batch: Sequence[Row], _: int) -> tuple[Tensor, Sums]:
+        """Return the loss of a batch, and its sums for the metrics."""
         return nll(model, batch, learner, prompt_coef=cfg.prompt_coef)
 
     metrics = train_epochs(

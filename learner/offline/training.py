@@ -79,7 +79,7 @@ def choose_offline_compute(model: PreTrainedModel, learner: LearnerSection) -> L
     """
     make_deterministic(model)
     is_packed = use_attention([model], model.device.type, learner.layout, learner.attention)
-    check_policy(model, _scoring(model, learner), is_packed=is_packed)
+    check_policy(model, _scoring_settings(model, learner), is_packed=is_packed)
     if learner.compile:
         compile_parts([model], fit="offline")
     return replace(learner, layout=Layout.PACKED if is_packed else Layout.PADDED)
@@ -92,10 +92,11 @@ def row_logprobs(model: PreTrainedModel, rows: list[Row], learner: LearnerSectio
         learner: as `choose_offline_compute` has returned it.
     """
     tokens = token_batch(rows, model.device, is_packed=learner.layout is Layout.PACKED)
-    return token_logprobs(model, tokens, _scoring(model, learner))
+    return token_logprobs(model, tokens, _scoring_settings(model, learner))
 
 
-def _scoring(model: PreTrainedModel, learner: LearnerSection) -> Scoring:
+def _scoring_settings(model: PreTrainedModel, learner: LearnerSection) -> Scoring:
+    """Return the settings for scoring tokens with this learner's precision."""
     is_bf16 = uses_bf16(learner, model.device)
     return Scoring(chunk_tokens=learner.logprob_chunk_tokens, autocast=is_bf16)
 

@@ -192,6 +192,7 @@ class AnswerWriter:
     def _rendered(
         self, messages: Sequence[Message], tools: Sequence[Message], *, is_asking: bool
     ) -> str:
+        """Return the chat template's text. Raises: ValueError: it refuses the messages."""
         try:
             return self.renderer.rendered(messages, tools=list(tools) or None, is_asking=is_asking)
         except (TemplateError, TypeError, ConfigError) as error:
@@ -203,14 +204,15 @@ class AnswerWriter:
     def _own(self, text: str) -> list[int]:
         """Return the tokens of an answer's text, in which names of framing tokens are letters."""
         if not self._joint:
-            return self._broken(text)
+            return self._plain_pieces(text)
         ids: list[int] = []
         for number, piece in enumerate(text.split(self._joint)):
             ids += self._plain(self._joint) if number else []
-            ids += self._broken(piece)
+            ids += self._plain_pieces(piece)
         return ids
 
-    def _broken(self, text: str) -> list[int]:
+    def _plain_pieces(self, text: str) -> list[int]:
+        """Return the tokens of a text in which framing tokens are encoded as letters."""
         marked = self._framing.sub(lambda found: found[0][0] + _BREAK + found[0][1:], text)
         pieces = marked.split(_BREAK)
         return [each for piece in pieces for each in self._plain(piece)]

@@ -171,7 +171,7 @@ class Passes:
         self._trained = _Trained(networks.policy, networks.critic)
         self._reference = None if networks.reference is None else _Trained(networks.reference, None)
         self._is_one_of_many = mesh is not None
-        present = self._present()
+        present = self._existing_networks()
         self.is_packed = self._use_layout(cfg.layout)
         fit = f"blocks of {self._max_tokens} tokens"
         # True until the kernels are compiled.
@@ -189,12 +189,13 @@ class Passes:
                 is_offloaded = cfg.offload is Offload.OPTIMIZER
                 shard(network, mesh, is_bf16=self.scoring.autocast, is_offloaded=is_offloaded)
 
-    def _present(self) -> list[_Trained]:
+    def _existing_networks(self) -> list[_Trained]:
         return [self._trained] + ([] if self._reference is None else [self._reference])
 
     def _use_layout(self, layout: Layout) -> bool:
+        """Set the attention of all networks for a layout."""
         kind = self._device.type
-        return use_attention(self._present(), kind, layout, self._cfg.attention)
+        return use_attention(self._existing_networks(), kind, layout, self._cfg.attention)
 
     def check_start(self, *, may_pad: bool) -> None:
         """Compare the scores of all networks with those of their own forward passes.
@@ -235,7 +236,8 @@ class Passes:
         return None if self._replay is None else self._replay.shape
 
     def _check_networks(self) -> None:
-        for network in self._present():
+        """Compare the scores of each network in each arithmetic."""
+        for network in self._existing_networks():
             self._settle_head(network)
             for how in arithmetics(network, self.scoring):
                 self._check_network(network, how)
@@ -252,6 +254,7 @@ class Passes:
             use_own_logits(network.policy)
 
     def _check_network(self, network: _Trained, how: Scoring) -> None:
+        """Compare a network's scores in one arithmetic. Raises: ScoresDiffer."""
         settings = {"is_packed": self.is_packed, "is_bf16": how.autocast}
         vocab_size = vocabulary_size(network.policy)
         probe = make_probe(
@@ -395,6 +398,7 @@ class Passes:
     def _logprobs(
         self, network: _Trained, tokens: TokenBatch, how: Scoring, probed: Probed | None = None
     ) -> Tensor:
+        """Return a network's log-probabilities of a block; the whole weights are freed again."""
         found = network(tokens, how, with_entropy=False, with_values=False, probed=probed)[0]
         reshard(network)
         return found

@@ -111,6 +111,7 @@ def _check_equal(names: Sequence[str], files: Mapping[str, Any], path: str) -> N
 
 
 def _not_tied(name: str, source: str, path: str) -> ConfigError:
+    """Return the error for tied weights with different numbers in the files."""
     return ConfigError(
         f"{path}: config.json ties {name} to {source} (tie_word_embeddings=true), but the"
         " files have other numbers for each. Set tie_word_embeddings=false in config.json, or"
@@ -239,6 +240,7 @@ def _parts(
 
 
 def _check_shape(name: str, found: Sequence[int], tensor: Tensor, path: str) -> None:
+    """Raise ConfigError if a tensor in the files has another shape than the configuration."""
     if list(found) != list(tensor.shape):
         raise ConfigError(
             f"{path}: {name} has shape {list(found)}, but config.json requires {list(tensor.shape)}"

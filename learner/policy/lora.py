@@ -166,6 +166,7 @@ def check_resumable(folder: Path, model: PreTrainedModel, cfg: LoraSection) -> N
 
 
 def _config_of(model: PreTrainedModel) -> Any:
+    """Return peft's configuration of the model's adapters."""
     return model.peft_config[ADAPTER]  # pyright: ignore
 
 

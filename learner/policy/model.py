@@ -171,6 +171,7 @@ def flat_hidden_and_routers(
 
 
 def _run(body: nn.Module, tokens: TokenBatch, *, autocast: bool, **outputs: bool) -> Any:
+    """Run a network without its head over a block; return transformers' output."""
     device_type = tokens.token_ids.device.type
     set_routes(body, tokens.routes)
     packed: dict[str, Any] = {}
@@ -218,6 +219,7 @@ def hidden_logprobs(
 def _score_rows(
     rows: Tensor, logits_of: Logits, targets: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities of the targets, and entropies if requested, [rows] each."""
     logits = logits_of(rows).float() / temperature  # [rows, vocab]
     log_softmax = F.log_softmax(logits, dim=-1)
     logprobs = log_softmax.gather(1, targets[:, None]).squeeze(1)  # [rows]

@@ -77,6 +77,7 @@ class Probe:
 
 
 def _mask(sequence: np.ndarray) -> np.ndarray:
+    """Return which tokens of a sequence the check scores."""
     return np.arange(len(sequence)) >= max(1, int(len(sequence) * READ_FRAC))
 
 

@@ -161,6 +161,7 @@ def with_settled(learner: LearnerSection, plain: Mapping[str, Any]) -> LearnerSe
 
 
 def _shown(plain: Mapping[str, Any], is_open: Mapping[str, bool]) -> str:
+    """Return the values as text, with a mark on those that the configuration sets."""
     return " ".join(f"{n}={value}{'' if is_open[n] else ' (set)'}" for n, value in plain.items())
 
 
@@ -180,11 +181,13 @@ def config_by_rule(learner: LearnerSection, model: PreTrainedModel) -> ComputeCo
 
 
 def _precisions(config: ComputeConfig, is_open: Mapping[str, bool]) -> list[ComputeConfig]:
+    """Return the configuration in each precision that the settings leave open."""
     kinds = (Precision.BF16, Precision.FP32) if is_open["precision"] else (config.precision,)
     return [replace(config, precision=kind) for kind in kinds]
 
 
 def _kernels(config: ComputeConfig, is_open: Mapping[str, bool]) -> list[ComputeConfig]:
+    """Return the configurations that the settings leave open, for one precision."""
     layouts = (Layout.PACKED, Layout.PADDED) if is_open["layout"] else (config.layout,)
     both = (Attention.PRODUCTS, Attention.FUSED)
     kernels = both if is_open["attention"] else (config.attention,)
@@ -249,6 +252,7 @@ def _rounds(
     """Yield the first round of a large model; else at least one after it, within the budget."""
 
     def one_round() -> dict[ComputeConfig, Timed]:
+        """Return one timed pass of each configuration."""
         return {
             config: _time_pass(model, config, num_tokens, time.thread_time) for config in configs
         }
@@ -269,6 +273,7 @@ def _rounds(
 def _time_pass(
     model: PreTrainedModel, config: ComputeConfig, num_tokens: int, clock: Callable[[], float]
 ) -> Timed:
+    """Return the duration and the results of one forward and backward pass."""
     tokens = _tokens(model, config, num_tokens)
     use_attention([model], model.device.type, config.layout, config.attention)
     how = Scoring(chunk_tokens=num_tokens, autocast=config.precision is Precision.BF16)
@@ -281,6 +286,7 @@ def _time_pass(
 
 
 def _tokens(model: PreTrainedModel, config: ComputeConfig, num_tokens: int) -> TokenBatch:
+    """Return a block of sequences of several lengths."""
     longest = min(num_tokens, model.config.max_position_embeddings)
     lengths = [max(2, int(longest * share)) for share in LENGTHS]
     spread = [np.arange(n) * 7919 % vocabulary_size(model) for n in lengths]

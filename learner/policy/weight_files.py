@@ -110,6 +110,7 @@ class RemoteWeightFiles(WeightFiles):
         return _remote_reader(self, path)
 
     def read(self, path: Path, offset: int, view: memoryview) -> None:
+        """Fill `view` from rank 0's node, unless the file is on this machine."""
         if path.exists():
             super().read(path, offset, view)
             return

@@ -65,6 +65,7 @@ def split_options(words: Sequence[str]) -> tuple[list[str], EpisodeFilter]:
 
 
 def _check_key(name: str, word: str) -> None:
+    """Raise ConfigError if a key changes more than the training on recorded data."""
     section, _, rest = name.partition(".")
     is_about_training = rest.partition(".")[0] not in _NO_LEARNING
     if name == "algorithm.filter_zero_variance":
@@ -81,6 +82,7 @@ def _check_key(name: str, word: str) -> None:
 
 
 def _horizons(word: str, value: str) -> tuple[int, int]:
+    """Return the range of an option horizon=a:b. Raises: ConfigError."""
     low, colon, high = value.partition(":")
     if not (colon and low.isdigit() and high.isdigit() and int(low) <= int(high)):
         raise ConfigError(f"{word}: expects a:b, the smallest and the largest horizon in turns")
@@ -88,6 +90,7 @@ def _horizons(word: str, value: str) -> tuple[int, int]:
 
 
 def _ends(word: str, value: str) -> frozenset[EndReason]:
+    """Return the end reasons of an option. Raises: ConfigError."""
     try:
         return frozenset(EndReason(each) for each in value.split(","))
     except ValueError as error:
@@ -121,6 +124,7 @@ def header() -> str:
 
 
 def _number(value: float | None) -> str:
+    """Return a number for a table, "-" for an unknown one."""
     return "-" if value is None or not math.isfinite(value) else f"{value:.4g}"
 
 
@@ -150,11 +154,12 @@ class RecordedResults:
                 other = next(others)
             except TrainingDiverged as error:
                 yield BatchComparison(
-                    _plain(recorded, None, {}, is_same=is_same) | {"note": f"ended: {error}"}
+                    _as_json_values(recorded, None, {}, is_same=is_same)
+                    | {"note": f"ended: {error}"}
                 )
                 return
             found = _distance(other.logprobs, logprobs)
-            row = BatchComparison(_plain(recorded, other, found, is_same=is_same))
+            row = BatchComparison(_as_json_values(recorded, other, found, is_same=is_same))
             if other.digests is not None and recorded.digests is not None:
                 is_same = is_same and other.digests.weights == recorded.digests.weights
             if recorded.step.consumed_by >= first:
@@ -177,13 +182,14 @@ def _distance(ours: np.ndarray | None, theirs: np.ndarray) -> dict[str, float]:
     return {"ess_frac": found["offpolicy/ess_frac"], "kl": found["policy/kl_sampler"]}
 
 
-def _plain(
+def _as_json_values(
     recorded: RecomputedBatch,
     other: RecomputedBatch | None,
     distance: dict[str, float],
     *,
     is_same: bool,
 ) -> dict[str, Any]:
+    """Return the comparison of a batch as values for JSON."""
     result = None if other is None else other.result
     was = recorded.step.is_skipped
     now = result is not None and result.decision.is_skipped

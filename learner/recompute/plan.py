@@ -78,6 +78,7 @@ def make_plan(run_dir: RunDir, steps: str | None) -> Plan:
 
 
 def _range(steps: str | None, last_logged: int) -> tuple[int, int]:
+    """Return the first and the last step of an option. Raises: ConfigError."""
     found = re.fullmatch(r"(\d*):(\d*)|(\d+)", steps or ":")
     if found is None:
         raise ConfigError(f"--steps={steps}: expects a:b, the first and the last step")
@@ -196,6 +197,7 @@ class JournalEpisodes:
         return {each.episode_id for each in self._rest}
 
     def _read(self) -> Iterator[Trajectory]:
+        """Yield the trajectories of the journal, and keep the texts of damaged parts."""
         numbers = list(list_segments(self._folder))
         start = self._start or JournalPosition()
         for number in numbers:

@@ -52,6 +52,7 @@ class EpisodeFilter:
         return left
 
     def _keeps(self, trajectory: Trajectory) -> bool:
+        """Return whether an episode has a selected horizon and end."""
         low, high = self.horizons or (0, trajectory.horizon)
         return low <= trajectory.horizon <= high and trajectory.end_reason not in self.dropped
 
@@ -202,7 +203,9 @@ def config_of(run_dir: RunDir, start: Start, overrides: list[str]) -> RunConfig:
     Raises: ConfigError: the file cannot be read, or an override is wrong.
     """
     if not run_dir.config.is_file():
-        raise ConfigError(f"{run_dir.config} is missing: it says what the run is")
+        raise ConfigError(
+            f"{run_dir.config}: this file defines the run and is missing; restore it from a backup"
+        )
     tree = yaml.safe_load(run_dir.config.read_text(encoding="utf-8"))
     for name, values in start.settings.items():
         tree[name] = tree.get(name, {}) | values

@@ -97,6 +97,7 @@ class StepLog:
         size = self._file.size
 
         def write() -> None:
+            """Append the line and sync it; after a failure, remove it again."""
             self._file.append([line])
             try:
                 self._file.sync()
@@ -155,12 +156,14 @@ class StepLog:
         self._file.close()
 
     def _note(self, step: LoggedStep, offset: int) -> None:
+        """Keep the position of a line, with the data that decides when it may be pruned."""
         names = [o.episode_id for o in step.outcomes]
         numbers = [training_number(name) or 0 for name in names]
         self._lines.append((offset, step.consumed_by, max(numbers, default=0)))
 
 
 def _line(step: LoggedStep) -> bytes:
+    """Return a step as a line of the log."""
     outcomes = [[o.episode_id, o.outcome.value, o.cause] for o in step.outcomes]
     plain = {"version": step.version, "groups": step.groups, "outcomes": outcomes}
     plain |= {"number": step.number} if step.number else {}
@@ -199,6 +202,7 @@ def read_steps(path: Path, *, start: int = 0) -> Iterator[LoggedStep]:
 
 
 def _parse(plain: dict[str, Any], offset: int) -> LoggedStep:
+    """Return the step of a line. Raises: ValueError: the line is malformed."""
     groups = plain["groups"]
     version = plain["version"]
     is_right = isinstance(version, int) and isinstance(groups, list)

@@ -127,6 +127,7 @@ class SchedulerCore:
     # --- members ------------------------------------------------------------------------------
 
     def _hello(self, message: Hello) -> Welcome:
+        """Register a role; with a learner's hello, the numbering of its reports begins anew."""
         liveness.hello(self.parts, message, self._clock())
         if message.role == "learner":
             self._cursor.begin()
@@ -143,6 +144,7 @@ class SchedulerCore:
         liveness.goodbye(self.parts, message, self._clock())
 
     def _heartbeat(self, message: Heartbeat) -> Progress:
+        """Record the state of a role; return its revoked episodes and the end of the run."""
         revoked = liveness.heartbeat(self.parts, message, self._clock())
         if message.role == "learner":
             return self._progress_of_learner(revoked, num_reports=message.num_reports)
@@ -151,6 +153,7 @@ class SchedulerCore:
         return self._go_on
 
     def _progress_of_learner(self, revoked: list[str], *, num_reports: int = 0) -> Progress:
+        """Return the answer to a learner, with the size of its next batch."""
         learner_version, num_groups = self._batch()
         return Progress(
             run_epoch=self.run_epoch,
@@ -180,22 +183,23 @@ class SchedulerCore:
         now = self._clock()
         run = self.run
         if member is None:
-            return self._answer([], f"{message.actor} is not registered, a Hello is needed")
+            return self._grant([], f"{message.actor} is not registered, a Hello is needed")
         self.members.touch(member, now)
         member.version = message.version
         member.absent = list(message.absent)
         if run.phase is Phase.DONE:
-            return self._answer([], "finished")
+            return self._grant([], "finished")
         if self.members.is_spare(member, now):
-            return self._answer([], "spare: actor.num_actors other actors already play")
+            return self._grant([], "spare: actor.num_actors other actors already play")
         taken, reason = grants.serve(self.parts, message, now)
         for group, _ in taken:
             self.parts.stream.granted(group, version=message.version)
         self.lifecycle.grant(taken, member, now=now)
         leases = [grants.lease(*each, deadline_s=self.parts.episode_timeout_s) for each in taken]
-        return self._answer(leases, reason)
+        return self._grant(leases, reason)
 
-    def _answer(self, leases: list[Lease], reason: str) -> LeaseGrant:
+    def _grant(self, leases: list[Lease], reason: str) -> LeaseGrant:
+        """Return a grant; a spare actor waits longer for its next request."""
         is_rest = self.phase is Phase.DONE or reason.startswith("spare")
         retry_s = REST_RETRY_S if is_rest else RETRY_S
         return LeaseGrant(leases=leases, retry_after_s=retry_s, reason=reason)
@@ -232,11 +236,13 @@ class SchedulerCore:
         return self._progress_of_learner([])
 
     def _touch_learner(self) -> None:
+        """Record that the learner is alive."""
         now = self._clock()
         for member in self.members.alive("learner"):
             self.members.touch(member, now)
 
     def _set_version(self, version: int) -> None:
+        """Set the version of new groups; end the evaluation before training in a resumed run."""
         self.run.version = version
         self.lifecycle.num_filtered = 0
         self.run.is_trained = self.run.is_trained or version >= self.parts.gate.train.num_steps
@@ -261,6 +267,7 @@ class SchedulerCore:
             self._enter_phase()
 
     def _is_phase_over(self) -> bool:
+        """Return whether the current phase has no work left."""
         if self.phase is Phase.TRAIN:
             return self.run.is_trained
         if self.phase is Phase.EVAL_AFTER and self.parts.stream.is_open:
@@ -268,6 +275,7 @@ class SchedulerCore:
         return not self.parts.phases.are_open(self.run.phase, self.lifecycle.table)
 
     def _enter_phase(self) -> None:
+        """Open the groups of the current phase."""
         if self.phase is Phase.DONE:
             self.lifecycle.end_training(states=(EpisodePhase.ARRIVED,))
         for group in self.parts.phases.make(self.run.phase, version=self.run.version):

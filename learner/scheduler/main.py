@@ -121,6 +121,7 @@ def serve(cfg: RunConfig, run_dir: RunDir, stop: threading.Event) -> None:
 def _serve(
     cfg: RunConfig, run_dir: RunDir, stop: threading.Event, on_round: Callable[[], None]
 ) -> None:
+    """Restore the state, and serve until the run is over; see `serve`."""
     keys = load_keys(run_dir.keys)
     log = EventLog(run_dir.root)
     router = listen(cfg, keys, preferred_port=(log.load() or {}).get("port", 0))

@@ -50,6 +50,7 @@ def _count(parts: Components, seen: EpisodeSeen, arrived: Arrived) -> None:
 
 
 def _complete(parts: Components, message: GroupArrived, now: float) -> None:
+    """Complete a group, and record how long it was open."""
     group = parts.lifecycle.complete(message)
     if group is not None:
         seconds = None if group.opened_at is None else max(0.0, now - group.opened_at)

@@ -38,6 +38,7 @@ class _Field:
     make: Any
 
     def is_default(self, value: Any) -> bool:
+        """Return whether a value equals the field's default."""
         if self.default is not dataclasses.MISSING:
             return value == self.default
         return self.make is not dataclasses.MISSING and not value and value == self.make()
@@ -48,6 +49,7 @@ class _Field:
 
 @functools.cache
 def _fields(cls: type) -> tuple[_Field, ...]:
+    """Return the fields that are saved."""
     hints = typing.get_type_hints(cls)
     return tuple(
         _Field(f.name, hints[f.name], f.metadata.get("state", ""), f.default, f.default_factory)
@@ -133,6 +135,7 @@ def _load(kind: Any, value: Any) -> Any:
 
 
 def _record(cls: Any, value: Any) -> Any:
+    """Return a dataclass from its saved fields; absent fields keep their defaults."""
     fields = _fields(cls)
     if _is_frozen(cls):
         # Fields added since keep their defaults.

@@ -102,6 +102,7 @@ class Fleet:
     # --- joining and dying --------------------------------------------------------------------
 
     def _join(self, actor: SimActor) -> None:
+        """Start an actor: it registers and requests leases."""
         actor.num_lives += 1
         actor.is_alive = True
         incarnation = f"life-{actor.num_lives}"
@@ -114,6 +115,7 @@ class Fleet:
         self.wake()
 
     def _fail(self, actor: SimActor) -> None:
+        """End an actor with its episodes; it restarts later."""
         self.num_deaths += 1
         self._note_idle(actor)
         actor.is_alive = False
@@ -131,6 +133,7 @@ class Fleet:
         return [actor.name for actor in living]
 
     def _send_heartbeat(self, actor: SimActor) -> None:
+        """Send a heartbeat, and drop the revoked episodes."""
         heartbeat = Heartbeat(
             role="actor",
             name=actor.name,
@@ -148,6 +151,7 @@ class Fleet:
     # --- asking -------------------------------------------------------------------------------
 
     def _ask_soon(self, actor: SimActor) -> None:
+        """Schedule a request for leases, unless one is scheduled."""
         if not actor.is_asking:
             actor.is_asking = True
             self._events.at(GATHER_S, self._ask, actor)
@@ -177,6 +181,7 @@ class Fleet:
             self._events.at(delay_s, self._wake_waiting)
 
     def _wake_waiting(self) -> None:
+        """Repeat the requests of refused actors until one gets nothing."""
         self._is_waking = False
         waiting = list(self._waiting.values())[: self._max_wakes]
         for i, actor in enumerate(waiting):
@@ -193,6 +198,7 @@ class Fleet:
     # --- playing ------------------------------------------------------------------------------
 
     def _start(self, actor: SimActor, leases: list[Lease]) -> None:
+        """Start the leased episodes, and schedule their ends."""
         simulator = self._cfg.simulator
         now = self._events.now_s
         if not actor.held:
@@ -223,6 +229,7 @@ class Fleet:
             self._events.at(seconds, self._finish, actor, arrival)
 
     def _play_of(self, lease: Lease) -> SimulatedEpisode:
+        """Return the result of a leased episode; members of a group have a common draw."""
         is_train = lease.kind is EpisodeKind.TRAIN
         plays = self._plays.get(lease.group_id) if is_train else None
         if plays is None:
@@ -242,6 +249,7 @@ class Fleet:
         self._plays.pop(group_id, None)
 
     def _finish(self, actor: SimActor, arrival: Arrival) -> None:
+        """Deliver an ended episode, and request a lease for its slot."""
         if actor.held.get(arrival.lease.episode_id) is not arrival.lease:
             return  # The lease was revoked, or the actor failed.
         del actor.held[arrival.lease.episode_id]
@@ -250,6 +258,7 @@ class Fleet:
         self._ask_soon(actor)
 
     def _note_idle(self, actor: SimActor) -> None:
+        """Add the busy time of an actor whose last episode has ended."""
         if actor.is_alive and not actor.held and actor.busy_since_s >= 0:
             actor.busy_s += self._events.now_s - actor.busy_since_s
             actor.busy_since_s = -1.0

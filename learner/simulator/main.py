@@ -34,8 +34,8 @@ def run(cfg: RunConfig, out: TextIO) -> int:
     workload: Workload = SampledWorkload(cfg.simulator, unit=cfg.horizon.unit)
     if cfg.simulator.from_run:
         workload = load_workload(Path(cfg.simulator.from_run), cfg.algorithm)
-    wish = cfg.simulator.mode or cfg.train.mode.value
-    modes = [TrainMode.ASYNC, TrainMode.SYNC] if wish == BOTH else [TrainMode(wish)]
+    requested = cfg.simulator.mode or cfg.train.mode.value
+    modes = [TrainMode.ASYNC, TrainMode.SYNC] if requested == BOTH else [TrainMode(requested)]
     configs = [replace(cfg, train=replace(cfg.train, mode=mode)) for mode in modes]
     with quiet_scheduler():
         predictions = [SimulatedRun(each, workload).run() for each in configs]

@@ -110,6 +110,7 @@ def load_workload(path: Path, algorithm: AlgorithmSection) -> MeasuredWorkload:
 
 
 def _play(trajectory: Trajectory, algorithm: AlgorithmSection) -> SimulatedEpisode:
+    """Return an episode of the run as a simulated one."""
     invalid_frac = trajectory.num_invalid_actions / max(1, trajectory.num_turns)
     return SimulatedEpisode(
         num_turns=trajectory.num_turns,
@@ -138,6 +139,7 @@ def load_measured(path: Path) -> MeasuredPace:
 
 
 def _metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the measured steps of a run. Raises: ConfigError: there are too few."""
     file = RunDir(root=path).metrics
     if not file.is_file():
         raise ConfigError(f"{path}: not a run directory, {file.name} is missing")

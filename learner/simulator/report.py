@@ -57,6 +57,7 @@ def format_predictions(predictions: Sequence[Prediction]) -> str:
 
 
 def _histogram(counts: dict[int, int]) -> list[str]:
+    """Return the lines of a histogram of lags."""
     total = max(1, sum(counts.values()))
     lines = ["lag of consumed episodes (oldest turn)"]
     for lag, num in sorted(counts.items())[:MAX_LAGS]:
@@ -66,6 +67,7 @@ def _histogram(counts: dict[int, int]) -> list[str]:
 
 
 def format_comparison(compared: Sequence[Compared]) -> str:
+    """Return the table of predicted and measured figures."""
     head = f"{'':<{LABEL_WIDTH}}{'predicted':>{WIDTH}}{'measured':>{WIDTH}}{'error':>{WIDTH}}"
     lines = [
         f"{each.name:<{LABEL_WIDTH}}{each.predicted:>{WIDTH}.3f}{each.measured:>{WIDTH}.3f}"
@@ -76,6 +78,7 @@ def format_comparison(compared: Sequence[Compared]) -> str:
 
 
 def format_advice(advice: Recommendation) -> str:
+    """Return the recommended settings, and all trials."""
     lines = [
         "recommended at the longest horizon, with one machine for each actor:",
         f"  actors {advice.num_actors}, scheduler.max_ahead_steps={advice.max_ahead_steps}"
@@ -89,6 +92,7 @@ def format_advice(advice: Recommendation) -> str:
 
 
 def _trial_lines(name: str, trials: Sequence[Trial]) -> list[str]:
+    """Return a line for each trial of a setting."""
     return [
         f"  {name:>16} {each.value:>6}: {each.trained_per_h:>10.0f} trained per hour,"
         f" lag {each.lag_mean:.2f}, actors idle {each.actor_idle_frac:.0%}"

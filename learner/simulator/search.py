@@ -53,18 +53,18 @@ def advise(cfg: RunConfig, workload: Workload) -> Recommendation:
     num_actors = cfg.simulator.num_actors or cfg.actor.num_actors
     ahead: dict[int, Prediction] = {}
     for value in sorted({*AHEAD_STEPS, max(1, cfg.scheduler.max_ahead_steps)}):
-        ahead[value] = _try(with_ahead(cfg, value, max_lag_steps=4 * value + 8), workload)
-    best_ahead = _least(ahead)
-    max_lag_steps = _bound(ahead[best_ahead])
+        ahead[value] = _predict(with_ahead(cfg, value, max_lag_steps=4 * value + 8), workload)
+    best_ahead = _smallest_sufficient(ahead)
+    max_lag_steps = _lag_bound(ahead[best_ahead])
     cfg = with_ahead(cfg, best_ahead, max_lag_steps=max_lag_steps)
     actors = {
-        value: _try(with_actors(cfg, value), workload)
+        value: _predict(with_actors(cfg, value), workload)
         for value in sorted({max(1, round(num_actors * factor)) for factor in ACTOR_FACTORS})
     }
-    best_actors = _least(actors)
+    best_actors = _smallest_sufficient(actors)
     cfg = with_actors(cfg, best_actors)
     sizes = {
-        value: _try(with_size(cfg, value), workload)
+        value: _predict(with_size(cfg, value), workload)
         for value in sorted({*GROUP_SIZES, cfg.groups.size})
         if cfg.groups.size * cfg.groups.per_step % value == 0
     }
@@ -83,19 +83,22 @@ def advise(cfg: RunConfig, workload: Workload) -> Recommendation:
     )
 
 
-def _try(cfg: RunConfig, workload: Workload) -> Prediction:
+def _predict(cfg: RunConfig, workload: Workload) -> Prediction:
+    """Return the prediction for a configuration."""
     num = min(MAX_EPISODES, cfg.simulator.max_episodes)
     cfg = replace(cfg, simulator=replace(cfg.simulator, hours=MAX_HOURS, max_episodes=num))
     return SimulatedRun(cfg, workload, max_steps=cfg.simulator.search_steps).run()
 
 
-def _least(predictions: dict[int, Prediction]) -> int:
+def _smallest_sufficient(predictions: dict[int, Prediction]) -> int:
+    """Return the smallest value whose training rate is close to the best."""
     best = max(each.trained_per_h for each in predictions.values())
     enough = [v for v, each in predictions.items() if each.trained_per_h >= ENOUGH_FRAC * best]
     return min(enough)
 
 
-def _bound(prediction: Prediction) -> int:
+def _lag_bound(prediction: Prediction) -> int:
+    """Return the lag that most consumed episodes do not exceed."""
     total = sum(prediction.lag_counts.values())
     passed = 0
     for lag, num in sorted(prediction.lag_counts.items()):
@@ -106,6 +109,7 @@ def _bound(prediction: Prediction) -> int:
 
 
 def _trials(predictions: dict[int, Prediction]) -> list[Trial]:
+    """Return the predictions as trials, by the value of the setting."""
     return [
         Trial(
             value=value,

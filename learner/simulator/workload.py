@@ -63,6 +63,7 @@ class SampledWorkload:
         return [self._play(rng, horizon, solved_frac) for _ in range(size)]
 
     def _play(self, rng: Random, horizon: int, solved_frac: float) -> SimulatedEpisode:
+        """Return one episode, cut by its horizon."""
         cfg = self._cfg
         num_turns = max(1, round(rng.lognormvariate(self._mean_log_turns, cfg.num_turns_sigma)))
         turn_s = rng.lognormvariate(self._mean_log_turn_s, cfg.turn_sigma)

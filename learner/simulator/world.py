@@ -98,14 +98,17 @@ class SimulatedRun:
     # --- the learner's intake -----------------------------------------------------------------
 
     def _note_waiting(self, actor: str) -> None:
+        """Report that an actor waits for work."""
         self._core.members.refuse(actor, self._events(), has_some=False)
 
     def _deliver(self, arrival: Arrival) -> None:
+        """Deliver an episode to the learner after the time of a transfer."""
         if not self._arrivals:
             self._events.at(self._cfg.simulator.delivery_s, self._receive_arrivals)
         self._arrivals.append(arrival)
 
     def _receive_arrivals(self) -> None:
+        """Add the delivered episodes to their groups, and report them to the scheduler."""
         arrivals = self._arrivals
         self._arrivals = []
         arrived: list[EpisodeSeen] = []
@@ -137,6 +140,7 @@ class SimulatedRun:
             self._fleet.wake()
 
     def _report(self, report: Outcomes) -> None:
+        """Report outcomes to the scheduler, and forget the settled episodes."""
         for group in report.groups:
             self._fleet.forget(group.group_id)
         for outcome in report.outcomes:
@@ -153,6 +157,7 @@ class SimulatedRun:
     # --- the learner's steps ------------------------------------------------------------------
 
     def _maybe_train(self) -> None:
+        """Begin a step if enough groups are ready and none is in progress."""
         while not self._is_training and self._table.is_batch_ready(self._core.version):
             groups, stale = self._table.take(
                 self._core.version,
@@ -167,6 +172,7 @@ class SimulatedRun:
                 self._train(groups)
 
     def _train(self, groups: list[Group]) -> None:
+        """Begin a step on these groups, and schedule its end."""
         self._is_training = True
         wait_s = self._events.now_s - self._waits_since_s
         version = self._core.version
@@ -187,6 +193,7 @@ class SimulatedRun:
     def _publish(
         self, ids: list[str], wait_s: float, busy_s: float, lag_sum: float, num_turns: int
     ) -> None:
+        """End a step: its version is published."""
         self._is_training = False
         self._waits_since_s = self._events.now_s
         step = SimulatedStep(
@@ -206,6 +213,7 @@ class SimulatedRun:
         self._maybe_train()
 
     def _report_step(self, *, signals: dict[str, float]) -> None:
+        """Report a step to the scheduler."""
         cfg = self._cfg
         version = self._fleet.version
         self._report_to_core(
@@ -243,6 +251,7 @@ class SimulatedRun:
         self._events.at(self._heartbeat_s, self._exchange_heartbeats)
 
     def _prediction(self) -> Prediction:
+        """Return the figures of the simulation so far."""
         tally = self._tally
         fleet = self._fleet
         account = self._core.lifecycle.ledger_report()
@@ -268,6 +277,7 @@ class SimulatedRun:
 
 
 def _has_signal(members: list[Trajectory]) -> bool:
+    """Return whether the rewards of a group differ."""
     return len({member.reward for member in members}) > 1
 
 

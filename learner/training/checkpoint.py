@@ -52,7 +52,7 @@ def newest_checkpoint(root: Path) -> Path | None:
 
     Raises: ConfigError: its marker is damaged; names the file.
     """
-    newest = max(_complete(root), key=_age, default=None)
+    newest = max(_complete(root), key=_version_of, default=None)
     if newest is not None:
         check_marker(newest)
     return newest
@@ -60,16 +60,17 @@ def newest_checkpoint(root: Path) -> Path | None:
 
 def complete_checkpoints(root: Path) -> list[tuple[int, Path]]:
     """Return (version, folder) of the complete checkpoints, oldest first."""
-    return [(_age(path)[0], path) for path in _complete(root)]
+    return [(_version_of(path)[0], path) for path in _complete(root)]
 
 
 def _complete(root: Path) -> list[Path]:
     """Return the complete checkpoints, oldest version first."""
     ours = [path for path in root.iterdir() if _NAME.fullmatch(path.name)] if root.exists() else []
-    return sorted((path for path in ours if (path / _MARKER).exists()), key=_age)
+    return sorted((path for path in ours if (path / _MARKER).exists()), key=_version_of)
 
 
-def _age(folder: Path) -> tuple[int, bool]:
+def _version_of(folder: Path) -> tuple[int, bool]:
+    """Return the version in a folder's name, and whether the folder is not set aside."""
     found = _NAME.fullmatch(folder.name)
     assert found is not None
     return int(found[1]), not found[2]
@@ -85,7 +86,7 @@ def check_marker(folder: Path) -> None:
         raise ConfigError(f"{path}: damaged, it names version {version}; {remedy}")
 
 
-def _is_passing(folder: Path) -> bool:
+def _is_temporary(folder: Path) -> bool:
     """Return whether a checkpoint is temporary: the next checkpoint replaces it."""
     try:
         return json.loads((folder / _MARKER).read_text(encoding="utf-8")).get("is_passing", False)
@@ -144,7 +145,7 @@ class Checkpoints:
     @property
     def oldest_version(self) -> int:
         """The oldest version that may be restored, 0 for a run without a checkpoint."""
-        return min((_age(path)[0] for path in _complete(self._root)), default=0)
+        return min((_version_of(path)[0] for path in _complete(self._root)), default=0)
 
     def is_due(self, version: int) -> bool:
         """Return whether a step should be followed by a checkpoint.
@@ -165,6 +166,7 @@ class Checkpoints:
         )
 
     def _is_kept(self, version: int, age_s: float) -> bool:
+        """Return whether a checkpoint is kept after the next one."""
         by_step = version % self._cfg.checkpoint_every_steps == 0
         return by_step or age_s >= self._cfg.checkpoint_every_s
 
@@ -180,6 +182,7 @@ class Checkpoints:
         partial = folder.with_name(f".{folder.name}.partial")
 
         def finish(written: Future[Any]) -> float | None:
+            """Complete the checkpoint after its tensors are written; None: it was abandoned."""
             try:
                 _export(partial, model, tokenizer, written.result())
                 marker = {"version": version, "is_passing": is_passing}
@@ -266,6 +269,7 @@ class Checkpoints:
             ) from error
 
     def _replace(self, folder: Path, partial: Path) -> None:
+        """Move a complete checkpoint to its place; an earlier one of this version is set aside."""
         if folder.exists():
             aside = folder.with_name(f"{folder.name}{_ASIDE}")
             _remove(aside)
@@ -277,12 +281,13 @@ class Checkpoints:
         return self._root / f"step-{version:06d}"
 
     def _remove_old(self) -> None:
+        """Remove all but the kept checkpoints and the newest one."""
         ours = [path for path in self._root.iterdir() if _NAME.fullmatch(path.name)]
         for path in ours:
             if path.name.endswith(_ASIDE):
                 _remove(path)
         complete = _complete(self._root)
-        passing = [path for path in complete if _is_passing(path)]
+        passing = [path for path in complete if _is_temporary(path)]
         kept = [path for path in complete if path not in passing][-self._cfg.keep_checkpoints :]
         for path in complete[:-1]:
             if path not in kept:
@@ -317,6 +322,7 @@ def _export(folder: Path, model: Any, tokenizer: Any, copies: Mapping[str, Tenso
 
 
 def _sync_tree(folder: Path) -> None:
+    """Sync all files and folders of a tree to disk."""
     for path in [*folder.rglob("*"), folder]:
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)

@@ -159,6 +159,7 @@ class Controller:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of `state_dict`."""
         self.max_ahead_steps = min(state["ahead"], self._most_ahead)
         self._num_good = state["num_good"]
         self._num_skips = state["num_skips"]

@@ -128,6 +128,7 @@ class Digester:
         yield from {id(tensor): tensor for tensor in found}.values()
 
     def _all_gradients(self) -> Iterator[Tensor]:
+        """Yield the gradients of all trained weights."""
         for module in self._modules.values():
             for parameter in module.parameters():
                 if parameter.grad is not None:
@@ -149,6 +150,7 @@ def _of_text(text: str) -> str:
 
 
 def _of_episode(trajectory: Trajectory) -> str:
+    """Return the digest of a trajectory's numbers and arrays."""
     t = trajectory
     numbers = (t.episode_id, t.env, t.reward, t.num_turns, t.num_invalid_actions)
     if t.start_score:  # Earlier journals have no start score.
@@ -184,7 +186,7 @@ def _buffers(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     for tensor in tensors:
         if not tensor.numel():
             continue
-        own = _as_bytes(tensor)
+        own = tensor.detach().contiguous().view(-1).view(torch.uint8)
         is_alone = own.device.type == "cpu"
         if waiting and (is_alone or size + own.numel() > JOINED_BYTES):
             yield waiting[0] if len(waiting) == 1 else torch.cat(waiting)
@@ -197,7 +199,3 @@ def _buffers(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
             size += own.numel()
     if waiting:
         yield waiting[0] if len(waiting) == 1 else torch.cat(waiting)
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -150,6 +150,7 @@ class NodeServer(threading.Thread):
         ]
 
     def _missing(self, absent: list[int], unready: list[int], limit_s: float) -> str:
+        """Return the error for nodes that did not join or load in time."""
         nodes = f"learner.num_nodes={self._cfg.num_nodes}: "
         if not absent:
             names = ", ".join(self._described(number) for number in unready)
@@ -201,9 +202,9 @@ class NodeServer(threading.Thread):
         try:
             while not self._closing.is_set():
                 self._register(line)
-                self._look_for_losses()
+                self._check_silence()
                 for received in self._router.receive_all(timeout_s=POLL_S):
-                    self._take(received)
+                    self._process(received)
                 self._send_orders()
             self._send_orders()
         finally:
@@ -228,7 +229,8 @@ class NodeServer(threading.Thread):
         )
         line.send(place)
 
-    def _look_for_losses(self) -> None:
+    def _check_silence(self) -> None:
+        """Record the loss of a node that has sent nothing for too long."""
         now = time.monotonic()
         if now - self._round_at > ASLEEP_S:
             for node in self._nodes.values():
@@ -247,6 +249,7 @@ class NodeServer(threading.Thread):
             self._end_process()
 
     def _fail(self, text: str) -> None:
+        """Record the first error; the main thread raises it."""
         if not self._error:
             logger.error("%s", text)
             self._error_at = time.monotonic()
@@ -254,11 +257,13 @@ class NodeServer(threading.Thread):
         self._changed.set()
 
     def _described(self, number: int) -> str:
+        """Return a node as text, with its ranks."""
         first = number * self._cfg.local_ranks
         ranks = f"ranks {first} to {first + self._cfg.local_ranks - 1}"
         return f"learner node {number} ({self._nodes[number].beat.node}, {ranks})"
 
-    def _take(self, received: Received) -> None:
+    def _process(self, received: Received) -> None:
+        """Process one message of a node."""
         message = received.message
         peer = self._router.peer(received.sender)
         if peer.role != "learner":
@@ -273,12 +278,13 @@ class NodeServer(threading.Thread):
             case RankBeat():
                 if message.incarnation == self.incarnation:
                     self._router.send(received.sender, self._seat)
-                    self._take_beat(number, received.sender, message)
+                    self._process_heartbeat(number, received.sender, message)
             case _:
                 name = type(message).__name__
                 self._router.send(received.sender, Rejected(reason=f"no {name} is expected here"))
 
-    def _take_beat(self, number: int, sender: bytes, beat: RankBeat) -> None:
+    def _process_heartbeat(self, number: int, sender: bytes, beat: RankBeat) -> None:
+        """Record the state of a node; a restarted process or a failure is an error."""
         if not 0 < number < self._cfg.num_nodes:
             return
         before = self._nodes.get(number)
@@ -295,6 +301,7 @@ class NodeServer(threading.Thread):
             self._changed.set()
 
     def _send_orders(self) -> None:
+        """Send the queued orders to all nodes."""
         while self._orders:
             order = self._orders.popleft()
             for number, node in self._nodes.items():

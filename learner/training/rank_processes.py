@@ -125,7 +125,7 @@ class RankProcesses:
                     f"learner rank {worker.rank} did not load its model within {LOAD_S:g} s"
                 )
             if worker.pipe in found:
-                self._read_ready(worker)
+                self._await_loaded(worker)
             else:  # An ending process has no exit code before it has ended.
                 worker.process.join(STOP_S)
             self.check()
@@ -135,10 +135,10 @@ class RankProcesses:
         self.check()
         for worker in self.workers:
             if worker.rank not in self._loaded and worker.pipe.poll():
-                self._read_ready(worker)
+                self._await_loaded(worker)
         return len(self._loaded) == len(self.workers)
 
-    def _read_ready(self, worker: RankWorker) -> None:
+    def _await_loaded(self, worker: RankWorker) -> None:
         try:
             worker.pipe.recv_bytes()
         except EOFError as error:

@@ -78,6 +78,7 @@ class RankWorkers:
         self._processes = RankProcesses(cfg, ours, checkpoint, self._meeting)
 
     def _check_devices(self) -> None:
+        """Check that each rank here has a GPU of its own. Raises: ConfigError."""
         learner = self._cfg.learner
         needed = (self._device.index or 0) + learner.local_ranks
         if self._device.type == "cuda" and torch.cuda.device_count() < needed:
@@ -107,7 +108,7 @@ class RankWorkers:
             return self._ranks
         host = self._server.host if self._server is not None else ""
         start = json.dumps([settled(learner), host]).encode()
-        self._tell(start)
+        self._send_to_all(start)
         self._ranks = meet(self._cfg, 0, replace(self._meeting, host=host), self._device)
         self._ranks.explain = self._lost_text
         logger.info("ranks=%d pids=%s", self._ranks.size, self._processes.pids)
@@ -117,12 +118,13 @@ class RankWorkers:
         """Send an order to the other ranks. Raises: LongstrideError: a rank ended."""
         self.check()
         header = json.dumps([*order[:-1], len(order.payload)])
-        self._tell(header.encode())
+        self._send_to_all(header.encode())
         if order.payload:
             with self._ranks.in_touch("the broadcast of an order"):
                 self._ranks.send(order.payload)
 
-    def _tell(self, message: bytes) -> None:
+    def _send_to_all(self, message: bytes) -> None:
+        """Send a message to the ranks of this node and of the other nodes."""
         self._processes.tell(message)
         if self._server is not None:
             self._server.send(RankChannel.TRAINING, message)

@@ -57,6 +57,7 @@ class StateWriter:
         return self._last
 
     def _write(self, copies: dict[str, Tensor], folder: Path) -> dict[str, Tensor] | None:
+        """Write the copies of all ranks; return the copies of a single rank."""
         is_alone = self._group is None
         writer = TensorWriter(folder, files=self._files)
         save(copies, storage_writer=writer, process_group=self._group, no_dist=is_alone)

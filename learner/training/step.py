@@ -242,6 +242,7 @@ class Gradients:
     def _value_term(
         self, micro: MicroBatch, scores: Scores, num_states: float, metrics: dict[str, Tensor]
     ) -> Tensor:
+        """Return the critic's term of the loss, and add its metrics."""
         targets = micro.value_targets
         old = micro.values
         marks = micro.state_marks

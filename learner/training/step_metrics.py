@@ -78,6 +78,7 @@ def routing_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def volume_metrics(samples: Sequence[Sample], step_s: float) -> dict[str, float]:
+    """Return the numbers of tokens of a step, and their rate."""
     num_tokens = sum(len(sample.trajectory.token_ids) for sample in samples)
     return {
         "train/num_tokens": float(num_tokens),

@@ -60,7 +60,7 @@ class TensorWriter(FileSystemWriter):
             parts.append(part)
             offset += len(part)
         self._files.write(Path(self.path) / name, parts)
-        return _done(results)
+        return _completed(results)
 
 
 class TensorReader(FileSystemReader):
@@ -90,20 +90,22 @@ class TensorReader(FileSystemReader):
             target = planner.resolve_tensor(item).detach()
             target.copy_(found)
             planner.commit_tensor(item, target)
-        return _done(None)
+        return _completed(None)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
 
 
-def _done(result: Any) -> Future[Any]:
+def _completed(result: Any) -> Future[Any]:
+    """Return a future that already has its result."""
     future: Future[Any] = Future()
     future.set_result(result)
     return future
 
 
 def _read(files: WeightFiles, path: Path, place: StoredTensor) -> Tensor:
+    """Return a tensor from its place in a file."""
     tensor = torch.empty(place.shape, dtype=place.dtype)
     files.read(path, place.offset, _bytes_of(tensor))
     return tensor

@@ -209,6 +209,7 @@ class Trainer:
                 raise ValueError(f"unknown kind of order: {order.kind!r}")
 
     def _order_ranks(self, order: Callable[[], RankOperation]) -> None:
+        """Send an order to the other ranks, if there are any."""
         if self._announce is not None and self._ranks.size > 1:
             self._announce(order())
 
@@ -311,10 +312,12 @@ class Trainer:
         return Update(is_good, grad_norm, sums)
 
     def _clip(self, network: nn.Module) -> float:
+        """Clip the gradient of a network; return its norm before."""
         norm = nn.utils.clip_grad_norm_(network.parameters(), self._cfg.max_grad_norm)
         return whole(norm).item()
 
     def _zero_grad(self) -> None:
+        """Clear the gradients of the policy and of the critic."""
         self._optimizer.zero_grad()
         if self._critic_optimizer is not None:
             self._critic_optimizer.zero_grad()
@@ -322,6 +325,7 @@ class Trainer:
     def _metrics(
         self, batch: ScoredBatch, updates: list[Update], decision: Decision, step_s: float
     ) -> dict[str, float]:
+        """Return the metrics of a step."""
         metrics = mean_metrics(updates)
         seen = (self._gradients.before(batch), self._gradients.known(batch))
         metrics |= offpolicy_metrics(batch.samples, *seen, batch.version)

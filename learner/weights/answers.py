@@ -63,7 +63,7 @@ class Answers:
         self._loaded[member] = answer
         return is_new
 
-    def hear(self, member: EngineMember, join: WeightsJoin) -> None:
+    def derive_from_heartbeat(self, member: EngineMember, join: WeightsJoin) -> None:
         """Derive a lost answer from a member's heartbeat."""
         is_over = not join.busy_epoch and member in self._ready and member not in self._loaded
         if is_over:

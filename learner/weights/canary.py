@@ -76,6 +76,7 @@ class Canary:
         self._lock = threading.Lock()
 
     def expect(self, weights: PublishedWeights) -> None:
+        """Keep the canaries of a new version, and drop those of old versions."""
         oldest = weights.version - KEPT_VERSIONS
         self._expected = {v: w for v, w in self._expected.items() if v > oldest}
         self._expected[weights.version] = _Expected(
@@ -145,6 +146,7 @@ class Canary:
             return max(self._alarms, key=lambda actor: self._alarms[actor], default="")
 
     def drain_metrics(self) -> dict[str, float]:
+        """Return the largest difference since the last call, and the number of alarms."""
         with self._lock:
             worst = self._worst
             self._worst = None

@@ -76,6 +76,7 @@ class VersionKeeper:
         return self._copy
 
     def _part_of(self, source: WeightSource) -> Tensor:
+        """Return the buffer for reading a source in parts."""
         if not self._part.numel():
             is_pinned = source.device.type == "cuda"
             size = min(READ_BYTES, source.total_bytes)

@@ -31,7 +31,7 @@ def policy_weights(
     named = list(published_tensors(model))
     exact: set[str] = set()
     if not has_adapters(model) or adapts_experts(model):  # Adapters have the engine's dtype.
-        num_experts = _expert_counts(model)
+        num_experts = {count for module in model.modules() for count in _counts_in(module)}
         listed = _listed(model)
         exact = {
             name
@@ -58,10 +58,6 @@ def _listed(model: PreTrainedModel) -> re.Pattern[str]:
     """Return a pattern of the names that transformers keeps in fp32 in every network."""
     names = sorted(model._keep_in_fp32_modules_strict or ())
     return re.compile("|".join(rf"(^|\.){re.escape(name)}(\.|$)" for name in names) or "(?!)")
-
-
-def _expert_counts(model: nn.Module) -> set[int]:
-    return {count for module in model.modules() for count in _counts_in(module)}
 
 
 def _counts_in(module: nn.Module) -> Iterator[int]:

@@ -66,7 +66,7 @@ class Membership:
         # Silent incarnations, as reported by the scheduler.
         self._silent: frozenset[str] = frozenset()
         # Incarnations that failed and have not loaded a version since.
-        self._owing: set[str] = set()
+        self._failed: set[str] = set()
         self._ready_s: dict[str, float] = {}  # Incarnation -> longest time from offer to ready.
         self._polled_at = time.monotonic()
         self._last_seen = time.monotonic()  # Last time with a member, or the time of construction.
@@ -125,7 +125,7 @@ class Membership:
         return [s.member for s in states if s.member.incarnation not in self._silent]
 
     @property
-    def lonely_s(self) -> float:
+    def no_engine_s(self) -> float:
         """Seconds without any member. For any thread."""
         return 0.0 if self.present() else time.monotonic() - self._last_seen
 
@@ -151,7 +151,7 @@ class Membership:
 
     def take_for_version(self) -> list[EngineMember]:
         """Return the members for a new version's broadcast, and clear their requests."""
-        chosen = [m for m in self.present() if not self._is_apart(m)]
+        chosen = [m for m in self.present() if not self._is_skipped(m)]
         for member in chosen:
             self._by_actor[member.actor].is_asking = False
         return chosen
@@ -162,14 +162,15 @@ class Membership:
         A member that failed before is returned alone, if no other member requests the version.
         """
         asking = [m for m in self.present() if self.has_asked(m)]
-        good = [m for m in asking if m.incarnation not in self._owing]
+        good = [m for m in asking if m.incarnation not in self._failed]
         chosen = good or asking[:1]
         for member in chosen:
             self._by_actor[member.actor].is_asking = False
         return chosen
 
-    def _is_apart(self, member: EngineMember) -> bool:
-        return member.incarnation in self._owing or self._by_actor[member.actor].is_loading
+    def _is_skipped(self, member: EngineMember) -> bool:
+        """Return whether a broadcast skips a member: it has failed, or it still loads."""
+        return member.incarnation in self._failed or self._by_actor[member.actor].is_loading
 
     def has_asked(self, member: EngineMember) -> bool:
         """Return whether the member is free and requests the current version."""
@@ -180,7 +181,7 @@ class Membership:
 
     def note_served(self, member: EngineMember) -> None:
         """Record that a member has the current version."""
-        self._owing.discard(member.incarnation)
+        self._failed.discard(member.incarnation)
         state = self._by_actor.get(member.actor)
         if state is not None and state.member == member:
             state.is_asking = False
@@ -197,7 +198,7 @@ class Membership:
 
     def note_failed(self, member: EngineMember) -> None:
         """Mark a member as failed: broadcasts skip it until it has loaded a version alone."""
-        self._owing.add(member.incarnation)
+        self._failed.add(member.incarnation)
 
     def note_loading(self, member: EngineMember, *, held_after: int) -> None:
         """Mark a member as busy: broadcasts skip it until it is free.

@@ -175,6 +175,7 @@ class Publisher(threading.Thread):
         return True
 
     def _warn(self, wanted: PublishedWeights | None) -> None:
+        """Log that a version is still being sent, and to which engines."""
         if wanted is not None:
             names = ", ".join(sorted(member.actor for member in self._members.present()))
             waited_s = time.monotonic() - self._begun_at
@@ -188,6 +189,7 @@ class Publisher(threading.Thread):
             self._check()
 
     def _check(self) -> None:
+        """Raise the failure of the thread, if there was one."""
         if isinstance(self._error, ConfigError):  # A restart would fail again.
             raise self._error
         if self._error is not None:
@@ -221,9 +223,9 @@ class Publisher(threading.Thread):
         return self._canary.worst_engine
 
     @property
-    def lonely_s(self) -> float:
+    def no_engine_s(self) -> float:
         """Seconds without any engine that takes weights."""
-        return self._members.lonely_s
+        return self._members.no_engine_s
 
     def drain_metrics(self) -> dict[str, float]:
         """Return the metrics of the transfers and canaries since the last call."""
@@ -268,6 +270,7 @@ class Publisher(threading.Thread):
             transfers.close()
 
     def _send_wanted(self, weights: PublishedWeights) -> None:
+        """Send a version to the members, first as changes where that is possible."""
         if self._keeper is None:
             kept = KeptVersion(weights, None, None)
         else:
@@ -332,6 +335,7 @@ class Publisher(threading.Thread):
                 self._changed.notify_all()
 
     def _ask_for_scores(self) -> None:
+        """Send the requested checks to the engines that are present."""
         with self._changed:
             checks = self._checks
             self._checks = []

@@ -80,6 +80,7 @@ def receiver_groups(
 def _by_transport(
     members: Sequence[EngineMember], own_device: str, choice: WeightsTransport
 ) -> list[ReceiverGroup]:
+    """Return the engines by transport; NCCL needs a GPU of its own for each."""
     found: dict[str, list[EngineMember]] = {}
     num_uses = Counter(device for member in members for device in member.devices)
     for member in members:

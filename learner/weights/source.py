@@ -86,7 +86,7 @@ class LiveWeights:
         layout = [
             (name, torch.empty(tensor.shape, dtype=sent_as, device="meta"))
             for name, tensor in named
-            for sent_as in [_sent_as(tensor, None if name in exact else dtype)]
+            for sent_as in [_dtype_sent(tensor, None if name in exact else dtype)]
         ]
         self.specs, self.total_bytes = lay_out(layout)
         self._dtypes = [tensor.dtype for _, tensor in layout]
@@ -128,6 +128,7 @@ class LiveWeights:
         part.copy_(made, non_blocking=True)
 
     def _check_finite(self, start: int, part: Tensor) -> None:
+        """Raise WeightsNotFinite for a part with NaN or infinity."""
         names: list[str] = []
         numbers: list[Tensor] = []
         for index in self._within(start, part.numel()):
@@ -142,13 +143,16 @@ class LiveWeights:
             raise WeightsNotFinite(names[bad], "the weights are not sent to the engines")
 
     def _fill(self, start: int, part: Tensor) -> None:
+        """Collect the bytes of a part from all ranks."""
         gathering = self._gathering
         if gathering is not None and gathering.ask is not None:
             gathering.ask(json.dumps([start, part.numel()]).encode())
         own = 0
         others = []
         for piece in self._pieces(start, part.numel()):
-            target = self._place_of(piece, part)
+            target = part[piece.at : piece.at + piece.count * piece.dtype.itemsize].view(
+                piece.dtype
+            )
             if piece.rank == own:
                 _copy(target, self._local(piece))
             else:
@@ -168,7 +172,7 @@ class LiveWeights:
                 numbers = self._local(piece).to(gathering.device, piece.dtype)
                 sent.append(numbers.view(torch.uint8))
         with _RankErrors(gathering):
-            _run([dist.P2POp(dist.isend, each, 0, gathering.group) for each in sent])
+            _exchange([dist.P2POp(dist.isend, each, 0, gathering.group) for each in sent])
 
     def _within(self, start: int, num_bytes: int) -> range:
         """Return the indices of the tensors that may have bytes in this range."""
@@ -210,11 +214,9 @@ class LiveWeights:
             return flat[piece.first - low : piece.first - low + piece.count]
         return tensor.reshape(-1)[piece.first : piece.first + piece.count]
 
-    def _place_of(self, piece: Piece, part: Tensor) -> Tensor:
-        return part[piece.at : piece.at + piece.count * piece.dtype.itemsize].view(piece.dtype)
-
 
 def _runs_of(tensor: Tensor | Merged | Stored) -> Sequence[tuple[Tensor | Merged, int, int]]:
+    """Return a tensor as ranges of flat tensors: (tensor, first, first after it)."""
     if isinstance(tensor, Stored):
         return tensor.runs
     if isinstance(tensor, Merged):
@@ -222,7 +224,8 @@ def _runs_of(tensor: Tensor | Merged | Stored) -> Sequence[tuple[Tensor | Merged
     return [(tensor.detach(), 0, tensor.numel())]
 
 
-def _sent_as(tensor: Tensor | Merged | Stored, dtype: torch.dtype | None) -> torch.dtype:
+def _dtype_sent(tensor: Tensor | Merged | Stored, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which a tensor is sent."""
     return dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
 
 
@@ -251,19 +254,20 @@ def _copy(target: Tensor, source: Tensor) -> None:
     if target.device == source.device:
         target.copy_(source)
         return
-    for here, there in zip(target.split(CAST_NUMBERS), source.split(CAST_NUMBERS), strict=True):
-        here.copy_(there.to(here.device) if here.is_cuda else there)
+    targets = target.split(CAST_NUMBERS)
+    for part, found in zip(targets, source.split(CAST_NUMBERS), strict=True):
+        part.copy_(found.to(part.device) if part.is_cuda else found)
 
 
 def _receive(gathering: Gathering, wanted: Sequence[tuple[Piece, Tensor]]) -> None:
     """Fill the targets with data of other ranks, without an extra copy if the devices allow it."""
     landed = [
-        target if target.device == gathering.device else torch.empty_like(target, device=there)
+        target if target.device == gathering.device else torch.empty_like(target, device=device)
         for _, target in wanted
-        for there in [gathering.device]
+        for device in [gathering.device]
     ]
     with _RankErrors(gathering):
-        _run(
+        _exchange(
             [
                 dist.P2POp(dist.irecv, each.view(torch.uint8), piece.rank, gathering.group)
                 for (piece, _), each in zip(wanted, landed, strict=True)
@@ -274,7 +278,8 @@ def _receive(gathering: Gathering, wanted: Sequence[tuple[Piece, Tensor]]) -> No
             target.copy_(each)
 
 
-def _run(operations: list[dist.P2POp]) -> None:
+def _exchange(operations: list[dist.P2POp]) -> None:
+    """Run transfers between ranks to their end."""
     if operations:
         for work in dist.batch_isend_irecv(operations):
             work.wait()

@@ -139,7 +139,7 @@ class Transfers:
         if not self.members.has(member):
             return
         self.members.note_slept(member, join.slept)
-        self._answers.hear(member, join)
+        self._answers.derive_from_heartbeat(member, join)
         lost = self._answers.unanswered(member) if has_moved else None
         if lost is not None:
             self._router.send(sender, lost)
@@ -147,14 +147,17 @@ class Transfers:
             self._fail(member, f"the engine has not answered for {join.quiet_s:.1f} s")
 
     def _fail(self, member: EngineMember, reason: str) -> None:
+        """Mark a member as failed and remove it."""
         self.members.note_failed(member)
         self.members.remove(member, reason=reason)
 
     def _own_device(self) -> str:
+        """Return the name of the device that holds the current version."""
         assert self.current is not None
         return device_id(self.current.source.device)
 
     def _note_answer(self, answer: WeightsReady | WeightsLoaded) -> None:
+        """Record an engine's answer to the current offer."""
         member = self.members.find(answer.actor, answer.incarnation)
         if member is None or not self._answers.note(member, answer):
             return
@@ -167,6 +170,7 @@ class Transfers:
             self._note("publish/stage_s", answer.stage_s, is_sum=False)
 
     def _note(self, name: str, seconds: float, *, is_sum: bool) -> None:
+        """Record a duration of the current version's transfer."""
         assert self.current is not None
         size_gb = self.current.source.total_bytes / GB
         self._measures.note(name, seconds, size_gb=size_gb, is_sum=is_sum)
@@ -213,6 +217,7 @@ class Transfers:
             reading.end()
 
     def _broadcast_to(self, receivers: ReceiverGroup, context: _BroadcastContext) -> None:
+        """Send a version to a group; repeat without lost members."""
         num_broken = 0
         while receivers.members and not self._stop_requested.is_set():
             error = self._attempt(receivers, context)
@@ -227,6 +232,7 @@ class Transfers:
                 return
 
     def _isolate_faulty(self, receivers: ReceiverGroup, context: _BroadcastContext) -> None:
+        """Send a version to each member alone, and remove those that fail."""
         weights = context.weights
         for member in receivers.members:
             error = self._attempt(receivers._replace(members=(member,)), context)
@@ -247,7 +253,7 @@ class Transfers:
         try:
             self._transfer_once(receivers, context)
         except LongstrideError as error:
-            self._give_up(context.weights, receivers, error)
+            self._cancel(context.weights, receivers, error)
             # Such weights must not be sent to any engine.
             if not isinstance(error, WeightSyncError):
                 raise
@@ -255,9 +261,10 @@ class Transfers:
         self._finish(receivers, context)
         return None
 
-    def _give_up(
+    def _cancel(
         self, weights: PublishedWeights, receivers: ReceiverGroup, error: LongstrideError
     ) -> None:
+        """Cancel a failed transfer at all its receivers."""
         names = ", ".join(member.actor for member in receivers.members)
         logger.error(
             "transfer failed version=%d actors=%s reason=%s", weights.version, names, error
@@ -382,6 +389,7 @@ class Transfers:
             self._groups.leave(receivers)
 
     def _settle(self, weights: PublishedWeights, member: EngineMember) -> None:
+        """Record a member's final answer."""
         answer = self._answers.loaded(member)
         held_after = weights.version if weights.digest else -1
         if answer is None:
@@ -409,10 +417,12 @@ class Transfers:
         )
 
     def _is_cancelled(self, members: tuple[EngineMember, ...], reading: WeightsReadLock) -> bool:
+        """Return whether a transfer must end: a stop, the trainer, or a failed member."""
         self.receive(0.0)
         is_over = self._stop_requested.is_set() or reading.must_end
         return is_over or any(self._has_failed(m) for m in members)
 
     def _has_failed(self, member: EngineMember) -> bool:
+        """Return whether a member is lost or has reported a failure."""
         answer = self._answers.loaded(member)
         return not self.members.has(member) or (answer is not None and not answer.is_ok)

@@ -91,10 +91,10 @@ class EngineWatch:
         Raises: LongstrideError: actors exist, so the connection to them is broken; a restarted
             learner has a new one. Not raised with `run.on_stall=warn`.
         """
-        lonely_s = self._publisher.lonely_s
-        if lonely_s < self._run.stall_s:
+        no_engine_s = self._publisher.no_engine_s
+        if no_engine_s < self._run.stall_s:
             return ""
-        what = f"No engine has loaded weights for {lonely_s:.0f} s"
+        what = f"No engine has loaded weights for {no_engine_s:.0f} s"
         if num_slots and self._run.on_stall is not OnStall.WARN:
             raise LongstrideError(f"{what}, although actors have {num_slots} slots.")
         if time.monotonic() - self._warned_at > self._run.stall_s:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from common.launch.process import read_tail
-from common.log import begin_anew
+from common.log import rotate_logs
 
 
 def test_oversized_log_is_rotated_under_its_writer(tmp_path: Path) -> None:
@@ -13,7 +13,7 @@ def test_oversized_log_is_rotated_under_its_writer(tmp_path: Path) -> None:
         for life in ("first", "second"):
             log.write(f"{life}\n".encode() * 100)
             offset = path.stat().st_size
-            begin_anew(tmp_path, max_bytes=200)
+            rotate_logs(tmp_path, max_bytes=200)
             log.write(b"and on\n")
             assert path.read_text(encoding="utf-8") == "and on\n"
             assert read_tail(path, offset, max_lines=5) == ["and on"]

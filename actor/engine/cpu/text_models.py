@@ -39,6 +39,7 @@ def register_text_models(architectures: Sequence[str]) -> None:
 
 
 def _has_images(module: str) -> bool:
+    """Return whether a module of vLLM also holds a variant for images."""
     spec = importlib.util.find_spec(module)
     origin = None if spec is None else spec.origin
     return origin is not None and MARK in Path(origin).read_text(encoding="utf-8")
@@ -47,7 +48,7 @@ def _has_images(module: str) -> bool:
 @contextmanager
 def placeholders() -> Iterator[None]:
     """Let imports of torchvision within the context give placeholders."""
-    # These modules look for torchvision when they are imported, so they must not see a placeholder.
+    # These modules import torchvision if it exists, so they must not get a placeholder.
     import transformers.image_utils
     import transformers.video_utils  # noqa: F401
 
@@ -68,12 +69,15 @@ class _Placeholders(MetaPathFinder, Loader):
         self.made: list[str] = []
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """Return a spec for a missing module, None for any other module."""
         if fullname.partition(".")[0] != MISSING:
             return None
         self.made.append(fullname)
         return importlib.util.spec_from_loader(fullname, self, is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:
+        """Make every attribute of the module an empty class."""
+
         def attribute(name: str) -> type:
             if name.startswith("__"):
                 raise AttributeError(name)

@@ -122,6 +122,7 @@ class InteractiveEpisodes:
         cfg = PolicySection(url=url, model=model, max_tries=2, timeout_s=60.0)
 
         async def ask_policy() -> dict[str, Any]:
+            """Request one action from the endpoint, and execute it."""
             if episode.is_done:
                 raise ConfigError("The episode has ended. Start another one.")
             if episode.format is AgentFormat.FUNCTION_CALL:
@@ -159,9 +160,9 @@ class InteractiveEpisodes:
         if not (root / "config.yaml").is_file():
             raise ConfigError(f"{root}/config.yaml is missing, so the policy is unknown")
         words = ["serve", f"run.dir={root.parent}", f"run.name={root.name}"]
-        words += ["policy.url=", f"policy.api_key_env={TOKEN}", *_newest(root)]
+        words += ["policy.url=", f"policy.api_key_env={TOKEN}", *_newest_checkpoint(root)]
         try:
-            url = await self._address("policy", words, says="policy: ", start_s=ENGINE_START_S)
+            url = await self._address("policy", words, prefix="policy: ", start_s=ENGINE_START_S)
         except EnvError as error:  # A user can still play the episode.
             raise ConfigError(str(error)) from error
         return await self.ask(episode_id, url=url, model=root.name, key=self._token)
@@ -195,7 +196,7 @@ class InteractiveEpisodes:
         return self._clients[address]
 
     async def _address(
-        self, kind: str, words: list[str], *, says: str = "hub: ", start_s: float = START_S
+        self, kind: str, words: list[str], *, prefix: str = "hub: ", start_s: float = START_S
     ) -> str:
         """Return the address of a server process; replace one of this kind with other arguments."""
         self._upkeep = self._upkeep or asyncio.create_task(self._close_idle())
@@ -206,12 +207,13 @@ class InteractiveEpisodes:
                 self._words[kind] = words
                 token = self._token
                 self._services[kind] = ServiceCommand(
-                    self._root, words, token=token, says=says, start_s=start_s
+                    self._root, words, token=token, prefix=prefix, start_s=start_s
                 )
             service = self._services[kind]
         return await service.address()
 
     def _find(self, episode_id: str) -> InteractiveEpisode:
+        """Return an open episode by its id. Raises: ConfigError: it is closed."""
         episode = self._episodes.get(episode_id)
         if episode is None:
             raise ConfigError("This episode is closed, because it failed or was idle for too long.")
@@ -230,6 +232,7 @@ class InteractiveEpisodes:
     async def _step(
         self, episode: InteractiveEpisode, action: str, *, answer: str | None = None
     ) -> dict[str, Any]:
+        """Execute an action; return the view after it."""
         if episode.is_done:
             raise ConfigError("The episode has ended. Start another one.")
         result = await episode.session.step(action)
@@ -270,7 +273,7 @@ class InteractiveEpisodes:
                 await each.stop(unused_s=self._idle_s)
 
 
-def _newest(root: Path) -> list[str]:
+def _newest_checkpoint(root: Path) -> list[str]:
     """Return the override for a run's newest checkpoint; [] if it has none yet."""
     complete = [path.parent for path in root.glob("checkpoints/step-*/COMPLETE")]
     numbers = {int(number): path for path in complete if (number := path.name[5:]).isdigit()}

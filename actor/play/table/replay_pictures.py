@@ -90,6 +90,7 @@ def _difference(recorded: RecordedEpisode, turn: int, observation: str, state: s
 
 
 def _changed_result(recorded: RecordedEpisode, turn: int, result: HubStepResult) -> str:
+    """Return how a result differs from the recorded one; "" if it is equal."""
     scores = recorded["scores"]
     if turn < len(scores) and abs(result.reward - scores[turn]) > SAME_SCORE:
         return f"The reward of turn {turn + 1} is {result.reward:g}, but was {scores[turn]:g}."

@@ -40,7 +40,7 @@ class ServiceCommand:
         words: Sequence[str],
         *,
         token: str,
-        says: str = "hub: ",
+        prefix: str = "hub: ",
         start_s: float = START_S,
     ) -> None:
         """Create the service without starting it.
@@ -48,9 +48,9 @@ class ServiceCommand:
         Args:
             root: folder of `run.py`.
             words: arguments of the command; ${oc.env:LONGSTRIDE_TABLE_TOKEN} is the token.
-            says: prefix of the printed line that holds the address.
+            prefix: beginning of the printed line that holds the address.
         """
-        self._mark = says
+        self._mark = prefix
         self._start_s = start_s
         self._argv = [sys.executable, str(root / "run.py"), *words]
         self._env = {TOKEN: token}
@@ -78,6 +78,7 @@ class ServiceCommand:
                 await asyncio.to_thread(self._stop)
 
     def _start(self) -> tuple[ChildProcess, str]:
+        """Start the command, and wait until it prints its address; return both."""
         folder = Path(tempfile.mkdtemp(prefix="longstride-"))
         log = folder / "log"
         name = self._argv[2]

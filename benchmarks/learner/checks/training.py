@@ -126,6 +126,7 @@ def num_weights(shape: ModelShape) -> int:
 
 
 def _packed_step(bench: DeviceBench, case: PackedCase, rate: float) -> None:
+    """Measure a packed step: its rate beside that of matrix products, and its memory."""
     model = bench.shaped(case.model, lora_rank=case.lora_rank)
     samples = make_batch(case.shape, vocab_size=vocabulary_size(model), seed=0)
     lengths = [len(sample.trajectory.token_ids) for sample in samples]
@@ -224,16 +225,19 @@ def check_shards(bench: DeviceBench) -> None:
 
 
 def _step_of(trainer: Trainer, samples: list[Sample]) -> Callable[[], object]:
+    """Return a function that makes one training step."""
     return lambda: trainer.train_on(samples, version=1, must_train=True)
 
 
 def _settings(learner: LearnerSection) -> TrainerSettings:
+    """Return the settings of a trainer."""
     return TrainerSettings(learner=learner, algorithm=AlgorithmSection(), num_steps=1_000)
 
 
 def _gradient(
     settings: TrainerSettings, model: PreTrainedModel, ranks: Ranks, samples: list[Sample]
 ) -> torch.Tensor:
+    """Return the gradient of one pass over the samples."""
     gradients = Gradients(settings, Networks(policy=model), ranks)
     gradients.accumulate(gradients.prepare(samples, version=0), range(len(samples)))
     found = [whole(p.grad) for p in model.parameters() if p.grad is not None]
@@ -242,6 +246,7 @@ def _gradient(
 
 @contextmanager
 def _group_of_one(device: torch.device) -> Iterator[Ranks]:
+    """Make a process group of this process alone."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=GROUP_TIMEOUT)
     try:

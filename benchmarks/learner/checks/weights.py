@@ -53,7 +53,7 @@ def check_transfers(bench: DeviceBench) -> None:
         for i in range(NUM_PIECES)
     ]
     source = LiveWeights(pieces, torch.bfloat16)
-    took_s = _send(bench, source, _here(bench), "to a process on the same device")
+    took_s = _send(bench, source, _route_on_device(bench), "to a process on the same device")
     alone = TransferSetup(
         transport="nccl" if bench.is_cuda else "gloo",
         device=device,
@@ -69,7 +69,7 @@ def check_transfers(bench: DeviceBench) -> None:
     if not bench.peer_device.startswith("cuda"):
         table.note("weights: NCCL between GPUs", "left out: this machine has one GPU")
         return
-    away = replace(_here(bench), transport="nccl", peer_device=bench.peer_device)
+    away = replace(_route_on_device(bench), transport="nccl", peer_device=bench.peer_device)
     part = LiveWeights(pieces[:1], torch.bfloat16)
     took_s = _send(bench, part, away, f"to {bench.peer_device}")
     name = f"weights: to {bench.peer_device} over nccl"
@@ -80,14 +80,14 @@ def check_gloo(bench: DeviceBench) -> None:
     """Send a part of the weights over gloo to a process on the CPU."""
     num = num_weights(bench.sizes.full) // NUM_PIECES
     part = LiveWeights([("weights", torch.randn(num, device=bench.device))], torch.bfloat16)
-    away = replace(_here(bench), transport="gloo", peer_device="cpu")
+    away = replace(_route_on_device(bench), transport="gloo", peer_device="cpu")
     took_s = _send(bench, part, away, "to a process on the CPU")
     name = "weights: to a process on the CPU over gloo"
     bound = MIN_GLOO_GB_PER_S if bench.is_cuda else 0.0
     bench.table.at_least(name, part.total_bytes / 1e9 / took_s, "GB/s", bound)
 
 
-def _here(bench: DeviceBench) -> TransferSetup:
+def _route_on_device(bench: DeviceBench) -> TransferSetup:
     """Return the route to another process on the device."""
     return TransferSetup(
         transport="ipc" if bench.is_cuda else "file",
@@ -144,7 +144,9 @@ def check_adapter_transfer(bench: DeviceBench) -> None:
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     name = "adapters: bytes of a version for each trained weight"
     bench.table.at_most(name, source.total_bytes / trained, "", 2.01)
-    _send(bench, source, _here(bench), "of adapters alone, to a process on the same device")
+    _send(
+        bench, source, _route_on_device(bench), "of adapters alone, to a process on the same device"
+    )
 
 
 def check_engine(bench: DeviceBench, *, is_lora: bool = False) -> None:

@@ -74,6 +74,7 @@ class ConversationFile:
 
 
 def _values(number: int, conversation: Conversation) -> dict[str, Any]:
+    """Return the columns of a conversation as a row of the index."""
     values: dict[str, Any] = dict.fromkeys(INTS, 0) | dict.fromkeys(FLOATS, 0.0)
     values |= dict.fromkeys(NAMES, "")
     env = conversation.item_id.rpartition("_")[0] or conversation.item_id

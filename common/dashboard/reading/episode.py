@@ -78,18 +78,18 @@ def segments_of(trajectory: Trajectory, texts: Texts) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for start, end in itertools.pairwise(edges):
         turn = int(t.turn_ids[start])
-        here = slice(start, end)
+        span = slice(start, end)
         observed = "prompt" if start in starts else "observation"
         segment: dict[str, Any] = {
             "kind": asides.get(start) or ("action" if t.loss_mask[start] else observed),
             "turn": turn,
             "start": start,
-            "texts": texts.texts(t.token_ids[here].tolist()),
+            "texts": texts.texts(t.token_ids[span].tolist()),
         }
         if t.loss_mask[start]:
-            logprobs = np.nan_to_num(np.asarray(t.logprobs[here], np.float64))
+            logprobs = np.nan_to_num(np.asarray(t.logprobs[span], np.float64))
             segment["logprobs"] = np.round(logprobs, 4).tolist()
-            segment["versions"] = runs_of(t.versions[here])
+            segment["versions"] = runs_of(t.versions[span])
             is_known = turn < len(t.invalid_turns) and start not in asides
             segment["invalid"] = bool(t.invalid_turns[turn]) if is_known else False
             segment["score"] = float(t.turn_scores[turn]) if is_known else None

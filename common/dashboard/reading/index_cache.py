@@ -119,6 +119,7 @@ class IndexCache:
         return message is not None and message.episode_id == header["last"]
 
     def _make_room(self) -> None:
+        """Remove the oldest cache files over the size limit."""
         kept = [(path.stat(), path) for path in self._path.parent.glob("*.npz")]
         total = sum(found.st_size for found, _ in kept)
         for found, path in sorted(kept, key=lambda each: each[0].st_mtime):

@@ -123,6 +123,7 @@ class EpisodeIndex:
         return True
 
     def _end_segment(self) -> None:
+        """Count the bytes of a segment that is read to its end."""
         self._done_bytes += max(self._size, self._offset)
         self._is_done = True
 
@@ -139,6 +140,7 @@ class EpisodeIndex:
         return self._next_segment()
 
     def _next_segment(self) -> bool:
+        """Continue with the next segment of the journal; return whether there is one."""
         numbers = list(list_segments(self._folder))
         following = [number for number in numbers if number > self._number]
         if not following:
@@ -182,10 +184,12 @@ class EpisodeIndex:
         return True
 
     def _add(self, trajectory: Trajectory) -> None:
+        """Add a trajectory as a row."""
         place = {"segment": self._number, "offset": self._offset}
         self.rows.add(trajectory.episode_id, values_of(trajectory) | place)
 
     def _add_problem(self, problem: str) -> None:
+        """Keep a problem for display, up to a limit."""
         self.num_problems += 1
         if len(self.problems) < MAX_PROBLEMS and problem not in self.problems:
             self.problems.append(problem)

@@ -75,5 +75,6 @@ class MetricColumns:
 
 
 def _mean(values: Iterable[float]) -> float | None:
+    """Return the mean of the known values with six digits."""
     known = [value for value in values if not math.isnan(value)]
     return float(f"{sum(known) / len(known):.6g}") if known else None

@@ -86,6 +86,7 @@ class OutcomeLog:
         return found[::-1][:MAX_ABSENT]
 
     def _settle(self, rows: EpisodeRows, episode_id: str, settled: Settled) -> None:
+        """Set the outcome of a row, or keep it until the row appears."""
         row = rows.row_of.get(episode_id)
         if row is None:
             self._waiting[episode_id] = settled

@@ -70,6 +70,7 @@ def find(rows: EpisodeRows, wanted: Mapping[str, str]) -> np.ndarray:
 
 
 def _sorted(rows: EpisodeRows, found: np.ndarray, sort: str) -> np.ndarray:
+    """Return the found rows in the order of `sort`."""
     if sort not in SORTS:
         raise ConfigError(f"sort={sort}: unknown order. Use one of: {', '.join(SORTS)}.")
     name, sign = SORTS[sort]
@@ -79,6 +80,7 @@ def _sorted(rows: EpisodeRows, found: np.ndarray, sort: str) -> np.ndarray:
 
 
 def _number(key: str, value: str) -> float:
+    """Return the number of a filter. Raises: ConfigError: it is none."""
     try:
         return float(value)
     except ValueError:

@@ -76,6 +76,7 @@ class RunSource:
         return is_more
 
     def _restore(self, cache: IndexCache) -> None:
+        """Continue with the index and the outcomes of the cache, if they fit the files."""
         if beside := cache.load(self.index.rows):
             if self._outcomes.restore(beside["outcomes"]):
                 self.index.restore(beside["index"])
@@ -244,6 +245,7 @@ class RunSource:
         return sorted(newest, key=lambda row: int(rows.column("member")[row]))
 
     def _advantages(self, members: list[int]) -> dict[str, float]:
+        """Return each member's advantage as the learner's group baseline gives it."""
         rows = self.index.rows
         algorithm = _section(self.config(), "algorithm")
         penalty = float(algorithm.get("invalid_action_penalty") or 0.0)
@@ -274,4 +276,5 @@ class RunSource:
 
 
 def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a section of a stored configuration; {} without it."""
     return as_map(config.get(name))

@@ -97,6 +97,7 @@ class Sources:
 
 
 def _changed_at(source: Source) -> float:
+    """Return when a source's files changed last; 0 if they are gone."""
     try:
         path = source.path
         return max(each.stat().st_mtime for each in (path, path / "metrics.jsonl") if each.exists())

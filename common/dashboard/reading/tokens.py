@@ -52,12 +52,14 @@ class TokenTexts:
         return "".join(self.texts([n for n in token_ids if n not in self._special])).strip()
 
     def _bytes(self, number: int) -> bytes:
+        """Return the bytes of a token."""
         found = self._known.get(number)
         if found is None:
-            found = self._known[number] = self._make(number)
+            found = self._known[number] = self._decode(number)
         return found
 
-    def _make(self, number: int) -> bytes:
+    def _decode(self, number: int) -> bytes:
+        """Return the bytes of a piece of the vocabulary."""
         piece = self._pieces.get(number)
         if piece is None:
             return f"⟨{number}⟩".encode()

@@ -101,7 +101,7 @@ def _conversation(source: Source, episode_id: str, *, is_coloured: bool) -> Iter
     except WireError as error:
         yield f"{episode_id}: the record is damaged: {error}"
         return
-    yield _head(episode)
+    yield _headline(episode)
     for segment in episode["segments"]:
         name = MARKS.get(segment["kind"], segment["kind"])
         turn = f" {segment['turn'] + 1}" if segment["kind"] != "prompt" else ""
@@ -114,7 +114,8 @@ def _conversation(source: Source, episode_id: str, *, is_coloured: bool) -> Iter
         yield f"{DIM}{text.strip()}{RESET}" if dim else text.strip()
 
 
-def _head(episode: dict[str, Any]) -> str:
+def _headline(episode: dict[str, Any]) -> str:
+    """Return the headline of an episode."""
     advantage = episode.get("advantage")
     parts = [
         f"=== {episode['id']}",

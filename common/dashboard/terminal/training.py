@@ -36,6 +36,7 @@ class TerminalObserver:
         )
 
     def _read_view(self) -> RunView:
+        """Return the current state, and update the estimates of durations with it."""
         view = _view(self._cfg, self._run_dir)
         self._pace.observe(view)
         return view
@@ -72,6 +73,7 @@ class TerminalObserver:
 
 
 def _report(cfg: RunConfig, run_dir: RunDir, *, wall_s: float, peak_memory_bytes: int) -> None:
+    """Write the report of a finished run, mark the run as finished, and print the paths."""
     from common.report.write import summary, write_report
     from common.store.run_start import mark_finished
 
@@ -102,10 +104,12 @@ def probe(cfg: RunConfig, run_dir: RunDir, kind: str) -> int:
 
 
 def _state(cfg: RunConfig, run_dir: RunDir) -> str:
+    """Return the state line of a run."""
     return state_line(run_dir, _view(cfg, run_dir))
 
 
 def _view(cfg: RunConfig, run_dir: RunDir) -> RunView:
+    """Return the current state of a run."""
     return view_run(run_dir, cfg.train, cfg.horizon)
 
 

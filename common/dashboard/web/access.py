@@ -43,6 +43,7 @@ class AccessMiddleware:
         return response
 
     def _refusal(self, request: Request) -> Response | None:
+        """Return the response to a forbidden request; None if the request is allowed."""
         is_read = request.method in ("GET", "HEAD")
         if not is_read and not request.url.path.startswith(self._writable):
             return _error(405, "The dashboard is read-only.")
@@ -74,6 +75,7 @@ class AccessMiddleware:
         )
 
     def _is_right(self, given: str) -> bool:
+        """Return whether a token is the right one, in constant time."""
         return hmac.compare_digest(given.encode(), self._token.encode())
 
 

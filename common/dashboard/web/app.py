@@ -52,8 +52,8 @@ def make_app(
     if table is not None:
         add_play(app, table)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
-    app.add_exception_handler(ConfigError, _wrong)
-    app.add_exception_handler(WireError, _damaged)
+    app.add_exception_handler(ConfigError, _answer_bad_request)
+    app.add_exception_handler(WireError, _answer_damaged)
     app.state.watch = watch
     return app
 
@@ -62,15 +62,18 @@ async def _index() -> FileResponse:
     return FileResponse(STATIC / "index.html")
 
 
-def _wrong(_: Request, error: Exception) -> JSONResponse:
+def _answer_bad_request(_: Request, error: Exception) -> JSONResponse:
+    """Return a 400 with the error's text."""
     return JSONResponse({"error": str(error)}, status_code=400)
 
 
-def _damaged(_: Request, error: Exception) -> JSONResponse:
+def _answer_damaged(_: Request, error: Exception) -> JSONResponse:
+    """Return a 422 for a damaged record."""
     return JSONResponse({"error": f"The record is damaged: {error}"}, status_code=422)
 
 
 def _source(request: Request, name: str) -> Source:
+    """Return a source by its name; 404 if there is none."""
     try:
         return request.app.state.watch.ask(name)
     except KeyError:
@@ -78,6 +81,7 @@ def _source(request: Request, name: str) -> Source:
 
 
 def _run(request: Request, name: str) -> RunSource:
+    """Return a run by its name; 404 if there is none, or for a file of conversations."""
     source = _source(request, name)
     if not isinstance(source, RunSource):
         raise HTTPException(404, f"{name} is a conversation file, which has episodes only.")
@@ -85,11 +89,13 @@ def _run(request: Request, name: str) -> RunSource:
 
 
 def _runs(request: Request) -> list[dict[str, Any]]:
+    """Return the entries of the list of runs."""
     watch: SourceRefresher = request.app.state.watch
     return [each.summary() for each in watch.sources.list_all()]  # Only opened runs are read.
 
 
 def _overview(request: Request, name: str) -> dict[str, Any]:
+    """Return the data of the Run view, or the summary of a conversation file."""
     source = _source(request, name)
     return overview(source) if isinstance(source, RunSource) else source.summary()
 
@@ -105,6 +111,7 @@ def _fleet(request: Request, name: str) -> dict[str, Any]:
 
 
 def _episodes(request: Request, name: str, start: int = 0, num: int = PAGE) -> dict[str, Any]:
+    """Return one page of a source's episodes that match the filters."""
     source = _source(request, name)
     wanted = {k: v for k, v in request.query_params.items() if k not in ("start", "num")}
     found = source.page(wanted, start=max(0, start), num=max(0, min(num, MAX_PAGE)))
@@ -112,6 +119,7 @@ def _episodes(request: Request, name: str, start: int = 0, num: int = PAGE) -> d
 
 
 def _episode(request: Request, name: str, id: str) -> JSONResponse:
+    """Return one complete episode."""
     try:
         return JSONResponse(_source(request, name).episode(id))
     except KeyError:
@@ -119,6 +127,7 @@ def _episode(request: Request, name: str, id: str) -> JSONResponse:
 
 
 def _group(request: Request, name: str, id: str) -> JSONResponse:
+    """Return the members of a group."""
     try:
         return JSONResponse(_run(request, name).group(id))
     except KeyError:
@@ -126,6 +135,7 @@ def _group(request: Request, name: str, id: str) -> JSONResponse:
 
 
 def _compare(request: Request, runs: str) -> dict[str, Any]:
+    """Return the data of the Compare view."""
     names = [name for name in re.split(r",", runs) if name][:MAX_COMPARED]
     return compare([_run(request, name) for name in names])
 
@@ -135,6 +145,7 @@ async def _events(request: Request) -> StreamingResponse:
     watch: SourceRefresher = request.app.state.watch
 
     async def events() -> AsyncIterator[str]:
+        """Yield an event for each change, and a comment at intervals that keeps the connection."""
         known = -1
         silent_s = 0.0
         while not await request.is_disconnected():

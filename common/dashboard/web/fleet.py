@@ -130,6 +130,7 @@ def _events(logs: Path) -> dict[str, Any]:
 
 
 def _stalls(folder: Path) -> list[dict[str, str]]:
+    """Return the newest stall reports."""
     paths = sorted((p for p in folder.glob("*") if p.is_file()), key=lambda p: p.stat().st_mtime)
     found: list[dict[str, str]] = []
     for path in paths[-5:]:

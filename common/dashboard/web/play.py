@@ -69,6 +69,7 @@ def add_play(app: FastAPI, table: PlayService) -> None:
     """Add the routes over a table; the application's shutdown also shuts down the table."""
 
     async def open_one(body: _OpenBody, request: Request) -> EpisodeReply:
+        """Open an episode, in the style and format of a run if one is named."""
         style = COMPACT
         format = AgentFormat.PLAIN
         if body.run:
@@ -81,6 +82,7 @@ def add_play(app: FastAPI, table: PlayService) -> None:
         return await table.step(body.id, body.action)
 
     async def ask(body: _Ask, request: Request) -> EpisodeReply:
+        """Let a policy act: the one of a run, or one behind an endpoint."""
         if body.run:
             return await table.ask_run(body.id, str(_run(request, body.run).run_dir.root.resolve()))
         return await table.ask(body.id, url=body.url, model=body.model, key=body.key)
@@ -90,6 +92,7 @@ def add_play(app: FastAPI, table: PlayService) -> None:
         return {}
 
     async def pictures(name: str, id: str, request: Request) -> EpisodeReply:
+        """Replay a recorded episode; return its pictures."""
         run = _run(request, name)
         try:
             recorded = await asyncio.to_thread(run.recorded, id)
@@ -101,10 +104,11 @@ def add_play(app: FastAPI, table: PlayService) -> None:
     app.add_api_route("/api/run/{name}/pictures", pictures)
     for word, answer in (("open", open_one), ("step", step), ("ask", ask), ("close", close)):
         app.add_api_route(f"{PATH}{word}", answer, methods=["POST"])
-    app.add_exception_handler(EnvError, _failed)
+    app.add_exception_handler(EnvError, _answer_failure)
 
 
 def _run(request: Request, name: str) -> RunSource:
+    """Return a run by its name; 404 if there is none, or for a file of conversations."""
     try:
         source = request.app.state.watch.ask(name)
     except KeyError:
@@ -114,5 +118,6 @@ def _run(request: Request, name: str) -> RunSource:
     return source
 
 
-def _failed(_: Request, error: Exception) -> JSONResponse:
+def _answer_failure(_: Request, error: Exception) -> JSONResponse:
+    """Return a 502 with the text of an environment's failure."""
     return JSONResponse({"error": str(error)}, status_code=502)

@@ -25,27 +25,27 @@ def played(rows: EpisodeRows, kind: str) -> np.ndarray:
 def evaluations(rows: EpisodeRows) -> dict[str, dict[str, Any]]:
     """Return the scores by evaluation, in the order of their start, each also by subset."""
     found: dict[str, dict[str, Any]] = {}
-    for name, here in _by_name(rows, "group", played(rows, "eval")):
-        whole = score(rows, here)
-        whole["by_subset"] = {each: score(rows, part) for each, part in _by_subset(rows, here)}
+    for name, selected in _by_name(rows, "group", played(rows, "eval")):
+        whole = score(rows, selected)
+        whole["by_subset"] = {each: score(rows, part) for each, part in _by_subset(rows, selected)}
         found[name.removeprefix("eval-")] = whole
     return found
 
 
 def subsets(rows: EpisodeRows) -> dict[str, dict[str, Any]]:
     """Return the scores of all training episodes by subset."""
-    here = played(rows, "train")
-    return {name: score(rows, part) for name, part in _by_subset(rows, here)}
+    selected = played(rows, "train")
+    return {name: score(rows, part) for name, part in _by_subset(rows, selected)}
 
 
-def score(rows: EpisodeRows, here: np.ndarray) -> dict[str, Any]:
+def score(rows: EpisodeRows, selected: np.ndarray) -> dict[str, Any]:
     """Return success with its 95 % interval (Wilson), without infrastructure failures."""
-    good = here[~_has_failed(rows, here)]
+    good = selected[~_has_failed(rows, selected)]
     num = len(good)
     num_solved = int(rows.column("success")[good].sum())
     return {
         "num": num,
-        "failed": len(here) - num,
+        "failed": len(selected) - num,
         "success": num_solved / num if num else None,
         "ci95": wilson_interval(num_solved, num) if num else None,
     }
@@ -82,11 +82,15 @@ def samples(rows: EpisodeRows, *, group: str = "") -> list[dict[str, Any]]:
     lowest success comes first. There are at least `MIN_SAMPLES` rows if enough episodes exist: with
     few subsets, each subset has several.
     """
-    here = np.concatenate([played(rows, "train"), played(rows, "eval")])
+    selected = np.concatenate([played(rows, "train"), played(rows, "eval")])
     if group:
-        here = here[rows.column("group")[here] == rows.names["group"].codes.get(group, -1)]
-    here = here[~_has_failed(rows, here) & (rows.column("sampled")[here] > 0)]
-    parts = sorted(_by_subset(rows, here), key=lambda p: float(rows.column("success")[p[1]].mean()))
+        selected = selected[
+            rows.column("group")[selected] == rows.names["group"].codes.get(group, -1)
+        ]
+    selected = selected[~_has_failed(rows, selected) & (rows.column("sampled")[selected] > 0)]
+    parts = sorted(
+        _by_subset(rows, selected), key=lambda p: float(rows.column("success")[p[1]].mean())
+    )
     picked: dict[int, str] = {}
     for rank in range(MIN_SAMPLES):
         for _, part in parts:
@@ -102,17 +106,19 @@ def samples(rows: EpisodeRows, *, group: str = "") -> list[dict[str, Any]]:
     return sorted(chosen, key=lambda each: (hardest.index(each["subset"]), each["why"]))
 
 
-def _has_failed(rows: EpisodeRows, here: np.ndarray) -> np.ndarray:
+def _has_failed(rows: EpisodeRows, selected: np.ndarray) -> np.ndarray:
+    """Return which rows ended with an infrastructure failure, bool."""
     codes = [rows.names["end"].codes.get(name, -1) for name in INFRASTRUCTURE]
-    return np.isin(rows.column("end")[here], codes)
+    return np.isin(rows.column("end")[selected], codes)
 
 
-def _by_subset(rows: EpisodeRows, here: np.ndarray) -> list[tuple[str, np.ndarray]]:
-    return _by_name(rows, "subset", here)
+def _by_subset(rows: EpisodeRows, selected: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """Return the rows of each subset."""
+    return _by_name(rows, "subset", selected)
 
 
-def _by_name(rows: EpisodeRows, column: str, here: np.ndarray) -> list[tuple[str, np.ndarray]]:
+def _by_name(rows: EpisodeRows, column: str, selected: np.ndarray) -> list[tuple[str, np.ndarray]]:
     """Return (name, rows) for each value of a name column, in order of first occurrence."""
-    codes = rows.column(column)[here]
+    codes = rows.column(column)[selected]
     texts = rows.names[column].texts
-    return [(texts[code], here[codes == code]) for code in np.unique(codes)]
+    return [(texts[code], selected[codes == code]) for code in np.unique(codes)]

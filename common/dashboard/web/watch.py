@@ -51,6 +51,7 @@ class SourceRefresher:
         return source
 
     def _run(self) -> None:
+        """Refresh the requested sources until stopped."""
         while not self._stop.is_set():
             is_more = False
             since = time.monotonic() - ASKED_S
@@ -79,6 +80,7 @@ class SourceRefresher:
 
 
 def _fingerprint(source: Source) -> tuple[object, ...]:
+    """Return values that differ after each change of a source."""
     if not isinstance(source, RunSource):
         return (source.rows.num, *source.problems)
     try:

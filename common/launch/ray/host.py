@@ -97,12 +97,16 @@ class RoleHost:
         """Start the role; return its process id on this node."""
         self._key.write(order.join_key.encode())
         self._key.flush()
-        own = {PYTHON: sys.executable, RUN_PY: str(ROOT / "run.py"), KEY_FILE: _path(self._key)}
+        own = {
+            PYTHON: sys.executable,
+            RUN_PY: str(ROOT / "run.py"),
+            KEY_FILE: _descriptor_path(self._key),
+        }
         signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks some; children inherit it.
         self._child = ChildProcess(
             order.name,
             [own.get(each, each) for each in order.argv],
-            log_path=Path(order.log_path or _path(self._log)),
+            log_path=Path(order.log_path or _descriptor_path(self._log)),
             env=order.env,
             cwd=ROOT,
             pass_fds=[self._key.fileno()],
@@ -129,7 +133,7 @@ class RoleHost:
         assert self._child is not None
         self._child.terminate()
 
-    def ask_stacks(self) -> None:
+    def request_stacks(self) -> None:
         """Make the role and its helpers write their stacks to the role's log."""
         assert self._child is not None
         if ask(self._child.pid):
@@ -156,12 +160,13 @@ class RoleHost:
         return os.pread(log, MAX_BYTES, start)
 
     def _update(self, text: bytes, code: int | None) -> RoleUpdate:
+        """Return the new text and state, and measure the memory if the last value is old."""
         if time.monotonic() - self._weighed_at > LONGEST_S:
             self._memory_bytes = family_bytes()
             self._weighed_at = time.monotonic()
         return RoleUpdate(text=text, exit_code=code, memory_bytes=self._memory_bytes)
 
 
-def _path(file: IO[bytes]) -> str:
+def _descriptor_path(file: IO[bytes]) -> str:
     """Return a path with which this process and its children can open an unnamed file."""
     return f"/proc/self/fd/{file.fileno()}"

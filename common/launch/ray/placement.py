@@ -131,7 +131,7 @@ def place(cfg: RunConfig, nodes: Sequence[ClusterNode]) -> ClusterPlacement:
     actor = Needs(
         num_cpus=cfg.ray.actor_cpus, num_gpus=width if has_gpus or width > 1 else 0, labels=labels
     )
-    rest = [_less(node, learner) if node.is_home else node for node in nodes]
+    rest = [_without_needs(node, learner) if node.is_home else node for node in nodes]
     num_apart = sum(actor.num_fitting(node) for node in rest)
     shared: tuple[tuple[int, ...], ...] = ()
     wants_sharing = cfg.actor.placement is GpuPlacement.COLOCATED
@@ -169,7 +169,7 @@ def _shared_gpus(cfg: RunConfig, num_actors: int) -> tuple[tuple[int, ...], ...]
     return assign_gpus(alone, num_gpus=cfg.learner.local_ranks).actors
 
 
-def _less(node: ClusterNode, needs: Needs) -> ClusterNode:
+def _without_needs(node: ClusterNode, needs: Needs) -> ClusterNode:
     """Return a node without the resources that a role takes from it."""
     return replace(
         node, num_cpus=node.num_cpus - needs.num_cpus, num_gpus=node.num_gpus - needs.num_gpus
@@ -177,6 +177,7 @@ def _less(node: ClusterNode, needs: Needs) -> ClusterNode:
 
 
 def _check_fits(role: str, needs: Needs, nodes: Sequence[ClusterNode], *, remedy: str) -> None:
+    """Check that a node of the cluster can hold a role. Raises: ConfigError."""
     if any(needs.num_fitting(node) for node in nodes):
         return
     beside = " beside the learner" if role != "learner" else ""

@@ -66,7 +66,7 @@ class RayProcess:
         self._num_read = 0  # Bytes of the log on the worker's node.
         self._is_ordered = False
         self._code: int | None = None
-        self._life = self._live()
+        self._life = self._follow_worker()
         self._answer = next(self._life)
 
     @property
@@ -87,7 +87,7 @@ class RayProcess:
             except StopIteration as error:
                 self._code = error.value
             except RayError as error:
-                self._lose(error)
+                self._end_lost(error)
             if self._answer is None:
                 break
         return self._code
@@ -99,17 +99,17 @@ class RayProcess:
         elif self._code is None:
             self._code = -signal.SIGTERM
 
-    def ask_stacks(self) -> None:
+    def request_stacks(self) -> None:
         """Make the role write its stacks to its log."""
         if self._is_ordered and self._code is None:
-            self._worker.ask_stacks.remote()
+            self._worker.request_stacks.remote()
 
     def clear_away(self) -> None:
         """Kill the remaining processes of the role, and release its place."""
         if self._is_ordered and self._code != LOST:
             try:
                 cleared = self._worker.clear_away.remote(self._num_read)
-                self._note(ray.get(cleared, timeout=2 * KILLED_S))
+                self._apply_update(ray.get(cleared, timeout=2 * KILLED_S))
             except RayError as error:
                 logger.error("cannot kill processes role=%s: %s", self.name, _first_line(error))
         ray.kill(self._worker)
@@ -119,7 +119,7 @@ class RayProcess:
         """Return the last lines of its log since this start."""
         return read_tail(self.log_path, self._log_offset, max_lines=max_lines)
 
-    def _live(self) -> Step:
+    def _follow_worker(self) -> Step:
         """Yield the next pending Ray result, or None if there is none; return the exit code."""
         self.place = yield self._worker.place.remote()
         assert self.place is not None
@@ -131,20 +131,23 @@ class RayProcess:
         logger.info("started role=%s node=%s pid=%d", self.name, self.place.host, pid)
         while True:
             update: RoleUpdate = yield self._worker.follow.remote(self._num_read)
-            self._note(update)
+            self._apply_update(update)
             if update.exit_code is not None:
                 return update.exit_code
 
-    def _note(self, update: RoleUpdate) -> None:
+    def _apply_update(self, update: RoleUpdate) -> None:
+        """Take over the state and the log text of the worker."""
         self.memory_bytes = update.memory_bytes
         self._num_read += len(update.text)
         self._write(update.text)
 
     def _write(self, text: bytes) -> None:
+        """Append text to the role's log."""
         with self.log_path.open("ab") as log:
             log.write(text)
 
-    def _lose(self, error: RayError) -> None:
+    def _end_lost(self, error: RayError) -> None:
+        """End the role, because its worker process or its node is lost."""
         where = f" node={self.place.host}" if self.place else ""
         logger.warning("lost role=%s%s: %s", self.name, where, _first_line(error))
         self._write(f"launcher: lost{where}: {error}\n".encode())
@@ -155,6 +158,7 @@ class RayProcess:
             self._code = EXIT_CONFIG_ERROR
 
     def _check_deadline(self) -> None:
+        """End the role if Ray has not placed it in time."""
         if self.place is None and time.monotonic() > self._deadline:
             text = f"error: {self.name}: no node within ray.place_timeout_s for {self._needs}\n"
             self._write(text.encode())
@@ -172,5 +176,6 @@ def _is_deterministic(error: RayError) -> bool:
 
 
 def _first_line(error: RayError) -> str:
+    """Return the line of an error that names a node, or its first line."""
     lines = str(error).splitlines()
     return next((line for line in lines if "node" in line.lower()), lines[0] if lines else "")

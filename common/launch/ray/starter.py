@@ -70,13 +70,15 @@ class RayStarter:
     def start(self, spec: RoleSpec) -> RayProcess:
         """Start a role as soon as a node has room for it."""
         needs = self._placement.of(spec.name)
-        worker = ray.remote(RoleHost).options(max_concurrency=NUM_CALLS, **self._seat(spec.name))
+        worker = ray.remote(RoleHost).options(
+            max_concurrency=NUM_CALLS, **self._placement_options(spec.name)
+        )
         process = RayProcess(
             spec.name,
             worker.remote(f"{self._mark}-{spec.name}"),
             needs=needs.text,
             log_path=spec.log_path,
-            make_order=lambda place: self._order(spec, place),
+            make_order=lambda place: self._command_for(spec, place),
             place_timeout_s=None if spec.name.startswith("actor") else self._timeout_s,
         )
         self._processes[spec.name] = process
@@ -93,7 +95,7 @@ class RayStarter:
         for group in self._groups.values():
             remove_placement_group(group)
 
-    def _seat(self, name: str) -> dict[str, Any]:
+    def _placement_options(self, name: str) -> dict[str, Any]:
         """Return a worker's options: its resources and its placement group."""
         needs = self._placement.of(name)
         options: dict[str, Any] = {"num_cpus": needs.num_cpus, "num_gpus": needs.num_gpus}
@@ -119,10 +121,10 @@ class RayStarter:
         strategy = PlacementGroupSchedulingStrategy(self._groups[key], index)
         return {**options, "scheduling_strategy": strategy}
 
-    def _order(self, spec: RoleSpec, place: WorkerAssignment) -> WorkerCommand | None:
+    def _command_for(self, spec: RoleSpec, place: WorkerAssignment) -> WorkerCommand | None:
         """Return the order for a place; None while required information is missing."""
         is_home = place.node_id == self._home.node_id
-        visible = self._visible(spec.name, place)
+        visible = self._visible_gpus(spec.name, place)
         if visible is None:
             return None
         env = {} if visible else dict(spec.env)  # Threads are limited only without GPUs.
@@ -153,7 +155,7 @@ class RayStarter:
             ),
         )
 
-    def _visible(self, name: str, place: WorkerAssignment) -> str | None:
+    def _visible_gpus(self, name: str, place: WorkerAssignment) -> str | None:
         """Return the GPUs that a role may see; None while the learner's shared ones are unknown."""
         num_shared = len(self._placement.shared)
         if not name.startswith("actor") or int(name.partition("-")[2]) >= num_shared:

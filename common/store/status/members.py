@@ -25,11 +25,11 @@ def node_lines(status: Mapping[str, Any]) -> Iterator[str]:
     for each in members:
         if each.get("node"):
             nodes[str(each["node"])].append(each)
-    for node, here in nodes.items():
-        names = ", ".join(each["name"] + _gone(each) for each in here)
-        there = [each for each in here if not _gone(each)]
-        gib = sum(_number(each, "rss_bytes") for each in there) / 2**30
-        cpu_s = sum(_number(each, "cpu_s") for each in here)
+    for node, on_node in nodes.items():
+        names = ", ".join(each["name"] + _gone(each) for each in on_node)
+        live = [each for each in on_node if not _gone(each)]
+        gib = sum(_number(each, "rss_bytes") for each in live) / 2**30
+        cpu_s = sum(_number(each, "cpu_s") for each in on_node)
         yield f"node {node}: {names}; {gib:.1f} GiB, {cpu_s:.0f} processor seconds"
     for each in members:
         if each["role"] == "envhub":

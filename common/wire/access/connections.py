@@ -128,7 +128,7 @@ class Connections(threading.Thread):
         check_at = 0.0
         while not self._stop_requested.is_set():
             if self._monitor.poll(int(CHECK_S * 1_000)):
-                self._take_all()
+                self._process_events()
             now = time.monotonic()
             if now >= check_at:
                 check_at = now + CHECK_S
@@ -151,13 +151,15 @@ class Connections(threading.Thread):
             "refused_by_address": dict(counts.by_address.most_common(20)),
         }
 
-    def _take_all(self) -> None:
+    def _process_events(self) -> None:
+        """Process all events that the monitor has reported."""
         for _ in range(1_000):
-            self._take(recv_monitor_message(self._monitor))  # pyright: ignore[reportUnknownArgumentType]
+            self._process_event(recv_monitor_message(self._monitor))  # pyright: ignore[reportUnknownArgumentType]
             if not self._monitor.poll(0):
                 return
 
-    def _take(self, event: Any) -> None:
+    def _process_event(self, event: Any) -> None:
+        """Process one event of the monitor: an opened or a closed connection."""
         kind = event["event"]
         descriptor = event["value"]
         if kind == zmq.EVENT_ACCEPTED:
@@ -172,6 +174,7 @@ class Connections(threading.Thread):
                 self._count(ended, cause or "handshake")
 
     def _accept(self, descriptor: int) -> None:
+        """Register a connection; close the oldest unauthenticated ones over the limit."""
         self._counts.num_accepted += 1
         peer = _peer_of(descriptor)
         address = str(peer[0]).removeprefix("::ffff:") if peer else ""
@@ -233,6 +236,7 @@ class Connections(threading.Thread):
             found.shutdown(socket.SHUT_RDWR)
 
     def _count(self, connection: _Connection, cause: str) -> None:
+        """Count a refused connection, once, and log some of them."""
         if connection.is_counted:
             return
         connection.is_counted, counts = True, self._counts

@@ -140,6 +140,7 @@ class Identities:
         return bool(whole)
 
     def _note(self, identity: Identity) -> None:
+        """Register an identity as the current one of its name."""
         before = self._by_name.get(identity.name)
         if before is not None:
             self._by_public.pop(before.public, None)
@@ -195,6 +196,7 @@ def revoke(folder: Path, name: str) -> Identity:
 
 
 def _append(path: Path, identity: Identity) -> None:
+    """Append one line to the list of keys."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         os.write(descriptor, (json.dumps(asdict(identity)) + "\n").encode())

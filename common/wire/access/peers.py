@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 MAX_SENDERS = 100_000  # Maximum number of records. A reconnected peer is a new sender.
 RATE = 5_000  # Sustained messages per second of one connection.
 BURST = 50_000  # Messages that one connection may send at once.
-MAX_STRIKES = 100  # Refused messages after which a connection is muted.
+MAX_REFUSALS = 100  # Refused messages after which a connection is muted.
 MUTED_S = 10.0  # Seconds for which messages of a muted connection are dropped.
 REFRESH_S = 1.0  # Seconds between two polls of the list of keys.
 LOG_FIRST = 3  # Number of first refusals of a peer that are logged, before every 10,000th.
@@ -53,7 +53,7 @@ class Sender:
     identity: Identity
     account: KeyCounts
     descriptor: int = -1  # File descriptor of the connection.
-    num_strikes: int = 0
+    num_refusals: int = 0
     allowance: float = BURST
     refilled_at: float = field(default_factory=time.monotonic)
     muted_until: float = 0.0
@@ -63,7 +63,7 @@ class Peers:
     """The senders of one ROUTER. Use from its thread.
 
     Example: a connection sends 100 invalid messages. Each one is counted, answered with
-    `Rejected` and adds a strike. The connection is then muted for ten seconds: its messages are
+    `Rejected`. After too many of them the connection is muted for ten seconds: its messages are
     counted and dropped.
     """
 
@@ -74,7 +74,7 @@ class Peers:
         self._unknown = Identity("stranger", "node", "", is_revoked=True)
         self._refresh_at = 0.0
 
-    def meet(self, sender: bytes, first_frame: Any) -> Sender:
+    def register_sender(self, sender: bytes, first_frame: Any) -> Sender:
         """Return the record of a sender, from the key with which its connection was accepted.
 
         A ROUTER identity that begins with a zero byte is unique to its connection. A peer can
@@ -96,19 +96,19 @@ class Peers:
         self._senders[sender] = made = Sender(identity, account, _descriptor(first_frame))
         return made
 
-    def of(self, sender: bytes) -> Identity:
+    def owner_of(self, sender: bytes) -> Identity:
         """Return the owner of a sender's key."""
         known = self._senders.get(sender)
         return self._unknown if known is None else known.identity
 
-    def is_heard(self, sender: Sender) -> bool:
+    def may_send(self, sender: Sender) -> bool:
         """Count a message; False if it must be dropped undecoded."""
         sender.allowance -= 1
         if sender.allowance >= 0 and not sender.muted_until:
             return True
         now = time.monotonic()
         if sender.muted_until and now >= sender.muted_until:
-            sender.muted_until, sender.num_strikes = 0.0, 0
+            sender.muted_until, sender.num_refusals = 0.0, 0
         if sender.allowance < 0:
             sender.allowance += (now - sender.refilled_at) * RATE
             sender.allowance, sender.refilled_at = min(sender.allowance, BURST), now
@@ -117,7 +117,7 @@ class Peers:
             return False
         return True
 
-    def strike(self, sender: Sender, reason: str, *, is_forbidden: bool) -> None:
+    def count_refusal(self, sender: Sender, reason: str, *, is_forbidden: bool) -> None:
         """Count a refused message, and mute its connection after too many."""
         account = sender.account
         account.num_forbidden += is_forbidden
@@ -128,19 +128,20 @@ class Peers:
             logger.warning(
                 "refused message peer=%s num=%d reason=%s", *self._log_fields(sender), reason
             )
-        sender.num_strikes += 1
-        if sender.num_strikes >= MAX_STRIKES and not sender.muted_until:
+        sender.num_refusals += 1
+        if sender.num_refusals >= MAX_REFUSALS and not sender.muted_until:
             sender.muted_until = time.monotonic() + MUTED_S
             logger.warning("muted for_s=%g peer=%s num=%d", MUTED_S, *self._log_fields(sender))
 
     def _log_fields(self, sender: Sender) -> tuple[str, int]:
+        """Return the owner's name and the number of refusals, for a log line."""
         return shown(sender.identity.name), sender.account.num_refused
 
     def note_refused(self, sender: bytes, reason: str) -> None:
         """Count a valid message that its receiver refused."""
         known = self._senders.get(sender)
         if known is not None:
-            self.strike(known, reason, is_forbidden=True)
+            self.count_refusal(known, reason, is_forbidden=True)
 
     def note_unsent(self, receiver: bytes) -> None:
         """Count an answer that could not be sent."""
@@ -177,9 +178,10 @@ class Peers:
         }
 
     def _refused_accounts(self) -> list[tuple[str, KeyCounts]]:
+        """Return the keys with the most refused messages."""
         known = list(self._accounts.items())  # A copy: another thread may add an account.
-        guilty = [(n, a) for n, a in known if a.num_refused or a.num_unsent]
-        return sorted(guilty, key=lambda each: -each[1].num_refused)[:MAX_SHOWN]
+        refused = [(n, a) for n, a in known if a.num_refused or a.num_unsent]
+        return sorted(refused, key=lambda each: -each[1].num_refused)[:MAX_SHOWN]
 
     def num_refused(self) -> dict[str, int]:
         """Return the number of refused messages and unsent answers, by "peer/reason"."""

@@ -83,6 +83,7 @@ class StoreConnection:
         return answer
 
     def _exchange(self, frames: list[bytes]) -> StoreAnswer:
+        """Return the answer to one request. Raises: WireError: none arrived in time."""
         self._socket.send_multipart(frames)
         deadline = time.monotonic() + self._timeout_s
         while time.monotonic() < deadline and not self.is_left.is_set():
@@ -110,10 +111,10 @@ class StoreConnection:
 class GroupStore(dist.Store):
     """The keys of one group. The C++ code of torch calls these methods by their names."""
 
-    def __init__(self, line: StoreConnection, group: str, *, timeout_s: float) -> None:
+    def __init__(self, connection: StoreConnection, group: str, *, timeout_s: float) -> None:
         """Create a store with `timeout_s` as timeout of `get` and `wait`."""
         super().__init__()
-        self.line = line
+        self.connection = connection
         self._group = group
         self._timeout_s = timeout_s
         self._is_left = threading.Event()
@@ -121,24 +122,24 @@ class GroupStore(dist.Store):
     def leave(self) -> None:
         """Make all waits fail at once. No thread may be in torch when a process ends."""
         self._is_left.set()
-        self.line.is_left.set()
+        self.connection.is_left.set()
 
     def clone(self) -> "GroupStore":
         """Return a second store with the same connection and group."""
-        return GroupStore(self.line, self._group, timeout_s=self._timeout_s)
+        return GroupStore(self.connection, self._group, timeout_s=self._timeout_s)
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a value of at most 4 MiB."""
         content = value.encode() if isinstance(value, str) else bytes(value)
-        self.line.ask(self._group, StoreOp.SET, [key], value=content)
+        self.connection.ask(self._group, StoreOp.SET, [key], value=content)
 
     def get(self, key: str) -> bytes:
         """Wait for a key; return its value. Raises: WeightSyncError: the wait timed out."""
-        return self._await([key], self._timeout_s)[0]
+        return self._wait_for([key], self._timeout_s)[0]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until the keys exist. Raises: WeightSyncError: the wait timed out."""
-        self._await(list(keys), self._timeout_s if timeout is None else timeout.total_seconds())
+        self._wait_for(list(keys), self._timeout_s if timeout is None else timeout.total_seconds())
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all the keys exist now."""
@@ -147,11 +148,11 @@ class GroupStore(dist.Store):
     def has(self, keys: list[str], *, within_s: float) -> bool:
         """Return whether all the keys exist within `within_s`, capped at `WAIT_S`."""
         wait_s = min(within_s, WAIT_S)
-        return self.line.ask(self._group, StoreOp.WAIT, keys, wait_s=wait_s).is_there
+        return self.connection.ask(self._group, StoreOp.WAIT, keys, wait_s=wait_s).is_there
 
     def add(self, key: str, value: int) -> int:
         """Add to a counter; return its new value."""
-        return int(self.line.ask(self._group, StoreOp.ADD, [key], amount=value).values[0])
+        return int(self.connection.ask(self._group, StoreOp.ADD, [key], amount=value).values[0])
 
     def delete_key(self, key: str) -> bool:
         """Delete a key; return whether it existed."""
@@ -159,13 +160,14 @@ class GroupStore(dist.Store):
 
     def delete(self, keys: list[str]) -> bool:
         """Delete keys; return whether all of them existed."""
-        return self.line.ask(self._group, StoreOp.DELETE, keys).is_there
+        return self.connection.ask(self._group, StoreOp.DELETE, keys).is_there
 
-    def _await(self, keys: list[str], timeout_s: float) -> list[bytes]:
+    def _wait_for(self, keys: list[str], timeout_s: float) -> list[bytes]:
+        """Return the values of keys once all exist. Raises: WeightSyncError."""
         deadline = time.monotonic() + timeout_s
         while not self._is_left.is_set():
             wait_s = min(WAIT_S, max(0.0, deadline - time.monotonic()))
-            answer = self.line.ask(self._group, StoreOp.WAIT, keys, wait_s=wait_s)
+            answer = self.connection.ask(self._group, StoreOp.WAIT, keys, wait_s=wait_s)
             if answer.is_there:
                 return answer.values
             if time.monotonic() >= deadline:

@@ -54,6 +54,7 @@ class _Group:
         return True
 
     def drop(self, key: str) -> None:
+        """Delete a key, if it exists."""
         value = self.values.pop(key, None)
         if value is not None:
             self.num_bytes -= len(key) + len(value)
@@ -193,6 +194,7 @@ class StoreServer(threading.Thread):
         is_there: bool = True,
         error: str = "",
     ) -> None:
+        """Send the answer to a request."""
         number = received.message.number
         answer = StoreAnswer(number=number, is_there=is_there, values=values or [], error=error)
         self._router.send(received.sender, answer)

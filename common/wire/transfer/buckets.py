@@ -113,20 +113,21 @@ def receive_buckets(
     is_direct = staging.device == channel.device
     slots = [] if is_direct else _slots(channel, cut, is_pinned=staging.is_cuda)
 
-    def landing(index: int) -> Tensor:
+    def target_of(index: int) -> Tensor:
+        """Return the memory into which a bucket is received."""
         start, stop = cut.span(index)
         return staging[start:stop] if is_direct else slots[index % NUM_SLOTS][: stop - start]
 
     digests = torch.zeros((cut.num, DIGEST_BYTES), dtype=torch.uint8, device=channel.device)
     sent = torch.zeros_like(digests)
-    coming = channel.receive(0, landing(0)) if cut.num else None
+    coming = channel.receive(0, target_of(0)) if cut.num else None
     for index in range(cut.num):
         assert coming is not None
         arriving = coming
         if index + 1 < cut.num:
-            coming = channel.receive(index + 1, landing(index + 1))
+            coming = channel.receive(index + 1, target_of(index + 1))
         arriving.wait()
-        part = landing(index)
+        part = target_of(index)
         digests[index] = digest(part)
         if not is_direct:
             start, stop = cut.span(index)
@@ -145,11 +146,13 @@ def _slots(channel: Channel, cut: BucketLayout, *, is_pinned: bool) -> list[Tens
 
 
 def _synchronize(channel: Channel) -> None:
+    """Wait until the GPU has finished the current stream's work."""
     if channel.device.type == "cuda":
         torch.cuda.current_stream(channel.device).synchronize()
 
 
 def _compare(cut: BucketLayout, found: Tensor, sent: Tensor, specs: Sequence[TensorSpec]) -> None:
+    """Check the digests of all buckets. Raises: BucketDamaged, with the tensors."""
     damaged = [i for i in range(cut.num) if not torch.equal(found[i], sent[i])]
     if not damaged:
         return

@@ -77,6 +77,7 @@ class ChangePacker:
                 self._add(ours[part], theirs[part])
 
     def _add(self, new: Words, copy: Words) -> None:
+        """Record the changed words of a part, and copy them to the kept version."""
         is_changed = new != copy
         rows = np.flatnonzero(is_changed)
         values = new.take(rows)
@@ -166,6 +167,7 @@ def sums_text(sums: Tensor) -> str:
 
 
 def _words(buffer: Tensor) -> Words:
+    """Return a buffer as 64-bit words."""
     return cast(Any, buffer.view(torch.int64)).numpy()
 
 
@@ -176,8 +178,10 @@ def _unpacked(packed: Tensor, *, width: int) -> Tensor:
 
 
 def _aligned(num_bytes: int) -> int:
+    """Return a size rounded up to whole alignment units."""
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def _padding(num_bytes: int) -> NDArray[np.uint8]:
+    """Return the zeros that fill a buffer up to the alignment."""
     return np.zeros(_aligned(num_bytes) - num_bytes, dtype=np.uint8)

@@ -25,7 +25,7 @@ from common.wire.transfer.buckets import NUM_SLOTS
 
 logger = logging.getLogger(__name__)
 
-RELEASE_S = 5.0  # Seconds for the receivers to let go of shared memory after a transfer.
+RELEASE_S = 5.0  # Seconds for the receivers to close shared memory after a transfer.
 CHECK_S = 0.25  # Seconds between two checks whether a transfer was cancelled.
 CPU = torch.device("cpu")
 
@@ -44,7 +44,7 @@ class PartStorage(Protocol):
         ...
 
     def release(self) -> None:
-        """Let go of memory of other processes that `fetch` has opened."""
+        """Close memory of other processes that `fetch` has opened."""
         ...
 
 
@@ -137,7 +137,7 @@ class Mailbox:
     def __init__(
         self,
         store: GroupStore,
-        shelf: PartStorage,
+        storage: PartStorage,
         *,
         name: str,
         rank: int,
@@ -145,9 +145,9 @@ class Mailbox:
         timeout_s: float,
         is_left: Callable[[], bool],
     ) -> None:
-        self.device = shelf.device
+        self.device = storage.device
         self._store = store
-        self._shelf = shelf
+        self._storage = storage
         self._name = name  # Unique among the transfers of this store.
         self._rank = rank
         self._world_size = world_size
@@ -156,33 +156,35 @@ class Mailbox:
 
     def send(self, index: int, part: Tensor) -> "MailboxTransfer":
         """Store a part and publish its location."""
-        self._store.set(self._key(index), self._shelf.put(index, part))
+        self._store.set(self._key(index), self._storage.put(index, part))
         takers = [self._taken(index, rank) for rank in range(1, self._world_size)]
 
-        def part_with() -> None:
-            self._await(takers, f"the receivers of part {index}")
+        def delete_part() -> None:
+            """Delete a part once all receivers have copied it."""
+            self._wait_for(takers, f"the receivers of part {index}")
             # Without this the store would grow over thousands of versions.
             self._store.delete([self._key(index), *takers])
 
-        return MailboxTransfer(part_with)
+        return MailboxTransfer(delete_part)
 
     def receive(self, index: int, part: Tensor) -> "MailboxTransfer":
         """Return a pending part, which `wait` fetches."""
 
         def fetch() -> None:
-            self._await([self._key(index)], f"the learner's part {index}")
-            self._shelf.fetch(self._store.get(self._key(index)).decode(), part)
+            """Wait for a part, copy it, and confirm that."""
+            self._wait_for([self._key(index)], f"the learner's part {index}")
+            self._storage.fetch(self._store.get(self._key(index)).decode(), part)
             self._store.set(self._taken(index, self._rank), "1")
 
         return MailboxTransfer(fetch)
 
     def finish(self) -> None:
-        """Let go of shared memory after the last part; the sender waits for the receivers.
+        """Close shared memory after the last part; the sender waits for the receivers.
 
         A process that ends while others have its CUDA memory open leaves it in an undefined state.
-        A receiver that does not let go in time is logged, since it has the whole version.
+        A receiver that does not close the memory in time is logged, since it has the whole version.
         """
-        self._shelf.release()
+        self._storage.release()
         if self._rank > 0:
             self._store.set(self._released(self._rank), "1")
             return
@@ -190,20 +192,24 @@ class Mailbox:
         deadline = time.monotonic() + RELEASE_S
         while not self._store.has(keys, within_s=CHECK_S):
             if self._is_left() or time.monotonic() > deadline:
-                logger.warning("an engine has not let go of shared memory transfer=%s", self._name)
+                logger.warning("an engine has not closed shared memory transfer=%s", self._name)
                 return
         self._store.delete(keys)
 
     def _released(self, rank: int) -> str:
+        """Return the key that a receiver sets when it has closed shared memory."""
         return f"mail/{self._name}/released/{rank}"
 
     def _key(self, index: int) -> str:
+        """Return the key of a part's location."""
         return f"mail/{self._name}/{index}"
 
     def _taken(self, index: int, rank: int) -> str:
+        """Return the key that a receiver sets when it has copied a part."""
         return f"{self._key(index)}/{rank}"
 
-    def _await(self, keys: list[str], what: str) -> None:
+    def _wait_for(self, keys: list[str], what: str) -> None:
+        """Wait until keys exist. Raises: WeightSyncError: the wait timed out."""
         deadline = time.monotonic() + self._timeout_s
         while not self._store.has(keys, within_s=CHECK_S):
             if self._is_left() or time.monotonic() > deadline:

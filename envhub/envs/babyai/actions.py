@@ -62,6 +62,7 @@ def list_actions(scene: GridScene, objects: list[Seen]) -> list[GridAction]:
 
 
 def _is_togglable(scene: GridScene, front: int) -> bool:
+    """Return whether `toggle` changes the object in front of the agent."""
     ahead = scene.codes[front]
     if ahead == sc.LOCKED:
         return has_key(scene, front)
@@ -71,6 +72,7 @@ def _is_togglable(scene: GridScene, front: int) -> bool:
 
 
 def _pickup(seen: Seen) -> GridAction:
+    """Return the action that picks up a visible object."""
     path = (*(seen.path or ()), sc.PICKUP)
     return GridAction(f"pickup {seen.name} {seen.number}", ActionEffect.PICKUP, path, seen.position)
 

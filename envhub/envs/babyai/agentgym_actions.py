@@ -80,6 +80,7 @@ def offer(scene: GridScene, objects: list[Seen], view: list[int | None]) -> Offe
 
 
 def _is_barred(scene: GridScene) -> bool:
+    """Return whether a wall or a box is in front of the agent."""
     front = scene.front()
     code = scene.codes[front]
     return code == sc.WALL or (code == sc.THING and scene.things[front][1] == "box")
@@ -111,6 +112,7 @@ def _add_door(
     facing: Path | None,
     onto: Path | None,
 ) -> None:
+    """Offer the actions on a door, or refuse them with reasons."""
     through = f"go through {label}"
     toggle = f"toggle and go through {label}"
     if seen.code == sc.OPEN:
@@ -165,7 +167,7 @@ def _paths(
         for found, place in ((facing, step), (onto, (ahead, right))):
             position = wanted.get(place)
             if position is not None and found[position] is None:
-                found[position] = _way(entered, pose)
+                found[position] = _path_to(entered, pose)
         for following, primitive in (
             ((*step, turn), sc.FORWARD),
             ((ahead, right, (turn - 1) & 3), sc.LEFT),
@@ -179,7 +181,8 @@ def _paths(
     return facing, onto
 
 
-def _way(entered: dict[Pose, tuple[Pose, int]], pose: Pose) -> Path:
+def _path_to(entered: dict[Pose, tuple[Pose, int]], pose: Pose) -> Path:
+    """Return the primitives from the start to a pose."""
     path: list[int] = []
     while pose != START:
         pose, primitive = entered[pose]

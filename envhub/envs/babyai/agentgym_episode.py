@@ -33,6 +33,7 @@ class AgentGymBabyAiEnv(BabyAiEnv):
         self._has_ended = False  # Whether minigrid ended the episode with that action.
 
     def _start(self, item: ItemId) -> None:
+        """Begin an item, with minigrid's first view."""
         self._reward = self._score = 0.0
         self._has_ended = False
         super()._start(item)
@@ -47,6 +48,7 @@ class AgentGymBabyAiEnv(BabyAiEnv):
             self._level.grid.set(column, row, None)
 
     def _locate(self, item: ItemId) -> tuple[str, int]:
+        """Return the level and the seed of an item, with the level that AgentGym uses."""
         level, seed = levels.locate(item)
         return levels.AS_IN_AGENTGYM.get(level, level), seed
 
@@ -55,6 +57,7 @@ class AgentGymBabyAiEnv(BabyAiEnv):
         self._offer = offer(self._scene, self._objects, self._view)
 
     def _step(self, action: str) -> StepResult:
+        """Perform an offered action, and describe the result."""
         name = act.normalize(action_text(action))
         chosen = self._offer.actions.get(name)
         is_asked = "check" in name
@@ -78,6 +81,7 @@ class AgentGymBabyAiEnv(BabyAiEnv):
         )
 
     def _run(self, action: GridAction) -> None:
+        """Run an action's primitives until one of them changes nothing."""
         is_paid = False
         for primitive in action.primitives:
             before = image(self._scene)
@@ -91,6 +95,7 @@ class AgentGymBabyAiEnv(BabyAiEnv):
         self._update_view()
 
     def _observation(self) -> str:
+        """Return the text of the view with the offered actions."""
         if self._is_compact:
             return super()._observation()
         offered = list(self._offer.actions.values())
@@ -99,6 +104,7 @@ class AgentGymBabyAiEnv(BabyAiEnv):
         )
 
     def _refusal(self, name: str) -> str:
+        """Return the observation after an action that changes nothing."""
         offered = list(self._offer.actions.values())
         if "check" in name:
             answer = text.asked(offered)

@@ -49,6 +49,7 @@ class BabyAiEnv(TextEnv):
         return self._first_observation()
 
     def _start(self, item: ItemId) -> None:
+        """Draw the level of an item, and read its first view."""
         level_name, seed = self._locate(item)
         if level_name != self._level_name:
             self._level = levels.make_level(
@@ -70,6 +71,7 @@ class BabyAiEnv(TextEnv):
         return levels.locate(item)
 
     def _step(self, action: str) -> StepResult:
+        """Perform an action, and describe the result."""
         name = act.normalize(action_text(action))
         chosen = self._by_name.get(name)
         if chosen is None:
@@ -138,11 +140,13 @@ class BabyAiEnv(TextEnv):
         return _pose(self._level, self._scene.stride)
 
     def _update_view(self) -> None:
+        """Read the view and the actions of the current scene."""
         self._objects, self._view = sc.see(self._scene)
         self._actions = act.list_actions(self._scene, self._objects)
         self._by_name = {action.name: action for action in self._actions}
 
     def _first_observation(self) -> str:
+        """Return the mission and the first view."""
         if self._is_compact:
             return f"goal: {self._level.mission}\n{self._observation()}"
         return f"Your goal: {self._goal()}\n{self._observation()}"
@@ -154,6 +158,7 @@ class BabyAiEnv(TextEnv):
         return self._level.mission.replace("then", "and").replace("after you", "and")
 
     def _observation(self) -> str:
+        """Return the text of the current view."""
         if self._is_compact:
             return text.compact_view(self._scene, self._objects, self._view)
         return text.agentgym_view(
@@ -161,6 +166,7 @@ class BabyAiEnv(TextEnv):
         )
 
     def _refusal(self, name: str) -> str:
+        """Return the observation after an action that is unavailable."""
         if self._is_compact:
             return f"{text.INVALID}, {self._observation()}"
         answer = text.refusal(self._scene, self._objects, self._actions, name)
@@ -205,6 +211,7 @@ def as_png(pixels) -> bytes:
 
 
 def _fingerprint(level) -> str:
+    """Return a hash of the complete state of a level."""
     carried = level.carrying.encode() if level.carrying else ()
     pose = tuple(int(v) for v in (*level.agent_pos, level.agent_dir, *carried))
     digest = hashlib.sha256(level.grid.encode().tobytes())
@@ -246,6 +253,7 @@ def read_scene(level) -> GridScene:
 
 
 def _code(thing) -> int:
+    """Return the code of an object in a snapshot."""
     if thing.type == "door":
         return sc.OPEN if thing.is_open else sc.LOCKED if thing.is_locked else sc.CLOSED
     return {"goal": sc.GOAL, "lava": sc.LAVA}.get(thing.type, sc.THING)

@@ -38,6 +38,7 @@ class Expert:
         return self._plan.popleft()[1]
 
     def _make_plan(self, scene: GridScene) -> deque[tuple[tuple, str]]:
+        """Return the planned actions, each with its state before; empty: there is no plan."""
         wanted = current_targets(self._level, scene)
         targets = [t for t in (first_errand(scene, w) for w in wanted) if t is not None]
         if any(w.kinds in (PICKING_UP, DROPPING) for w in wanted):
@@ -72,6 +73,7 @@ def search(
     ranges = [distances(scene, target, through_locks=False) for target in targets]
 
     def remaining(at: int) -> int:
+        """Return the cost of the way to the nearest target."""
         return min(r.get(at, UNREACHABLE) for r in ranges)
 
     counter = 0

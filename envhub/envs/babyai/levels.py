@@ -137,7 +137,7 @@ class Layouts:
         self._num_draws = 0
         self._generate()
         if not self._keeps_unsolvable and not has_way(self._level):
-            raise RejectSampling("what is needed is locked away")
+            raise RejectSampling("a required object is behind a locked door")
 
     def draw(self, low: int, high: int) -> int:
         """Return a number from `low` to below `high`.

@@ -32,7 +32,7 @@ def distances(
         if position in cost:
             continue
         entering = _cost(scene, position)
-        if entering is None or (not through_locks and _is_shut(scene, position)):
+        if entering is None or (not through_locks and _is_locked_without_key(scene, position)):
             continue
         cost[position] = so_far
         for s in steps:
@@ -41,18 +41,19 @@ def distances(
     return cost
 
 
-def _is_shut(scene: GridScene, position: int) -> bool:
+def _is_locked_without_key(scene: GridScene, position: int) -> bool:
     return scene.codes[position] == sc.LOCKED and not act.has_key(scene, position)
 
 
 def _cost(scene: GridScene, position: int) -> int | None:
+    """Return the cost of entering a cell; None: it cannot be entered."""
     code = scene.codes[position]
-    if code == sc.LOCKED and not _is_shut(scene, position):
+    if code == sc.LOCKED and not _is_locked_without_key(scene, position):
         return UNLOCK_COST
     return COSTS.get(code)
 
 
-def way(scene: GridScene, start: int, cost: dict[int, int]) -> list[int]:
+def cheapest_path(scene: GridScene, start: int, cost: dict[int, int]) -> list[int]:
     """Return the cheapest path from `start`, excluded, to the last cell before the target."""
     steps = [sc.delta(scene.stride, heading) for heading in range(4)]
     at = start
@@ -99,7 +100,7 @@ def first_errand(
     cost = distances(scene, target)
     if scene.at not in cost:
         return None
-    passed = way(scene, scene.at, cost)
+    passed = cheapest_path(scene, scene.at, cost)
     kept = kept_free | frozenset(passed)
     errand = _obstacle(scene, passed)
     if errand is None and target.then is not None:
@@ -121,6 +122,7 @@ def first_errand(
 def _first_possible(
     scene: GridScene, errands: list[FacingTarget], kept_free: frozenset[int], num_errands: int
 ) -> FacingTarget | None:
+    """Return the first errand that can be done; None if there is none."""
     found = (
         first_errand(scene, errand, kept_free=kept_free, num_errands=num_errands)
         for errand in errands
@@ -129,6 +131,7 @@ def _first_possible(
 
 
 def _walled(scene: GridScene, positions: frozenset[int]) -> GridScene:
+    """Return the scene with walls at these positions."""
     codes = scene.codes.copy()
     for position in positions:
         codes[position] = sc.WALL
@@ -136,7 +139,10 @@ def _walled(scene: GridScene, positions: frozenset[int]) -> GridScene:
 
 
 def _openable(scene: GridScene, target: FacingTarget) -> FacingTarget:
-    return FacingTarget(frozenset(p for p in target.positions if not _is_shut(scene, p)), OPENING)
+    """Return the target without doors that cannot be opened."""
+    return FacingTarget(
+        frozenset(p for p in target.positions if not _is_locked_without_key(scene, p)), OPENING
+    )
 
 
 def _onward(scene: GridScene, target: FacingTarget, standing: int) -> list[int]:
@@ -148,7 +154,7 @@ def _onward(scene: GridScene, target: FacingTarget, standing: int) -> list[int]:
     codes[picked] = sc.FREE
     without = replace(scene, codes=codes)
     cost = distances(without, target.then)
-    return way(without, standing, cost) if standing in cost else []
+    return cheapest_path(without, standing, cost) if standing in cost else []
 
 
 def _obstacle(scene: GridScene, passed: list[int]) -> FacingTarget | None:

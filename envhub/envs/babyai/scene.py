@@ -66,6 +66,7 @@ def delta(stride: int, heading: int) -> int:
 
 @lru_cache(maxsize=256)
 def _offsets(stride: int, heading: int) -> tuple[int, ...]:
+    """Return the position of each view cell relative to the agent."""
     ahead = delta(stride, heading)
     side = delta(stride, heading + 1)
     return tuple(f * ahead + r * side for f in range(VIEW) for r in range(-HALF, HALF + 1))

@@ -51,6 +51,7 @@ def _reach(level: RoomGridLevel) -> tuple[set[Cell], set[Cell]]:
 def _can_be_met(
     level: RoomGridLevel, instruction: Instr, faced: set[Cell], entered: set[Cell]
 ) -> bool:
+    """Return whether all objects of an instruction are reachable."""
     if isinstance(instruction, SeqInstr):
         parts = (instruction.instr_a, instruction.instr_b)
         return all(_can_be_met(level, part, faced, entered) for part in parts)
@@ -62,5 +63,6 @@ def _can_be_met(
 
 
 def _is_any_in(level: RoomGridLevel, wanted: ObjDesc, cells: set[Cell]) -> bool:
+    """Return whether one of the described objects is in these cells."""
     _, positions = wanted.find_matching_objs(level)
     return any(position in cells for position in positions)

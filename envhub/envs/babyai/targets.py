@@ -66,6 +66,7 @@ def _open_clauses(instruction: Instr) -> list[Instr]:
 
 
 def _target(level, scene: GridScene, clause: Instr) -> FacingTarget | None:
+    """Return the target of one clause of an instruction; None: it is complete."""
     if isinstance(clause, GoToInstr):
         return FacingTarget(
             frozenset(position_of(p, scene.stride) for p in clause.desc.obj_poss), ()
@@ -119,6 +120,7 @@ def closes_doors(level) -> bool:
 
 
 def _has_opening(instruction: Instr) -> bool:
+    """Return whether an instruction contains a door to open."""
     if isinstance(instruction, SeqInstr):
         return _has_opening(instruction.instr_a) or _has_opening(instruction.instr_b)
     return isinstance(instruction, OpenInstr)

@@ -40,6 +40,7 @@ def compact_view(scene: GridScene, objects: list[Seen], view: list[int | None]) 
 
 
 def _compact_object(seen: Seen) -> str:
+    """Return an object and its position in few words."""
     words = [seen.name, str(seen.number)]
     if seen.forward:
         words.append(f"ahead {seen.forward}")
@@ -75,6 +76,7 @@ def agentgym_view(
 
 
 def _position(seen: Seen) -> str:
+    """Return an object's position in AgentGym's words."""
     if not seen.right:
         return f"right in front of you {seen.forward} steps away. "
     side = "right" if seen.right > 0 else "left"
@@ -96,6 +98,7 @@ def available(actions: list[GridAction]) -> str:
 
 
 def _names(actions: list[GridAction]) -> list[str]:
+    """Return the names of the actions and of the check for available actions."""
     return [*(action.name for action in actions), CHECK]
 
 
@@ -125,6 +128,7 @@ def refusal(scene: GridScene, objects: list[Seen], actions: list[GridAction], ac
 
 
 def _refusal_on(scene: GridScene, seen: Seen, verb: str) -> str:
+    """Return AgentGym's reason why an action on an object is unavailable."""
     label = f"{verb} {seen.name} {seen.number}"
     if verb == "go to" and seen.path == ():
         return NO_CHANGE

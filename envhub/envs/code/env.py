@@ -63,19 +63,20 @@ class CodeEnv:
         if not program.strip() or len(program.encode()) > MAX_CODE_BYTES:
             return self._result("The answer has no code, or too much of it.", 0, num_tests, "")
         num_passed, limit = await self._run(problem, program)
-        said = f"{num_passed} of {num_tests} tests passed."
+        observation = f"{num_passed} of {num_tests} tests passed."
         if limit:
-            said += f" The {limit} limit ended the tests."
-        return self._result(said, num_passed, num_tests, limit)
+            observation += f" The {limit} limit ended the tests."
+        return self._result(observation, num_passed, num_tests, limit)
 
-    def _result(self, said: str, num_passed: int, num_tests: int, limit: str) -> StepResult:
+    def _result(self, observation: str, num_passed: int, num_tests: int, limit: str) -> StepResult:
+        """Return the end of the episode with the reward of the tests."""
         share = num_passed / num_tests
         is_solved = num_passed == num_tests
         return StepResult(
-            observation=said,
+            observation=observation,
             reward=share if self._task.options.reward == "share" else float(is_solved),
             done=True,
-            is_valid=not said.startswith("The answer has no code"),
+            is_valid=not observation.startswith("The answer has no code"),
             is_success=is_solved,
             metrics={"tests_passed_frac": share, "limit_reached": float(bool(limit))},
         )

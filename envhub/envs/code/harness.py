@@ -28,22 +28,22 @@ def run_test(source: str, seconds: float, mark: bytes) -> bool:
         perform(source, reading, writing, mark)
     os.close(writing)
     deadline_s = time.monotonic() + seconds
-    said = b""
-    while len(said) < len(mark):
+    received = b""
+    while len(received) < len(mark):
         left_s = max(0.0, deadline_s - time.monotonic())
         if not select.select([reading], [], [], left_s)[0]:
             break
         chunk = os.read(reading, 4096)
         if not chunk:
             break
-        said += chunk
+        received += chunk
     os.close(reading)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    return said == mark
+    return received == mark
 
 
 def perform(source: str, reading: int, writing: int, mark: bytes) -> NoReturn:

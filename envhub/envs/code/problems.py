@@ -68,6 +68,7 @@ def digest_of_problems(key: str, given: str) -> str:
 
 
 def _problem(record: Mapping[str, Any], where: str) -> CodeProblem:
+    """Return the problem of a record in either format. Raises: ConfigError."""
     if "test_list" in record:
         return _of_mbpp(record, where)
     if "entry_point" in record and "test" in record:
@@ -79,6 +80,7 @@ def _problem(record: Mapping[str, Any], where: str) -> CodeProblem:
 
 
 def _of_mbpp(record: Mapping[str, Any], where: str) -> CodeProblem:
+    """Return the problem of a record of MBPP. Raises: ConfigError."""
     text = record.get("text") or record.get("prompt")
     tests = record["test_list"]
     if not isinstance(text, str) or not text.strip():
@@ -99,6 +101,7 @@ def _of_mbpp(record: Mapping[str, Any], where: str) -> CodeProblem:
 
 
 def _of_humaneval(record: Mapping[str, Any], where: str) -> CodeProblem:
+    """Return the problem of a record of HumanEval. Raises: ConfigError."""
     for name in ("prompt", "entry_point", "test"):
         if not isinstance(record.get(name), str) or not record[name].strip():
             raise ConfigError(f"{where}: {name} is {record.get(name)!r:.100}, not a text")

@@ -98,6 +98,7 @@ class DatasetEnv:
         return await self._scored(completion, text, is_truncated=not is_over)
 
     async def _scored(self, completion: str, text: str, *, is_truncated: bool) -> StepResult:
+        """Return the end of the episode with the reward of the answers."""
         self._is_done = True
         began_s = time.monotonic()
         keywords, columns = self._offered(completion, None)

@@ -111,6 +111,7 @@ def _is_of(split: str, path: Path) -> bool:
 
 
 def _is_named(split: str, part: str) -> bool:
+    """Return whether a name begins with the name of a split."""
     return part == split or part.startswith((f"{split}-", f"{split}.", f"{split}_"))
 
 
@@ -136,6 +137,7 @@ def digest_of(files: list[Path]) -> str:
 
 
 def _read(key: str, path: Path) -> Iterator[Record]:
+    """Return the records of a file, by its suffix. Raises: ConfigError: the format is unknown."""
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         known = ", ".join(READERS)
@@ -144,6 +146,7 @@ def _read(key: str, path: Path) -> Iterator[Record]:
 
 
 def _read_lines(where: str, path: Path) -> Iterator[Record]:
+    """Yield the records of JSON lines."""
     with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -160,12 +163,14 @@ def _checked(place: str, text: str) -> Record:
 
 
 def _object(place: str, record: Any) -> Record:
+    """Return a record. Raises: ConfigError: it is no object."""
     if not isinstance(record, dict):
         raise ConfigError(f"{place}: the record is {type(record).__name__}, not an object")
     return record
 
 
 def _read_json(where: str, path: Path) -> Iterator[Record]:
+    """Yield the records of a JSON list."""
     try:
         held = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -182,6 +187,7 @@ def _read_json(where: str, path: Path) -> Iterator[Record]:
 
 
 def _read_table(where: str, path: Path) -> Iterator[Record]:
+    """Yield the records of a CSV or TSV file with a header."""
     csv.field_size_limit(MAX_FIELD_CHARS)
     separator = "\t" if path.suffix.lower() == ".tsv" else ","
     with path.open(encoding="utf-8-sig", newline="") as file:
@@ -200,6 +206,7 @@ def _read_table(where: str, path: Path) -> Iterator[Record]:
 
 
 def _read_parquet(where: str, path: Path) -> Iterator[Record]:
+    """Yield the records of a Parquet file."""
     parquet = _arrow(where, "pyarrow.parquet")
     try:
         table = parquet.read_table(path)
@@ -209,6 +216,7 @@ def _read_parquet(where: str, path: Path) -> Iterator[Record]:
 
 
 def _read_arrow(where: str, path: Path) -> Iterator[Record]:
+    """Yield the records of an Arrow stream."""
     arrow = _arrow(where, "pyarrow")
     try:
         with arrow.memory_map(str(path)) as source:
@@ -218,6 +226,7 @@ def _read_arrow(where: str, path: Path) -> Iterator[Record]:
 
 
 def _arrow(where: str, module: str) -> Any:
+    """Return a module of pyarrow. Raises: ConfigError: it is not installed."""
     if find_spec("pyarrow") is None:
         raise ConfigError(f"{where}: needs pyarrow. Install it with: pip install pyarrow")
     return import_module(module)

@@ -127,6 +127,7 @@ def _load_module(key: str, where: str, name: str) -> ModuleType:
 
 
 def _load_file(path: Path) -> ModuleType:
+    """Return the module of a file; a file is executed once."""
     if path in _files:
         return _files[path]
     if str(path.parent) not in sys.path:

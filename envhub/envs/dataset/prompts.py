@@ -110,6 +110,7 @@ class PromptMaker:
         )
 
     def _system_of(self, record: Record, place: str) -> str:
+        """Return the system prompt of a record."""
         if self._system_template is None:
             return self._system
         return render("data.system", self._system_template, {**record, "record": record}, place)
@@ -125,6 +126,7 @@ def _answer_text(answer: Any) -> str | None:
 
 
 def _user(text: str) -> Message:
+    """Return a text as a user's message."""
     return {"role": "user", "content": text}
 
 
@@ -149,6 +151,7 @@ def _is_text_part(part: Any) -> bool:
 
 
 def _first_of(names: Sequence[str], record: Record) -> str:
+    """Return the first of these columns that a record has; "" for none."""
     return next((name for name in names if value_at(record, name) is not None), "")
 
 
@@ -161,6 +164,7 @@ def _choose(key: str, given: str, names: Sequence[str], first: Record) -> str:
 
 
 def _no_column(key: str, given: str, first: Record) -> str:
+    """Return the text about a missing column."""
     shown = f"{key}={given}: no such column" if given else f"{key} is not set"
     return f"{shown}; the columns are {', '.join(map(str, first))}"
 
@@ -234,6 +238,7 @@ def _list_of(given: str, held: Any) -> list[Any]:
 
 
 def _tool(where: str, tool: Any) -> dict[str, Any]:
+    """Return a tool with its name, description and parameters. Raises: ConfigError."""
     own = tool.get("function", tool) if isinstance(tool, dict) else None
     if not isinstance(own, dict) or not isinstance(own.get("name"), str):
         raise ConfigError(f"{where}: a tool needs a name")

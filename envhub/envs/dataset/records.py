@@ -105,6 +105,7 @@ DATA_SETTINGS = (
 
 @lru_cache(maxsize=2)
 def _load(settings: str, paths: tuple[Path, ...], stamps: object) -> Dataset:
+    """Return the records of the configured files; see `load_dataset`."""
     options = DatasetOptions(**json.loads(settings))
     train = read_records("data.train", paths[0], options.train_split)
     content = {"data.train": digest_of(files_of("data.train", paths[0], options.train_split))}
@@ -143,6 +144,7 @@ def _load(settings: str, paths: tuple[Path, ...], stamps: object) -> Dataset:
 
 
 def _check_prompts(prompts: PromptMaker, records: Sequence[Record], name: str) -> None:
+    """Check that every record has a prompt. Raises: ConfigError."""
     for number, record in enumerate(records, 1):
         prompts.check(record, f"record {number} of {name}")
 
@@ -210,6 +212,7 @@ def load_tokenizer(options: DatasetOptions) -> Any:
 
 
 def _tokenizer_digest(options: DatasetOptions) -> str:
+    """Return the digest of the tokenizer's file; "" without one."""
     path = _tokenizer_path(options)
     return "" if path is None else digest_of([path])
 

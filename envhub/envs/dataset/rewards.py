@@ -191,6 +191,7 @@ class RewardSum:
         return Paid(total=self._mapped(total), values=values, costs=costs)
 
     def _mapped(self, total: float) -> float:
+        """Return a sum of rewards, mapped to [0, 1]."""
         share = (total - self._least) / (self._most - self._least)
         return round(min(max(share, 0.0), 1.0), DIGITS)
 
@@ -246,6 +247,7 @@ def _named_term(name: str, entry: Any, options: DatasetOptions, run_dir: str) ->
 def _term(
     name: str, user: UserFunction, fields: Mapping[str, Any], options: DatasetOptions
 ) -> RewardTerm:
+    """Return a reward function with its weight and its range. Raises: ConfigError."""
     least = float(fields.get("min", 0.0))
     most = float(fields.get("max", 1.0))
     if least >= most:

@@ -45,6 +45,7 @@ class MazeEnv(TextEnv):
         return CONVERSATIONS["maze"].first_observation(self._observation())
 
     def _step(self, action: str) -> StepResult:
+        """Move the agent, and describe the adjacent walls."""
         if self._num_moves == MAX_MOVES:
             self._done = True
             return StepResult(observation=self._end("Failure"), reward=0, done=True, is_valid=False)
@@ -54,7 +55,7 @@ class MazeEnv(TextEnv):
         if self._is_compact:  # AgentGym accepts its four exact actions only.
             name = f"move {' '.join(name.lower().split()).removeprefix('move ')}"
         if name in NAMES:
-            self._at = maze.after(before, name.removeprefix("move "))
+            self._at = maze.cell_after(before, name.removeprefix("move "))
         is_valid = self._at != before
         if self._at == GOAL:
             self._done = True
@@ -69,15 +70,17 @@ class MazeEnv(TextEnv):
         return f"at {self._at}"
 
     def _end(self, word: str) -> str:
+        """Return the last observation of an episode."""
         return word.lower() if self._is_compact else f"{word}\n"
 
     def _observation(self) -> str:
+        """Return the position and the adjacent walls as text."""
         if not self._is_compact:
             return maze.described(self._at)
         return f"at {self._at[0]} {self._at[1]}, wall {' '.join(maze.walls(self._at)) or 'nowhere'}"
 
     def _valid_actions(self) -> list[str]:
-        return [f"move {d}" for d in MOVES if maze.after(self._at, d) != self._at]
+        return [f"move {d}" for d in MOVES if maze.cell_after(self._at, d) != self._at]
 
     def _expert_action(self) -> str | None:
         """Return the first move of a shortest path."""

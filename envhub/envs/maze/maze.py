@@ -32,7 +32,7 @@ WALL_WORDS = {"right": "to your right", "left": "to your left", "up": "above you
 }
 
 
-def after(cell: Cell, direction: str) -> Cell:
+def cell_after(cell: Cell, direction: str) -> Cell:
     """Return the cell after one move: the same cell if a wall is in the way."""
     rows, columns = MOVES[direction]
     there = (cell[0] + rows, cell[1] + columns)
@@ -41,7 +41,7 @@ def after(cell: Cell, direction: str) -> Cell:
 
 def walls(cell: Cell) -> list[str]:
     """Return the directions in which a wall is next to a cell."""
-    return [direction for direction in MOVES if after(cell, direction) == cell]
+    return [direction for direction in MOVES if cell_after(cell, direction) == cell]
 
 
 @cache

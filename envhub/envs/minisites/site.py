@@ -40,6 +40,7 @@ def money(cents: int) -> str:
 
 
 def _environment() -> Environment:
+    """Return the environment of the page templates."""
     folder = Path(__file__).parent / "templates"
     environment = Environment(
         loader=FileSystemLoader(folder),
@@ -144,16 +145,18 @@ class Visit:
         return self.go(entry["goes"].format(**names), entry.get("says", "").format(**names))
 
     def _field(self, name: str, kind: int | str | None) -> str | int | None:
+        """Return a field of the form, converted by its kind in the table."""
         text = self.text(name)
         if kind == "whole":
-            return whole(text)
+            return parse_number(text)
         if isinstance(kind, str):
             return text if text in self.site.given[kind] else ""
         return text[:kind]
 
     def _one_page(self, rows: list[sqlite3.Row], num_shown: int) -> dict[str, Any]:
+        """Return the rows of the requested page of a list, with the numbers of pages."""
         num_pages = max(1, -(-len(rows) // num_shown))
-        page = whole(self.query.get("page", ""))
+        page = parse_number(self.query.get("page", ""))
         number = max(1, min(1 if page is None else page, num_pages))
         listed = rows[(number - 1) * num_shown : number * num_shown]
         return {"rows": listed, "num_rows": len(rows), "page": number, "num_pages": num_pages}
@@ -214,16 +217,22 @@ class Site:
         return self._register(path, "POST")
 
     def _register(self, path: str, method: str) -> Callable[[Handler], Handler]:
-        def keep(handler: Handler) -> Handler:
+        """Return a decorator that adds a handler of a path."""
+
+        def add_handler(handler: Handler) -> Handler:
+            """Add the handler's route, and return the handler."""
+
             async def endpoint(request: Request) -> Response:
+                """Answer a request to the path."""
                 return await self._answer(request, handler)
 
             self.router.add_route(path, endpoint, methods=[method])
             return handler
 
-        return keep
+        return add_handler
 
     async def _answer(self, request: Request, handler: Callable[[Visit], Response]) -> Response:
+        """Return the response of a handler to a request of a session."""
         store: Store = request.app.state.store
         try:
             session = store.session(request.headers.get(SESSION_HEADER))
@@ -251,17 +260,19 @@ class Site:
 
 
 def _show(entry: Mapping[str, Any], visit: Visit) -> Response:
+    """Return a page of the table."""
     return visit.page(entry["page"], **visit.values_of(entry))
 
 
 def _submit(entry: Mapping[str, Any], visit: Visit) -> Response:
+    """Process a form of the table."""
     return visit.submit(entry)
 
 
 def _numbered(params: Mapping[str, str]) -> dict[str, Any]:
     """Return an address's parameters; a `number` or `..._id` is an int, 0 if malformed."""
     return {
-        name: whole(text) or 0 if name == "number" or name.endswith("_id") else text
+        name: parse_number(text) or 0 if name == "number" or name.endswith("_id") else text
         for name, text in params.items()
     }
 
@@ -271,7 +282,7 @@ def missing_page() -> HTMLResponse:
     return HTMLResponse(ENVIRONMENT.get_template("missing.html").render(notice=""), status_code=404)
 
 
-def whole(text: str) -> int | None:
+def parse_number(text: str) -> int | None:
     """Return a text's whole number of at most nine digits; None if it is none."""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else None
 

@@ -104,6 +104,7 @@ def copy_of(name: str, seed: int) -> sqlite3.Connection:
 
 
 def _connect() -> sqlite3.Connection:
+    """Return a new connection to a database in memory."""
     # The server can run in another thread than the creator of the masters. Only one thread uses a
     # connection at a time.
     database = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)

@@ -111,6 +111,7 @@ class TemplateTable:
         ]
 
     def _draft(self, template: Mapping[str, Any], names: Names) -> TaskDraft:
+        """Return the task of one round."""
         path = [each for step in template["path"] for each in self._steps(step, names)]
         return TaskDraft(
             intent=_fill(template["intent"], names), check=_check(template, names), path=tuple(path)
@@ -126,10 +127,12 @@ class TemplateTable:
 
 
 def _fill(wording: str, names: Names) -> str:
+    """Return a wording with the names filled in."""
     return FILLER.vformat(wording, (), names)
 
 
 def _fill_all(wordings: Sequence[str], names: Names) -> list[str]:
+    """Return wordings with the names filled in."""
     return [_fill(wording, names) for wording in wordings]
 
 
@@ -208,6 +211,7 @@ class _Rounds:
             yield from self.of(rest, {**names, **bound})
 
     def _select(self, sql: str, names: Names) -> list[sqlite3.Row]:
+        """Return the rows of a query with the names filled in."""
         values = {key: _plain(value, names) for key, value in names.items()}
         text = _fill(sql, names)
         if text.startswith("("):  # A query of the table; the text may append further clauses.
@@ -215,6 +219,7 @@ class _Rounds:
         return self._db.execute(text, values).fetchall()
 
     def _entries(self, where: Any, names: Names) -> list[Any]:
+        """Return the entries of a list, or of a list in the words by its dotted key."""
         if not isinstance(where, str):
             return where
         found = self._words
@@ -223,12 +228,14 @@ class _Rounds:
         return list(found)
 
     def _rows(self, sql: str, names: Names, step: Names) -> list[Names]:
+        """Return a round for each row of a query, or for some of them."""
         rows = self._select(sql, names)
         if "some" in step:
             rows = self._random.sample(rows, min(step["some"], len(rows)))
         return [dict(row) for row in rows]
 
     def _pairs(self, sql: str, names: Names, step: Names) -> list[Names]:
+        """Return a round for each of several random pairs of rows."""
         rows = self._select(sql, names)
         drawn = [self._random.sample(rows, 2) for _ in range(step["number"])]
         return [
@@ -236,54 +243,67 @@ class _Rounds:
         ]
 
     def _sample(self, wanted: Names, names: Names, step: Names) -> list[Names]:
+        """Return a round for each of several random entries."""
         ((name, where),) = wanted.items()
         drawn = self._random.sample(self._entries(where, names), step["number"])
         return [_bound(name, entry) for entry in drawn]
 
     def _loop(self, wanted: Names, names: Names, step: Names) -> list[Names]:
+        """Return a round for each entry."""
         ((name, where),) = wanted.items()
         return [_bound(name, entry) for entry in self._entries(where, names)]
 
     def _times(self, number: int, names: Names, step: Names) -> list[Names]:
+        """Return a number of rounds that bind no name."""
         return [{}] * number
 
     def _pick(self, sql: str, names: Names, step: Names) -> list[Names]:
+        """Return one round with a random row."""
         return [dict(self._random.choice(self._select(sql, names)))]
 
     def _draw(self, wanted: Names, names: Names, step: Names) -> list[Names]:
+        """Return one round with a random entry for each name."""
         bound: dict[str, Any] = {}
         for name, where in wanted.items():
             bound |= _bound(name, self._random.choice(self._entries(where, names)))
         return [bound]
 
     def _number(self, wanted: Names, names: Names, step: Names) -> list[Names]:
+        """Return one round with a random number for each name."""
         return [{name: self._random.randrange(*bounds) for name, bounds in wanted.items()}]
 
     def _find(self, sql: str, names: Names, step: Names) -> list[Names]:
+        """Return one round with the first row; none without rows."""
         return [dict(row) for row in self._select(sql, names)[:1]]
 
     def _list(self, wanted: Names, names: Names, step: Names) -> list[Names]:
+        """Return one round with the rows of each query as a list of answers."""
         found = {name: self._select(sql, names) for name, sql in wanted.items()}
         return [{name: JoinedAnswers(row[0] for row in rows) for name, rows in found.items()}]
 
     def _let(self, wanted: Names, names: Names, step: Names) -> list[Names]:
+        """Return one round with the wordings by their names."""
         return [{name: Wording(wording) for name, wording in wanted.items()}]
 
     def _when(self, expression: str, names: Names, step: Names) -> list[Names]:
+        """Return one round if the expression is true, else none."""
         ((is_true,),) = self._select(f"SELECT {expression}", names)
         return [{}] if is_true else []
 
 
 def _prefixed(prefix: str, row: sqlite3.Row) -> dict[str, Any]:
+    """Return a row with a prefix before each column's name."""
     return {prefix + key: value for key, value in dict(row).items()}
 
 
 def _bound(name: str, entry: Any) -> Names:
+    """Return an entry as names: its own keys, or one name for a plain value."""
     found = entry if isinstance(entry, Mapping) else {name: entry}
     return {key: Wording(each) if isinstance(each, str) else each for key, each in found.items()}
 
 
 def _plain(value: Any, names: Names) -> Any:
+    """Return a value as plain text, with the names filled in."""
     if isinstance(value, Wording):
         return _fill(value, names) if "{" in value else str(value)
     return str(value) if isinstance(value, JoinedAnswers) else value

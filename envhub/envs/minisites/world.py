@@ -55,6 +55,7 @@ class LocalWorld:
         await self._call("drop", {"session": self._names.pop(session)})
 
     async def _call(self, what: str, body: dict[str, object]) -> None:
+        """Send a control request to the sites. Raises: EnvFailure."""
         url = f"http://{self._local.address}/__{what}__"
         timeout = aiohttp.ClientTimeout(total=CALL_TIMEOUT_S)
         try:

@@ -71,6 +71,7 @@ class MiniwobEnv:
         return self._observation()
 
     async def _take_snapshot(self) -> None:
+        """Read the page, its goal and its state."""
         assert self._session is not None, "an episode is used before its reset"
         facts = pages.PAGES[self._page]
         self._snapshot = await self._session.snapshot(
@@ -104,6 +105,7 @@ class MiniwobEnv:
         )
 
     def _parse(self, reply: str) -> WebAction:
+        """Return the action of a reply. Raises: InvalidAction: no such element."""
         action = parse(read_reply(reply, self._style), KINDS)
         for element in (action.element, action.target):
             if element >= 0 and element not in self._ids:
@@ -111,6 +113,7 @@ class MiniwobEnv:
         return action
 
     def _observation(self) -> str:
+        """Return the text of the last snapshot."""
         if self._done:
             return ENDING[self._reward > 0]
         if self._style is Style.COMPACT:
@@ -143,11 +146,14 @@ class MiniwobEnv:
         if self._done or solve is None:
             return None
         action = solve(
-            PageView(self._goal, self._snapshot.nodes, tuple(self._taken), await self._inside())
+            PageView(
+                self._goal, self._snapshot.nodes, tuple(self._taken), await self._script_state()
+            )
         )
         return action and as_reply(action, self._style)
 
-    async def _inside(self) -> Any:
+    async def _script_state(self) -> Any:
+        """Return the state that the page's expert needs from the page's scripts."""
         script = experts.inside_script(self._page)
         if script is None or self._session is None:
             return None
@@ -177,6 +183,7 @@ class MiniwobEnv:
 
 
 def _fingerprint(page: str, snapshot: tree.Snapshot) -> str:
+    """Return a hash of all nodes of a page."""
     parts = [f"{node.role} {node.name} {node.states} {node.x} {node.y}" for node in snapshot.nodes]
     return hashlib.sha256("\n".join([page, str(snapshot.state), *parts]).encode()).hexdigest()
 

@@ -79,6 +79,7 @@ class MiniwobWorld:
 
 
 def _make_app() -> Starlette:
+    """Return the application that serves the pages."""
     folder = pages_dir()
     if folder is None:
         raise EnvFailure(f"the pages of MiniWoB are not installed; run `{REMEDY}`")

@@ -54,6 +54,7 @@ class RecallEnv(TextEnv):
         return self._observation()
 
     def _step(self, action: str) -> StepResult:
+        """Take a direction, and describe the next crossing."""
         self._num_turns += 1
         name = " ".join(action_text(action).lower().split())
         is_valid = name in self._valid_actions()
@@ -77,6 +78,7 @@ class RecallEnv(TextEnv):
         return f"crossing {self._at} after {self._num_turns}"
 
     def _observation(self, *, is_new: bool = True) -> str:
+        """Return the sign of a crossing, or its view."""
         number, since_sign = divmod(self._at, self._walk.per_sign)
         if not since_sign:
             return f"goal {self._signs[number]}"

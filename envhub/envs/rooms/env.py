@@ -50,6 +50,7 @@ class RoomsEnv(TextEnv):
         return f"{GOAL}\n{self._observation()}"
 
     def _step(self, action: str) -> StepResult:
+        """Use the key on a door, and describe the next room."""
         self._num_turns += 1
         name = " ".join(action_text(action).lower().split())
         is_valid = name in self._valid_actions()
@@ -69,6 +70,7 @@ class RoomsEnv(TextEnv):
         return f"room {self._at} after {self._num_turns}"
 
     def _observation(self) -> str:
+        """Return the doors of the room, and the carried key."""
         doors = ", ".join(f"{colour} closed door 1" for colour in self._rooms[self._at])
         return f"{doors}, carrying {self._keys[self._at]} key"
 

@@ -37,6 +37,7 @@ def split_of(task: SciWorldTask, index: int) -> str:
 
 
 def _variations(subset: str, split: str) -> tuple[Variation, ...]:
+    """Return the variations of a subset's tasks that belong to a split."""
     return tuple(
         Variation(task.name, index)
         for task in TASKS

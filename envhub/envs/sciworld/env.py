@@ -62,6 +62,7 @@ class SciWorldEnv(TextEnv):
         return f"{task}\n{room}"
 
     def _step(self, action: str) -> StepResult:
+        """Perform one line of text in the simulator, and describe the result."""
         simulator = self._live()
         line = text.one_line(action_text(action))
         if self._is_compact:
@@ -84,6 +85,7 @@ class SciWorldEnv(TextEnv):
         )
 
     def _is_spent(self, score: int) -> bool:
+        """Return whether the episode has ended: it is solved, or the turns are used up."""
         if self._has_rules:
             return self._live().num_moves() > MAX_MOVES
         return score >= 100 or self._num_turns >= self._max_turns
@@ -120,9 +122,11 @@ class SciWorldEnv(TextEnv):
         }
 
     def _worded(self, observation: str) -> str:
+        """Return an observation in the style of the episode."""
         return text.compact(observation) if self._is_compact else observation
 
     def _live(self) -> "Simulator":
+        """Return the simulator of the running episode."""
         assert self._simulator is not None, "an episode is used before its reset"
         return self._simulator
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 
 def _start(memory_mib: int, timeout_s: float) -> "Simulator":
+    """Return a new JVM with the simulator."""
     # The catalogue must load without the packages scienceworld and py4j.
     from envhub.envs.sciworld.simulator import Simulator
 
@@ -83,6 +84,7 @@ class GoldPaths:
             return self._kept[variation]
 
     def _solve(self, variation: Variation) -> tuple[str, ...]:
+        """Return the gold path of a variation, from the JVM for solutions."""
         if self._solver is None or not self._solver.is_alive:
             self._solver = _start(self._options.gold_memory_mib, self._options.call_timeout_s)
         self._solver.load(variation, self._options.simplifications, with_gold=True)

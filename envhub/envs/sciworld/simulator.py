@@ -135,9 +135,11 @@ class Simulator:
         return tuple(str(action) for action in gold)
 
     def _text(self, name: str, *arguments: object) -> str:
+        """Return the result of a method as text."""
         return str(self._call(name, *arguments))
 
     def _call(self, name: str, *arguments: object) -> object:
+        """Return the result of a method of the simulator. Raises: EnvFailure."""
         if not self.is_alive:
             raise EnvFailure("ScienceWorld's JVM has already been closed")
         try:

@@ -50,6 +50,7 @@ class SearchqaEnv(TextEnv):
         return prompts.first_observation(self._question, self._style)
 
     def _step(self, action: str) -> StepResult:
+        """Search or grade an answer; any other text is invalid."""
         wanted = tags.parse(action)
         if wanted is None:
             observation = prompts.WORDS[self._style]["invalid"]
@@ -60,12 +61,14 @@ class SearchqaEnv(TextEnv):
         return self._answer(wanted.text)
 
     def _search(self, query: str) -> str:
+        """Return the search results as text, and keep the found passages."""
         found = self._retriever.search(query, self._shared.options.num_passages)
         self._asked[query] = None
         self._found += [passage for passage in found if passage not in self._found]
         return worded(found, self._style)
 
     def _answer(self, text: str) -> StepResult:
+        """Grade an answer."""
         options = self._shared.options
         golden = self._question.golden_answers
         is_right = exact_match(text, golden) == 1.0
@@ -93,7 +96,7 @@ class SearchqaEnv(TextEnv):
         answer = self._question.golden_answers[0]
         if self._question.hops:
             return _tagged(ActionTag.ANSWER, answer)
-        in_sight = [one for one in self._question.golden_answers if self._is_in_sight(one)]
+        in_sight = [one for one in self._question.golden_answers if self._is_in_results(one)]
         if in_sight:
             return _tagged(ActionTag.ANSWER, in_sight[0])
         if self._question.text in self._asked:
@@ -101,9 +104,11 @@ class SearchqaEnv(TextEnv):
         return _tagged(ActionTag.SEARCH, self._question.text)
 
     def _has_found(self, hop: Hop) -> bool:
+        """Return whether a search has returned the passage of a fact."""
         return any(one.title == hop.title and hop.evidence in one.text for one in self._found)
 
-    def _is_in_sight(self, answer: str) -> bool:
+    def _is_in_results(self, answer: str) -> bool:
+        """Return whether a found passage contains an answer."""
         return any(answer in one.title or answer in one.text for one in self._found)
 
     def render(self) -> str:
@@ -149,7 +154,8 @@ def make_spec(options: EnvsSection) -> EnvSpec:
 def _tasks(subsets: Mapping[str, SubsetSpec]) -> dict[str, TaskSpec]:
     """Return the catalogue's tasks, without items that are missing in the question files."""
 
-    def there(items: Sequence[str], num_items: int) -> tuple[str, ...]:
+    def existing_items(items: Sequence[str], num_items: int) -> tuple[str, ...]:
+        """Return the items that the question files have."""
         split = [(item, split_item(item)) for item in items]
         return tuple(item for item, parts in split if parts and parts.index < num_items)
 
@@ -157,8 +163,8 @@ def _tasks(subsets: Mapping[str, SubsetSpec]) -> dict[str, TaskSpec]:
     return {
         name: replace(
             task,
-            train=there(task.train, subsets[task.subset].num_train),
-            test=there(task.test, subsets[task.subset].num_test),
+            train=existing_items(task.train, subsets[task.subset].num_train),
+            test=existing_items(task.test, subsets[task.subset].num_test),
         )
         for name, task in tasks.items()
         if task.subset in subsets

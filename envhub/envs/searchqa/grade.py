@@ -40,6 +40,7 @@ def f1(answer: str, golden_answers: Sequence[str]) -> float:
 
 
 def _f1(given: str, golden: str) -> float:
+    """Return the F1 of the words of two normalised answers."""
     if given == golden:
         return 1.0
     whole = ("yes", "no", "noanswer")

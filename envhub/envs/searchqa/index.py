@@ -181,6 +181,7 @@ def build_index(corpus: Path, folder: Path) -> Path:
 
 
 def _build(corpus: Path, partial: Path) -> None:
+    """Write the index of a corpus to a folder."""
     logger.info("indexing corpus=%s", corpus)
     start_s = time.monotonic()
     bounds: list[tuple[int, int]] = []
@@ -214,6 +215,7 @@ def _texts(corpus: Path, bounds: list[tuple[int, int]]) -> Iterator[str]:
 
 
 def _finish(partial: Path, target: Path) -> None:
+    """Move the finished index to its place, unless another process was first."""
     partial.chmod(0o755)
     try:
         partial.rename(target)

@@ -34,6 +34,7 @@ class Library:
         return not self.options.questions_dir
 
     def bank(self) -> QuestionBank:
+        """Return the source of questions: the configured files, or the generated world."""
         if self._bank is None:
             folder = self.options.questions_dir
             self._bank = QuestionFiles(Path(folder)) if folder else the_world()
@@ -50,6 +51,7 @@ class Library:
             return self._retriever
 
     def _make_retriever(self) -> Retriever:
+        """Return the configured retriever. Raises: EnvFailure: its URL is invalid."""
         options = self.options
         if options.retriever_url:
             try:
@@ -121,6 +123,7 @@ def faults(options: SearchqaOptions) -> list[str]:
 
 
 def _faults_of_questions(folder: Path) -> list[str]:
+    """Return the problems of the folder of questions."""
     if not folder.is_dir():
         return [
             f"envs.searchqa.questions_dir={folder} is not a folder: use the one with nq_test.jsonl"
@@ -135,6 +138,7 @@ def _faults_of_questions(folder: Path) -> list[str]:
 
 
 def _faults_of_corpus(options: SearchqaOptions) -> list[str]:
+    """Return the problems of the corpus file."""
     corpus = Path(options.corpus)
     try:
         with open(corpus, "rb") as file:

@@ -73,6 +73,7 @@ def make_question(row: object) -> SearchQuestion:
 
 
 def _answers(row: Mapping) -> list[str]:
+    """Return the accepted answers of a row, in any of the known formats."""
     found = next(
         (row[key] for key in ("golden_answers", "answers", "answer") if row.get(key)), None
     )
@@ -109,6 +110,7 @@ class QuestionFiles:
         }
 
     def _count(self, subset: str, split: str) -> int:
+        """Return the number of questions in a file; 0 without it."""
         path = question_path(self._folder, subset, split)
         return count_lines(path) if path.is_file() else 0
 
@@ -124,6 +126,7 @@ class QuestionFiles:
             raise EnvFailure(f"{path}, question {item.index}: {error}") from error
 
     def _open(self, path: Path) -> LineFile:
+        """Return a question file, which is indexed once."""
         with self._lock:
             if path.name not in self._files:
                 try:

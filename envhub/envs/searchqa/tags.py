@@ -47,6 +47,7 @@ def _first(text: str, kind: ActionTag, start: int = 0) -> tuple[int, str] | None
 
 
 def _last(text: str, kind: ActionTag) -> str:
+    """Return the content of the last block of a kind, "" for none."""
     start = 0
     content = ""
     while (block := _first(text, kind, start)) is not None:

@@ -68,6 +68,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def _read(folder: Path, name: str) -> _Part:
+    """Return one split of BIRD's folder."""
     questions_file, tables_file, databases = (
         path for path in files_of(folder) if path.parent.name == name
     )

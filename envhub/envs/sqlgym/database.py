@@ -31,10 +31,11 @@ def image(database: DatabaseId) -> bytes:
 
     Raises: MemoryError, EnvFailure: as `SharedMemory.used`.
     """
-    return MEMORY.used(lambda: _made(database))
+    return MEMORY.used(lambda: _make_image(database))
 
 
-def _made(database: DatabaseId) -> bytes:
+def _make_image(database: DatabaseId) -> bytes:
+    """Return the sqlite file of a new database."""
     connection = sqlite3.connect(":memory:")
     rng = random.Random(f"{database.domain} {database.seed}")
     domain = domain_of(database)
@@ -51,6 +52,7 @@ def _made(database: DatabaseId) -> bytes:
 
 
 def _create(table: SqlTable) -> str:
+    """Return the statement that creates a table."""
     lines = []
     for column in table.columns:
         line = f"{column.name} {column.sql_type}"
@@ -63,6 +65,7 @@ def _create(table: SqlTable) -> str:
 
 
 def _rows(table: SqlTable, rng: random.Random, domain: Domain) -> list[tuple]:
+    """Return the random rows of a table."""
     names = _names(table, rng)
     return [
         tuple(_value(column, i, names, rng, domain) for column in table.columns)
@@ -71,6 +74,7 @@ def _rows(table: SqlTable, rng: random.Random, domain: Domain) -> list[tuple]:
 
 
 def _names(table: SqlTable, rng: random.Random) -> list[str]:
+    """Return the names of a table's rows, all different."""
     if table.title.name not in ("name", "title"):
         return [f"{table.one[:1].upper()}{i + 101}" for i in range(table.num_rows)]
     kinds = ("first", "last") if table.name in NAMES["people"] else ("adjective", "noun")
@@ -81,6 +85,7 @@ def _names(table: SqlTable, rng: random.Random) -> list[str]:
 def _value(
     column: Column, row: int, names: list[str], rng: random.Random, domain: Domain
 ) -> int | float | str:
+    """Return the value of a column in one row."""
     match column.kind:
         case ColumnType.KEY:
             return row + 1

@@ -102,6 +102,7 @@ class SqlEnv(TextEnv):
         return text.first_observation(problem, self._style)
 
     def _step(self, action: str) -> StepResult:
+        """Run the statement, and compare its rows with the gold rows."""
         connection = self._connection
         assert connection is not None, "a step without a reset"
         gold = self._gold_rows(connection)

@@ -34,11 +34,13 @@ class BoundedFunctions:
             self._plain = None
 
     def _printf(self, *given: Any) -> Any:
+        """Return the result of sqlite's printf within the size limit."""
         if given and isinstance(given[0], str):
             self._check_format(given[0], given[1:])
         return self._call("printf", given)
 
     def _check_format(self, template: str, rest: tuple[Any, ...]) -> None:
+        """Refuse a format whose result would exceed the size limit."""
         counts = _REPEATED.findall(template)
         num = sum(self._count(each) for each in counts if each != "*")
         if "*" in counts:
@@ -55,7 +57,10 @@ class BoundedFunctions:
         return min(abs(int(found[0][:20])), self._max_bytes + 1) if found else 0
 
     def _trimmer(self, name: str, strip: Any) -> Any:
+        """Return a bounded version of one of sqlite's trim functions."""
+
         def trim(text: Any, characters: Any) -> Any:
+            """Trim a text, or refuse a call with too many comparisons."""
             if isinstance(text, str) and isinstance(characters, str):
                 return strip(text, characters)
             sizes = [len(x) if isinstance(x, str | bytes) else 1 for x in (text, characters)]
@@ -66,6 +71,7 @@ class BoundedFunctions:
         return trim
 
     def _call(self, name: str, given: tuple[Any, ...]) -> Any:
+        """Return the result of sqlite's own function."""
         if self._plain is None:
             self._plain = sqlite3.connect(":memory:", check_same_thread=False)
             self._plain.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, self._max_bytes)
@@ -76,5 +82,6 @@ class BoundedFunctions:
             raise self._refusal(str(error)) from error
 
     def _refusal(self, reason: str) -> ValueError:
+        """Return the error of a refused call, and keep its reason."""
         self.failure = reason
         return ValueError(reason)

@@ -79,6 +79,7 @@ class SharedMemory:
             self._turn.release()
 
     def _wait_failure(self) -> EnvFailure:
+        """Return the error for memory that other sessions occupy for too long."""
         return EnvFailure(
             f"statements of other sessions occupied the memory for {self._wait_s:g} s"
         )

@@ -113,6 +113,7 @@ def open_image(content: bytes) -> Database:
 
 
 def _opened(name: str, content: bytes | None = None, **named: Any) -> Database:
+    """Return a connection with all limits set."""
     connection = Database(name, isolation_level=None, check_same_thread=False, **named)
     if content is not None:
         connection.deserialize(content)
@@ -128,6 +129,7 @@ def _opened(name: str, content: bytes | None = None, **named: Any) -> Database:
 def _authorize(
     action: int, first: str | None, second: str | None, database: str | None, _by: str | None
 ) -> int:
+    """Return sqlite's code for an allowed or a forbidden operation."""
     if action == sqlite3.SQLITE_PRAGMA:
         name = (first or "").lower()
         is_refused = name in LONG_PRAGMAS or (second is not None and name in SHARED_PRAGMAS)
@@ -177,6 +179,7 @@ def rows_of(
 
 
 def _rows_of(connection: Database, statement: str, limits: StatementLimits) -> list[Row]:
+    """Return the rows of one statement within its limits. Raises: QueryRefused."""
     deadline_s = time.thread_time() + limits.timeout_s
     too_late = f"the query took more than {limits.timeout_s:g} s"
 

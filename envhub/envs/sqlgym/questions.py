@@ -63,13 +63,16 @@ class Draws:
         return wording.format(**self._drawn)
 
     def _about_table(self) -> None:
+        """Draw a table."""
         self._drawn["table"] = self._rng.choice(self._domain.tables)
 
     def _about_grouped(self) -> None:
+        """Draw a table that has a column of categories."""
         tables = [table for table in self._domain.tables if table.of_kind(ColumnType.CATEGORY)]
         self._drawn["table"] = self._rng.choice(tables)
 
     def _about_link(self) -> None:
+        """Draw a table, its reference to another table, and that table."""
         links = [
             (table, column, self._domain.table(column.table))
             for table in self._domain.tables
@@ -78,23 +81,24 @@ class Draws:
         child, reference, parent = self._rng.choice(links)
         self._drawn |= {"child": child, "reference": reference, "parent": parent}
 
-    def _number(self, table: str) -> Column:
-        return self._rng.choice(self._drawn[table].of_kind(ColumnType.NUMBER))
-
     def _category(self, table: str) -> Column:
+        """Draw a column of categories."""
         return self._rng.choice(self._drawn[table].of_kind(ColumnType.CATEGORY))
 
     def _choice(self, *options: Any) -> Any:
+        """Draw one of some options."""
         return self._rng.choice(options)
 
     def _between(self, low: int, high: int) -> int:
+        """Draw a whole number between two bounds."""
         return self._rng.randint(low, high)
 
     def _measure(self, name: str) -> Phrase:
+        """Draw a measure of a group: its number of rows, or an average."""
         table: SqlTable = self._drawn[name]
         if self._rng.random() < 0.5:
             return Phrase(f"the number of {table.many}", "COUNT(*)")
-        column = self._number(name)
+        column = self._rng.choice(self._drawn[name].of_kind(ColumnType.NUMBER))
         return Phrase(f"the average {column.label} of the {table.many}", f"AVG({column.name})")
 
     def _condition(self, table: str, prefix: str = "", beside: str = "") -> Phrase:

@@ -83,6 +83,7 @@ class Domain:
 
 
 def _table(name: str, row: Mapping[str, Any]) -> SqlTable:
+    """Return a table of the design, with a key as first column."""
     columns = tuple(_column(each, facts) for each, facts in row["columns"].items())
     key = Column(name="id", label="id", kind=ColumnType.KEY)
     return SqlTable(
@@ -91,6 +92,7 @@ def _table(name: str, row: Mapping[str, Any]) -> SqlTable:
 
 
 def _column(name: str, facts: Mapping[str, Any]) -> Column:
+    """Return a column of the design."""
     if "refers" in facts:
         label = name.replace("_", " ")
         return Column(name=name, label=label, kind=ColumnType.REFERENCE, table=facts["refers"])

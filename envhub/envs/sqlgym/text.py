@@ -78,6 +78,7 @@ def _design_of(schema: SchemaView) -> Mapping[str, Any]:
 
 
 def _listed(schema: SchemaView) -> str:
+    """Return one line for each table with its columns and references."""
     refers = {(table, column): to_table for table, column, to_table, _ in schema.references}
     lines = []
     for table in schema.tables:

@@ -97,20 +97,20 @@ class TerminalEnv:
         self._num_turns += 1
         command = command_of(action)
         is_submitted = command == SUBMIT
-        said = "" if is_submitted else await self._shell(command)
-        is_valid = said is not None
+        output = "" if is_submitted else await self._shell(command)
+        is_valid = output is not None
         limit_s = self._task.agent_timeout_s or math.inf
         is_over = self._num_turns >= self._shared.options.max_turns or self._used_s >= limit_s
         if not is_submitted and not is_over:
             return StepResult(
-                observation=said if said is not None else "Invalid action: it is no command.",
+                observation=output if output is not None else "Invalid action: it is no command.",
                 reward=0.0,
                 done=False,
                 is_valid=is_valid,
             )
         reward, note = await self._test()
         await self.close()
-        observation = f"{said}\n{note}" if said else note
+        observation = f"{output}\n{note}" if output else note
         return StepResult(
             observation=observation,
             reward=reward,
@@ -183,6 +183,7 @@ class TerminalEnv:
             raise EnvFailure(f"{argv[0]} could not start in the sandbox: {error}") from error
 
     async def _put(self, target: str, content: bytes, mode: int) -> None:
+        """Write a file of the task into the sandbox. Raises: EnvFailure."""
         assert self._sandbox is not None
         try:
             await self._sandbox.write(target, content, mode=mode)
@@ -195,8 +196,8 @@ class TerminalEnv:
             return 0.0, f"The tests failed: their {result.ended_by.value} limit was reached."
         reward = await self._written_reward(task)
         if reward is None and result.exit_code in NOT_RUN:
-            said = result.text.strip()[-300:]
-            raise EnvFailure(f"task {task.name}: the tests could not run: {said}")
+            output = result.text.strip()[-300:]
+            raise EnvFailure(f"task {task.name}: the tests could not run: {output}")
         if reward is None:
             reward = float(result.exit_code == 0)
         return reward, "The tests passed." if reward >= 1.0 else f"The tests gave {reward:g}."

@@ -126,6 +126,7 @@ def load_task_of(folder: Path, where: str, *, has_images: bool = False) -> Termi
 
 
 def _table(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a table of the settings; {} without it."""
     return settings.get(name) or {}
 
 
@@ -151,6 +152,7 @@ def _settings(folder: Path) -> tuple[Mapping[str, Any], str]:
 
 
 def _first_text(folder: Path, names: tuple[str, ...]) -> str | None:
+    """Return the first of these files that a task has; None: it has none."""
     found = next((folder / name for name in names if (folder / name).is_file()), None)
     return None if found is None else found.read_text(encoding="utf-8")
 
@@ -182,6 +184,7 @@ def _refuse_downloads(folder: Path, where: str) -> None:
 
 
 def _test_files(folder: Path, where: str) -> Iterator[TaskFile]:
+    """Yield the files of the tests."""
     yield from files_below(folder / "tests", "/tests", folder, where)
     script = folder / "run-tests.sh"
     if script.is_file():

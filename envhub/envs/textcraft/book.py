@@ -112,6 +112,7 @@ def make_book(
 
 
 def _depth_of(recipe: Recipe, depths: Mapping[str, int]) -> int:
+    """Return the depth of a recipe: one more than that of its deepest ingredient."""
     return 1 + max(depths[name] for _, name in recipe.ingredients)
 
 
@@ -123,6 +124,7 @@ def _depths(
     open_items: set[str] = set()
 
     def depth(name: str) -> int:
+        """Return the depth of an item. Raises: ValueError: its recipes have a cycle."""
         if name in depths:
             return depths[name]
         if name in open_items:

@@ -47,7 +47,7 @@ class TextCraftEnv(TextEnv):
 
     def reset(self, item_id: str, seed: int = 0) -> str:
         """Start an item. `seed` is unused: the item determines everything."""
-        self._task = self._made_task(item_id)
+        self._task = self._make_task(item_id)
         self._inventory = Counter()
         self._begin()
         commands = "\n".join(recipe.command() for recipe in self._task.recipes)
@@ -55,10 +55,12 @@ class TextCraftEnv(TextEnv):
             return f"{commands}\ngoal: {self._task.goal}"
         return f"Crafting commands:\n{commands}\n\nGoal: craft {self._task.goal}."
 
-    def _made_task(self, item_id: str) -> CraftTask:
+    def _make_task(self, item_id: str) -> CraftTask:
+        """Return the task of an item."""
         return self._catalogue.make_task(parse_item(item_id, self._catalogue.subsets))
 
     def _step(self, action: str) -> StepResult:
+        """Perform a command, and describe the result."""
         read = self._read if len(action) <= MAX_KEPT_CHARS else self._read.__wrapped__
         verb, count, name, given, message = read(action)
         if verb == "get":
@@ -77,9 +79,11 @@ class TextCraftEnv(TextEnv):
         return f"holds {held}"
 
     def _refusal(self, agentgym: str, compact: str) -> StepResult:
+        """Return the result of an impossible action, in the style of the episode."""
         return plain_result(compact if self._is_compact else agentgym, False)
 
     def _inventory_text(self, is_compact: bool) -> str:
+        """Return the inventory as text."""
         items = self._inventory.items()
         if is_compact:
             listed = ", ".join([f"{count} {name}" for name, count in items if count])
@@ -89,6 +93,7 @@ class TextCraftEnv(TextEnv):
         return "Inventory: " + "".join([f"[{name}] ({count}) " for name, count in items])
 
     def _get(self, count: int, name: str, message: str) -> StepResult:
+        """Add an item to the inventory, if it is gettable."""
         if name not in self._book.gettable:
             compact = f"could not find {self._known(name)}".rstrip()
             return self._refusal(f"Could not find {name[:MAX_ECHO_CHARS]}", compact)
@@ -135,6 +140,7 @@ class TextCraftEnv(TextEnv):
         return StepResult(observation=message, reward=1.0, done=True, is_valid=True)
 
     def _too_few(self, target: str, raw: str) -> StepResult:
+        """Return the refusal for missing ingredients."""
         if self._is_compact:
             message = f"could not find enough items to craft {self._known(target)}".rstrip()
         else:
@@ -242,6 +248,7 @@ def find_recipe(book: Book, target: str, given: Sequence[tuple[int, str]]) -> Re
 
 
 def _fills(book: Book, recipe: Recipe, given: Sequence[tuple[int, str]]) -> bool:
+    """Return whether the given items fill all slots of a recipe."""
     tags = book.tags
     left = list(given)
     for count, part in sorted(recipe.ingredients, key=lambda slot: slot[1] in tags):

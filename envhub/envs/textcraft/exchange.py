@@ -55,17 +55,20 @@ class ExchangedEnv(TextCraftEnv):
         self._exchange = Exchange(self._vocabulary, item_id) if is_exchanged else None
         return self._shown(super().reset(item_id, seed))
 
-    def _made_task(self, item_id: str) -> CraftTask:
-        task = super()._made_task(item_id)
+    def _make_task(self, item_id: str) -> CraftTask:
+        """Return the task of an item, with new numbers if its words are permuted."""
+        task = super()._make_task(item_id)
         self._book = self._catalogue.book
         if self._exchange is not None:
             task, self._book = redrawn(task, self._book, random.Random(f"numbers {item_id}"))
         return task
 
     def _shown(self, text: str) -> str:
+        """Return a text in the agent's words."""
         return text if self._exchange is None else self._exchange.shown(text)
 
     def _step(self, action: str) -> StepResult:
+        """Perform a command in the words of the agent."""
         if self._exchange is None:
             return super()._step(action)
         result = super()._step(self._exchange.meant(action.lower() if self._is_compact else action))
@@ -92,6 +95,7 @@ class ExchangedEnv(TextCraftEnv):
         return {"tree": self._renamed(details["tree"]), "held": held}
 
     def _renamed(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """Return a tree of ingredients with the agent's names."""
         parts = [self._renamed(part) for part in tree["parts"]]
         return tree | {"name": self._shown(tree["name"]), "parts": parts}
 

@@ -114,16 +114,19 @@ def _ingredient(part: Any) -> Ingredient:
 
 
 def _result(result: Any) -> tuple[str, int]:
+    """Return the target of a recipe file, and its count."""
     if isinstance(result, str):
         return _full(result), 1
     return _full(result["item"] if "item" in result else result["id"]), int(result.get("count", 1))
 
 
 def _full(name: str) -> str:
+    """Return an item's id with its namespace."""
     return name if ":" in name else NAMESPACE + name
 
 
 def _is_block_only(recipe: FileRecipe) -> bool:
+    """Return whether a recipe only unpacks a block of the same material."""
     return len(recipe.ingredients) == 1 and recipe.ingredients[0][1].name.endswith(BLOCK_SUFFIX)
 
 

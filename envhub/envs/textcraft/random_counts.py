@@ -39,10 +39,12 @@ def redrawn(task: CraftTask, book: Book, rng: random.Random) -> tuple[CraftTask,
 
 
 def _count(rng: random.Random, most: int) -> int:
+    """Return a random count, often 1."""
     return 1 if rng.random() < ONE_FRAC else rng.randint(1, most)
 
 
 def _names(recipe: Recipe, chosen: dict[str, int]) -> set[str]:
+    """Return the ingredients of a recipe and those already drawn."""
     return {part for _, part in recipe.ingredients} | chosen.keys()
 
 

@@ -62,6 +62,7 @@ class CraftCatalogue:
 
     @cached_property
     def _goals(self) -> dict[tuple[int, str], tuple[str, ...]]:
+        """Return the goals by depth and split."""
         chosen = {}
         for depth in self.max_turns:
             shuffled = self.book.goals(depth)
@@ -105,6 +106,7 @@ class CraftCatalogue:
 
     @cached_property
     def _agentgym_order(self) -> list[str]:
+        """Return the goals in the order of AgentGym's data indices."""
         depths = self.book.depths
         offered = [goal for goal in self.book.recipes if depths[goal] in self.max_turns]
         return sorted(offered, key=lambda goal: depths[goal])

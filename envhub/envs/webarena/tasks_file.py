@@ -98,11 +98,13 @@ def read_tasks(path: Path, sites: Mapping[str, str]) -> WebArenaTasks:
 
 @cache
 def _raw_tasks(path: Path) -> tuple[dict[str, Any], ...]:
+    """Return the tasks of the package in the order of their numbers."""
     tasks = json.loads(path.read_text(encoding="utf-8"))
     return tuple(sorted(tasks, key=lambda task: task["task_id"]))
 
 
 def _with_addresses(raw: dict[str, Any], sites: Mapping[str, str]) -> dict[str, Any]:
+    """Return a task with the sites' addresses in place of its marks."""
     text = json.dumps(raw)
     for site, url in sites.items():
         text = text.replace(f"__{site.upper()}__", url)

@@ -44,6 +44,7 @@ class WordleEnv(TextEnv):
         return CONVERSATIONS["wordle"].first_observation("\n".join(self._known))
 
     def _step(self, action: str) -> StepResult:
+        """Perform a guess, and describe the answer."""
         text = action_text(action)[:MAX_ACTION_CHARS]
         # AgentGym ignores spaces only; a word is five lower-case letters.
         guess = "".join(text.lower().split()) if self._is_compact else text.replace(" ", "")
@@ -66,6 +67,7 @@ class WordleEnv(TextEnv):
         return f"{len(self._answers)} {' '.join(self._words)}"
 
     def _answer(self, guess: str) -> str:
+        """Return the answer to a guess, and keep the words that fit it."""
         answer = marks(guess, self._rng.choice(self._words))
         self._words = consistent(self._words, guess, answer)
         return answer

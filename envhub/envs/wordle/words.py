@@ -52,8 +52,9 @@ def consistent(words: tuple[str, ...], guess: str, answer: str) -> tuple[str, ..
 def best_guess(words: tuple[str, ...], known: tuple[str, ...] = VOCABULARY) -> str:
     """Return the known word whose worst answer leaves the fewest of `words`; these win ties."""
 
-    def badness(guess: str) -> tuple[int, int, bool, str]:
+    def remaining_words(guess: str) -> tuple[int, int, bool, str]:
+        """Return the sort key of a guess: the number of words that its worst answer leaves."""
         sizes = Counter(marks(guess, word) for word in words)
         return max(sizes.values()), -len(sizes), guess not in words, guess
 
-    return min(known, key=badness)
+    return min(known, key=remaining_words)

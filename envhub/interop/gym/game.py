@@ -106,6 +106,7 @@ class GymnasiumGame:
 
 
 def _text(observation: Any) -> str:
+    """Return an observation as text. Raises: EnvFailure: it has no text form."""
     try:
         return observation_text(observation)
     except NoText as error:

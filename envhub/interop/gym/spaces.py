@@ -179,6 +179,7 @@ def _unfenced(text: str) -> str:
 
 
 def _contained(action: Any, space: Any) -> Any:
+    """Return an action. Raises: BadAction: the space does not contain it."""
     try:
         is_contained = bool(space.contains(action))
     except OverflowError:  # The number exceeds the space's type.
@@ -284,6 +285,7 @@ def _parts(space: Any) -> list[Any]:
 
 
 def _describe_array(space: Any) -> str:
+    """Return the form of an array in words."""
     noun = "whole number" if space.dtype.kind in "iub" else "number"
     num = len(space.shape)
     form = f"a JSON array of shape {[*space.shape]} of {noun}s" if num else f"a {noun}"

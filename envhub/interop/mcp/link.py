@@ -136,6 +136,7 @@ class Link:
             await asyncio.wait([self._owner], timeout=CLOSE_S)
 
     async def _own(self) -> None:
+        """Enter the connection, wait for `close`, and leave it, all in one task."""
         mcp = optional_package("mcp", "mcp")
         options = self._options
         mode = MODES[options.revision]

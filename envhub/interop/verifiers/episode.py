@@ -136,6 +136,7 @@ class VerifiersEpisode(RemoteEpisode):
 
 
 def _roles(messages: Sequence[Mapping[str, Any]]) -> list[tuple[Any, str]]:
+    """Return role and text of each message."""
     return [(message["role"], _words(message)) for message in messages]
 
 

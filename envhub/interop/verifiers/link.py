@@ -128,6 +128,7 @@ class PlayerProcess:
         self._reader.cancel()
 
     def _send(self, line: Mapping[str, Any]) -> None:
+        """Send a line to the process."""
         assert self._process.stdin is not None
         with contextlib.suppress(ConnectionError, RuntimeError):  # `_next` reports a lost process.
             self._process.stdin.write(json_bytes(line) + b"\n")

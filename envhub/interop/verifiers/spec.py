@@ -20,6 +20,7 @@ def make_spec(reference: str) -> EnvSpec:
     rule = rule_of(reference, options.min_reward, options.max_reward)
 
     async def count() -> tuple[int, int]:
+        """Return the numbers of the taskset's training and test items."""
         player = await PlayerProcess.start(options, path.parent)
         await player.close()
         return player.num_items

@@ -14,6 +14,7 @@ def may_go(hosts: set[str]) -> Callable[[str], bool]:
     """Return a function that tests whether an address is on one of these hosts, including ports."""
 
     def test(url: str) -> bool:
+        """Return whether an address is on an allowed host."""
         try:
             parts = urlsplit(url)
         except ValueError:

@@ -89,12 +89,14 @@ class SiteTaskEnv:
         return await self._observation()
 
     async def _take_snapshot(self) -> None:
+        """Read the current page."""
         self._snapshot = await self._live().snapshot()
         in_view = self._style is Style.AGENTGYM
         self._shown = tree.shown_nodes(self._snapshot.nodes, only_in_view=in_view)
         self._ids = {node.id for node in self._shown}
 
     def _live(self) -> WebSession:
+        """Return the browser session of the running episode."""
         if self._session is None or self._done:
             raise RuntimeError("step before the reset or after the end of an episode")
         return self._session
@@ -127,6 +129,7 @@ class SiteTaskEnv:
         return StepResult(observation=observation, reward=0.0, done=False, is_valid=is_valid)
 
     def _parse(self, reply: str) -> WebAction:
+        """Return the action of a reply. Raises: InvalidAction: the page has no such element."""
         action = parse(read_reply(reply, self._style))
         if (
             action.kind in (WebActionType.CLICK, WebActionType.HOVER, WebActionType.TYPE)
@@ -150,6 +153,7 @@ class SiteTaskEnv:
         return f"{text} where [{action.element}] is {' '.join(line.split()[1:])}"
 
     async def _observation(self) -> str:
+        """Return the text of the current page."""
         session = self._live()
         names = self._catalogue.names
         tabs = ""
@@ -180,6 +184,7 @@ class SiteTaskEnv:
         return [as_reply(action, self._style) for action in [*clicks[:MAX_SAMPLED_CLICKS], *moves]]
 
     def _expected(self) -> WebAction | None:
+        """Return the next action of the solution."""
         in_view = self._style is Style.AGENTGYM
         return self._solution.next(self._snapshot.nodes, only_in_view=in_view)
 

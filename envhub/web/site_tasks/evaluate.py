@@ -65,6 +65,7 @@ def is_alike(reference: str, answer: str) -> bool:
 
 
 def _words(text: str) -> frozenset[str]:
+    """Return the meaningful words and numbers of an answer."""
     text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text.lower())
     text = re.sub(r"(\d)(min|h|km|m|hr)", r"\1 \2", text)
     found: list[str] = re.findall(r"[a-z]+|\d+(?:\.\d+)?", text)
@@ -144,6 +145,7 @@ async def grade(checks: Mapping[str, Any], session: WebSession, answer: str) -> 
 
 
 async def _passes(kind: str, checks: Mapping[str, Any], session: WebSession, answer: str) -> bool:
+    """Return whether one kind of check passes."""
     if kind == "string_match":
         return answer_matches(checks["reference_answers"], answer)
     if kind == "url_match":
@@ -154,6 +156,7 @@ async def _passes(kind: str, checks: Mapping[str, Any], session: WebSession, ans
 
 
 async def _pages_match(targets: Iterable[Mapping[str, Any]], session: WebSession) -> bool:
+    """Return whether all pages have their required contents."""
     for target in targets:
         url = await page_functions.target_url(target["url"], session)
         if url == "last":

@@ -58,5 +58,6 @@ def _find(nodes: tuple[PageNode, ...], step: dict[str, Any]) -> PageNode | None:
 
 
 def _direction(node: PageNode, nodes: tuple[PageNode, ...]) -> str:
+    """Return the direction in which to scroll to a node."""
     seen = [other.y for other in nodes if other.is_in_view]
     return "up" if seen and node.y < min(seen) else "down"

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from common.errors import ConfigError
@@ -31,7 +31,7 @@ def balance_loss_of(model: PreTrainedModel) -> BalanceLoss:
     compute: Any = getattr(sys.modules[type(model).__module__], FUNCTION, None)
     config = model.config
     chosen = next((getattr(config, each) for each in CHOSEN if hasattr(config, each)), None)
-    recorded = getattr(_body(model), "_can_record_outputs", None) or {}
+    recorded = getattr(model.base_model, "_can_record_outputs", None) or {}
     if compute is None or chosen is None or "router_logits" not in recorded:
         raise ConfigError(
             f"algorithm.router_aux_coef: transformers has no load-balancing loss for"
@@ -44,7 +44,3 @@ def balance_loss_of(model: PreTrainedModel) -> BalanceLoss:
         return compute(logits, logits[0].shape[-1], chosen, mask)
 
     return balance_loss
-
-
-def _body(model: PreTrainedModel) -> nn.Module:
-    return model.base_model

@@ -171,6 +171,7 @@ def _proxy_shape(shape: torch.Size) -> torch.Size:
 def _stored(
     name: str, indices: Tensor, bases: Sequence[FlatWeight], starts: Sequence[int]
 ) -> Stored:
+    """Return a stored tensor as ranges of flat weights, from the index of each number."""
     flat = indices.flatten()
     limits = torch.tensor(starts)
     owners = torch.searchsorted(limits, flat, right=True) - 1

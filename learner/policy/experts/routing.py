@@ -131,6 +131,8 @@ class Replay:
             )
 
     def _enter_with(self, block: Block) -> Any:
+        """Return the hook that begins a block's replay, or its measurement."""
+
         def enter(module: nn.Module, args: Any) -> None:
             routes = self.routes
             ids = None if routes is None else routes.ids[:, block.layer]
@@ -143,6 +145,8 @@ class Replay:
         return enter
 
     def _leave_with(self, block: Block) -> Any:
+        """Return the hook that ends a block's replay, and keeps the result of a measurement."""
+
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if not self._entered or self._entered[-1]._block is not block:
                 return

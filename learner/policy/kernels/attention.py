@@ -99,6 +99,7 @@ def _measured_problem(model: PreTrainedModel) -> str:
             return _scores(model, tokens, how)
 
     def packed(tokens: TokenBatch) -> Tensor:
+        """Return the scores of packed sequences."""
         with own_attention(model):
             _set_attention(model, _packed_name(attention_by_rule(model.device.type)))
             return _scores(model, tokens, how)
@@ -303,6 +304,7 @@ def _one_fused(
 def _scaled_products(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
 ) -> Tensor:
+    """Return attention by torch's function; without a mask it is causal."""
     return F.scaled_dot_product_attention(
         query,
         key,

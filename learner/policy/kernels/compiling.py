@@ -49,7 +49,12 @@ def compile_parts(networks: Sequence[nn.Module], *, fit: str) -> int:
 
 def check_parts(networks: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the parts of networks that can be compiled. Raises: ConfigError: there are none."""
-    found = [part for network in networks for part in network.modules() if _is_part(part)]
+    found = [
+        part
+        for network in networks
+        for part in network.modules()
+        if type(part).__name__.endswith(PARTS)
+    ]
     if not found:
         names = ", ".join(type(each).__name__ for each in networks)
         raise ConfigError(
@@ -71,7 +76,3 @@ def naming_compiler() -> Iterator[None]:
             " check TORCHINDUCTOR_CACHE_DIR, the folder of the kernels. The compiler reports:"
             f" {' '.join(reason[-400:].split())}"
         ) from error
-
-
-def _is_part(module: nn.Module) -> bool:
-    return type(module).__name__.endswith(PARTS)

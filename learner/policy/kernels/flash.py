@@ -33,6 +33,7 @@ def flash_problem(query: Tensor, value: Tensor) -> str:
 
 @cache
 def _device_problem(device: torch.device) -> str:
+    """Return why flash attention cannot run on a device; "" if it can."""
     if device.type != "cuda":
         return NO_CUDA
     if not torch.backends.cuda.is_flash_attention_available():
@@ -46,6 +47,7 @@ def _device_problem(device: torch.device) -> str:
 
 
 def _format_problem(dtype: torch.dtype, size: int) -> str:
+    """Return why flash attention does not support a dtype or a head's size; "" if it does."""
     if dtype not in DTYPES:
         return f"attention computes in {dtype}, not in bf16 (learner.precision=bf16)"
     if size > MAX_HEAD_SIZE:

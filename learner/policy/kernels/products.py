@@ -87,6 +87,7 @@ def _keys_and_values(block: PairBlock, both: Tensor, kv_heads: int) -> tuple[Ten
 
 
 def _hide(scores: Tensor, block: PairBlock) -> None:
+    """Add -inf to the scores of keys that a query must not attend to."""
     num_queries = block.queries.stop - block.queries.start
     apart = scores.view(scores.shape[0], num_queries, -1, scores.shape[-1])
     apart[..., block.num_earlier :] += block.hidden.to(scores.dtype)[:, None]

@@ -92,7 +92,7 @@ def fetch_catalogue(
     logger.info("waiting for envhub address=%s timeout_s=%g", address, timeout_s)
     while True:
         try:
-            answer = _ask(address, token, deadline - time.monotonic())
+            answer = _request_catalogue(address, token, deadline - time.monotonic())
             if answer.is_ok:
                 return parse_catalogue(json.loads(answer.body))
             if answer.status in (401, 403):
@@ -111,7 +111,8 @@ def fetch_catalogue(
         time.sleep(POLL_S)
 
 
-def _ask(address: str, token: str, remaining_s: float) -> HttpResponse:
+def _request_catalogue(address: str, token: str, remaining_s: float) -> HttpResponse:
+    """Return the hub's answer. Raises: ConfigError: the address has no scheme."""
     if not address.startswith(("http://", "https://")):
         raise ConfigError(
             f"envhub.url={address!r}: the address must begin with http:// or https://"
@@ -158,6 +159,7 @@ def validate_tasks(
 
 
 def _unknown(key: str, value: str, valid: Iterable[str]) -> str:
+    """Return the text about a name that the hub does not have, with the nearest one."""
     names = sorted(valid)
     nearest = difflib.get_close_matches(value, names, n=1, cutoff=0.0)
     hint = f"; the nearest is {nearest[0]!r}" if nearest else ""

@@ -68,8 +68,8 @@ class Curriculum:
         self._policies = {name: section.held(horizon.policy(name)) for name in names}
         far = {task.env for task in tasks if task.distance and section.has_distance}
         self._distances = {env: section.distance.policy for env in sorted(far)}
-        self.gated = _gates(self._policies, horizon.unit)
-        self.gated_distance = _gates(self._distances, HorizonUnit.TURNS)
+        self.gated = _gated_schedules(self._policies, horizon.unit)
+        self.gated_distance = _gated_schedules(self._distances, HorizonUnit.TURNS)
 
     def make_group(
         self, number: int, *, version: int, now: float, shunned: Sequence[str] = ()
@@ -122,6 +122,7 @@ class Curriculum:
         return self._stamp(self._horizon.name_of(env, subset), version)
 
     def _stamp(self, name: str, version: int) -> HorizonStamp:
+        """Return the stamp of a schedule at this version."""
         gated = self.gated.get(name)
         return gated.stamp if gated else horizon_at(self._policies[name], version)
 
@@ -180,7 +181,10 @@ class Curriculum:
         }
 
 
-def _gates(policies: dict[str, HorizonPolicy], unit: HorizonUnit) -> dict[str, GatedHorizon]:
+def _gated_schedules(
+    policies: dict[str, HorizonPolicy], unit: HorizonUnit
+) -> dict[str, GatedHorizon]:
+    """Return the gated schedules by their names."""
     gated = {name: each for name, each in policies.items() if each.kind is HorizonKind.GATED}
     return {name: GatedHorizon(each, name, unit.value) for name, each in gated.items()}
 
@@ -188,5 +192,6 @@ def _gates(policies: dict[str, HorizonPolicy], unit: HorizonUnit) -> dict[str, G
 def _report_of(
     what: str, policy: HorizonPolicy, stamp: HorizonStamp, gated: GatedHorizon | None
 ) -> dict[str, Any]:
+    """Return the stage and, if it is gated, the measurements of a schedule."""
     report = {"kind": policy.kind.value, what: stamp.horizon, "stage": stamp.stage}
     return report | (gated.report() if gated else {})

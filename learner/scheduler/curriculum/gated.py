@@ -177,6 +177,7 @@ class GatedHorizon:
         return "ess" if 0 <= measured.ess_frac < self.policy.gated.ess_frac else ""
 
     def _advances(self, measured: WindowStatistics, version: int) -> bool:
+        """Return whether the schedule moves to the next stage."""
         if self.stage == len(self.policy.stages) - 1:
             return False
         gate = self.policy.gated
@@ -220,6 +221,7 @@ def success_gain(steps: Sequence[StepSeen]) -> float | None:
 
 
 def _mean_entropy(steps: Sequence[StepSeen]) -> float:
+    """Return the mean entropy of the steps that report one."""
     known = [step.entropy for step in steps if step.entropy != UNKNOWN]
     return sum(known) / len(known) if known else UNKNOWN
 

@@ -84,7 +84,7 @@ class Mixture:
         self._points = GoldenSequence(seed=seed)
         parts = [MixtureTask(task=task, base=task.weight) for task in tempered if task.weight > 0]
         self.tasks = {part.name: part for part in parts}
-        self._names = {_shared(name): name for name in self.tasks}
+        self._names = {_without_bound(name): name for name in self.tasks}
         self.subset_success = SuccessPool(
             memory_episodes=cfg.memory_episodes, max_keys=len(parts) + 1
         )
@@ -110,7 +110,7 @@ class Mixture:
     def see(self, seen: EpisodeSeen, item: Item) -> None:
         """Count a training episode whose result depends on the policy."""
         if self.is_adaptive:
-            self.subset_success.add(self._names[_shared(f"{item.env}/{item.subset}")], seen)
+            self.subset_success.add(self._names[_without_bound(f"{item.env}/{item.subset}")], seen)
             self.item_success.add(f"{item.env}/{item.item_id}", seen)
 
     def forget_items(self, name: str) -> None:
@@ -131,6 +131,7 @@ class Mixture:
         return {name: each / total for name, each in worths.items()}
 
     def _worth(self, success: float | None) -> float:
+        """Return the learning potential at a success; 1 if the success is unknown."""
         return 1.0 if success is None else worth(success, floor=self.cfg.floor)
 
     def _choose_task(self, point: float) -> MixtureTask:
@@ -167,7 +168,7 @@ class Mixture:
         return {"kind": self.cfg.kind.value, "shares": shares, **known}
 
 
-def _shared(name: str) -> str:
+def _without_bound(name: str) -> str:
     """Return the part of a task's name that is the same for all bounds on the distance."""
     return name.partition("..")[0]
 

@@ -217,6 +217,7 @@ class Sampler:
 
 
 def _slices(tasks: list[TaskSection]) -> list[_Slice]:
+    """Return an arc of the circle for each task with a weight, in proportion to it."""
     active = [task for task in tasks if task.weight > 0]
     total = sum(task.weight for task in active)
     slices: list[_Slice] = []

@@ -47,6 +47,7 @@ class DispatchLimits:
         self.lag_bounds = [bound for bound in bounds if bound.max_lag_steps > self.max_lag_steps]
 
     def _bound(self, pace: Pace, env: str, horizon: int) -> int:
+        """Return the lag bound of an environment and horizon."""
         return lag_bound(
             self.max_lag_steps,
             max_stretch=self.scheduler.max_stretch,

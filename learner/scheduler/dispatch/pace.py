@@ -103,6 +103,7 @@ class Pace:
         return len(self.episodes[key]) >= MIN_EPISODES
 
     def _figures_of(self, key: Kind) -> Figures:
+        """Return the quantile and the median of the durations, computed once per change."""
         if key not in self._figures:
             ordered = sorted(self.episodes[key])
             quantile = ordered[math.ceil(QUANTILE * len(ordered)) - 1]

@@ -154,6 +154,7 @@ class SelectionAudit:
 
 
 def _column(outcome: str, cause: str) -> str:
+    """Return the column of an outcome; episodes that the run's end cut off have their own."""
     return ENDED if cause == RUN_ENDED else outcome
 
 

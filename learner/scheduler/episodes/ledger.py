@@ -141,13 +141,14 @@ class FailureWindow:
 
         Raises: LongstrideError: too many episodes failed; names the causes.
         """
-        self._judge(Counter(self.causes), f"of the last {len(self.causes)} episodes")
+        self._check_share(Counter(self.causes), f"of the last {len(self.causes)} episodes")
         lasted_s = self.failed_at - self.began_at
         if lasted_s >= OUTAGE_S:
             num = self.outage.total()
-            self._judge(self.outage, f"of {num} episodes in an outage of {lasted_s:.0f} s")
+            self._check_share(self.outage, f"of {num} episodes in an outage of {lasted_s:.0f} s")
 
-    def _judge(self, counts: Counter[str], which: str) -> None:
+    def _check_share(self, counts: Counter[str], which: str) -> None:
+        """Raise LongstrideError if too large a share of the episodes has failed."""
         failed = {cause: num for cause, num in counts.items() if cause}
         num = counts.total()
         num_failed = sum(failed.values())

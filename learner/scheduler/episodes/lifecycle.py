@@ -125,7 +125,7 @@ class EpisodeLifecycle:
         for episode in self.leases:
             self.renew(episode, now=now)
 
-    def miss(self, episode: EpisodeRecord) -> None:
+    def count_missed_beat(self, episode: EpisodeRecord) -> None:
         """Count a heartbeat that does not list the episode."""
         episode.num_missed += 1
 
@@ -165,6 +165,7 @@ class EpisodeLifecycle:
         self.queue.disown(actor)
 
     def _requeue(self, group: GroupRecord, episode: EpisodeRecord) -> None:
+        """Queue an episode again, before all others."""
         self._move(episode, EpisodePhase.QUEUED)
         self.queue.put(group.group_id, [episode.member], is_first=True)
 
@@ -260,6 +261,7 @@ class EpisodeLifecycle:
                 self._give_up(group, episode, Outcome.STALE.value, RUN_ENDED)
 
     def _settle(self, group: GroupRecord, episode: EpisodeRecord, settled: Settled) -> None:
+        """Book the outcome of an episode, and close its group if it was the last."""
         self._move(episode, EpisodePhase.SETTLED)
         group.num_settled += episode.settled is None
         episode.settled = settled
@@ -311,6 +313,7 @@ class EpisodeLifecycle:
     # --- accounts -----------------------------------------------------------------------------
 
     def _account(self, group: GroupRecord) -> EpisodeCounts:
+        """Return the account of a group: training or evaluation."""
         return self.ledger.train if group.is_train else self.ledger.eval
 
     def _unknown(self, episode_id: str) -> None:

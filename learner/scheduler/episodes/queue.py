@@ -90,6 +90,7 @@ class EpisodeQueue:
         absent: Sequence[str],
         taken: Taken,
     ) -> None:
+        """Move queued episodes of these groups to `taken`, up to `num` in total."""
         for group_id in group_ids:
             if len(taken) == num:
                 return
@@ -122,6 +123,7 @@ class EpisodeQueue:
             self._unlist(group_id, pending)
 
     def _unlist(self, group_id: str, pending: PendingGroup) -> None:
+        """Remove a group from the list of its owner, or of free groups."""
         (self.owned[pending.owner] if pending.owner else self.free).remove(group_id)
 
     def disown(self, actor: str) -> None:

@@ -169,6 +169,7 @@ class GroupTable:
             self.closed.popitem(last=False)
 
     def _count(self, group: GroupRecord, change: int) -> None:
+        """Change the numbers of open and ready training groups by `change`."""
         if group.is_train:
             self.num_open += change * (group.state is GroupState.OPEN)
             self.num_ready += change * (group.state is GroupState.READY)

@@ -101,6 +101,7 @@ class StartMessages:
         )
 
     def _receive(self) -> None:
+        """Answer joining nodes and hubs; keep other messages for the core."""
         for received in self.router.receive_all(timeout_s=POLL_S):
             answer = (
                 self.enrolments.answer(received.message)

@@ -88,7 +88,7 @@ def _miss(parts: Components, unlisted: list[EpisodeRecord], now: float) -> None:
         if is_learner_away and not episode.is_revoked:
             parts.lifecycle.renew(episode, now=now)
             continue
-        parts.lifecycle.miss(episode)
+        parts.lifecycle.count_missed_beat(episode)
         if episode.is_revoked:
             parts.lifecycle.lose(episode, "straggler")
         elif episode.num_missed >= MAX_MISSED and now - episode.listed_at >= limit_s:

@@ -95,7 +95,7 @@ class Members:
             self.replaced[known.incarnation] = now
         num_restarts = known.num_restarts + is_other if known else 0
         if known is None or is_other:
-            known = self._enter(message)
+            known = self._add(message)
         known.incarnation, known.num_restarts = message.incarnation, num_restarts
         known.node = message.node
         known.version = message.version
@@ -104,7 +104,7 @@ class Members:
 
     def heartbeat(self, message: Heartbeat, now: float) -> RunMember:
         """Record the state of a role. An unknown one is registered: this process was restarted."""
-        member = self.by_name.get(message.name) or self._enter(message)
+        member = self.by_name.get(message.name) or self._add(message)
         member.version = message.version
         member.running = len(message.running)
         member.num_slots = message.num_slots
@@ -127,7 +127,8 @@ class Members:
                 found = {*each.absent} if found is None else found & {*each.absent}
         return found or set()
 
-    def _enter(self, message: Hello | Heartbeat) -> RunMember:
+    def _add(self, message: Hello | Heartbeat) -> RunMember:
+        """Add a role to the list; a role of the same name is replaced."""
         member = RunMember(role=message.role, name=message.name, incarnation="", version=0)
         self.by_name[member.name] = member
         self._learners.pop(member.name, None)

@@ -163,12 +163,14 @@ class AddressRegistry:
         ]
 
     def _forget(self, name: str, reason: str) -> None:
+        """Remove a hub, and keep it for the status."""
         logger.warning("removed hub name=%s reason=%s", name, reason)
         self._gone[name] = self._hubs.pop(name)
         self._gone[name].gone = reason
         self._renew_hubs()
 
     def _renew_hubs(self) -> None:
+        """Update the hubs of the directory."""
         places = [*self.fixed, *(hub.hello.place for hub in self._hubs.values())]
         self._change(self.directory.learner, self.directory.weights, places)
 

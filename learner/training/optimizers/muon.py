@@ -119,6 +119,7 @@ class ExpertMuon(torch.optim.Optimizer):
                     self._update(parameter, parameter.grad, group)
 
     def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        """Update the experts of a stack that this rank owns."""
         lr = float(group["lr"])
         momentum = group["momentum"]
         state = self.state[parameter]

@@ -99,7 +99,7 @@ def test_filled_slots_equal_an_adapter_loaded_anew(runner: Any) -> None:
     loading.load_adapter(runner, adapter(1), runner.vllm_config)
     loading.load_adapter(runner, adapter(2), runner.vllm_config)
     in_place = slots(runner)
-    loading._load_anew(
+    loading._reload_adapter(
         runner.get_model().lora_manager,
         loading._by_module(adapter(2), None),
         scaling=LORA.alpha / RANK,

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from actor.play.chat_endpoints import ChatEndpoint, endpoint_path, find_endpoint
 from actor.play.endpoint import Endpoint
-from actor.play.serve import Chat, base_of, bound, door_of, listening
+from actor.play.serve import Chat, base_of, bound, listening, serve_engine
 from actor.rollout.episode import ContextFull, PolicyFailed, Turn
 from actor.rollout.render import Renderer
 from common.config.evaluation import PolicySection
@@ -340,7 +340,7 @@ def test_running_actor_serves_chat_and_cleans_up(tmp_path: Path) -> None:
     async def work() -> None:
         engine = cast(Any, Parrot())
         assert await find_endpoint(tmp_path) is None
-        async with door_of(CFG, run_dir, "actor-3", engine, Renderer(TOKENIZER)):
+        async with serve_engine(CFG, run_dir, "actor-3", engine, Renderer(TOKENIZER)):
             found = await find_endpoint(tmp_path)
             assert found is not None
             path = endpoint_path(tmp_path, "actor-3")
@@ -352,7 +352,7 @@ def test_running_actor_serves_chat_and_cleans_up(tmp_path: Path) -> None:
             assert (reply.text, reply.model) == ("turn left", f"{CFG.run.name}, version 7")
         assert not path.exists()
         sync = load_config("quickstart", ["train.mode=sync"], root=ROOT)
-        async with door_of(sync, run_dir, "actor-4", engine, Renderer(TOKENIZER)):
+        async with serve_engine(sync, run_dir, "actor-4", engine, Renderer(TOKENIZER)):
             assert await find_endpoint(tmp_path) is None  # it would change what the run samples
 
     asyncio.run(work())

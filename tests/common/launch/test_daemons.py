@@ -20,7 +20,7 @@ from common.dashboard.probe import HUNG_S, why_not_live, why_not_ready
 from common.dashboard.run_view import view_run
 from common.dashboard.terminal.training import probe
 from common.launch.lock import hold_run
-from common.launch.supervise import tell_alive
+from common.launch.supervise import touch_alive_file
 from common.repository import ROOT
 from common.store.run_dir import RunDir, write_json
 from envhub.command import spell_out
@@ -175,7 +175,7 @@ def test_run_is_live_while_its_launcher_polls(tmp_path: Path) -> None:
         long_ago = time.time() - HUNG_S - 5
         os.utime(run_dir.launch, (long_ago, long_ago))
         assert why_not_live(run_dir).startswith("the launcher hangs: it last wrote launch.json 6")
-        tell_alive(run_dir.launch)
+        touch_alive_file(run_dir.launch)
         assert probe(CFG, run_dir, "live") == 0
     assert probe(CFG, run_dir, "live") == 1
     write_json(run_dir.finished, {"version": 1, "result": ""})

@@ -17,7 +17,7 @@ import zmq
 from common.wire.access import connections as connections_module
 from common.wire.access.connections import Connections, raise_file_limit
 from common.wire.access.identities import revoke
-from common.wire.access.peers import MAX_STRIKES
+from common.wire.access.peers import MAX_REFUSALS
 from common.wire.codec import decode, encode
 from common.wire.messages import Goodbye, Hello, LeaseGrant, LeaseRequest, Outcomes, Rejected
 from common.wire.security import RunKeys, create_keys, own_keys
@@ -156,7 +156,7 @@ def test_hostile_messages_are_counted_without_delaying_peers(
     assert worst_s < at_most(1.0)
     told = server.router.report()["peers"]
     assert set(told) == {"enemy"}
-    assert told["enemy"]["dropped"] > num - 10 * MAX_STRIKES, "nothing of it was decoded any more"
+    assert told["enemy"]["dropped"] > num - 10 * MAX_REFUSALS, "nothing of it was decoded any more"
 
 
 def test_actor_cannot_impersonate_another_peer(
@@ -239,7 +239,7 @@ def watched_by_hand(context: zmq.Context) -> Iterator[tuple[Connections, socket.
     try:
         with socket.create_connection((HOST, port)) as peer:
             wait_for(lambda: connections._monitor.poll(0), "not accepted")
-            connections._take_all()
+            connections._process_events()
             yield connections, peer
     finally:
         watched.disable_monitor()
@@ -255,7 +255,7 @@ def test_vanished_stranger_is_counted_as_refused(context: zmq.Context) -> None:
         wait_for(lambda: not os.path.exists(f"/proc/self/fd/{descriptor}"), "not closed")
         connections._check(time.monotonic())
         assert connections.report()["refused"] == {}
-        connections._take_all()
+        connections._process_events()
         assert connections.report()["refused"] == {"handshake": 1}
         assert connections.report()["open"] == 0
 
@@ -289,20 +289,20 @@ def test_endless_message_is_cut_complete_ones_pass(
             assert info is not None, "it was ended"
             return connections_module._number(info[connections_module.BYTES_RECEIVED])
 
-        def send_a_part(*, is_heard: bool) -> None:
+        def send_a_part(*, may_send: bool) -> None:
             wanted = num_received() + len(PART)
             peer.sendall(PART)
             wait_for(lambda: num_received() >= wanted, "not taken")
-            connections.heard = {each.descriptor} if is_heard else set()
+            connections.heard = {each.descriptor} if may_send else set()
             connections._check(time.monotonic())
 
         wait_for(is_let_in, "not let in")
         for _ in range(5):
-            send_a_part(is_heard=True)
+            send_a_part(may_send=True)
         for _ in range(3):
-            send_a_part(is_heard=False)
+            send_a_part(may_send=False)
         assert connections.report()["refused"] == {}
-        send_a_part(is_heard=False)
+        send_a_part(may_send=False)
         assert connections.report()["refused"] == {"endless message": 1}
 
 
@@ -379,7 +379,7 @@ from common.wire.access.connections import Connections
 watched = zmq.Context().socket(zmq.ROUTER)
 connections = Connections(watched)
 port = watched.bind_to_random_port("tcp://127.0.0.1")
-connections._take_all = lambda: time.sleep(.1)
+connections._process_events = lambda: time.sleep(.1)
 connections.start()
 for _ in range(3_000):
     socket.create_connection(("127.0.0.1", port)).close()

@@ -11,7 +11,7 @@ import pytest
 from common.config.envs import EnvsSection, ItemFiles, RemoteOptions
 from common.errors import ConfigError
 from envhub.agentgym.dialects import DIALECTS
-from envhub.agentgym.item_lists import numbers_of, read_list, spread
+from envhub.agentgym.item_lists import indices_of, read_list, spread
 from envhub.agentgym.remote import make_spec
 from envhub.catalogue.registry import Registry
 from envhub.env import Env, Style
@@ -30,7 +30,7 @@ SIZES = {  # training and test items without a file
 
 
 def numbers(dialect: str, **options: Any) -> dict[str, Any]:
-    return numbers_of(DIALECTS[dialect], RemoteOptions(dialect=dialect, url="http://h", **options))
+    return indices_of(DIALECTS[dialect], RemoteOptions(dialect=dialect, url="http://h", **options))
 
 
 def listed(path: Path, *entries: object) -> str:

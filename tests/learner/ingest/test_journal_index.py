@@ -28,8 +28,8 @@ def make_index(*episodes: Trajectory) -> JournalIndex:
     """An index of a journal with records at 0, 10, 20 ..., reported in messages 1, 2, 3 ..."""
     index = JournalIndex(end=JOURNAL_START)
     for i, each in enumerate(episodes):
-        index.know(each)
-        index.enter(each, at(10 * i), num_queued=i + 1)
+        index.add_episode(each)
+        index.add_entry(each, at(10 * i), num_queued=i + 1)
     index.move_end(at(10 * len(episodes)))
     return index
 
@@ -57,9 +57,11 @@ def test_replay_point_of_a_settled_journal_is_its_end() -> None:
 def test_replay_point_precedes_a_pending_record() -> None:
     index = make_index(episode(0))
     index.close_below(1)
-    index.know(episode(1))  # appended by another thread; the end is not moved before it is entered
+    index.add_episode(
+        episode(1)
+    )  # appended by another thread; the end is not moved before it is entered
     assert position(index) == at(10)
-    index.enter(episode(1), at(10), num_queued=2)
+    index.add_entry(episode(1), at(10), num_queued=2)
     index.move_end(at(20))
     assert position(index) == at(10)
 
@@ -110,8 +112,8 @@ def test_memory_is_bounded_by_open_groups() -> None:
         if number % 10 == 0:
             known.append(evaluation(number))
         for each in known:
-            index.know(each)
-            index.enter(each, at(number), num_queued=number)
+            index.add_episode(each)
+            index.add_entry(each, at(number), num_queued=number)
         index.trained([f"g{number:07d}"], step=number)
         index.close_below(max(0, number - 5))
         index.replay_point(num_saved=number - 1, version=number - 10)

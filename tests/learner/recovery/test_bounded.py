@@ -61,7 +61,7 @@ class LongRun:
         tokens, mask = [5] * 20, [0, 0, *[1] * 18]
         members = [make_trajectory(tokens, mask, group_id=group, member=m) for m in (0, 1)]
         for number, each in enumerate(members):
-            self.index.enter(each, self.journal.append(each), num_queued=number)
+            self.index.add_entry(each, self.journal.append(each), num_queued=number)
         self.journal.sync()
         self.index.move_end(self.journal.position)
         ids = [each.episode_id for each in members]

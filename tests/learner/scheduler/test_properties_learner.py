@@ -174,9 +174,11 @@ class TwoSidesMachine(RuleBasedStateMachine):
             self.groups.decide(progress.learner_version, progress.num_batch_groups)
 
     def _adopt(self, trajectory: Trajectory, offset: int, *, only_remember: bool = False) -> None:
-        self.index.know(trajectory)
+        self.index.add_episode(trajectory)
         self._tell(seen=[self._seen(trajectory)], only_remember=only_remember)
-        self.index.enter(trajectory, JournalPosition(offset=offset), num_queued=len(self.history))
+        self.index.add_entry(
+            trajectory, JournalPosition(offset=offset), num_queued=len(self.history)
+        )
 
     def _seen(self, trajectory: Trajectory) -> EpisodeSeen:
         return replace(
@@ -277,7 +279,7 @@ class TwoSidesMachine(RuleBasedStateMachine):
 
     def _readopt(self, trajectory: Trajectory, offset: int, *, step: int | None) -> None:
         if self.index.is_closed(trajectory):
-            self.index.enter(trajectory, JournalPosition(offset=offset), num_queued=0)
+            self.index.add_entry(trajectory, JournalPosition(offset=offset), num_queued=0)
         else:
             self._adopt(trajectory, offset, only_remember=True)
             outcomes, groups = (

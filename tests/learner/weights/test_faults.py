@@ -223,7 +223,7 @@ def test_suspended_learner_removes_no_engine(monkeypatch: pytest.MonkeyPatch) ->
         members.hear(member("a"), version=0, current_version=0)
         members.forget_silent()
     assert [each.actor for each in members.present()] == ["a"]
-    assert members.lonely_s == 0.0
+    assert members.no_engine_s == 0.0
     members.remove(member("a"), reason="it left")
     now[0] += 7.0
-    assert members.lonely_s == 7.0
+    assert members.no_engine_s == 7.0

@@ -101,4 +101,5 @@ class JudgeEndpoint:
             raise Refused(f"not a chat completion ({error!r}): {shown}") from error
 
     def _redacted(self, text: str) -> str:
+        """Return a text without the key."""
         return text.replace(self.key, "***") if self.key else text

@@ -108,6 +108,7 @@ class Judge:
         return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
     def _find_url(self) -> str:
+        """Return the address of the endpoint; "": it is not known yet."""
         if self.options.url:
             return self.options.url
         found = self._run_dir.find_address(self.options.role) if self._run_dir else None
@@ -144,12 +145,14 @@ class Judge:
         return await asyncio.shield(asking)
 
     def _forget(self, key: str, done: asyncio.Task[tuple[float, Cost]]) -> None:
+        """Remove a finished request."""
         if self._asking.get(key) is done:
             del self._asking[key]
         if not done.cancelled():
             done.exception()  # The error is known, so asyncio does not log it.
 
     def _kept_score(self, key: str) -> float | None:
+        """Return the score of a kept answer; None: there is none, or the rule has changed."""
         kept = self.store.find(key)
         if kept is None:
             return None
@@ -159,13 +162,14 @@ class Judge:
             return None
 
     async def _ask_in_time(self, key: str, messages: list[dict[str, str]]) -> tuple[float, Cost]:
+        """Return a score and its cost. Raises: ServiceDown: the requests take too long."""
         cost = Cost()
         try:
             async with asyncio.timeout(self.longest_s), self._slots:
                 score = await self._score(key, messages, cost)
         except TimeoutError as error:
             text = f"{self.options.concurrency} requests at once do not keep up"
-            raise self._down(f"no score within {self.longest_s:g} s; {text}") from error
+            raise self._outage(f"no score within {self.longest_s:g} s; {text}") from error
         cost.unanswered = self._num_unanswered
         self._num_unanswered = 0
         return score, cost
@@ -182,7 +186,7 @@ class Judge:
             except Unanswered as error:
                 self._num_unanswered += 1
                 if is_last:
-                    raise self._down(str(error)) from error
+                    raise self._outage(str(error)) from error
                 await asyncio.sleep(max(error.wait_s, BACKOFF_S * 2**attempt))
             except Unparsed as error:
                 cost.unparsed += 1
@@ -236,6 +240,7 @@ class Judge:
         return ""
 
     def _body(self, messages: list[dict[str, str]], temperature: float) -> dict[str, Any]:
+        """Return the body of a request."""
         options = self.options
         body: dict[str, Any] = {
             "model": options.model or options.name,
@@ -248,13 +253,16 @@ class Judge:
         return {name: value for name, value in body.items() if value is not None}
 
     def _down_text(self, text: str) -> str:
+        """Return the text about a judge that does not answer."""
         return f"judge {self.options.name} ({self.options.shown}) does not answer: {text}"
 
-    def _down(self, text: str) -> ServiceDown:
+    def _outage(self, text: str) -> ServiceDown:
+        """Return the error for a judge that does not answer, and log it."""
         logger.warning("judge does not answer name=%s reason=%s", self.options.name, text)
         return ServiceDown(self._down_text(text))
 
     def _failed(self, text: str) -> EnvFailure:
+        """Return the error for a judge's wrong answer or a wrong request."""
         return EnvFailure(f"judge {self.options.name} ({self.options.shown}): {text}")
 
 

@@ -90,6 +90,7 @@ def read_options(name: str, entry: Mapping[str, Any]) -> JudgeOptions:
 
 
 def _check_value(name: str, key: str, value: Any) -> None:
+    """Raise ConfigError if a judge has no such key, or the value is out of bounds."""
     where = f"reward.{name}.{key}={value}"
     if key not in OWN_KEYS:
         known = ", ".join((*OWN_KEYS, "weight", *ROLE_KEYS))

@@ -94,5 +94,6 @@ class JudgeStore:
             self._base.close()
 
     def _run(self, statement: str, *values: Any) -> list[Any]:
+        """Return the rows of a statement. Threads take turns."""
         with self._lock, closing(self._base.execute(statement, values)) as cursor:
             return cursor.fetchall()

@@ -19,6 +19,7 @@ GITLAB = Site(
 
 @GITLAB.post("/projects/new")
 def add_project(visit: Visit) -> Response:
+    """Add a project of the form, or return to the form with the reason."""
     name = visit.text("name")[:60]
     text = visit.text("description")
     slug = "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())

@@ -50,6 +50,7 @@ def fill_gitlab(db: sqlite3.Connection, seed: int) -> None:
 
 
 def _fill_project(db: sqlite3.Connection, random: Random, project_id: int, owner_id: int) -> None:
+    """Add the members, changes and issues of a project."""
     others = [user_id for user_id in range(2, NUM_USERS + 1) if user_id != owner_id]
     team = random.sample(others, random.randrange(3, 7))
     insert(db, "member", project_id=project_id, user_id=owner_id, role="Owner")
@@ -93,6 +94,7 @@ def _fill_project(db: sqlite3.Connection, random: Random, project_id: int, owner
 def _fill_issues(
     db: sqlite3.Connection, random: Random, project_id: int, people: list[int]
 ) -> None:
+    """Add the issues of a project with their comments."""
     pairs = [(trouble, part) for trouble in WORDS["troubles"] for part in WORDS["parts"]]
     troubles = random.sample(pairs, random.randrange(9, 16))
     dates = sorted(day_of(random, 2023) for _ in troubles)

@@ -22,6 +22,7 @@ MAPS = Site(
 
 
 def _category(visit: Visit) -> str:
+    """Return the category of an address. Raises: PageMissing."""
     name = visit.names["category"].capitalize()
     if name not in CATEGORIES:
         raise PageMissing(visit.path)
@@ -30,6 +31,7 @@ def _category(visit: Visit) -> str:
 
 @MAPS.get("/category/{category}")
 def category(visit: Visit) -> Response:
+    """Return the page of a category's places."""
     name = _category(visit)
     order = visit.choice("sort", ("name", "rating"))
     day = visit.choice("day", ("", *WEEKDAYS))
@@ -46,6 +48,7 @@ def category(visit: Visit) -> Response:
 
 @MAPS.get("/place/{slug}.html")
 def place(visit: Visit) -> Response:
+    """Return the page of a place with its hours."""
     found = visit.find("place")
     listed = visit.rows("SELECT * FROM hours WHERE place_id = :place_id")
     hours = {row["weekday"]: row for row in listed}
@@ -56,6 +59,7 @@ def place(visit: Visit) -> Response:
 
 @MAPS.get("/nearby/{slug}/{category}")
 def nearby(visit: Visit) -> Response:
+    """Return the page of a category's places, the nearest to a place first."""
     centre, name = visit.find("place"), _category(visit)
     others = visit.rows(
         "SELECT * FROM place WHERE category = :name AND id <> :place_id ORDER BY name", name=name
@@ -67,6 +71,7 @@ def nearby(visit: Visit) -> Response:
 
 
 def _route(start: sqlite3.Row, end: sqlite3.Row) -> Route:
+    """Return the shortest route between two places."""
     return find_route((start["col"], start["line"]), (end["col"], end["line"]))
 
 
@@ -94,6 +99,7 @@ def directions(visit: Visit) -> Response:
 
 @MAPS.get("/directions/{start}/{end}/{mode}")
 def route(visit: Visit) -> Response:
+    """Return the page of a route between two places."""
     start = visit.find("start")
     end = visit.find("end")
     mode = visit.names["mode"]

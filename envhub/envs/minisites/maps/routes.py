@@ -77,11 +77,13 @@ def describe(leg: Leg, roads: Mapping[tuple[str, int], str]) -> str:
 
 
 def _meters(*corners: int) -> int:
+    """Return the length of a route, for the tables of tasks."""
     col, line, next_col, next_line = corners
     return find_route((col, line), (next_col, next_line)).meters
 
 
 def _minutes(col: int, line: int, next_col: int, next_line: int, mode: str) -> int:
+    """Return the duration of a route, for the tables of tasks."""
     return find_route((col, line), (next_col, next_line)).minutes(mode)
 
 

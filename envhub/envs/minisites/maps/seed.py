@@ -62,6 +62,7 @@ def fill_maps(db: sqlite3.Connection, seed: int) -> None:
 def _fill_hours(
     db: sqlite3.Connection, random: Random, place_id: int, *, is_always_open: bool
 ) -> None:
+    """Add the opening hours of a place."""
     closed = random.sample(range(7), random.randrange(0, 3))
     opens = random.randrange(7, 12)
     closes = random.randrange(17, 23)

@@ -16,6 +16,7 @@ REDDIT = Site(
 
 @REDDIT.post("/create_forum")
 def add_forum(visit: Visit) -> Response:
+    """Add a forum of the form, or return to the form with the reason."""
     name = visit.text("name")[:30]
     text = visit.text("description")
     is_taken = bool(visit.rows("SELECT 1 FROM forum WHERE name = :name", name=name))

@@ -31,6 +31,7 @@ def fill_reddit(db: sqlite3.Connection, seed: int) -> None:
 
 
 def _fill_forum(db: sqlite3.Connection, random: Random, forum_id: int, topics: list[str]) -> None:
+    """Add the posts of a forum with their comments."""
     titles = [headline.format(topic) for headline in WORDS["headlines"] for topic in topics]
     titles = random.sample(titles, POSTS_PER_FORUM)
     days = random.sample(range(364), POSTS_PER_FORUM)

@@ -2,7 +2,7 @@
 
 from starlette.responses import Response
 
-from envhub.envs.minisites.site import Site, Visit, whole
+from envhub.envs.minisites.site import Site, Visit, parse_number
 
 MAX_PRICE_CENTS = 10_000_000
 CMS = Site(
@@ -16,10 +16,11 @@ CMS = Site(
 
 @CMS.post("/products/{product_id}")
 def edit_product(visit: Visit) -> Response:
+    """Change a product by the form, or return to its page with the reason."""
     found = visit.find("product")
     cents = _cents(visit.text("price"))
     back = f"/products/{found['id']}"
-    stock = whole(visit.text("stock"))
+    stock = parse_number(visit.text("stock"))
     name = visit.text("name")
     taken = False
     if name != found["name"]:
@@ -41,8 +42,8 @@ def edit_product(visit: Visit) -> Response:
 def _cents(text: str) -> int | None:
     """Return an amount such as `12.50` or `$12` in cents; None if it is malformed."""
     units, dot, rest = text.removeprefix("$").partition(".")
-    amount = whole(units)
-    cents = whole(rest.ljust(2, "0")) if dot else 0
+    amount = parse_number(units)
+    cents = parse_number(rest.ljust(2, "0")) if dot else 0
     if amount is None or cents is None or len(rest) > 2 or amount * 100 > MAX_PRICE_CENTS:
         return None
     return amount * 100 + cents
@@ -50,6 +51,7 @@ def _cents(text: str) -> int | None:
 
 @CMS.get("/reports/bestsellers")
 def bestsellers(visit: Visit) -> Response:
+    """Return the page of the most sold products, of one month or of all."""
     months = [row["month"] for row in visit.rows("SELECT month FROM sales")]
     month = visit.choice("month", ("", *months))
     rows = visit.rows(
@@ -63,8 +65,9 @@ def bestsellers(visit: Visit) -> Response:
 
 @CMS.post("/coupons/new")
 def add_coupon(visit: Visit) -> Response:
+    """Add a coupon of the form, or return to the form with the reason."""
     code = visit.text("code")[:20].upper()
-    percent = whole(visit.text("percent"))
+    percent = parse_number(visit.text("percent"))
     is_taken = bool(visit.rows("SELECT 1 FROM coupon WHERE code = :code", code=code))
     if not code.isalnum() or not code.isascii() or percent not in range(1, 101) or is_taken:
         text = "A coupon needs a new code of letters and digits, and a percentage of 1 to 100."

@@ -28,6 +28,7 @@ def fill_shop(db: sqlite3.Connection, seed: int) -> None:
 
 
 def _fill_products(db: sqlite3.Connection, random: Random) -> None:
+    """Add the categories and their products."""
     prices: set[int] = set()
     number = 1000
     for category, nouns in WORDS["categories"].items():
@@ -64,6 +65,7 @@ def _new_price(random: Random, taken: set[int]) -> int:
 
 
 def _fill_customers(db: sqlite3.Connection, random: Random) -> None:
+    """Add the customers with their addresses."""
     firsts = random.sample(COMMON["first_names"], NUM_CUSTOMERS)
     for number, first in enumerate(firsts, start=1):
         last = random.choice(COMMON["last_names"])
@@ -90,6 +92,7 @@ def _fill_customers(db: sqlite3.Connection, random: Random) -> None:
 
 
 def _fill_purchases(db: sqlite3.Connection, random: Random) -> None:
+    """Add the orders of the customers."""
     others = NUM_PURCHASES - NUM_SHOPPER_PURCHASES
     customers = [random.randrange(2, NUM_CUSTOMERS + 1) for _ in range(others)]
     customers += [SHOPPER_ID] * NUM_SHOPPER_PURCHASES
@@ -126,12 +129,14 @@ def _fill_purchases(db: sqlite3.Connection, random: Random) -> None:
 
 
 def _status(random: Random, is_recent: bool) -> str:
+    """Return a random status of an order."""
     if is_recent:
         return random.choice(("Pending", "Pending", "Processing", "On Hold", "Complete"))
     return random.choice(("Complete",) * 6 + ("Canceled",))
 
 
 def _fill_reviews(db: sqlite3.Connection, random: Random) -> None:
+    """Add the reviews of the products."""
     names = dict(db.execute("SELECT id, name FROM customer").fetchall())
     num_products = PRODUCTS_PER_CATEGORY * len(WORDS["categories"])
     for product_id in range(1, num_products + 1):
@@ -156,6 +161,7 @@ def _fill_reviews(db: sqlite3.Connection, random: Random) -> None:
 
 
 def _fill_marketing(db: sqlite3.Connection, random: Random) -> None:
+    """Add the search terms and the coupons."""
     nouns = [noun.lower() for listed in WORDS["categories"].values() for noun in listed]
     uses = random.sample(range(5, 900), 30)
     for term, num_uses in zip(random.sample(nouns, 30), uses, strict=True):

@@ -19,6 +19,7 @@ ADDRESSES = "SELECT * FROM address WHERE customer_id = :own_id ORDER BY id"
 
 @SHOPPING.get("/search")
 def search(visit: Visit) -> Response:
+    """Return the page of the products that contain all search words."""
     words = visit.query.get("q", "")[:200].split()[:8]
     orders = SHOPPING.table["pages"]["/category/{slug}.html"]["orders"]
     fits = [f"(name || ' ' || sku) LIKE :word_{i} ESCAPE '\\'" for i in range(len(words))]
@@ -30,17 +31,20 @@ def search(visit: Visit) -> Response:
 
 
 def _total_cents(lines: list[sqlite3.Row]) -> int:
+    """Return the price of all lines of the cart."""
     return sum(line["quantity"] * line["price_cents"] for line in lines)
 
 
 @SHOPPING.get("/cart")
 def cart(visit: Visit) -> Response:
+    """Return the page of the cart."""
     lines = visit.rows(BASKET)
     return visit.page("cart.html", lines=lines, total_cents=_total_cents(lines))
 
 
 @SHOPPING.get("/checkout")
 def checkout(visit: Visit) -> Response:
+    """Return the page of the checkout, or the cart if it is empty."""
     lines = visit.rows(BASKET)
     if not lines:
         return visit.go("/cart", "Your cart is empty.")
@@ -55,6 +59,7 @@ def checkout(visit: Visit) -> Response:
 
 @SHOPPING.post("/checkout")
 def place_order(visit: Visit) -> Response:
+    """Order the content of the cart, or return to the checkout with the reason."""
     lines = visit.rows(BASKET)
     addresses = {str(row["id"]): row for row in visit.rows(ADDRESSES)}
     shipping = visit.text("shipping")

@@ -10,6 +10,7 @@ WORDS = read_table(__file__, "words.yaml")
 
 
 def submit(page: PageView) -> str | None:
+    """Click the button that submits the page; None: the page has none."""
     for name in ("Submit", "Search", "Go!", "Order!", "OK", "Login"):
         for role in ("button", "clickable"):
             if found := page.all(role, name=name):
@@ -18,18 +19,22 @@ def submit(page: PageView) -> str | None:
 
 
 def quoted_button(page: PageView) -> str | None:
+    """Click the quoted button."""
     return click(page.one("button", name=page.quoted()[0]))
 
 
 def button_one(page: PageView) -> str | None:
+    """Click the button ONE."""
     return click(page.one("button", name="ONE"))
 
 
 def only_button(page: PageView) -> str | None:
+    """Click the only button."""
     return click(page.one("button"))
 
 
 def one_then_two(page: PageView) -> str | None:
+    """Click ONE, then TWO."""
     return click(page.one("button", name="TWO" if page.taken else "ONE"))
 
 
@@ -68,6 +73,7 @@ def accordion_link(page: PageView) -> str | None:
 
 
 def expand_and_submit(page: PageView) -> str | None:
+    """Expand the section, then submit."""
     section = page.one("tab")
     if section is not None and "expanded: False" in section.states:
         return click(section)
@@ -75,6 +81,7 @@ def expand_and_submit(page: PageView) -> str | None:
 
 
 def tab_by_name(page: PageView) -> str | None:
+    """Click the named tab."""
     return click(page.one("tab", name=page.goal_part(r"Click on (Tab #\d+)")))
 
 
@@ -87,15 +94,18 @@ def tabs_to_link(page: PageView) -> str | None:
 
 
 def close_dialog(page: PageView) -> str | None:
+    """Close the dialog."""
     return click(page.one("button", name="Close"))
 
 
 def dialog_button(page: PageView) -> str | None:
+    """Click the quoted button of the dialog; x closes it."""
     name = page.quoted()[0]
     return click(page.one("button", name="Close" if name == "x" else name))
 
 
 def checkboxes(page: PageView) -> str | None:
+    """Select the named boxes, then submit."""
     names = page.goal_part(r"Select (.*) and click Submit").split(", ")
     for box in page.all("checkbox"):
         if (box.name in names) != box.is_checked:
@@ -104,6 +114,7 @@ def checkboxes(page: PageView) -> str | None:
 
 
 def radio(page: PageView) -> str | None:
+    """Select the named option, then submit."""
     option = page.one("radio", name=page.goal_part(r"Select (.*) and click Submit"))
     if option is not None and not option.is_checked:
         return click(option)
@@ -111,6 +122,7 @@ def radio(page: PageView) -> str | None:
 
 
 def listed_options(page: PageView) -> str | None:
+    """Select the named options of the list, then submit."""
     names = page.goal_part(r"Select (.*) from the (?:scroll )?list").split(", ")
     for option in page.all("option"):
         if option.name in names and not option.is_selected:
@@ -119,6 +131,7 @@ def listed_options(page: PageView) -> str | None:
 
 
 def coloured_box(page: PageView) -> str | None:
+    """Click the box of the quoted colour."""
     colour = page.goal_part(r"Click on the (\w+) colored")
     boxes = page.all("clickable", cls="color")
     return click(next((b for b in boxes if b.states == f"color: {colour}"), None))
@@ -199,6 +212,7 @@ def greatest_card(page: PageView) -> str | None:
 
 
 def odd_or_even(page: PageView) -> str | None:
+    """Mark each number as odd or even, then submit."""
     numbers = [t for t in page.texts() if re.fullmatch(r"-?\d+", t.name)]
     for number in numbers:
         name = "Odd" if int(number.name) % 2 else "Even"
@@ -220,6 +234,7 @@ def number_pattern(page: PageView) -> str | None:
 
 
 def focus_nth(page: PageView) -> str | None:
+    """Click the n-th field, or the only one."""
     place = page.goal_part(r"(\d)\w\w input")
     fields = page.all("textbox")
     return click(fields[int(place) - 1] if place else fields[0])

@@ -50,6 +50,7 @@ def turn(page: PageView) -> str | None:
 
 
 def _after(cube: Cube, stroke: tuple[int, int]) -> Cube:
+    """Return the cube after a drag, once it has stopped."""
     # The clock advances once before the first move.
     for share in (0.0, *[SPEED / DRAG_STEPS] * DRAG_STEPS):
         spin_x = cube.spin_x * FADE + (stroke[0] * share - cube.spin_x) * PULL
@@ -61,6 +62,7 @@ def _after(cube: Cube, stroke: tuple[int, int]) -> Cube:
 
 
 def _ticked(cube: Cube, *, is_held: bool) -> Cube:
+    """Return the cube after one tick of the page's clock."""
     if max(abs(cube.spin_x), abs(cube.spin_y)) <= REST:
         return cube
     fade = 1.0 if is_held else FADE
@@ -78,6 +80,7 @@ def _once_around(angle: float) -> float:
 
 
 def _side(x: float, y: float, *, is_upside_down: bool) -> int:
+    """Return the side of the cube that is in front."""
     if 46 <= y <= 130:
         return TOP
     if 220 <= y <= 308:

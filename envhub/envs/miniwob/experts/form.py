@@ -14,10 +14,12 @@ MONTHS = list(calendar.month_name)
 
 
 def fields(page: PageView) -> list[PageNode]:
+    """Return the form fields of a page."""
     return [node for node in page.nodes if node.role in FIELD_ROLES]
 
 
 def fill(page: PageView, *texts: str) -> str | None:
+    """Write the texts into the fields in order, then submit."""
     for field, text in zip(fields(page), texts, strict=False):
         if field.value != text:
             return write(field, text)
@@ -25,30 +27,36 @@ def fill(page: PageView, *texts: str) -> str | None:
 
 
 def quoted_text(page: PageView) -> str | None:
+    """Write the quoted text and submit."""
     return fill(page, page.quoted()[0])
 
 
 def cased_text(page: PageView) -> str | None:
+    """Write the quoted text in upper or lower case and submit."""
     text = page.quoted()[0]
     return fill(page, text.upper() if "upper case" in page.goal else text.lower())
 
 
 def password_twice(page: PageView) -> str | None:
+    """Write the quoted password into both fields and submit."""
     return fill(page, page.quoted()[0], page.quoted()[0])
 
 
 def login(page: PageView) -> str | None:
+    """Write the quoted user name and password, then submit."""
     if cancel := page.one("button", name="Cancel"):
         return click(cancel)
     return fill(page, *page.quoted()[:2])
 
 
 def date_field(page: PageView) -> str | None:
+    """Write the date and submit."""
     month, day, year = page.goal_part(r"Enter (\d+/\d+/\d+)").split("/")
     return fill(page, f"{year}-{month}-{day}")
 
 
 def time_field(page: PageView) -> str | None:
+    """Write the time and submit."""
     hour, minute, half = re.findall(r"(\d+):(\d+) ([AP])M", page.goal)[0]
     return fill(page, f"{int(hour) % 12 + 12 * (half == 'P'):02d}:{minute}")
 
@@ -81,38 +89,45 @@ def copy_area(page: PageView) -> str | None:
 
 
 def copy_nth_area(page: PageView) -> str | None:
+    """Copy the n-th text area into the answer's field."""
     box = fields(page)[int(page.goal_part(r"the (\d)\w\w text area")) - 1]
     answer = next(n for n in fields(page) if n.dom_id == "answer-input")
     return _copy(page, box.value, answer)
 
 
 def _copy(page: PageView, text: str, answer: PageNode) -> str | None:
+    """Write a text into the answer's field; submit once it is there."""
     return submit(page) if answer.value == text else write(answer, text)
 
 
 def last_word(page: PageView) -> str | None:
+    """Write the last word of the text area into the answer's field."""
     area, answer = fields(page)[:2]
     word = re.sub(r"[^a-zA-Z]", "", area.value.split()[-1])
     return _copy(page, word, answer)
 
 
 def nth_word(page: PageView) -> str | None:
+    """Write the n-th word of the text and submit."""
     words = page.texts()[0].name.split()
     return fill(page, re.sub(r"[^a-zA-Z]", "", words[int(page.goal_part(r"the (\d+)")) - 1]))
 
 
 def spelled(page: PageView) -> str | None:
+    """Write the word that the letters spell and submit."""
     letters = [t.name for t in page.texts() if len(t.name) <= 5]
     return fill(page, "".join(letters))
 
 
 def arithmetic(page: PageView) -> str | None:
+    """Write the result of the calculation."""
     left, sign, right = re.findall(r"(\d+) ([-+x]) (\d+)", page.texts()[0].name)[0]
     act = {"+": operator.add, "-": operator.sub, "x": operator.mul}[sign]
     return fill(page, str(act(int(left), int(right))))
 
 
 def algebra(page: PageView) -> str | None:
+    """Write the value of x in the equation."""
     left, sign, right, total = page.texts()[0].name.replace("= ", "").split()
     if left == "x":
         answer = int(total) - int(right) if sign == "+" else int(total) + int(right)
@@ -186,16 +201,19 @@ def height_and_button(page: PageView) -> str | None:
 
 
 def table_value(page: PageView) -> str | None:
+    """Write the value that the table has for the name and submit."""
     return fill(page, _table(page)[page.goal_part(r"the value of (.*) into")])
 
 
 def table_values(page: PageView) -> str | None:
+    """Write the values that the table has for the labels."""
     table = _table(page)
     labels = [t.name[:-1] for t in page.texts() if t.name.endswith(":")]
     return fill(page, *[table[label] for label in labels])
 
 
 def _table(page: PageView) -> dict[str, str]:
+    """Return the values of a table of two columns by their names."""
     cells = [cell.name for cell in page.all("cell")]
     return dict(zip(cells[::2], cells[1::2], strict=True))
 

@@ -44,14 +44,17 @@ def _slide(page: PageView, wanted: list[int]) -> str | None:
 
 
 def slider(page: PageView) -> str | None:
+    """Move the slider to the value and submit."""
     return _slide(page, [int(page.goal_part(r"Select (-?\d+)"))]) or submit(page)
 
 
 def sliders(page: PageView) -> str | None:
+    """Move all sliders to their values and submit."""
     return _slide(page, [int(n) for n in re.findall(r"\d+", page.goal)]) or submit(page)
 
 
 def slider_and_box(page: PageView) -> str | None:
+    """Move the slider, check the n-th box, then submit."""
     box = page.all("checkbox")[int(page.goal_part(r"the (\d)\w\w checkbox")) - 1]
     if moving := _slide(page, [int(page.goal_part(r"Select (-?\d+)"))]):
         return moving
@@ -59,15 +62,18 @@ def slider_and_box(page: PageView) -> str | None:
 
 
 def named_colour(page: PageView) -> str | None:
+    """Write the code of the named colour and submit."""
     return _colour(page, page.inside.lstrip("#").upper())
 
 
-def shown_colour(page: PageView) -> str | None:
+def rgb_colour(page: PageView) -> str | None:
+    """Write the code of the colour that the goal gives as rgb(...), and submit."""
     levels = re.findall(r"\d+", page.goal_part(r"rgb\((.*?)\)"))
     return _colour(page, "".join(f"{int(level):02X}" for level in levels))
 
 
 def _colour(page: PageView, code: str) -> str | None:
+    """Write the code of a colour; submit once it is there."""
     field = fields(page)[0]
     return submit(page) if field.value.upper() == code else write(field, code)
 
@@ -157,14 +163,17 @@ def event(page: PageView) -> str | None:
 
 
 def _half_hour(time: str) -> int:
+    """Return the number of half hours since midnight."""
     return (int(time[:-2]) % 12 + 12 * time.endswith("PM")) * 2
 
 
 def blocks(page: PageView) -> str | None:
+    """Write the number of blocks and submit."""
     return fill(page, str(len(page.all("box", cls="addition-block"))))
 
 
 def sides(page: PageView) -> str | None:
+    """Click the button with the number of the figure's sides."""
     canvas = page.one("canvas")
     corners = re.findall(r"-?\d+,-?\d+", canvas.states.partition("points:")[2]) if canvas else []
     return click(page.one("button", name=str(len(corners) - 1)))

@@ -26,10 +26,12 @@ GRID_WAYS = {"up": -3, "down": 3, "left": -1, "right": 1}
 
 
 def middle(node: PageNode) -> Point:
+    """Return the middle of a node."""
     return node.x + node.width / 2, node.y + node.height / 2
 
 
 def _circles(page: PageView, fill: str) -> list[Point]:
+    """Return the positions of all circles of a colour."""
     return [(x, y) for colour, x, y in page.inside if colour == fill]
 
 
@@ -49,6 +51,7 @@ def _point_out(page: PageView, worth: Callable[[Point], float]) -> str | None:
 
 
 def midpoint(page: PageView) -> str | None:
+    """Click the middle between two points, and submit."""
     (ax, ay), (bx, by) = _circles(page, "black")[:2]
     return _point_out(page, lambda p: -math.dist(p, ((ax + bx) / 2, (ay + by) / 2)))
 
@@ -136,6 +139,7 @@ def _move_item(texts: list[PageNode], start: int, end: int) -> str:
 
 
 def _sign(a: int, b: int) -> int:
+    """Return 1, 0 or -1: whether a is larger, equal or smaller."""
     return (a > b) - (a < b)
 
 
@@ -216,7 +220,8 @@ def hot_cold(page: PageView) -> str | None:
     return f"mouse_move [{x},{y}]"
 
 
-def chase(page: PageView) -> str | None:
+def follow_circle(page: PageView) -> str | None:
+    """Move the mouse to the circle."""
     return f"hover [{page.all('circle')[0].id}]"
 
 

@@ -23,7 +23,7 @@ def email(page: PageView) -> str | None:
     return _deal_with(page, thread, icon=icon, to=to, text=(page.quoted() or [""])[0])
 
 
-def told_email(page: PageView) -> str | None:
+def email_in_free_words(page: PageView) -> str | None:
     """Perform the email task of a goal in free wording."""
     order = page.inside
     threads = page.all("clickable", cls="email-thread")
@@ -57,6 +57,7 @@ def _deal_with(
 
 
 def _posts(page: PageView) -> list[tuple[str, list[PageNode]]]:
+    """Return each post's user with the nodes of the post."""
     posts: list[tuple[str, list[PageNode]]] = []
     for node in page.nodes:
         if node.role == "StaticText" and "username" in node.dom_class.split():
@@ -106,10 +107,12 @@ def contact(page: PageView) -> str | None:
 
 
 def _price(node: PageNode) -> int:
+    """Return the price of a flight."""
     return int(node.name.rpartition("$")[2])
 
 
 def _minutes(node: PageNode) -> int:
+    """Return the duration of a flight in minutes."""
     hours, minutes = re.findall(r"(\d+)h (\d+)m", node.name)[0]
     return int(hours) * 60 + int(minutes)
 
@@ -190,6 +193,7 @@ def scroll_area(page: PageView) -> str | None:
 
 
 def _scroll(page: PageView, direction: str, limit: int) -> str | None:
+    """Return the next action of a scroll; None after `limit` scrolls."""
     area = page.one("textbox", dom_id="text-area")
     if not page.taken:
         return f"hover [{area.id}]" if area else None

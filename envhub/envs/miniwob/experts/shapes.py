@@ -10,6 +10,7 @@ LARGE_PX = 15
 
 
 def _describes(words: list[str], node: PageNode) -> bool:
+    """Return whether all words fit a figure."""
     is_text = node.role == "text"
     kind = ("digit" if node.name.isdigit() else "letter") if is_text else "shape"
     names = {kind, node.name if is_text else SHAPE_ROLES.get(node.role, ""), "item"}
@@ -27,6 +28,7 @@ def _describes(words: list[str], node: PageNode) -> bool:
 
 
 def _drawn(page: PageView) -> list[PageNode]:
+    """Return the figures of a drawing."""
     return [n for n in page.nodes if n.role in (*SHAPE_ROLES, "text")]
 
 
@@ -39,6 +41,7 @@ def described_shape(page: PageView) -> str | None:
 
 
 def _covers(upper: PageNode, lower: PageNode) -> bool:
+    """Return whether a figure covers the middle of another one."""
     x = lower.x + lower.width / 2
     y = lower.y + lower.height / 2
     return (
@@ -48,6 +51,7 @@ def _covers(upper: PageNode, lower: PageNode) -> bool:
 
 
 def count_shapes(page: PageView) -> str | None:
+    """Click the button with the number of figures that fit the description."""
     words = page.goal_part(r"How many (.*)s are there").split()
     count = sum(_describes(words, n) for n in _drawn(page))
     return click(page.one("button", name=str(count)))

@@ -16,6 +16,7 @@ INSIDE = read_text(__file__, "inside.js")
 
 
 def _expert(name: str) -> Expert:
+    """Return an expert by its module and function."""
     module, _, function = name.partition(".")
     return getattr(import_module(f"envhub.envs.miniwob.experts.{module}"), function)
 

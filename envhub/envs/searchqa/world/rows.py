@@ -150,6 +150,7 @@ def make_rows(things: Things, subset: str, split: str, num_rows: int) -> list[Ro
 
 
 def _hops(draft: QuestionDraft) -> Iterator[dict[str, str]]:
+    """Yield the facts that answer a question, as metadata of its row."""
     for thing, relation in draft.hops:
         evidence = _answers(thing.facts[relation.key])[0]
         query = f"{thing.name} {relation.query}"
@@ -157,10 +158,12 @@ def _hops(draft: QuestionDraft) -> Iterator[dict[str, str]]:
 
 
 def _hotpotqa(drafts: Drafts, rng: random.Random) -> QuestionDraft:
+    """Draw a question in the style of HotpotQA."""
     return rng.choice((lambda: drafts.composed(2), drafts.compared, drafts.same))()
 
 
 def _2wiki(drafts: Drafts, rng: random.Random) -> QuestionDraft:
+    """Draw a question in the style of 2WikiMultihopQA."""
     ways = (
         lambda: drafts.composed(2), drafts.inferred, drafts.compared, drafts.compared_beyond
     )  # fmt: skip
@@ -179,10 +182,12 @@ DRAWS: dict[str, Callable[[Drafts, random.Random], QuestionDraft]] = {
 
 
 def _relation(thing: Thing, key: str) -> Relation:
+    """Return a relation of a thing by its key."""
     return next(relation for relation in RELATIONS[thing.kind] if relation.key == key)
 
 
 def _thing(value: Thing | str) -> Thing:
+    """Return a fact's value as a thing."""
     assert isinstance(value, Thing)
     return value
 
@@ -193,10 +198,12 @@ def _names(thing: Thing) -> tuple[str, ...]:
 
 
 def _noun(thing: Thing) -> str:
+    """Return a thing's name, with a noun before it if the name needs one."""
     return NOUN_BEFORE_NAME.get(thing.kind, "") + thing.name
 
 
 def _about(text: str, pair: list[Thing]) -> str:
+    """Return a wording about two things."""
     return text.format(a=_noun(pair[0]), b=_noun(pair[1]))
 
 
@@ -206,6 +213,7 @@ def _winner_index(values: list[int], lower_wins: bool) -> int:
 
 
 def _number(text: str) -> int:
+    """Return the number at the start of a text."""
     return int(text.split()[0].replace(",", ""))
 
 

@@ -97,6 +97,7 @@ class Things:
         return [thing for things in self.by_kind.values() for thing in things]
 
     def _name(self, kind: str) -> str:
+        """Return a new name for a thing of a kind."""
         if kind in ("film", "novel", "album", "painting"):
             return self._names.title()
         word = self._names.word()
@@ -146,6 +147,7 @@ class Things:
                 thing.facts[relation.key] = self._word(thing.kind, relation.key)
 
     def _word(self, kind: str, key: str) -> str:
+        """Return the value of a fact that is not another thing."""
         rng = self._rng
         if key == "year":
             return str(rng.randrange(*YEARS.get(kind, USUAL_YEARS)))

@@ -60,4 +60,4 @@ def test_receiver_that_keeps_memory_delays_the_sender_for_bounded_time(
     monkeypatch.setattr(mailbox, "RELEASE_S", 0.1)
     sender = mailbox_of(Meeting(), tmp_path, rank=0, shelf=FolderStorage(str(tmp_path), 1))
     sender.finish()
-    assert "an engine has not let go of shared memory transfer=1/1" in caplog.text
+    assert "an engine has not closed shared memory transfer=1/1" in caplog.text
