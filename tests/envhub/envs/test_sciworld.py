@@ -101,6 +101,7 @@ def test_gold_path_reaches_reward_one(machines, item_id, style):
     assert max(rewards[:-1]) < 1.0
 
 
+@pytest.mark.long
 def test_expert_skips_gold_steps_that_the_simulator_rejects(machines):
     env = SciWorldEnv(Style.COMPACT, machines)
     env.reset("TestCond-test-150", 0)  # its gold path names terminals that a wood block lacks
