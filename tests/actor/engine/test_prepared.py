@@ -23,7 +23,7 @@ from common.wire.weight_messages import TensorSpec, WeightsOffer
 from learner.offline.scratch import make_tokenizer, save_policy
 from learner.policy.model import load_policy
 from learner.weights.exact import policy_weights
-from tests.actor.engine.engine_rig import HOST, PATIENT_S, save_tiny_policy
+from tests.actor.engine.engine_rig import HOST, PATIENT_S, freeze_heap, save_tiny_policy
 from tests.common.wire.meeting import Meeting
 from tests.learner.builders import tensors_of
 from tests.marks import long_for
@@ -73,6 +73,7 @@ def process_group() -> Iterator[None]:
     with set_current_vllm_config(VllmConfig()):
         parallel_state.init_distributed_environment(1, 0, address, 0, "gloo")
         parallel_state.ensure_model_parallel_initialized(1, 1)
+    freeze_heap()
     yield
     parallel_state.cleanup_dist_env_and_memory()
 
@@ -155,7 +156,7 @@ def test_reload_leaves_no_weight_old(tmp_path: Path, family: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "family", long_for(IN_BF16, [each for each in IN_BF16 if each != "glm4_moe"])
+    "family", long_for(IN_BF16, [each for each in IN_BF16 if each not in ("glm4_moe", "mamba2")])
 )
 def test_published_weights_lose_nothing_in_a_bf16_engine(tmp_path: Path, family: str) -> None:
     """GLM-4 MoE has routers and their correction, Mamba 2 decay rates and convolutions."""
@@ -211,7 +212,7 @@ def test_reload_renews_the_convolutions_of_mamba(tmp_path: Path, dtype: str) -> 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", long_for(KINDS, ["float32", "bfloat16 tied"]))
+@pytest.mark.parametrize("kind", long_for(KINDS, ["bfloat16 tied"]))
 def test_prepared_weights_equal_a_reload_exactly(tmp_path: Path, kind: str) -> None:
     from actor.engine.prepared import Prepared, begin_reload, can_prepare, end_reload
 
