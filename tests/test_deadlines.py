@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.repository import ROOT
+from tests.syntax_trees import tree_of
 
 PACKAGES = ("actor", "common", "envhub", "learner", "benchmarks")
 WAITS = {
@@ -89,7 +90,7 @@ def _waits_in(node: ast.AST, function: str = "", *, is_bound: bool = False) -> I
 @cache
 def _waits_of(path: Path) -> list[str]:
     name = path.relative_to(ROOT).as_posix()
-    return [f"{name}:{each}" for each in _waits_in(ast.parse(path.read_text(encoding="utf-8")))]
+    return [f"{name}:{each}" for each in _waits_in(tree_of(path))]
 
 
 def _unbound(path: Path) -> list[str]:

@@ -166,6 +166,7 @@ asyncio.run(play_all())
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_killed_actor_terminates_its_agents(tmp_path: Path, repository: Path) -> None:
     """One agent lives as long as its episode, the other one as long as the run."""
