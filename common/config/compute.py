@@ -181,6 +181,7 @@ OWN_ENGINE_ARGS = {
     "lora_target_modules": "learner.lora.targets",
     "max_loras": "",
     "additional_config": "",
+    "config_format": "",
     "disable_log_stats": "",
     "distributed_executor_backend": "",
     "load_format": "",
