@@ -382,6 +382,9 @@ class ModelSection:
     source: str = knob(
         "", "Names the model and its commit if model.path was given as a name. The start sets it."
     )
+    commits: dict[str, str] = knob(
+        {}, "Maps each name of a model to the commit that the run uses. The start sets it."
+    )
     architecture: str = knob(
         "",
         "Selects a config.json, by directory or org/name, for the memory plan without model.path.",
