@@ -13,6 +13,7 @@ from actor.rollout.context import Turn
 from actor.rollout.episode import EnvSession, run_episode, trajectory_of
 from actor.rollout.render import Renderer
 from common.config.evaluation import AgentFormat, AgentOptions
+from common.formats.answers import worded
 from common.wire.messages import Trajectory
 from tests.actor.agents.endpoint import MAX_TOKENS, TURN_TOKENS, ByHeart, Endpoint, endpoint
 from tests.actor.agents.programs import told
@@ -155,7 +156,8 @@ def test_endpoint_captures_the_same_as_the_built_in_loop(
 
     async def run() -> Trajectory:
         policy = Numbered(case.texts, renderer=case.agent)
-        how: dict[str, Any] = {"session": session(), "lease": LEASE_3, "task": (TASK, "")}
+        task = (worded(case.format, TASK), "")  # The built-in loop explains calls of tools.
+        how: dict[str, Any] = {"session": session(), "lease": LEASE_3, "task": task}
         async with endpoint(policy, **how) as at:
             await play(at, case, is_streamed=is_streamed, keeps_thoughts=keeps_thoughts)
             at.episode.leave()
