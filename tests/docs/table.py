@@ -55,11 +55,11 @@ RULES = (
         "starts sandboxes; end_to_end/test_agents_of_others",
     ),
     Rule(
-        r"python3 -m venv ~/|~/[\w-]+/bin/pip install ",
+        r"python3 -m venv '?~/|'?~/[\w-]+/bin/pip'? install ",
         How.NONE,
         "end_to_end/test_agents_of_others",
     ),
-    Rule(r"export AGENT_PYTHON=", How.NONE, "changes the reader's own shell"),
+    Rule(r"export '?AGENT_PYTHON=", How.NONE, "changes the reader's own shell"),
     Rule(PY + r".*launcher=ray", How.CONFIG, "asks a Ray cluster; end_to_end/test_run_on_ray"),
     Rule(
         PY + r".*actor\.engine_args\.",
