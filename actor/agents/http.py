@@ -222,7 +222,10 @@ class AgentConnection(asyncio.Protocol):
         """Stop counting the bytes of the head, and check the key."""
         self._num_head = -1
         request = self._request
-        if request is None or self._answering.admit is None or request.refusal is not None:
+        if request is None:
+            return
+        request.method = self._parser.get_method().decode("latin-1")
+        if self._answering.admit is None or request.refusal is not None:
             return
         try:
             self._answering.admit(request)
@@ -244,7 +247,6 @@ class AgentConnection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         """Queue the request behind earlier ones of this connection."""
         if self._request is not None:
-            self._request.method = self._parser.get_method().decode("latin-1")
             is_old = self._parser.get_http_version() != "1.1" or self._request.method == "HEAD"
             self._request.is_last = is_old or not self._parser.should_keep_alive()
             self._queue_request(self._request)

@@ -49,6 +49,17 @@ RULES = (
     Rule(PY + r"revoke\b", How.PARSE, "wants a run's keys; tests/common/wire/access"),
     Rule(PY + r"merge\b", How.PARSE, "wants adapters; tests/learner/offline"),
     Rule(PY + r".*--config (code|terminal)", How.CONFIG, "starts sandboxes; tests/envhub/envs"),
+    Rule(
+        PY + r".*examples/mini-swe-agent",
+        How.CONFIG,
+        "starts sandboxes; end_to_end/test_agents_of_others",
+    ),
+    Rule(
+        r"python3 -m venv '?~/|'?~/[\w-]+/bin/pip'? install ",
+        How.NONE,
+        "end_to_end/test_agents_of_others",
+    ),
+    Rule(r"export '?AGENT_PYTHON=", How.NONE, "changes the reader's own shell"),
     Rule(PY + r".*launcher=ray", How.CONFIG, "asks a Ray cluster; end_to_end/test_run_on_ray"),
     Rule(
         PY + r".*actor\.engine_args\.",

@@ -27,8 +27,6 @@ from litellm.exceptions import ContextWindowExceededError
 from minisweagent.agents.default import DefaultAgent
 from minisweagent.exceptions import Submitted
 from minisweagent.models.litellm_textbased_model import LitellmTextbasedModel
-from openai import OpenAIError
-from pydantic import BaseModel
 
 EPISODES = os.environ["LONGSTRIDE_EPISODES"]
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"  # mini-swe-agent's word for the end.
@@ -45,7 +43,7 @@ class EpisodeSandbox:
     """An environment of mini-swe-agent: each command is a step of the episode."""
 
     def __init__(self, task: dict[str, Any]) -> None:
-        self.config = BaseModel()
+        self.config: dict[str, Any] = {}
         self.is_over = False
         self._url = f"{task['env_url']}/step"
         self._key = task["api_key"]
@@ -97,7 +95,7 @@ def player(config: dict[str, Any]) -> None:
         if task := post(EPISODES):
             try:
                 play(task, config)
-            except (OpenAIError, OSError) as error:  # The episode fails, and others continue.
+            except Exception as error:  # noqa: BLE001 - the episode fails, and others continue
                 complain(task, error)
 
 
@@ -111,5 +109,8 @@ def complain(task: dict[str, Any], error: Exception) -> None:
 
 if __name__ == "__main__":
     found = yaml.safe_load(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    for _ in range(int(sys.argv[2])):
-        threading.Thread(target=player, args=(found,)).start()
+    players = [threading.Thread(target=player, args=(found,)) for _ in range(int(sys.argv[2]))]
+    for each in players:
+        each.start()
+    for each in players:  # litellm samples no more once the main thread has ended.
+        each.join()

@@ -44,7 +44,7 @@ def test_wrong_or_foreign_or_expired_key_is_401_and_logged(
         lines = [each for each in caplog.messages if f"reason={reason}" in each]
         assert len(lines) == 1
         assert f"key_of_episode={episode} " in lines[0]
-        assert "peer=127.0.0.1" in lines[0]
+        assert f"request=POST {CHAT} peer=127.0.0.1" in lines[0]
     assert not any(key in caplog.text for key in keys)
 
 
