@@ -231,6 +231,7 @@ def meet(cfg: RunConfig, rank: int, meeting: Meeting, device: torch.device) -> R
         if cfg.learner.sequence_ranks > 1:
             limit = timedelta(seconds=timeout_s)
             rows, _ = dist.new_subgroups(cfg.learner.sequence_ranks, timeout=limit)
+            assert isinstance(rows, dist.ProcessGroup)  # This rank is a member of the group.
         files = LOCAL
         if meeting.files is not None:
             files = RemoteWeightFiles(RankFiles(meeting.files), meeting.files.mirrored)

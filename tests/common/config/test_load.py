@@ -253,7 +253,7 @@ def test_ranks_are_spread_over_the_nodes(
         ),
         (
             ["num_ranks=2", "sequence_ranks=2", "layout=padded"],
-            "layout=padded: must be packed or auto with sequence_ranks > 1",
+            "layout='padded': must be packed or auto with sequence_ranks > 1",
         ),
     ],
 )

@@ -285,7 +285,8 @@ def _be_rank(rank: int, folder: Path, size: int) -> None:
         torch.save(change, f"{folder}/{name}.{part}.{rank}.pt")
     for number, case in enumerate(DIVIDED[size]):
         group, _ = dist.new_subgroups(case.group_size)
-        how = _how(case) | {"num_ranks": size, "sequence_ranks": case.group_size}
+        assert isinstance(group, dist.ProcessGroup)
+        how: dict[str, Any] = _how(case) | {"num_ranks": size, "sequence_ranks": case.group_size}
         how |= {"ranks": Ranks(mesh, sequence_group=group), "max_tokens": MAX_TOKENS}
         trainer = trainer_of(ALGORITHMS[case.algorithm], **how)
         torch.save(_divided_step(trainer), f"{folder}/divided.{number}.{rank}.pt")
