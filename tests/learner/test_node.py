@@ -119,12 +119,7 @@ def assert_same_weights(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("objective", "is_shared"),
-    [
-        ("lora", True),
-        ("critic", False),
-        ("copies", False),
-        pytest.param("copies, rows divided", False, marks=pytest.mark.long),
-    ],
+    [("lora", True), ("critic", False), ("copies", False), ("copies, rows divided", False)],
 )
 def test_two_nodes_have_the_gradient_of_one_rank(
     tmp_path: Path, objective: str, is_shared: bool

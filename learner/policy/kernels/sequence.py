@@ -119,9 +119,9 @@ class _Gathered(torch.autograd.Function):
         ctx.kept = slice(group.rank() * most, group.rank() * most + len(own))
         sent = own.new_zeros(most, *own.shape[1:])
         sent[: len(own)] = own
-        gathered = own.new_empty(group.size() * most, *own.shape[1:])
-        dist.all_gather_into_tensor(gathered, sent, group=group)
-        return gathered
+        gathered = [torch.empty_like(sent) for _ in range(group.size())]
+        dist.all_gather(gathered, sent, group=group)
+        return torch.cat(gathered)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
