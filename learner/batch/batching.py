@@ -165,7 +165,8 @@ def collate_tokens(
     packing = pack(keys, device) if is_packed else None
     routes = None if recorded is None else place_routes(recorded, rows, len(flat), device)
     host_rows = (arrays["source_rows"], arrays["last_rows"])
-    return TokenBatch(**placed(arrays, device), packing=packing, routes=routes, host_rows=host_rows)
+    moved: dict[str, Any] = dict(placed(arrays, device))
+    return TokenBatch(**moved, packing=packing, routes=routes, host_rows=host_rows)
 
 
 def _padded_rows(
