@@ -213,7 +213,7 @@ def _admission(
         index,
         group_size=cfg.groups.size,
         vocab_size=vocabulary_size(model),
-        max_tokens=cfg.learner.max_tokens_per_microbatch,
+        max_tokens=cfg.learner.row_tokens,
         lease_key=lease_key(keys),
         routing=routing,
     )

@@ -25,13 +25,15 @@ def check_networks(cfg: RunConfig, root: Path, *, is_offline: bool = False) -> N
     )
     if not (has_routers or _has_own_settings(cfg.learner)):
         return
-    from learner.policy.kernels.attention import check_attention
+    from learner.policy.kernels.attention import check_attention, check_sequence_ranks
     from learner.policy.kernels.compiling import check_parts
     from learner.policy.lora import add_adapters
     from learner.policy.model import make_bare
 
     networks = [make_bare(str(root / path)) for path in _paths(cfg, is_offline=is_offline)]
     check_attention(networks, cfg.learner.layout, cfg.learner.attention)
+    if cfg.learner.sequence_ranks > 1 and not is_offline:
+        check_sequence_ranks(networks, cfg.learner.sequence_ranks)
     if cfg.learner.compile:
         check_parts(networks)
     if has_routers:
@@ -54,7 +56,7 @@ def _check_routers(algorithm: AlgorithmSection, policy: Any) -> None:
 def _has_own_settings(learner: LearnerSection) -> bool:
     """Return whether the configuration sets a layout, kernels or adapters explicitly."""
     is_kernel_chosen = learner.attention is not Attention.AUTO
-    is_packed = learner.layout is Layout.PACKED
+    is_packed = learner.layout is Layout.PACKED or learner.sequence_ranks > 1
     return is_packed or is_kernel_chosen or learner.compile or bool(learner.lora.rank)
 
 

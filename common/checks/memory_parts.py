@@ -213,7 +213,8 @@ def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> li
     On a CPU, attention is computed with plain products that store the scores of all token pairs.
     """
     learner = cfg.learner
-    tokens = max(learner.max_tokens_per_microbatch, cfg.actor.max_model_len)
+    longest = -(-cfg.actor.max_model_len // learner.sequence_ranks)
+    tokens = max(learner.max_tokens_per_microbatch, longest)
     is_bf16 = learner.precision is Precision.BF16
     if learner.precision is Precision.AUTO:
         is_bf16 = is_cuda or has_bf16_units()

@@ -30,7 +30,8 @@ PROCESS_BYTES = 1 * GIB  # torch and vLLM themselves; measured: 0.7-1.1 GiB per 
 GPU_REMEDY = (
     "use more GPUs for the learner (learner.num_gpus), train adapters (learner.lora.rank=16), set"
     " learner.gradient_checkpointing=true or learner.moments=8bit, lower actor.gpu_memory_frac or"
-    " learner.max_tokens_per_microbatch, or use GPUs with more memory"
+    " learner.max_tokens_per_microbatch, divide rows over several GPUs (learner.sequence_ranks),"
+    " or use GPUs with more memory"
 )
 HOST_REMEDY = (
     "lower learner.max_tokens_per_microbatch, actor.kv_cache_gib, actor.num_actors or"

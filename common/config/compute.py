@@ -330,6 +330,13 @@ class RankKeys:
         ge=1,
         le=4096,
     )
+    sequence_ranks: int = knob(
+        1,
+        "Divides each packed row over this many ranks of a node. Each computes a slice of its"
+        " tokens, and within attention a share of the heads.",
+        ge=1,
+        le=8,
+    )
     num_gpus: int = knob(
         0,
         "Sets the number of GPUs of the learner over all ranks. 0 means one for each rank.",
@@ -367,6 +374,9 @@ class RankKeys:
         if self.shard_nodes and self.num_nodes % self.shard_nodes:
             law = f"must be 0 or a divisor of learner.num_nodes={self.num_nodes}"
             yield "shard_nodes", self.shard_nodes, law
+        if self.local_ranks % self.sequence_ranks:
+            law = f"must be a divisor of {self.local_ranks}, the number of ranks on each node"
+            yield "sequence_ranks", self.sequence_ranks, law
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -456,10 +456,18 @@ class LearnerSection(RankKeys):
     critic: CriticSection = field(default_factory=CriticSection)
     controller: ControllerSection = field(default_factory=ControllerSection)
 
+    @property
+    def row_tokens(self) -> int:
+        """The token limit of a microbatch, over all ranks that compute it together."""
+        return self.max_tokens_per_microbatch * self.sequence_ranks
+
     def contradictions(self) -> Iterator[Contradiction]:
         if self.num_gpus and self.device == "cpu":
             yield "num_gpus", self.num_gpus, "must be 0 with learner.device=cpu, which uses no GPU"
         yield from self.rank_contradictions()
+        if self.sequence_ranks > 1 and self.layout is Layout.PADDED:
+            law = "must be packed or auto with sequence_ranks > 1, which divides packed rows"
+            yield "layout", "padded", law
         if self.offload is Offload.OPTIMIZER and self.device == "cpu":
             law = "must be none with learner.device=cpu, which uses host memory only"
             yield "offload", "optimizer", law

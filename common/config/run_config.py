@@ -477,8 +477,10 @@ def check_training(cfg: RunConfig) -> None:
     """
     budget = cfg.learner.max_tokens_per_microbatch
     longest = cfg.actor.max_model_len
-    if budget < longest:
-        law = f"must be >= actor.max_model_len={longest}, the tokens of the longest episode"
+    if cfg.learner.row_tokens < longest:
+        ranks = cfg.learner.sequence_ranks
+        over = f" / learner.sequence_ranks={ranks}" * (ranks > 1)
+        law = f"must be >= actor.max_model_len={longest}{over}, the tokens of the longest episode"
         raise ConfigError(f"learner.max_tokens_per_microbatch={budget}: {law}")
     lease_s = cfg.envhub.session_lease_s
     turn_s = cfg.actor.turn_timeout_s

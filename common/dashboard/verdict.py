@@ -144,8 +144,9 @@ def _learner_knobs(waits: Waits, config: Mapping[str, Any]) -> dict[str, float]:
     filled_s = waits.period_s * waits.slot_busy_frac
     knobs: dict[str, float] = {}
     if waits.has_idle_core:
-        shared_s = waits.busy_s - waits.train_s * (1.0 - ranks / (ranks + 1) / RANKS_EFFICIENCY)
-        knobs[f"learner.num_ranks={ranks + 1}"] = waits.within_cores(max(shared_s, filled_s))
+        more = ranks + (_count(config, "learner", "sequence_ranks", 1) or 1)
+        shared_s = waits.busy_s - waits.train_s * (1.0 - ranks / more / RANKS_EFFICIENCY)
+        knobs[f"learner.num_ranks={more}"] = waits.within_cores(max(shared_s, filled_s))
     for name in ("ppo_epochs", "num_minibatches"):
         if (passes := _count(config, "learner", name, 1)) > 1:
             fewer_s = waits.busy_s - waits.train_s * (1.0 - (passes // 2) / passes)

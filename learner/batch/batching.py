@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from common.wire.messages import Trajectory
 from learner.batch.device_copy import placed
@@ -75,6 +76,10 @@ class TokenBatch:
     routes: Routes | None = None  # Recorded experts; None: the routers choose.
     # [batch * seq] bool, False on padding and filling; None: not known.
     is_real: Tensor | None = field(repr=False, default=None)
+    # `source_rows` and `last_rows` in host memory: a read of the tensors would wait for the device.
+    host_rows: tuple[np.ndarray, np.ndarray] | None = field(repr=False, default=None)
+    # Ranks that hold the slices of the row; None: this batch is whole.
+    sequence_group: ProcessGroup | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +164,9 @@ def collate_tokens(
         arrays["position_ids"] = positions[None]
     packing = pack(keys, device) if is_packed else None
     routes = None if recorded is None else place_routes(recorded, rows, len(flat), device)
-    return TokenBatch(**placed(arrays, device), packing=packing, routes=routes)
+    host_rows = (arrays["source_rows"], arrays["last_rows"])
+    moved: dict[str, Any] = dict(placed(arrays, device))
+    return TokenBatch(**moved, packing=packing, routes=routes, host_rows=host_rows)
 
 
 def _padded_rows(

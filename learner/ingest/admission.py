@@ -153,8 +153,8 @@ def refusal(
     longest = max(part.stop - part.start for part in segments_of(trajectory))
     if max_tokens is not None and longest > max_tokens:
         return (
-            f"a segment has {longest} tokens, more than"
-            f" learner.max_tokens_per_microbatch={max_tokens}"
+            f"a segment has {longest} tokens, more than a microbatch of {max_tokens}"
+            " (learner.max_tokens_per_microbatch x learner.sequence_ranks)"
         )
     if not 0.0 <= trajectory.reward <= 1.0:
         return f"reward={trajectory.reward} is not in [0, 1]"

@@ -9,20 +9,24 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from common.config.compute import Layout, Offload
 from common.config.learning import LearnerSection
+from common.errors import ConfigError
 from common.segments import RoutingShape
 from learner.batch.batching import TokenBatch, collate_tokens, plan_microbatches
+from learner.batch.row_parts import row_part
 from learner.policy.critic import Critic
 from learner.policy.experts.balance import balance_loss_of
 from learner.policy.experts.routing import install
-from learner.policy.kernels.attention import use_attention
+from learner.policy.kernels.attention import check_sequence_ranks, use_attention
 from learner.policy.kernels.compiling import compile_parts, naming_compiler
 from learner.policy.kernels.head import own_logits_gap, trunk_of, use_own_logits
+from learner.policy.kernels.sequence import gather_entries, gather_positions
 from learner.policy.lora import adapters_off
 from learner.policy.model import (
     Scoring,
@@ -91,13 +95,17 @@ class Probed(Enum):
 class _Trained(nn.Module):
     """A policy and its optional critic as one module.
 
-    Sharded weights are whole during its forward pass.
+    Sharded weights are whole during its forward pass. The ranks of a sequence group compute a
+    packed row together, each its part. All of them return the results of the whole row.
     """
 
-    def __init__(self, policy: PreTrainedModel, critic: Critic | None) -> None:
+    def __init__(
+        self, policy: PreTrainedModel, critic: Critic | None, group: ProcessGroup | None
+    ) -> None:
         super().__init__()
         self.policy = policy
         self.critic = critic
+        self._group = group
 
     def forward(
         self,
@@ -114,12 +122,36 @@ class _Trained(nn.Module):
         Args:
             probed: output for the start check, which replaces the log-probabilities.
         """
+        if probed is Probed.HEAD:
+            return own_logits_gap(self.policy), None, None, None
+        if probed is Probed.LOGITS:
+            found = plain_logprobs(self.policy, tokens, autocast=how.autocast)
+            return found, None, None, None, None
+        settings = (with_entropy, with_values, with_balance, probed)
+        group = self._group
+        if group is None or tokens.packing is None:
+            return self._computed(tokens, how, *settings)
+        part = row_part(tokens, group)
+        *found, balance = self._computed(part.tokens, how, *settings, whole=tokens)
+        places = (part.scored, part.scored, part.scored, part.ends)
+        pairs = zip(found, places, strict=True)
+        gathered = [gather_entries(own, order, group) for own, order in pairs]
+        return *gathered, balance
+
+    def _computed(
+        self,
+        tokens: TokenBatch,
+        how: Scoring,
+        with_entropy: bool,
+        with_values: bool,
+        with_balance: bool,
+        probed: Probed | None,
+        *,
+        whole: TokenBatch | None = None,
+    ) -> tuple[Tensor | None, ...]:
+        """Return the results of `forward` for a batch, or for this rank's part of `whole`."""
         policy = self.policy
         critic = self.critic
-        if probed is Probed.HEAD:
-            return own_logits_gap(policy), None, None, None
-        if probed is Probed.LOGITS:
-            return plain_logprobs(policy, tokens, autocast=how.autocast), None, None, None, None
         if probed is Probed.TRUNK:
             assert critic is not None
             assert critic.trunk is not None
@@ -129,7 +161,10 @@ class _Trained(nn.Module):
         balance = None
         if with_balance:
             hidden, routers = flat_hidden_and_routers(body, tokens, autocast=how.autocast)
-            balance = balance_loss_of(policy)(routers, tokens)
+            if whole is not None and self._group is not None:
+                num = whole.token_ids.shape[1]
+                routers = tuple(gather_positions(each, num, self._group) for each in routers)
+            balance = balance_loss_of(policy)(routers, whole or tokens)
         else:
             hidden = flat_hidden(body, tokens, autocast=how.autocast)
         rows = hidden[tokens.source_rows]
@@ -154,6 +189,7 @@ class Passes:
         temperature: float,
         engine_dtype: str,
         mesh: DeviceMesh | None = None,
+        sequence_group: ProcessGroup | None = None,
         replays_routing: bool = False,
     ) -> None:
         """Store the networks, settle their attention, and shard them in place over `mesh`.
@@ -161,15 +197,19 @@ class Passes:
         Args:
             temperature: temperature of the sampler.
             engine_dtype: value of `model.dtype`.
+            sequence_group: the ranks that compute rows together with this one; None: it is alone.
             replays_routing: value of `algorithm.routing_replay`.
 
         Raises: ConfigError: the networks do not support the configuration.
         """
         self._cfg = cfg
-        self._max_tokens = cfg.max_tokens_per_microbatch
+        self._max_tokens = cfg.row_tokens
+        self._is_divided = sequence_group is not None
         self._device = networks.device if mesh is None else device_of(mesh)
-        self._trained = _Trained(networks.policy, networks.critic)
-        self._reference = None if networks.reference is None else _Trained(networks.reference, None)
+        self._trained = _Trained(networks.policy, networks.critic, sequence_group)
+        self._reference = None
+        if networks.reference is not None:
+            self._reference = _Trained(networks.reference, None, sequence_group)
         self._is_one_of_many = mesh is not None
         present = self._existing_networks()
         self.is_packed = self._use_layout(cfg.layout)
@@ -198,6 +238,9 @@ class Passes:
 
     def _use_layout(self, layout: Layout) -> bool:
         """Set the attention of all networks for a layout."""
+        if self._is_divided:
+            check_sequence_ranks(self._existing_networks(), self._cfg.sequence_ranks)
+            layout = Layout.PACKED
         kind = self._device.type
         return use_attention(self._existing_networks(), kind, layout, self._cfg.attention)
 
@@ -216,6 +259,11 @@ class Passes:
             try:
                 self._check_networks()
             except (NeighboursDiffer, PackingRefused) as error:
+                if self._is_divided:
+                    raise ConfigError(
+                        f"learner.sequence_ranks={self._cfg.sequence_ranks} divides packed rows:"
+                        f" {error} With this model, use learner.sequence_ranks=1."
+                    ) from error
                 if not (may_pad and self.is_packed):
                     raise
                 logger.warning("learner.layout=auto: sequences are padded, not packed: %s", error)

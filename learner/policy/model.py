@@ -177,6 +177,8 @@ def _run(body: nn.Module, tokens: TokenBatch, *, autocast: bool, **outputs: bool
     packed: dict[str, Any] = {}
     if tokens.packing is not None:
         packed = {"position_ids": tokens.position_ids, "packing": tokens.packing}
+    if tokens.sequence_group is not None:
+        packed["sequence_group"] = tokens.sequence_group
     with torch.autocast(device_type, dtype=torch.bfloat16, enabled=autocast):
         return body(input_ids=tokens.token_ids, use_cache=False, **packed, **outputs)
 

@@ -98,6 +98,8 @@ def choose_compute(
         max_seq_tokens: longest sequence of an episode; a quarter of it is timed.
         num_cores: cores that no other process needs.
     """
+    if learner.sequence_ranks > 1:  # Several ranks can divide packed rows only.
+        learner = replace(learner, layout=Layout.PACKED)
     is_open = {name: getattr(learner, name).value == "auto" for name in _CHOICES}
     is_open["num_threads"] = learner.num_threads == 0
     if file.exists():

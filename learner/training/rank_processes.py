@@ -227,10 +227,15 @@ def meet(cfg: RunConfig, rank: int, meeting: Meeting, device: torch.device) -> R
         mesh = init_device_mesh(device.type, shape[dims], mesh_dim_names=("copy", "shard")[dims])
         group = dist.new_group()
         assert isinstance(group, dist.ProcessGroup)  # This rank is a member of the group.
+        rows = None
+        if cfg.learner.sequence_ranks > 1:
+            limit = timedelta(seconds=timeout_s)
+            rows, _ = dist.new_subgroups(cfg.learner.sequence_ranks, timeout=limit)
+            assert isinstance(rows, dist.ProcessGroup)  # This rank is a member of the group.
         files = LOCAL
         if meeting.files is not None:
             files = RemoteWeightFiles(RankFiles(meeting.files), meeting.files.mirrored)
-        ranks = Ranks(mesh, publish_group=group, files=files)
+        ranks = Ranks(mesh, publish_group=group, sequence_group=rows, files=files)
     except (RuntimeError, WeightSyncError) as error:
         raise LongstrideError(
             f"learner rank {rank} of {num_ranks} could not join the process group: {error}"

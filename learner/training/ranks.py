@@ -34,6 +34,9 @@ class Ranks:
     Losses are divided by the counts of the whole minibatch, so the sum of the ranks' gradients is
     the gradient of one large batch. All ranks make the same passes, since each pass gathers the
     sharded weights of all ranks.
+
+    A batch is divided into shares. Each rank computes one, or the ranks of a sequence group compute
+    one together: each computes a part of every packed row, and the loss of the whole row.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class Ranks:
         mesh: DeviceMesh | None = None,
         *,
         publish_group: dist.ProcessGroup | None = None,
+        sequence_group: dist.ProcessGroup | None = None,
         files: WeightFiles = LOCAL,
     ) -> None:
         """Wrap a mesh over the default process group; None is a single rank.
@@ -50,6 +54,7 @@ class Ranks:
         Args:
             publish_group: group of the same ranks, for the thread that gathers weights during
                 training.
+            sequence_group: adjacent ranks that compute a share together; None: this rank alone.
             files: access of this rank to the files of weights and checkpoints.
         """
         self.files = files
@@ -60,6 +65,11 @@ class Ranks:
         self.publish_group: dist.ProcessGroup | None = publish_group
         self.index = 0 if mesh is None else dist.get_rank()
         self.size = 1 if mesh is None else mesh.size()
+        self.sequence_group: dist.ProcessGroup | None = sequence_group
+        group_size = 1 if sequence_group is None else sequence_group.size()
+        self.share = self.index // group_size  # Number of this rank's share of a batch.
+        self.num_shares = self.size // group_size
+        self._is_first_of_share = self.index % group_size == 0
         # Checkpoints need their own group: a thread writes them during training.
         self.saving: dist.ProcessGroup | None = None
         if mesh is not None:
@@ -79,6 +89,10 @@ class Ranks:
         summed = values.to(self.mesh.device_type, copy=True)  # NCCL accepts only CUDA tensors.
         dist.all_reduce(summed)
         return summed.to(values.device)
+
+    def sum_shares(self, values: Tensor) -> Tensor:
+        """Return the sum of `values` over the shares: one rank of each sequence group counts."""
+        return self.sum(values if self._is_first_of_share else torch.zeros_like(values))
 
     def send(self, payload: bytes) -> None:
         """Send bytes from rank 0 to all other ranks."""

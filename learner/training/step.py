@@ -93,7 +93,7 @@ class Gradients:
         # True: a sample with zero advantage has no gradient.
         self._is_surrogate_alone = not (is_more or self._is_balanced)
         self._proximal = proximal_in_use(settings.algorithm, settings.learner)
-        self._max_tokens = settings.learner.max_tokens_per_microbatch
+        self._max_tokens = settings.learner.row_tokens
         self._networks = networks
         self._ranks = ranks
         self.passes = Passes(
@@ -102,6 +102,7 @@ class Gradients:
             temperature=settings.temperature,
             engine_dtype=settings.engine_dtype,
             mesh=ranks.mesh,
+            sequence_group=ranks.sequence_group,
             replays_routing=settings.algorithm.routing_replay,
         )
 
@@ -200,7 +201,7 @@ class Gradients:
         totals = torch.zeros(len(names), dtype=torch.float64)  # Zeros, for a rank without samples.
         if rows:
             totals = torch.stack(rows).double().sum(0)
-        sums = dict(zip(names, self._ranks.sum(totals).cpu().tolist(), strict=True))
+        sums = dict(zip(names, self._ranks.sum_shares(totals).cpu().tolist(), strict=True))
         num_computed = sum(batch.samples[index].num_sampled_tokens for index in part)
         for name in (name for name in names if name.startswith("policy/")):
             sums[name] *= denominator.num_tokens / num_computed
@@ -265,7 +266,7 @@ class Gradients:
         """Return [tokens] bool of all ranks, on the CPU: whether `before` scores the token."""
         sizes = [sample.num_sampled_tokens for sample in batch.samples]
         own = torch.tensor([index in batch.before for index in range(len(sizes))])
-        return self._ranks.sum(own.int()).bool().repeat_interleave(torch.tensor(sizes))
+        return self._ranks.sum_shares(own.int()).bool().repeat_interleave(torch.tensor(sizes))
 
     def overlap(self, batch: ScoredBatch) -> Overlap:
         """Return the overlap of pi and mu over all ranks' scored tokens."""
@@ -276,13 +277,13 @@ class Gradients:
             mu = sampled(trajectories, [t.logprobs for t in trajectories]).astype(np.float32)
             ratio = log_ratio(in_order(batch.before, known).cpu(), torch.from_numpy(mu)).exp()
             moments = weight_moments(ratio)
-        return overlap_of(self._ranks.sum(moments))
+        return overlap_of(self._ranks.sum_shares(moments))
 
     def _microbatches(self, samples: Sequence[Sample], part: Sequence[int]) -> Iterator[MicroBatch]:
         """Yield this rank's share of a minibatch in blocks within the token budget."""
         return each_microbatch(
             samples,
-            self._shares(samples, part)[self._ranks.index],
+            self._shares(samples, part)[self._ranks.share],
             max_tokens=self._max_tokens,
             device=self._networks.device,
             is_packed=self.passes.is_packed,
@@ -291,7 +292,7 @@ class Gradients:
 
     def _idle(self, samples: Sequence[Sample], part: Sequence[int]) -> list[TokenBatch]:
         """Return blocks without scored tokens, so that all ranks make the same number of passes."""
-        if self._ranks.size == 1:
+        if self._ranks.num_shares == 1:
             return []
         nums = [
             len(
@@ -310,16 +311,16 @@ class Gradients:
         device = self._networks.device
         is_packed = self.passes.is_packed
         idle = collate_tokens([ids], [of_none], device=device, is_packed=is_packed)
-        return [idle] * (max(nums) - nums[self._ranks.index])
+        return [idle] * (max(nums) - nums[self._ranks.share])
 
     def _shares(self, samples: Sequence[Sample], part: Sequence[int]) -> list[list[int]]:
-        """Return the samples of `part` that each rank owns. Ownership does not depend on `part`.
+        """Return the samples of `part` in each share. Its number does not depend on `part`.
 
         Samples are dealt by squared length, which is the cost of attention.
         """
         costs = [length**2 for length in (len(each.trajectory.token_ids) for each in samples)]
-        owners = deal(costs, self._ranks.size)
-        return [[i for i in part if owners[i] == rank] for rank in range(self._ranks.size)]
+        owners = deal(costs, self._ranks.num_shares)
+        return [[i for i in part if owners[i] == share] for share in range(self._ranks.num_shares)]
 
     def _whole(self, parts: BySample, sizes: Sequence[int]) -> Tensor:
         """Return the entries of all samples and ranks in order, zeros for missing entries."""
@@ -330,4 +331,4 @@ class Gradients:
             joined = in_order(parts, known).cpu().split([sizes[index] for index in known])
             for index, part in zip(known, joined, strict=True):
                 whole[int(ends[index]) - sizes[index] : int(ends[index])] = part
-        return self._ranks.sum(whole)
+        return self._ranks.sum_shares(whole)

@@ -1,5 +1,6 @@
 """Small trajectories and models for the learner's tests."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,20 @@ def make_samples(*, num_groups: int = 3, size: int = 2, seed: int = 0) -> list[S
             )
             samples.append(Sample(trajectory=trajectory, advantage=1.0 - 2.0 * (member % 2)))
     return samples
+
+
+def with_prompts(samples: list[Sample]) -> list[Sample]:
+    """Let the members of each group begin with the same 20 tokens."""
+    longer = []
+    for sample in samples:
+        t = sample.trajectory
+        prompt = np.random.default_rng(ord(t.group_id[-1])).integers(0, VOCAB, 20)
+        nothing = {"loss_mask": False, "logprobs": 0.0, "versions": -1, "turn_ids": 0}
+        arrays = {n: np.concatenate([np.full(20, v), getattr(t, n)]) for n, v in nothing.items()}
+        arrays["token_ids"] = np.concatenate([prompt, t.token_ids])
+        typed = {n: a.astype(getattr(t, n).dtype) for n, a in arrays.items()}
+        longer.append(replace(sample, trajectory=replace(t, **typed)))
+    return longer
 
 
 def make_model(*, seed: int = 0, is_tied: bool = False, num_layers: int = 2) -> Qwen3ForCausalLM:

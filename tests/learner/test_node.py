@@ -62,7 +62,8 @@ def config_of(folder: Path, objective: str) -> RunConfig:
 
 
 def alone(cfg: RunConfig) -> RunConfig:
-    return replace(cfg, learner=replace(cfg.learner, num_ranks=1, num_nodes=1))
+    learner = replace(cfg.learner, num_ranks=1, num_nodes=1, sequence_ranks=1)
+    return replace(cfg, learner=learner)
 
 
 class Gradients:
@@ -117,14 +118,16 @@ def assert_same_weights(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("objective", "is_shared"), [("lora", True), ("critic", False), ("copies", False)]
+    ("objective", "is_shared"),
+    [("lora", True), ("critic", False), ("copies", False), ("copies, rows divided", False)],
 )
 def test_two_nodes_have_the_gradient_of_one_rank(
     tmp_path: Path, objective: str, is_shared: bool
 ) -> None:
     cfg = config_of(tmp_path, objective)
-    if objective == "copies":
-        cfg = replace(cfg, learner=replace(cfg.learner, shard_nodes=1))
+    if objective.startswith("copies"):
+        ranks = 2 if "divided" in objective else 1
+        cfg = replace(cfg, learner=replace(cfg.learner, shard_nodes=1, sequence_ranks=ranks))
     single, expected = train_alone(cfg)
     train(single)
     found = Gradients()

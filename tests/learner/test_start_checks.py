@@ -12,6 +12,7 @@ from tests.common.checks.models import write_model
 pytestmark = pytest.mark.slow  # torch and the environments load
 
 CAPPED = {"model_type": "gemma2", "head_dim": 64}
+MIXING = {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
 NO_PARTS = {"model_type": "opt", "word_embed_proj_dim": 896, "ffn_dim": 896}
 SMALL = {"num_hidden_layers": 2, "vocab_size": 2000, "num_rest": 20_000_000}
 SFT = ["sft", "--config", "smoke", "sft.from_scratch=false"]
@@ -42,6 +43,25 @@ def test_impossible_layout_is_refused_before_start(
     error = refusal(capsys, tmp_path, [*argv, "learner.layout=packed"], **CAPPED)
     assert "learner.layout=packed: gemma2 has attn_logit_softcapping=50.0, which packing" in error
     assert "learner.layout=padded" in error
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"model_type": "qwen2"}, "sequence_ranks=4: the model has 14 attention heads"),
+        (CAPPED, "sequence_ranks=4 divides packed rows: gemma2 has attn_logit_softcapping=50.0"),
+        (
+            MIXING,
+            "sequence_ranks=4 divides packed rows: lfm2 has layers that cannot be packed: conv",
+        ),
+    ],
+)
+def test_rows_that_ranks_cannot_divide_start_nothing(
+    model: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [*DRY, "learner.num_ranks=4", "learner.sequence_ranks=4"]
+    error = refusal(capsys, tmp_path, argv, **model)
+    assert f"learner.{said}" in error
 
 
 @pytest.mark.parametrize("argv", [SFT, DRY])

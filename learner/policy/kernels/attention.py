@@ -7,13 +7,14 @@ sequences. Both compute in the dtype of autocast, since rotary embeddings return
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -23,6 +24,12 @@ from learner.batch.batching import TokenBatch
 from learner.batch.packing import CHUNK_TOKENS, Packing, first_key, window_mask
 from learner.policy.kernels import flash
 from learner.policy.kernels.products import CausalProducts
+from learner.policy.kernels.sequence import (
+    heads_of_row,
+    heads_problem,
+    repeated_heads,
+    rows_of_heads,
+)
 from learner.policy.loading import is_unloaded
 from learner.policy.model import Scoring, flat_hidden, token_logprobs, vocabulary_size
 from learner.policy.selfcheck import PackingRefused, make_probe, own_attention, packing_difference
@@ -165,6 +172,22 @@ def check_attention(networks: Sequence[nn.Module], layout: Layout, attention: At
                 f"learner.attention=fused: {type(model).__name__} has its own attention"
                 " implementation. Use learner.attention=auto."
             )
+
+
+def check_sequence_ranks(networks: Sequence[nn.Module], num_ranks: int) -> None:
+    """Check that the ranks of a sequence group can divide the rows of these networks.
+
+    Raises: ConfigError: a network mixes tokens outside attention, or has too few heads.
+    """
+    if problem := _first_problem(networks):
+        raise ConfigError(
+            f"learner.sequence_ranks={num_ranks} divides packed rows: {problem}."
+            " Use learner.sequence_ranks=1."
+        )
+    for model in (each for network in networks for each in _transformers(network)):
+        heads = getattr(model.config, "num_attention_heads", None)
+        if isinstance(heads, int) and heads % num_ranks:
+            raise ConfigError(heads_problem(heads, num_ranks))
 
 
 def _first_problem(networks: Sequence[nn.Module]) -> str:
@@ -368,5 +391,34 @@ def _has_window(module: nn.Module, window: int | None) -> bool:
     return window == (getattr(config, "sliding_window", None) if kind == _SLIDING else None)
 
 
-AttentionInterface.register(FUSED, _fused)
-AttentionInterface.register(PRODUCTS, _products)
+def _divisible(kernel: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[Tensor, None]]:
+    """Return a kernel that computes a share of the heads if the row is divided over ranks."""
+
+    def divided(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        sequence_group: ProcessGroup | None = None,
+        packing: Packing | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """Return attention as `kernel`; each tensor has the tokens of this rank."""
+        group = sequence_group
+        tensors = (query, key, value)
+        if group is None or packing is None:
+            return kernel(module, *tensors, attention_mask, packing=packing, **others)
+        query, key, value = _as_computed(*tensors)  # Fewer bytes under autocast.
+        rows = (query, repeated_heads(key, group.size()), repeated_heads(value, group.size()))
+        num_tokens = sum(packing.lengths)
+        heads = [heads_of_row(each, group, num_tokens) for each in rows]
+        found, _ = kernel(module, *heads, attention_mask, packing=packing, **others)
+        return rows_of_heads(found, group), None
+
+    return divided
+
+
+AttentionInterface.register(FUSED, _divisible(_fused))
+AttentionInterface.register(PRODUCTS, _divisible(_products))

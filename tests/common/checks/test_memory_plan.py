@@ -221,6 +221,17 @@ def test_offload_keeps_one_block_on_the_gpu(shape: ModelShape, repository: Path)
     assert sizes(two[-1])["optimizer"] == 8 * NUM_PARAMS
 
 
+def test_divided_rows_need_the_memory_of_a_slice(shape: ModelShape, repository: Path) -> None:
+    more = ["learner.device=cuda", "actor.num_actors=0", "learner.num_ranks=4"]
+    more += ["actor.max_model_len=16384", "learner.max_tokens_per_microbatch=4096"]
+    found: dict[int, int] = {}
+    for ranks in (1, 2, 4):
+        cfg = configure(repository, *more, f"learner.sequence_ranks={ranks}")
+        gpu, *_ = make_plan(cfg, shape, on=(H100,) * 4, host_bytes=0)
+        found[ranks] = sizes(gpu)["activations"]
+    assert found[1] == 2 * found[2] == 4 * found[4]  # 16384, 8192 and 4096 tokens
+
+
 def test_small_gpu_is_refused_with_offload_estimate(shape: ModelShape, repository: Path) -> None:
     told = ["learner.device=cuda", "actor.num_actors=0", "learner.max_tokens_per_microbatch=2048"]
     cfg = configure(repository, *told)

@@ -287,3 +287,7 @@ def test_training_requires_learner_room_for_an_episode() -> None:
     cfg = edited(cfg, {"learner.max_tokens_per_microbatch": 8191})
     with pytest.raises(ConfigError, match=r"^learner\.max_tokens_per_microbatch=8191: must be >="):
         check_training(cfg)
+    two = {"learner.num_ranks": 2, "learner.sequence_ranks": 2}
+    check_training(edited(cfg, two | {"learner.max_tokens_per_microbatch": 4096}))
+    with pytest.raises(ConfigError, match=r"=4095: must be >= .*8192 / learner\.sequence_ranks=2,"):
+        check_training(edited(cfg, two | {"learner.max_tokens_per_microbatch": 4095}))

@@ -243,6 +243,18 @@ def test_ranks_are_spread_over_the_nodes(
             ["num_nodes=6", "shard_nodes=4"],
             "shard_nodes=4: must be 0 or a divisor of learner.num_nodes=6",
         ),
+        (
+            ["num_ranks=6", "sequence_ranks=4"],
+            "sequence_ranks=4: must be a divisor of 6, the number of ranks on each node",
+        ),
+        (
+            ["num_nodes=2", "num_ranks=4", "sequence_ranks=4"],
+            "sequence_ranks=4: must be a divisor of 2, the number of ranks on each node",
+        ),
+        (
+            ["num_ranks=2", "sequence_ranks=2", "layout=padded"],
+            "layout='padded': must be packed or auto with sequence_ranks > 1",
+        ),
     ],
 )
 def test_uneven_ranks_are_refused(overrides: list[str], words: str, repository: Path) -> None:

@@ -154,6 +154,7 @@ ELSEWHERE = {
     "learner.num_nodes": "learner/training/rank_workers.py",
     "learner.ranks_per_node": "common/config/load.py",
     "learner.shard_nodes": "common/config/compute.py",
+    "learner.sequence_ranks": "learner/training/rank_processes.py",
     "learner.join_timeout_s": "learner/training/node_server.py",
     "learner.num_gpus": "common/config/load.py",
     "learner.publish": "learner/build.py",

@@ -20,7 +20,7 @@ from common.config.learning import (
     Proximal,
 )
 from common.errors import ConfigError
-from learner.batch.batching import MicroBatch, Sample, collate_tokens, make_microbatches
+from learner.batch.batching import MicroBatch, collate_tokens, make_microbatches
 from learner.policy.critic import Critic
 from learner.policy.forward import Networks
 from learner.policy.kernels import compiling
@@ -28,7 +28,7 @@ from learner.policy.kernels.compiling import compile_parts
 from learner.training.ranks import Ranks
 from learner.training.step import Gradient, Gradients, ScoredBatch, TrainerSettings
 from learner.training.trainer import Trainer
-from tests.learner.builders import VOCAB, make_model, make_model_with_adapters, make_samples
+from tests.learner.builders import make_model, make_model_with_adapters, make_samples, with_prompts
 
 PPO = AlgorithmSection(advantage=Advantage.PPO)
 ALGORITHMS = {
@@ -95,20 +95,6 @@ def settings_of(algorithm: AlgorithmSection, **learner: object) -> TrainerSettin
         **learner,  # pyright: ignore[reportArgumentType]
     )
     return TrainerSettings(learner=section, algorithm=algorithm, num_steps=10)
-
-
-def with_prompts(samples: list[Sample]) -> list[Sample]:
-    """Let the members of each group begin with the same 20 tokens."""
-    longer = []
-    for sample in samples:
-        t = sample.trajectory
-        prompt = np.random.default_rng(ord(t.group_id[-1])).integers(0, VOCAB, 20)
-        nothing = {"loss_mask": False, "logprobs": 0.0, "versions": -1, "turn_ids": 0}
-        arrays = {n: np.concatenate([np.full(20, v), getattr(t, n)]) for n, v in nothing.items()}
-        arrays["token_ids"] = np.concatenate([prompt, t.token_ids])
-        typed = {n: a.astype(getattr(t, n).dtype) for n, a in arrays.items()}
-        longer.append(replace(sample, trajectory=replace(t, **typed)))
-    return longer
 
 
 def computed(
