@@ -25,7 +25,7 @@ ALLOWED = {  # file:function -> why no deadline of its own is needed
     "actor/engine/weights.py:": "a task that is done; and rest until there is work",
     "actor/links/delivery.py:drained": "the caller has the deadline",
     "actor/main.py:_work": "the end of the run, or a signal; tasks that are done",
-    "actor/rollout/pool.py:_play_to_end": "it waits for a hub; the stall rule and revoked leases end it",
+    "actor/rollout/pool.py:_play_to_end": "a hub; the stall rule and revoked leases end it",
     "actor/play/own_process.py:": "a command that a person started waits for its only child",
     "actor/play/serve.py:_serve": "it serves until the signal of who started it",
     "benchmarks/conformance/": "the time limit of a family ends all its processes",
