@@ -35,16 +35,17 @@ FIRST = (
     "tests/learner/training/test_",
     "tests/envhub/envs/test_miniwob",
 )
-# Folders whose tests share one costly import or process. One worker runs all of their files.
-TOGETHER = ("tests/actor/engine",)
+# Files whose tests share one costly import or process, by the begin of their path. One worker runs
+# all of them.
+TOGETHER = ("tests/actor/engine/", "tests/test_")
 ENDS_THE_ENGINE = "test_engine_death.py"
 SPREAD_OVER = 0.6  # of the others: all workers should end at about the same time
 
 
 def scope_of(nodeid: str) -> str:
-    """Return the file of a test, or the folder of TOGETHER that holds it."""
+    """Return the file of a test, or the begin of its path if it is one of TOGETHER."""
     file = nodeid.partition("::")[0]
-    return next((folder for folder in TOGETHER if file.startswith(f"{folder}/")), file)
+    return next((begin for begin in TOGETHER if file.startswith(begin)), file)
 
 
 def turn_of(scope: str) -> int:
@@ -70,7 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class FilesTogether(LoadFileScheduling):
-    """Sends each file to one worker, and all files of a folder of TOGETHER to the same one."""
+    """Sends each file to one worker, and all files of an entry of TOGETHER to the same one."""
 
     def _split_scope(self, nodeid: str) -> str:
         return scope_of(nodeid)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from common.repository import ROOT
+from tests.syntax_trees import nodes_of, text_of, tree_of
 
 PACKAGES = ("actor", "common", "envhub", "learner")
 MAX_FILE_LINES = 500
@@ -76,21 +77,6 @@ def _module(path: Path) -> str:
     return _name(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-@cache
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
-
-
-@cache
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(_text(path))
-
-
-@cache
-def _nodes(path: Path) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(_tree(path)))
-
-
 def _num_lines(node: ast.stmt) -> int:
     assert node.end_lineno is not None
     return node.end_lineno - node.lineno + 1
@@ -98,7 +84,7 @@ def _num_lines(node: ast.stmt) -> int:
 
 def _functions() -> Iterator[tuple[Path, Function]]:
     for path in SOURCES:
-        for node in _nodes(path):
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield path, node
 
@@ -107,7 +93,7 @@ def _functions() -> Iterator[tuple[Path, Function]]:
 def _imported(path: Path) -> list[str]:
     """Return the dotted names that a file imports, also inside functions."""
     found: list[str] = []
-    for node in _nodes(path):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -183,7 +169,7 @@ NO_CODE = {
 def _docstring_lines(path: Path) -> set[int]:
     """Return the numbers of the lines of all docstrings of a file."""
     lines: set[int] = set()
-    for node in _nodes(path):
+    for node in nodes_of(path):
         if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node):
             first = node.body[0]
             lines |= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
@@ -193,7 +179,7 @@ def _docstring_lines(path: Path) -> set[int]:
 def _num_code_lines(path: Path) -> int:
     """Return the number of lines with a token that is neither comment nor docstring."""
     lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(_text(path)).readline):
+    for token in tokenize.generate_tokens(io.StringIO(text_of(path)).readline):
         if token.type not in NO_CODE:
             lines |= set(range(token.start[0], token.end[0] + 1))
     return len(lines - _docstring_lines(path))
@@ -245,7 +231,7 @@ def test_msgpack_is_imported_only_by_the_codec() -> None:
 
 def test_chat_templates_are_rendered_in_one_place() -> None:
     """What else renders them would name the date of the wall clock."""
-    found = {_name(path) for path in SOURCES if ".apply_chat_template(" in _text(path)}
+    found = {_name(path) for path in SOURCES if ".apply_chat_template(" in text_of(path)}
     assert found == {"common/formats/chat_template.py"}
 
 
@@ -269,7 +255,7 @@ def _http_clients(path: Path) -> set[str]:
     imported = {
         m for m in HTTP_MODULES for name in _imported(path) if f"{name}.".startswith(f"{m}.")
     }
-    made = [node.func for node in _nodes(path) if isinstance(node, ast.Call)]
+    made = [node.func for node in nodes_of(path) if isinstance(node, ast.Call)]
     names = {each.attr for each in made if isinstance(each, ast.Attribute)}
     names |= {each.id for each in made if isinstance(each, ast.Name)}
     return imported | (names & HTTP_CLASSES)
@@ -283,7 +269,7 @@ def test_http_clients_are_made_in_one_package() -> None:
 
 
 def test_file_length_is_limited_to_500_lines() -> None:
-    lengths = {_name(path): len(_text(path).splitlines()) for path in SOURCES}
+    lengths = {_name(path): len(text_of(path).splitlines()) for path in SOURCES}
     assert {name: n for name, n in lengths.items() if n > MAX_FILE_LINES} == {}
     longer = {name: n for name, n in lengths.items() if n > USUAL_FILE_LINES}
     assert len(longer) <= MAX_LONG_FILES_FRAC * len(lengths), longer
@@ -320,7 +306,7 @@ def test_constructor_takes_at_most_9_arguments() -> None:
 
 def test_class_names_are_unique() -> None:
     found = Counter(
-        node.name for path in SOURCES for node in _nodes(path) if isinstance(node, ast.ClassDef)
+        node.name for path in SOURCES for node in nodes_of(path) if isinstance(node, ast.ClassDef)
     )
     assert [name for name, count in found.items() if count > 1] == []
 
@@ -333,7 +319,7 @@ def test_broad_excepts_are_few() -> None:
     broad = [
         f"{_name(path)}:{node.lineno}"
         for path in SOURCES
-        for node in _nodes(path)
+        for node in nodes_of(path)
         if isinstance(node, ast.ExceptHandler) and is_broad(node)
     ]
     assert len(broad) <= MAX_BROAD_EXCEPTS, broad
@@ -341,19 +327,19 @@ def test_broad_excepts_are_few() -> None:
 
 def test_package_marker_is_empty() -> None:
     markers = [path for path in SOURCES if path.name == "__init__.py"]
-    assert [_name(path) for path in markers if _text(path).strip()] == []
+    assert [_name(path) for path in markers if text_of(path).strip()] == []
 
 
 def test_module_begins_with_a_docstring() -> None:
     modules = [path for path in SOURCES if path.name != "__init__.py"]
-    assert [_name(p) for p in modules if not ast.get_docstring(_tree(p))] == []
+    assert [_name(p) for p in modules if not ast.get_docstring(tree_of(p))] == []
 
 
 def test_caught_error_has_one_name() -> None:
     other = [
         f"{_name(path)}:{node.lineno}"
         for path in SOURCES
-        for node in _nodes(path)
+        for node in nodes_of(path)
         if isinstance(node, ast.ExceptHandler) and node.name not in (None, "error")
     ]
     assert other == []
@@ -395,7 +381,7 @@ def test_every_text_stream_names_its_encoding() -> None:
     unnamed = [
         f"{_name(path)}:{node.lineno}"
         for path in [ROOT / "run.py", *files]
-        for node in _nodes(path)
+        for node in nodes_of(path)
         if isinstance(node, ast.Call) and _opens_text_in_the_encoding_of_the_locale(node)
     ]
     assert unnamed == []
@@ -437,7 +423,7 @@ def _offered(module: str) -> set[str]:
     path = ROOT / module.replace(".", "/")
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     names = {each.stem for each in path.iterdir()} if path.is_dir() else set[str]()
-    for node in ast.parse(_text(source)).body:
+    for node in ast.parse(text_of(source)).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -450,7 +436,7 @@ def _offered(module: str) -> set[str]:
 def test_example_imports_exist_in_the_product() -> None:
     missing: list[str] = []
     for path in sorted((ROOT / "docs").rglob("*.py")):
-        for node in ast.walk(ast.parse(_text(path))):
+        for node in ast.walk(ast.parse(text_of(path))):
             if not isinstance(node, ast.ImportFrom) or not node.module:
                 continue
             if node.module.partition(".")[0] in PACKAGES:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.repository import ROOT
+from tests.syntax_trees import tree_of
 
 PACKAGES = ("actor", "common", "envhub", "learner", "benchmarks")
 WAITS = {
@@ -17,17 +18,17 @@ WAITS = {
 SPAWNS = {"run", "check_output", "check_call"}  # of subprocess
 BOUNDS = {"timeout", "timeout_at", "_bounded"}  # an `async with` of these is a deadline
 ALLOWED = {  # file:function -> why no deadline of its own is needed
-    "actor/agents/": "who plays has the deadline of the whole episode",
-    "benchmarks/actor/": "a bench is ended by whoever started it",
-    "benchmarks/actor/bare.py:": "the bare engine of a bench, whose task is done when it is asked",
-    "actor/engine/engine.py:generate": "rest during the learner's step; a revoked lease ends it",
-    "actor/engine/start.py:": "a thread whose event is set before",
-    "actor/engine/weights.py:": "a task that is done; and rest until there is work",
+    "actor/agents/": "the episode has a deadline",
+    "benchmarks/actor/": "a benchmark has the time limit of its command",
+    "benchmarks/actor/bare.py:": "the task of the bare engine is done",
+    "actor/engine/engine.py:generate": "the engine rests during a step; a revoked lease ends it",
+    "actor/engine/start.py:": "the event of the thread is set before",
+    "actor/engine/weights.py:": "the task is done, or rests until there is work",
     "actor/links/delivery.py:drained": "the caller has the deadline",
-    "actor/main.py:_work": "the end of the run, or a signal; tasks that are done",
-    "actor/rollout/pool.py:_play_to_end": "a hub; the stall rule and revoked leases end it",
-    "actor/play/own_process.py:": "a command that a person started waits for its only child",
-    "actor/play/serve.py:_serve": "it serves until the signal of who started it",
+    "actor/main.py:_work": "the run or a signal ends it; the tasks are done",
+    "actor/rollout/pool.py:_play_to_end": "the stall rule or a revoked lease ends it",
+    "actor/play/own_process.py:": "a command waits for its only child",
+    "actor/play/serve.py:_serve": "it serves until a signal",
     "benchmarks/conformance/": "the time limit of a family ends all its processes",
     "common/join/enrol.py:": "polled before with a deadline",
     "common/join/rank_files.py:_exchange": "polled before with a deadline",
@@ -37,13 +38,13 @@ ALLOWED = {  # file:function -> why no deadline of its own is needed
     "common/wire/rendezvous/client.py:_exchange": "the socket has its own, RCVTIMEO",
     "common/wire/transfer/buckets.py:": "a channel's transfers have the deadline of their group",
     "envhub/agentgym/connection.py:": "the caller's request has a deadline",
-    "envhub/interop/mcp/link.py:": "a task of the connection's own; whoever asks has the deadline",
-    "envhub/envs/dataset/functions.py:_load_module": "an import is as long as its module",
+    "envhub/interop/mcp/link.py:": "a task of the connection; each request has a deadline",
+    "envhub/envs/dataset/functions.py:_load_module": "an import takes as long as its module",
     "envhub/envs/dataset/functions.py:_value_of": "the future is done",
     "envhub/sandbox/apart.py:run_apart": "each caller's coroutine has its own deadline",
     "envhub/sandbox/containers.py:_run": "the process was killed",
-    "envhub/hosting/session.py:__aenter__": "whoever has the session has the deadline of a step",
-    "benchmarks/transport/": "a bench is ended by whoever started it",
+    "envhub/hosting/session.py:__aenter__": "the session's step has a deadline",
+    "benchmarks/transport/": "a benchmark has the time limit of its command",
     "learner/ingest/group_commit.py:_next": "rest until there is work; its own thread",
     "learner/node.py:_ask": "polled before, without waiting",
     "learner/node_service.py:work": "polled before with a deadline",
@@ -52,7 +53,7 @@ ALLOWED = {  # file:function -> why no deadline of its own is needed
     "learner/training/checkpoint.py:": "Checkpoints.wait has the deadline of the writer's thread",
     "learner/training/rank_processes.py:_await_loaded": "its pipe was found ready",
     "learner/training/rank_processes.py:_serve_": "rests while rank 0 lives; its pipe closes then",
-    "benchmarks/weights/": "a bench is ended by whoever started it",
+    "benchmarks/weights/": "a benchmark has the time limit of its command",
     "learner/weights/source.py:": "work of a process group, which has a deadline",
 }
 
@@ -89,7 +90,7 @@ def _waits_in(node: ast.AST, function: str = "", *, is_bound: bool = False) -> I
 @cache
 def _waits_of(path: Path) -> list[str]:
     name = path.relative_to(ROOT).as_posix()
-    return [f"{name}:{each}" for each in _waits_in(ast.parse(path.read_text(encoding="utf-8")))]
+    return [f"{name}:{each}" for each in _waits_in(tree_of(path))]
 
 
 def _unbound(path: Path) -> list[str]:

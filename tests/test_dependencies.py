@@ -13,6 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from common.repository import ROOT
+from tests.syntax_trees import nodes_of
 
 PACKAGES = ("actor", "common", "envhub", "learner")
 ENVIRONMENTS = ("envhub/envs/", "envhub/web/")  # what only these import is the extra `envs`
@@ -52,7 +53,7 @@ owners = cache(importlib.metadata.packages_distributions)
 def tops(path: Path) -> set[str]:
     """Return the first part of each name that a file imports."""
     names: list[str] = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
     return {name.partition(".")[0] for name in names}

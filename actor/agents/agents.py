@@ -34,7 +34,7 @@ class Agents:
         self._cfg = cfg
         self._actor = actor
         self._renderer = renderer.without_tools()  # An agent sends its own tools.
-        self.server = AgentServer()
+        self.server = AgentServer(cfg.agents, num_ports=max(1, cfg.num_engines))
         self._long_lived: LongLived | None = None
         self._guardian: Guardian | None = None  # Kills the agents when this process is killed.
         self._starting = asyncio.Lock()

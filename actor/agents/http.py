@@ -1,10 +1,11 @@
-"""HTTP/1.1 server for the agents of this machine. Requests of a connection are answered in order.
+"""HTTP/1.1 server for agents. The requests of a connection are answered in order.
 
 It has no framework between parser and handler, because an agent sends two requests a turn.
 """
 
 import asyncio
 import re
+import sys
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import cast
 
 import httptools
 
+from actor.agents.delivered import has_unread_bytes, keep_alive
 from actor.api.requests import ApiError
 from common.formats.action_size import DEFAULT_ACTION_MIB, FIELDS_BYTES, MIB
 
@@ -20,11 +22,14 @@ MAX_BODY_BYTES = DEFAULT_ACTION_MIB * MIB + FIELDS_BYTES
 MAX_HEAD_BYTES = 64 * 1024
 BODY_S = 30.0  # Seconds for a complete request to arrive.
 MAX_WAITING = 64  # Maximum number of pipelined requests of a connection that wait for an answer.
+# A reset within these seconds of an answer means that the client has not read it.
+RESET_S = 5.0
 JSON = "application/json"
 EVENTS = "text/event-stream"
 # JSON contains no line break of this form, so only a header matches.
 UPGRADE = re.compile(rb"\r\n[Uu]pgrade:")
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+EPISODE = re.compile(rb"/episode/([^/?]+)(/[^?]*)")  # A path that names its episode.
 
 
 @dataclass(slots=True, eq=False)
@@ -36,19 +41,36 @@ class AgentRequest:
     method: str = ""
     api_key: str = ""  # Value of the header x-api-key.
     bearer: str = ""
+    idempotency_key: str = ""  # Value of the header idempotency-key.
+    is_retry: bool = False  # The client's package has marked the request as a retry.
     body: bytearray = field(default_factory=bytearray)
     refusal: ApiError | None = None
     is_last: bool = False  # The last request of its connection.
+    is_lost: bool = False  # The connection broke before the client had read the answer.
 
     @property
     def path(self) -> str:
-        """Path of the URL, without the query."""
-        return self.url.partition(b"?")[0].decode("latin-1")
+        """Path of the URL, without the episode and the query."""
+        found = EPISODE.match(self.url)
+        path = found[2] if found else self.url.partition(b"?")[0]
+        return path.decode("latin-1")
+
+    @property
+    def episode(self) -> str:
+        """Episode that the URL names, as in `url_name`; "" for none."""
+        found = EPISODE.match(self.url)
+        return found[1].decode("latin-1") if found else ""
 
     @property
     def key(self) -> str:
         """Key of the episode that the request belongs to."""
         return self.api_key or self.bearer
+
+    @property
+    def peer(self) -> str:
+        """Address of the client."""
+        place: object = self.transport.get_extra_info("peername")
+        return str(cast(tuple[object, ...], place)[0]) if isinstance(place, tuple) else "unknown"
 
     @property
     def is_there(self) -> bool:
@@ -75,7 +97,11 @@ class Answering:
     answer: Callable[[AgentRequest], Coroutine[None, None, bytes]]
     # Returns the answer to a request whose handler raised.
     failed: Callable[[AgentRequest, BaseException], bytes]
+    # Raises ApiError for a request whose body is not read, because its key is invalid.
+    admit: Callable[[AgentRequest], object] | None = None
+    max_strangers: int = sys.maxsize  # Maximum number of connections without a valid key.
     connections: set["AgentConnection"] = field(default_factory=set["AgentConnection"])
+    strangers: set["AgentConnection"] = field(default_factory=set["AgentConnection"])
 
 
 class AgentConnection(asyncio.Protocol):
@@ -92,14 +118,43 @@ class AgentConnection(asyncio.Protocol):
             deque()
         )  # Requests to answer. The first one is in progress.
         self._task: asyncio.Task[bytes] | None = None
+        self._answered_last: AgentRequest | None = None  # No further request has begun since.
+        self._answered_at = 0.0
+        self._stranger_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._answering.connections.add(self)
+        shared = self._answering
+        shared.connections.add(self)
+        if shared.max_strangers < sys.maxsize:
+            keep_alive(self._transport)
+            shared.strangers.add(self)
+            self._stranger_timer = self._loop.call_later(BODY_S, self._transport.abort)
+            if len(shared.strangers) > shared.max_strangers:
+                self._transport.abort()
+
+    def eof_received(self) -> None:
+        """Record whether the client has left without reading the last answer."""
+        last = self._answered_last
+        if last is not None and has_unread_bytes(self._transport):
+            last.is_lost = True
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._answering.connections.discard(self)
+        self._forget_stranger()
+        for each in self._waiting:
+            each.is_lost = True
+        last = self._answered_last
+        is_fresh = self._loop.time() - self._answered_at < RESET_S
+        if last is not None and exc is not None and is_fresh:
+            last.is_lost = True
         self._end(400, "incomplete_body", "the request body is incomplete")
+
+    def _forget_stranger(self) -> None:
+        self._answering.strangers.discard(self)
+        if self._stranger_timer is not None:
+            self._stranger_timer.cancel()
+            self._stranger_timer = None
 
     def close(self) -> None:
         """Close the connection and cancel the answer in progress."""
@@ -138,6 +193,7 @@ class AgentConnection(asyncio.Protocol):
         """Begin a request. The parser calls this method and the ones below."""
         self._request = AgentRequest(self._transport)
         self._num_head = 0
+        self._answered_last = None  # A client sends its next request after it has read the answer.
 
     def on_url(self, url: bytes) -> None:
         """Append a part of the URL."""
@@ -155,12 +211,24 @@ class AgentConnection(asyncio.Protocol):
             request.bearer = key.strip() if scheme.lower() == "bearer" else ""
         elif name == b"x-api-key":
             request.api_key = value.decode("latin-1").strip()
+        elif name == b"idempotency-key":
+            request.idempotency_key = value.decode("latin-1").strip()
+        elif name == b"x-stainless-retry-count":  # The packages of OpenAI and Anthropic send it.
+            request.is_retry = value.strip() not in (b"", b"0")
         elif name == b"expect" and value.lower() == b"100-continue" and not self._waiting:
             self._transport.write(CONTINUE)
 
     def on_headers_complete(self) -> None:
-        """Stop counting the bytes of the head."""
+        """Stop counting the bytes of the head, and check the key."""
         self._num_head = -1
+        request = self._request
+        if request is None or self._answering.admit is None or request.refusal is not None:
+            return
+        try:
+            self._answering.admit(request)
+            self._forget_stranger()
+        except ApiError as error:
+            request.refusal = error
 
     def on_body(self, body: bytes) -> None:
         """Append a part of the body. A body over the limit is discarded."""
@@ -213,6 +281,8 @@ class AgentConnection(asyncio.Protocol):
         if request.is_last:
             response = response.replace(b"\r\n", b"\r\nconnection: close\r\n", 1)
         self._transport.write(response)
+        self._answered_last = request
+        self._answered_at = self._loop.time()
         if request.is_last:
             self._transport.close()
         elif self._waiting:

@@ -115,14 +115,13 @@ class LongLived:
             )
         )
         self._workers.append(worker)
-        self._server.takers[key] = lambda is_there: self._take(worker, is_there)
         try:
-            await asyncio.wait([worker.process.exits], timeout=None)
+            with self._server.taking(key, lambda is_there: self._take(worker, is_there)):
+                await asyncio.wait([worker.process.exits], timeout=None)
             for each in worker.episodes:
                 each.fail(PolicyFailed(worker.process.death))
             self._exited(worker.process.death, has_taken=worker.num_taken > 0)
         finally:
-            del self._server.takers[key]
             self._workers.remove(worker)
             await worker.process.end()
 

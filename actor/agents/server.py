@@ -3,32 +3,37 @@
 The API key identifies the episode of a request. `GET /env` returns the task, `POST /env/step
 {"action": text}` acts in the episode's environment, and `POST /env/end` ends the episode. A
 long-lived agent requests its next episode with `POST /episodes/...`. The server listens on this
-machine only.
+machine only, unless `actor.agents.host` names another address.
 """
 
 import asyncio
 import json
 import logging
-from collections import Counter, deque
+import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 
 from actor.agents.episode import AgentEpisode
 from actor.agents.http import EVENTS, AgentConnection, AgentRequest, Answering, response
+from actor.agents.keys import EpisodeKeys, digest_of, url_name
+from actor.agents.listener import BACKLOG, listen
 from actor.agents.messages_api import MESSAGES_API, anthropic_error
+from actor.agents.repeats import Repeats
 from actor.agents.responses_api import RESPONSES_API
 from actor.api.chat_api import CHAT_API, COMPLETION_API
 from actor.api.requests import Api, ApiError, PolicyRequest, event_text, invalid, openai_error
 from actor.rollout.episode import PolicyFailed
+from common.config.evaluation import AgentServerOptions
 from common.errors import EnvError, LongstrideError
-from common.host.loopback import loopback
-from common.wire.addresses import bracketed
+from common.wire.addresses import is_loopback
 
 logger = logging.getLogger(__name__)
 
-NUM_ENDED = 10_000  # Number of ended episodes whose keys are remembered.
 CLOSE_S = 1.0
+MAX_STRANGERS = 512  # Connections without a valid key, if other machines can connect.
 ANTHROPIC = "/v1/messages"
 APIS = {
     "/v1/chat/completions": CHAT_API,
@@ -43,6 +48,14 @@ Handler = Callable[[AgentRequest], Awaitable[bytes]]
 Take = Callable[[Callable[[], bool]], Awaitable[AgentEpisode | None]]
 
 
+@dataclass(frozen=True, slots=True)
+class Taker:
+    """A process that requests episodes."""
+
+    take: Take
+    repeats: Repeats = field(default_factory=Repeats)
+
+
 class AgentServer:
     """Serves all agents of one actor.
 
@@ -52,13 +65,18 @@ class AgentServer:
             ...  # an agent uses server.url and episode.key
     """
 
-    def __init__(self) -> None:
-        """Create the server; `start` opens its port."""
+    def __init__(self, options: AgentServerOptions | None = None, *, num_ports: int = 1) -> None:
+        """Create the server; `start` opens its port.
+
+        Args:
+            num_ports: number of ports from `options.port` on, of which the first free one is used.
+        """
         self.url = ""
         self.refused: Counter[str] = Counter()  # error code -> number of requests
-        self.takers: dict[str, Take] = {}  # key in the URL of an agent's episodes -> its `Take`
-        self._episodes: dict[str, AgentEpisode] = {}
-        self._ended: deque[str] = deque(maxlen=NUM_ENDED)
+        self._options = options or AgentServerOptions()
+        self._num_ports = num_ports
+        self._takers: dict[bytes, Taker] = {}  # digest of the key in an address of episodes -> it
+        self._keys = EpisodeKeys()
         self._handlers: dict[str, dict[str, Handler]] = {  # path -> method -> handler
             **{path: {"POST": partial(self._sample_answer, api)} for path, api in APIS.items()},
             "/v1/models": {"GET": self._list_models},
@@ -66,17 +84,25 @@ class AgentServer:
             "/env/step": {"POST": self._step},
             "/env/end": {"POST": self._end_episode},
         }
-        self._answering = Answering(answer=self._answer, failed=self._failed)
+        is_private = is_loopback(self._options.host)
+        self._answering = Answering(
+            answer=self._answer,
+            failed=self._failed,
+            admit=self._admit,
+            max_strangers=sys.maxsize if is_private else MAX_STRANGERS,
+        )
         self._listening: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Listen on a free port of this machine."""
-        loop = asyncio.get_running_loop()
-        self._listening = await loop.create_server(
-            lambda: AgentConnection(self._answering), loopback(), 0, backlog=1024
+        """Listen. Raises: ConfigError: the address, the port or the certificate cannot be used."""
+        listener = listen(self._options, num_ports=self._num_ports)
+        self._listening = await asyncio.get_running_loop().create_server(
+            lambda: AgentConnection(self._answering),
+            sock=listener.socket,
+            backlog=BACKLOG,
+            ssl=listener.tls,
         )
-        port: int = self._listening.sockets[0].getsockname()[1]
-        self.url = f"http://{bracketed(loopback())}:{port}"
+        self.url = listener.url
 
     async def close(self) -> None:
         """Stop listening. Pending requests get no answer."""
@@ -89,13 +115,29 @@ class AgentServer:
 
     @contextmanager
     def serving(self, episode: AgentEpisode) -> Iterator[None]:
-        """Accept the episode's key inside the context. Later requests get a 410."""
-        self._episodes[episode.key] = episode
+        """Accept the episode's key inside the context. Later requests get a 401."""
+        self._keys.add(episode)
         try:
             yield
         finally:
-            del self._episodes[episode.key]
-            self._ended.append(episode.key)
+            self._keys.remove(episode)
+
+    @contextmanager
+    def taking(self, key: str, take: Take) -> Iterator[None]:
+        """Accept requests for episodes inside the context, at the address with this key."""
+        self._takers[digest_of(key)] = Taker(take)
+        try:
+            yield
+        finally:
+            del self._takers[digest_of(key)]
+
+    def _admit(self, request: AgentRequest) -> None:
+        """Check the key of a request before its body is read. Raises: ApiError."""
+        path = request.path
+        if path.startswith(EPISODES):
+            self._taker(request)
+        elif self._keys.find(request.key) is None and not self._keys.has_ended(request.key):
+            self._keys.access(request)
 
     async def _answer(self, request: AgentRequest) -> bytes:
         """Return the response to any request, by its path and method. Raises: ApiError."""
@@ -103,7 +145,7 @@ class AgentServer:
             raise request.refusal
         path = request.path
         if path.startswith(EPISODES) and request.method == "POST":
-            return await self._next_episode(request)
+            return await self._taker(request).repeats.answer(request, self._next_episode)
         handlers = self._handlers.get(path)
         if handlers is None:
             raise ApiError(404, "not_found", f"{request.method} {path}: Not Found")
@@ -111,11 +153,15 @@ class AgentServer:
             allowed = ", ".join(handlers)
             text = f"{request.method} {path}: Method Not Allowed; use {allowed}"
             raise ApiError(405, "method_not_allowed", text)
-        return await handlers[request.method](request)
+        if request.method != "POST":
+            return await handlers[request.method](request)
+        if (last := self._keys.last_answer(request)) is not None:
+            return last
+        return await self._keys.access(request).repeats.answer(request, handlers["POST"])
 
     def _failed(self, request: AgentRequest, failure: BaseException) -> bytes:
         """Return an error in the API's format, and count it for the episode."""
-        episode = self._episodes.get(request.key)
+        episode = self._keys.find(request.key)
         answered = _error_for(request, failure, episode)
         self.refused[answered.code] += 1
         if episode is not None:
@@ -125,13 +171,14 @@ class AgentServer:
 
     def _episode(self, request: AgentRequest) -> AgentEpisode:
         """Return the episode that a request's key belongs to. Raises: ApiError."""
-        key = request.key
-        episode = self._episodes.get(key)
-        if episode is None:
-            if key in self._ended:
-                raise ApiError(410, "episode_ended", "the episode of this API key has ended")
-            raise ApiError(401, "invalid_api_key", "this API key belongs to no episode")
-        return episode
+        return self._keys.access(request).episode
+
+    def _taker(self, request: AgentRequest) -> Taker:
+        """Return the agent process that asks for episodes at this address. Raises: ApiError."""
+        taker = self._takers.get(digest_of(request.path.removeprefix(EPISODES)))
+        if taker is None:
+            raise self._keys.refuse_taker(request)
+        return taker
 
     async def _sample_answer(self, api: Api, request: AgentRequest) -> bytes:
         """Return an answer of the policy in the format of an API. Raises: ApiError."""
@@ -178,10 +225,7 @@ class AgentServer:
 
     async def _next_episode(self, request: AgentRequest) -> bytes:
         """Return the next episode for a long-lived agent; status 204 if there is none."""
-        take = self.takers.get(request.path.removeprefix(EPISODES))
-        if take is None:
-            raise ApiError(401, "invalid_api_key", "this URL belongs to no running agent process")
-        episode = await take(lambda: request.is_there)
+        episode = await self._taker(request).take(lambda: request.is_there)
         return (
             response(status=204)
             if episode is None
@@ -190,9 +234,11 @@ class AgentServer:
 
     def describe(self, episode: AgentEpisode) -> dict[str, object]:
         """Return the addresses and the key of an episode, and its task."""
-        where = {"base_url": f"{self.url}/v1", "api_key": episode.key, "env_url": f"{self.url}/env"}
-        where["anthropic_url"] = self.url  # Anthropic's package appends /v1.
-        return {**where, "episode": episode.lease.episode_id, **episode.first()}
+        number = episode.lease.episode_id
+        url = f"{self.url}/episode/{url_name(number)}"
+        where = {"base_url": f"{url}/v1", "api_key": episode.key, "env_url": f"{url}/env"}
+        where["anthropic_url"] = url  # Anthropic's package appends /v1.
+        return {**where, "episode": number, **episode.first()}
 
 
 def _json(request: AgentRequest) -> object:

@@ -1,5 +1,6 @@
 """vLLM's CPU worker with support for AMX tiles, a single adapter and records of experts."""
 
+import gc
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ class TileWorker(CPUWorker):
 
     def init_device(self) -> None:
         """Request AMX tiles, and replace the parts of vLLM that a CPU lacks."""
+        gc.freeze()  # vLLM collects garbage twice for a model. Its modules are permanent.
         self.tile_permission = request_tiles()
         rotate_all_heads()
         keep_activations_in(self.vllm_config.model_config.dtype)

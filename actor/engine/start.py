@@ -75,7 +75,9 @@ def engine_arguments(
         )
     own: dict[str, Any] = dict(
         model=model.path,
-        load_format="auto" if has_weights else "dummy",
+        # The files that the learner reads, also beside those of Mistral's own format.
+        load_format="hf" if has_weights else "dummy",
+        config_format="hf",
         dtype=cast(ModelDType, model.dtype),
         seed=seed,
         max_model_len=cfg.max_model_len,

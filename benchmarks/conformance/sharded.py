@@ -60,12 +60,14 @@ class RankPair:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def score(self, path: str, sequences: Sequences) -> list[list[float]]:
+    def score(
+        self, path: str, sequences: Sequences, precision: Precision = Precision.FP32
+    ) -> list[list[float]]:
         """Return the scores of both ranks together. Raises: ConfigError: the network is refused."""
         self._wait_started()
-        self._pipe.send((path, sequences))
+        self._pipe.send((path, sequences, precision))
         self._mesh = self._mesh or _join_group(self._folder.name, 0)
-        return _score(self._mesh, path, sequences)
+        return _score(self._mesh, path, sequences, precision)
 
     def _wait_started(self) -> None:
         """Wait for the imports of rank 1. Raises: LongstrideError: they take too long."""
@@ -92,12 +94,12 @@ def _serve(folder: str, pipe: Connection) -> None:
     pipe.send(READY)
     while True:
         try:
-            path, sequences = pipe.recv()
+            path, sequences, precision = pipe.recv()
         except EOFError:  # Rank 0 has ended.
             os._exit(0)
         mesh = mesh or _join_group(folder, 1)
         with contextlib.suppress(*NETWORK_ERRORS):  # Rank 0 has the same error, and reports it.
-            _score(mesh, path, sequences)
+            _score(mesh, path, sequences, precision)
 
 
 def _join_group(folder: str, rank: int) -> DeviceMesh:
@@ -113,10 +115,12 @@ def _join_group(folder: str, rank: int) -> DeviceMesh:
     return init_device_mesh("cpu", (NUM_RANKS,))
 
 
-def _score(mesh: DeviceMesh, path: str, sequences: Sequences) -> list[list[float]]:
+def _score(
+    mesh: DeviceMesh, path: str, sequences: Sequences, precision: Precision
+) -> list[list[float]]:
     """Load, shard, check and score as a rank of a learner does."""
     cfg = LearnerSection(
-        device="cpu", precision=Precision.FP32, num_ranks=NUM_RANKS, layout=Layout.PADDED
+        device="cpu", precision=precision, num_ranks=NUM_RANKS, layout=Layout.PADDED
     )
     policy = load_policy(path, device="cpu", gradient_checkpointing=False, is_skeleton=True)
     passes = Passes(

@@ -1,5 +1,7 @@
 """The sizes of the device checks: for a GPU, and small ones with which all checks run on a CPU."""
 
+from dataclasses import replace
+
 from benchmarks.learner.batch import LANGUAGE_MODEL, MODELS, PACKED, BatchShape
 from benchmarks.learner.checks.bench import PackedCase, Sizes
 from common.config.learning import LearnerSection
@@ -8,6 +10,7 @@ ON_GPU = Sizes(
     model=MODELS["half_billion"],
     full=MODELS["seven_billion"],
     shape=LANGUAGE_MODEL,
+    step_shape=LANGUAGE_MODEL,
     learner=LearnerSection(device="cuda", lr=1e-5, warmup_steps=0, max_tokens_per_microbatch=4_096),
     num_rounds=5,
     memory_sequences=4,
@@ -41,6 +44,9 @@ SMALL = Sizes(
     model=_ENGINE_SIZED,
     full=_ENGINE_SIZED,
     shape=_SHAPE,
+    step_shape=replace(
+        _SHAPE, num_groups=4, group_size=4, max_turns=6, observation_tokens=12, action_tokens=8
+    ),
     learner=LearnerSection(device="cpu", lr=1e-4, warmup_steps=0),
     num_rounds=2,
     memory_sequences=4,

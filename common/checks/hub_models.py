@@ -1,16 +1,16 @@
 """Models by name: `org/name[@revision]` becomes a folder of the Hugging Face cache.
 
 A name is resolved once, on the node that starts the run. The configuration then holds the folder
-of one commit, and `model.source` holds the name with the commit.
+of one commit, `model.source` the name with its commit, `model.commits` the commits of all names.
 """
 
 import json
 import logging
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from common.config.compute import ModelSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.store.run_dir import RunDir
+from common.store.run_start import starts_anew
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,8 @@ def resolve_models(
 ) -> RunConfig:
     """Return the config with folders in place of all names of models.
 
-    An unfinished run keeps the commit with which it began, unless the name has a revision.
+    An unfinished run keeps the commit of each name with which it began, even if a branch or a tag
+    is another commit now.
 
     Args:
         is_dry: weights that are not in the cache are not fetched.
@@ -70,33 +72,69 @@ def resolve_models(
 
     Raises: ConfigError: a file is missing and cannot be fetched; the message has the remedies.
     """
+    names = _Names(cfg, root)
     model = cfg.model
     if model.architecture and is_hub_name(model.architecture, root):
-        found = _resolve("model.architecture", model.architecture, has_weights=False)
+        found = names.resolve("model.architecture", model.architecture, has_weights=False)
         model = replace(model, architecture=str(found.folder))
         if cfg.model.path == cfg.model.architecture:  # It stands in for the model of a dry run.
             return replace(cfg, model=replace(model, path=str(found.folder)))
     if is_hub_name(model.path, root):
-        name = _with_kept_commit(model.path, cfg, root)
         try:
-            found = _resolve("model.path", name, has_weights=not is_dry)
+            found = names.resolve("model.path", model.path, has_weights=not is_dry)
         except ConfigError as error:
             if not (may_stand_in and model.architecture):
                 raise
             logger.warning("%s. The plan has the sizes of %s", error, model.architecture)
-            model = replace(model, path=model.architecture, source=name)
+            model = replace(model, path=model.architecture, source=names.kept_name(model.path))
         else:
             model = _with_folder(model, found, is_dry=is_dry)
     algorithm = cfg.algorithm
     if is_hub_name(algorithm.reference_path, root):
-        found = _resolve("algorithm.reference_path", algorithm.reference_path)
+        found = names.resolve("algorithm.reference_path", algorithm.reference_path)
         algorithm = replace(algorithm, reference_path=str(found.folder))
     critic = cfg.learner.critic
     if is_hub_name(critic.path, root):
-        found = _resolve("learner.critic.path", critic.path)
+        found = names.resolve("learner.critic.path", critic.path)
         critic = replace(critic, path=str(found.folder))
     learner = replace(cfg.learner, critic=critic)
+    if names.commits:
+        model = replace(model, commits={**model.commits, **names.commits})
     return replace(cfg, model=model, algorithm=algorithm, learner=learner)
+
+
+class _Names:
+    """Resolves the names in one configuration and collects their commits."""
+
+    def __init__(self, cfg: RunConfig, root: Path) -> None:
+        self._cfg = cfg
+        self._root = root
+        self.commits: dict[str, str] = {}
+
+    @cached_property
+    def _kept(self) -> Mapping[str, str]:
+        """The names of an unfinished run: name in the configuration -> name with commit."""
+        run = self._cfg.run
+        run_dir = RunDir(root=self._root / run.dir / run.name)
+        if starts_anew(self._cfg, run_dir):
+            return {}
+        source = run_dir.read_source()
+        kept = {source.partition("@")[0]: source} if source else {}
+        commits = run_dir.read_commits().items()
+        return kept | {name: f"{name.partition('@')[0]}@{commit}" for name, commit in commits}
+
+    def kept_name(self, name: str) -> str:
+        """Return the name with the commit with which the run began; without one, the name."""
+        return self._kept.get(name, name)
+
+    def resolve(self, key: str, name: str, *, has_weights: bool = True) -> HubModel:
+        """Return the commit of a name. Raises: ConfigError: as `resolve_models`."""
+        kept = self.kept_name(name)
+        found = _resolve(key, kept, has_weights=has_weights)
+        self.commits[name] = found.commit
+        if kept != name:
+            _warn_if_moved(key, name, found.commit)
+        return found
 
 
 def _with_folder(model: ModelSection, found: HubModel, *, is_dry: bool) -> ModelSection:
@@ -107,11 +145,13 @@ def _with_folder(model: ModelSection, found: HubModel, *, is_dry: bool) -> Model
     return replace(model, path=path, source=found.source, architecture=architecture)
 
 
-def _with_kept_commit(name: str, cfg: RunConfig, root: Path) -> str:
-    """Return the name with the commit that an earlier start of this run has recorded."""
-    kept = RunDir(root=root / cfg.run.dir / cfg.run.name).read_source()
-    is_same = "@" not in name and kept.partition("@")[0] == name
-    return kept if is_same else name
+def _warn_if_moved(key: str, name: str, commit: str) -> None:
+    """Log that the cache has another commit under a name than the run."""
+    repository, _, revision = name.partition("@")
+    newest = _cached(repository, revision or None, SMALL_FILES, key=key)
+    if newest is not None and newest.name != commit:
+        text = "the run keeps the commit with which it began key=%s name=%s commit=%s newer=%s"
+        logger.warning(text, key, name, commit, newest.name)
 
 
 @cache

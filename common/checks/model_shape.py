@@ -3,6 +3,7 @@
 import json
 import math
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +13,8 @@ from common.errors import ConfigError
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # Head sizes of vLLM 0.32.
 # Keys of a configuration with the number of experts in a layer.
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -142,7 +145,7 @@ def _count_params(folder: Path, *, is_tied: bool) -> int:
     A tied head counts once.
     """
     total = 0
-    for path in folder.glob("*.safetensors"):
+    for path in weight_files(folder):
         for name, entry in _entries(path).items():
             if not (is_tied and name == "lm_head.weight"):
                 total += math.prod(entry["shape"])
@@ -160,12 +163,50 @@ def _entries(path: Path) -> dict[str, Any]:
     return header
 
 
-def check_weights(folder: Path, *, key: str, shown: str) -> None:
-    """Check that the files of weights are complete. A copy or a download may have been cut off.
+def weight_files(folder: Path, names: Iterable[str] | None = None) -> list[Path]:
+    """Return the files that transformers and vLLM load of a checkpoint, in their order.
 
-    Raises: ConfigError: a file is shorter than its header states, or it has no header.
+    A folder may have others beside them, such as the same weights in another format.
+
+    Args:
+        names: names of the files in the folder; None: as they are on this machine.
     """
-    for path in sorted(folder.glob("*.safetensors")):
+    if names is None:
+        names = [each.name for each in folder.glob("*.safetensors")]
+    present = sorted(name for name in names if name.endswith(".safetensors"))
+    listed = {WHOLE} if WHOLE in present else _indexed(folder)
+    return [folder / name for name in present if not listed or name in listed]
+
+
+def _indexed(folder: Path) -> set[str]:
+    """Return the names of the files in the index of a checkpoint; empty without an index.
+
+    Raises: ValueError: the index has no list of files.
+    """
+    index = folder / INDEX
+    if not index.is_file():
+        return set()
+    tree = json.loads(index.read_text(encoding="utf-8"))
+    found: object = tree.get("weight_map") if isinstance(tree, dict) else None
+    if not isinstance(found, dict) or not found:
+        raise ValueError(f"{INDEX} has no list of files (weight_map)")
+    return {str(name) for name in cast(dict[str, object], found).values()}
+
+
+def check_weights(folder: Path, *, key: str, shown: str) -> None:
+    """Check that the files of weights are complete, and that all libraries read the same ones.
+
+    A copy or a download may have been cut off, and a folder may have files of two checkpoints.
+
+    Raises: ConfigError: a file is missing, shorter than its header states, or ambiguous.
+    """
+    try:
+        problem = _choice_problem(folder)
+    except ValueError as error:
+        problem = f"{error}; copy or download this file again"
+    if problem:
+        raise ConfigError(f"{key}={shown}: {problem}")
+    for path in weight_files(folder):
         try:
             # The last tensor ends with the file.
             stored = [each for each in _entries(path).values() if "data_offsets" in each]
@@ -179,3 +220,36 @@ def check_weights(folder: Path, *, key: str, shown: str) -> None:
         if problem:
             law = f"{path.name} {problem}; copy or download it again"
             raise ConfigError(f"{key}={shown}: {law}")
+
+
+def _choice_problem(folder: Path) -> str:
+    """Return why the libraries would read other files than each other, and the remedy; or "".
+
+    Transformers prefers model.safetensors, and vLLM prefers the index. Without an index vLLM reads
+    all files.
+    """
+    present = {each.name for each in folder.glob("*.safetensors")}
+    listed = _indexed(folder)
+    if WHOLE in present and listed and listed != {WHOLE}:
+        return (
+            f"the learner would read {WHOLE}, and the engine the files of {INDEX}. Remove the"
+            " weights that are not those of this model"
+        )
+    missing = sorted(listed - present)
+    if missing:
+        return (
+            f"lacks {missing[0]}, which {INDEX} names ({len(missing)} of {len(listed)} files are"
+            " missing). Copy or download it again"
+        )
+    others = sorted(present - {WHOLE})
+    if not listed and WHOLE in present and others:
+        return (
+            f"the engine would read {others[0]} beside {WHOLE}, and the learner {WHOLE} only. Move"
+            f" {others[0]} to another folder"
+        )
+    if not listed and WHOLE not in present:
+        return (
+            f"lacks {WHOLE}, or {INDEX} with the names of {', '.join(others[:2])}. Copy or"
+            " download it again"
+        )
+    return ""

@@ -1,5 +1,6 @@
 """Checks before a command starts, for all problems that would stop it later."""
 
+import logging
 import os
 import platform
 import shutil
@@ -23,8 +24,12 @@ from common.formats.answers import check_tools
 from common.formats.chat_template import template_at
 from common.host.process_settings import check_caches
 from common.host.temporary import check_temporary_room
+from common.http.tls import UNENCRYPTED, server_tls
 from common.ray_address import cluster_address
 from common.store.wandb_mode import check_mode
+from common.wire.addresses import is_loopback
+
+logger = logging.getLogger(__name__)
 
 MIN_FREE_DISK_GIB = 2
 SMALLEST_BLOCK_TOKENS = 16  # Block of an engine's KV cache.
@@ -124,8 +129,17 @@ def _check_context(cfg: RunConfig, shape: ModelShape) -> None:
 
 
 def check_agent(actor: ActorSection) -> None:
-    """Check that this machine has the agent's program. Raises: ConfigError: it is missing."""
-    if actor.endpoint and shutil.which(actor.agent[0]) is None:
+    """Check the agent's program and the endpoint's certificate; warn about a missing one.
+
+    Raises: ConfigError: the program is missing, or the certificate cannot be used.
+    """
+    if not actor.endpoint:
+        return
+    agents = actor.agents
+    is_encrypted = server_tls("actor.agents", agents.tls_certificate, agents.tls_key) is not None
+    if not is_encrypted and not is_loopback(agents.host):
+        logger.warning(UNENCRYPTED, agents.host)
+    if shutil.which(actor.agent[0]) is None:
         raise ConfigError(
             f"actor.agent={actor.agent}: no program {actor.agent[0]!r} on the PATH; install it, or"
             " give its full path"

@@ -181,6 +181,7 @@ OWN_ENGINE_ARGS = {
     "lora_target_modules": "learner.lora.targets",
     "max_loras": "",
     "additional_config": "",
+    "config_format": "",
     "disable_log_stats": "",
     "distributed_executor_backend": "",
     "load_format": "",
@@ -380,6 +381,9 @@ class ModelSection:
     )
     source: str = knob(
         "", "Names the model and its commit if model.path was given as a name. The start sets it."
+    )
+    commits: dict[str, str] = knob(
+        {}, "Maps each name of a model to the commit that the run uses. The start sets it."
     )
     architecture: str = knob(
         "",

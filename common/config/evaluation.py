@@ -1,15 +1,16 @@
 """Options of evaluation, of the policy's context, of endpoint policies, and of studies."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from common.config.knobs import PATH, URL, WORD, Contradiction, knob, seconds
+from common.config.knobs import HOST, PATH, URL, WORD, Contradiction, knob, seconds
 from common.config.learning import AlgorithmSection, Correction, PolicyLoss
 
 LIMIT_KEYS = ("max_tokens", "max_completion_tokens")
 OF_ANSWERS = ("format", "plan", "reflect_every", "reflect_on_invalid")
+PORT = "{port}"  # Stands for the port in `actor.agents.advertise`.
 
 
 class ContextKind(StrEnum):
@@ -70,6 +71,49 @@ class HubStyle(Protocol):
 
     @property
     def style(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentServerOptions:
+    """The address of an actor's endpoint for agents. See docs/BRING_YOUR_OWN_AGENT.md."""
+
+    host: str = knob(
+        "127.0.0.1",
+        "Sets the address at which an actor listens for its agents. 0.0.0.0 lets other machines and"
+        " containers connect.",
+        form=HOST,
+    )
+    port: int = knob(
+        0,
+        "Sets the first port for agents; each actor of a machine takes the next free one. 0 chooses"
+        " any free port.",
+        ge=0,
+        le=65535,
+    )
+    advertise: str = knob(
+        "",
+        "Sets the URL that agents receive, such as http://host.docker.internal:{port}, where {port}"
+        " is the actor's port. Empty derives it from the address.",
+    )
+    tls_certificate: str = knob(
+        "",
+        "Names a PEM file with the certificate of the endpoint, for https. Empty uses http.",
+        form=PATH,
+        also="",
+    )
+    tls_key: str = knob(
+        "", "Names a PEM file with the certificate's private key.", form=PATH, also=""
+    )
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        if bool(self.tls_certificate) != bool(self.tls_key):
+            law = "actor.agents.tls_certificate and actor.agents.tls_key need each other"
+            yield "tls_certificate", self.tls_certificate, law
+        if self.advertise and not URL.fits(self.advertise.replace(PORT, "1")):
+            yield "advertise", self.advertise, f"must be {URL.phrase}, or empty"
+        if self.tls_certificate and self.advertise.startswith("http://"):
+            law = "must begin with https:// with actor.agents.tls_certificate"
+            yield "advertise", self.advertise, law
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +179,7 @@ class AgentOptions:
     num_agents: int = knob(
         1, "With agent_lifetime=run, starts this many programs beside each actor.", ge=1, le=1000
     )
+    agents: AgentServerOptions = field(default_factory=AgentServerOptions)
 
     @property
     def reflects(self) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from common.config.envs import EnvsSection, choose_env
@@ -50,15 +50,17 @@ def load_config(
             merged = _with_file(merged, find_config(config, root=root), root)
         _apply_overrides(merged, overrides)
         _derive(merged, is_dry=is_dry)
-        missing = sorted(OmegaConf.missing_keys(merged))
+        missing = sorted(OmegaConf.missing_keys(merged)) if _may_lack_values(merged) else []
         if missing:
             key = missing[0]
             _, field = declared(key, shown=key)
             raise ConfigError(f"{key} is not set: give {key}=... ({field.metadata['text']})")
-        envs = cast(EnvsSection, OmegaConf.to_object(merged.envs))
         _unfreeze(merged)
-        for task in merged.tasks:
-            task.env = choose_env(task.env, envs)
+        choices = [task for task in merged.tasks if "|" in task.env]
+        if choices:
+            envs = cast(EnvsSection, OmegaConf.to_object(merged.envs))
+            for task in choices:
+                task.env = choose_env(task.env, envs)
         return cast(RunConfig, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or "config"
@@ -273,12 +275,32 @@ def _add_user_section(merged: DictConfig, name: str, *, shown: str) -> None:
             _unfreeze(merged)
 
 
+# OmegaConf checks each access to a node, so a walk over all nodes reads their content directly.
+
+
 def _unfreeze(node: Any) -> None:
     """Make nodes writable that OmegaConf marks read-only because their class is frozen."""
     if OmegaConf.is_config(node):
         OmegaConf.set_readonly(node, None)
-        for name in node if OmegaConf.is_dict(node) else range(len(node)):
-            _unfreeze(node._get_node(name))
+        for child in _children(node):
+            _unfreeze(child)
+
+
+def _may_lack_values(node: Any) -> bool:
+    """Return whether a value is missing, or may refer to a missing one."""
+    children = _children(node)
+    if not children:
+        value = node._value()
+        return isinstance(value, str) and (value == MISSING or "${" in value)
+    return any(map(_may_lack_values, children))
+
+
+def _children(node: Any) -> list[Any]:
+    """Return the nodes below a map or a list; [] for a node without any."""
+    content = node._content if OmegaConf.is_config(node) else None
+    if isinstance(content, dict):
+        return list(cast(dict[Any, Any], content).values())
+    return cast(list[Any], content) if isinstance(content, list) else []
 
 
 def _parse_value(raw: str, key: str) -> Any:

@@ -119,7 +119,10 @@ def _message(message: object, role_key: str, text_key: str, place: str) -> Recor
         raise ConfigError(f"{place}: thoughts are {type(thoughts).__name__}, not text")
     number = str(message.get("tool_call_id") or "") if role == "tool" else ""
     extra = {"role": shown_role, "thoughts": thoughts, "tool_calls": calls, "tool_call_id": number}
-    if sender == "gpt" and message.get("weight") == 0:
+    weight = message.get("weight")
+    if weight is not None and (not _is_number(weight) or weight not in (0, 1)):
+        raise ConfigError(f"{place}: 'weight' is {weight!r:.40}; it must be 0 or 1")
+    if sender == "gpt" and weight == 0:
         found["loss"] = False
     return {**found, **{name: value for name, value in extra.items() if value}}
 

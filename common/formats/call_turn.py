@@ -123,10 +123,12 @@ class _Probe:
         end_at = _end_of_call(whole, final, start, result_at, self.names)
         if form is None:
             mark = next(each for each in self.names.special if whole.startswith(each, end_at))
+            closing, opening = self._around_later(mark)
             form = CallForm.of(
                 sampled(self._call(ARGUMENTS, mark)),
                 sampled(self._call({}, mark)),
-                closing=sampled(self._closing(mark)),
+                closing=sampled(closing),
+                opening=sampled(opening),
             )
             self._check_read(form, sampled, whole[end_at : end_at + len(mark)])
         if not self._again().endswith(whole[end_at:]):
@@ -165,15 +167,19 @@ class _Probe:
         messages = [{"role": "user", "content": USER}, *(turn * num_calls)]
         return self.render(messages, self.tools, not is_final).partition(USER)[2]
 
-    def _closing(self, mark: str) -> str:
-        """Return the end of a call that stands only behind the last of several calls."""
+    def _around_later(self, mark: str) -> tuple[str, str]:
+        """Return the end of a call that stands only behind the last one, and the start of others.
+
+        Both are "" if the template refuses several calls.
+        """
         one = self._texts(ARGUMENTS, "", is_final=False).partition(VALUES[-1])[2].partition(mark)[0]
         try:
             two = self._texts(ARGUMENTS, "", is_final=False, num_together=2)
         except (TemplateError, TypeError):
-            return ""
+            return "", ""
         between = two.partition(VALUES[-1])[2].partition(self.name)[0]
-        return one.removeprefix(shared_tags(one, between))
+        shared = shared_tags(one, between)
+        return one.removeprefix(shared), between.removeprefix(shared)
 
     def _check_read(self, form: CallForm, sampled: Callable[[str], str], mark: str) -> None:
         """Check that a call with a number is read as given, up to the first end of a turn."""

@@ -6,7 +6,7 @@ The form is detected by rendering calls of a tool with a made-up name and argume
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from common.formats.call_values import (
@@ -101,9 +101,13 @@ class CallForm:
         gpt-oss      to=functions.move<|channel|>commentary json<|message|>{"where": "up"}
         Gemma 4      <|tool_call>call:move{where:<|"|>up<|"|>}<tool_call|>
         LFM 2        <|tool_call_start|>[move(where='up')]<|tool_call_end|>
+        MiniMax-M1   <tool_calls> {"name": ...} {"name": ...} </tool_calls>
+        Apertus      <|tools_prefix|>[{"move": {"where": "up"}}, {"turn": {}}]<|tools_suffix|>
     """
 
     begin: re.Pattern[str] = JSON_BEGINS
+    # Start of a later call of the same section; None: it is the same as that of the first.
+    again: re.Pattern[str] | None = None
     end: re.Pattern[str] = NOTHING  # Text after the JSON.
     name_key: str = "name"
     arguments_key: str = "arguments"
@@ -113,17 +117,22 @@ class CallForm:
     is_python: bool = False  # A list of calls in Python's syntax.
 
     @classmethod
-    def of(cls, full: str, bare: str, closing: str = "") -> "CallForm":
+    def of(cls, full: str, bare: str, closing: str = "", opening: str = "") -> "CallForm":
         """Return the form of a template from its rendered call of NAME with ARGUMENTS.
 
         Args:
             bare: the call without arguments.
             closing: the end of `full` that stands only behind the last of several calls.
+            opening: the text between the end of a call and the name in the next one.
 
         Raises: ValueError: the form is not recognized.
         """
         form = cls._of_json(full, closing) or cls._of_python(full) or cls._of_quoted(full, closing)
-        return form or cls._of_tags(full, bare, closing)
+        form = form or cls._of_tags(full, bare, closing)
+        is_section = bool(closing.strip() and opening.strip()) and not form.is_python
+        if not is_section or form.begin.search(opening) is not None:
+            return form
+        return replace(form, again=_again(opening, has_head=form.head is not None))
 
     @classmethod
     def _of_json(cls, full: str, closing: str) -> "CallForm | None":
@@ -232,12 +241,22 @@ class CallForm:
             return str(error)
         return ""
 
+    def shows(self, text: str, calls: Sequence[Call]) -> bool:
+        """Return whether a text has exactly these calls. Tags have arguments of the same types."""
+        _, found = self.read(text)
+        if self.tags is None or len(found) != len(calls):
+            return found == [*calls]
+        pairs = zip(found, calls, strict=True)
+        return all(
+            (name, _like(read, given)) == (own, given) for (name, read), (own, given) in pairs
+        )
+
     def _read(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
         """Return the text of an answer without its calls, and the calls in order."""
         texts: list[str] = []
         calls: list[Call] = []
         at = 0
-        while (found := self.begin.search(text, at)) is not None:
+        while (found := self._start(text, at, has_calls=bool(calls))) is not None:
             texts.append(text[at : found.start()])
             found_calls, at = self._calls_at(text, found.end())
             calls += found_calls
@@ -248,6 +267,16 @@ class CallForm:
         texts.append(text[at:])
         kept = [each.strip() for each in texts if each.strip(BETWEEN_CALLS)]
         return "\n".join(kept), calls
+
+    def _start(self, text: str, at: int, *, has_calls: bool) -> re.Match[str] | None:
+        """Return the start of the next call behind a position."""
+        found = self.again.match(text, at) if self.again is not None and has_calls else None
+        return found or self.begin.search(text, at)
+
+    def _begins(self, text: str, at: int) -> bool:
+        """Return whether a call after another one begins at a position."""
+        is_later = self.again is not None and self.again.match(text, at) is not None
+        return is_later or self.begin.match(text, at) is not None
 
     def _calls_at(self, text: str, at: int) -> tuple[list[Call], int]:
         """Return the calls that begin at a position, and the position of their end.
@@ -298,7 +327,7 @@ class CallForm:
         """
         at = _skip_space(text, end.end())
         is_closed = CLOSING not in end.re.groupindex or end[CLOSING] is not None
-        if not is_closed and at < len(text) and self.begin.match(text, at) is None:
+        if not is_closed and at < len(text) and not self._begins(text, at):
             raise ValueError("a call does not end")
         return end.end()
 
@@ -317,7 +346,7 @@ class CallForm:
         closed = self.end.match(text, at)
         if closed is not None and (closed[0] or not self.end.pattern):
             return self._past(text, closed)
-        if at < len(text) and self.begin.match(text, at) is None:
+        if at < len(text) and not self._begins(text, at):
             raise ValueError("a call does not end")
         return at
 
@@ -361,6 +390,13 @@ def _begin(lead: str) -> re.Pattern[str]:
     for each in words[:first]:
         others = rf"(?:{others}{re.escape(each)}\s*)?"
     return re.compile(others + r"\s*".join(map(re.escape, words[first:])))
+
+
+def _again(opening: str, *, has_head: bool) -> re.Pattern[str]:
+    """Return the pattern of a later call's start, from the text before its name."""
+    if has_head:
+        return re.compile(rf"\s*{_loosely(opening)}")
+    return re.compile(rf"\s*{_loosely(opening.partition('{')[0])}\s*(?=\{{)")
 
 
 def _head_end(between: str) -> str:
@@ -418,6 +454,13 @@ def _schemas(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]
 def _typed(given: Arguments, schemas: Mapping[str, Any]) -> Arguments:
     """Return arguments with the types of their schemas. A value of another type stays a text."""
     return {key: _of_type(text, _kinds(schemas.get(key))) for key, text in given.items()}
+
+
+def _like(read: Arguments, given: Arguments) -> Arguments:
+    """Return arguments in tags with the types of the given arguments."""
+    names = {str: "string", dict: "object", list: "array"}
+    kinds = {key: {names.get(type(value), "number")} for key, value in given.items()}
+    return {key: _of_type(text, kinds.get(key, set())) for key, text in read.items()}
 
 
 def _of_type(text: str, kinds: set[str]) -> object:

@@ -126,19 +126,23 @@ class ChatRenderer(MeasuredTemplate):
         """Return the same ids for the environment's observation after an action."""
         return self.after_turn(observation, is_stopped=is_stopped, end=end)
 
-    def without_thoughts(self, shown: list[int], answer: list[int]) -> tuple[list[int], list[int]]:
+    def without_thoughts(
+        self, shown: list[int], answer: list[int], *, has_calls: bool = False
+    ) -> tuple[list[int], list[int]]:
         """Return the tokens of a past answer without its thoughts, as the template shows it.
 
         Args:
             shown: tokens before the answer, which end with the generation prompt.
             answer: the sampled tokens.
+            has_calls: the answer has calls, whose results follow it.
         """
         body = self._without_end(answer)
-        past = PastAnswers(self._sampled, self.thoughts, self._turns, self._past_header)
+        header, own = self._past_call if has_calls else (self._past_header, self._past_turn_end)
+        past = PastAnswers(self._sampled, self.thoughts, self._turns, header)
         end = answer[-1] if len(body) < len(answer) else None
         kept = past.without_thoughts(body)
         before = past.with_header(shown, self._encoded, kept)
-        return before, [*kept, *past_end(end, self._past_turn_end)]
+        return before, [*kept, *past_end(end, own)]
 
     @property
     def _past_header(self) -> str:
@@ -149,6 +153,12 @@ class ChatRenderer(MeasuredTemplate):
     def _past_turn_end(self) -> TurnEnd:
         """End of an answer before an observation."""
         return self._end
+
+    @property
+    def _past_call(self) -> tuple[str, TurnEnd]:
+        """Header and end of a past answer with calls."""
+        assert isinstance(self.call_turn, CallTurn)
+        return self.call_turn.answered, self.call_turn_end
 
     def _framed(
         self,

@@ -102,12 +102,13 @@ def read_template(path: Path) -> str:
 def template_of(tokenizer: Any) -> str:
     """Return the chat template for the prompts of a tokenizer; "": it has none.
 
-    Of several named templates, the one named "default" is used, as transformers does.
+    Of several named templates, the one named "default" is used, as transformers does. A byte order
+    mark in the tokenizer's file is no part of a template.
     """
     own = getattr(tokenizer, "chat_template", None) or ""
     if isinstance(own, dict):
         own = cast(dict[str, str], own).get("default", "")
-    return _process.template or str(own)
+    return _process.template or str(own).removeprefix("\ufeff")
 
 
 def fingerprint(tokenizer: Any) -> str:
@@ -154,14 +155,16 @@ def render_chat(
     Args:
         day: YYYY-MM-DD; "": the date of this process.
     """
-    own = {"chat_template": _process.template} if _process.template else {}
+    own = getattr(tokenizer, "chat_template", None)
+    # transformers selects one of several named templates by the tools.
+    template = _process.template if isinstance(own, dict) else template_of(tokenizer)
     return str(
         tokenizer.apply_chat_template(
             messages,
             tools=tools,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
-            **own,
+            **({} if template in ("", own) else {"chat_template": template}),
             **_process.variables,
             **_date_of(tokenizer, day or prompt_date()),
         )

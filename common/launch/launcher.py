@@ -315,13 +315,14 @@ class _Role:
         error = self._error
         if error is None or (self._may_have_worked if is_start else self._has_worked()):
             return ""
+        text = error.text.rstrip(".")
         if not is_start and error.is_certain:
-            return f"cannot work: {error.text}. A restart does not mend this error."
+            return f"cannot work: {text}. A restart does not mend this error."
         if before is None or before.key != error.key:
             return ""
         if is_start:
-            return f"cannot start: {error.text}. Two starts failed with this error."
-        return f"cannot work: {error.text}. It ended twice with this error, without a result."
+            return f"cannot start: {text}. Two starts failed with this error."
+        return f"cannot work: {text}. It ended twice with this error, without a result."
 
     def _has_worked(self) -> bool:
         """Return whether this role may have had a result since the launcher began."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.exchange.records import as_conversation, read_records
+from common.formats.calls import each_text
 from common.text import valid_text
 
 logger = logging.getLogger(__name__)
@@ -62,17 +63,30 @@ def read_conversations(path: Path) -> list[Conversation]:
         raise ConfigError(f"sft.demonstrations={path}: no such file")
     found = [_conversation(record, place) for place, record in read_records(path)]
     read = [
-        replace(each, messages=[replace(m, text=valid_text(m.text)) for m in each.messages])
+        replace(each, messages=list(map(_valid, each.messages)), tools=_valid_values(each.tools))
         for each in found
     ]
     num_broken = sum(
-        a.text != b.text
+        a != b
         for was, now in zip(found, read, strict=True)
         for a, b in zip(was.messages, now.messages, strict=True)
     )
     if num_broken:
         logger.warning("%s: replaced unpaired surrogates in %d messages", path, num_broken)
     return read
+
+
+def _valid(message: Message) -> Message:
+    return replace(
+        message,
+        text=valid_text(message.text),
+        thoughts=valid_text(message.thoughts),
+        calls=_valid_values(message.calls),
+    )
+
+
+def _valid_values(values: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return each_text(values, valid_text)
 
 
 def _conversation(record: object, place: str) -> Conversation:

@@ -66,6 +66,10 @@ class RunDir:
         """Return `model.source` of the run's configuration, "" without one."""
         return self._read_model().get("source", "")
 
+    def read_commits(self) -> dict[str, str]:
+        """Return `model.commits` of the run's configuration, {} without one."""
+        return self._read_model().get("commits", {})
+
     def read_prompt_variables(self) -> dict[str, Any]:
         """Return `model.chat_template_kwargs` of the run's configuration, {} without one."""
         return self._read_model().get("chat_template_kwargs", {})

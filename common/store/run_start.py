@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from common.config.load import config_as_yaml, git_revision
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.formats.chat_template import today
+from common.formats.chat_template import read_template, template_at, today
 from common.formats.turn_ends import GENERATION_CONFIG
 from common.store.run_dir import RunDir, read_json, write_atomically, write_json
 
@@ -64,8 +64,7 @@ def prepare(cfg: RunConfig, run_dir: RunDir) -> Path | None:
         return None
     differences = [*_differences(cfg, run_dir), *_other_date(cfg, run_dir)]
     if run_dir.finished.exists():
-        version = load_finished(run_dir)["version"]
-        if differences or version >= cfg.train.num_steps:
+        if starts_anew(cfg, run_dir) or differences:
             return _rename_run(run_dir)
         run_dir.finished.unlink()
     elif differences:
@@ -74,6 +73,16 @@ def prepare(cfg: RunConfig, run_dir: RunDir) -> Path | None:
             f"({'; '.join(differences)}). Use another run.name, or move {run_dir.root} away"
         )
     return None
+
+
+def starts_anew(cfg: RunConfig, run_dir: RunDir) -> bool:
+    """Return whether the directory has a finished run that `train.num_steps` does not continue.
+
+    Raises: ConfigError: as `load_finished`.
+    """
+    if not run_dir.finished.exists():
+        return False
+    return load_finished(run_dir)["version"] >= cfg.train.num_steps
 
 
 def dated(cfg: RunConfig, run_dir: RunDir, *, is_kept: bool) -> RunConfig:
@@ -118,8 +127,8 @@ def keep_tokenizer(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> None:
         _convert_tokenizer(source, run_dir.tokenizer)
     if (source / GENERATION_CONFIG).is_file():  # It names ends of a turn.
         shutil.copyfile(source / GENERATION_CONFIG, run_dir.tokenizer / GENERATION_CONFIG)
-    if cfg.model.chat_template:
-        shutil.copyfile(root / cfg.model.chat_template, run_dir.tokenizer / OWN_TEMPLATE)
+    if template := template_at(cfg.model, root):  # Written without a byte order mark.
+        (run_dir.tokenizer / OWN_TEMPLATE).write_text(read_template(template), encoding="utf-8")
 
 
 def _convert_tokenizer(source: Path, folder: Path) -> None:

@@ -17,8 +17,11 @@ class Connection:
     """A kept-alive connection of one player."""
 
     async def open(self) -> None:
-        """Connect."""
-        self.reader, self.writer = await asyncio.open_connection(SERVER.hostname, SERVER.port)
+        """Connect, with TLS for https. The variable SSL_CERT_FILE names other trusted roots."""
+        is_tls = True if SERVER.scheme == "https" else None
+        self.reader, self.writer = await asyncio.open_connection(
+            SERVER.hostname, SERVER.port, ssl=is_tls
+        )
 
     async def call(self, url: str, key: str = "", body: dict | None = None) -> dict:
         """Post JSON; return the answer, or {} for a refusal or an empty answer."""

@@ -21,7 +21,7 @@ from learner.objective.loss import Denominator, LossInputs, policy_loss
 from learner.policy.model import Scoring, load_policy, token_logprobs
 
 MODEL, SUBSET, NUM_STEPS = "configs/policies/tiny-expert", "ActionObjDoor", 3
-NUM_GROUPS, GROUP_SIZE, HORIZON, MAX_TURN_TOKENS = 4, 8, 4, 12
+NUM_GROUPS, GROUP_SIZE, HORIZON, MAX_TURN_TOKENS = 4, 4, 4, 12
 SAMPLING = {"do_sample": True, "top_k": 0, "max_new_tokens": MAX_TURN_TOKENS, "pad_token_id": 0}
 SAMPLING |= {"output_logits": True, "return_dict_in_generate": True}
 CFG = AlgorithmSection()  # GRPO, PPO's clip around the sampler, truncated importance weights

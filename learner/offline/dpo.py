@@ -58,7 +58,11 @@ def run(cfg: RunConfig, *, log: Log = ignore) -> Path:
         )
     model, tokenizer = load_start(cfg.model.path, cfg.learner, max_tokens=cfg.actor.max_model_len)
     rows = read_rows(
-        Path(cfg.dpo.data), tokenizer=tokenizer, max_tokens=cfg.actor.max_model_len, key="dpo.data"
+        Path(cfg.dpo.data),
+        tokenizer=tokenizer,
+        max_tokens=cfg.actor.max_model_len,
+        key="dpo.data",
+        keep_thinking=cfg.actor.keep_thinking,
     )
     pairs = make_pairs(rows, cfg.dpo, seed=cfg.run.seed)
     if not pairs:

@@ -1,25 +1,24 @@
 """Episodes as token rows, from a run's journal or from a file of conversations."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from common.config.evaluation import KeepThinking
 from common.errors import ConfigError
 from common.exchange.records import read_records, tokens_of
 from common.exchange.writing import TRAIN_ITEM
-from common.formats.chat_renderer import ChatRenderer
 from common.formats.chat_template import fingerprint
-from common.formats.measured import RESULT_ID, in_order
-from common.formats.thoughts import FIELDS
 from common.segments import as_rows
-from common.store.agent_traj import Conversation, Message, read_conversations
+from common.store.agent_traj import Conversation, read_conversations
 from common.store.journal import read_journal
 from common.wire.messages import EpisodeKind, PolicyKind, Trajectory
 from learner.batch.batching import TokenBatch, collate_tokens
-from learner.offline.written_answers import AnswerWriter, WrittenAnswer
+from learner.offline.written_answers import AnswerWriter
+from learner.offline.written_segments import segments_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +39,14 @@ class Row:
         return self.reward >= min_reward or (self.is_success and min_reward == 1.0)
 
 
-def read_rows(path: Path, *, tokenizer: Any, max_tokens: int, key: str) -> list[Row]:
+def read_rows(
+    path: Path,
+    *,
+    tokenizer: Any,
+    max_tokens: int,
+    key: str,
+    keep_thinking: KeepThinking = KeepThinking.ALL,
+) -> list[Row]:
     """Return the episodes of a run directory, of its `journal/`, or of a file.
 
     A file holds AgentTraj's records, messages or ATIF documents, as JSON lines or Parquet. If its
@@ -52,6 +58,7 @@ def read_rows(path: Path, *, tokenizer: Any, max_tokens: int, key: str) -> list[
 
     Args:
         key: the setting that named `path`, for error messages.
+        keep_thinking: thoughts of earlier answers in the prompts of conversations without tokens.
 
     Raises:
         ConfigError: the path does not exist, or it holds no usable episode.
@@ -74,7 +81,7 @@ def read_rows(path: Path, *, tokenizer: Any, max_tokens: int, key: str) -> list[
             for segment, own in enumerate(as_rows(t))
         ]
     elif path.is_file():
-        rows = _rows_of_file(path, tokenizer)
+        rows = _rows_of_file(path, tokenizer, keep_thinking)
     else:
         raise ConfigError(f"{key}={path}: expected a run directory or a file")
     rows = [
@@ -118,13 +125,14 @@ def _is_continued(before: Row, row: Row) -> bool:
     return is_same and before.segment < row.segment
 
 
-def _rows_of_file(path: Path, tokenizer: Any) -> list[Row]:
+def _rows_of_file(path: Path, tokenizer: Any, keep: KeepThinking) -> list[Row]:
     """Return the token ids of a file if all records have them; else tokenize its conversations."""
     own = fingerprint(tokenizer)
     found = [tokens_of(record, place, fingerprint=own) for place, record in read_records(path)]
     if not found or not all(found):
         writer = AnswerWriter(tokenizer)
-        return [row_of_conversation(tokenizer, c, writer) for c in read_conversations(path)]
+        conversations = read_conversations(path)
+        return [row for each in conversations for row in rows_of_conversation(each, writer, keep)]
     rows = [
         Row(
             item_id=each.item_id,
@@ -163,7 +171,7 @@ def _is_usable(trajectory: Trajectory) -> bool:
 def row_of_conversation(
     tokenizer: Any, conversation: Conversation, writer: AnswerWriter | None = None
 ) -> Row:
-    """Return a conversation as a rollout of the same model would show it.
+    """Return a conversation as a rollout of the same model would show it, with all thoughts.
 
     The prompt, the text between turns and the generation prompts are those of the chat template.
     An answer is trained with the token that ends it, and never with the template's text around it.
@@ -174,88 +182,37 @@ def row_of_conversation(
     Raises:
         ConfigError: the template cannot show the conversation; names the record and the field.
     """
-    writer = writer or AnswerWriter(tokenizer)
+    (row,) = rows_of_conversation(conversation, writer or AnswerWriter(tokenizer))
+    return row
+
+
+def rows_of_conversation(
+    conversation: Conversation, writer: AnswerWriter, keep: KeepThinking = KeepThinking.ALL
+) -> list[Row]:
+    """Return a conversation as a rollout of the same model would show it, one row per segment.
+
+    Args:
+        keep: `actor.keep_thinking`. A segment ends where earlier thoughts are dropped.
+
+    Raises: ConfigError: as `row_of_conversation`.
+    """
     try:
-        parts = list(_parts_of(conversation, writer))
+        segments = segments_of(conversation, writer, keep)
     except ValueError as error:
         raise ConfigError(f"{conversation.place or conversation.item_id}: {error}") from error
-    ids = [each for part, _ in parts for each in part]
-    mask = [is_trained for part, is_trained in parts for _ in part]
-    return Row(
-        item_id=conversation.item_id,
-        reward=conversation.reward,
-        is_success=conversation.is_success,
-        token_ids=np.array(ids, dtype=np.int32),
-        mask=np.array(mask, dtype=bool),
-    )
-
-
-def _parts_of(conversation: Conversation, writer: AnswerWriter) -> Iterator[tuple[list[int], bool]]:
-    """Yield consecutive token ids, and whether they are trained."""
-    tools = conversation.tools
-    shown: list[dict[str, Any]] = []  # Messages since the last answer.
-    last: WrittenAnswer | None = None
-    calls: list[dict[str, Any]] = []  # Calls of the last answer.
-    given: list[dict[str, Any]] = []  # The same calls, as the record has them.
-    for each in conversation.messages:
-        message = _as_chat(each)
-        if not each.is_agent:
-            shown.append(message)
-            continue
-        answer = writer.write(message, tools=tools)
-        prompt = _prompt(writer.renderer, _with_results(shown, given), tools, last, calls)
-        yield writer.with_header(prompt, answer.header), False
-        yield answer.sampled, each.is_trained
-        shown = []
-        last = answer
-        calls = answer.calls
-        given = each.calls
-    if shown:
-        yield _prompt(writer.renderer, _with_results(shown, given), tools, last, calls), False
-
-
-def _with_results(shown: list[dict[str, Any]], calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages after an answer, whose first ones are the results of its calls in order.
-
-    Raises: ValueError: a result has the id of no call.
-    """
-    others = (i for i, each in enumerate(shown) if each["role"] != "tool")
-    num = next(others, len(shown))
-    return [*in_order(shown[:num], calls), *shown[num:]]
-
-
-def _prompt(
-    renderer: ChatRenderer,
-    shown: list[dict[str, Any]],
-    tools: list[dict[str, Any]],
-    last: WrittenAnswer | None,
-    calls: list[dict[str, Any]],
-) -> list[int]:
-    """Return the tokens from the last answer, or from the beginning, to the next answer."""
-    if not shown:
-        raise ValueError("messages: the agent's message follows none of the environment")
-    is_user = [each["role"] for each in shown] == ["user"]
-    text = str(shown[0]["content"])
-    if last is None:
-        if is_user and not tools:
-            return renderer.first_prompt(text)
-        return renderer.of_messages(shown, tools=tools)
-    end = last.sampled[-1]
-    if is_user and not calls:
-        return renderer.after_turn(text, is_stopped=True, end=end)
-    has_calls = bool(calls) or shown[0]["role"] == "tool"
-    how: dict[str, Any] = {"is_stopped": True, "has_calls": has_calls, "calls": calls, "end": end}
-    return renderer.after_calls(shown, tools=tools, **how)
-
-
-def _as_chat(message: Message) -> dict[str, Any]:
-    """Return a message in the format of chat templates."""
-    found: dict[str, Any] = {"role": message.chat_role, "content": message.text}
-    if message.call_id:
-        found[RESULT_ID] = message.call_id
-    if message.thoughts:
-        found[FIELDS[0]] = message.thoughts
-    return {**found, "tool_calls": message.calls} if message.calls else found
+    return [
+        Row(
+            item_id=conversation.item_id,
+            reward=conversation.reward,
+            is_success=conversation.is_success,
+            token_ids=np.array([each for part, _ in parts for each in part], dtype=np.int32),
+            mask=np.array([trained for part, trained in parts for _ in part], dtype=bool),
+            segment=number,
+            num_segments=len(segments),
+            episode=conversation.place,
+        )
+        for number, parts in enumerate(segments)
+    ]
 
 
 def token_batch(rows: list[Row], device: Any, *, is_packed: bool) -> TokenBatch:

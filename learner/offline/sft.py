@@ -67,6 +67,7 @@ def run(cfg: RunConfig, demonstrations: Path, *, log: Log = ignore) -> Path:
         tokenizer=tokenizer,
         max_tokens=cfg.actor.max_model_len,
         key="sft.demonstrations",
+        keep_thinking=cfg.actor.keep_thinking,
     )
     rows = [row for row in rows if row.is_worth(sft.min_reward)]
     if not rows:

@@ -14,11 +14,12 @@ from jinja2 import TemplateError
 from common.control_tokens import special_tokens
 from common.errors import ConfigError
 from common.formats.call_turn import CallTurn
-from common.formats.calls import Call, as_call, read_arguments
+from common.formats.calls import Call, as_call, each_text, read_arguments
 from common.formats.chat_renderer import ChatRenderer
 from common.formats.sampled import without_marks
 from common.formats.thoughts import FIELDS
 from common.formats.turns import ASSISTANT, NEXT, USER, Message
+from common.text import valid_text
 
 THOUGHT = "\u2402thought\u2403"
 # Half of a surrogate pair. Valid text never contains it, so it can mark a position.
@@ -61,8 +62,15 @@ class AnswerWriter:
         spelled = sorted(filter(None, framing), key=len, reverse=True)
         self._framing = re.compile("|".join(map(re.escape, spelled)) or r"(?!)")
         self._marks = [tuple(map(without_marks, pair)) for pair in form.blocks]
+        # Text of all prompts behind a user's text, without the thoughts that it may end with.
+        self._closed = _before_marks(turns.closed, self._marks)
+        moved = turns.closed.removeprefix(self._closed)
+        self._asked = moved + turns.asked
+        self._answered = moved + turns.answered
+        self._moved = moved
         # The header of an answer beside thoughts, such as Command's <|START_RESPONSE|> or a space.
         self._head = _behind(turns.answered, [mark for pair in self._marks for mark in pair])
+        self._lead = self._space_before_thoughts()
         self._joint = without_marks(self.renderer.thoughts.between)
 
     def write(self, message: Message, *, tools: Sequence[Message]) -> WrittenAnswer:
@@ -77,11 +85,11 @@ class AnswerWriter:
         thoughts = next((str(message[name]) for name in FIELDS if message.get(name)), "")
         calls = message.get("tool_calls")
         checked = _checked_calls(calls) if calls else []
-        past = self.renderer.turns.answered  # Header of an answer without thoughts.
+        past = self._answered  # Header of an answer without thoughts.
         if checked:
-            past, text = self._with_calls(message, checked, tools)
+            past, text = self._with_calls(text, checked, tools)
         if thoughts:
-            text = self._with_thoughts(thoughts) + text
+            text = self._with_thoughts(thoughts) + (text.lstrip() if checked else text)
         header, text = self._split_header(text, past, head="" if checked else self._head)
         end = self.renderer.sampled_end(has_calls=bool(checked))
         lead = [] if checked else self.renderer.lead_of_end
@@ -96,14 +104,30 @@ class AnswerWriter:
 
         Raises: ValueError: the prompt does not end with the generation prompt.
         """
-        turns = self.renderer.turns
-        if header == turns.asked:
+        if header == self._asked:
             return prompt
-        for before, after in ((turns.after_user, turns.closed + header), (turns.asked, header)):
+        whole = self.renderer.turns.after_user
+        for before, after in ((whole, self._closed + header), (self._asked, header)):
             asked = self._plain(before)
             if prompt[len(prompt) - len(asked) :] == asked:
                 return [*prompt[: len(prompt) - len(asked)], *self._plain(after)]
         raise ValueError("messages: the chat template asks for this answer in another form")
+
+    def without_thoughts(
+        self, prompt: list[int], answer: WrittenAnswer
+    ) -> tuple[list[int], list[int]]:
+        """Return a past answer without its thoughts, and the tokens before it.
+
+        Args:
+            prompt: the tokens before the answer, with the generation prompt.
+        """
+        asked = self._asked
+        header = answer.header.removeprefix(asked) if answer.header != asked else ""
+        is_closed = any(closes in header for _, closes in self._marks)
+        closing = self._plain(header) if is_closed else []  # Else its text would be thoughts.
+        return self.renderer.without_thoughts(
+            prompt, [*closing, *answer.sampled], has_calls=bool(answer.calls)
+        )
 
     def _split_header(self, text: str, past: str, *, head: str) -> tuple[str, str]:
         """Return the header before an answer, behind the text of all prompts, and the answer.
@@ -118,76 +142,128 @@ class AnswerWriter:
         form = self.renderer.thoughts
         if form.between:
             has_head = without_marks(form.head_end) in text
-            return turns.asked, text if has_head else turns.answered + text
+            return self._asked, text if has_head else self._answered + text
         opens, closes = next(
             (each for each in self._marks if each[0] in turns.after_user), ("", "")
         )
         has_thoughts = any(closing in text for _, closing in self._marks)
         if not opens:
-            return turns.asked, self._headed(text, head)
+            return self._asked, self._headed(text, head)
+        has_thoughts = has_thoughts or text.lstrip().startswith(opens)  # They may be cut.
         lead = turns.after_user[turns.after_user.rindex(opens) :]
         if closes in lead:
             if has_thoughts:
-                return turns.answered.removesuffix(self._head), text
-            return turns.asked, self._headed(text, head)
+                return _before_marks(self._answered.removesuffix(self._head), self._marks), text
+            if not head and past.startswith(self._asked):  # Space before a call.
+                text = past.removeprefix(self._asked) + text
+            return self._asked, self._headed(text, head)
         if not has_thoughts:
-            return past, text
+            return (past if closes in past else self._closed_header(opens, closes)), text
         for start in (lead, lead.strip()):
             if text.startswith(start):
-                return turns.asked, text.removeprefix(start).lstrip("\n")
-        return turns.asked, text
+                return self._asked, text.removeprefix(start).lstrip("\n")
+        return self._asked, text
+
+    def _closed_header(self, opens: str, closes: str) -> str:
+        """Return the header of an answer without thoughts, for prompts that begin thoughts.
+
+        It is the template's own empty block, or the generation prompt with the end of thoughts. A
+        policy that receives this prompt answers only after that end.
+        """
+        asked = self._asked
+        shown = self._header_of({"content": ASSISTANT}, ASSISTANT)
+        if closes in shown:
+            return shown
+        block = next(filter(None, map(self._block_of, FIELDS)), "").replace(THOUGHT, "")
+        if block.startswith(asked) and closes in block:
+            return block
+        space = "\n" if asked.endswith("\n") else ""
+        return f"{asked}{space}{closes}{space * 2}"
+
+    def _header_of(self, answer: Message, mark: str) -> str:
+        """Return the text before a mark in the last answer, behind the text of all prompts.
+
+        The result is "" if the template does not show the mark.
+        """
+        messages = [{"role": "user", "content": USER}, {"role": "assistant", **answer}]
+        text = self._rendered(messages, (), is_asking=False).partition(USER)[2]
+        before, is_shown, _ = text.partition(mark)
+        return before.removeprefix(self._closed) if is_shown else ""
 
     def _headed(self, text: str, head: str) -> str:
-        """Return an answer with the header that a policy samples before its text."""
+        """Return an answer with the header that a policy samples before its text or thoughts."""
+        if any(text.startswith(opens) for opens, _ in self._marks):
+            return self._lead + text
         if text.startswith(head) or (head.strip() and head in text):
             return text
         return text if any(closes in text for _, closes in self._marks) else head + text
 
     def _with_thoughts(self, thoughts: str) -> str:
         """Return thoughts as the template writes them before an answer's text."""
-        turns = self.renderer.turns
-        for name in FIELDS:
-            example = {"role": "assistant", "content": ASSISTANT, name: THOUGHT}
-            text = self._rendered([{"role": "user", "content": USER}, example], (), is_asking=False)
-            before, has_answer, _ = text.partition(ASSISTANT)
-            if has_answer and THOUGHT in before:
-                block = before.partition(USER)[2].removeprefix(turns.closed)
-                opening = next((each for each, _ in self._marks if each in turns.closed), "")
-                if opening and opening not in block:  # The mark stands before all answers.
-                    block = turns.closed[turns.closed.rindex(opening) :] + block
-                return block.replace(THOUGHT, thoughts)
-        raise ValueError(f"{FIELDS[0]}: the chat template shows no thoughts")
+        block = next(filter(None, map(self._block_of, FIELDS)), "")
+        if not block:
+            raise ValueError(f"{FIELDS[0]}: the chat template shows no thoughts")
+        return block.replace(THOUGHT, thoughts)
+
+    def _block_of(self, name: str) -> str:
+        """Return THOUGHT in a field as the template shows it before an answer; "": it does not."""
+        block = self._header_of({"content": ASSISTANT, name: THOUGHT}, ASSISTANT)
+        return block if THOUGHT in block else ""
+
+    def _space_before_thoughts(self) -> str:
+        """Return the whitespace that a policy samples before the mark that opens thoughts."""
+        block = next(filter(None, map(self._block_of, FIELDS)), "")
+        space = block[: len(block) - len(block.lstrip())]
+        is_opened = any(block.startswith(space + opens) for opens, _ in self._marks)
+        return space if is_opened and not self._asked else ""
 
     def _with_calls(
-        self, message: Message, checked: list[Call], tools: Sequence[Message]
+        self, said: str, checked: list[Call], tools: Sequence[Message]
     ) -> tuple[str, str]:
-        """Return the header of an answer, and the answer with its calls as the template writes."""
+        """Return the header of an answer, and the answer with its calls as the template writes.
+
+        Args:
+            said: the text beside the calls, which may begin with thoughts.
+        """
         turn = self.renderer.call_turn
         if not isinstance(turn, CallTurn):
             raise ValueError(f"tool_calls: {turn}")
-        shown = [turn.call(name, arguments) for name, arguments in checked]
-        example = {
-            "role": "assistant",
-            "content": message.get("content") or "",
-            "tool_calls": shown,
-        }
+        thoughts, said = self._split_thoughts(said)
+        # Names of framing tokens in the record are letters, which end no turn.
+        shown = [turn.call(name, each_text(given, self._marked)) for name, given in checked]
+        example = {"role": "assistant", "content": self._marked(said), "tool_calls": shown}
         results = [{"role": "tool", "name": name, "content": NEXT} for name, _ in checked]
         whole = self._rendered(
             [{"role": "user", "content": USER}, example, *results], tools, is_asking=False
         )
-        answer = whole.partition(USER)[2].removeprefix(self.renderer.turns.closed)
-        header = self.renderer.turns.answered.removesuffix(self._head)
+        answer = whole.partition(USER)[2].removeprefix(self._closed)
+        header = self._answered.removesuffix(self._head)
         marks = [mark for pair in self._marks for mark in pair]
-        for past in (turn.answered, header):  # Thoughts that the record does not have.
+        # Thoughts that the record does not have.
+        for past in (self._moved + turn.answered, header):
             if any(mark in past for mark in marks) and answer.startswith(past):
                 header = past
                 answer = answer.removeprefix(past)
                 break
         text, has_end, _ = answer.partition(self.renderer.call_end)
-        found = turn.form.read(text, list(tools))[1] if has_end else []
-        if found != checked:
-            raise ValueError("tool_calls: the chat template does not show them as given")
-        return header, text
+        text = text.replace(_BREAK, "")
+        if not has_end or not turn.form.shows(text, checked):
+            raise ValueError(
+                f"tool_calls: the chat template writes {text!r:.300}, which is not read as the same"
+                " calls; give another template (model.chat_template)"
+            )
+        if said.strip() not in text:
+            raise ValueError(
+                "content: the chat template drops the text beside tool calls; remove the text, or"
+                " give another template (model.chat_template)"
+            )
+        return header, thoughts + (text.lstrip() if thoughts else text)
+
+    def _split_thoughts(self, text: str) -> tuple[str, str]:
+        """Return the thoughts at the beginning of an answer with their marks, and the rest."""
+        ends = [at + len(closes) for _, closes in self._marks if (at := text.rfind(closes)) >= 0]
+        rest = text[max(ends, default=0) :].lstrip()
+        return (text.removesuffix(rest), rest) if ends else ("", text)
 
     def _rendered(
         self, messages: Sequence[Message], tools: Sequence[Message], *, is_asking: bool
@@ -213,9 +289,17 @@ class AnswerWriter:
 
     def _plain_pieces(self, text: str) -> list[int]:
         """Return the tokens of a text in which framing tokens are encoded as letters."""
-        marked = self._framing.sub(lambda found: found[0][0] + _BREAK + found[0][1:], text)
-        pieces = marked.split(_BREAK)
+        pieces = self._marked(text).split(_BREAK)
         return [each for piece in pieces for each in self._plain(piece)]
+
+    def _marked(self, text: str) -> str:
+        """Return a text with a mark inside each name of a framing token."""
+        return self._framing.sub(lambda found: found[0][0] + _BREAK + found[0][1:], text)
+
+
+def _before_marks(text: str, marks: Sequence[Sequence[str]]) -> str:
+    """Return the part of a text before the first mark that opens thoughts."""
+    return text[: min([len(text), *(at for opens, _ in marks if (at := text.find(opens)) >= 0)])]
 
 
 def _behind(header: str, marks: Sequence[str]) -> str:
@@ -241,7 +325,8 @@ def _checked_calls(calls: Any) -> list[tuple[str, dict[str, Any]]]:
         if not isinstance(name, str) or not name:
             raise ValueError(f"tool_calls[{number}]: must have a name")
         try:
-            found.append((name, read_arguments(function.get("arguments"))))
+            arguments = read_arguments(function.get("arguments"))
         except ValueError as error:
             raise ValueError(f"tool_calls[{number}]: arguments: {error}") from error
+        found.append((name, each_text(arguments, valid_text)))
     return found

@@ -182,12 +182,16 @@ class Passes:
             chunk_tokens=cfg.logprob_chunk_tokens,
             autocast=uses_bf16(cfg, self._device),
             temperature=temperature,
-            head_dtype=torch.bfloat16 if engine_dtype == "bfloat16" else torch.float32,
+            head_dtype=_head_dtype(networks.policy, engine_dtype),
         )
+        # The module to call for each network.
+        self._units: dict[nn.Module, nn.Module] = {each: each for each in present}
         for network in present:
             if mesh is not None:
                 is_offloaded = cfg.offload is Offload.OPTIMIZER
-                shard(network, mesh, is_bf16=self.scoring.autocast, is_offloaded=is_offloaded)
+                is_bf16 = self.scoring.autocast
+                unit = shard(network, mesh, is_bf16=is_bf16, is_offloaded=is_offloaded)
+                self._units[network] = unit
 
     def _existing_networks(self) -> list[_Trained]:
         return [self._trained] + ([] if self._reference is None else [self._reference])
@@ -283,7 +287,8 @@ class Passes:
         """Return log-probabilities of a block and, if requested, the other fields of `Scores`."""
         if self._replay is not None and not self._replay.is_measured:
             self._measure_routing()
-        found = self._trained(
+        unit = self._units[self._trained]
+        found = unit(
             tokens,
             self.scoring,
             with_entropy=with_entropy,
@@ -291,7 +296,7 @@ class Passes:
             with_balance=with_balance,
         )
         if not torch.is_grad_enabled():
-            reshard(self._trained)
+            reshard(unit)
         logprobs, entropy, values, end_values, balance = found
         return Scores(
             logprobs=logprobs,
@@ -399,9 +404,17 @@ class Passes:
         self, network: _Trained, tokens: TokenBatch, how: Scoring, probed: Probed | None = None
     ) -> Tensor:
         """Return a network's log-probabilities of a block; the whole weights are freed again."""
-        found = network(tokens, how, with_entropy=False, with_values=False, probed=probed)[0]
-        reshard(network)
+        unit = self._units[network]
+        found = unit(tokens, how, with_entropy=False, with_values=False, probed=probed)[0]
+        reshard(unit)
         return found
+
+
+def _head_dtype(policy: PreTrainedModel, engine_dtype: str) -> torch.dtype:
+    """Return the dtype in which engines compute logits: theirs, or `head_dtype` of config.json."""
+    named = getattr(policy.config, "head_dtype", None)
+    dtype = engine_dtype if named in (None, "model") else str(named).removeprefix("torch.")
+    return torch.bfloat16 if dtype == "bfloat16" else torch.float32
 
 
 def _by_own_attention(trunk: nn.Module, score: Score) -> Score:

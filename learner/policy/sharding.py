@@ -3,7 +3,8 @@
 Source: FSDP2, `torch.distributed.fsdp.fully_shard`.
 """
 
-from typing import cast
+from collections.abc import Collection
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,8 +17,22 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from learner.policy.critic import Critic
 from learner.policy.loading import give_memory
+from learner.policy.precision import exact_names
+
+EXACT = MixedPrecisionPolicy()
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class ShardedNetwork(nn.Module):
+    """A network and its tensors in fp32, which form one unit of FSDP around all others."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.network(*args, **kwargs)
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
@@ -28,41 +43,78 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 def shard(
     network: nn.Module, mesh: DeviceMesh, *, is_bf16: bool, is_offloaded: bool = False
-) -> None:
-    """Shard a network in place, block by block. Gradients are summed over the ranks, in fp32.
+) -> nn.Module:
+    """Shard a network in place, block by block; return the module to call in its place.
 
-    Weights without memory get memory for this rank's shard only. The optimizer must be made after
-    this call.
+    Gradients are summed over the ranks, in fp32. Weights without memory get memory for this rank's
+    shard only. The optimizer must be made after this call.
 
     Args:
+        is_bf16: matrices are gathered in bf16. Vectors and other tensors that one rank computes in
+            fp32 stay in fp32, see `policy/precision.py`.
         is_offloaded: this rank's shards, gradients and moments are in host memory.
 
     The layers outside the blocks (embedding, last norm, head) form one more unit. It is whole from
     the network's forward pass to the end of its backward pass, so that the head's weight can be
-    used chunk by chunk.
+    used chunk by chunk. The tensors in fp32 are whole for the same time.
     """
-    exact = MixedPrecisionPolicy()
-    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    device = torch.device("cpu") if is_offloaded else device_of(mesh)
+    memory = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    where: dict[str, Any] = {
+        "mesh": mesh,
+        "offload_policy": memory if is_offloaded else OffloadPolicy(),
+    }
+    outer = network
+    names: set[str] = set()
+    if is_bf16:
+        names = _exact_parameters(network)
+        others = [each for name, each in network.named_parameters() if name not in names]
+        outer = ShardedNetwork(network)
+        # The outer unit comes first: a unit leaves out the units inside it.
+        _make_unit(outer, EXACT, others, **where)
+    exact = [network.get_parameter(name) for name in names]
+    policy = MIXED if is_bf16 else EXACT
+    for block in reversed(_blocks(network)):  # Inner blocks come first.
+        _make_unit(block, policy, exact, **where)
+    _make_unit(network, policy, exact, reshard_after_forward=False, **where)
+    give_memory(outer, device)
+    return outer
+
+
+def _make_unit(
+    module: nn.Module, policy: MixedPrecisionPolicy, ignored: Collection[nn.Parameter], **how: Any
+) -> None:
+    """Shard the weights of a module that no inner unit has, without the ignored ones."""
+    made = fully_shard(module, mp_policy=policy, ignored_params=set(ignored), **how)
+    sharded = cast(FSDPModule, made)
+    sharded.set_gradient_divide_factor(1.0)
+    sharded.set_force_sum_reduction_for_comms(True)  # gloo supports no other sum.
+
+
+def _blocks(network: nn.Module) -> list[nn.Module]:
+    """Return the blocks of all networks in a module, outer ones first."""
     modules = list(network.modules())
     names = {name for each in modules for name in getattr(each, "_no_split_modules", None) or ()}
-    heads = [each.head for each in modules if isinstance(each, Critic)]  # Heads compute in fp32.
-    blocks = [each for each in modules if type(each).__name__ in names]
-    kept = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    for module in [*heads, *reversed(blocks), network]:  # Inner blocks come first.
-        policy = mixed if is_bf16 and module not in heads else exact
-        made = fully_shard(
-            module,
-            mesh=mesh,
-            mp_policy=policy,
-            offload_policy=kept if is_offloaded else OffloadPolicy(),
-        )
-        sharded = cast(FSDPModule, made)
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)  # gloo supports no other sum.
-    give_memory(network, torch.device("cpu") if is_offloaded else device_of(mesh))
+    return [each for each in modules if type(each).__name__ in names]
+
+
+def _exact_parameters(network: nn.Module) -> set[str]:
+    """Return the names of parameters that a pass in bf16 uses in fp32.
+
+    Adapters are used in products only, so they are computed in bf16.
+    """
+    weights = dict(network.named_parameters())
+    shapes = {name: each.shape for name, each in weights.items() if ".lora_" not in name}
+    return exact_names(network, shapes)
 
 
 def reshard(network: nn.Module) -> None:
-    """Free the whole weights after a pass without gradient: the next step would not update them."""
-    if isinstance(network, FSDPModule):
-        network.reshard()
+    """Free the whole weights after a pass without gradient: the next step would not update them.
+
+    Args:
+        network: result of `shard`, or a network that is not sharded.
+    """
+    inner = network.network if isinstance(network, ShardedNetwork) else None
+    for module in (network, inner):
+        if isinstance(module, FSDPModule):
+            module.reshard()

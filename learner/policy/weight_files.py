@@ -11,7 +11,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-WEIGHTS = "*.safetensors"
+from common.checks.model_shape import weight_files
+
 MAX_PARTS = 1_000  # Buffers of one system call; Linux allows 1,024.
 PART_BYTES = 4_000_000  # Content of one message between two nodes.
 HEADER_BYTES = 8  # Size of the number of bytes of a header, at the start of a safetensors file.
@@ -35,8 +36,8 @@ class WeightFiles:
     is_remote = False
 
     def weights_in(self, folder: Path) -> list[Path]:
-        """Return the safetensors files of a folder in their order."""
-        return sorted(folder.glob(WEIGHTS))
+        """Return the safetensors files of a checkpoint in their order."""
+        return weight_files(folder)
 
     def open_weights(self, path: Path) -> Any:
         """Return the context of a reader as `safetensors.safe_open` has it."""
@@ -101,8 +102,8 @@ class RemoteWeightFiles(WeightFiles):
         remote = self._mirrored.get(str(folder))
         if remote is None:
             return super().weights_in(folder)
-        names = (Path(name) for name in self._service.names(remote))
-        return sorted(folder / name for name in names if name.match(WEIGHTS) and not name.parts[1:])
+        names = self._service.names(remote)
+        return weight_files(folder, [name for name in names if not Path(name).parts[1:]])
 
     def open_weights(self, path: Path) -> Any:
         if path.exists():  # A copy of the model on this machine.

@@ -74,7 +74,11 @@ def test_memory_is_measured_without_reading_every_process() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("given", "kept"), [("", "pinned_max_round_threshold_mb:1"), ("backend:native", "")]
+    ("given", "kept"),
+    [
+        ("", "pinned_max_round_threshold_mb:1"),
+        pytest.param("backend:native", "", marks=pytest.mark.long),
+    ],
 )
 def test_pinned_memory_is_exact_unless_configured(given: str, kept: str) -> None:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -109,6 +113,7 @@ print("PYTORCH_ALLOC_CONF" in os.environ)
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_torch_without_exact_pinned_memory_keeps_default() -> None:
     """One torch refuses the setting, which is logged. An older one has no such function."""

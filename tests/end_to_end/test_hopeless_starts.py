@@ -11,6 +11,7 @@ from tests.end_to_end.runs import REPOSITORY, Run
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
+@pytest.mark.long
 def test_model_removed_after_checks_ends_the_run(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(REPOSITORY / "configs/policies/tiny", model)

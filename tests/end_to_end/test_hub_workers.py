@@ -14,7 +14,7 @@ from tests.bounds import at_most
 from tests.end_to_end.hubs import OUTSIDE, run, worker_pids
 from tests.end_to_end.outside_env import MAX_WORKERS, SESSIONS_PER_WORKER
 
-pytestmark = [pytest.mark.slow, pytest.mark.timed, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timed, pytest.mark.timeout(120)]
 
 MAX_REPLACED_S = 2.0
 MAX_ANSWER_S = 2.0

@@ -72,10 +72,20 @@ def test_joining_hub_serves_run_and_exits_cleanly(run_dir: RunDir) -> None:
     ("role", "overrides", "words"),
     [
         ("actor", [WITH_BASE, "actor.max_concurent=4"], "the nearest is actor.max_concurrent"),
-        ("actor", [WITH_BASE, "actor.max_concurrent=0"], "actor.max_concurrent=0"),
+        pytest.param(
+            "actor",
+            [WITH_BASE, "actor.max_concurrent=0"],
+            "actor.max_concurrent=0",
+            marks=pytest.mark.long,
+        ),
         ("envhub", ["envhub.envs=[nosuch]"], "nosuch"),
         ("actor", [], f"sends only adapters, without their base model {TINY}. Give model.pa"),
-        ("actor", ["model.path=docs"], "model.path=docs: lacks config.json, tokenizer files, *.sa"),
+        pytest.param(
+            "actor",
+            ["model.path=docs"],
+            "model.path=docs: lacks config.json, tokenizer files, *.sa",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_wrong_node_key_ends_before_any_start(

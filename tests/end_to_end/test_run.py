@@ -139,6 +139,7 @@ def test_recompute_repeats_a_disturbed_run(disturbed: tuple[Run, dict[str, int]]
     assert checksums in again.stdout
 
 
+@pytest.mark.long
 def test_sft_learns_the_newest_successes_of_a_run(
     disturbed: tuple[Run, dict[str, int]], tmp_path: Path
 ) -> None:

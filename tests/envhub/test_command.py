@@ -9,14 +9,7 @@ import pytest
 
 from common.repository import ROOT
 from envhub.command import spell_out
-
-
-def run_cli(*argv: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
-    env = {"PATH": path} if path is not None else None
-    argv_all = [sys.executable, "run.py", *argv]
-    return subprocess.run(
-        argv_all, cwd=ROOT, env=env, capture_output=True, encoding="utf-8", timeout=30
-    )
+from tests.in_process import carry_out
 
 
 def test_short_keys_are_those_of_the_hub():
@@ -52,8 +45,10 @@ def test_section_with_same_name_is_unchanged():
         (["--config", "smoke", "envhub.envs=[no.such:make]"], "No module named 'no'"),
     ],
 )
-def test_wrong_request_ends_with_one_line(argv: list[str], words: str):
-    done = run_cli(*argv)
+def test_wrong_request_ends_with_one_line(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+):
+    done = carry_out(argv, capsys)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
@@ -62,7 +57,11 @@ def test_wrong_request_ends_with_one_line(argv: list[str], words: str):
 
 def test_missing_program_is_reported_at_once_with_a_remedy(tmp_path: Path):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = run_cli("envhub", "env=textcraft,sciworld", path=str(tmp_path))
+    argv = [sys.executable, "run.py", "envhub", "env=textcraft,sciworld"]
+    env = {"PATH": str(tmp_path)}
+    done = subprocess.run(
+        argv, cwd=ROOT, env=env, capture_output=True, encoding="utf-8", timeout=240
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 2
     # Unlike wall time, the same on a loaded machine.
@@ -71,8 +70,10 @@ def test_missing_program_is_reported_at_once_with_a_remedy(tmp_path: Path):
     assert done.stderr.count("\n") == 1
 
 
-def test_list_shows_runnable_tasks_and_missing_requirements(tmp_path: Path):
-    done = run_cli("envs", "env=textcraft,sciworld", path=str(tmp_path))
+def test_list_shows_runnable_tasks_and_missing_requirements(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    done = carry_out(["envs", "env=textcraft,sciworld"], capsys, environ={"PATH": str(tmp_path)})
     assert done.returncode == 0
     lines = done.stdout.splitlines()
     assert lines[0].split()[:3] == ["SCENARIO", "TASK", "ENV"]
@@ -80,15 +81,17 @@ def test_list_shows_runnable_tasks_and_missing_requirements(tmp_path: Path):
     assert any("no: sciworld needs Java" in line for line in lines)
 
 
-def test_list_has_the_sizes_of_a_task():
-    done = run_cli("envs", "env=tests.envhub.outside:make_worker")
+def test_list_has_the_sizes_of_a_task(capsys: pytest.CaptureFixture[str]):
+    done = carry_out(["envs", "env=tests.envhub.outside:make_worker"], capsys)
     row = next(line.split() for line in done.stdout.splitlines() if "fragile" in line)
     assert row == ["Tests", "Any", "fragile", "any", "1", "1", "5", "yes"]
 
 
 @pytest.mark.slow
-def test_doctor_lists_optional_parts_without_failing(tmp_path: Path):
-    done = run_cli("doctor", "--config", "smoke", path=str(tmp_path))
+def test_doctor_lists_optional_parts_without_failing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    done = carry_out(["doctor", "--config", "smoke"], capsys, environ={"PATH": str(tmp_path)})
     assert "opt  env sciworld" in done.stdout
     assert "-> sciworld needs Java: apt install" in done.stdout
     assert "opt  env miniwob" in done.stdout

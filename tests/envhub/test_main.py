@@ -101,6 +101,7 @@ def test_hub_alone_needs_no_run_and_no_token(serve):
     assert not (ROOT / "runs" / "envhub").exists()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_hub_alone_requires_its_given_token(serve):
     served = serve("env=textcraft", "token=secret")

@@ -36,6 +36,7 @@ class Sizes:
     model: ModelShape
     full: ModelShape  # Model size for the bounds of an update.
     shape: BatchShape
+    step_shape: BatchShape  # Large enough that a step's fixed work is a small share.
     learner: LearnerSection
     num_rounds: int
     memory_sequences: int

@@ -31,6 +31,7 @@ from learner.training.trainer import Trainer
 
 MIN_STEP_TOKENS_PER_S = 1_000.0
 MIN_COMPILED_GAIN = 1.05  # From this gain on, compilation is worth its time at the start.
+STEP_ROUNDS = 5
 MAX_STEP_RATIO = 1.05  # A whole step may take this many times a bare one on a GPU.
 SHARDED = "FSDP2 on one rank"
 NUM_PRODUCTS = 20
@@ -54,8 +55,8 @@ def check_step(bench: DeviceBench) -> None:
         sizes.learner,
         {name: AlgorithmSection()},
         model,
-        sizes.shape,
-        num_rounds=sizes.num_rounds,
+        sizes.step_shape,
+        num_rounds=STEP_ROUNDS,
         engine_dtype="bfloat16",
     )
     title = f"step of {cost.num_tokens} tokens, {size}, bf16 autocast"

@@ -15,6 +15,8 @@ from actor.agents.server import AgentServer
 from actor.rollout.context import History, Room, Tape
 from actor.rollout.episode import EnvSession, EpisodeState, Turn
 from actor.rollout.render import Renderer
+from common.config.evaluation import AgentServerOptions
+from common.wire.messages import Lease
 from tests.actor.agents.test_tool_calls import TOKENIZER
 from tests.actor.rollout.test_episode import LEASE, Count, go_on
 
@@ -45,8 +47,13 @@ class Endpoint:
 
     server: AgentServer
     episode: AgentEpisode
-    tape: Tape
+    play: EpisodeState
     http: aiohttp.ClientSession
+
+    @property
+    def tape(self) -> Tape:
+        """The captured tokens."""
+        return self.play.history.tape
 
     @property
     def sampled(self) -> list[int]:
@@ -66,26 +73,49 @@ class Endpoint:
             return reply.status, await (reply.text() if is_stream else reply.json())
 
 
-@asynccontextmanager
-async def endpoint(policy: ByHeart, renderer: Renderer | None = None) -> AsyncIterator[Endpoint]:
-    """Serve one episode; the renderer is the policy's unless another is given."""
-    renderer = renderer or policy.renderer
-    server, room = AgentServer(), Room(max_tokens=MAX_TOKENS, turn_tokens=TURN_TOKENS)
-    await server.start()
+def new_episode(
+    policy: ByHeart,
+    renderer: Renderer = RENDERER,
+    *,
+    session: Count | None = None,
+    lease: Lease = LEASE,
+    task: tuple[str, str] = ("", ""),
+) -> tuple[AgentEpisode, EpisodeState]:
+    """Return an episode without requests, and its record."""
+    room = Room(max_tokens=MAX_TOKENS, turn_tokens=TURN_TOKENS)
     play = EpisodeState(keeps_last=False, history=History(renderer, room))
     episode = AgentEpisode(
-        LEASE,
-        session=Count([go_on()]),
+        lease,
+        session=session or Count([go_on()]),
         act=policy.act,
         play=play,
         renderer=renderer,
         room=(MAX_TOKENS, TURN_TOKENS),
-        task=("", ""),
+        task=task,
+    )
+    return episode, play
+
+
+@asynccontextmanager
+async def endpoint(
+    policy: ByHeart,
+    renderer: Renderer | None = None,
+    *,
+    session: Count | None = None,
+    lease: Lease = LEASE,
+    task: tuple[str, str] = ("", ""),
+    options: AgentServerOptions | None = None,
+) -> AsyncIterator[Endpoint]:
+    """Serve one episode; the renderer is the policy's unless another is given."""
+    server = AgentServer(options)
+    await server.start()
+    episode, play = new_episode(
+        policy, renderer or policy.renderer, session=session, lease=lease, task=task
     )
     try:
         async with aiohttp.ClientSession() as http:
             with server.serving(episode):
-                yield Endpoint(server=server, episode=episode, tape=play.history.tape, http=http)
+                yield Endpoint(server=server, episode=episode, play=play, http=http)
     finally:
         await server.close()
         if not episode.failed.done():

@@ -166,6 +166,7 @@ asyncio.run(play_all())
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_killed_actor_terminates_its_agents(tmp_path: Path, repository: Path) -> None:
     """One agent lives as long as its episode, the other one as long as the run."""
@@ -330,7 +331,7 @@ def test_bad_requests_get_counted_api_errors() -> None:
                 status, answer = await post("/v1/completions", '{"prompt": "go"}', episode.key)
                 assert (status, answer["object"]) == (200, "text_completion")
             status, told = await post(chat, good, episode.key)
-            assert (status, told["error"]["code"]) == (410, "episode_ended")
+            assert (status, told["error"]["code"]) == (401, "episode_ended")
         await server.close()
         assert server.refused.total() == len(BAD) + 3
         assert episode.refused.total() == len(BAD) + 1  # the others were of no episode

@@ -76,6 +76,7 @@ class Rig:
     ) -> None:
         from actor.engine.engine import Engine
 
+        freeze_heap()
         self.dtype = getattr(torch, dtype)
         self.num_workers = num_workers
         self.at_update = at_update
@@ -233,6 +234,12 @@ class Rig:
                 prompt_ids, request_id=name, max_tokens=max_tokens, salt=f"v{self.engine.version}"
             )
         )
+
+
+def freeze_heap() -> None:
+    """Leave vLLM's modules out of later collections: it collects garbage with every model."""
+    gc.collect()
+    gc.freeze()
 
 
 class ExactEngine:

@@ -23,7 +23,7 @@ from common.wire.weight_messages import TensorSpec, WeightsOffer
 from learner.offline.scratch import make_tokenizer, save_policy
 from learner.policy.model import load_policy
 from learner.weights.exact import policy_weights
-from tests.actor.engine.engine_rig import HOST, PATIENT_S, save_tiny_policy
+from tests.actor.engine.engine_rig import HOST, PATIENT_S, freeze_heap, save_tiny_policy
 from tests.common.wire.meeting import Meeting
 from tests.learner.builders import tensors_of
 from tests.marks import long_for
@@ -73,6 +73,7 @@ def process_group() -> Iterator[None]:
     with set_current_vllm_config(VllmConfig()):
         parallel_state.init_distributed_environment(1, 0, address, 0, "gloo")
         parallel_state.ensure_model_parallel_initialized(1, 1)
+    freeze_heap()
     yield
     parallel_state.cleanup_dist_env_and_memory()
 

@@ -80,6 +80,26 @@ JSON_SECTION = (
     + "{% endfor %}"
     + ASKS
 )
+# MiniMax-M1's: one section holds all calls, one in each line.
+LINES = (
+    HEAD
+    + MESSAGE
+    + '{% if loop.first %}<tool_calls>\n{% endif %}{"name": "{{ c.function.name }}", "arguments":'
+    + " {{ c.function.arguments | tojson }}}\n{% if loop.last %}</tool_calls>{% endif %}"
+    + LAST
+    + "{% endfor %}"
+    + ASKS
+)
+# Apertus's: the name of the tool is the key of the arguments in a list.
+KEYED = (
+    HEAD
+    + MESSAGE
+    + """{% if loop.first %}<|calls|>[{% endif %}{{ '{"' + c.function.name + '": ' }}"""
+    + "{{ c.function.arguments | tojson }}}{% if loop.last %}]<|/calls|>{% else %}, {% endif %}"
+    + LAST
+    + "{% endfor %}"
+    + ASKS
+)
 # MiniMax-M3's: the name of an argument is a tag.
 KEY_TAGS = (
     HEAD
@@ -184,14 +204,22 @@ SAMPLED = {
     ' string="false">{"x": [1, null]}</parameter>\n</invoke>SECOND\n</calls><|end|>',
     JSON_SECTION: "<|calls|><|call|>go:0<|args|>" + json.dumps(GIVEN) + "<|/call|>SECOND"
     "<|/calls|><|end|>",
+    LINES: '<tool_calls>\n{"name": "go", "arguments": ' + json.dumps(GIVEN) + "}\nSECOND"
+    "</tool_calls><|end|>",
+    KEYED: '<|calls|>[{"go": ' + json.dumps(GIVEN) + "}SECOND]<|/calls|><|end|>",
 }
 SECOND = {
     SECTION: '\n<invoke name="look">\n</invoke>',
     JSON_SECTION: "<|call|>look:1<|args|>{}<|/call|>",
+    LINES: '{"name": "look", "arguments": {}}\n',
+    KEYED: ', {"look": {}}',
 }
+OF_SECTIONS = pytest.mark.parametrize(
+    "template", SAMPLED, ids=["attributes", "json", "lines", "keyed"]
+)
 
 
-@pytest.mark.parametrize("template", SAMPLED, ids=["attributes", "json"])
+@OF_SECTIONS
 def test_calls_of_one_section_are_read(template: str) -> None:
     render = of_tools(template)
     read = reader_of(render, AgentFormat.FUNCTION_CALL, is_whole=False)
@@ -205,12 +233,26 @@ def test_calls_of_one_section_are_read(template: str) -> None:
     assert fault_of(render, two) == "the answer has 2 calls; give one"
 
 
-@pytest.mark.parametrize("template", SAMPLED, ids=["attributes", "json"])
+@OF_SECTIONS
 def test_text_within_a_section_of_calls_is_a_fault(template: str) -> None:
     render = of_tools(template)
     ids = ids_of(render._tokenizer, SAMPLED[template].replace("SECOND", " and so on"))
     assert render.called(ids) is None
     assert fault_of(render, ids) == "the call cannot be read: a call does not end"
+
+
+@OF_SECTIONS
+def test_several_calls_of_a_record_are_learnt(template: str, tmp_path: Path) -> None:
+    tokenizer = vocabulary(template)
+    told = messages_of("go", "look")
+    told[1]["tool_calls"][0]["function"]["arguments"] = GIVEN
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": told}), encoding="utf-8")  # Without the tools.
+    (conversation,) = read_conversations(path)
+    row = row_of_conversation(tokenizer, conversation)
+    learnt = tokenizer.decode(row.token_ids[row.mask].tolist())
+    expected = SAMPLED[template].replace("SECOND", SECOND[template])
+    assert learnt.replace("\n", "") == expected.replace("\n", "")
 
 
 @pytest.mark.parametrize("template", [KEY_TAGS, BEHIND], ids=["key_tags", "behind_the_end"])
@@ -220,6 +262,21 @@ def test_calls_that_cannot_be_read_back_are_refused(template: str) -> None:
     reason = Renderer(vocabulary(template)).calls
     assert isinstance(reason, str)
     assert "writes tool calls in a form that cannot be read back" in reason
+
+
+def test_text_that_a_template_drops_beside_calls_is_refused(tmp_path: Path) -> None:
+    template = SECTION.replace("{{ m.content }}", "{{ m.content if not m.tool_calls }}")
+    told = messages_of("look")
+    path = tmp_path / "rows.jsonl"
+    for said, is_refused in (("", False), ("I look.", True)):
+        told[1]["content"] = said
+        path.write_text(json.dumps({"messages": told}), encoding="utf-8")
+        (conversation,) = read_conversations(path)
+        if not is_refused:
+            assert row_of_conversation(vocabulary(template), conversation).mask.any()
+            continue
+        with pytest.raises(ConfigError, match=r"record 1: content: .* drops the text beside tool"):
+            row_of_conversation(vocabulary(template), conversation)
 
 
 def test_tags_hold_python_values_and_character_data() -> None:

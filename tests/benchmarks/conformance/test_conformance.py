@@ -4,12 +4,15 @@ import io
 import json
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from benchmarks.conformance.learner_side import (
     SEQUENCES,
@@ -36,11 +39,13 @@ from benchmarks.conformance.part_results import (
 from benchmarks.conformance.sharded import RankPair
 from benchmarks.conformance.suite import RESULTS, examine_apart, run_suite
 from benchmarks.table import BenchTable
-from common.config.compute import Layout
+from common.config.compute import Layout, Precision
 from common.repository import ROOT
 from learner.policy.model import load_policy
+from tests.marks import long_for
 
 # Families by their peculiarity: with LAYOUT, sequences are padded.
+ROUNDING = 0.1  # nats; mean difference of scores in bf16.
 LAYOUT = "which packing does not support"
 TEN = {
     "qwen2": "",  # Biases of attention.
@@ -54,6 +59,7 @@ TEN = {
     "glm4": "",  # Rotary embedding of half a head.
     "phi3": "",  # Fused projections.
 }
+NIGHTLY = ("mistral", "cohere", "granite", "glm4", "phi3")  # Their start check always runs.
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +72,7 @@ def pair() -> Iterator[RankPair]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", TEN)
+@pytest.mark.parametrize("family", long_for(TEN, NIGHTLY))
 def test_learner_scores_equal_the_networks_own(family: str, tmp_path: Path, pair: RankPair) -> None:
     side = LearnerSide(save_network(family, tmp_path / "start"), tmp_path, pair=pair)
     side.examine()
@@ -84,6 +90,42 @@ def test_nested_blocks_are_sharded_from_the_inside(tmp_path: Path, pair: RankPai
     start = str(save_network("mamba", tmp_path))
     gap = gap_of(pair.score(start, SEQUENCES), plain_scores(load_plain(start)))
     assert gap <= TOLERANCE
+
+
+@contextmanager
+def seen_dtypes() -> Iterator[dict[str, torch.dtype]]:
+    """Yield the dtypes of parameters by class and name, as the forward passes of modules see them.
+
+    Parameters outside their module's pass are shards, which do not count.
+    """
+    seen: dict[str, torch.dtype] = {}
+
+    def note(module: nn.Module, _: object) -> None:
+        for name, each in module.named_parameters(recurse=False):
+            if not isinstance(each, DTensor):
+                seen[f"{type(module).__name__}.{name}"] = each.dtype
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mamba2", "deepseek_v3"])
+def test_ranks_compute_vectors_in_fp32(family: str, tmp_path: Path, pair: RankPair) -> None:
+    start = str(save_network(family, tmp_path))
+    with seen_dtypes() as seen:
+        scores = pair.score(start, SEQUENCES, Precision.BF16)
+    plain = plain_scores(load_plain(start))
+    assert mean_gap_of(scores, plain) < ROUNDING
+    exact = {name for name, dtype in seen.items() if dtype is torch.float32}
+    mixer = {f"Mamba2Mixer.{name}" for name in ("A_log", "D", "dt_bias")}
+    own = {"mamba2": mixer, "deepseek_v3": {"DeepseekV3TopkRouter.weight"}}
+    assert own[family] <= exact
+    assert any("Norm" in name for name in exact)
+    assert seen["Linear.weight"] is torch.bfloat16
 
 
 @pytest.mark.slow

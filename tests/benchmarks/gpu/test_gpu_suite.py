@@ -67,7 +67,7 @@ def test_compiled_check_runs_small_on_the_cpu() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", long_for(BY_PROCESS, ("adapters-sent", *ENGINE)))
+@pytest.mark.parametrize("name", long_for(BY_PROCESS, ("adapters-sent", "gloo", *ENGINE)))
 def test_multiprocess_gpu_check_runs_on_cpu(name: str) -> None:
     table = make_table()
     if name in ENGINE and importlib.util.find_spec("vllm") is None:

@@ -174,6 +174,7 @@ def test_smaller_chunks_need_less_memory() -> None:
     assert peak_bytes(few, CPU) < peak_bytes(many, CPU) / 4
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_sending_reports_the_receivers_error() -> None:
     source = LiveWeights([("weights", torch.ones(1_000))], torch.bfloat16)

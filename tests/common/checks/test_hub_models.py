@@ -17,7 +17,7 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
 from common.store.run_dir import RunDir
-from common.store.run_start import prepare, save_config
+from common.store.run_start import mark_finished, prepare, save_config
 from tests.common.checks.toy_hub import serving
 
 OLD, NEW = "a" * 40, "b" * 40
@@ -65,17 +65,56 @@ def test_revision_selects_its_commit(tmp_path: Path, cached: Path, revision: str
     assert model.source == f"{NAME}@{OLD if revision == OLD else NEW}"
 
 
-def test_resumed_run_keeps_its_commit(tmp_path: Path, cached: Path) -> None:
+@pytest.mark.parametrize("name", [NAME, f"{NAME}@main"])
+def test_resumed_run_keeps_its_commit(
+    tmp_path: Path, cached: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     point_main(cached, OLD)
-    cfg = config(tmp_path, f"model.path={NAME}")
+    cfg = config(tmp_path, f"model.path={name}")
     run_dir = RunDir(root=tmp_path / "r")
     save_config(resolved(cfg), run_dir.config)
+    assert "keeps the commit" not in caplog.text
     point_main(cached, NEW)
-    assert resolved(cfg).model.source == f"{NAME}@{OLD}"
-    assert prepare(resolved(cfg), run_dir) is None
-    other = resolved(config(tmp_path, f"model.path={NAME}@main"))
+    again = resolved(cfg)
+    assert again.model.source == f"{NAME}@{OLD}"
+    assert again.model.path == str(cached / "snapshots" / OLD)
+    assert f"name={name} commit={OLD} newer={NEW}" in caplog.text
+    assert prepare(again, run_dir) is None
+    assert resolved(config(tmp_path, f"model.path={NAME}")).model.source == f"{NAME}@{OLD}"
+
+
+@pytest.mark.parametrize("other", [NEW, NEW[:7], "v2"])
+def test_another_revision_is_another_experiment(tmp_path: Path, cached: Path, other: str) -> None:
+    point_main(cached, OLD)
+    (cached / "refs" / "v2").write_text(NEW, encoding="utf-8")
+    run_dir = RunDir(root=tmp_path / "r")
+    save_config(resolved(config(tmp_path, f"model.path={NAME}@main")), run_dir.config)
+    now = resolved(config(tmp_path, f"model.path={NAME}@{other}"))
     with pytest.raises(ConfigError, match=f"model.path: was {NAME}@{OLD}, now {NAME}@{NEW}"):
-        prepare(other, run_dir)
+        prepare(now, run_dir)
+
+
+def test_all_names_of_a_resumed_run_keep_their_commits(tmp_path: Path, cached: Path) -> None:
+    point_main(cached, OLD)
+    keys = ("algorithm.reference_path", "learner.critic.path")
+    cfg = config(tmp_path, *(f"{key}={NAME}@main" for key in keys))
+    save_config(resolved(cfg), RunDir(root=tmp_path / "r").config)
+    point_main(cached, NEW)
+    again = resolved(cfg)
+    assert again.algorithm.reference_path == str(cached / "snapshots" / OLD)
+    assert again.learner.critic.path == str(cached / "snapshots" / OLD)
+
+
+def test_run_after_a_finished_one_resolves_its_name_again(tmp_path: Path, cached: Path) -> None:
+    point_main(cached, OLD)
+    cfg = config(tmp_path, f"model.path={NAME}@main", "train.num_steps=5")
+    run_dir = RunDir(root=tmp_path / "r")
+    save_config(resolved(cfg), run_dir.config)
+    mark_finished(run_dir, version=5, result="done")
+    point_main(cached, NEW)
+    longer = config(tmp_path, f"model.path={NAME}@main", "train.num_steps=6")
+    assert resolved(longer).model.source == f"{NAME}@{OLD}"  # It continues the finished run.
+    assert resolved(cfg).model.source == f"{NAME}@{NEW}"
 
 
 @pytest.mark.parametrize("gone", ["config.json", "tokenizer.json", "model.safetensors"])

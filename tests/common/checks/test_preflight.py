@@ -1,12 +1,15 @@
 """Laws of the checks before a start."""
 
+import json
 import socket
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from common.checks.machine import compiler_problem, has_cuda
+from common.checks.model_shape import read_shape, weight_files
 from common.checks.preflight import check, check_devices, check_model, on_this_machine
 from common.config.load import load_config
 from common.config.run_config import RunConfig
@@ -88,6 +91,53 @@ def test_incomplete_weights_are_refused_before_start(
         check_model(str(model), repository)
     file.write_text("version https://git-lfs.github.com/spec/v1", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"model\.safetensors has no header of safetensors"):
+        check_model(str(model), repository)
+
+
+WHOLE = "model.safetensors"
+SHARDS = ("model-1.safetensors", "model-2.safetensors")
+
+
+def write_files(model: Path, files: Sequence[str], listed: Sequence[str]) -> None:
+    """Replace the weights of a checkpoint by copies under other names, with an index of some."""
+    content = (model / WHOLE).read_bytes()
+    (model / WHOLE).unlink()
+    for name in files:
+        (model / name).write_bytes(content)
+    if listed:
+        tree = {"weight_map": {f"tensor{at}": name for at, name in enumerate(listed)}}
+        (model / f"{WHOLE}.index.json").write_text(json.dumps(tree), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("files", "listed", "words"),
+    [
+        (SHARDS[:1], SHARDS, r"lacks model-2\.safetensors, .*\(1 of 2 files are missing\)"),
+        ((WHOLE, *SHARDS), SHARDS, r"the learner would read model\.safetensors, and the engine"),
+        ((WHOLE, "old.safetensors"), (), r"the engine would read old\.safetensors beside"),
+        (SHARDS, (), r"lacks model\.safetensors, or model\.safetensors\.index\.json with"),
+    ],
+)
+def test_weights_that_libraries_choose_differently_are_refused(
+    files: Sequence[str], listed: Sequence[str], words: str, model: Path, repository: Path
+) -> None:
+    write_files(model, files, listed)
+    with pytest.raises(ConfigError, match=words):
+        check_model(str(model), repository)
+
+
+def test_weights_in_a_second_format_are_left_out(model: Path, repository: Path) -> None:
+    before = read_shape(model).num_params
+    others = ("consolidated.safetensors", "pytorch_model.bin")
+    write_files(model, (*SHARDS, *others), SHARDS)
+    check_model(str(model), repository)
+    assert [each.name for each in weight_files(model)] == list(SHARDS)
+    assert read_shape(model).num_params == 2 * before, "both shards are copies"
+
+
+def test_damaged_index_is_refused_by_its_name(model: Path, repository: Path) -> None:
+    (model / f"{WHOLE}.index.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"index\.json has no list of files \(weight_map\)"):
         check_model(str(model), repository)
 
 

@@ -35,6 +35,13 @@ OTHER_TASKS = [
     for name in NEEDS_ITS_MACHINE
     if name.startswith(("babyai-qwen3-", "dataset-qwen3-")) and not name.endswith("qwen3-4b")
 ]
+# Of the sizes of one model, one with all weights and one with adapters runs its whole dry run.
+OTHER_SIZES = [
+    "textcraft-qwen3-0.6b",
+    "textcraft-qwen3-8b",
+    "textcraft-qwen3-8b-lora",
+    "textcraft-qwen3-14b-lora",
+]
 COMMIT = "c" * 40
 NUM_PUBLISHED = {  # Weights of each checkpoint as published, a tied head counted once.
     "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
@@ -111,7 +118,7 @@ def test_large_model_preset_names_machine_and_architecture(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", long_for(NEEDS_ITS_MACHINE, OTHER_TASKS))
+@pytest.mark.parametrize("name", long_for(NEEDS_ITS_MACHINE, OTHER_TASKS + OTHER_SIZES))
 def test_dry_run_of_preset_needs_only_its_name(
     name: str, hub: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,10 +9,12 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 
 
-@pytest.mark.parametrize("key", list_keys())
-def test_every_key_has_its_help(key: str) -> None:
-    own = help_text([key]).removeprefix(f"{command_help(key)}\n" if key in COMMANDS else "")
-    assert own.startswith(f"{key}=")
+def test_every_key_has_its_help() -> None:
+    keys = list_keys()
+    assert len(keys) > 400
+    for key in keys:
+        own = help_text([key]).removeprefix(f"{command_help(key)}\n" if key in COMMANDS else "")
+        assert own.startswith(f"{key}=")
 
 
 SECTIONS = sorted(field_kinds(RunConfig).keys() - {"launcher", "dashboard"})

@@ -48,6 +48,24 @@ def test_own_template_replaces_that_of_the_tokenizer(tmp_path: Path) -> None:
     assert render_chat(tokenizer, USER) == expected
 
 
+def test_byte_order_mark_and_line_ends_change_no_prompt(tmp_path: Path) -> None:
+    special = ["<|im_start|>", "<|im_end|>"]
+    plain = byte_tokenizer(CHATML, eos="<|im_end|>", special=special)
+    marked = byte_tokenizer("\ufeff" + CHATML, eos="<|im_end|>", special=special)
+    expected = Renderer(plain).first_prompt("hi")
+    assert Renderer(marked).first_prompt("hi") == expected
+    assert chat_template.fingerprint(marked) == chat_template.fingerprint(plain)
+    own = tmp_path / "own.jinja"
+    own.write_bytes(("\ufeff" + CHATML).replace("<|im_end|>\n", "<|im_end|>\r\n").encode())
+    fix_template(own, {})
+    assert Renderer(plain).first_prompt("hi") == expected
+    cfg = load_config("quickstart", [], root=ROOT)
+    cfg = replace(cfg, model=replace(cfg.model, chat_template=str(own)))
+    run_dir = RunDir(root=tmp_path / "r")
+    keep_tokenizer(cfg, run_dir, root=ROOT)
+    assert (run_dir.tokenizer / "chat_template.jinja").read_bytes() == CHATML.encode()
+
+
 def test_unreadable_template_is_refused_by_key_and_path(tmp_path: Path) -> None:
     (tmp_path / "empty.jinja").write_text(" \n", encoding="utf-8")
     (tmp_path / "binary.jinja").write_bytes(b"\xff\xfe\xfa")

@@ -7,7 +7,7 @@ import pytest
 from actor.rollout.render import Renderer
 from common.errors import ConfigError
 from common.formats.call_turn import CallTurn
-from common.formats.chat_template import render_chat
+from common.formats.chat_template import fix_template, render_chat
 from common.text import shared_end_tags, shared_tags
 from learner.offline.written_answers import AnswerWriter
 from tests.actor.formats.trl_templates import byte_tokenizer
@@ -41,6 +41,18 @@ ALWAYS_OPEN = (
     "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n{% else %}"
     "<think></think>{% endif %}{% endif %}{{ m.content }}<|end|>\n{% endfor %}"
     + ASK.replace("ASKED", "<|head|>assistant\n<think>\n")
+)
+# GLM-4.6's without thinking: prompts and past answers have an empty block of thoughts.
+ALWAYS_CLOSED = (
+    "{% for m in messages %}<|head|>{{ m.role }}{% if m.role == 'assistant' %}"
+    "{{ '\\n<think>' + (m.reasoning_content or '') + '</think>\\n' }}{% else %}"
+    "{{ '\\n' }}{% endif %}{{ m.content }}<|end|>{% endfor %}"
+    + ASK.replace("ASKED", "<|head|>assistant{{ '\\n<think></think>' if nothink else '' }}")
+)
+# Nemotron-Nano-v2's: past answers have no thoughts, and the template shows none.
+DROPS = (
+    "{% for m in messages %}<|head|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|end|>\n"
+    "{% endfor %}" + ASK.replace("ASKED", "<|head|>assistant\n<think>\n")
 )
 # Command R7B's: a header that the policy samples before its text, and an empty block of thoughts.
 HEADED = (
@@ -141,6 +153,51 @@ def test_answer_without_thoughts_is_learnt_outside_of_thoughts() -> None:
         row = [*writer.with_header(asked, written.header), *written.sampled]
         whole = render_chat(tokenizer, [USER, {**told, **more}], add_generation_prompt=False)
         assert tokenizer.decode(row) == whole.rstrip()
+
+
+def rows_of(tokenizer: Any, told: dict[str, Any]) -> tuple[str, str]:
+    """Return prompt and learnt text of the first answer."""
+    writer = AnswerWriter(tokenizer)
+    written = writer.write({"role": "assistant", **told}, tools=[])
+    asked = ids_of(tokenizer, render_chat(tokenizer, [USER]))
+    prompt = tokenizer.decode(writer.with_header(asked, written.header))
+    return prompt.partition(USER["content"])[2], tokenizer.decode(written.sampled)
+
+
+def test_empty_thoughts_of_all_prompts_are_replaced_by_those_of_a_record() -> None:
+    tokenizer = byte_tokenizer(ALWAYS_CLOSED, eos="<|end|>", special=["<|head|>"])
+    fix_template(None, {"nothink": True})
+    start = "<|end|><|head|>assistant\n"
+    thoughts = {"content": "go", "reasoning_content": "Left?"}
+    assert rows_of(tokenizer, {"content": "go"}) == (f"{start}<think></think>", "\ngo<|end|>")
+    assert rows_of(tokenizer, thoughts) == (start, "<think>Left?</think>\ngo<|end|>")
+    told = {"content": "<think>\nLeft?\n</think>\n\ngo"}
+    assert rows_of(tokenizer, told) == (start, f"{told['content']}<|end|>")
+
+
+def test_space_before_thoughts_is_learnt_like_the_template_writes_it() -> None:
+    tokenizer = byte_tokenizer(ALWAYS_CLOSED, eos="<|end|>", special=["<|head|>"])
+    start = "<|end|><|head|>assistant"
+    for told, learnt in (
+        ({"content": "go", "reasoning_content": "Left?"}, "\n<think>Left?</think>\ngo<|end|>"),
+        ({"content": "<think>Left?</think>\ngo"}, "\n<think>Left?</think>\ngo<|end|>"),
+        ({"content": "\n<think>Left?</think>\ngo"}, "\n<think>Left?</think>\ngo<|end|>"),
+        ({"content": "<think>Left"}, "\n<think>Left<|end|>"),
+        ({"content": "go"}, "go<|end|>"),
+    ):
+        assert rows_of(tokenizer, told) == (start, learnt)
+
+
+def test_thoughts_that_a_prompt_begins_are_ended_and_not_learnt() -> None:
+    tokenizer = byte_tokenizer(DROPS, eos="<|end|>", special=["<|head|>"])
+    start = "<|end|>\n<|head|>assistant\n<think>\n"
+    assert rows_of(tokenizer, {"content": "go"}) == (f"{start}\n</think>\n\n", "go<|end|>")
+    for told, learnt in (
+        ("<think>\nLeft?\n</think>\n\ngo", "Left?\n</think>\n\ngo<|end|>"),
+        ("Left?\n</think>\n\ngo", "Left?\n</think>\n\ngo<|end|>"),
+        ("<think>\nLeft", "Left<|end|>"),  # Cut within its thoughts.
+    ):
+        assert rows_of(tokenizer, {"content": told}) == (start, learnt)
 
 
 def test_header_that_a_policy_samples_is_learnt() -> None:

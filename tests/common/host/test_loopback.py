@@ -102,6 +102,7 @@ def test_weights_travel_on_ipv6(printed: list[str]) -> None:
     assert printed[1:] == ["[7, 7, 7, 7]"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ray_is_refused_by_name_on_ipv6() -> None:
     code = (

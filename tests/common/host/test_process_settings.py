@@ -129,8 +129,14 @@ def test_non_utf8_locale_accepts_umlauts_in_arguments(locale: str) -> None:
     ("variable", "words"),
     [
         ("TMPDIR=/none", "TMPDIR=/none: the folder does not exist"),
-        ("WANDB_MODE=off", "WANDB_MODE=off: must be one of online"),
-        ("WANDB_DISABLED=maybe", "WANDB_DISABLED=maybe: must be true or false"),
+        pytest.param(
+            "WANDB_MODE=off", "WANDB_MODE=off: must be one of online", marks=pytest.mark.long
+        ),
+        pytest.param(
+            "WANDB_DISABLED=maybe",
+            "WANDB_DISABLED=maybe: must be true or false",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_unusable_environment_variable_is_named_before_start(

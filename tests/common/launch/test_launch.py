@@ -265,7 +265,7 @@ import sys
 starts = sys.argv[1]
 open(starts, 'a').write('x')
 num = len(open(starts).read())
-print(f'error: EngineError: no room for {num} GiB' if len(sys.argv) < 3 else f'error: {"a" * num}')
+print(f'error: EngineError: no room for {num} GiB.' if len(sys.argv) < 3 else f'error: {"a" * num}')
 print('a library ends')
 raise SystemExit(70)
 """

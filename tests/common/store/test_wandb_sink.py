@@ -176,6 +176,7 @@ def test_unreachable_wandb_falls_back_offline_with_warning(tmp_path: Path) -> No
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_broken_wandb_disables_the_sink_with_warning(tmp_path: Path) -> None:
     script = (

@@ -1,8 +1,6 @@
 """Laws of asking the servers of a configuration, before anything starts, whether they answer."""
 
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from common.repository import ROOT
 from envhub.catalogue.health import servers_of, silent
 from envhub.catalogue.registry import Registry
 from envhub.command import examine_environments, missing_for
+from tests.in_process import carry_out
 from tests.marks import long_for
 
 
@@ -139,13 +138,12 @@ def test_address_that_is_none_is_named(url: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", long_for(["train", "eval", "doctor", "envhub"], ["eval"]))
 def test_every_command_reports_a_silent_server_at_start(
-    command: str, nobody: str, tmp_path: Path
+    command: str, nobody: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = [sys.executable, "run.py", command]
-    argv += [f"env.url={nobody}", "env.dialect=alfworld"]
+    argv = [command, f"env.url={nobody}", "env.dialect=alfworld"]
     if command != "envhub":
         argv += ["--config", "smoke", f"run.dir={tmp_path}"]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=120)
+    done = carry_out(argv, capsys)
     told = done.stdout if command == "doctor" else done.stderr
     assert done.returncode != 0
     assert f"env.url={nobody}: no answer (Connection refused)" in told

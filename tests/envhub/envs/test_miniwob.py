@@ -96,6 +96,7 @@ def test_expert_solves_every_page_that_it_supports(rig: EnvRig):
     assert [page for page, reward in rig.run(all_pages()) if reward != 1.0] == []
 
 
+@pytest.mark.long
 @browser
 @pytest.mark.slow
 def test_observations_are_the_same_in_another_browser(rig: EnvRig):

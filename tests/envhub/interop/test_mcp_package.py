@@ -208,6 +208,7 @@ asyncio.run(play())
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_concurrent_episodes_share_their_sessions_server(tmp_path: Path, repository: Path) -> None:
     reference = described(tmp_path, session="session")

@@ -1,5 +1,6 @@
 """Laws of supervised rows and exports with the chat templates of published models."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -7,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actor.rollout.context import History, Room, Tape, Turn
 from actor.rollout.render import Renderer
+from common.config.evaluation import AgentOptions, KeepThinking
 from common.errors import ConfigError
 from common.exchange.framing import Framing
 from common.exchange.writing import write
 from common.store.agent_traj import Conversation, read_conversations
-from learner.offline.rows import Row, read_rows, row_of_conversation
+from learner.offline.rows import Row, num_episodes, read_rows, row_of_conversation
 from tests.actor.formats.trl_templates import PICTURES, names, tokenizer_of
 from tests.common.exchange.test_round_trip import of_tokens
 
@@ -65,6 +68,30 @@ def played(renderer: Renderer, tokenizer: Any, answers: list[str]) -> tuple[list
     return ids, mask
 
 
+def played_with(
+    renderer: Renderer, texts: list[str], answers: list[list[int]], keep: KeepThinking
+) -> Tape:
+    """Return the tape of an episode in which the policy samples these answers."""
+    options = AgentOptions(keep_thinking=keep)
+    history = History(renderer, Room(max_tokens=100_000, turn_tokens=1_000, options=options))
+
+    async def never() -> Turn:
+        raise AssertionError
+
+    async def play() -> None:
+        await history.begin(texts[0], renderer.first_prompt, never)
+        for turn, (ids, shown) in enumerate(zip(answers, texts[2::2], strict=True)):
+            taken = Turn(ids, [-1.0] * len(ids), [0] * len(ids))
+            history.tape.add(taken, turn)
+            if turn + 1 < len(answers):
+                assert await history.go_on(shown, taken, turn + 1, never)
+            else:
+                history.last(shown, taken, turn)
+
+    asyncio.run(play())
+    return history.tape
+
+
 def plain_answers(renderer: Renderer) -> list[str]:
     """Return the answers as a policy of this template samples them, without thoughts."""
     has_messages = bool(renderer.thoughts.between)
@@ -86,9 +113,43 @@ def test_rows_equal_a_rollout_of_the_same_answers(name: str, tmp_path: Path) -> 
     answers = plain_answers(renderer)
     end = str(tokenizer.decode([renderer.sampled_end(has_calls=False)]))
     assert learnt(tokenizer, row) == "".join(answer + end for answer in answers)
-    if not asks_for_thoughts(renderer):  # Else the record lacks the thoughts.
+    if not asks_for_thoughts(renderer):
         ids, mask = played(renderer, tokenizer, answers)
         assert (row.token_ids.tolist(), row.mask.astype(int).tolist()) == (ids, mask)
+        return
+    # The record lacks the thoughts. Their end is in the row, and is not learnt.
+    prompt = tokenizer.decode(row.token_ids[: int(row.mask.argmax())].tolist())
+    asked, opens, _ = tokenizer.decode(renderer.first_prompt(TEXTS[0])).rpartition("<think>")
+    assert prompt.startswith(asked)
+    assert opens
+    assert prompt.removeprefix(asked).strip().endswith("</think>")
+
+
+@pytest.mark.parametrize("keep", [KeepThinking.LAST, KeepThinking.NONE])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "glm4moe", "nemotron_3_nano", "gptoss"])
+def test_rows_have_the_segments_of_a_rollout(name: str, keep: KeepThinking, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(name)
+    texts = [*TEXTS, "a door", "go on", "the end"]
+    record = record_of(texts)
+    for each in record["messages"][1:6:2]:
+        each["reasoning_content"] = f"Why {each['content']}?"
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(record), encoding="utf-8")
+    how: dict[str, Any] = {"tokenizer": tokenizer, "max_tokens": 10_000, "key": "k"}
+    whole, *_ = read_rows(path, **how)
+    ids = whole.token_ids.tolist()
+    edges = np.flatnonzero(np.diff(whole.mask.astype(int), prepend=0, append=0)).tolist()
+    answers = [ids[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    tape = played_with(Renderer(tokenizer), texts, answers, keep)
+    rows = read_rows(path, **how, keep_thinking=keep)
+    ends = [*tape.starts[1:], len(tape.token_ids)]
+    expected = [tape.token_ids[a:b] for a, b in zip(tape.starts, ends, strict=True)]
+    assert [row.token_ids.tolist() for row in rows] == expected
+    masks = [tape.loss_mask[a:b] for a, b in zip(tape.starts, ends, strict=True)]
+    assert [row.mask.tolist() for row in rows] == masks
+    num = {KeepThinking.LAST: 2, KeepThinking.NONE: 3}[keep]
+    assert [(row.segment, row.num_segments) for row in rows] == [(i, num) for i in range(num)]
+    assert num_episodes(rows) == 1
 
 
 @ANY_TEMPLATE

@@ -31,6 +31,7 @@ from learner.policy.model import Scoring, load_policy, token_logprobs
 from learner.policy.selfcheck import NeighboursDiffer, ScoresDiffer, check_policy
 from learner.training.build import load_start, make_trainer
 from tests.learner.builders import VOCAB, make_model, make_samples
+from tests.marks import long_for
 
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -344,8 +345,17 @@ PADDED = set(
 )
 
 
+# One family of each kind of layer; the others are nightly.
+ROTARY = ["llama", "qwen2", "qwen3", "phi3", "mistral", "gemma2", "gemma3_text", "cohere", "glm4"]
+OTHER_POSITIONS = ["gpt_neox", "gpt2", "opt", "mpt", "bloom", "falcon"]
+FACTORS = ["granite", "granite_scaled"]
+EXPERTS = ["mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3"]
+RECURRENT = ["mamba2", "falcon_h1", "recurrent_gemma"]
+USUAL = {*ROTARY, *OTHER_POSITIONS, *FACTORS, *EXPERTS, *RECURRENT}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", long_for(sorted(FAMILIES), FAMILIES.keys() - USUAL))
 def test_family_is_scored_right_or_refused(family: str, tmp_path: Path) -> None:
     name, more = SCALED.get(family, (family, {}))
     config = AutoConfig.for_model(name, **(SMALL | FAMILIES[family] | more))

@@ -91,6 +91,7 @@ def test_lag_at_consumption_stays_within_the_bound() -> None:
     assert seen.stale_frac > 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_long_tail_makes_async_twice_as_fast_as_sync() -> None:
     cfg = make_simulated(hours=1.5, num_actors=4, turn_s=2.0, step_s=2.0)

@@ -45,6 +45,8 @@ ALGORITHMS = {
 }
 
 PARTS = {"all": slice(None), "few": slice(3)}  # a rank of four gets none of three
+PAIRS = list(product(ALGORITHMS, PARTS))
+ONE_EACH = [pair for i, pair in enumerate(PAIRS) if i % 4 in (0, 3)]  # Parts take turns.
 RANKS = {4: False, 2: True}  # how many -> whether they train adapters
 MAX_TOKENS = 40
 
@@ -148,15 +150,26 @@ def _with_trailing_observation(t):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_ranks_make_together_the_gradient_of_one(tmp_path: Path, size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "pairs"),
+    [
+        pytest.param(2, ONE_EACH, id="2"),
+        pytest.param(2, PAIRS, id="2 with all pairs", marks=pytest.mark.long),
+        pytest.param(4, PAIRS, id="4", marks=pytest.mark.long),
+    ],
+)
+def test_ranks_make_together_the_gradient_of_one(
+    tmp_path: Path, size: int, pairs: list[tuple[str, str]]
+) -> None:
     """Uneven batches: blocks of at most two samples, and more ranks than the last one has."""
-    others = cast(Any, mp).spawn(_be_other, args=(tmp_path, size), nprocs=size - 1, join=False)
-    _be_rank(0, tmp_path, size)
+    others = cast(Any, mp).spawn(
+        _be_other, args=(tmp_path, size, pairs), nprocs=size - 1, join=False
+    )
+    _be_rank(0, tmp_path, size, pairs)
     while not others.join():
         pass
     has_adapters = RANKS[size]
-    for name, part in product(ALGORITHMS, PARTS):
+    for name, part in pairs:
         samples = make_samples()[PARTS[part]]
         alone = gradient_step(samples, ALGORITHMS[name], has_adapters=has_adapters)
         assert alone.abs().max() > 1e-3
@@ -165,17 +178,17 @@ def test_ranks_make_together_the_gradient_of_one(tmp_path: Path, size: int) -> N
             assert (together - alone).abs().max() < 1e-6 * max(1.0, float(alone.abs().max()))
 
 
-def _be_other(index: int, folder: Path, size: int) -> None:
+def _be_other(index: int, folder: Path, size: int, pairs: list[tuple[str, str]]) -> None:
     torch.set_num_threads(1)
-    _be_rank(index + 1, folder, size)
+    _be_rank(index + 1, folder, size, pairs)
 
 
-def _be_rank(rank: int, folder: Path, size: int) -> None:
+def _be_rank(rank: int, folder: Path, size: int, pairs: list[tuple[str, str]]) -> None:
     has_adapters = RANKS[size]
     store = cast(Any, dist).FileStore(f"{folder}/store-{size}", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     ranks = Ranks(cast(Any, dist).init_device_mesh("cpu", (size,)))
-    for name, part in product(ALGORITHMS, PARTS):
+    for name, part in pairs:
         samples, algorithm = make_samples()[PARTS[part]], ALGORITHMS[name]
         change = gradient_step(
             samples, algorithm, ranks=ranks, max_tokens=MAX_TOKENS, has_adapters=has_adapters

@@ -41,6 +41,7 @@ from learner.training.trainer import Trainer
 from tests.learner.builders import make_model, make_trajectory
 
 FOLDER = TemporaryDirectory()
+TRAINED: dict[str, list[float]] = {}  # Results of `train`; most settings share their context.
 Effect = Callable[[AlgorithmSection, LearnerSection], Any]
 
 
@@ -90,6 +91,14 @@ def policy_path() -> str:
 
 def trained(algorithm: AlgorithmSection, learner: LearnerSection) -> list[float]:
     """Return numbers that any change of loss, gradient or update must move."""
+    key = repr((algorithm, learner))
+    if key not in TRAINED:
+        TRAINED[key] = train(algorithm, learner)
+    return TRAINED[key]
+
+
+def train(algorithm: AlgorithmSection, learner: LearnerSection) -> list[float]:
+    """Return the metrics of two steps, and the norms of the weights after them."""
     model = make_model()
     critic = None
     if algorithm.advantage is Advantage.PPO:

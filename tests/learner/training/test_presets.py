@@ -74,10 +74,15 @@ def load_small(name: str, folder: Path, overrides: tuple[str, ...]) -> RunConfig
 
 
 # Presets whose learner differs from another one's in the task, or in sizes that are too large here.
-REPEATED = (
-    *("babyai-qwen7b", "searchqa-qwen7b", "webarena-qwen7b", "textcraft-qwen7b-2nodes"),
-    *("textcraft-qwen3-14b-lora", "textcraft-qwen3-8b-lora"),
-)
+REPEATED = [
+    "babyai-qwen7b",
+    "searchqa-qwen7b",
+    "webarena-qwen7b",
+    "textcraft-qwen7b-2nodes",
+    "textcraft-qwen3-14b-lora",
+    "textcraft-qwen3-8b-lora",
+    *(name for name in PRESETS if name.startswith("dataset-qwen3-") and name != "dataset-qwen3-4b"),
+]
 
 
 @pytest.mark.parametrize(

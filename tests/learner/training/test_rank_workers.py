@@ -181,14 +181,19 @@ def test_two_ranks_train_to_equal_weights(life: Life) -> None:
 
 
 @pytest.mark.slow
-def test_checkpoint_of_two_ranks_resumes_on_one_or_two(life: Life, cfg: RunConfig) -> None:
-    for num_ranks, offload in ((1, Offload.NONE), (2, Offload.OPTIMIZER)):
-        learner = replace(cfg.learner, num_ranks=num_ranks, offload=offload, device="auto")
-        again = replace(cfg, learner=learner)
-        with ranks_of(again, life.folder) as (trainer, workers):
-            assert (weights_after(trainer, num_steps=1) - life.onward).abs().max() < 1e-6
-            processes = [each.process for each in workers._workers]
-        assert [process.exitcode for process in processes] == [0] * (num_ranks - 1)
+@pytest.mark.parametrize(
+    ("num_ranks", "offload"),
+    [(1, Offload.NONE), pytest.param(2, Offload.OPTIMIZER, marks=pytest.mark.long)],
+)
+def test_checkpoint_of_two_ranks_resumes_on_one_or_two(
+    life: Life, cfg: RunConfig, num_ranks: int, offload: Offload
+) -> None:
+    learner = replace(cfg.learner, num_ranks=num_ranks, offload=offload, device="auto")
+    again = replace(cfg, learner=learner)
+    with ranks_of(again, life.folder) as (trainer, workers):
+        assert (weights_after(trainer, num_steps=1) - life.onward).abs().max() < 1e-6
+        processes = [each.process for each in workers._workers]
+    assert [process.exitcode for process in processes] == [0] * (num_ranks - 1)
 
 
 @pytest.mark.slow
@@ -216,6 +221,7 @@ def test_samples_are_distributed_by_cost() -> None:
     assert deal([3, 1, 2], 1) == [0, 0, 0]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_rank_with_failed_load_ends_start(cfg: RunConfig, tmp_path: Path) -> None:
     workers = RankWorkers(cfg, tmp_path / "no-such-checkpoint")

@@ -1,6 +1,7 @@
 """Laws of what a batch is compared with during its step."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -190,9 +191,19 @@ def _gradient_of(step: Step, part: list[int]) -> tuple[dict[str, float], Tensor,
     return found.sums, torch.cat(flat).clone(), set(found.logprobs)
 
 
-@pytest.mark.parametrize("aggregation", list(Aggregation))
-@pytest.mark.parametrize("policy_loss", list(PolicyLoss))
-@pytest.mark.parametrize("correction", list(Correction))
+# Each correction, and each pair of the others, occurs in one case. The rest are nightly.
+CORRECTIONS = list(Correction)
+PAIRS = list(product(PolicyLoss, Aggregation))
+USUAL = {(CORRECTIONS[i % len(CORRECTIONS)], *pair) for i, pair in enumerate(PAIRS)}
+
+
+@pytest.mark.parametrize(
+    ("correction", "policy_loss", "aggregation"),
+    [
+        pytest.param(*case, marks=[pytest.mark.long] * (case not in USUAL))
+        for case in product(Correction, PolicyLoss, Aggregation)
+    ],
+)
 def test_zero_advantage_samples_count_without_computation(
     correction: Correction, policy_loss: PolicyLoss, aggregation: Aggregation
 ) -> None:

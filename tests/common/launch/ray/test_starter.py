@@ -255,6 +255,7 @@ def marked(folder: Path) -> list[int]:
     return found
 
 
+@pytest.mark.long
 def test_role_of_killed_node_restarts_on_another(
     nodes: Nodes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

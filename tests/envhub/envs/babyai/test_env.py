@@ -227,7 +227,7 @@ def test_expert_is_not_caught_in_a_circle(item_id):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num", [10, pytest.param(30, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num", [4, pytest.param(30, marks=pytest.mark.long)])
 @pytest.mark.parametrize("subset", sorted(SUBSETS))
 def test_expert_solves_the_items_of_every_subset(subset, num):
     solved = [played_by_expert(f"{subset}-{s}-{i}") for s in ("test", "train") for i in range(num)]

@@ -77,7 +77,11 @@ def test_expert_solves_tasks_of_every_domain(sites: EnvRig, style: Style, number
 @needs_browser
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "domains", [("Maps", "CMS"), pytest.param(DOMAINS, marks=pytest.mark.long)]
+    "domains",
+    [
+        pytest.param(("Maps", "CMS"), marks=pytest.mark.long),
+        pytest.param(DOMAINS, marks=pytest.mark.long),
+    ],
 )
 def test_observations_repeat_in_another_process_and_order(sites: EnvRig, domains: tuple[str, ...]):
     items = [f"{domain}-train-3" for domain in domains]

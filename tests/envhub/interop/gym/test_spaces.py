@@ -92,10 +92,10 @@ NASTY = {
 
 
 @pytest.mark.parametrize("space", SPACES[:-1], ids=repr)
-@pytest.mark.parametrize("text", NASTY.values(), ids=NASTY)
-def test_a_hostile_text_is_a_bad_action(space: Space[Any], text: str) -> None:
-    with pytest.raises(BadAction):
-        parse_action(text, space)
+def test_a_hostile_text_is_a_bad_action(space: Space[Any]) -> None:
+    for text in NASTY.values():
+        with pytest.raises(BadAction):
+            parse_action(text, space)
 
 
 @pytest.mark.parametrize(
