@@ -147,7 +147,6 @@ def check_agent(actor: ActorSection) -> None:
 
 
 def _check_tasks(cfg: RunConfig) -> None:
-    """Check that there are tasks, and that their episodes can be trained on."""
     if not cfg.tasks:
         raise ConfigError("tasks=[]: a run needs at least one task: tasks=[{env: e, subset: s}]")
     check_training(cfg)
@@ -223,9 +222,9 @@ def check_model(path: str, root: Path, *, key: str = "model.path", output: str =
     """
     folder = root / path
     if not folder.is_dir():
-        config = (
-            "the same --config" if path == output else f"--config {_preset_that_makes(path, root)}"
-        )
+        # The preset whose `sft` writes a policy to this path.
+        preset = next((n for n in list_configs(root) if path == f"runs/{n}/policy"), "tiny")
+        config = "the same --config" if path == output else f"--config {preset}"
         remedy = f"give a checkpoint directory; `python run.py sft` with {config} makes one"
         raise ConfigError(f"{key}={path}: no such directory; {remedy}")
     check_kind(folder, key=key, shown=path)
@@ -240,11 +239,6 @@ def check_model(path: str, root: Path, *, key: str = "model.path", output: str =
         remedy = "give a directory that save_pretrained of a model and its tokenizer wrote"
         raise ConfigError(f"{key}={path}: lacks {', '.join(lacking)}; {remedy}")
     check_weights(folder, key=key, shown=path)
-
-
-def _preset_that_makes(path: str, root: Path) -> str:
-    """Return the preset whose `sft` writes a policy to `path`; "tiny" if there is none."""
-    return next((each for each in list_configs(root) if path == f"runs/{each}/policy"), "tiny")
 
 
 def check_ports(cfg: RunConfig) -> None:

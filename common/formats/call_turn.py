@@ -131,7 +131,8 @@ class _Probe:
                 opening=sampled(opening),
             )
             self._check_read(form, sampled, whole[end_at : end_at + len(mark)])
-        if not self._again().endswith(whole[end_at:]):
+        repeated = self._texts(ARGUMENTS, "", is_final=False, num_calls=2)
+        if not repeated.endswith(whole[end_at:]):
             raise ValueError(f"shows a second call otherwise than the first: {whole!r:.1000}")
         shares_start = final[:end_at] == whole[:end_at]
         return CallTurn(
@@ -218,10 +219,6 @@ class _Probe:
         text = self._texts(ARGUMENTS, "", is_final=False, result=wide)
         return wide not in text and _inner(wide) not in text
 
-    def _again(self) -> str:
-        """Return the rendered text with two calls and their results, which are the same."""
-        return self._texts(ARGUMENTS, "", is_final=False, num_calls=2)
-
     def _final(self) -> str:
         """Return the rendered text of a call without a result; "": the template refuses it."""
         try:
@@ -230,7 +227,6 @@ class _Probe:
             return ""
 
     def _check_tools(self, whole: str) -> None:
-        """Check that the template shows tools, calls and results. Raises: ValueError."""
         user: Message = {"role": "user", "content": USER}
         shown = self.render([user], self.tools, True)
         tool = str(self.tools[0]["function"]["name"])

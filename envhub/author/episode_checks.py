@@ -17,14 +17,14 @@ SLOW_S = 0.2  # Maximum seconds of a step in the hub's own thread, see envhub.in
 
 def check_rewards(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:
     """Yield rewards out of range, and the meaning of reward and success in this environment."""
-    paid = [(each.item_id, r.reward) for each in plays.all for r in each.results]
+    step_rewards = [(each.item_id, r.reward) for each in plays.all for r in each.results]
     odd = [
         f"{item}: {reward!r} is not in [0, 1]"
-        for item, reward in paid
+        for item, reward in step_rewards
         if not (isinstance(reward, int | float) and math.isfinite(reward) and 0 <= reward <= 1)
     ]
     kind = "the sum of its rewards" if spec.reward is Reward.SUM else "the reward of its last step"
-    best = max((reward for _, reward in paid), default=0.0)
+    best = max((reward for _, reward in step_rewards), default=0.0)
     yield from graded(
         "reward", odd, f"an episode's return is {kind}; the highest reward seen is {best:g}"
     )

@@ -110,11 +110,11 @@ class SeededEnv:
             return StepResult(
                 observation=str(error), reward=self._reward, done=False, is_valid=False
             )
-        paid = moved.reward
+        reward = moved.reward
         # The policy caused the invalid action, so its reward is clipped to the range.
-        if paid is not None and not moved.is_valid:
-            paid = max(paid, self._rule.least)
-        self._reward = self._rewards.add(paid, is_last=moved.is_done)
+        if reward is not None and not moved.is_valid:
+            reward = max(reward, self._rule.least)
+        self._reward = self._rewards.add(reward, is_last=moved.is_done)
         self._text = moved.text
         return StepResult(
             observation=moved.text,

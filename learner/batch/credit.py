@@ -36,14 +36,14 @@ def outcome_credit(trajectory: Trajectory, algorithm: AlgorithmSection) -> float
     """Return the credit of a whole episode: discounted reward minus the episode's penalty."""
     is_on_episode = algorithm.invalid_action_level is CreditLevel.EPISODE
     return shaped_reward(
-        total_pay(trajectory) * algorithm.turn_discount ** max(trajectory.num_turns - 1, 0),
+        total_turn_reward(trajectory) * algorithm.turn_discount ** max(trajectory.num_turns - 1, 0),
         trajectory.num_invalid_actions,
         trajectory.num_turns,
         algorithm.invalid_action_penalty if is_on_episode else 0.0,
     )
 
 
-def total_pay(trajectory: Trajectory) -> float:
+def total_turn_reward(trajectory: Trajectory) -> float:
     """Return the sum of all turn rewards: the last score minus the score before the first turn."""
     return trajectory.reward - trajectory.start_score
 
@@ -75,11 +75,11 @@ def turn_rewards(
 
 def end_reward(trajectory: Trajectory, algorithm: AlgorithmSection) -> float:
     """Return the reward of the episode's end: the part of the reward at episode level."""
-    paid = total_pay(trajectory) if algorithm.reward_level is CreditLevel.EPISODE else 0.0
+    reward = total_turn_reward(trajectory) if algorithm.reward_level is CreditLevel.EPISODE else 0.0
     if algorithm.invalid_action_level is CreditLevel.EPISODE:
         share = trajectory.num_invalid_actions / max(trajectory.num_turns, 1)
-        paid -= algorithm.invalid_action_penalty * share
-    return paid
+        reward -= algorithm.invalid_action_penalty * share
+    return reward
 
 
 def group_has_signal(members: list[Trajectory], algorithm: AlgorithmSection) -> bool:

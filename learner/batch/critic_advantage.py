@@ -76,22 +76,22 @@ def with_advantages(
         values: [tokens] float32 of the states before each sampled token.
         bootstrap: value of the state at the very end, used only if the episode was cut short. It is
             read at the start of the next turn, like the values of turns. Without a last observation
-            `value_behind` replaces it.
+            `value_after` replaces it.
         log_ratios: [tokens] nats of pi / mu; used by V-trace only.
     """
     trajectory = sample.trajectory
     steps = timesteps(trajectory, critic.timestep)  # [tokens] index of each token's timestep
     first = np.flatnonzero(np.diff(steps, prepend=-1))  # [step] first token of each timestep
     is_cut = trajectory.end_reason in CUT_SHORT
-    paid = step_rewards(trajectory, algorithm, critic.timestep, with_end=not is_cut)
-    rewards = torch.from_numpy(paid).double()
+    of_steps = step_rewards(trajectory, algorithm, critic.timestep, with_end=not is_cut)
+    rewards = torch.from_numpy(of_steps).double()
     states = torch.from_numpy(values[first]).double()
     is_turn = critic.timestep is Timestep.TURN
     discount = algorithm.turn_discount if is_turn else 1.0
     ending = 0.0
     if is_cut:
         if trajectory.loss_mask[-1]:
-            bootstrap = value_behind(float(states[-1]), float(rewards[-1]), discount)
+            bootstrap = value_after(float(states[-1]), float(rewards[-1]), discount)
         ending = continuation(trajectory, algorithm, bootstrap, discount)
     if critic.targets is CriticTargets.VTRACE:
         summed = np.bincount(steps, weights=log_ratios.astype(np.float64))  # [step]
@@ -119,14 +119,14 @@ def with_advantages(
     )
 
 
-def value_behind(value: float, paid: float, discount: float) -> float:
+def value_after(value: float, reward: float, discount: float) -> float:
     """Return the value of the state after a timestep from that of the state before it.
 
     Args:
-        value: value before the timestep: paid + discount * value after it.
-        paid: reward of the timestep itself.
+        value: value before the timestep: reward + discount * value after it.
+        reward: reward of the timestep itself.
     """
-    return (value - paid) / discount
+    return (value - reward) / discount
 
 
 def continuation(
@@ -173,9 +173,9 @@ def step_rewards(
     present, last_from_end = np.unique(turns[::-1], return_index=True)
     last = len(turns) - 1 - last_from_end  # [turn present] its last sampled token
     owner = np.maximum(np.searchsorted(present, np.arange(len(per_turn)), side="right") - 1, 0)
-    paid = np.bincount(owner, weights=per_turn, minlength=len(present)).astype(np.float32)
+    sums = np.bincount(owner, weights=per_turn, minlength=len(present)).astype(np.float32)
     if kind is Timestep.TURN:
-        return paid
+        return sums
     rewards = np.zeros(len(turns), dtype=np.float32)
-    rewards[last] = paid
+    rewards[last] = sums
     return rewards

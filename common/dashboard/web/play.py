@@ -43,19 +43,19 @@ class _OpenBody(BaseModel):
     run: str = Field("", max_length=200)  # Run whose style and answer format are used.
 
 
-class _Episode(BaseModel):
+class _EpisodeBody(BaseModel):
     """Body of a request about an open episode."""
 
     id: str = Field(max_length=100)
 
 
-class _Step(_Episode):
+class _StepBody(_EpisodeBody):
     """Body of a request that sends an action."""
 
     action: str = Field(max_length=MAX_CHARS)
 
 
-class _Ask(_Episode):
+class _AskBody(_EpisodeBody):
     """Body of a request that lets a policy choose the action."""
 
     # Run whose policy answers, in place of the endpoint `url`.
@@ -78,16 +78,16 @@ def add_play(app: FastAPI, table: PlayService) -> None:
             format = run.format()
         return await table.open(body.env, body.item, style=style, format=format)
 
-    async def step(body: _Step) -> EpisodeReply:
+    async def step(body: _StepBody) -> EpisodeReply:
         return await table.step(body.id, body.action)
 
-    async def ask(body: _Ask, request: Request) -> EpisodeReply:
+    async def ask(body: _AskBody, request: Request) -> EpisodeReply:
         """Let a policy act: the one of a run, or one behind an endpoint."""
         if body.run:
             return await table.ask_run(body.id, str(_run(request, body.run).run_dir.root.resolve()))
         return await table.ask(body.id, url=body.url, model=body.model, key=body.key)
 
-    async def close(body: _Episode) -> EpisodeReply:
+    async def close(body: _EpisodeBody) -> EpisodeReply:
         await table.close(body.id)
         return {}
 

@@ -82,15 +82,15 @@ class AgentGymBabyAiEnv(BabyAiEnv):
 
     def _run(self, action: GridAction) -> None:
         """Run an action's primitives until one of them changes nothing."""
-        is_paid = False
+        has_reward = False
         for primitive in action.primitives:
             before = image(self._scene)
             _, reward, self._has_ended, _, _ = self._level.step(primitive)
-            is_paid = float(reward) > 0
+            has_reward = float(reward) > 0
             self._scene = read_scene(self._level)
             if image(self._scene) == before:
                 break
-        self._score = self._minigrid_reward() if is_paid else 0.0
+        self._score = self._minigrid_reward() if has_reward else 0.0
         self._reward = max(0.0, self._score)
         self._update_view()
 

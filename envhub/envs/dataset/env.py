@@ -102,16 +102,16 @@ class DatasetEnv:
         self._is_done = True
         began_s = time.monotonic()
         keywords, columns = self._offered(completion, None)
-        paid = await self._task.rewards.pay(self._task.caller, keywords, columns, self._place)
-        metrics = {f"reward_{name}": value for name, value in paid.values.items()}
-        metrics |= paid.costs
+        scored = await self._task.rewards.score(self._task.caller, keywords, columns, self._place)
+        metrics = {f"reward_{name}": value for name, value in scored.values.items()}
+        metrics |= scored.costs
         metrics["reward_s"] = time.monotonic() - began_s
         return StepResult(
             observation=text or "The answer was received.",
-            reward=paid.total,
+            reward=scored.total,
             done=True,
             is_valid=True,
-            is_success=paid.total >= self._task.success_from,
+            is_success=scored.total >= self._task.success_from,
             is_truncated=is_truncated,
             metrics=metrics,
         )

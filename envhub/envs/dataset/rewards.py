@@ -131,7 +131,7 @@ Term = RewardTerm | JudgeTerm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Paid:
+class EpisodeReward:
     """The reward of an episode: the sum in [0, 1], and the value of each function."""
 
     total: float
@@ -171,7 +171,9 @@ class RewardSum:
         """The judges among the rewards."""
         return [term.judge for term in self.terms if isinstance(term, JudgeTerm)]
 
-    async def pay(self, caller: Caller, keywords: Keywords, columns: Keywords, place: str) -> Paid:
+    async def score(
+        self, caller: Caller, keywords: Keywords, columns: Keywords, place: str
+    ) -> EpisodeReward:
         """Return the reward of an episode.
 
         Args:
@@ -188,7 +190,7 @@ class RewardSum:
             raise EnvFailure(f"no reward applies to {place}: each function returned [None]")
         total = sum(term.weight * values.get(term.name, 0.0) for term in self.terms)
         costs = {name: cost for _, own in outcomes for name, cost in own.items()}
-        return Paid(total=self._mapped(total), values=values, costs=costs)
+        return EpisodeReward(total=self._mapped(total), values=values, costs=costs)
 
     def _mapped(self, total: float) -> float:
         """Return a sum of rewards, mapped to [0, 1]."""

@@ -34,10 +34,7 @@ class NoText(ValueError):
 
 
 def parse_whole(text: str) -> int:
-    """Return the whole number in a text: `7`, `-1`, `+1`, `007` or `1.0`.
-
-    Raises: BadAction: no whole number, or one that is too large for every space.
-    """
+    """Return the number in a text such as `7`, `-1`, `+1`, `007` or `1.0`. Raises: BadAction."""
     match = WHOLE.fullmatch(text.strip().replace("\u2212", "-"))
     if match is None or not any(each.isdecimal() for each in text):
         raise BadAction(f"{shown(text)} is not a whole number.")
@@ -51,14 +48,18 @@ def parse_action(text: str, space: Any) -> Any:
     """Return the action of a space that a text denotes. Raises: BadAction: no such action."""
     kind = kind_of(space)
     if kind == "Text":
-        return _contained(_spoken(text, space), space)
+        return _checked_action(_spoken(text, space), space)
     if kind == "Discrete":
-        return _contained(_named(text, space), space)
+        try:
+            number = parse_whole(text)
+        except BadAction as error:
+            raise BadAction(f"The action must be {describe(space)}. {error}") from error
+        return _checked_action(number, space)
     try:
         value = json.loads(_unfenced(text), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise BadAction(f"The action is no JSON; it must be {describe(space)}.") from error
-    return _contained(_built(value, space), space)
+    return _checked_action(_built(value, space), space)
 
 
 def kind_of(space: Any) -> str:
@@ -155,14 +156,6 @@ def observation_text(observation: Any) -> str:
     return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
 
 
-def _named(text: str, space: Any) -> int:
-    """Return the number in a text. Raises: BadAction with the range of the space."""
-    try:
-        return parse_whole(text)
-    except BadAction as error:
-        raise BadAction(f"The action must be {describe(space)}. {error}") from error
-
-
 def _spoken(text: str, space: Any) -> str:
     """Return the value of a JSON string that the space contains, else the text itself."""
     try:
@@ -178,7 +171,7 @@ def _unfenced(text: str) -> str:
     return found[1] if found else text
 
 
-def _contained(action: Any, space: Any) -> Any:
+def _checked_action(action: Any, space: Any) -> Any:
     """Return an action. Raises: BadAction: the space does not contain it."""
     try:
         is_contained = bool(space.contains(action))
@@ -197,7 +190,7 @@ def _built(value: Any, space: Any) -> Any:
     if kind == "Discrete":
         return _whole(value)
     if kind == "Text":
-        return _contained(value, space)
+        return _checked_action(value, space)
     if kind == "Dict":
         if not isinstance(value, dict) or value.keys() != space.spaces.keys():
             raise BadAction(f"{shown(value)} is not {describe(space)}.")
@@ -285,7 +278,6 @@ def _parts(space: Any) -> list[Any]:
 
 
 def _describe_array(space: Any) -> str:
-    """Return the form of an array in words."""
     noun = "whole number" if space.dtype.kind in "iub" else "number"
     num = len(space.shape)
     form = f"a JSON array of shape {[*space.shape]} of {noun}s" if num else f"a {noun}"

@@ -37,7 +37,7 @@ class Tasks:
     rule: RewardRule
     tools: Mapping[str, dict[str, Any]]  # The agent's tools, by name.
     # Whether the tool that ends an episode belongs to the server, and its result is the reward.
-    pays: bool
+    grades: bool
     # The single connection of all sessions, if an argument identifies the session.
     shared: list[Link]
     # Only one session at a time opens it.
@@ -92,7 +92,7 @@ class McpEpisode:
         try:
             name, arguments = self._parse(action)
             self._check(name, arguments)
-            if name == self._options.submit and not self._tasks.pays:
+            if name == self._options.submit and not self._tasks.grades:
                 return await self._submit(str(arguments["answer"]))
             result = await self._link.call(name, arguments | self._session)
         except BadAction as error:
@@ -102,7 +102,7 @@ class McpEpisode:
                 raise
             return self._result(str(error).partition(": ")[2], is_valid=False)
         if name == self._options.submit and not result.is_error:
-            return self._pay(result)
+            return self._rewarded(result)
         return self._result(self._tool_text(result))
 
     async def _submit(self, answer: str) -> StepResult:
@@ -111,7 +111,7 @@ class McpEpisode:
         if check is not None:
             given = {"answer": answer, **check.get("arguments", {}), **self._session}
             assert self._link is not None
-            return self._pay(await self._link.call(str(check["tool"]), given))
+            return self._rewarded(await self._link.call(str(check["tool"]), given))
         right = self._item["answer"]
         accepted = right if isinstance(right, list) else [right]
         is_right = _plain(answer) in {_plain(str(each)) for each in accepted}
@@ -120,7 +120,7 @@ class McpEpisode:
             "Right." if is_right else "Wrong.", reward=float(is_right), is_success=is_right
         )
 
-    def _pay(self, result: Any) -> StepResult:
+    def _rewarded(self, result: Any) -> StepResult:
         """Return the end of an episode; its reward is a number or JSON in the tool's result."""
         text = self._tool_text(result)
         if result.is_error:
@@ -136,13 +136,13 @@ class McpEpisode:
                     f"{self._options.shown}: no reward in {text:.200!r}; return a number, or JSON"
                     ' with "reward"'
                 ) from error
-        paid = Rewards(self._tasks.rule).add(reward, is_last=True)
+        total = Rewards(self._tasks.rule).add(reward, is_last=True)
         content = _content(result)
         reported = reported_truth(content, SUCCESS_KEYS)
         self._is_done = True
         self._is_truncated = reported_truth(content, TRUNCATED_KEYS) is True
-        is_success = paid >= 1.0 if reported is None else reported
-        return self._result(text, reward=paid, is_success=is_success)
+        is_success = total >= 1.0 if reported is None else reported
+        return self._result(text, reward=total, is_success=is_success)
 
     async def valid_actions(self) -> list[str]:
         """Return one call of each tool, with example arguments."""
@@ -152,7 +152,7 @@ class McpEpisode:
     async def expert_action(self) -> str | None:
         """Return the correct answer if the item has one."""
         right = self._item.get("answer")
-        if self._tasks.pays or right is None:
+        if self._tasks.grades or right is None:
             return None
         answer = str(right[0] if isinstance(right, list) else right)
         return json.dumps({"tool": self._options.submit, "arguments": {"answer": answer}})

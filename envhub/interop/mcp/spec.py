@@ -49,13 +49,13 @@ def make_spec(reference: str) -> EnvSpec:
         listed, items = run_coroutine(ask, timeout_s=limit_s + options.timeout_s)
     except McpFailure as error:
         raise ConfigError(f"{reference}: {error}") from error
-    pays = options.submit in listed
+    grades = options.submit in listed
     for number, item in enumerate(items, 1):
-        _check_item(f"{reference}: item {number}", item, pays=pays)
+        _check_item(f"{reference}: item {number}", item, grades=grades)
     tools = _agents_tools(reference, options, listed, items)
-    if not pays:
+    if not grades:
         tools[options.submit] = ANSWER
-    rule = _rule_of(reference, options, has_payer=pays or any("check" in each for each in items))
+    rule = _rule_of(reference, options, has_grader=grades or any("check" in each for each in items))
     places, subset = split_of(items, num_test=options.num_test, max_turns=options.max_turns)
     tasks = Tasks(
         options=options,
@@ -64,7 +64,7 @@ def make_spec(reference: str) -> EnvSpec:
         subset=subset,
         rule=rule,
         tools=tools,
-        pays=pays,
+        grades=grades,
         shared=[],
     )
 
@@ -93,13 +93,13 @@ def make_spec(reference: str) -> EnvSpec:
     )
 
 
-def _rule_of(reference: str, options: McpOptions, *, has_payer: bool) -> RewardRule:
+def _rule_of(reference: str, options: McpOptions, *, has_grader: bool) -> RewardRule:
     """Return the reward scale; without a tool that computes rewards, an answer is 0 or 1.
 
     Raises: ConfigError: the bounds are not in order.
     """
     rule = rule_of(reference, options.min_reward, options.max_reward)
-    return rule if has_payer else RewardRule()
+    return rule if has_grader else RewardRule()
 
 
 async def _describe_server(
@@ -165,10 +165,10 @@ def _read(path: Path) -> str:
         raise ConfigError(f"items: {path}: {error}") from error
 
 
-def _check_item(where: str, item: Mapping[str, Any], *, pays: bool) -> None:
+def _check_item(where: str, item: Mapping[str, Any], *, grades: bool) -> None:
     """Raise ConfigError if the item has no prompt, or no answer and no check."""
-    if "prompt" not in item or (not pays and not {"answer", "check"} & item.keys()):
-        raise ConfigError(f"{where} lacks {'prompt' if pays else 'prompt, and answer or check'}")
+    if "prompt" not in item or (not grades and not {"answer", "check"} & item.keys()):
+        raise ConfigError(f"{where} lacks {'prompt' if grades else 'prompt, and answer or check'}")
     check = item.get("check", {"tool": ""})
     if not isinstance(check, dict) or not isinstance(check.get("tool"), str):
         raise ConfigError(f'{where}: check must be {{"tool": ..., "arguments": {{...}}}}')

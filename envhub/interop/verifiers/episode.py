@@ -95,12 +95,12 @@ class VerifiersEpisode(RemoteEpisode):
         if "ask" in line:
             self._known.append(message)
             return self._result(self._messages_text(line), is_valid=True)
-        paid = line["paid"]
-        self._reward = Rewards(self._shared.rule).add(paid["reward"], is_last=True)
+        outcome = line["paid"]
+        self._reward = Rewards(self._shared.rule).add(outcome["reward"], is_last=True)
         self._is_done = True
-        self._is_success = paid.get("is_success", self._reward >= 1.0)
-        self._is_truncated = paid["is_truncated"]
-        return self._result(f"The episode has ended and pays {paid['reward']:g}.", is_valid=True)
+        self._is_success = outcome.get("is_success", self._reward >= 1.0)
+        self._is_truncated = outcome["is_truncated"]
+        return self._result(f"The episode has ended and pays {outcome['reward']:g}.", is_valid=True)
 
     async def valid_actions(self) -> list[str]:
         """Return a sample answer, and one call of each tool with example arguments."""

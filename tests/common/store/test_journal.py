@@ -283,7 +283,7 @@ def test_packed_segments_read_as_before_from_anywhere(tmp_path: Path) -> None:
 
 def test_pruned_segments_are_refused_or_skipped(tmp_path: Path) -> None:
     positions = write(tmp_path, "g/0", "g/1", "g/2", max_segment_bytes=1)
-    prune(tmp_path, before=2, may_go=lambda number, path: True)
+    prune(tmp_path, before=2, may_remove=lambda number, path: True)
     assert load_pruned(tmp_path).before == 2
     assert ids(tmp_path) == ["g/2"]
     assert ids(tmp_path, start=positions[2]) == ["g/2"]

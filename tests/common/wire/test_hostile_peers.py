@@ -289,20 +289,20 @@ def test_endless_message_is_cut_complete_ones_pass(
             assert info is not None, "it was ended"
             return connections_module._number(info[connections_module.BYTES_RECEIVED])
 
-        def send_a_part(*, may_send: bool) -> None:
+        def send_a_part(*, has_message: bool) -> None:
             wanted = num_received() + len(PART)
             peer.sendall(PART)
             wait_for(lambda: num_received() >= wanted, "not taken")
-            connections.heard = {each.descriptor} if may_send else set()
+            connections.heard = {each.descriptor} if has_message else set()
             connections._check(time.monotonic())
 
         wait_for(is_let_in, "not let in")
         for _ in range(5):
-            send_a_part(may_send=True)
+            send_a_part(has_message=True)
         for _ in range(3):
-            send_a_part(may_send=False)
+            send_a_part(has_message=False)
         assert connections.report()["refused"] == {}
-        send_a_part(may_send=False)
+        send_a_part(has_message=False)
         assert connections.report()["refused"] == {"endless message": 1}
 
 

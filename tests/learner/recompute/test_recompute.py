@@ -164,7 +164,7 @@ def test_running_run_is_recomputed_up_to_its_last_record(run: RunDir) -> None:
 
 def test_pruned_range_is_refused_by_name(run: RunDir) -> None:
     segments = list(list_segments(run.journal))
-    prune(run.journal, before=segments[3], may_go=lambda *_: True)
+    prune(run.journal, before=segments[3], may_remove=lambda *_: True)
     with pytest.raises(ConfigError, match=r"--steps=1:6: .*pruned.*--steps=3:6 can be") as refused:
         computed(run.root)
     assert "steps 1 to" in str(refused.value)
@@ -179,7 +179,7 @@ def test_pruned_range_is_refused_by_name(run: RunDir) -> None:
 def test_steps_pruned_from_the_log_are_refused_by_name(run: RunDir) -> None:
     steps, size = list(read_steps(run.steps)), run.steps.stat().st_size
     before = steps[2].segment  # Step 2 comes after a step and a skipped batch.
-    prune(run.journal, before=before, may_go=lambda *_: True)
+    prune(run.journal, before=before, may_remove=lambda *_: True)
     log, sums = StepLog(run.steps, prune_from_bytes=0), ChecksumLog(run.checksums, version=6)
     assert log.prune(before=before, needed=size)
     sums.prune(log.pruned.number)
