@@ -45,6 +45,7 @@ def url(tmp_path: Path) -> Generator[str]:
         child.stop(timeout_s=10.0)
 
 
+@pytest.mark.long
 def test_finished_run_pictures_show_a_training_group(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

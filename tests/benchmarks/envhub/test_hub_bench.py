@@ -48,6 +48,7 @@ async def _status_without_token(target: ServiceTarget) -> int:
     return caught.value.status
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_failed_hub_start_reports_last_output() -> None:
     with pytest.raises(ChildFailed, match="no environment 'nosuch'"), hub_process(["nosuch"]):

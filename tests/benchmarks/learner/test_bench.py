@@ -185,6 +185,7 @@ def test_sending_reports_the_receivers_error() -> None:
         )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_sender_needs_two_buckets() -> None:
     source = LiveWeights([("weights", torch.ones(40 << 20))], torch.bfloat16)

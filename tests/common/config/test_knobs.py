@@ -110,6 +110,7 @@ def out_of_bounds(key: str, kind: Any, law: Constraint) -> list[float]:
     return [low, high, -math.inf, math.inf, math.nan]
 
 
+@pytest.mark.slow
 def test_number_out_of_bounds_is_refused() -> None:
     for key, kind, _, law in NUMBERS:
         assert law is not None, key

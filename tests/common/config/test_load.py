@@ -118,6 +118,18 @@ def test_missing_value_is_named(repository: Path) -> None:
     assert "model.path is not set" in error_of([], repository)
 
 
+def test_value_that_refers_to_a_missing_one_is_named(repository: Path) -> None:
+    told = error_of(["groups.size=${model.path}"], repository)
+    assert told.startswith("groups.size is not set: give groups.size=")
+
+
+def test_task_gets_its_first_configured_environment(tmp_path: Path, repository: Path) -> None:
+    config = write(tmp_path, "a", "tasks: [{env: 'webarena|minisites', subset: CMS}]\n")
+    assert load_config(config, [MODEL], root=repository).tasks[0].env == "minisites"
+    site = "envs.webarena.gitlab=http://h:1"
+    assert load_config(config, [MODEL, site], root=repository).tasks[0].env == "webarena"
+
+
 def test_unknown_config_error_lists_existing_ones(repository: Path) -> None:
     message = error_of([], repository, "quikstart")
     assert "--config quikstart" in message

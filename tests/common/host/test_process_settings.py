@@ -150,6 +150,7 @@ def test_unusable_environment_variable_is_named_before_start(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_terminal_without_umlauts_gets_them_escaped() -> None:
     environ = {"PYTHONIOENCODING": "ascii:strict"}

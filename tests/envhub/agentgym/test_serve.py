@@ -231,6 +231,7 @@ def test_routes_of_agentgyms_pages_answer(hub):
     assert len({rows[start : start + 3] for start in starts}) > 1
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_scienceworld_page_gets_every_detail_it_requests():
     with serve_envs("sciworld") as url:

@@ -143,6 +143,7 @@ def test_impossible_game_is_refused_by_name(reference: str, why: str) -> None:
         Registry([reference])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_invalid_last_move_pays_lower_bound(repository: Path) -> None:
     python = python_with("textarena==0.7.4", sees_ours=True)

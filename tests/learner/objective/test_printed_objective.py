@@ -249,8 +249,8 @@ def test_gradient_is_that_of_the_printed_objective(size: int, number: int) -> No
 @pytest.mark.parametrize(
     ("base", "number"),
     [
-        (Advantage.PPO, 50),
-        (Advantage.RUNNING, 50),
+        (Advantage.PPO, 25),
+        (Advantage.RUNNING, 25),
         pytest.param(Advantage.PPO, 100, marks=pytest.mark.long),
         pytest.param(Advantage.RUNNING, 100, marks=pytest.mark.long),
     ],
