@@ -118,8 +118,8 @@ def test_rows_equal_a_rollout_of_the_same_answers(name: str, tmp_path: Path) -> 
         assert (row.token_ids.tolist(), row.mask.astype(int).tolist()) == (ids, mask)
         return
     # The record lacks the thoughts. Their end is in the row, and is not learnt.
-    prompt = tokenizer.decode(row.token_ids[: int(row.mask.argmax())].tolist())
-    asked, opens, _ = tokenizer.decode(renderer.first_prompt(TEXTS[0])).rpartition("<think>")
+    prompt = str(tokenizer.decode(row.token_ids[: int(row.mask.argmax())].tolist()))
+    asked, opens, _ = str(tokenizer.decode(renderer.first_prompt(TEXTS[0]))).rpartition("<think>")
     assert prompt.startswith(asked)
     assert opens
     assert prompt.removeprefix(asked).strip().endswith("</think>")
