@@ -178,9 +178,16 @@ def _resolve(key: str, name: str, *, has_weights: bool = True) -> HubModel:
             f" {words}` on a machine with a network and copy its cache to {_cache_folder()}, or"
             f" give {key}=FOLDER with a local copy of the model"
         )
-    if problem:
+    if problem and not _is_offline():
         logger.warning("model hub unreachable, using the cache source=%s (%s)", name, problem)
     return HubModel(repository=repository, commit=folder.name, folder=folder)
+
+
+def _is_offline() -> bool:
+    """Return whether the environment demands the cache alone (HF_HUB_OFFLINE)."""
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
 
 
 def _is_pinned(revision: str | None) -> bool:

@@ -209,18 +209,23 @@ class Framing:
                 raise self._mismatch(text, frame.after)
             text = rest
             messages.append(Spoken(role=frame.role, text=self._named(inner)))
-            header = next((each for each in self._headers if text.startswith(each)), "")
-            text = text.removeprefix(header)
-            if not text:
+            # A header that is whitespace may also be the start of the frame after an empty answer.
+            headers = [each for each in self._headers if each and text.startswith(each)]
+            rests = [text.removeprefix(each) for each in (*headers, "")]
+            if "" in rests:
                 return messages
-            ends = [
-                (at, each) for each in self._frames if (at := self._before(each, 0).search(text))
-            ]
-            if not ends:
-                raise self._mismatch(text, self._marked(self._user.ids))
-            begun, frame = min(ends, key=lambda each: each[0].start())
+            found_in = [(rest, ends) for rest in rests if (ends := self._ends_in(rest))]
+            if not found_in:
+                raise self._mismatch(rests[0], self._marked(self._user.ids))
+            text, ends = found_in[0]
+            begun, frame = _first_place(ends)
             messages.append(Spoken(role="assistant", text=self._named(text[: begun.start()])))
             text = text[begun.end() :]
+
+    def _ends_in(self, text: str) -> list[tuple[re.Match[str], _Frame]]:
+        """Return the first place of each frame in a text."""
+        found = [(self._before(each, 0).search(text), each) for each in self._frames]
+        return [(place, each) for place, each in found if place is not None]
 
     def _system_frame(self, user: dict[str, Any]) -> _SystemFrame | None:
         """Return the frame of a system message; None: the template supports none."""
@@ -258,3 +263,15 @@ class Framing:
             else:
                 parts.append(self._tokenizer.decode(list(run)))
         return "".join(parts)
+
+
+def _first_place(found: list[tuple[re.Match[str], _Frame]]) -> tuple[re.Match[str], _Frame]:
+    """Return the first frame in a text, the longer one of two that overlap.
+
+    A frame of tool results may continue that of a user's message.
+    """
+    first, *others = sorted(found, key=lambda each: each[0].start())
+    for each in others:
+        if each[0].start() < first[0].end() < each[0].end():
+            first = each
+    return first

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import ConfigError
-from common.exchange.writing import FINGERPRINT, arrow
+from common.exchange.writing import FINGERPRINT, REST, arrow
 from common.formats.thoughts import FIELDS
 
 Record = dict[str, Any]
@@ -228,7 +228,16 @@ def _of_atif(record: Record, place: str) -> TokenRow | None:
                 f"{place}: completion_token_ids and logprobs must be lists of the same length"
             )
         logprobs += [0.0] * new + given
-    return _row(_about(record, place), ids, mask, logprobs, place) if ids else None
+    about = _about(record, place)
+    rest = about.get(REST) or []
+    if not isinstance(rest, list):
+        raise ConfigError(f"{place}: {REST!r} is {type(rest).__name__}, not a list of token ids")
+    if not ids:
+        return None
+    ids += rest
+    mask += [False] * len(rest)
+    logprobs += [0.0] * len(rest)
+    return _row(about, ids, mask, logprobs, place)
 
 
 def _row(about: Record, ids: list[Any], mask: list[Any], logprobs: Any, place: str) -> TokenRow:

@@ -18,6 +18,7 @@ from common.wire.messages import EpisodeKind, PolicyKind, Trajectory
 FORMATS = ("json", "agenttraj", "sft", "parquet", "atif")
 ATIF = "ATIF-v1.7"
 FINGERPRINT = "tokenizer"  # Field with the fingerprint of the vocabulary and chat template.
+REST = "rest_token_ids"  # Field of ATIF documents: the tokens after the last agent step.
 TRAIN_ITEM = "-train-"  # Part of the id of every training item.
 ROWS_AT_ONCE = 1_000  # Rows of one write to a Parquet file.
 COLUMNS = {  # Types of the Parquet columns, by their names in pyarrow.
@@ -147,6 +148,8 @@ def _atif(row: Trajectory, number: int, count: int, spoken: list[Spoken]) -> dic
             step["metrics"] = _metrics(row, *next(spans))
         steps.append(step)
     sampled = int(row.loss_mask.sum())
+    # No agent step has the tokens after the last one.
+    rest = row.token_ids[edges[-1] :].tolist() if edges else []
     return {
         "schema_version": ATIF,
         "session_id": row.episode_id,
@@ -154,7 +157,7 @@ def _atif(row: Trajectory, number: int, count: int, spoken: list[Spoken]) -> dic
         "agent": {"name": "longstride", "version": product_version()},
         "steps": steps,
         "final_metrics": {"total_completion_tokens": sampled, "total_steps": len(steps)},
-        "extra": _about(row, number, count),
+        "extra": _about(row, number, count) | ({REST: rest} if rest else {}),
     }
 
 

@@ -169,10 +169,7 @@ class _Probe:
         return self.render(messages, self.tools, not is_final).partition(USER)[2]
 
     def _around_later(self, mark: str) -> tuple[str, str]:
-        """Return the end of a call that stands only behind the last one, and the start of others.
-
-        Both are "" if the template refuses several calls.
-        """
+        """Return the end that only the last call has, and the start of others; "" for one call."""
         one = self._texts(ARGUMENTS, "", is_final=False).partition(VALUES[-1])[2].partition(mark)[0]
         try:
             two = self._texts(ARGUMENTS, "", is_final=False, num_together=2)

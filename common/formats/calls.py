@@ -458,9 +458,16 @@ def _typed(given: Arguments, schemas: Mapping[str, Any]) -> Arguments:
 
 def _like(read: Arguments, given: Arguments) -> Arguments:
     """Return arguments in tags with the types of the given arguments."""
-    names = {str: "string", dict: "object", list: "array"}
-    kinds = {key: {names.get(type(value), "number")} for key, value in given.items()}
+    kinds = {key: {_kind_of(value)} for key, value in given.items()}
     return {key: _of_type(text, kinds.get(key, set())) for key, text in read.items()}
+
+
+def _kind_of(value: object) -> str:
+    if isinstance(value, str):
+        return "string"
+    if isinstance(value, dict):
+        return "object"
+    return "array" if isinstance(value, list) else "number"
 
 
 def _of_type(text: str, kinds: set[str]) -> object:

@@ -215,8 +215,23 @@ class ChatRenderer(MeasuredTemplate):
         if not found:
             raise ValueError("the chat template does not end the assistant's turn")
         at, own = min(found, key=lambda place: place[0])
+        self._check_instructions(messages, tail[at:])
         ids = self._control.encode(tail[at:])
         return ids[own.num_sampled(end, is_stopped=is_stopped) :]
+
+    def _check_instructions(self, messages: Sequence[Message], text: str) -> None:
+        """Check that a text after an answer has the system messages that stand there.
+
+        Raises: ValueError: the chat template drops one, or moves it to another place.
+        """
+        for each in messages:
+            told = self._control.broken(str(each["content"])).strip()
+            if each["role"] == "system" and told not in text:
+                raise ValueError(
+                    f"the chat template drops or moves the system message {each['content']!r:.80}"
+                    " after an answer; put its text into the user's message, or give another"
+                    " template (model.chat_template)"
+                )
 
     def _answered_calls(
         self, results: Sequence[Message], calls: Sequence[Message]

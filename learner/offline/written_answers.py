@@ -254,8 +254,8 @@ class AnswerWriter:
             )
         if said.strip() not in text:
             raise ValueError(
-                "content: the chat template drops the text beside tool calls; remove the text, or"
-                " give another template (model.chat_template)"
+                "content: the chat template does not write the text before the tool calls; remove"
+                " the text, or give another template (model.chat_template)"
             )
         return header, thoughts + (text.lstrip() if thoughts else text)
 

@@ -43,7 +43,7 @@ def segments_of(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
+class _WrittenTurn:
     """A prompt from the answer before it, with its answer; None: the conversation ends."""
 
     prompt: list[int]
@@ -51,9 +51,9 @@ class _Step:
     is_trained: bool = False
 
 
-def _steps_of(conversation: Conversation, writer: AnswerWriter) -> list[_Step]:
+def _steps_of(conversation: Conversation, writer: AnswerWriter) -> list[_WrittenTurn]:
     tools = conversation.tools
-    steps: list[_Step] = []
+    steps: list[_WrittenTurn] = []
     shown: list[dict[str, Any]] = []  # Messages since the last answer.
     last: WrittenAnswer | None = None
     calls: list[dict[str, Any]] = []  # Calls of the last answer.
@@ -65,29 +65,29 @@ def _steps_of(conversation: Conversation, writer: AnswerWriter) -> list[_Step]:
             continue
         answer = writer.write(message, tools=tools)
         prompt = _prompt(writer.renderer, _with_results(shown, given), tools, last, calls)
-        steps.append(_Step(prompt=prompt, answer=answer, is_trained=each.is_trained))
+        steps.append(_WrittenTurn(prompt=prompt, answer=answer, is_trained=each.is_trained))
         shown = []
         last = answer
         calls = answer.calls
         given = each.calls
     if shown:
         prompt = _prompt(writer.renderer, _with_results(shown, given), tools, last, calls)
-        steps.append(_Step(prompt=prompt, answer=None))
+        steps.append(_WrittenTurn(prompt=prompt, answer=None))
     return steps
 
 
-def _asked(step: _Step, writer: AnswerWriter) -> list[int]:
+def _asked(step: _WrittenTurn, writer: AnswerWriter) -> list[int]:
     """Return the prompt of an answer with the answer's own header."""
     return writer.with_header(step.prompt, step.answer.header) if step.answer else step.prompt
 
 
-def _kept(step: _Step, writer: AnswerWriter) -> list[int]:
+def _kept(step: _WrittenTurn, writer: AnswerWriter) -> list[int]:
     """Return the tokens of a past answer and its prompt, as they were sampled."""
     assert step.answer is not None
     return [*_asked(step, writer), *step.answer.sampled]
 
 
-def _forgotten(step: _Step, writer: AnswerWriter) -> list[int]:
+def _forgotten(step: _WrittenTurn, writer: AnswerWriter) -> list[int]:
     """Return the tokens of a past answer and its prompt without the thoughts."""
     assert step.answer is not None
     shown, answer = writer.without_thoughts(step.prompt, step.answer)

@@ -275,7 +275,9 @@ def test_text_that_a_template_drops_beside_calls_is_refused(tmp_path: Path) -> N
         if not is_refused:
             assert row_of_conversation(vocabulary(template), conversation).mask.any()
             continue
-        with pytest.raises(ConfigError, match=r"record 1: content: .* drops the text beside tool"):
+        with pytest.raises(
+            ConfigError, match=r"record 1: content: .* not write the text before the"
+        ):
             row_of_conversation(vocabulary(template), conversation)
 
 

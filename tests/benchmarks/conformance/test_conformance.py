@@ -42,7 +42,6 @@ from benchmarks.table import BenchTable
 from common.config.compute import Layout, Precision
 from common.repository import ROOT
 from learner.policy.model import load_policy
-from tests.marks import long_for
 
 # Families by their peculiarity: with LAYOUT, sequences are padded.
 ROUNDING = 0.1  # nats; mean difference of scores in bf16.
@@ -59,7 +58,6 @@ TEN = {
     "glm4": "",  # Rotary embedding of half a head.
     "phi3": "",  # Fused projections.
 }
-NIGHTLY = ("mistral", "cohere", "granite", "glm4", "phi3")  # Their start check always runs.
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +70,7 @@ def pair() -> Iterator[RankPair]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", long_for(TEN, NIGHTLY))
+@pytest.mark.parametrize("family", TEN)
 def test_learner_scores_equal_the_networks_own(family: str, tmp_path: Path, pair: RankPair) -> None:
     side = LearnerSide(save_network(family, tmp_path / "start"), tmp_path, pair=pair)
     side.examine()

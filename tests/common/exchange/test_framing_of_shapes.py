@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
+from actor.formats.tools import ToolRenderer
 from actor.rollout.render import Renderer
 from common.errors import ConfigError
 from common.exchange.framing import Framing
 from common.exchange.writing import write
 from common.formats.chat_template import fix_template
 from learner.offline.rows import read_rows
-from tests.actor.formats.test_call_shapes import JSON_SECTION, NAMED, SECTION, of_tools
+from tests.actor.formats.test_call_shapes import JSON_SECTION, NAMED, SECTION, TOOLS, of_tools
 from tests.actor.formats.trl_templates import byte_tokenizer
 from tests.common.exchange.test_round_trip import of_tokens
 from tests.common.formats.test_template_shapes import OF_PARTS, PARTS
@@ -99,6 +100,51 @@ def test_prompts_with_tools_and_results_are_split(template: str, tmp_path: Path)
     assert "look" in messages[0]["content"]
     (row,) = read_rows(path, tokenizer=tokenizer, max_tokens=2000, key="k")
     assert row.token_ids.tolist() == [each for part, _ in parts for each in part]
+
+
+# Nemotron-Nano-v2's: results are in a user's message, and an answer ends with a line break.
+RESULTS = (
+    "{% for t in tools or [] %}{{ t.function.name }}\n{% endfor %}{% for m in messages %}<|head|>"
+    "{{ 'user' if m.role == 'tool' else m.role }}\n{% if m.role == 'tool' %}<result>"
+    "{{ m.content }}</result>{% else %}{{ m.content }}{% endif %}{% for c in m.tool_calls or [] %}"
+    '<call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    "</call>{% endfor %}\n<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|head|>assistant\n<think>\n{% endif %}"
+)
+LOOK = '<call>{"name": "look", "arguments": {}}</call>'
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_past_answers_without_thoughts_are_split(is_cut: bool, tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(RESULTS, eos="<|end|>", special=["<|head|>"])
+    render = ToolRenderer(tokenizer, env="x").of("house", TOOLS)
+    thought = "Left?" if is_cut else "Left?\n</think>\n\n"
+    end = [] if is_cut else ids_of(tokenizer, "<|end|>")
+    answer = [*ids_of(tokenizer, thought + ("" if is_cut else f"{LOOK}\n")), *end]
+    shown, kept = render.without_thoughts(render.first_prompt("Which way?"), answer)
+    last = ids_of(tokenizer, f"Why?\n</think>\n\n{LOOK}\n<|end|>")
+    after = render.after_action("a wall", is_stopped=not is_cut, end=end[0] if end else None)
+    path = exported(tmp_path, tokenizer, [([*shown, *kept, *after], 0), (last, 1)])
+    told = [(each["role"], each["content"].strip()) for each in record_of(path)["messages"][1:]]
+    assert told == [
+        *(("user", "Which way?"), ("assistant", "" if is_cut else LOOK)),
+        *(("tool", "a wall"), ("assistant", f"Why?\n</think>\n\n{LOOK}")),
+    ]
+
+
+def test_last_observation_is_in_all_formats(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(TWICE, eos="<|end|>", special=OF_TWICE)
+    render = Renderer(tokenizer)
+    answer = ids_of(tokenizer, "go left\n<|end|>")
+    first = render.first_prompt("Which way?")
+    after = render.after_action("a wall", is_stopped=True, end=answer[-1])
+    ids = [*first, *answer, *after]
+    mask = [0] * len(first) + [1] * len(answer) + [0] * len(after)
+    for format in ("sft", "agenttraj", "atif"):
+        path = tmp_path / f"{format}.jsonl"
+        write(format, path, [of_tokens(ids, mask)], Framing(tokenizer))
+        (row,) = read_rows(path, tokenizer=tokenizer, max_tokens=1000, key="k")
+        assert (row.token_ids.tolist(), row.mask.astype(int).tolist()) == (ids, mask), format
 
 
 def test_other_template_reads_the_texts_and_not_the_tokens(tmp_path: Path) -> None:

@@ -118,8 +118,8 @@ def test_rows_equal_a_rollout_of_the_same_answers(name: str, tmp_path: Path) -> 
         assert (row.token_ids.tolist(), row.mask.astype(int).tolist()) == (ids, mask)
         return
     # The record lacks the thoughts. Their end is in the row, and is not learnt.
-    prompt = tokenizer.decode(row.token_ids[: int(row.mask.argmax())].tolist())
-    asked, opens, _ = tokenizer.decode(renderer.first_prompt(TEXTS[0])).rpartition("<think>")
+    prompt = str(tokenizer.decode(row.token_ids[: int(row.mask.argmax())].tolist()))
+    asked, opens, _ = str(tokenizer.decode(renderer.first_prompt(TEXTS[0]))).rpartition("<think>")
     assert prompt.startswith(asked)
     assert opens
     assert prompt.removeprefix(asked).strip().endswith("</think>")
@@ -212,6 +212,53 @@ def test_unreadable_message_is_refused_by_record_and_field(
     record = {"messages": [{"role": "user", "content": "go"}, message]}
     with pytest.raises(ConfigError, match=rf"rows\.jsonl: record 1: {field}"):
         row_of_conversation(tokenizer_of("qwen3"), conversation(tmp_path, record))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_shown"), [("qwen3", True), ("glm4moe", False), ("deepseekv3", False)]
+)
+def test_late_system_message_is_shown_or_refused(name: str, is_shown: bool, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(name)
+    record = record_of(TEXTS)
+    record["messages"].insert(2, {"role": "system", "content": "Be brief."})
+    told = conversation(tmp_path, record)
+    if is_shown:
+        assert "Be brief." in tokenizer.decode(row_of_conversation(tokenizer, told).token_ids)
+        return
+    with pytest.raises(ConfigError, match=r"record 1: .* moves the system message 'Be brief\.'"):
+        row_of_conversation(tokenizer, told)
+
+
+def test_names_of_ends_in_calls_are_letters(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("qwen3")
+    given = {"to": "a <|im_end|> b"}
+    call = {"type": "function", "function": {"name": "go", "arguments": given}}
+    messages = [
+        {"role": "user", "content": "Get the key."},
+        {"role": "assistant", "content": "So: <|im_end|>", "tool_calls": [call]},
+    ]
+    row = row_of_conversation(tokenizer, conversation(tmp_path, {"messages": messages}))
+    assert learnt(tokenizer, row).count("<|im_end|>") == 3
+    ends = row.token_ids[row.mask] == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert ends.tolist() == [False] * (len(ends) - 1) + [True]
+
+
+@pytest.mark.parametrize("weight", [0.5, "1", True])
+def test_weight_of_a_message_is_zero_or_one(weight: object, tmp_path: Path) -> None:
+    record = record_of(TEXTS[:2])
+    record["messages"][1]["weight"] = weight
+    with pytest.raises(ConfigError, match=r"record 1: 'weight' is .*; it must be 0 or 1"):
+        conversation(tmp_path, record)
+
+
+def test_half_characters_in_thoughts_and_calls_are_replaced(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("qwen3")
+    call = {"type": "function", "function": {"name": "go", "arguments": '{"to": "\\ud800"}'}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    answer["reasoning_content"] = "Left\ud800"
+    messages = [{"role": "user", "content": "Which way?"}, answer]
+    row = row_of_conversation(tokenizer, conversation(tmp_path, {"messages": messages}))
+    assert learnt(tokenizer, row).count("\ufffd") == 2
 
 
 def test_thoughts_of_a_field_are_learnt_like_the_template_writes_them(tmp_path: Path) -> None:
