@@ -166,6 +166,12 @@ def test_family_that_the_engine_computes_otherwise_is_refused(
         check_engine_equal(folder, 8, shown="m")
 
 
+def needed_by(family: str) -> dict[str, Any]:
+    """Return the keys without which a family is refused."""
+    tied = DIFFERENCES["settings"].get(family, {}).get("tie_word_embeddings", [[True]])
+    return DIFFERENCES["needed"].get(family, {}) | {"tie_word_embeddings": tied[0][0]}
+
+
 @pytest.mark.parametrize(
     ("family", "key", "value", "reason"),
     [
@@ -184,7 +190,7 @@ def test_family_that_the_engine_computes_otherwise_is_refused(
 def test_setting_that_the_engine_ignores_is_refused(
     tmp_path: Path, family: str, key: str, value: object, reason: str
 ) -> None:
-    needed = DIFFERENCES["needed"].get(family, {})
+    needed = needed_by(family)
     folder = save(tmp_path / "other", model_type=family, **needed | {key: value})
     words = rf"model\.path=m: .*{key}={re.escape(json.dumps(value))} in config\.json .*{reason}"
     with pytest.raises(ConfigError, match=words):
@@ -199,9 +205,7 @@ def test_keys_that_transformers_leaves_out_are_demanded(tmp_path: Path, family: 
     CONFIG_MAPPING[family]().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r'lacks "scoring_func": "sigmoid", .* Add it'):
         check_engine_equal(tmp_path, 8, shown="m")
-    check_engine_equal(
-        save(tmp_path / "a", model_type=family, **DIFFERENCES["needed"][family]), 8, shown="m"
-    )
+    check_engine_equal(save(tmp_path / "a", model_type=family, **needed_by(family)), 8, shown="m")
 
 
 @pytest.mark.parametrize(
@@ -218,7 +222,7 @@ def test_keys_that_transformers_leaves_out_are_demanded(tmp_path: Path, family: 
 def test_setting_that_the_learner_ignores_is_refused(
     tmp_path: Path, family: str, changes: dict[str, Any], words: str
 ) -> None:
-    folder = save(tmp_path / "other", model_type=family, **changes)
+    folder = save(tmp_path / "other", model_type=family, **needed_by(family) | changes)
     if not words:
         check_engine_equal(folder, 8, shown="m")
         return
