@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+from common.checks.engine_rope import DIFFERENCES, rope_problem
 from common.errors import ConfigError
 
 CONFIG = "config.json"
@@ -21,59 +22,6 @@ SENSES = {
 NESTED = re.compile(r"(text|llm|language|thinker|decoder|model)(_config)?$")
 # Ends of the names of networks with a head that predicts the next token.
 CAUSAL = re.compile(r"(ForCausalLM|LMHeadModel|LMHead|ForCausalLMV\d+)$")
-# Families whose sliding window in vLLM 0.32 is one token longer than in transformers.
-WIDER_WINDOWS = ("cohere2", "cohere2_moe")
-# Families that vLLM 0.32 computes in another way than transformers 5, with the difference.
-UNEQUAL = {
-    "bloom": "vLLM computes the exact GELU and transformers its tanh form (.0006 nats)",
-    "gemma3n_text": "vLLM computes the layers in another way than transformers (2.7 nats)",
-    "hrm_text": "vLLM computes the layers in another way than transformers (.7 nats)",
-    "laguna": "vLLM computes the layers in another way than transformers (.3 nats)",
-}
-# Settings that vLLM 0.32 reads in another way than transformers 5, by family and key. Each entry
-# has the values for which both agree, the default first, and the difference for other values.
-BIAS = ((False,), "vLLM leaves out biases that the checkpoint has")
-SCALED = ((False,), "vLLM does not scale the gates to sum 1")
-PAIRS = ((True,), "vLLM always rotates interleaved pairs")
-STEPS = (([0.0, float("inf")],), "vLLM does not limit the time steps")
-UNEQUAL_SETTINGS: dict[str, dict[str, tuple[tuple[object, ...], str]]] = {
-    "cohere": {"attention_bias": BIAS},
-    "deepseek_v2": {"attention_bias": BIAS},
-    "deepseek_v3": {"attention_bias": BIAS, "rope_interleave": PAIRS},
-    "ernie4_5": {"use_bias": BIAS},
-    "ernie4_5_moe": {"use_bias": BIAS},
-    "falcon": {"alibi": ((False,), "transformers rounds the position bias to bf16")},
-    "falcon_h1": {
-        "attention_bias": BIAS,
-        "mlp_bias": BIAS,
-        "projectors_bias": BIAS,
-        "time_step_limit": STEPS,
-    },
-    "gemma": {"attention_bias": BIAS},
-    "glm4_moe_lite": {"rope_interleave": PAIRS},
-    "gpt2": {"scale_attn_weights": ((True,), "vLLM always scales the attention")},
-    "gpt_oss": {
-        "attention_bias": ((True,), "vLLM adds biases that the checkpoint lacks"),
-        "swiglu_limit": ((7.0,), "vLLM clips the activation at 7"),
-    },
-    "granitemoe": {"attention_bias": BIAS},
-    "granitemoehybrid": {"time_step_limit": STEPS},
-    "granitemoeshared": {"attention_bias": BIAS},
-    "minicpm3": {"attention_bias": BIAS},
-    "mamba2": {"time_step_limit": STEPS},
-    "nemotron_h": {"time_step_limit": STEPS},
-    "olmoe": {
-        "attention_bias": BIAS,
-        "clip_qkv": ((None,), "vLLM does not clip queries, keys and values"),
-        "norm_topk_prob": SCALED,
-    },
-    "qwen2_moe": {"qkv_bias": ((True,), "vLLM adds biases that the checkpoint lacks")},
-    "qwen3": {"attention_bias": BIAS},
-    "qwen3_moe": {"attention_bias": BIAS},
-    "qwen3_next": {"attention_bias": BIAS},
-    "qwen3_5_text": {"attention_bias": BIAS},
-    "qwen3_5_moe_text": {"attention_bias": BIAS},
-}
 BOTH = "ForConditionalGeneration"  # An encoder beside the decoder: of text, images or sound.
 
 
@@ -103,14 +51,16 @@ def check_engine_equal(folder: Path, max_tokens: int, *, shown: str) -> None:
     """
     tree = _read(folder)
     _check_settings(tree, shown)
-    difference = UNEQUAL.get(str(tree.get("model_type")))
+    if problem := _other_problem(tree, max_tokens):
+        raise ConfigError(f"model.path={shown}: {_name(tree)} {problem}")
+    difference = DIFFERENCES["unequal"].get(str(tree.get("model_type")))
     if difference:
         raise ConfigError(
             f"model.path={shown}: {_name(tree)} has other log-probabilities in the engine than in"
             f" the learner: {difference}. Choose another model"
         )
     window = tree.get("sliding_window")
-    if tree.get("model_type") not in WIDER_WINDOWS or not isinstance(window, int):
+    if tree.get("model_type") not in DIFFERENCES["wider_windows"] or not isinstance(window, int):
         return
     if max_tokens > window:
         raise ConfigError(
@@ -121,9 +71,40 @@ def check_engine_equal(folder: Path, max_tokens: int, *, shown: str) -> None:
         )
 
 
+def _other_problem(tree: dict[str, Any], max_tokens: int) -> str:
+    """Return the setting that both libraries read differently, and the remedy; or ""."""
+    family = str(tree.get("model_type"))
+    needed = DIFFERENCES["needed"].get(family, {})
+    lacking = {name: value for name, value in needed.items() if tree.get(name) != value}
+    if lacking:
+        return (
+            f"lacks {json.dumps(lacking)[1:-1]} in config.json, so the engine would choose experts"
+            " in another way than the learner. Add it"
+        )
+    is_greedy = tree.get("topk_method", "greedy") == "greedy"
+    if family == "deepseek_v2" and is_greedy and (tree.get("n_group") or 1) > 1:
+        return (
+            f"has topk_method=greedy with n_group={tree['n_group']} in config.json. The engine"
+            " chooses experts by groups, and the learner does not. Set n_group=1, or choose another"
+            " model"
+        )
+    layers: object = tree.get("layer_types")
+    if (
+        family in DIFFERENCES["without_windows"]
+        and isinstance(layers, list)
+        and "sliding_attention" in layers
+    ):
+        return (
+            "has layer_types with sliding_attention in config.json. The engine attends within a"
+            " window there, and the learner does not. Remove layer_types, or choose another model"
+        )
+    return rope_problem(tree, max_tokens)
+
+
 def _check_settings(tree: dict[str, Any], shown: str) -> None:
     """Raise ConfigError if a setting makes the engine compute otherwise than the learner."""
-    for key, (alike, difference) in UNEQUAL_SETTINGS.get(str(tree.get("model_type")), {}).items():
+    settings = DIFFERENCES["settings"].get(str(tree.get("model_type")), {})
+    for key, (alike, difference) in settings.items():
         value = _value_of(tree.get(key, alike[0]))
         if value not in alike:
             raise ConfigError(

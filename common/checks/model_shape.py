@@ -186,8 +186,9 @@ def _indexed(folder: Path) -> set[str]:
     index = folder / INDEX
     if not index.is_file():
         return set()
-    tree = json.loads(index.read_text(encoding="utf-8"))
-    found: object = tree.get("weight_map") if isinstance(tree, dict) else None
+    tree: object = json.loads(index.read_text(encoding="utf-8"))
+    entries = cast(dict[str, object], tree) if isinstance(tree, dict) else {}
+    found = entries.get("weight_map")
     if not isinstance(found, dict) or not found:
         raise ValueError(f"{INDEX} has no list of files (weight_map)")
     return {str(name) for name in cast(dict[str, object], found).values()}

@@ -1,7 +1,7 @@
 """Loads networks in shards: made without memory, sharded, then filled by each rank."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +51,35 @@ def load_network(
     """
     # cuDNN's attention keeps a plan for each new length, so memory would grow without end.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    zero_dropout_rates(config)
     how: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
-    if is_skeleton:
-        model = _skeleton(auto_class, config, how)
-    else:
-        model, report = auto_class.from_pretrained(
-            path, config=config, **how, local_files_only=True, output_loading_info=True
-        )
-        _check_complete(report["missing_keys"], path)
-        _check_tied(model, path)
+    with _refusing(path):
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        zero_dropout_rates(config)
+        if is_skeleton:
+            model = _skeleton(auto_class, config, how)
+        else:
+            model, report = auto_class.from_pretrained(
+                path, config=config, **how, local_files_only=True, output_loading_info=True
+            )
+            _check_complete(report["missing_keys"], path)
+            _check_tied(model, path)
     fix_rotary(model, path, max_tokens=max_tokens)
     make_deterministic(model)
     return model
+
+
+@contextmanager
+def _refusing(path: str) -> Iterator[None]:
+    """Refuse a checkpoint for which transformers raises an error. Raises: ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (KeyError, ValueError, OSError) as error:  # A key of config.json, or a missing file.
+        raise ConfigError(
+            f"{path}: transformers cannot load this checkpoint ({type(error).__name__}: {error})."
+            " Correct its config.json, copy all of its files, or choose another model"
+        ) from error
 
 
 def _check_complete(missing: Iterable[str], path: str) -> None:

@@ -9,7 +9,8 @@ import pytest
 from benchmarks.conformance.learner_side import SEQUENCES, gap_of, load_plain, plain_scores
 from benchmarks.conformance.networks import save_network
 from benchmarks.conformance.part_results import TOLERANCE
-from common.checks.model_kind import UNEQUAL_SETTINGS, check_engine_equal
+from common.checks.engine_rope import DIFFERENCES
+from common.checks.model_kind import check_engine_equal
 from common.config.compute import EnforceEager
 from common.config.run_config import ActorSection, ModelSection
 from common.errors import ConfigError
@@ -28,7 +29,7 @@ AGREED: list[tuple[str, dict[str, Any]]] = [
     ("gemma3_text", {"tie_word_embeddings": False}),
     ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     ("llama", {"head_dim": 64}),
-    ("cohere", {"use_qk_norm": True, "logit_scale": 0.25, "tie_word_embeddings": False}),
+    ("cohere", {"use_qk_norm": True, "logit_scale": 0.25}),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 16}),
     ("qwen3", {"rope_parameters": YARN}),
     ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": [0]}),
@@ -56,6 +57,33 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("olmoe", {"clip_qkv": 0.5}),
     ("gpt_oss", {"swiglu_limit": 0.5}),
     ("gpt2", {"scale_attn_weights": False}),
+    ("olmoe", {"rms_norm_eps": 0.1}),
+    ("gpt_oss", {"rms_norm_eps": 0.1}),
+    ("llama", {"logit_scale": 0.5}),
+    ("mixtral", {"hidden_act": "gelu"}),
+    ("stablelm", {"hidden_act": "gelu"}),
+    ("cohere", {"hidden_act": "gelu"}),
+    ("cohere", {"tie_word_embeddings": False}),
+    ("deepseek_v2", {"norm_topk_prob": True}),
+    ("ernie4_5_moe", {"moe_norm_min": 0.9}),
+    ("minicpm3", {"mlp_bias": True}),
+    ("granitemoe_swa", {"attention_bias": True}),
+]
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0] * 16,
+    "long_factor": [4.0] * 16,
+}
+WINDOWS = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 16}
+# Settings that one library ignores, outside the table of single keys.
+IGNORED: list[tuple[str, dict[str, Any]]] = [
+    ("llama", WINDOWS),
+    ("llama", {"rope_parameters": LONG | {"attention_factor": 1.5}}),
+    ("deepseek_v2", {"topk_method": "greedy", "n_group": 2, "topk_group": 1}),
+    ("gpt_oss", {"rope_parameters": YARN | {"attention_factor": 1.5, "beta_fast": 32.0}}),
+    ("ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.5, "beta_fast": 32.0}}),
 ]
 
 
@@ -95,7 +123,17 @@ def test_refused_setting_gives_other_scores_in_the_engine(
 ) -> None:
     """An entry of the table that vLLM has mended is red here, and leaves the table."""
     path = save_network(family, tmp_path, settings=settings)
-    assert settings.keys() <= UNEQUAL_SETTINGS[family].keys()
+    assert settings.keys() <= DIFFERENCES["settings"][family].keys()
     with pytest.raises(ConfigError, match=next(iter(settings))):
+        check_engine_equal(path, MAX_LEN, shown="m")
+    assert asyncio.run(engine_gap(path)) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize(("family", "settings"), IGNORED)
+def test_ignored_setting_gives_other_scores_in_the_engine(
+    tmp_path: Path, family: str, settings: dict[str, Any]
+) -> None:
+    path = save_network(family, tmp_path, settings=settings)
+    with pytest.raises(ConfigError, match=r"choose another model|Remove"):
         check_engine_equal(path, MAX_LEN, shown="m")
     assert asyncio.run(engine_gap(path)) > 100 * TOLERANCE

@@ -9,7 +9,8 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from actor.play.settings import check_policy
-from common.checks.model_kind import UNEQUAL_SETTINGS, check_engine_equal, check_kind
+from common.checks.engine_rope import DIFFERENCES
+from common.checks.model_kind import check_engine_equal, check_kind
 from common.checks.preflight import check, check_dry, check_model
 from common.config.load import load_config
 from common.config.run_config import RunConfig
@@ -165,6 +166,12 @@ def test_family_that_the_engine_computes_otherwise_is_refused(
         check_engine_equal(folder, 8, shown="m")
 
 
+def needed_by(family: str) -> dict[str, Any]:
+    """Return the keys without which a family is refused."""
+    tied = DIFFERENCES["settings"].get(family, {}).get("tie_word_embeddings", [[True]])
+    return DIFFERENCES["needed"].get(family, {}) | {"tie_word_embeddings": tied[0][0]}
+
+
 @pytest.mark.parametrize(
     ("family", "key", "value", "reason"),
     [
@@ -173,18 +180,54 @@ def test_family_that_the_engine_computes_otherwise_is_refused(
         ("deepseek_v3", "rope_interleave", False, "interleaved"),
         ("qwen2_moe", "qkv_bias", False, "adds biases"),
         ("mamba2", "time_step_limit", [0.01, 0.1], "does not limit"),
+        ("gpt_oss", "rms_norm_eps", 1e-6, "always uses 1e-5"),
+        ("mixtral", "hidden_act", "gelu", "always computes SiLU"),
+        ("llama", "logit_scale", 0.5, "scales the logits"),
+        ("qwen2", "dual_chunk_attention_config", {"chunk_size": 8}, "attends in chunks"),
+        ("deepseek_v2", "norm_topk_prob", True, "scales the gates"),
     ],
 )
 def test_setting_that_the_engine_ignores_is_refused(
     tmp_path: Path, family: str, key: str, value: object, reason: str
 ) -> None:
-    folder = save(tmp_path / "other", model_type=family, **{key: value})
+    needed = needed_by(family)
+    folder = save(tmp_path / "other", model_type=family, **needed | {key: value})
     words = rf"model\.path=m: .*{key}={re.escape(json.dumps(value))} in config\.json .*{reason}"
     with pytest.raises(ConfigError, match=words):
         check_engine_equal(folder, 8, shown="m")
-    check_engine_equal(save(tmp_path / "plain", model_type=family), 8, shown="m")
-    alike = UNEQUAL_SETTINGS[family][key][0][0]
-    check_engine_equal(save(tmp_path / "alike", model_type=family, **{key: alike}), 8, shown="m")
+    check_engine_equal(save(tmp_path / "plain", model_type=family, **needed), 8, shown="m")
+    alike = needed | {key: DIFFERENCES["settings"][family][key][0][0]}
+    check_engine_equal(save(tmp_path / "alike", model_type=family, **alike), 8, shown="m")
+
+
+@pytest.mark.parametrize("family", DIFFERENCES["needed"])
+def test_keys_that_transformers_leaves_out_are_demanded(tmp_path: Path, family: str) -> None:
+    CONFIG_MAPPING[family]().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r'lacks "scoring_func": "sigmoid", .* Add it'):
+        check_engine_equal(tmp_path, 8, shown="m")
+    check_engine_equal(save(tmp_path / "a", model_type=family, **needed_by(family)), 8, shown="m")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("llama", {"layer_types": ["full_attention", "sliding_attention"]}, "Remove layer_types"),
+        ("llama", {"layer_types": ["full_attention", "full_attention"]}, ""),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, ""),
+        ("deepseek_v2", {"n_group": 2}, "topk_method=greedy with n_group=2"),
+        ("deepseek_v2", {"n_group": 2, "topk_method": "group_limited_greedy"}, ""),
+        ("deepseek_v2", {"n_group": 1, "topk_method": "greedy"}, ""),
+    ],
+)
+def test_setting_that_the_learner_ignores_is_refused(
+    tmp_path: Path, family: str, changes: dict[str, Any], words: str
+) -> None:
+    folder = save(tmp_path / "other", model_type=family, **needed_by(family) | changes)
+    if not words:
+        check_engine_equal(folder, 8, shown="m")
+        return
+    with pytest.raises(ConfigError, match=words):
+        check_engine_equal(folder, 8, shown="m")
 
 
 def test_infinity_in_a_config_has_two_notations(tmp_path: Path) -> None:
@@ -198,9 +241,9 @@ def test_infinity_in_a_config_has_two_notations(tmp_path: Path) -> None:
 
 
 def test_every_listed_setting_has_the_default_of_transformers() -> None:
-    for family, settings in UNEQUAL_SETTINGS.items():
+    for family, settings in DIFFERENCES["settings"].items():
         plain = CONFIG_MAPPING[family]()
         for key, (alike, _) in settings.items():
-            default = getattr(plain, key)
+            default = getattr(plain, key, alike[0])  # vLLM alone has some of the keys.
             default = list(default) if isinstance(default, tuple) else default
             assert default == alike[0], f"{family}.{key}"

@@ -15,11 +15,12 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Qwen2Config, Qwen2ForCausalLM
 
-from common.config.compute import CriticKind, CriticSection, LoraSection
-from common.config.learning import Advantage, AlgorithmSection
+from common.config.compute import CriticKind, CriticSection, LoraSection, Precision
+from common.config.learning import Advantage, AlgorithmSection, LearnerSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.memory import trim_heap
+from learner.policy.forward import Networks, Passes
 from learner.policy.loading import fill, give_memory, is_unloaded
 from learner.policy.model import load_policy
 from learner.policy.sharding import shard
@@ -208,6 +209,60 @@ def test_missing_weight_is_never_drawn_at_random(tmp_path: Path) -> None:
     whole.save_pretrained(tmp_path, state_dict=state)
     with pytest.raises(ConfigError, match=r"has the weights of lm_head\.weight \(1 are missing\)"):
         load_policy(str(tmp_path), device="cpu", gradient_checkpointing=False)
+
+
+@pytest.mark.parametrize("is_skeleton", [False, True])
+def test_unknown_rotary_embedding_is_refused_by_name(tmp_path: Path, is_skeleton: bool) -> None:
+    make_model().save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config.pop("rope_parameters", None)
+    config["rope_scaling"] = {"type": "ntk", "factor": 4.0}
+    file.write_text(json.dumps(config), encoding="utf-8")
+    how: dict[str, Any] = {"device": "cpu", "gradient_checkpointing": False}
+    with pytest.raises(ConfigError, match=r"cannot load this checkpoint \(KeyError: 'ntk'\)"):
+        load_policy(str(tmp_path), is_skeleton=is_skeleton, **how)
+
+
+def test_head_in_fp32_is_scored_in_fp32(tmp_path: Path) -> None:
+    """Engines in bf16 compute the logits in the dtype that config.json names."""
+    make_model().save_pretrained(tmp_path)
+    model: Any = load_policy(str(tmp_path), device="cpu", gradient_checkpointing=False)
+
+    def dtype_of(named: str | None, engine: str) -> torch.dtype:
+        model.config.head_dtype = named
+        networks = Networks(policy=model)
+        cfg = LearnerSection(device="cpu", precision=Precision.BF16)
+        return Passes(cfg, networks, temperature=1.0, engine_dtype=engine).scoring.head_dtype
+
+    assert dtype_of(None, "bfloat16") is torch.bfloat16
+    assert dtype_of("model", "bfloat16") is torch.bfloat16
+    assert dtype_of("float32", "bfloat16") is torch.float32
+    assert dtype_of(None, "float32") is torch.float32
+
+
+def test_layers_for_several_tokens_are_left_out(tmp_path: Path) -> None:
+    """Checkpoints of DeepSeek-V3 and GLM have a layer after the last one of the network."""
+    make_model().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    last = max(int(name.split(".")[2]) for name in weights if ".layers." in name)
+    more = {
+        name.replace(f".layers.{last}.", f".layers.{last + 1}."): torch.randn_like(each)
+        for name, each in weights.items()
+        if f".layers.{last}." in name
+    }
+    how: dict[str, Any] = {"device": "cpu", "gradient_checkpointing": False}
+    plain: Any = load_policy(str(tmp_path), **how)
+    save_file(weights | more, file, metadata={"format": "pt"})
+    whole: Any = load_policy(str(tmp_path), **how)
+    bare: Any = load_policy(str(tmp_path), **how, is_skeleton=True)
+    give_memory(bare, CPU)
+    fill(bare, str(tmp_path))
+    expected = plain.state_dict()
+    for found in (whole.state_dict(), bare.state_dict()):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_skeleton_has_constants_of_every_module(tmp_path: Path) -> None:
