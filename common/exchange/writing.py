@@ -149,7 +149,7 @@ def _atif(row: Trajectory, number: int, count: int, spoken: list[Spoken]) -> dic
         steps.append(step)
     sampled = int(row.loss_mask.sum())
     # No agent step has the tokens after the last one.
-    rest = row.token_ids[edges[-1] :].tolist() if edges else []
+    rest: list[int] = row.token_ids[edges[-1] :].tolist() if edges else []
     return {
         "schema_version": ATIF,
         "session_id": row.episode_id,

@@ -250,7 +250,7 @@ def test_several_calls_of_a_record_are_learnt(template: str, tmp_path: Path) -> 
     path.write_text(json.dumps({"messages": told}), encoding="utf-8")  # Without the tools.
     (conversation,) = read_conversations(path)
     row = row_of_conversation(tokenizer, conversation)
-    learnt = tokenizer.decode(row.token_ids[row.mask].tolist())
+    learnt = str(tokenizer.decode(row.token_ids[row.mask].tolist()))
     expected = SAMPLED[template].replace("SECOND", SECOND[template])
     assert learnt.replace("\n", "") == expected.replace("\n", "")
 
