@@ -40,6 +40,8 @@ from learner.policy.timing import choose_compute
 from learner.recovery.checksums import ChecksumLog, start_of
 from learner.recovery.resume import last_logged, readopt, repeat_steps, steps_since
 from learner.recovery.step_log import LoggedStep, StepLog
+from learner.teacher.scorer import TeacherScorer
+from learner.teacher.start import start_teacher
 from learner.training.bad_batch import dump_batch
 from learner.training.build import load_start, make_trainer
 from learner.training.checkpoint import Checkpoints, newest_checkpoint
@@ -73,6 +75,7 @@ class Learner:
     checksums: ChecksumLog
     metrics: MetricsWriter
     version: int  # Version of the current weights.
+    teacher: TeacherScorer | None = None  # None: the policy has no teacher.
     is_after_skip: bool = False  # True: the last batch was skipped, and the next one must be fresh.
 
     def write_down(self, step: LoggedStep, *, check: Callable[[], object]) -> None:
@@ -88,6 +91,8 @@ class Learner:
     def shut_down(self) -> None:
         """Stop the threads and ranks, then close the files. Each stop takes a bounded time."""
         self.intake.stop()
+        if self.teacher is not None:
+            self.teacher.stop()
         self.publisher.stop()
         self.rank_workers.stop()
         self.upkeep.stop()
@@ -126,17 +131,34 @@ def build(
     steps = steps_since(run_dir, start=start, version=version, num_batches=trainer.num_batches)
     version = steps[-1].version if steps else version
     metrics = _metrics(cfg, run_dir, make_sink, version=version)
+    teacher = start_teacher(cfg, run_dir, tokenizer)
     repeat_steps(
-        cfg.algorithm, run_dir, trainer, steps, start=start, metrics=metrics, checksums=checksums
+        cfg.algorithm,
+        run_dir,
+        trainer,
+        steps,
+        start=start,
+        metrics=metrics,
+        checksums=checksums,
+        score=partial(teacher.score, check=_stop_check(is_stopping)) if teacher else None,
     )
     index = JournalIndex(end=journal.position, closed_below=start.closed_below)
     reports = ReportLog()
-    buffer = TrajectoryBuffer(_group_assembly(cfg), index, reports, version=version)
+    buffer = TrajectoryBuffer(
+        _group_assembly(cfg),
+        index,
+        reports,
+        version=version,
+        score=teacher.begin if teacher else None,
+    )
     readopt(buffer, run_dir, start)
     publisher = _publisher(cfg, run_dir, keys, lock)
     admission = _admission(cfg, index, model, keys, trainer.routing)
     client = partial(_scheduler_client, cfg, run_dir, keys, reports, buffer, publisher)
-    intake = _intake(cfg, keys, journal, admission, buffer, client, on_round)
+    links: dict[str, Any] = {"on_round": on_round}
+    if teacher is not None:
+        links["has_room"] = lambda: teacher.has_room
+    intake = _intake(cfg, keys, journal, admission, buffer, client, links)
     return Learner(
         run_dir=run_dir,
         model=model,
@@ -155,6 +177,7 @@ def build(
         checksums=checksums,
         metrics=metrics,
         version=version,
+        teacher=teacher,
         is_after_skip=bool(steps) and steps[-1].is_skipped,
     )
 
@@ -164,7 +187,7 @@ def _stop_check(is_stopping: Callable[[], bool]) -> Callable[[], None]:
 
     def check() -> None:
         if is_stopping():
-            raise LongstrideError("the learner was stopped before all of its nodes had joined")
+            raise LongstrideError("the learner was stopped during its start")
 
     return check
 
@@ -183,6 +206,7 @@ def _group_assembly(cfg: RunConfig) -> GroupAssembly:
         cfg.algorithm,
         has_signal=lambda members: group_has_signal(members, cfg.algorithm),
         is_lockstep=cfg.train.mode is TrainMode.SYNC,
+        is_taught=cfg.algorithm.teacher.is_on,
     )
 
 
@@ -299,9 +323,12 @@ def _intake(
     admission: Admission,
     buffer: TrajectoryBuffer,
     make_client: Callable[[int], ReportClient],
-    on_round: Callable[[], None],
+    links: dict[str, Any],
 ) -> Intake:
-    """Return the intake on its port, for which `make_client` makes the scheduler's client."""
+    """Return the intake on its port, for which `make_client` makes the scheduler's client.
+
+    `links` are further arguments of `Intake`.
+    """
     router = Router(keys, host=cfg.learner.host, port=cfg.learner.port)
     return Intake(
         router,
@@ -310,7 +337,7 @@ def _intake(
         buffer,
         make_client(router.port),
         heartbeat_s=cfg.scheduler.heartbeat_s,
-        on_round=on_round,
+        **links,
     )
 
 

@@ -7,7 +7,7 @@ The credit is the outcome of the episode or the return after the turn. With a cr
 # torch's type stubs lack numpy's element types:
 # pyright: reportUnknownMemberType=false
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from common.config.learning import Advantage, AlgorithmSection, Baseline, CreditLevel, StateCredit
+from common.errors import LongstrideError
 from common.wire.messages import Trajectory
 from learner.batch.advantage import (
     STD_EPSILON,
@@ -30,6 +31,7 @@ from learner.batch.returns import discounted_returns
 from learner.batch.running_baseline import RunningBaseline
 from learner.batch.state_credit import state_advantages
 from learner.ingest.group_assembly import Group
+from learner.teacher.scores import TeacherScores
 
 
 def outcome_credit(trajectory: Trajectory, algorithm: AlgorithmSection) -> float:
@@ -85,8 +87,11 @@ def end_reward(trajectory: Trajectory, algorithm: AlgorithmSection) -> float:
 def group_has_signal(members: list[Trajectory], algorithm: AlgorithmSection) -> bool:
     """Return False if all members have equal credit, so that every advantage is zero.
 
-    Algorithms whose baseline is not computed within the group always return True.
+    Algorithms whose baseline is not computed within the group always return True. So do those with
+    a teacher, which teaches each token.
     """
+    if algorithm.teacher.is_on:
+        return True
     if not algorithm.advantage.is_group_relative:
         return True
     is_of_turns = algorithm.state_credit is StateCredit.GAGPO
@@ -111,7 +116,30 @@ def samples_of(
     Args:
         baseline: for `advantage=running`: expected rewards from earlier batches. This batch updates
             it, so each batch must be passed once, in order. None: this is the first batch.
+
+    Raises: LongstrideError: the algorithm has a teacher, and an episode has no scores of it.
     """
+    samples = _credited(groups, algorithm, baseline)
+    if algorithm.teacher.is_on:
+        scores = {name: each for group in groups for name, each in group.scores.items()}
+        samples = [_taught(sample, scores) for sample in samples]
+    return samples
+
+
+def _taught(sample: Sample, scores: Mapping[str, TeacherScores]) -> Sample:
+    """Return the sample with the teacher's columns."""
+    found = scores.get(sample.trajectory.episode_id)
+    if found is None:
+        raise LongstrideError(
+            f"episode {sample.trajectory.episode_id} has no scores of algorithm.teacher"
+        )
+    return replace(sample, **found.columns)
+
+
+def _credited(
+    groups: list[Group], algorithm: AlgorithmSection, baseline: RunningBaseline | None
+) -> list[Sample]:
+    """Return the samples of a batch with the advantages of their rewards."""
     samples: list[Sample] = []
     if algorithm.advantage is Advantage.RUNNING:
         members = [each for group in groups for each in group.members]
