@@ -16,7 +16,6 @@ from common.config.run_config import Launcher, RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
 
-
 BASE = load_config("teacher", [], root=ROOT)
 
 
