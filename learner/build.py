@@ -38,7 +38,7 @@ from learner.ingest.scheduler_client import ReportClient
 from learner.policy.model import pick_device, vocabulary_size
 from learner.policy.timing import choose_compute
 from learner.recovery.checksums import ChecksumLog, start_of
-from learner.recovery.resume import last_logged, readopt, repeat_steps, steps_since
+from learner.recovery.resume import ScoreMembers, last_logged, readopt, repeat_steps, steps_since
 from learner.recovery.step_log import LoggedStep, StepLog
 from learner.teacher.scorer import TeacherScorer
 from learner.teacher.start import start_teacher
@@ -118,8 +118,7 @@ def build(
     keys = load_keys(run_dir.keys)
     folder = newest_checkpoint(run_dir.checkpoints)
     rank_workers = RankWorkers(cfg, folder, run_dir=run_dir, check=_stop_check(is_stopping))
-    model, model_path = load_start(cfg, folder, pick_device(cfg.learner.device))
-    tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+    model, tokenizer = _load(cfg, folder)
     lock = WeightsLock(timeout_s=cfg.learner.publish_timeout_s, is_stopping=is_stopping)
     settled = _settled(cfg, run_dir, model, rank_workers)
     may_pad = cfg.learner.layout is Layout.AUTO
@@ -131,34 +130,22 @@ def build(
     steps = steps_since(run_dir, start=start, version=version, num_batches=trainer.num_batches)
     version = steps[-1].version if steps else version
     metrics = _metrics(cfg, run_dir, make_sink, version=version)
-    teacher = start_teacher(cfg, run_dir, tokenizer)
-    repeat_steps(
-        cfg.algorithm,
-        run_dir,
-        trainer,
-        steps,
-        start=start,
-        metrics=metrics,
-        checksums=checksums,
-        score=partial(teacher.score, check=_stop_check(is_stopping)) if teacher else None,
-    )
+    teacher, score = _teacher(cfg, run_dir, tokenizer, is_stopping)
+    known: dict[str, Any] = {
+        "start": start,
+        "metrics": metrics,
+        "checksums": checksums,
+        "score": score,
+    }
+    repeat_steps(cfg.algorithm, run_dir, trainer, steps, **known)
     index = JournalIndex(end=journal.position, closed_below=start.closed_below)
     reports = ReportLog()
-    buffer = TrajectoryBuffer(
-        _group_assembly(cfg),
-        index,
-        reports,
-        version=version,
-        score=teacher.begin if teacher else None,
-    )
+    buffer = _buffer(cfg, index, reports, version, teacher)
     readopt(buffer, run_dir, start)
     publisher = _publisher(cfg, run_dir, keys, lock)
     admission = _admission(cfg, index, model, keys, trainer.routing)
     client = partial(_scheduler_client, cfg, run_dir, keys, reports, buffer, publisher)
-    links: dict[str, Any] = {"on_round": on_round}
-    if teacher is not None:
-        links["has_room"] = lambda: teacher.has_room
-    intake = _intake(cfg, keys, journal, admission, buffer, client, links)
+    intake = _intake(cfg, keys, journal, admission, buffer, client, _links(on_round, teacher))
     return Learner(
         run_dir=run_dir,
         model=model,
@@ -180,6 +167,40 @@ def build(
         teacher=teacher,
         is_after_skip=bool(steps) and steps[-1].is_skipped,
     )
+
+
+def _load(cfg: RunConfig, checkpoint: Path | None) -> tuple[PreTrainedModel, Any]:
+    """Return the policy to train and its tokenizer."""
+    model, path = load_start(cfg, checkpoint, pick_device(cfg.learner.device))
+    return model, AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
+def _teacher(
+    cfg: RunConfig, run_dir: RunDir, tokenizer: Any, is_stopping: Callable[[], bool]
+) -> tuple[TeacherScorer | None, ScoreMembers | None]:
+    """Return the scorer of the teacher, and its call for steps that are repeated."""
+    teacher = start_teacher(cfg, run_dir, tokenizer)
+    if teacher is None:
+        return None, None
+    return teacher, partial(teacher.score, check=_stop_check(is_stopping))
+
+
+def _buffer(
+    cfg: RunConfig,
+    index: JournalIndex,
+    reports: ReportLog,
+    version: int,
+    teacher: TeacherScorer | None,
+) -> TrajectoryBuffer:
+    score = teacher.begin if teacher else None
+    return TrajectoryBuffer(_group_assembly(cfg), index, reports, version=version, score=score)
+
+
+def _links(on_round: Callable[[], None], teacher: TeacherScorer | None) -> dict[str, Any]:
+    """Return the last arguments of `Intake`."""
+    if teacher is None:
+        return {"on_round": on_round}
+    return {"on_round": on_round, "has_room": lambda: teacher.has_room}
 
 
 def _stop_check(is_stopping: Callable[[], bool]) -> Callable[[], None]:

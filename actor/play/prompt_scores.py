@@ -1,18 +1,26 @@
 """Log-probabilities of given tokens, and the tokenizer, by the routes of vLLM's server."""
 
+import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from actor.api.requests import ApiError, invalid
+from aiohttp import web
+
+from actor.api.requests import ApiError, invalid, openai_error
+from actor.play.http_requests import read_body
+from actor.rollout.render import Renderer
 from common.config.run_config import ActorSection
+from common.errors import EngineError
 
 if TYPE_CHECKING:
     from actor.engine.engine import Engine
 
 BANNED = -9999.0  # JSON has no -inf; vLLM's server writes the same number.
 LARGEST_ID = 2**31
+MAX_BODY_BYTES = 64 << 20  # A prompt of token ids is longer than its text.
 MOST_TOP = 1024  # Most probable tokens at each position, at most.
 
 
@@ -78,6 +86,58 @@ class PromptScores:
         """
         ids = _read_ids(body.get("tokens"), "tokens", LARGEST_ID)
         return {"prompt": self.tokenizer.decode(ids)}
+
+
+class ServedPolicy(Protocol):
+    """The parts of a served policy that these routes use."""
+
+    @property
+    def engine(self) -> "Engine": ...
+
+    @property
+    def renderer(self) -> Renderer: ...
+
+    @property
+    def actor(self) -> ActorSection: ...
+
+    @property
+    def numbers(self) -> "count[int]": ...
+
+    @property
+    def name(self) -> Callable[[int], str]: ...
+
+    def check_access(self, request: web.Request) -> None: ...
+
+
+def add_score_routes(app: web.Application, policy: ServedPolicy) -> None:
+    """Add the routes that score given tokens to a server of a policy."""
+    scores = PromptScores(
+        engine=policy.engine,
+        tokenizer=policy.renderer.tokenizer,
+        actor=policy.actor,
+        numbers=policy.numbers,
+    )
+    answers: dict[str, Callable[[dict[str, Any]], Any]] = {
+        "/v1/completions": scores.complete,
+        "/tokenize": scores.tokenize,
+        "/detokenize": scores.detokenize,
+    }
+
+    async def handle(request: web.Request) -> web.Response:
+        try:
+            policy.check_access(request)
+            body = await read_body(request.clone(client_max_size=MAX_BODY_BYTES))
+            reply = answers[request.path](body)
+            reply = await reply if inspect.isawaitable(reply) else reply
+        except ApiError as error:
+            return web.json_response(openai_error(error), status=error.status)
+        except EngineError as error:
+            failed = ApiError(500, "policy_failed", f"{error}")
+            return web.json_response(openai_error(failed), status=500)
+        return web.json_response({**reply, "model": policy.name(policy.engine.version)})
+
+    for path in answers:
+        app.router.add_post(path, handle)
 
 
 def _read_ids(given: object, field: str, most: int) -> list[int]:

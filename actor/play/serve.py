@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import hmac
-import inspect
 import json
 import os
 import secrets
@@ -25,7 +24,7 @@ from actor.api.requests import ApiError, PolicyAnswer, PolicyRequest, event_text
 from actor.play.chat_endpoints import ChatEndpoint, endpoint_path, remove_left
 from actor.play.endpoint import read_key
 from actor.play.http_requests import is_of_a_page, read_body, with_api_errors
-from actor.play.prompt_scores import PromptScores
+from actor.play.prompt_scores import add_score_routes
 from actor.play.sampling import MAX_SEED, Sampling, read_sampling
 from actor.play.served_role import ServedRole
 from actor.rollout.render import Renderer
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 
 ADAPTERS = "adapter_config.json"
 EVENTS = "text/event-stream"
-MAX_BODY_BYTES = 64 << 20  # A prompt of token ids is longer than its text.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +58,7 @@ class Chat:
     async def complete(self, request: web.Request) -> web.Response:
         """Answer one chat completion. A request that is not obeyed gets a 400 with its field."""
         try:
-            self._check_access(request)
+            self.check_access(request)
             body = await read_body(request)
             asked = CHAT_API.read({**body, "n": None})
             reply = await self._reply(asked, read_sampling(body, self.actor))
@@ -75,48 +73,13 @@ class Chat:
         text = "".join(map(event_text, CHAT_API.events(asked, reply)))
         return web.Response(text=text, content_type=EVENTS)
 
-    def prompt_scores(self) -> PromptScores:
-        """Return the part that answers requests about given tokens."""
-        return PromptScores(
-            engine=self.engine,
-            tokenizer=self.renderer.tokenizer,
-            actor=self.actor,
-            numbers=self.numbers,
-        )
-
-    async def score(self, request: web.Request) -> web.Response:
-        """Answer one request for the logprobs of a prompt."""
-        return await self._answered(request, self.prompt_scores().complete)
-
-    async def tokenize(self, request: web.Request) -> web.Response:
-        """Answer with the token ids of a text."""
-        return await self._answered(request, self.prompt_scores().tokenize)
-
-    async def detokenize(self, request: web.Request) -> web.Response:
-        """Answer with the text of token ids."""
-        return await self._answered(request, self.prompt_scores().detokenize)
-
-    async def _answered(self, request: web.Request, answer: Callable[..., Any]) -> web.Response:
-        """Return the answer to a request, or its error in the API's format."""
-        try:
-            self._check_access(request)
-            body = await read_body(request.clone(client_max_size=MAX_BODY_BYTES))
-            reply = answer(body)
-            reply = await reply if inspect.isawaitable(reply) else reply
-        except ApiError as error:
-            return web.json_response(openai_error(error), status=error.status)
-        except EngineError as error:
-            failed = ApiError(500, "policy_failed", f"{error}")
-            return web.json_response(openai_error(failed), status=500)
-        return web.json_response({**reply, "model": self.name(self.engine.version)})
-
     async def models(self, request: web.Request) -> web.Response:
         """List the policy as the only model, or return it by its name."""
         model = {"id": self.name(self.engine.version), "object": "model", "created": 0}
         model["owned_by"] = "longstride"
         asked = request.match_info.get("name")
         try:
-            self._check_access(request)
+            self.check_access(request)
             if asked not in (None, model["id"]):
                 text = f"model {asked:.80}: the only model is {model['id']}"
                 raise ApiError(404, "model_not_found", text, "model")
@@ -181,7 +144,7 @@ class Chat:
         )
         return answer, turn.versions[-1]
 
-    def _check_access(self, request: web.Request) -> None:
+    def check_access(self, request: web.Request) -> None:
         """Check the key of a request. Raises: ApiError."""
         credentials = request.headers.get("authorization", "").encode(errors="surrogateescape")
         if self.key and not hmac.compare_digest(credentials, f"Bearer {self.key}".encode()):
@@ -204,9 +167,7 @@ async def listening(chat: Chat, place: socket.socket | None = None) -> AsyncGene
     """Serve requests inside the context, by default at a free port; yield the address."""
     app = web.Application(middlewares=[with_api_errors])
     app.router.add_post("/v1/chat/completions", chat.complete)
-    app.router.add_post("/v1/completions", chat.score)
-    app.router.add_post("/tokenize", chat.tokenize)
-    app.router.add_post("/detokenize", chat.detokenize)
+    add_score_routes(app, chat)
     app.router.add_get("/v1/models", chat.models)
     app.router.add_get("/v1/models/{name:.+}", chat.models)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)

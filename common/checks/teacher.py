@@ -104,10 +104,9 @@ def teacher_gpus(teacher: TeacherSection, used: Collection[int], num_gpus: int) 
         if free:
             return free[:1]
         raise ConfigError(
-            f"algorithm.teacher.path={teacher.path}: the roles of the run use all {num_gpus} GPUs of"
-            " this machine. Lower actor.num_actors, or share a GPU with"
-            " algorithm.teacher.gpus=[0] and"
-            " algorithm.teacher.serve=[actor.gpu_memory_frac=0.3]"
+            f"algorithm.teacher.path={teacher.path}: the roles of the run use all {num_gpus} GPUs"
+            " of this machine. Lower actor.num_actors, or share a GPU with"
+            " algorithm.teacher.gpus=[0] and algorithm.teacher.serve=[actor.gpu_memory_frac=0.3]"
         )
     wrong = [each for each in teacher.gpus if each >= num_gpus]
     if wrong:

@@ -7,7 +7,7 @@ The credit is the outcome of the episode or the return after the turn. With a cr
 # torch's type stubs lack numpy's element types:
 # pyright: reportUnknownMemberType=false
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from common.config.learning import Advantage, AlgorithmSection, Baseline, CreditLevel, StateCredit
-from common.errors import LongstrideError
 from common.wire.messages import Trajectory
 from learner.batch.advantage import (
     STD_EPSILON,
@@ -30,8 +29,8 @@ from learner.batch.batching import Sample
 from learner.batch.returns import discounted_returns
 from learner.batch.running_baseline import RunningBaseline
 from learner.batch.state_credit import state_advantages
+from learner.batch.taught import with_scores
 from learner.ingest.group_assembly import Group
-from learner.teacher.scores import TeacherScores
 
 
 def outcome_credit(trajectory: Trajectory, algorithm: AlgorithmSection) -> float:
@@ -122,18 +121,8 @@ def samples_of(
     samples = _credited(groups, algorithm, baseline)
     if algorithm.teacher.is_on:
         scores = {name: each for group in groups for name, each in group.scores.items()}
-        samples = [_taught(sample, scores) for sample in samples]
+        samples = with_scores(samples, scores)
     return samples
-
-
-def _taught(sample: Sample, scores: Mapping[str, TeacherScores]) -> Sample:
-    """Return the sample with the teacher's columns."""
-    found = scores.get(sample.trajectory.episode_id)
-    if found is None:
-        raise LongstrideError(
-            f"episode {sample.trajectory.episode_id} has no scores of algorithm.teacher"
-        )
-    return replace(sample, **found.columns)
 
 
 def _credited(

@@ -216,9 +216,9 @@ class TrajectoryBuffer:
                         f"no batch for {now - started:.1f} s, and no episode from any actor for"
                         f" {now - self._news_at:.1f} s (learner.batch_timeout_s={timeout_s:g})."
                         f" {self._groups.num_ready} groups are complete,"
-                        f" {self._groups.num_unscored} groups wait for their teacher,"
                         f" {self._groups.num_open} groups are incomplete"
-                        f"{some and ', such as ' + some}. status.json lists the actors."
+                        f"{some and ', such as ' + some}{self._unscored_text()}. status.json lists"
+                        " the actors."
                     )
                 self._changed.wait(POLL_S)
 
@@ -284,6 +284,10 @@ class TrajectoryBuffer:
             raise LongstrideError(
                 f"The intake of trajectories failed: {self._error}"
             ) from self._error
+
+    def _unscored_text(self) -> str:
+        num = self._groups.num_unscored
+        return f", {num} groups wait for their teacher" if num else ""
 
     def _begin_scoring(self) -> None:
         if self._score is None:

@@ -60,6 +60,7 @@ class TeacherScorer(threading.Thread):
         self._latencies_s: list[float] = []
         self._num_tokens = 0
         self._down_s = 0.0
+        self._has_answered = False
         self._failure: LongstrideError | None = None
         self.problem = "it has not answered yet"  # Reason for which it is down; "": it answers.
 
@@ -159,7 +160,8 @@ class TeacherScorer(threading.Thread):
     async def _revive(self) -> None:
         """Probe the teacher until it answers, then let the requests continue."""
         began = time.monotonic()
-        warned = began - WARN_EVERY_S if self.problem else began
+        # The first start of an engine takes long; only a longer one is worth a warning.
+        warned = began - WARN_EVERY_S * self._has_answered
         while True:
             try:
                 await self._vocabulary.run(self._endpoint)
@@ -184,6 +186,7 @@ class TeacherScorer(threading.Thread):
             self._down_s += took_s
         logger.info("teacher answers %s waited_s=%.1f", self._vocabulary.name, took_s)
         self.problem = ""
+        self._has_answered = True
         self._is_up.set()
 
     def _note_down(self, error: TeacherUnanswered) -> None:

@@ -30,7 +30,7 @@ def test_killed_teacher_delays_a_run_and_falsifies_nothing(tmp_path: Path, form:
         run.wait_until(lambda: len(run.metrics()) >= 1, timeout_s=900)
         os.kill(run.role_pid("serve"), signal.SIGKILL)
         log = run.root / "logs" / "learner.log"
-        run.wait_until(lambda: "training waits" in log.read_text(encoding="utf-8"), timeout_s=300)
+        run.wait_until(lambda: "is down: Client" in log.read_text(encoding="utf-8"), timeout_s=300)
         assert run.wait(timeout_s=900) == 0, run.output[-3000:]
         lines = run.metrics()
         assert len(lines) == 6
