@@ -32,13 +32,13 @@ from learner.ingest.buffer import TrajectoryBuffer
 from learner.ingest.group_assembly import GroupAssembly
 from learner.ingest.intake import Intake
 from learner.ingest.journal_index import JournalIndex
-from learner.ingest.replay_point import load_replay_point
+from learner.ingest.replay_point import ReplayPoint, load_replay_point
 from learner.ingest.report_log import ReportLog
 from learner.ingest.scheduler_client import ReportClient
 from learner.policy.model import pick_device, vocabulary_size
 from learner.policy.timing import choose_compute
 from learner.recovery.checksums import ChecksumLog, start_of
-from learner.recovery.resume import ScoreMembers, last_logged, readopt, repeat_steps, steps_since
+from learner.recovery.resume import last_logged, readopt, repeat_steps, steps_since
 from learner.recovery.step_log import LoggedStep, StepLog
 from learner.teacher.scorer import TeacherScorer
 from learner.teacher.start import start_teacher
@@ -130,14 +130,9 @@ def build(
     steps = steps_since(run_dir, start=start, version=version, num_batches=trainer.num_batches)
     version = steps[-1].version if steps else version
     metrics = _metrics(cfg, run_dir, make_sink, version=version)
-    teacher, score = _teacher(cfg, run_dir, tokenizer, is_stopping)
-    known: dict[str, Any] = {
-        "start": start,
-        "metrics": metrics,
-        "checksums": checksums,
-        "score": score,
-    }
-    repeat_steps(cfg.algorithm, run_dir, trainer, steps, **known)
+    teacher = start_teacher(cfg, run_dir, tokenizer)
+    again = _Repetition(cfg, start, metrics, checksums, teacher, _stop_check(is_stopping))
+    again.run(run_dir, trainer, steps)
     index = JournalIndex(end=journal.position, closed_below=start.closed_below)
     reports = ReportLog()
     buffer = _buffer(cfg, index, reports, version, teacher)
@@ -175,14 +170,30 @@ def _load(cfg: RunConfig, checkpoint: Path | None) -> tuple[PreTrainedModel, Any
     return model, AutoTokenizer.from_pretrained(path, local_files_only=True)
 
 
-def _teacher(
-    cfg: RunConfig, run_dir: RunDir, tokenizer: Any, is_stopping: Callable[[], bool]
-) -> tuple[TeacherScorer | None, ScoreMembers | None]:
-    """Return the scorer of the teacher, and its call for steps that are repeated."""
-    teacher = start_teacher(cfg, run_dir, tokenizer)
-    if teacher is None:
-        return None, None
-    return teacher, partial(teacher.score, check=_stop_check(is_stopping))
+@dataclass(frozen=True, slots=True)
+class _Repetition:
+    """The steps that are computed again after a restart."""
+
+    cfg: RunConfig
+    start: ReplayPoint
+    metrics: MetricsWriter
+    checksums: ChecksumLog
+    teacher: TeacherScorer | None
+    check: Callable[[], object]  # It ends the wait for the teacher by raising.
+
+    def run(self, run_dir: RunDir, trainer: Trainer, steps: list[LoggedStep]) -> None:
+        """Train again on logged batches. The teacher scores their episodes once more."""
+        teacher = self.teacher
+        repeat_steps(
+            self.cfg.algorithm,
+            run_dir,
+            trainer,
+            steps,
+            start=self.start,
+            metrics=self.metrics,
+            checksums=self.checksums,
+            score=None if teacher is None else partial(teacher.score, check=self.check),
+        )
 
 
 def _buffer(
