@@ -34,12 +34,12 @@ class TeacherScores:
 
 def joined_scores(parts: Sequence[TeacherScores]) -> TeacherScores:
     """Return the scores of an episode from those of its segments, which are not empty."""
-    if parts[0].logprobs is not None:
-        return TeacherScores(logprobs=np.concatenate([part.logprobs for part in parts]))
-    return TeacherScores(
-        ids=np.concatenate([part.ids for part in parts]),
-        top=np.concatenate([part.top for part in parts]),
-    )
+    columns = {
+        name: np.concatenate([getattr(part, name) for part in parts])
+        for name in ("logprobs", "ids", "top")
+        if getattr(parts[0], name) is not None
+    }
+    return TeacherScores(**columns)
 
 
 def empty_scores(num_top: int) -> TeacherScores:
