@@ -211,7 +211,8 @@ class Loop:
                 )
                 break
             except TimeoutError as error:  # The actors are late; this process does not hang.
-                if self._cfg.run.on_stall is OnStall.STOP and not self._learner.intake.has_no_room:
+                is_paused = self._learner.intake.has_no_room or bool(self._missing_teacher())
+                if self._cfg.run.on_stall is OnStall.STOP and not is_paused:
                     raise
                 waited_s = time.monotonic() - started
                 logger.error("still waiting for a batch waited_s=%.0f: %s", waited_s, error)
