@@ -32,7 +32,7 @@ from learner.ingest.buffer import TrajectoryBuffer
 from learner.ingest.group_assembly import GroupAssembly
 from learner.ingest.intake import Intake
 from learner.ingest.journal_index import JournalIndex
-from learner.ingest.replay_point import load_replay_point
+from learner.ingest.replay_point import ReplayPoint, load_replay_point
 from learner.ingest.report_log import ReportLog
 from learner.ingest.scheduler_client import ReportClient
 from learner.policy.model import pick_device, vocabulary_size
@@ -40,6 +40,8 @@ from learner.policy.timing import choose_compute
 from learner.recovery.checksums import ChecksumLog, start_of
 from learner.recovery.resume import last_logged, readopt, repeat_steps, steps_since
 from learner.recovery.step_log import LoggedStep, StepLog
+from learner.teacher.scorer import TeacherScorer
+from learner.teacher.start import start_teacher
 from learner.training.bad_batch import dump_batch
 from learner.training.build import load_start, make_trainer
 from learner.training.checkpoint import Checkpoints, newest_checkpoint
@@ -73,6 +75,7 @@ class Learner:
     checksums: ChecksumLog
     metrics: MetricsWriter
     version: int  # Version of the current weights.
+    teacher: TeacherScorer | None = None  # None: the policy has no teacher.
     is_after_skip: bool = False  # True: the last batch was skipped, and the next one must be fresh.
 
     def log_batch(self, step: LoggedStep, *, check: Callable[[], object]) -> None:
@@ -88,6 +91,8 @@ class Learner:
     def shut_down(self) -> None:
         """Stop the threads and ranks, then close the files. Each stop takes a bounded time."""
         self.intake.stop()
+        if self.teacher is not None:
+            self.teacher.stop()
         self.publisher.stop()
         self.rank_workers.stop()
         self.upkeep.stop()
@@ -113,8 +118,7 @@ def build(
     keys = load_keys(run_dir.keys)
     folder = newest_checkpoint(run_dir.checkpoints)
     rank_workers = RankWorkers(cfg, folder, run_dir=run_dir, check=_stop_check(is_stopping))
-    model, model_path = load_start(cfg, folder, pick_device(cfg.learner.device))
-    tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+    model, tokenizer = _load(cfg, folder)
     lock = WeightsLock(timeout_s=cfg.learner.publish_timeout_s, is_stopping=is_stopping)
     settled = _settled(cfg, run_dir, model, rank_workers)
     may_pad = cfg.learner.layout is Layout.AUTO
@@ -126,17 +130,17 @@ def build(
     steps = steps_since(run_dir, start=start, version=version, num_batches=trainer.num_batches)
     version = steps[-1].version if steps else version
     metrics = _metrics(cfg, run_dir, make_sink, version=version)
-    repeat_steps(
-        cfg.algorithm, run_dir, trainer, steps, start=start, metrics=metrics, checksums=checksums
-    )
+    teacher = start_teacher(cfg, run_dir, tokenizer)
+    again = _Repetition(cfg, start, metrics, checksums, teacher, _stop_check(is_stopping))
+    again.run(run_dir, trainer, steps)
     index = JournalIndex(end=journal.position, closed_below=start.closed_below)
     reports = ReportLog()
-    buffer = TrajectoryBuffer(_group_assembly(cfg), index, reports, version=version)
+    buffer = _buffer(cfg, index, reports, version, teacher)
     readopt(buffer, run_dir, start)
     publisher = _publisher(cfg, run_dir, keys, lock)
     admission = _admission(cfg, index, model, keys, trainer.routing)
     client = partial(_scheduler_client, cfg, run_dir, keys, reports, buffer, publisher)
-    intake = _intake(cfg, keys, journal, admission, buffer, client, on_round)
+    intake = _intake(cfg, keys, journal, admission, buffer, client, _links(on_round, teacher))
     return Learner(
         run_dir=run_dir,
         model=model,
@@ -155,8 +159,59 @@ def build(
         checksums=checksums,
         metrics=metrics,
         version=version,
+        teacher=teacher,
         is_after_skip=bool(steps) and steps[-1].is_skipped,
     )
+
+
+def _load(cfg: RunConfig, checkpoint: Path | None) -> tuple[PreTrainedModel, Any]:
+    """Return the policy to train and its tokenizer."""
+    model, path = load_start(cfg, checkpoint, pick_device(cfg.learner.device))
+    return model, AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Repetition:
+    """The steps that are computed again after a restart."""
+
+    cfg: RunConfig
+    start: ReplayPoint
+    metrics: MetricsWriter
+    checksums: ChecksumLog
+    teacher: TeacherScorer | None
+    check: Callable[[], object]  # It ends the wait for the teacher by raising.
+
+    def run(self, run_dir: RunDir, trainer: Trainer, steps: list[LoggedStep]) -> None:
+        """Train again on logged batches. The teacher scores their episodes once more."""
+        teacher = self.teacher
+        repeat_steps(
+            self.cfg.algorithm,
+            run_dir,
+            trainer,
+            steps,
+            start=self.start,
+            metrics=self.metrics,
+            checksums=self.checksums,
+            score=None if teacher is None else partial(teacher.score, check=self.check),
+        )
+
+
+def _buffer(
+    cfg: RunConfig,
+    index: JournalIndex,
+    reports: ReportLog,
+    version: int,
+    teacher: TeacherScorer | None,
+) -> TrajectoryBuffer:
+    score = teacher.begin if teacher else None
+    return TrajectoryBuffer(_group_assembly(cfg), index, reports, version=version, score=score)
+
+
+def _links(on_round: Callable[[], None], teacher: TeacherScorer | None) -> dict[str, Any]:
+    """Return the last arguments of `Intake`."""
+    if teacher is None:
+        return {"on_round": on_round}
+    return {"on_round": on_round, "has_room": lambda: teacher.has_room}
 
 
 def _stop_check(is_stopping: Callable[[], bool]) -> Callable[[], None]:
@@ -164,7 +219,7 @@ def _stop_check(is_stopping: Callable[[], bool]) -> Callable[[], None]:
 
     def check() -> None:
         if is_stopping():
-            raise LongstrideError("the learner was stopped before all of its nodes had joined")
+            raise LongstrideError("the learner was stopped during its start")
 
     return check
 
@@ -184,6 +239,7 @@ def _group_assembly(cfg: RunConfig) -> GroupAssembly:
         cfg.algorithm,
         has_signal=lambda members: group_has_signal(members, cfg.algorithm),
         is_lockstep=cfg.train.mode is TrainMode.SYNC,
+        is_taught=cfg.algorithm.teacher.is_on,
     )
 
 
@@ -298,9 +354,12 @@ def _intake(
     admission: Admission,
     buffer: TrajectoryBuffer,
     make_client: Callable[[int], ReportClient],
-    on_round: Callable[[], None],
+    links: dict[str, Any],
 ) -> Intake:
-    """Return the intake on its port, for which `make_client` makes the scheduler's client."""
+    """Return the intake on its port, for which `make_client` makes the scheduler's client.
+
+    `links` are further arguments of `Intake`.
+    """
     router = Router(keys, host=cfg.learner.host, port=cfg.learner.port)
     return Intake(
         router,
@@ -309,7 +368,7 @@ def _intake(
         buffer,
         make_client(router.port),
         heartbeat_s=cfg.scheduler.heartbeat_s,
-        on_round=on_round,
+        **links,
     )
 
 

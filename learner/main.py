@@ -211,7 +211,8 @@ class Loop:
                 )
                 break
             except TimeoutError as error:  # The actors are late; this process does not hang.
-                if self._cfg.run.on_stall is OnStall.STOP and not self._learner.intake.has_no_room:
+                is_paused = self._learner.intake.has_no_room or bool(self._missing_teacher())
+                if self._cfg.run.on_stall is OnStall.STOP and not is_paused:
                     raise
                 waited_s = time.monotonic() - started
                 logger.error("still waiting for a batch waited_s=%.0f: %s", waited_s, error)
@@ -225,10 +226,28 @@ class Loop:
         self._learner.rank_workers.check()
         self._learner.publisher.check()
         missing = self._watch.missing_engines(self._learner.buffer.num_slots)
-        if missing and missing != self._learner.intake.status.waiting_for:
-            self._set_status(waiting_for=missing)
+        self._note_wait(missing or self._missing_teacher())
         if self._last_published == self.version:
             self._watch.check_if_due(self.version)
+
+    def _missing_teacher(self) -> str:
+        """Return the teacher that batches wait for; "" if it answers, or if there is none.
+
+        Raises: ConfigError, TeacherRefused: the teacher cannot score the episodes.
+        """
+        teacher = self._learner.teacher
+        if teacher is None:
+            return ""
+        teacher.check()
+        return teacher.waiting_for
+
+    def _note_wait(self, missing: str) -> None:
+        """Report the resource that a wait for a batch lacks, until it is there again."""
+        known = self._learner.intake.status.waiting_for
+        if missing and missing != known:
+            self._set_status(waiting_for=missing)
+        elif not missing and known.startswith("teacher: "):
+            self._set_status(waiting_for="actors: a batch")
 
     def _report_skipped(self, batch: TrainBatch) -> None:
         """Report the episodes of a skipped batch as stale; the next batch must be fresh.
@@ -287,6 +306,7 @@ class Loop:
         metrics = result.metrics | learner.buffer.drain_stats() | learner.admission.counts()
         metrics |= horizon_mix(batch.members) | learner.publisher.drain_metrics()
         metrics |= learner.intake.refused()
+        metrics |= learner.teacher.drain_metrics() if learner.teacher is not None else {}
         metrics |= {
             "groups/trained": float(len(batch.groups)),
             "groups/stale_episodes": float(len(batch.stale)),

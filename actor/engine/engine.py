@@ -188,6 +188,11 @@ class Engine:
         return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
 
     @property
+    def vocab_size(self) -> int:
+        """Number of token ids that the engine accepts."""
+        return self._llm.model_config.get_vocab_size()
+
+    @property
     def _adapter(self) -> LoRARequest | None:
         """The adapter of every request; None before the first version."""
         return self._named if self._takes_adapters and self.version >= 0 else None
@@ -451,25 +456,42 @@ class Engine:
 
         Raises: EngineError: as `generate`.
         """
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=1,
-            prompt_logprobs=0,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
         scores: list[list[float]] = []
         async with self._bounded(f"scoring {request_id}", self._cfg.turn_timeout_s):
             for index, token_ids in enumerate(sequences):
-                prompt = tokens_input(token_ids)
-                async for output in self._llm.generate(
-                    prompt, params, f"{request_id}-{index}", lora_request=self._adapter
-                ):
-                    if output.finished:
-                        known = output.prompt_logprobs or []  # [seq]; None for the first token
-                        steps = zip(token_ids[1:], (s for s in known[1:] if s), strict=True)
-                        scores.append([step[token].logprob for token, step in steps])
+                number = f"{request_id}-{index}"
+                known = await self.prompt_logprobs(token_ids, num_top=0, request_id=number)
+                steps = zip(token_ids[1:], (step for step in known[1:] if step), strict=True)
+                scores.append([step[token][0] for token, step in steps])
         return scores
+
+    async def prompt_logprobs(
+        self, token_ids: list[int], *, num_top: int, request_id: str
+    ) -> list[dict[int, tuple[float, int]] | None]:
+        """Return (logprob at temperature 1, rank from 1) by token at each position of a prompt.
+
+        Each position has the prompt's own token and the `num_top` most probable tokens given the
+        tokens before it. The first position has None.
+
+        Raises: EngineError: as `generate`.
+        """
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            prompt_logprobs=num_top,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        async with self._bounded(f"scoring {request_id}", self._cfg.turn_timeout_s):
+            async for output in self._llm.generate(
+                tokens_input(token_ids), params, request_id, lora_request=self._adapter
+            ):
+                if output.finished:
+                    return [
+                        step and {token: (each.logprob, each.rank) for token, each in step.items()}
+                        for step in output.prompt_logprobs or []
+                    ]
+        raise EngineError(f"request {request_id} ended without an output")
 
     def shut_down(self) -> None:
         """Stop the engine's processes, on its event loop. A hanging process is killed."""

@@ -24,6 +24,7 @@ from actor.api.requests import ApiError, PolicyAnswer, PolicyRequest, event_text
 from actor.play.chat_endpoints import ChatEndpoint, endpoint_path, remove_left
 from actor.play.endpoint import read_key
 from actor.play.http_requests import is_of_a_page, read_body, with_api_errors
+from actor.play.prompt_scores import add_score_routes
 from actor.play.sampling import MAX_SEED, Sampling, read_sampling
 from actor.play.served_role import ServedRole
 from actor.rollout.render import Renderer
@@ -57,7 +58,7 @@ class Chat:
     async def complete(self, request: web.Request) -> web.Response:
         """Answer one chat completion. A request that is not obeyed gets a 400 with its field."""
         try:
-            self._check_access(request)
+            self.check_access(request)
             body = await read_body(request)
             asked = CHAT_API.read({**body, "n": None})
             reply = await self._reply(asked, read_sampling(body, self.actor))
@@ -78,7 +79,7 @@ class Chat:
         model["owned_by"] = "longstride"
         asked = request.match_info.get("name")
         try:
-            self._check_access(request)
+            self.check_access(request)
             if asked not in (None, model["id"]):
                 text = f"model {asked:.80}: the only model is {model['id']}"
                 raise ApiError(404, "model_not_found", text, "model")
@@ -143,7 +144,7 @@ class Chat:
         )
         return answer, turn.versions[-1]
 
-    def _check_access(self, request: web.Request) -> None:
+    def check_access(self, request: web.Request) -> None:
         """Check the key of a request. Raises: ApiError."""
         credentials = request.headers.get("authorization", "").encode(errors="surrogateescape")
         if self.key and not hmac.compare_digest(credentials, f"Bearer {self.key}".encode()):
@@ -166,6 +167,7 @@ async def listening(chat: Chat, place: socket.socket | None = None) -> AsyncGene
     """Serve requests inside the context, by default at a free port; yield the address."""
     app = web.Application(middlewares=[with_api_errors])
     app.router.add_post("/v1/chat/completions", chat.complete)
+    add_score_routes(app, chat)
     app.router.add_get("/v1/models", chat.models)
     app.router.add_get("/v1/models/{name:.+}", chat.models)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)

@@ -1,6 +1,7 @@
 """The renderer of episodes: the text around turns, and the room that a page needs."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from actor.rollout.context import least_prompt
 from actor.rollout.folding import least_of_branches
@@ -15,6 +16,11 @@ __all__ = ["ASSISTANT", "NEXT", "USER", "Message", "Renderer", "with_ids"]
 
 class Renderer(ChatRenderer):
     """Encodes the observations of episodes for one tokenizer."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the policy."""
+        return self._tokenizer
 
     def of(self, env: str, tools: Sequence[Message] = ()) -> "Renderer":
         """Return the renderer of an environment's episodes, whose actions may call `tools`."""

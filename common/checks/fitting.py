@@ -1,12 +1,21 @@
 """Settings of an engine that fit the sizes of a model."""
 
 import math
+from collections.abc import Sequence
 
 from common.checks.machine import GIB
 from common.checks.model_shape import BYTES_OF, ModelShape
 
 MAX_MODEL_LEN = 16_384  # Tokens. A longer context needs more cache than most machines have.
 MAX_TURN_TOKENS = 512  # Room for a thought and an action.
+
+
+def merged_overrides(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides with each key once; later values replace earlier ones.
+
+    Example: a=1, b=2, a=3 give a=3, b=2. A command line refuses a key that it has twice.
+    """
+    return list({each.partition("=")[0]: each for each in overrides}.values())
 
 
 def fitting_overrides(shape: ModelShape) -> list[str]:

@@ -93,6 +93,10 @@ def resolve_models(
     if is_hub_name(algorithm.reference_path, root):
         found = names.resolve("algorithm.reference_path", algorithm.reference_path)
         algorithm = replace(algorithm, reference_path=str(found.folder))
+    teacher = algorithm.teacher
+    if is_hub_name(teacher.path, root):
+        found = _resolve("algorithm.teacher.path", teacher.path, has_weights=not is_dry)
+        algorithm = replace(algorithm, teacher=replace(teacher, path=str(found.folder)))
     critic = cfg.learner.critic
     if is_hub_name(critic.path, root):
         found = names.resolve("learner.critic.path", critic.path)

@@ -22,6 +22,7 @@ from common.checks.memory_parts import (
     times,
 )
 from common.checks.model_shape import ModelShape, read_shape
+from common.checks.teacher import teacher_gpus, teacher_parts
 from common.config.compute import Moments, Offload, OptimizerKind
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
@@ -181,9 +182,10 @@ def plan_here(cfg: RunConfig, root: Path) -> list[MemoryBudget]:
     shape = read_shape(root / cfg.model.path)
     found = gpus()
     if is_elsewhere(cfg):
-        return plan_named(cfg, shape)
+        return _with_teacher(cfg, root, plan_named(cfg, shape), _named_gpus(cfg))
     try:
-        return make_plan(cfg, shape, on=found, host_bytes=memory_bytes()[0])
+        places = make_plan(cfg, shape, on=found, host_bytes=memory_bytes()[0])
+        return _with_teacher(cfg, root, places, found)
     except ConfigError as error:
         if not cfg.machine.num_gpus:
             raise
@@ -199,14 +201,49 @@ def plan_here(cfg: RunConfig, root: Path) -> list[MemoryBudget]:
 def plan_named(cfg: RunConfig, shape: ModelShape) -> list[MemoryBudget]:
     """Return the plan for the machine that the config describes."""
     machine = cfg.machine
-    gpu = Gpu(name="", memory_bytes=int(machine.gpu_memory_gib * GIB))
     return make_plan(
         cfg,
         shape,
-        on=(gpu,) * (machine.num_nodes * machine.num_gpus),
+        on=_named_gpus(cfg),
         host_bytes=int(machine.host_memory_gib * GIB),
         num_nodes=machine.num_nodes,
     )
+
+
+def _named_gpus(cfg: RunConfig) -> tuple[Gpu, ...]:
+    machine = cfg.machine
+    gpu = Gpu(name="", memory_bytes=int(machine.gpu_memory_gib * GIB))
+    return (gpu,) * (machine.num_nodes * machine.num_gpus)
+
+
+def _with_teacher(
+    cfg: RunConfig, root: Path, places: list[MemoryBudget], on: Sequence[Gpu]
+) -> list[MemoryBudget]:
+    """Return the plan with the engine of `algorithm.teacher.path` on its GPUs, or on the host.
+
+    Raises: ConfigError: no GPU is free for it.
+    """
+    teacher = cfg.algorithm.teacher
+    if not teacher.path:
+        return places
+    if not on:
+        *others, host = places
+        return [*others, replace(host, parts=[*host.parts, *teacher_parts(cfg, root, None)])]
+    assignment = assign_gpus(cfg, num_gpus=len(on))
+    used = {*assignment.learner, *(gpu for own in assignment.actors for gpu in own)}
+    per_node = len(on) // cfg.machine.num_nodes if is_elsewhere(cfg) else len(on)
+    found = list(places)
+    for number in teacher_gpus(teacher, used, per_node):
+        parts = teacher_parts(cfg, root, on[number])
+        names = [place.name.partition(" (")[0].rpartition(", ")[2] for place in found]
+        if f"gpu {number}" in names:
+            at = names.index(f"gpu {number}")
+            found[at] = replace(found[at], parts=[*found[at].parts, *parts])
+            continue
+        label = f"gpu {number}" + (f" ({on[number].name})" if on[number].name else "")
+        remedy = "choose a smaller teacher, or lower algorithm.teacher.serve's gpu_memory_frac"
+        found.insert(len(found) - 1, MemoryBudget(label, parts, on[number].memory_bytes, remedy))
+    return found
 
 
 def plan_lines(places: Sequence[MemoryBudget]) -> list[str]:

@@ -15,6 +15,7 @@ from common.checks.machine import GIB, check_compiler, gpus, has_cuda
 from common.checks.memory_plan import check_memory, is_elsewhere, plan_here
 from common.checks.model_kind import check_engine_equal, check_kind
 from common.checks.model_shape import ModelShape, check_heads, check_weights, read_shape
+from common.checks.teacher import check_teacher
 from common.checks.trainable import check_trainable
 from common.config.compute import Offload
 from common.config.load import list_configs
@@ -162,6 +163,9 @@ def _check_other_models(cfg: RunConfig, root: Path) -> None:
         if path:
             check_model(path, root, key=key)
             check_trainable(root / path, key=key, shown=path)
+    if cfg.algorithm.teacher.path:
+        check_model(cfg.algorithm.teacher.path, root, key="algorithm.teacher.path")
+    check_teacher(cfg, root)
 
 
 def check_devices(cfg: RunConfig) -> GpuAssignment:

@@ -19,6 +19,7 @@ from common.config.compute import (
 )
 from common.config.controller import ControllerSection
 from common.config.knobs import DEVICE, HOST, Contradiction, knob, seconds
+from common.config.teaching.teacher import TeacherSection
 
 
 class Advantage(StrEnum):
@@ -313,6 +314,7 @@ class AlgorithmSection:
     filter_zero_variance: bool = knob(
         True, "Leaves out groups without signal, whose members have equal returns."
     )
+    teacher: TeacherSection = field(default_factory=TeacherSection)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

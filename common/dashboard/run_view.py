@@ -10,6 +10,7 @@ from pydantic import AliasPath, BaseModel, Field, TypeAdapter, ValidationError
 
 from common.config.curriculum import HorizonKind, HorizonSection
 from common.config.run_config import TrainSection
+from common.config.teaching.engine import TEACHER
 from common.launch.base import LaunchState
 from common.store.metrics import MetricsLine, tail_metrics
 from common.store.run_dir import RunDir
@@ -162,7 +163,8 @@ def _starting(started_at: dict[str, float], status: Status, run_dir: RunDir) -> 
         if role.last_seen_s is not None:
             heard_at[name] = written_at - role.last_seen_s
     for name in started_at:
-        if name.startswith("judge-"):  # It publishes its address when its engine is ready.
+        # It publishes its address when its engine is ready.
+        if name.startswith("judge-") or name == TEACHER:
             heard_at[name] = _modified_at(run_dir.addresses / name) or 0.0
     now = time.time()
     return {

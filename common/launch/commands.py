@@ -49,19 +49,22 @@ def train(
     from common.launch.lock import hold_run
     from common.launch.roles import make_role_specs
     from common.launch.supervise import supervise
+    from common.launch.teacher import make_teacher_specs, with_teacher_role
     from common.store.run_start import dated, keep_tokenizer, prepare
     from common.wire.security import create_keys
 
     is_here = cfg.launcher is Launcher.LOCAL
     assignment = check_devices(cfg) if is_here else None
     found = gpus() if is_here else ()
-    judges = make_judge_specs(cfg, run_dir, root=root, assignment=assignment, found=found)
+    placed = {"root": root, "assignment": assignment, "found": found}
+    judges = make_judge_specs(cfg, run_dir, **placed)
+    teacher = make_teacher_specs(cfg, run_dir, judges=judges, **placed)
     started = time.monotonic()
     with hold_run(run_dir.root, name=cfg.run.name), start_roles(cfg, run_dir) as starter:
         cfg = reachable_at(cfg, starter.host)
         prepare(cfg, run_dir)
         cfg = dated(cfg, run_dir, is_kept=True)
-        for role in ("envhub", "scheduler", *(each.name for each in judges)):
+        for role in ("envhub", "scheduler", *(each.name for each in (*judges, *teacher))):
             run_dir.forget_address(role)
         create_keys(run_dir.keys)
         save_config(cfg, run_dir.config)
@@ -76,7 +79,7 @@ def train(
             assignment=assignment,
             found=found,
         )
-        specs = with_judges(specs, judges)
+        specs = with_teacher_role(with_judges(specs, judges), teacher)
         ending, peak_bytes = supervise(cfg, run_dir, specs, starter, observer=observer)
     if 0 < ending.exit_code <= 128:  # No signal ended the run.
         print(f"error: {ending.reason}", file=sys.stderr)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config.run_config import OnStall, RunSection
+from common.config.teaching.engine import TEACHER
 from common.launch.base import RoleProcess, StallVerdict
 from common.launch.process import ChildProcess
 from common.stall.report import RoleActivity, culprits, describe, read_activity, waits
@@ -199,6 +200,10 @@ class StallWatch:
             return None
         if any(hub.get("paused") for hub in status.get("hubs", [])):
             self._progress = (counts, self._awake_s)  # A service outside of the run is down.
+            return None
+        learner: Any = status.get("learner") or _NONE
+        if str(learner.get("waiting_for", "")).startswith(TEACHER):
+            self._progress = (counts, self._awake_s)  # The teacher is down; it is probed.
             return None
         waiting = waits(activities, status)
         limit_s = max(self._cfg.stall_s, FACTOR * self._longest_s)

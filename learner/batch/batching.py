@@ -9,7 +9,7 @@ follows every real token, so no real token attends to it, and no scored token is
 # pyright: reportUnknownMemberType=false
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,8 @@ from learner.batch.packing import Packing, pack, packed_rows, padded_width
 
 # Minimal length of a shared prefix; sharing a shorter one costs more than it saves.
 MIN_SHARED_TOKENS = 8
-# Columns of samples that only a critic fills.
-_CRITIC_ARRAYS = ("value_targets", "values", "state_marks")
+# Columns of samples that only a critic or a teacher fills.
+_OPTIONAL_ARRAYS = ("value_targets", "values", "state_marks", "teacher_logprobs", "teacher_top")
 PADDING_ID = 0  # Any valid token id: its outputs are never read.
 
 
@@ -41,6 +41,9 @@ class Sample:
     value_targets: np.ndarray | None = None  # [tokens] float32, targets of the critic
     values: np.ndarray | None = None  # [tokens] float32, the critic's values before the step
     state_marks: np.ndarray | None = None  # [tokens] float32, 1 on tokens that train the critic
+    teacher_logprobs: np.ndarray | None = None  # [tokens] float32 nats of the teacher
+    teacher_ids: np.ndarray | None = None  # [tokens, k] int32, the teacher's most probable tokens
+    teacher_top: np.ndarray | None = None  # [tokens, k] float32 nats of the teacher at these
     row: int = 0  # Row number within the episode, whose rows are adjacent.
     # Sampled tokens in all rows of the episode; 0: this row is the only one.
     num_episode_tokens: int = 0
@@ -80,6 +83,8 @@ class TokenBatch:
     host_rows: tuple[np.ndarray, np.ndarray] | None = field(repr=False, default=None)
     # Ranks that hold the slices of the row; None: this batch is whole.
     sequence_group: ProcessGroup | None = None
+    # [tokens, k] int64, further tokens to score at each scored position; None: none.
+    support_ids: Tensor | None = field(repr=False, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +107,8 @@ class MicroBatch:
     state_marks: Tensor | None = field(repr=False, default=None)  # [tokens] float32, 0 or 1
     # [sequence] float32, sampled tokens of the episode
     episode_tokens: Tensor | None = field(repr=False, default=None)
+    teacher_logprobs: Tensor | None = field(repr=False, default=None)  # [tokens] float32 nats
+    teacher_top: Tensor | None = field(repr=False, default=None)  # [tokens, k] float32 nats
 
     @property
     def num_sequences(self) -> int:
@@ -366,7 +373,7 @@ def _collate(
         "turn_ids": np.concatenate(turns),
         "episode_tokens": np.array(wholes, dtype=np.float32),
     }
-    for name in _CRITIC_ARRAYS:
+    for name in _OPTIONAL_ARRAYS:
         parts = [getattr(sample, name) for sample in chosen]
         if all(part is not None for part in parts):
             arrays[name] = np.concatenate(parts).astype(np.float32)
@@ -378,6 +385,10 @@ def _collate(
         shared=block.shared,
         recorded=recorded_of(trajectories),
     )
+    support = [sample.teacher_ids for sample in chosen if sample.teacher_ids is not None]
+    if len(support) == len(chosen):
+        ids = np.concatenate(support).astype(np.int64)
+        tokens = replace(tokens, support_ids=placed({"ids": ids}, device)["ids"])
     return MicroBatch(
         tokens=tokens,
         sample_indices=block.indices,

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -9,6 +10,7 @@ from common.wire.codec import pack_record, unpack_record
 from common.wire.messages import Trajectory
 from learner.batch.batching import Sample
 
+OF_TEACHER = ("teacher_logprobs", "teacher_ids", "teacher_top")
 ABSENT = -1  # Length that encodes a missing array.
 
 
@@ -26,6 +28,7 @@ def pack_samples(samples: Sequence[Sample]) -> bytes:
         advantages=np.array([sample.advantage for sample in samples], dtype=np.float64),
         **_joined("turn", [sample.turn_advantages for sample in samples]),  # pyright: ignore[reportArgumentType]
         **_joined("own", [sample.own_advantages for sample in samples]),
+        **{name: column for name in OF_TEACHER if (column := _column(name, samples)) is not None},
     )
     return file.getvalue()
 
@@ -36,6 +39,7 @@ def unpack_samples(payload: bytes) -> list[Sample]:
         records = np.split(arrays["records"], np.cumsum(arrays["record_sizes"])[:-1])
         advantages = arrays["advantages"].tolist()
         turn, own = (_split_array(arrays[f"{n}"], arrays[f"{n}_sizes"]) for n in ("turn", "own"))
+        taught = {name: arrays[name] for name in OF_TEACHER if name in arrays}
     samples: list[Sample] = []
     for record, advantage, of_turns, of_tokens in zip(records, advantages, turn, own, strict=True):
         trajectory = unpack_record(record.tobytes())
@@ -49,6 +53,21 @@ def unpack_samples(payload: bytes) -> list[Sample]:
                 own_advantages=of_tokens,
             )
         )
+    return _with_columns(samples, taught)
+
+
+def _column(name: str, samples: Sequence[Sample]) -> np.ndarray | None:
+    """Return a column of all samples, [tokens] or [tokens, k]; None if a sample has none."""
+    parts = [getattr(sample, name) for sample in samples]
+    return None if any(part is None for part in parts) else np.concatenate(parts)
+
+
+def _with_columns(samples: list[Sample], columns: dict[str, np.ndarray]) -> list[Sample]:
+    """Return the samples with their parts of the columns of `_column`."""
+    cuts = np.cumsum([sample.num_sampled_tokens for sample in samples])[:-1]
+    for name, column in columns.items():
+        parts = np.split(column, cuts)
+        samples = [replace(s, **{name: part}) for s, part in zip(samples, parts, strict=True)]
     return samples
 
 

@@ -29,6 +29,7 @@ from learner.batch.batching import Sample
 from learner.batch.returns import discounted_returns
 from learner.batch.running_baseline import RunningBaseline
 from learner.batch.state_credit import state_advantages
+from learner.batch.taught import with_scores
 from learner.ingest.group_assembly import Group
 
 
@@ -85,8 +86,11 @@ def end_reward(trajectory: Trajectory, algorithm: AlgorithmSection) -> float:
 def group_has_signal(members: list[Trajectory], algorithm: AlgorithmSection) -> bool:
     """Return False if all members have equal credit, so that every advantage is zero.
 
-    Algorithms whose baseline is not computed within the group always return True.
+    Algorithms whose baseline is not computed within the group always return True. So do those with
+    a teacher, which teaches each token.
     """
+    if algorithm.teacher.is_on:
+        return True
     if not algorithm.advantage.is_group_relative:
         return True
     is_of_turns = algorithm.state_credit is StateCredit.GAGPO
@@ -111,7 +115,20 @@ def samples_of(
     Args:
         baseline: for `advantage=running`: expected rewards from earlier batches. This batch updates
             it, so each batch must be passed once, in order. None: this is the first batch.
+
+    Raises: LongstrideError: the algorithm has a teacher, and an episode has no scores of it.
     """
+    samples = _credited(groups, algorithm, baseline)
+    if algorithm.teacher.is_on:
+        scores = {name: each for group in groups for name, each in group.scores.items()}
+        samples = with_scores(samples, scores)
+    return samples
+
+
+def _credited(
+    groups: list[Group], algorithm: AlgorithmSection, baseline: RunningBaseline | None
+) -> list[Sample]:
+    """Return the samples of a batch with the advantages of their rewards."""
     samples: list[Sample] = []
     if algorithm.advantage is Advantage.RUNNING:
         members = [each for group in groups for each in group.members]

@@ -64,6 +64,7 @@ def row_part(tokens: TokenBatch, group: ProcessGroup) -> RowPart:
         return F.pad(own, (0, 0) * (own.ndim - 1) + (0, missing), value=filling) if missing else own
 
     routes = tokens.routes
+    support = tokens.support_ids
     part = TokenBatch(
         token_ids=cut(tokens.token_ids[0], PADDING_ID)[None],
         source_rows=moved["scored_rows"],
@@ -73,6 +74,7 @@ def row_part(tokens: TokenBatch, group: ProcessGroup) -> RowPart:
         packing=tokens.packing,
         routes=None if routes is None else Routes(cut(routes.ids), cut(routes.mask)),
         sequence_group=group,
+        support_ids=None if support is None else support[moved["scored_own"]],
     )
     places = {name: Places(most=most[name], at=moved[name]) for name in most}
     return RowPart(tokens=part, **places)

@@ -17,7 +17,8 @@ from common.segments import as_rows, joined
 from learner.batch.batching import MicroBatch, Sample
 
 BySample = dict[int, Tensor]  # Entries of each sample by its index, without gradient.
-_PER_TOKEN = ("own_advantages", "value_targets", "values", "state_marks")
+_OF_TEACHER = ("teacher_logprobs", "teacher_ids", "teacher_top")
+_PER_TOKEN = ("own_advantages", "value_targets", "values", "state_marks", *_OF_TEACHER)
 
 
 def rows_of(samples: Sequence[Sample]) -> list[Sample]:
@@ -60,9 +61,23 @@ def episodes_of(rows: Sequence[Sample]) -> list[Sample]:
             members.append([])
         members[-1].append(sample)
     return [
-        replace(own[0], trajectory=joined([row.trajectory for row in own]), num_episode_tokens=0)
+        replace(
+            own[0],
+            trajectory=joined([row.trajectory for row in own]),
+            num_episode_tokens=0,
+            **_teacher_columns(own),
+        )
         for own in members
     ]
+
+
+def _teacher_columns(rows: Sequence[Sample]) -> dict[str, np.ndarray]:
+    """Return the teacher's columns of an episode's rows, joined."""
+    return {
+        name: np.concatenate([getattr(row, name) for row in rows])
+        for name in _OF_TEACHER
+        if getattr(rows[0], name) is not None
+    }
 
 
 def by_sample(micro: MicroBatch, flat: Tensor) -> BySample:

@@ -3,6 +3,8 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 
 from common.errors import LongstrideError
 from common.ids import split_episode_id
@@ -23,8 +25,11 @@ from learner.ingest.group_assembly import Group, GroupAssembly
 from learner.ingest.journal_index import JournalIndex
 from learner.ingest.replay_point import ReplayPoint
 from learner.ingest.report_log import ReportLog
+from learner.teacher.scores import TeacherScores
 from learner.weights.prompts import RecentPrompts
 
+# Members of a group -> their pending scores by a teacher, in order.
+ScoreGroup = Callable[[Sequence[Trajectory]], Future[list[TeacherScores]]]
 POLL_S = 0.05  # Seconds between two checks of the conditions that end a wait.
 
 
@@ -38,8 +43,16 @@ class TrajectoryBuffer:
     """
 
     def __init__(
-        self, groups: GroupAssembly, index: JournalIndex, reports: ReportLog, *, version: int
+        self,
+        groups: GroupAssembly,
+        index: JournalIndex,
+        reports: ReportLog,
+        *,
+        version: int,
+        score: ScoreGroup | None = None,
     ) -> None:
+        """Start without episodes; `score` begins to score the members of a complete group."""
+        self._score = score
         self._changed = threading.Condition()
         self._groups = groups
         self._index = index
@@ -204,7 +217,8 @@ class TrajectoryBuffer:
                         f" {now - self._news_at:.1f} s (learner.batch_timeout_s={timeout_s:g})."
                         f" {self._groups.num_ready} groups are complete,"
                         f" {self._groups.num_open} groups are incomplete"
-                        f"{some and ', such as ' + some}. status.json lists the actors."
+                        f"{some and ', such as ' + some}{self._unscored_text()}. status.json lists"
+                        " the actors."
                     )
                 self._changed.wait(POLL_S)
 
@@ -240,6 +254,8 @@ class TrajectoryBuffer:
             self._stats_since = now
             metrics["groups/ready"] = float(self._groups.num_ready)
             metrics["groups/open"] = float(self._groups.num_open)
+            if self._score is not None:
+                metrics["groups/unscored"] = float(self._groups.num_unscored)
             if self._num_slots:
                 metrics["actor/concurrency"] = float(self._num_slots)
             return metrics
@@ -270,6 +286,27 @@ class TrajectoryBuffer:
                 f"The intake of trajectories failed: {self._error}"
             ) from self._error
 
+    def _unscored_text(self) -> str:
+        num = self._groups.num_unscored
+        return f", {num} groups wait for their teacher" if num else ""
+
+    def _begin_scoring(self) -> None:
+        if self._score is None:
+            return
+        for group in self._groups.take_unscored():
+            self._score(group.members).add_done_callback(partial(self._note_scores, group))
+
+    def _note_scores(self, group: Group, pending: Future[list[TeacherScores]]) -> None:
+        """Make a group ready. The thread of the teacher keeps an error for the main thread."""
+        if pending.cancelled() or pending.exception() is not None:
+            return
+        ids = [each.episode_id for each in group.members]
+        with self._changed:
+            self._news_at = time.monotonic()
+            scores = dict(zip(ids, pending.result(), strict=True))
+            self._groups.add_scores(group.group_id, scores)
+            self._changed.notify_all()
+
     def _close_below(self, number: int) -> None:
         """Close all groups below a number. Raises: LongstrideError: the number went down."""
         if number < self._index.closed_below:
@@ -290,7 +327,11 @@ class TrajectoryBuffer:
         seen: Sequence[EpisodeSeen] = (),
         num_duplicates: int = 0,
     ) -> int:
-        """Queue a report if it is not empty. Returns: number of reports queued so far."""
+        """Queue a report if it is not empty. Returns: number of reports queued so far.
+
+        Complete groups in it begin to wait for their teacher.
+        """
+        self._begin_scoring()
         if not (outcomes or groups or seen or num_duplicates):
             return self._reports.num_saved
         report = Outcomes(

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from common.config.learning import AlgorithmSection
 from common.config.run_config import GroupsSection
 from common.ids import is_below
 from common.wire.messages import EpisodeOutcome, GroupArrived, Outcome, Trajectory
+from learner.teacher.scores import TeacherScores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,8 @@ class Group:
 
     group_id: str
     members: list[Trajectory]
+    # Scores of the teacher by episode; empty without a teacher.
+    scores: Mapping[str, TeacherScores] = field(default_factory=dict[str, TeacherScores])
 
 
 # Outcomes of members, and groups that are complete.
@@ -60,6 +63,7 @@ class GroupAssembly:
         *,
         has_signal: Callable[[list[Trajectory]], bool],
         is_lockstep: bool = False,
+        is_taught: bool = False,
     ) -> None:
         """Start without groups.
 
@@ -67,6 +71,7 @@ class GroupAssembly:
             has_signal: returns False if all members have the same value for training.
             is_lockstep: take no batch before the scheduler has decided its size. Otherwise a batch
                 has `per_step` groups unless the scheduler has decided on fewer.
+            is_taught: complete groups with signal wait for `add_scores` before a batch takes them.
         """
         self._cfg = cfg
         self._filter = algorithm.filter_zero_variance
@@ -75,6 +80,9 @@ class GroupAssembly:
         # Ids of completed groups; members that arrive later are in no batch.
         self._completed: set[str] = set()
         self._ready: deque[Group] = deque()
+        self._is_taught = is_taught
+        self._unscored: dict[str, Group] = {}  # Complete groups that wait for their teacher.
+        self._new_unscored: list[Group] = []  # Those of them that `take_unscored` has not returned.
         self._num_undecided = 0 if is_lockstep else cfg.per_step
         self._decided_for = -1  # Learner version of the scheduler's last decision.
         self._num_decided = 0  # Groups in the batch after that version; 0: no batch yet.
@@ -82,6 +90,11 @@ class GroupAssembly:
     @property
     def num_ready(self) -> int:
         return len(self._ready)
+
+    @property
+    def num_unscored(self) -> int:
+        """Number of complete groups that wait for their teacher."""
+        return len(self._unscored)
 
     @property
     def num_open(self) -> int:
@@ -127,6 +140,8 @@ class GroupAssembly:
         """
         self._completed = {each for each in self._completed if not is_below(each, number)}
         self._ready = deque(each for each in self._ready if not is_below(each.group_id, number))
+        left = self._unscored.items()
+        self._unscored = {name: each for name, each in left if not is_below(name, number)}
 
     def _maybe_complete(self, group_id: str, entry: _OpenGroup) -> Decided:
         """Decide a group whose members have all arrived or been given up."""
@@ -149,8 +164,27 @@ class GroupAssembly:
             outcomes += [_outcome(t, Outcome.FILTERED, "zero_variance") for t in survivors]
         else:
             is_ready = True
-            self._ready.append(Group(group_id=group_id, members=survivors))
+            self._complete(Group(group_id=group_id, members=survivors))
         return outcomes, [GroupArrived(group_id=group_id, is_ready=is_ready)]
+
+    def _complete(self, group: Group) -> None:
+        if not self._is_taught:
+            self._ready.append(group)
+            return
+        self._unscored[group.group_id] = group
+        self._new_unscored.append(group)
+
+    def take_unscored(self) -> list[Group]:
+        """Return the groups that need scores, each once."""
+        taken = self._new_unscored
+        self._new_unscored = []
+        return taken
+
+    def add_scores(self, group_id: str, scores: Mapping[str, TeacherScores]) -> None:
+        """Make a group ready; one that was closed in the meantime is ignored."""
+        group = self._unscored.pop(group_id, None)
+        if group is not None:
+            self._ready.append(replace(group, scores=scores))
 
     def decide(self, version: int, num_groups: int) -> None:
         """Store the scheduler's decision: so many ready groups make the batch after `version`."""
@@ -217,7 +251,7 @@ class GroupAssembly:
         if len(fresh) < self._cfg.min_size:
             outcomes += [_outcome(t, Outcome.STALE, "lag_of_group") for t in fresh]
             fresh = []
-        return Group(group_id=group.group_id, members=fresh), outcomes
+        return replace(group, members=fresh), outcomes
 
 
 def _outcome(trajectory: Trajectory, outcome: Outcome, cause: str) -> EpisodeOutcome:

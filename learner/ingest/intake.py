@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from common.store.disk import POLL_S as ROOM_POLL_S
 from common.store.disk import DiskFull, RoomWait
 from common.store.journal import JournalPosition, JournalWriter
-from common.wire.messages import Ack, Heartbeat, Rejected, Trajectory
+from common.wire.messages import Ack, EpisodeKind, Heartbeat, Rejected, Trajectory
 from common.wire.sockets import Received, Router
 from learner.ingest.admission import Admission, AdmissionDecision
 from learner.ingest.buffer import TrajectoryBuffer
@@ -64,8 +64,15 @@ class Intake(threading.Thread):
         *,
         heartbeat_s: float,
         on_round: Callable[[], None] = lambda: None,
+        has_room: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`on_round` is called several times a second, also during a wait for disk space."""
+        """Start without connections.
+
+        Args:
+            on_round: called several times a second, also during a wait for disk space.
+            has_room: returns whether training episodes are accepted. Otherwise they wait without an
+                acknowledgement, and the windows of the actors fill.
+        """
         super().__init__(name="intake", daemon=True)
         self._router = router
         self.port = router.port
@@ -78,6 +85,8 @@ class Intake(threading.Thread):
         self._stop_requested = threading.Event()
         self._last_beat = 0.0
         self._on_round = on_round
+        self._has_room = has_room
+        self._held: dict[tuple[bytes, str], Received] = {}  # (sender, episode) -> not accepted yet
         self._room = RoomWait(journal.folder)
         self.status = LearnerStatus()  # For the heartbeats; any thread may replace it.
 
@@ -111,7 +120,7 @@ class Intake(threading.Thread):
     def _serve_once(self) -> None:
         """Process the received messages, finish synced batches, and send a due heartbeat."""
         self._on_round()
-        received = self._router.receive_all(timeout_s=POLL_S, limit=MAX_BATCH)
+        received = self._without_held(self._router.receive_all(timeout_s=POLL_S, limit=MAX_BATCH))
         started = time.monotonic()
         if received:
             self._process(received)
@@ -119,6 +128,21 @@ class Intake(threading.Thread):
         self._send_heartbeat_if_due()
         if 0 < len(received) < MIN_BATCH:
             time.sleep(max(0.0, started + GATHER_S - time.monotonic()))
+
+    def _without_held(self, received: list[Received]) -> list[Received]:
+        """Return the messages to process now; hold training episodes while there is no room.
+
+        An actor sends an episode again until it is acknowledged; one copy of it is held.
+        """
+        if self._has_room():
+            held = list(self._held.values())
+            accepted = [*held[:MAX_BATCH], *received]
+            rest = held[MAX_BATCH:]
+        else:
+            rest = [*self._held.values(), *filter(_is_training, received)]
+            accepted = [item for item in received if not _is_training(item)]
+        self._held = {(item.sender, item.message.episode_id): item for item in rest}
+        return accepted
 
     def _send_heartbeat_if_due(self) -> None:
         """Exchange messages with the scheduler, and send a heartbeat if one is due."""
@@ -222,6 +246,11 @@ class Intake(threading.Thread):
             cpu_s=status.cpu_s,
             unchanged_s=max(0.0, time.monotonic() - status.changed_at),
         )
+
+
+def _is_training(item: Received) -> bool:
+    message = item.message
+    return isinstance(message, Trajectory) and message.kind is EpisodeKind.TRAIN
 
 
 def _joined(answers: Sequence[tuple[bytes, Ack]]) -> Iterator[tuple[bytes, Ack]]:

@@ -20,6 +20,7 @@ from common.config.learning import (
     Proximal,
     StateCredit,
 )
+from common.config.teaching.teacher import TeacherForm, TeacherSection
 from learner.objective.describe import (
     MASKS_ONLY,
     is_clipped,
@@ -120,6 +121,7 @@ def _dead_in_algorithm(cfg: AlgorithmSection, learner: LearnerSection) -> Dead:
     if cfg.correction is not Correction.SECOND_MOMENT:
         yield from changed(why, "m2_threshold")
     yield from _dead_in_credit(cfg)
+    yield from _dead_in_teacher(cfg)
     if cfg.kl_coef == 0:
         yield from changed("kl_coef=0", "kl_estimator", "reference_path")
     why = why_ratio_is_one(cfg, learner)
@@ -141,6 +143,24 @@ def _dead_in_algorithm(cfg: AlgorithmSection, learner: LearnerSection) -> Dead:
             yield from changed(f"{why} more tightly", "tis_cap")
         if cfg.correction is Correction.NONE and cfg.kl_coef == 0:
             yield from changed(f"{why} more tightly than token_tis", "correction")
+
+
+def _dead_in_teacher(cfg: AlgorithmSection) -> Dead:
+    teacher = cfg.teacher
+    changed = partial(_changed, "algorithm.teacher", teacher)
+    if not teacher.is_on:
+        why = "algorithm.teacher has neither path nor url"
+        yield from changed(why, *TeacherSection.__dataclass_fields__)
+        return
+    if cfg.advantage.is_group_relative:
+        why = "a teacher gives every group a signal"
+        yield from _changed("algorithm", cfg, why, "filter_zero_variance")
+    if teacher.form is not TeacherForm.TOPK:
+        yield from changed(f"form={teacher.form.value}", "k")
+    if teacher.path:
+        yield from changed("the run starts the engine of path", "model", "key_env")
+    else:
+        yield from changed("the run starts no engine for url", "serve", "gpus")
 
 
 def _dead_in_credit(cfg: AlgorithmSection) -> Dead:

@@ -18,6 +18,7 @@ from common.config.learning import (
     Proximal,
     StateCredit,
 )
+from common.config.teaching.teacher import TeacherForm, TeacherSection
 from learner.objective.describe_credit import (
     credit_text,
     cut_text,
@@ -91,11 +92,15 @@ def objective_text(algorithm: AlgorithmSection, learner: LearnerSection) -> str:
         reference = algorithm.reference_path or "model.path"
         kl = f"{'v*' if of_kl else ''}KL_{algorithm.kl_estimator.value}(pi|{reference})"
         terms.append(f"- {algorithm.kl_coef:g}*{kl}")
+    if algorithm.teacher.num_top and algorithm.teacher.is_on:
+        teacher = algorithm.teacher
+        terms.append(f"- {teacher.coef:g}*KL_top{teacher.k}(pi|{_teacher_name(teacher)})")
     if algorithm.drift_coef:
         terms.append(f"- {algorithm.drift_coef:g}*(log pi - log mu)^2")
     laws = [_ratio_text(algorithm, proximal), f"w={weight}" if weight else ""]
     laws += [f"v={of_kl}"] if algorithm.kl_coef and of_kl else []
-    laws += [_advantage_text(algorithm, learner), *_value_texts(algorithm, learner.critic)]
+    laws += [_taught_text(_advantage_text(algorithm, learner), algorithm.teacher)]
+    laws += _value_texts(algorithm, learner.critic)
     laws += [*_data_texts(algorithm), _updates_text(learner), *_reaction_texts(learner)]
     mean = {
         Aggregation.TOKEN: "mean_tokens",
@@ -109,6 +114,21 @@ def objective_text(algorithm: AlgorithmSection, learner: LearnerSection) -> str:
     if algorithm.router_aux_coef:
         body += f" - {algorithm.router_aux_coef:g}*LB"
     return f"maximise {mean} {body}; {', '.join(law for law in laws if law)}"
+
+
+def _teacher_name(teacher: TeacherSection) -> str:
+    return teacher.path or f"{teacher.model} at {teacher.url}"
+
+
+def _taught_text(advantage: str, teacher: TeacherSection) -> str:
+    """Return the text of the advantage, "A=...", with the part of a teacher."""
+    if not teacher.is_on:
+        return advantage
+    reward = f"{teacher.reward_coef:g}*({advantage.removeprefix('A=')})"
+    parts = [reward] if teacher.reward_coef else []
+    if teacher.form is TeacherForm.SAMPLED:
+        parts.append(f"{teacher.coef:g}*(log {_teacher_name(teacher)} - log sg(pi))")
+    return f"A={' + '.join(parts) or '0'}"
 
 
 def _surrogate_text(cfg: AlgorithmSection) -> str:
@@ -260,7 +280,7 @@ def _value_texts(cfg: AlgorithmSection, critic: CriticSection) -> Iterator[str]:
 
 def _data_texts(cfg: AlgorithmSection) -> Iterator[str]:
     """Yield the filters of groups."""
-    if cfg.filter_zero_variance and cfg.advantage.is_group_relative:
+    if cfg.filter_zero_variance and cfg.advantage.is_group_relative and not cfg.teacher.is_on:
         yield "without groups of equal credit"
 
 

@@ -5,7 +5,7 @@ aggregation's weight of a token, and D is its denominator. The weight a and D be
 minibatch and are computed before masking.
 
     loss = -(1/D) sum_tokens
-        a * (w * f(r, A) + entropy_coef * H - kl_coef * v * KL - drift_coef * d^2)
+        a * (w * f(r, A) + entropy_coef * H - kl_coef * v * KL - drift_coef * d^2 - T)
 
     ppo    f = min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), at least dual_clip * A if A < 0
     gspo   the same with s = exp(mean over the sequence of log r) for every token of it (the
@@ -16,6 +16,7 @@ minibatch and are computed before masking.
     unclipped  f = r A
     d      log pi_theta - log mu
     v      pi_theta / mu after `correction`: mu sampled the tokens that estimate the KL
+    T      the teacher's term, see `learner/objective/teacher.py`; 0 without form=topk
 
 The anchor is the sampler mu or a proximal policy, see `Proximal`. If a batch makes one update,
 pi_prox equals pi_theta: the ratio to it is always one and no clip would ever bind. Therefore the
@@ -29,7 +30,11 @@ import torch
 from torch import Tensor
 
 from common.config.learning import Aggregation, AlgorithmSection, KlEstimator, PolicyLoss
+from common.config.teaching.teacher import TeacherForm, TeacherSection
 from learner.objective.correction import log_ratio, mean_over, sequence_mean
+from learner.objective.teacher import sampled_divergence, topk_divergence
+
+METRIC_OF = {"teacher": "teacher/kl"}  # Term -> metric; the others are below `policy/`.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +54,12 @@ class LossInputs:
     turn_ids: Tensor | None = field(repr=False, default=None)
     num_turns: int | None = None  # Above all of `turn_ids`; None: the loss reads the largest.
     kl_weights: Tensor | None = field(repr=False, default=None)  # [tokens] v above; None: 1
+    # [tokens] nats of the teacher at the sampled tokens, with form=sampled
+    teacher_logprobs: Tensor | None = field(repr=False, default=None)
+    # [tokens, k] nats at the teacher's most probable tokens, with form=topk
+    teacher_top: Tensor | None = field(repr=False, default=None)
+    # [tokens, k] nats of the current policy at these tokens, with gradient
+    support_logprobs: Tensor | None = field(repr=False, default=None)
     # [sequence] sampled tokens in all rows of the episode; None: each sequence is an episode
     episode_tokens: Tensor | None = field(repr=False, default=None)
 
@@ -107,7 +118,7 @@ def policy_loss(
     }
     loss = policy
     for name, coefficient, values in _extra_terms(inputs, cfg):
-        metrics[f"policy/{name}"] = values.detach().sum() / num_tokens
+        metrics[METRIC_OF.get(name, f"policy/{name}")] = values.detach().sum() / num_tokens
         if coefficient != 0:
             if name == "kl_reference" and inputs.kl_weights is not None:
                 values = inputs.kl_weights.detach() * values
@@ -123,6 +134,8 @@ def metric_names(cfg: AlgorithmSection) -> list[str]:
         names.append("policy/kl_reference")
     if cfg.drift_coef != 0:
         names.append("policy/drift")
+    if cfg.teacher.is_on:
+        names.append(METRIC_OF["teacher"])
     return names
 
 
@@ -140,7 +153,21 @@ def _extra_terms(inputs: LossInputs, cfg: AlgorithmSection) -> list[tuple[str, f
     if cfg.drift_coef != 0:
         drift = log_ratio(inputs.new_logprobs, inputs.sampler_logprobs) ** 2
         terms.append(("drift", cfg.drift_coef, drift))
+    if cfg.teacher.is_on:
+        terms.append(_teacher_term(inputs, cfg.teacher))
     return terms
+
+
+def _teacher_term(inputs: LossInputs, cfg: TeacherSection) -> tuple[str, float, Tensor]:
+    """Return the teacher's term; the advantages already contain that of form=sampled."""
+    if cfg.form is TeacherForm.TOPK:
+        if inputs.teacher_top is None or inputs.support_logprobs is None:
+            raise ValueError("form=topk needs the logprobs of teacher and policy at its tokens")
+        return "teacher", cfg.coef, topk_divergence(inputs.support_logprobs, inputs.teacher_top)
+    if inputs.teacher_logprobs is None:
+        raise ValueError("form=sampled needs the teacher's logprobs of the sampled tokens")
+    kl = sampled_divergence(inputs.new_logprobs.detach(), inputs.teacher_logprobs)
+    return "teacher", 0.0, kl
 
 
 def kl_estimate(new_logprobs: Tensor, reference_logprobs: Tensor, kind: KlEstimator) -> Tensor:

@@ -50,6 +50,7 @@ from learner.policy.sharding import device_of, reshard, shard
 
 logger = logging.getLogger(__name__)
 
+NO_OTHERS = (None,) * 5  # The fields of `Scores` after the first.
 WARM_UP_LENGTH = 64  # Tokens of a sequence whose only purpose is to compile kernels.
 
 
@@ -82,6 +83,8 @@ class Scores:
     values: Tensor | None = field(repr=False, default=None)  # [tokens] float32
     end_values: Tensor | None = field(repr=False, default=None)  # [batch] values of the last states
     balance: Tensor | None = field(repr=False, default=None)  # Load-balancing loss of the routers.
+    # [tokens, k] float32 nats at `TokenBatch.support_ids`
+    support: Tensor | None = field(repr=False, default=None)
 
 
 class Probed(Enum):
@@ -115,6 +118,7 @@ class _Trained(nn.Module):
         with_entropy: bool,
         with_values: bool,
         with_balance: bool = False,
+        with_support: bool = False,
         probed: Probed | None = None,
     ) -> tuple[Tensor | None, ...]:
         """Return the fields of `Scores` in order, as a plain tuple that FSDP can traverse.
@@ -123,20 +127,19 @@ class _Trained(nn.Module):
             probed: output for the start check, which replaces the log-probabilities.
         """
         if probed is Probed.HEAD:
-            return own_logits_gap(self.policy), None, None, None
+            return own_logits_gap(self.policy), *NO_OTHERS
         if probed is Probed.LOGITS:
-            found = plain_logprobs(self.policy, tokens, autocast=how.autocast)
-            return found, None, None, None, None
-        settings = (with_entropy, with_values, with_balance, probed)
+            return plain_logprobs(self.policy, tokens, autocast=how.autocast), *NO_OTHERS
+        settings = (with_entropy, with_values, with_balance, with_support, probed)
         group = self._group
         if group is None or tokens.packing is None:
             return self._computed(tokens, how, *settings)
         part = row_part(tokens, group)
-        *found, balance = self._computed(part.tokens, how, *settings, whole=tokens)
-        places = (part.scored, part.scored, part.scored, part.ends)
-        pairs = zip(found, places, strict=True)
-        gathered = [gather_entries(own, order, group) for own, order in pairs]
-        return *gathered, balance
+        found = self._computed(part.tokens, how, *settings, whole=tokens)
+        logprobs, entropy, values, end_values, balance, support = found
+        scored = [gather_entries(each, part.scored, group) for each in (logprobs, entropy, values)]
+        ends = gather_entries(end_values, part.ends, group)
+        return *scored, ends, balance, gather_entries(support, part.scored, group)
 
     def _computed(
         self,
@@ -145,6 +148,7 @@ class _Trained(nn.Module):
         with_entropy: bool,
         with_values: bool,
         with_balance: bool,
+        with_support: bool,
         probed: Probed | None,
         *,
         whole: TokenBatch | None = None,
@@ -156,7 +160,7 @@ class _Trained(nn.Module):
             assert critic is not None
             assert critic.trunk is not None
             states = flat_hidden(critic.trunk, tokens, autocast=how.autocast)
-            return states[tokens.source_rows], None, None, None, None
+            return states[tokens.source_rows], *NO_OTHERS
         body = trunk_of(policy)
         balance = None
         if with_balance:
@@ -169,13 +173,20 @@ class _Trained(nn.Module):
             hidden = flat_hidden(body, tokens, autocast=how.autocast)
         rows = hidden[tokens.source_rows]
         targets = tokens.target_ids
-        logprobs, entropy = hidden_logprobs(policy, rows, targets, how, with_entropy=with_entropy)
+        logprobs, entropy, support = hidden_logprobs(
+            policy,
+            rows,
+            targets,
+            how,
+            with_entropy=with_entropy,
+            support_ids=tokens.support_ids if with_support else None,
+        )
         if not with_values or critic is None:
-            return logprobs, entropy, None, None, balance
+            return logprobs, entropy, None, None, balance, support
         states = critic.hidden(tokens, hidden, autocast=how.autocast)
         of_tokens = critic.of_hidden(states[tokens.source_rows])
         of_ends = critic.of_hidden(states[tokens.last_rows])
-        return logprobs, entropy, of_tokens, of_ends, balance
+        return logprobs, entropy, of_tokens, of_ends, balance, support
 
 
 class Passes:
@@ -331,6 +342,7 @@ class Passes:
         with_entropy: bool = False,
         with_values: bool = False,
         with_balance: bool = False,
+        with_support: bool = False,
     ) -> Scores:
         """Return log-probabilities of a block and, if requested, the other fields of `Scores`."""
         if self._replay is not None and not self._replay.is_measured:
@@ -342,16 +354,18 @@ class Passes:
             with_entropy=with_entropy,
             with_values=with_values,
             with_balance=with_balance,
+            with_support=with_support,
         )
         if not torch.is_grad_enabled():
             reshard(unit)
-        logprobs, entropy, values, end_values, balance = found
+        logprobs, entropy, values, end_values, balance, support = found
         return Scores(
             logprobs=logprobs,
             entropy=entropy,
             values=values,
             end_values=end_values,
             balance=balance,
+            support=support,
         )
 
     @naming_compiler()

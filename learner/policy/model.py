@@ -184,50 +184,79 @@ def _run(body: nn.Module, tokens: TokenBatch, *, autocast: bool, **outputs: bool
 
 
 def hidden_logprobs(
-    model: PreTrainedModel, hidden: Tensor, target_ids: Tensor, how: Scoring, *, with_entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return log-probabilities [tokens] and entropies ([tokens] or None), in float32 nats.
+    model: PreTrainedModel,
+    hidden: Tensor,
+    target_ids: Tensor,
+    how: Scoring,
+    *,
+    with_entropy: bool,
+    support_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return log-probabilities [tokens], entropies and those of `support_ids`, in float32 nats.
 
     The log-probabilities equal those of `token_logprobs`; `hidden` [tokens, hidden] predicts the
     targets. Only positions that predict a scored token are projected to the vocabulary,
     `chunk_tokens` at a time. Each chunk is computed again in the backward pass: [tokens, vocab]
     never exists. The last chunk is padded to one of few sizes.
+
+    Args:
+        with_entropy: return the entropies [tokens], else None.
+        support_ids: [tokens, k] further tokens to score at each position; None: none.
     """
     dtype = how.head_dtype if how.autocast else torch.float32
     logits_of = logits_function(model, dtype)
 
     logprobs: list[Tensor] = []
     entropies: list[Tensor] = []
+    supports: list[Tensor] = []
     num_rows = hidden.shape[0]
     chunk_tokens = how.chunk_tokens
     for start in range(0, max(num_rows, 1), chunk_tokens):  # Without rows there is one empty chunk.
         rows = hidden[start : start + chunk_tokens]
         targets = target_ids[start : start + chunk_tokens]
+        support = None if support_ids is None else support_ids[start : start + chunk_tokens]
         missing = max(len(rows), min(row_size(len(rows)), chunk_tokens)) - len(rows)
         if missing:
             rows = F.pad(rows, (0, 0, 0, missing))
             targets = F.pad(targets, (0, missing))
-        args = (rows, logits_of, targets, how.temperature, with_entropy)
+            support = None if support is None else F.pad(support, (0, 0, 0, missing))
+        args = (rows, logits_of, targets, how.temperature, with_entropy, support)
         if torch.is_grad_enabled() and num_rows > chunk_tokens:
             chunk = checkpoint(_score_rows, *args, use_reentrant=False, preserve_rng_state=False)
         else:
             chunk = _score_rows(*args)
         logprobs.append(chunk[0][: len(chunk[0]) - missing])
         entropies.append(chunk[1][: max(0, len(chunk[1]) - missing)])
+        supports.append(chunk[2][: max(0, len(chunk[2]) - missing)])
     # FSDP accepts no views as results; these are copies, without the padding.
-    return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
+    return (
+        torch.cat(logprobs),
+        torch.cat(entropies) if with_entropy else None,
+        None if support_ids is None else torch.cat(supports),
+    )
 
 
 def _score_rows(
-    rows: Tensor, logits_of: Logits, targets: Tensor, temperature: float, with_entropy: bool
-) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities of the targets, and entropies if requested, [rows] each."""
+    rows: Tensor,
+    logits_of: Logits,
+    targets: Tensor,
+    temperature: float,
+    with_entropy: bool,
+    support_ids: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probabilities of the targets, entropies, and log-probabilities of `support_ids`.
+
+    An output that is not requested is empty. Shapes are [rows], [rows] and [rows, k].
+    """
     logits = logits_of(rows).float() / temperature  # [rows, vocab]
     log_softmax = F.log_softmax(logits, dim=-1)
     logprobs = log_softmax.gather(1, targets[:, None]).squeeze(1)  # [rows]
+    support = logprobs.new_empty(0)
+    if support_ids is not None:
+        support = log_softmax.gather(1, support_ids)  # [rows, k]
     if not with_entropy:
-        return logprobs, logprobs.new_empty(0)
-    return logprobs, -(log_softmax.exp() * log_softmax).sum(-1)
+        return logprobs, logprobs.new_empty(0), support
+    return logprobs, -(log_softmax.exp() * log_softmax).sum(-1), support
 
 
 def published_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor | Merged | Stored]]:

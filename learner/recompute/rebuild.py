@@ -128,6 +128,11 @@ class Recomputation:
         self._rebuilt: Rebuilt | None = None
         # A wrong override raises here, before any computation.
         self.cfg = config_of(plan.run_dir, self._start, overrides)
+        if self.cfg.algorithm.teacher.is_on:
+            raise ConfigError(
+                f"{plan.run_dir.root}: the run has a teacher (algorithm.teacher), and the teacher's"
+                " scores of its batches are not kept. Only runs without a teacher can be recomputed"
+            )
         self._folder = Path(tempfile.mkdtemp(prefix="longstride-recompute-"))
 
     def __enter__(self) -> "Recomputation":

@@ -1,7 +1,8 @@
 """Restores a learner to the state of the previous process, from the step log and the journal."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from common.config.learning import AlgorithmSection
 from common.errors import ConfigError, LongstrideError
@@ -16,9 +17,12 @@ from learner.ingest.group_assembly import Group
 from learner.ingest.replay_point import ReplayPoint
 from learner.recovery.checksums import ChecksumLog
 from learner.recovery.step_log import REMEDY, LoggedStep, read_steps
+from learner.teacher.scores import TeacherScores
 from learner.training.trainer import Trainer, TrainResult
 
 logger = logging.getLogger(__name__)
+
+ScoreMembers = Callable[[Sequence[Trajectory]], list[TeacherScores]]
 
 
 def last_logged(run_dir: RunDir, stands_at: int) -> int:
@@ -80,20 +84,25 @@ def repeat_steps(
     start: ReplayPoint,
     metrics: MetricsWriter,
     checksums: ChecksumLog | None = None,
+    score: ScoreMembers | None = None,
 ) -> None:
     """Train again on the logged batches that no checkpoint contains.
 
     Skipped batches are skipped again.
 
     A step without a metrics line gets one with the training metrics alone. `checksums`, if given,
-    logs a warning if a repeated batch differs from its first computation.
+    logs a warning if a repeated batch differs from its first computation. `score` returns the
+    scores of a teacher, which are not kept: they are asked for again.
 
     Raises:
         LongstrideError: the journal does not hold an episode that is needed.
     """
     episodes = _episodes_of(steps, run_dir, start)
     for step in steps:
-        result = redo(trainer, step, groups_of(step, episodes), algorithm)
+        groups = groups_of(step, episodes)
+        if score is not None:
+            groups = [_scored(group, score) for group in groups]
+        result = redo(trainer, step, groups, algorithm)
         if checksums is not None and trainer.digests is not None:
             checksums.log(step, trainer.digests, is_repeated=True)
         if step.is_skipped:
@@ -101,6 +110,11 @@ def repeat_steps(
         if step.version > metrics.last_step:
             metrics.log(step.version, result.metrics)
         logger.info("repeated step=%d groups=%d", step.version, len(step.groups))
+
+
+def _scored(group: Group, score: ScoreMembers) -> Group:
+    ids = [each.episode_id for each in group.members]
+    return replace(group, scores=dict(zip(ids, score(group.members), strict=True)))
 
 
 def groups_of(step: LoggedStep, episodes: Mapping[str, Trajectory]) -> list[Group]:

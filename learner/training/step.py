@@ -31,6 +31,7 @@ from learner.objective.correction import (
 from learner.objective.describe import proximal_in_use
 from learner.objective.loss import Denominator, LossInputs, metric_names, policy_loss, value_loss
 from learner.objective.second_moment import second_moment_mask
+from learner.objective.teacher import with_teacher
 from learner.policy.experts.balance import balance_loss_of
 from learner.policy.forward import Networks, Passes, Scores
 from learner.training.ranks import Ranks, deal
@@ -87,6 +88,7 @@ class Gradients:
         self._cfg = settings.learner
         cfg = self._algorithm = settings.algorithm
         is_more = cfg.entropy_coef or cfg.kl_coef or cfg.drift_coef or networks.critic is not None
+        is_more = is_more or cfg.teacher.is_on
         self._is_balanced = cfg.router_aux_coef != 0
         if self._is_balanced:
             balance_loss_of(networks.policy)  # Refuses families without this loss.
@@ -180,6 +182,7 @@ class Gradients:
                 with_entropy=self._algorithm.entropy_coef != 0,
                 with_values=has_critic,
                 with_balance=self._is_balanced,
+                with_support=self._algorithm.teacher.num_top > 0,
             )
             loss, metrics = policy_loss(
                 self.loss_inputs(batch, micro, scores), denominator, self._algorithm
@@ -203,7 +206,7 @@ class Gradients:
             totals = torch.stack(rows).double().sum(0)
         sums = dict(zip(names, self._ranks.sum_shares(totals).cpu().tolist(), strict=True))
         num_computed = sum(batch.samples[index].num_sampled_tokens for index in part)
-        for name in (name for name in names if name.startswith("policy/")):
+        for name in (name for name in names if name.startswith(("policy/", "teacher/"))):
             sums[name] *= denominator.num_tokens / num_computed
         return Gradient(sums=sums, logprobs=logprobs)
 
@@ -214,6 +217,10 @@ class Gradients:
         # A critic or a reference also fills `before`; it is the anchor only if configured.
         seen = batch.before if self._proximal is Proximal.RECOMPUTED else batch.first
         is_known = all(index in seen for index in indices)
+        teacher = self._algorithm.teacher
+        if teacher.is_on:
+            taught = with_teacher(micro.advantages, new, micro.teacher_logprobs, teacher)
+            micro = replace(micro, advantages=taught)
         anchor, weights = anchor_and_weights(
             new,
             in_order(seen, indices) if is_known else new.detach(),
@@ -238,6 +245,9 @@ class Gradients:
             entropy=scores.entropy,
             reference_logprobs=in_order(batch.reference, indices) if batch.reference else None,
             kl_weights=kl_weights(new, micro, self._algorithm) if batch.reference else None,
+            teacher_logprobs=micro.teacher_logprobs,
+            teacher_top=micro.teacher_top,
+            support_logprobs=scores.support,
         )
 
     def _value_term(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from common.checks.fitting import fitting_overrides
+from common.checks.fitting import fitting_overrides, merged_overrides
 from common.checks.gpu_placement import GpuAssignment
 from common.checks.machine import Gpu
 from common.checks.model_shape import read_shape
@@ -131,7 +131,7 @@ def _words(cfg: RunConfig, name: str, entry: Mapping[str, Any]) -> list[str]:
         f"policy.api_key_env={KEY_VARIABLE}",
         "policy.port=0",
     ]
-    return ["serve", "--config", MODEL_CONTEXT, *own]
+    return ["serve", "--config", MODEL_CONTEXT, *merged_overrides(own)]
 
 
 def _gpus(name: str, entry: Mapping[str, Any], used: set[int], num_gpus: int) -> list[int]:

@@ -298,6 +298,17 @@ def test_run_that_waits_for_a_service_is_no_stall(
     assert "finished no episode" in verdict.report
 
 
+def test_run_that_waits_for_its_teacher_is_no_stall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Standing(tmp_path, monkeypatch, stall_s=20.0)
+    run.status["learner"] = {"waiting_for": "teacher: algorithm.teacher.url=u is down"}
+    assert run.verdict_within(100.0) is None
+    run.status["learner"] = {"waiting_for": "actors: a batch"}
+    assert run.verdict_within(15.0) is None
+    assert run.verdict_within(60.0) is not None
+
+
 class Steady:
     """A run that makes progress, whatever dies."""
 

@@ -13,6 +13,7 @@ import zmq
 
 from common.config.learning import AlgorithmSection
 from common.config.run_config import GroupsSection
+from common.config.teaching.teacher import TeacherSection
 from common.store.journal import JournalWriter, read_journal
 from common.store.run_dir import RunDir
 from common.wire.codec import decode, encode
@@ -32,7 +33,7 @@ from common.wire.security import RunKeys, create_keys
 from common.wire.sockets import Router, connect_dealer
 from learner.batch.credit import group_has_signal
 from learner.ingest.admission import Admission
-from learner.ingest.buffer import TrajectoryBuffer
+from learner.ingest.buffer import ScoreGroup, TrajectoryBuffer
 from learner.ingest.group_assembly import GroupAssembly
 from learner.ingest.intake import Intake
 from learner.ingest.journal_index import JournalIndex
@@ -163,28 +164,44 @@ class Setup:
     """An intake with its neighbours."""
 
     def __init__(
-        self, root: Path, *, silence_s: float = 30.0, lease_key: bytes | None = None
+        self,
+        root: Path,
+        *,
+        silence_s: float = 30.0,
+        lease_key: bytes | None = None,
+        score: ScoreGroup | None = None,
+        has_room: Callable[[], bool] = lambda: True,
     ) -> None:
         self.run_dir = RunDir(root=root)
         keys = create_keys(root / "keys")
         self.scheduler = Scheduler(self.run_dir, keys)
         self.scheduler.start("epoch-1")
         self.journal = GatedJournal(self.run_dir.journal)
-        algorithm = AlgorithmSection()
+        teacher = TeacherSection(path="teacher" if score else "")
+        algorithm = self.algorithm = AlgorithmSection(teacher=teacher)
         groups = GroupsSection(size=3, per_step=1, min_size=2)
         table = GroupAssembly(
-            groups, algorithm, has_signal=lambda m: group_has_signal(m, algorithm)
+            groups,
+            algorithm,
+            has_signal=lambda m: group_has_signal(m, algorithm),
+            is_taught=teacher.is_on,
         )
         index = JournalIndex(end=self.journal.position)
         reports = ReportLog()
         self.admission = Admission(index, group_size=3, vocab_size=VOCAB_SIZE, lease_key=lease_key)
-        self.buffer = TrajectoryBuffer(table, index, reports, version=HELLO.version)
+        self.buffer = TrajectoryBuffer(table, index, reports, version=HELLO.version, score=score)
         self.client = ReportClient(
             self.run_dir, keys, reports, hello=HELLO, silence_s=silence_s, on_progress=self._apply
         )
         self.router = Router(keys, host=HOST, port=0)
         self.intake = Intake(
-            self.router, self.journal, self.admission, self.buffer, self.client, heartbeat_s=0.02
+            self.router,
+            self.journal,
+            self.admission,
+            self.buffer,
+            self.client,
+            heartbeat_s=0.02,
+            has_room=has_room,
         )
         self._context = zmq.Context()
         address = f"tcp://{HOST}:{self.intake.port}"

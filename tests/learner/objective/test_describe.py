@@ -18,6 +18,7 @@ from common.config.learning import (
     PolicyLoss,
     Proximal,
 )
+from common.config.teaching.teacher import TeacherForm, TeacherSection
 from learner.objective.dead_settings import dead_knobs, notes, summary_lines
 from learner.objective.describe import objective_text, proximal_in_use
 
@@ -183,3 +184,30 @@ def test_combinations_that_do_nothing_are_named() -> None:
     token = LearnerSection(critic=CriticSection(timestep=Timestep.TOKEN))
     assert dead(token, turn_discount=0.9, **PPO) == ["algorithm.turn_discount"]
     assert dead(reward_level=CreditLevel.TURN, baseline=Baseline.GROUP_MEAN) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "advantage", "term"),
+    [
+        ({}, "A=1*(log t - log sg(pi))", ""),
+        ({"coef": 2.0, "reward_coef": 0.5}, "A=0.5*((R - leave_one_out)) + 2*(log t", ""),
+        ({"form": TeacherForm.TOPK, "k": 4}, "A=0", "- 1*KL_top4(pi|t)"),
+    ],
+)
+def test_text_names_the_part_of_a_teacher(changes: dict, advantage: str, term: str) -> None:
+    cfg = AlgorithmSection(teacher=TeacherSection(path="t", **changes))
+    text = objective_text(cfg, LearnerSection())
+    assert advantage in text
+    assert term in text
+    assert "equal credit" not in text
+
+
+def test_settings_of_an_absent_teacher_are_named() -> None:
+    absent = AlgorithmSection(teacher=TeacherSection(coef=2.0))
+    (line,) = dead_knobs(absent, LearnerSection())
+    assert line.startswith("algorithm.teacher.coef=2.0 has no effect")
+    served = TeacherSection(path="t", key_env="K", k=3)
+    lines = dead_knobs(AlgorithmSection(teacher=served), LearnerSection())
+    assert [line.partition("=")[0] for line in lines] == [
+        *("algorithm.teacher.k", "algorithm.teacher.key_env")
+    ]

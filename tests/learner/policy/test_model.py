@@ -35,7 +35,7 @@ def batch_of(indices: list[int]) -> TokenBatch:
 def scored(model, tokens: TokenBatch, *, chunk_tokens: int = 4, temperature: float = 1.0):
     how = Scoring(chunk_tokens=chunk_tokens, autocast=False, temperature=temperature)
     rows = flat_hidden(model.base_model, tokens, autocast=False)[tokens.source_rows]
-    return hidden_logprobs(model, rows, tokens.target_ids, how, with_entropy=True)
+    return hidden_logprobs(model, rows, tokens.target_ids, how, with_entropy=True)[:2]
 
 
 def naive_logprobs(model, temperature: float) -> torch.Tensor:

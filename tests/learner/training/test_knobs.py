@@ -145,6 +145,18 @@ SHARED = {"reward_level": CreditLevel.TURN}  # turns of one state then have unli
 ELSEWHERE = {
     "algorithm.router_aux_coef": "tests/learner/policy/experts/test_balance.py",
     "algorithm.routing_replay": "tests/learner/policy/experts/test_routing.py",
+    # Without path or url there is no teacher; test_teacher.py has the effects of one.
+    **{
+        f"algorithm.teacher.{name}": place
+        for place, names in {
+            "learner/teacher/start.py": ("path", "url", "model", "key_env", "timeout_s"),
+            "learner/objective/teacher.py": ("coef", "reward_coef", "form"),
+            "common/config/teaching/teacher.py": ("k",),
+            "learner/teacher/scorer.py": ("concurrency", "max_waiting"),
+            "common/checks/teacher.py": ("serve", "gpus"),
+        }.items()
+        for name in names
+    },
     "learner.host": "learner/build.py",
     "learner.advertise": "learner/build.py",
     "learner.port": "learner/build.py",

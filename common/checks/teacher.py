@@ -1,0 +1,147 @@
+"""Checks of `algorithm.teacher` before a run starts, and the memory of its engine."""
+
+import json
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from common.checks.fitting import fitting_overrides, merged_overrides
+from common.checks.machine import GIB, Gpu
+from common.checks.memory_parts import Part
+from common.checks.model_shape import BYTES_OF, ModelShape, read_shape
+from common.config.run_config import Launcher, RunConfig
+from common.config.teaching.teacher import TeacherSection
+from common.errors import ConfigError
+
+SCORING_CONTEXT = 1  # Tokens that an engine needs beyond the longest prompt.
+VLLM_MAX_LOGPROBS = 20  # Its default limit of logprobs at a position.
+PROCESS_BYTES = 2 * GIB  # torch and vLLM in the two processes of an engine on a CPU.
+
+
+def check_teacher(cfg: RunConfig, root: Path) -> None:
+    """Check that the policy can learn from its teacher. The learner asks the teacher itself later.
+
+    Raises: ConfigError: the message has the key, its value and the remedy.
+    """
+    teacher = cfg.algorithm.teacher
+    if not teacher.is_on:
+        return
+    if cfg.actor.temperature != 1.0:
+        raise ConfigError(
+            f"actor.temperature={cfg.actor.temperature:g}: must be 1 with algorithm.teacher, whose"
+            " logprobs have temperature 1"
+        )
+    if not teacher.path:
+        return
+    if cfg.launcher is not Launcher.LOCAL:
+        raise ConfigError(
+            f"algorithm.teacher.path={teacher.path}: needs launcher=local. Start the engine with"
+            " `python run.py serve`, and set algorithm.teacher.url"
+        )
+    _check_vocabulary(cfg, root)
+    known = read_shape(root / teacher.path).context_tokens
+    needed = cfg.actor.max_model_len + SCORING_CONTEXT
+    if 0 < known < needed:
+        raise ConfigError(
+            f"algorithm.teacher.path={teacher.path}: the teacher supports {known} positions"
+            f" (max_position_embeddings). Scoring an episode of actor.max_model_len="
+            f"{cfg.actor.max_model_len} needs {needed}. Lower actor.max_model_len"
+        )
+
+
+def _check_vocabulary(cfg: RunConfig, root: Path) -> None:
+    """Compare the vocabularies in tokenizer.json, if both folders have this file."""
+    own = _vocabulary(root / cfg.model.path)
+    other = _vocabulary(root / cfg.algorithm.teacher.path)
+    if own is None or other is None or own == other:
+        return
+    differing = sorted(own.items() ^ other.items(), key=lambda each: each[1])
+    text, number = differing[0]
+    raise ConfigError(
+        f"algorithm.teacher.path={cfg.algorithm.teacher.path}: the teacher has another tokenizer"
+        f" than the policy. Its vocabulary has {len(other)} tokens, that of"
+        f" model.path={cfg.model.path} has {len(own)}. The first difference is token {number},"
+        f" {text!r:.40}. Choose a teacher with the policy's tokenizer"
+    )
+
+
+def _vocabulary(folder: Path) -> dict[str, int] | None:
+    """Return the tokens of a tokenizer with their ids; None if the file has another form."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return None
+    tree = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
+    tokens: Any = tree.get("model", {}).get("vocab")
+    added: list[dict[str, Any]] = tree.get("added_tokens", [])
+    if not isinstance(tokens, dict):
+        return None
+    return cast("dict[str, int]", tokens) | {each["content"]: each["id"] for each in added}
+
+
+def engine_overrides(cfg: RunConfig, shape: ModelShape) -> list[str]:
+    """Return the settings of the teacher's engine, the user's last."""
+    teacher = cfg.algorithm.teacher
+    context = cfg.actor.max_model_len + SCORING_CONTEXT
+    fitting = [f for f in fitting_overrides(shape) if not f.startswith("actor.max_")]
+    own = [
+        *fitting,
+        f"actor.max_model_len={context}",
+        f"actor.max_turn_tokens={min(16, context - 1)}",
+        f"actor.turn_timeout_s={max(teacher.timeout_s, 1.0):g}",
+    ]
+    if teacher.num_top > VLLM_MAX_LOGPROBS:
+        own.append(f"actor.engine_args.max_logprobs={teacher.num_top}")
+    return merged_overrides([*own, *teacher.serve])
+
+
+def teacher_gpus(teacher: TeacherSection, used: Collection[int], num_gpus: int) -> list[int]:
+    """Return the GPUs of the teacher's engine: the given ones, or the first that no role uses.
+
+    Raises: ConfigError: a number is wrong, or all GPUs are in use.
+    """
+    if not teacher.gpus:
+        free = [i for i in range(num_gpus) if i not in used]
+        if free:
+            return free[:1]
+        raise ConfigError(
+            f"algorithm.teacher.path={teacher.path}: the roles of the run use all {num_gpus} GPUs"
+            " of this machine. Lower actor.num_actors, or share a GPU with"
+            " algorithm.teacher.gpus=[0] and algorithm.teacher.serve=[actor.gpu_memory_frac=0.3]"
+        )
+    wrong = [each for each in teacher.gpus if each >= num_gpus]
+    if wrong:
+        raise ConfigError(
+            f"algorithm.teacher.gpus={teacher.gpus}: expects numbers of GPUs from 0 to"
+            f" {num_gpus - 1}"
+        )
+    return teacher.gpus
+
+
+def teacher_parts(cfg: RunConfig, root: Path, gpu: Gpu | None) -> list[Part]:
+    """Return the memory of the teacher's engine on a host, or on each of its GPUs.
+
+    Args:
+        gpu: None for an engine without a GPU.
+    """
+    shape = read_shape(root / cfg.algorithm.teacher.path)
+    settings = _values(engine_overrides(cfg, shape))
+    width = BYTES_OF.get(settings.get("model.dtype", ""), 2)
+    num_gpus = max(1, len(cfg.algorithm.teacher.gpus)) if gpu is not None else 1
+    weights = shape.num_params * width // num_gpus
+    shared = f" / {num_gpus} GPUs" if num_gpus > 1 else ""
+    parts = [
+        Part("teacher weights", weights, f"{shape.num_params / 1e6:,.1f}M x {width} B{shared}")
+    ]
+    if gpu is None:
+        cache = int(settings.get("actor.kv_cache_gib", "1"))
+        parts.append(Part("teacher KV cache", cache * GIB, f"actor.kv_cache_gib={cache}"))
+        parts.append(Part("teacher programs", PROCESS_BYTES, "2 processes of its engine"))
+        return parts
+    frac = float(settings.get("actor.gpu_memory_frac", "0.85"))
+    rest = max(0, int(frac * gpu.memory_bytes) - weights)
+    how = f"the rest of actor.gpu_memory_frac={frac:g} of its engine"
+    return [*parts, Part("teacher cache, work space", rest, how)]
+
+
+def _values(overrides: Sequence[str]) -> dict[str, str]:
+    return {key: value for key, _, value in (each.partition("=") for each in overrides)}

@@ -1,0 +1,72 @@
+"""Reverse KL divergence of the policy from its teacher, token by token. Pure functions on tensors.
+
+Symbols: pi is the policy, q the teacher, S the k tokens that the teacher finds most probable.
+
+    sampled  A = reward_coef * A_reward + coef * (log q - log sg(pi))   of each sampled token
+    topk     A = reward_coef * A_reward, and the loss has the term coef * KL with
+             KL = sum_S pi * (log pi - log q) + pi_rest * (log pi_rest - log q_rest)
+             where pi_rest = 1 - sum_S pi and q_rest = 1 - sum_S q
+
+The sampled form is the policy gradient of the reverse KL with a discount of 0: a token is paid for
+its own divergence only. pi is the policy that is updated, so the estimate does not depend on the
+lag of the sampler. The importance weights of the surrogate correct for the sampler.
+The topk form merges all other tokens into one. Its value is therefore at most the whole KL, and 0
+only if both policies agree on S. Its states are those that the sampler visited.
+"""
+
+import torch
+from torch import Tensor
+
+from common.config.teaching.teacher import TeacherForm, TeacherSection
+from learner.objective.correction import log_ratio
+
+# A smaller probability of the teacher counts as this one in the topk form.
+MIN_LOGPROB = -30.0  # nats
+MIN_REST = 1e-9  # Smallest probability of the remainder; rounding may make it negative.
+
+
+def with_teacher(
+    advantages: Tensor, new_logprobs: Tensor, teacher_logprobs: Tensor | None, cfg: TeacherSection
+) -> Tensor:
+    """Return the advantages [tokens] of rewards and teacher, without gradient.
+
+    Args:
+        advantages: [tokens] of the rewards.
+        new_logprobs: [tokens] nats, current policy.
+        teacher_logprobs: [tokens] nats of the sampled tokens; None with form=topk.
+
+    Raises: ValueError: form=sampled, and the teacher's logprobs are missing.
+
+    Source: on-policy distillation, arXiv:2306.13649; as a reward per token, arXiv:2306.08543.
+    """
+    scaled = cfg.reward_coef * advantages
+    if cfg.form is TeacherForm.TOPK:
+        return scaled
+    if teacher_logprobs is None:
+        raise ValueError("algorithm.teacher.form=sampled needs the teacher's logprobs of the batch")
+    return scaled - cfg.coef * sampled_divergence(new_logprobs.detach(), teacher_logprobs)
+
+
+def sampled_divergence(new_logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
+    """Return log pi - log q [tokens] nats of sampled tokens; its mean estimates KL(pi | q).
+
+    It is bounded to +-20: a token that the teacher bans has the logprob -inf.
+    """
+    return log_ratio(new_logprobs, teacher_logprobs)
+
+
+def topk_divergence(support_logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
+    """Return the KL [tokens] nats of the topk form, with gradient in `support_logprobs`.
+
+    Args:
+        support_logprobs: [tokens, k] nats of the policy at the tokens S.
+        teacher_logprobs: [tokens, k] nats of the teacher at the same tokens.
+    """
+    log_q = teacher_logprobs.detach()
+    rest_q = (1 - log_q.exp().sum(-1)).clamp(min=0)
+    log_rest_q = rest_q.log().clamp(min=MIN_LOGPROB)
+    rest = (1 - support_logprobs.exp().sum(-1)).clamp(min=MIN_REST)
+    inside = support_logprobs.exp() * (support_logprobs - log_q.clamp(min=MIN_LOGPROB))
+    return inside.sum(-1) + torch.where(
+        rest > MIN_REST, rest * (rest.log() - log_rest_q), torch.zeros_like(rest)
+    )

@@ -1,0 +1,243 @@
+"""The component that scores complete groups with the teacher, between intake and batch."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as StillWaiting
+
+import numpy as np
+
+from common.config.teaching.teacher import TeacherSection
+from common.errors import LongstrideError
+from common.segments import as_rows
+from common.wire.messages import Trajectory
+from learner.teacher.check import VocabularyCheck
+from learner.teacher.endpoint import TeacherEndpoint, TeacherUnanswered
+from learner.teacher.scores import TeacherScores, empty_scores, joined_scores
+
+logger = logging.getLogger(__name__)
+
+PROBE_S = 2.0  # Seconds between two probes of a teacher that is down.
+WARN_EVERY_S = 60.0  # Seconds between two warnings about it.
+POLL_S = 0.1
+STOP_S = 5.0
+
+
+class TeacherScorer(threading.Thread):
+    """Scores trajectories in its own thread.
+
+    Consumes: trajectories of complete groups, by `begin`.
+    Waits for: the teacher's endpoint, without a limit. While it is down, all trajectories wait and
+        one probe every `PROBE_S` asks for it.
+    Unblocked by: `stop`. A refusal ends the thread; `check` raises it in the main thread.
+
+    Example (concurrency 2): begin([a, b, c]) sends a and b; c follows when one is answered. The
+    teacher ends: b and c wait. It is back: the probe is answered, b and c are sent again.
+    """
+
+    def __init__(
+        self,
+        endpoint: TeacherEndpoint,
+        vocabulary: VocabularyCheck,
+        cfg: TeacherSection,
+        *,
+        probe_s: float = PROBE_S,
+    ) -> None:
+        super().__init__(name="teacher", daemon=True)
+        self._endpoint = endpoint
+        self._vocabulary = vocabulary
+        self._cfg = cfg
+        self._probe_s = probe_s
+        self._loop = asyncio.new_event_loop()
+        self._is_up = asyncio.Event()
+        self._slots = asyncio.Semaphore(cfg.concurrency)
+        self._stop_requested = asyncio.Event()
+        self._lock = threading.Lock()  # Guards the counts below.
+        self._num_waiting = 0
+        self._latencies_s: list[float] = []
+        self._num_tokens = 0
+        self._down_s = 0.0
+        self._has_answered = False
+        self._failure: LongstrideError | None = None
+        self.problem = "it has not answered yet"  # Reason for which it is down; "": it answers.
+
+    # --- for any thread -------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        """Trajectories that have no scores yet."""
+        with self._lock:
+            return self._num_waiting
+
+    @property
+    def has_room(self) -> bool:
+        """Whether fewer than `algorithm.teacher.max_waiting` trajectories wait."""
+        return self.num_waiting < self._cfg.max_waiting
+
+    @property
+    def waiting_for(self) -> str:
+        """The teacher and the reason if trajectories wait for one that is down, else ""."""
+        return f"teacher: {self.problem}" if self.problem and self.num_waiting else ""
+
+    def check(self) -> None:
+        """Raise the error that ended this thread. Raises: ConfigError, TeacherRefused."""
+        if self._failure is not None:
+            raise self._failure
+
+    def begin(self, members: Sequence[Trajectory]) -> Future[list[TeacherScores]]:
+        """Return the pending scores of trajectories, in order."""
+        with self._lock:
+            self._num_waiting += len(members)
+        return asyncio.run_coroutine_threadsafe(self._score_all(members), self._loop)
+
+    def score(
+        self, members: Sequence[Trajectory], *, check: Callable[[], object]
+    ) -> list[TeacherScores]:
+        """Return the scores of trajectories; wait as long as the teacher is down.
+
+        Args:
+            check: called several times a second; it ends the wait by raising.
+
+        Raises: ConfigError, TeacherRefused: the teacher cannot score them.
+        """
+        pending = self.begin(members)
+        while True:
+            self.check()
+            check()
+            try:
+                return pending.result(timeout=POLL_S)
+            except StillWaiting:
+                if pending.done():
+                    raise
+
+    def drain_metrics(self) -> dict[str, float]:
+        """Return metrics of the requests since the last call."""
+        with self._lock:
+            latencies_s = self._latencies_s
+            metrics = {
+                "teacher/waiting": float(self._num_waiting),
+                "teacher/tokens": float(self._num_tokens),
+                "teacher/down_s": self._down_s,
+            }
+            self._latencies_s = []
+            self._num_tokens = 0
+            self._down_s = 0.0
+        if latencies_s:
+            metrics["teacher/latency"] = sum(latencies_s) / len(latencies_s)
+        return metrics
+
+    def stop(self) -> None:
+        """End the thread. Trajectories without scores stay in the journal."""
+        if self.is_alive():
+            self._loop.call_soon_threadsafe(self._stop_requested.set)
+            self.join(timeout=STOP_S)
+
+    # --- this thread ----------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve until stopped."""
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._loop.run_until_complete(self._cancel_all())
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        reviving = asyncio.create_task(self._revive())
+        await self._stop_requested.wait()
+        reviving.cancel()
+
+    async def _cancel_all(self) -> None:
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _revive(self) -> None:
+        """Probe the teacher until it answers, then let the requests continue."""
+        began = time.monotonic()
+        # The first start of an engine takes long; only a longer one is worth a warning.
+        warned = began - WARN_EVERY_S * self._has_answered
+        while True:
+            try:
+                await self._vocabulary.run(self._endpoint)
+                break
+            except TeacherUnanswered as error:
+                self.problem = f"{self._vocabulary.name} is down: {error}"
+            except LongstrideError as error:
+                self._fail(error)
+                return
+            if time.monotonic() - warned >= WARN_EVERY_S:
+                warned = time.monotonic()
+                waited_s = warned - began
+                logger.warning(
+                    "%s; training waits waiting=%d waited_s=%.0f",
+                    self.problem,
+                    self.num_waiting,
+                    waited_s,
+                )
+            await asyncio.sleep(self._probe_s)
+        took_s = time.monotonic() - began
+        with self._lock:
+            self._down_s += took_s
+        logger.info("teacher answers %s waited_s=%.1f", self._vocabulary.name, took_s)
+        self.problem = ""
+        self._has_answered = True
+        self._is_up.set()
+
+    def _note_down(self, error: TeacherUnanswered) -> None:
+        """Stop all requests until a probe is answered."""
+        if not self._is_up.is_set():
+            return
+        self._is_up.clear()
+        self.problem = f"{self._vocabulary.name} is down: {error}"
+        self._reviving = asyncio.get_running_loop().create_task(self._revive())
+
+    def _fail(self, error: LongstrideError) -> None:
+        kind = type(error)
+        name = self._vocabulary.name
+        text = str(error)
+        self._failure = error if text.startswith(name) else kind(f"{name}: {text}")
+        logger.error("%s", self._failure)
+
+    async def _score_all(self, members: Sequence[Trajectory]) -> list[TeacherScores]:
+        try:
+            return list(await asyncio.gather(*(self._score_one(each) for each in members)))
+        except LongstrideError as error:
+            self._fail(error)
+            raise
+
+    async def _score_one(self, trajectory: Trajectory) -> TeacherScores:
+        parts: list[TeacherScores] = []
+        for row in as_rows(trajectory):
+            positions = np.flatnonzero(row.loss_mask)
+            if len(positions):
+                # Later tokens have no effect on the scores.
+                parts.append(await self._ask(row.token_ids[: positions[-1] + 1], positions))
+        with self._lock:
+            self._num_waiting -= 1
+        return joined_scores(parts) if parts else empty_scores(self._cfg.num_top)
+
+    async def _ask(self, token_ids: np.ndarray, positions: np.ndarray) -> TeacherScores:
+        """Return the scores of a sequence; ask again until the teacher answers."""
+        while True:
+            await self._is_up.wait()
+            async with self._slots:
+                if not self._is_up.is_set():
+                    continue
+                started = time.monotonic()
+                try:
+                    scores = await self._endpoint.score(
+                        token_ids, positions, num_top=self._cfg.num_top
+                    )
+                except TeacherUnanswered as error:
+                    self._note_down(error)
+                    continue
+            with self._lock:
+                self._latencies_s.append(time.monotonic() - started)
+                self._num_tokens += len(token_ids)
+            return scores
