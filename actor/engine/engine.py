@@ -487,9 +487,10 @@ class Engine:
                 tokens_input(token_ids), params, request_id, lora_request=self._adapter
             ):
                 if output.finished:
+                    steps = cast(list[Any], output.prompt_logprobs or [])
                     return [
                         step and {token: (each.logprob, each.rank) for token, each in step.items()}
-                        for step in output.prompt_logprobs or []
+                        for step in steps
                     ]
         raise EngineError(f"request {request_id} ended without an output")
 

@@ -56,9 +56,10 @@ def train(
     is_here = cfg.launcher is Launcher.LOCAL
     assignment = check_devices(cfg) if is_here else None
     found = gpus() if is_here else ()
-    placed = {"root": root, "assignment": assignment, "found": found}
-    judges = make_judge_specs(cfg, run_dir, **placed)
-    teacher = make_teacher_specs(cfg, run_dir, judges=judges, **placed)
+    judges = make_judge_specs(cfg, run_dir, root=root, assignment=assignment, found=found)
+    teacher = make_teacher_specs(
+        cfg, run_dir, root=root, assignment=assignment, found=found, judges=judges
+    )
     started = time.monotonic()
     with hold_run(run_dir.root, name=cfg.run.name), start_roles(cfg, run_dir) as starter:
         cfg = reachable_at(cfg, starter.host)

@@ -67,7 +67,8 @@ def test_group_is_trained_only_after_its_scores(taught: Setup, teacher: SlowTeac
     }
     algorithm = taught.algorithm
     samples = samples_of([group], algorithm)
-    assert [each.teacher_logprobs.tolist() for each in samples] == [[-1.0], [-2.0], [-3.0]]
+    found = [np.asarray(each.teacher_logprobs).tolist() for each in samples]
+    assert found == [[-1.0], [-2.0], [-3.0]]
 
 
 def test_scored_groups_overtake_groups_without_scores(taught: Setup, teacher: SlowTeacher) -> None:
