@@ -32,7 +32,7 @@ COMMANDS = {
     ).items()
 }
 # Suites that train. They accept key=value, including study.*, and --dry-run.
-STUDIES = ("algorithms", "staleness", "horizon", "peer")
+STUDIES = ("algorithms", "staleness", "teacher", "horizon", "peer")
 SUITES = (
     "learner, weights, delta, actor, scheduler, transport, envhub, end2end, tail, chaos,"
     " chaos-short, conformance, gpu, gpu-small, "

@@ -60,7 +60,9 @@ RULES = (
         "end_to_end/test_agents_of_others",
     ),
     Rule(r"export '?AGENT_PYTHON=", How.NONE, "changes the reader's own shell"),
-    Rule(PY + r".*teacher\.path=runs/", How.CONFIG, "wants a run's weights; end_to_end/test_teacher"),
+    Rule(
+        PY + r".*teacher\.path=runs/", How.CONFIG, "wants a run's weights; end_to_end/test_teacher"
+    ),
     Rule(PY + r".*launcher=ray", How.CONFIG, "asks a Ray cluster; end_to_end/test_run_on_ray"),
     Rule(
         PY + r".*actor\.engine_args\.",
