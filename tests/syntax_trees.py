@@ -1,6 +1,7 @@
 """The parsed source files of the repository. The tests of the code's shape share them."""
 
 import ast
+import gc
 from functools import cache
 from pathlib import Path
 
@@ -12,7 +13,14 @@ def text_of(path: Path) -> str:
 
 @cache
 def tree_of(path: Path) -> ast.Module:
-    return ast.parse(text_of(path))
+    """Return the parsed file. A garbage collection while Python 3.11 parses can break it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return ast.parse(text_of(path))
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @cache

@@ -93,12 +93,16 @@ class Draws:
         """Draw a whole number between two bounds."""
         return self._rng.randint(low, high)
 
+    def _number(self, table: str) -> Column:
+        """Draw a column of numbers."""
+        return self._rng.choice(self._drawn[table].of_kind(ColumnType.NUMBER))
+
     def _measure(self, name: str) -> Phrase:
         """Draw a measure of a group: its number of rows, or an average."""
         table: SqlTable = self._drawn[name]
         if self._rng.random() < 0.5:
             return Phrase(f"the number of {table.many}", "COUNT(*)")
-        column = self._rng.choice(self._drawn[name].of_kind(ColumnType.NUMBER))
+        column = self._number(name)
         return Phrase(f"the average {column.label} of the {table.many}", f"AVG({column.name})")
 
     def _condition(self, table: str, prefix: str = "", beside: str = "") -> Phrase:

@@ -230,7 +230,7 @@ def test_segments_that_cut_nothing_apart_are_refused(changes: dict[str, Any], re
     good = cut(played(0, 4), 1)
     how: dict[str, Any] = {"learner_version": 0, "max_group_size": 2, "vocab_size": VOCAB}
     assert refusal(good, **how, max_tokens=16) == ""  # the longest segment counts, not the sum
-    assert "a segment has 16 tokens, more than learner.max_tokens" in refusal(
+    assert "a segment has 16 tokens, more than a microbatch of 15" in refusal(
         good, **how, max_tokens=15
     )
     assert reason in refusal(replace(good, **changes), **how)
