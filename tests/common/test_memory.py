@@ -30,7 +30,10 @@ def test_trimming_returns_freed_memory() -> None:
 PARENT = """
 import subprocess, sys, threading
 def start():
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    pipe = subprocess.PIPE
+    code = "print(flush=True); input()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe)
+    child.stdout.readline()  # The interpreter of the child has started.
     print(child.pid, flush=True)
     sys.stdin.read()
     child.communicate()
