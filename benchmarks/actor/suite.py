@@ -33,6 +33,9 @@ NUM_WARM_UP = 256  # Number of episodes until starts and ends are balanced.
 TIMEOUT_S = 600.0  # Limit of a start or a whole measurement.
 POLL_S = 0.2
 MIN_RATIO = 0.90
+# CPU time of the actor's process: at most this for each token, and this for each turn beyond it.
+MAX_TOKEN_MS = 0.015
+MAX_TURN_MS = 1.5
 SETTINGS = (
     # A batch never fills, so the first step never starts.
     "groups.per_step=10000",
@@ -70,6 +73,16 @@ def add_speeds(table: BenchTable, folder: Path) -> None:
         name = f"inside a run, {role}"
         unit = "cpu s/1k tokens"
         table.compare(name, cost, limit, unit, against="vLLM alone", note=hits(ours, alone))
+    allowed_ms = MAX_TOKEN_MS * ours["sampled"] + MAX_TURN_MS * ours["turns"]
+    table.compare(
+        "inside a run, actor for a turn",
+        1e3 * ours["actor"] / ours["turns"],
+        allowed_ms / ours["turns"],
+        "cpu ms",
+        against=f"{MAX_TOKEN_MS:g} ms a token and {MAX_TURN_MS:g} ms a turn",
+        at_most=1.0,
+        note=f"{ours['sampled'] / ours['turns']:.1f} tokens a turn",
+    )
 
 
 def hits(ours: Counter[str], peer: Counter[str]) -> str:
@@ -110,6 +123,7 @@ def measure_run(name: str, *, folder: Path) -> dict[str, float]:
         "prompt": sum(each.num_prompt_tokens for each in episodes),
         "cached": sum(each.num_cached_tokens for each in episodes),
         "sampled": sum(int(each.loss_mask.sum()) for each in episodes),
+        "turns": sum(each.num_turns for each in episodes),
         "time_s": took_s,
         **{role: used - before.get(role, 0.0) for role, used in after.items()},
     }

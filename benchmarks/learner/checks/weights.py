@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.actor.suite import MAX_TOKEN_MS, MAX_TURN_MS
 from benchmarks.learner.batch import ModelShape
 from benchmarks.learner.checks.bench import DeviceBench
 from benchmarks.learner.checks.training import num_weights
@@ -24,9 +25,6 @@ NUM_ROUNDS = 4  # The first round allocates the memory.
 MIN_NCCL_GB_PER_S = 5.0  # Between two GPUs of one machine, at least over PCIe.
 MIN_GLOO_GB_PER_S = 3.0  # From a GPU to a process on the CPU, over loopback.
 MIN_ENGINE_TOKENS_PER_S = 100.0
-# CPU time of the actor's process: for each sampled token, and for each turn.
-MAX_TOKEN_MS = 0.015
-MAX_TURN_MS = 1.5
 MAX_LORA_PAUSE_S_PER_GB = 0.5
 MAX_START_S = 120.0
 # Bounds for 7.6B weights in bf16 and an engine on the learner's GPU. Fewer bytes have
