@@ -263,7 +263,8 @@ class _Role:
         if code == 0 and self.spec.ends_run:
             return Ending(exit_code=EXIT_FINISHED, reason=f"{self.spec.name} finished")
         if code == EXIT_CONFIG_ERROR:
-            reason = f"{self.spec.name}: {find_error(ended.log_tail(max_lines=TAIL_LINES))}"
+            found = find_error(ended.log_tail(max_lines=TAIL_LINES))
+            reason = f"{self.spec.name}: {found.removeprefix('error: ')}"
             return Ending(exit_code=EXIT_CONFIG_ERROR, reason=reason)
         if reason := self._permanent_reason(ended, code):
             text = f"{self.spec.name} {reason} Log: {self.spec.log_path}"

@@ -31,7 +31,7 @@ def test_refused_engine_argument_ends_the_run(tmp_path: Path) -> None:
     with Run(tmp_path, "actor.max_concurrent=50000") as run:
         assert run.wait() == 2, run.output
     assert re.fullmatch(
-        r"error: actor-0: error: vLLM refuses its arguments: max_num_batched_tokens \(\d+\)"
+        r"error: actor-0: vLLM refuses its arguments: max_num_batched_tokens \(\d+\)"
         r" must be greater than or equal to max_num_seqs \(50000\)\."
         r" Change the keys of actor or model\.",
         run.output.splitlines()[-1],

@@ -256,7 +256,7 @@ def test_configuration_error_of_a_role_prevents_retry(tmp_path: Path) -> None:
     code = "print('error: actor.name=a: is taken'); raise SystemExit(2)"
     ending = launch([role(tmp_path, "hub", STAY), role(tmp_path, "actor-0", code)])
     assert ending.exit_code == 2
-    assert ending.reason == "actor-0: error: actor.name=a: is taken"
+    assert ending.reason == "actor-0: actor.name=a: is taken"
     assert (tmp_path / "logs" / "actor-0.log").read_text(encoding="utf-8").count("error") == 1
 
 
@@ -303,7 +303,7 @@ def test_previously_working_role_restarts_after_failed_starts(tmp_path: Path) ->
 def test_configuration_error_is_found_before_later_output(tmp_path: Path) -> None:
     code = "print('error: model.path=a: is gone'); print('leaked a thing'); raise SystemExit(2)"
     ending = launch([role(tmp_path, "learner", code)])
-    assert (ending.exit_code, ending.reason) == (2, "learner: error: model.path=a: is gone")
+    assert (ending.exit_code, ending.reason) == (2, "learner: model.path=a: is gone")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -160,7 +160,7 @@ def test_exit_code_of_a_role_decides_how_the_run_ends(nodes: Nodes, tmp_path: Pa
     assert launch(nodes, tmp_path, [role(tmp_path, "envhub", STAY), ends]).exit_code == 0
     wrong = role(tmp_path, "actor-0", "print('error: actor.name=a: is taken'); raise SystemExit(2)")
     ending = launch(nodes, tmp_path, [wrong, role(tmp_path, "envhub", STAY)])
-    assert (ending.exit_code, ending.reason) == (2, "actor-0: error: actor.name=a: is taken")
+    assert (ending.exit_code, ending.reason) == (2, "actor-0: actor.name=a: is taken")
     vain = role(tmp_path, "actor-0", "print('error: no such kernel'); raise SystemExit(70)")
     ending = launch(nodes, tmp_path, [vain, role(tmp_path, "envhub", STAY)])
     assert ending.reason.startswith("actor-0 cannot start: no such kernel. Two starts failed")
