@@ -1,9 +1,11 @@
 """Laws of the parts of a packed row, with numbers computed by hand."""
 
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from learner.batch.batching import PADDING_ID, TokenBatch, collate_tokens
 from learner.batch.experts import Recorded
@@ -56,6 +58,17 @@ def test_part_has_its_own_positions_and_targets(tokens: TokenBatch) -> None:
     assert second.target_ids.tolist() == [20, 38]
     assert first.last_rows.tolist() == []
     assert second.last_rows.tolist() == [3, 11]
+
+
+def test_tokens_of_a_teacher_stay_with_their_targets(tokens: TokenBatch) -> None:
+    support = torch.arange(8).reshape(4, 2)  # for the targets 13, 20, 31 and 38
+    parts = parts_of(replace(tokens, support_ids=support), 2)
+    found = [part.tokens.support_ids for part in parts]
+    assert [None if each is None else each.tolist() for each in found] == [
+        [[0, 1], [4, 5]],
+        [[2, 3], [6, 7]],
+    ]
+    assert parts_of(tokens, 2)[0].tokens.support_ids is None
 
 
 def test_gathered_entries_return_to_their_order(tokens: TokenBatch) -> None:
