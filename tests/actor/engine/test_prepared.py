@@ -82,15 +82,18 @@ def make_model(path: Path, dtype: str) -> tuple[Any, Any]:
     """Return vLLM's model of a checkpoint and its configuration, without an engine."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model
+    from vllm.model_executor.models.transformers import base
 
-    from actor.engine.start import engine_arguments
+    from actor.engine.start import engine_arguments, engine_config
 
     cfg = ActorSection(max_concurrent=4, max_model_len=128)
     arguments = engine_arguments(ModelSection(path=str(path), dtype=dtype), cfg, seed=0)
     arguments.weight_transfer_config = None
-    config = arguments.create_engine_config()
+    config = engine_config(arguments)
     with set_current_vllm_config(config), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.accelerator, "empty_cache", lambda: None)  # as vLLM's CPU worker does
+        # It would change classes of transformers for the rest of this process.
+        patch.setattr(base, "support_torch_compile", lambda **_: lambda cls: cls)
         return get_model(vllm_config=config), config
 
 
