@@ -82,7 +82,13 @@ IGNORED: list[tuple[str, dict[str, Any]]] = [
     ("llama", WINDOWS),
     ("llama", {"rope_parameters": LONG | {"attention_factor": 1.5}}),
     ("deepseek_v2", {"topk_method": "greedy", "n_group": 2, "topk_group": 1}),
-    ("gpt_oss", {"rope_parameters": YARN | {"attention_factor": 1.5, "beta_fast": 32.0}}),
+    (
+        "gpt_oss",
+        {
+            "rope_parameters": YARN
+            | {"attention_factor": 1.5, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+        },
+    ),
     ("ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.5, "beta_fast": 32.0}}),
 ]
 
