@@ -225,8 +225,10 @@ class ChatRenderer(MeasuredTemplate):
         Raises: ValueError: the chat template drops one, or moves it to another place.
         """
         for each in messages:
-            told = self._control.broken(str(each["content"])).strip()
-            if each["role"] == "system" and told not in text:
+            if each["role"] != "system":
+                continue
+            instruction = self._control.broken(str(each["content"])).strip()
+            if instruction not in text:
                 raise ValueError(
                     f"the chat template drops or moves the system message {each['content']!r:.80}"
                     " after an answer; put its text into the user's message, or give another"
