@@ -289,7 +289,12 @@ async def _send_heartbeats(cfg: RunConfig, parts: Parts, beacon: Beacon) -> None
     while True:
         now = time.monotonic()
         waiting_for = _waiting_for(parts)
-        done = (waiting_for, parts.engine.num_sampled_tokens, parts.engine.version)
+        done = (
+            waiting_for,
+            parts.engine.num_sampled_tokens,
+            parts.engine.version,
+            parts.episodes.num_ended,
+        )
         if done != last_done:
             last_done = done
             done_at = now
@@ -336,7 +341,7 @@ def _waiting_for(parts: Parts) -> str:
         return ""
     if waiting_for := parts.hubs.waiting_for or parts.delivery.waiting_for:
         return waiting_for
-    return "envhub" if parts.episodes.running_ids else "scheduler: leases"
+    return parts.episodes.waiting_for
 
 
 async def _shut_down(parts: Parts) -> None:

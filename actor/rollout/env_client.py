@@ -117,6 +117,7 @@ class HubClient(BearerClient):
         self.answers = partial(answers, self._http, self._url)
         self._signs = LifeSigns()
         self.stay = partial(stay, self._http, self._url, owner, self._signs.hear)
+        self.num_in_flight = 0  # Requests without an answer yet, with their repetitions.
         self.is_lost = False  # The last request got no answer from the hub.
         self.left: list[str] = []  # Sessions that were abandoned while the hub was lost.
         self._on_lost = on_lost
@@ -195,6 +196,14 @@ class HubClient(BearerClient):
             HubLost: the hub is unreachable, was suspended, shuts down, or has no such session.
             EnvError: the hub refused the request or failed.
         """
+        self.num_in_flight += 1
+        try:
+            return await self._request_repeatedly(method, path, body)
+        finally:
+            self.num_in_flight -= 1
+
+    async def _request_repeatedly(self, method: str, path: str, body: object) -> Any:
+        """Send one request until it is answered; see `request`."""
         failure = ""
         num_lost = 0
         try:

@@ -165,6 +165,12 @@ class Hubs:
             f"envhub: {places[0].url} does not answer" if places else "envhub: no hub is registered"
         )
 
+    @property
+    def num_in_flight(self) -> int:
+        """Number of requests that no hub has answered yet."""
+        num_requests = sum(each.hub.num_in_flight for each in self._known.values())
+        return num_requests + self._connecting.locked()  # A new hub's catalogue is fetched.
+
     async def wait_for(self, env: str | None = None) -> None:
         """Wait until a hub that serves `env` answers; None: any hub. Return early if it `is_gone`.
 

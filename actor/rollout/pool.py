@@ -17,6 +17,7 @@ from actor.rollout.scripted import ScriptedPolicy, ScriptedRender, with_actions
 from common.config.run_config import ActorSection, AtUpdate
 from common.errors import EnvPaused, HubLost
 from common.seeds import SamplingSeeds, environment_seed
+from common.stall.waits import AGENTS
 from common.wire.messages import EpisodeKind, Lease, PolicyKind, Trajectory
 
 if TYPE_CHECKING:  # The import takes seconds.
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 MAX_VANISHED = 3  # Number of times that a reachable hub may lose an episode's session.
 # Number of times that an episode may lose its hub. The episode itself may be the cause.
 MAX_LOST = 20
+FOR_AGENTS = f"{AGENTS}: their next request"
 
 
 class EpisodePool:
@@ -70,6 +72,7 @@ class EpisodePool:
         self._concurrency = Concurrency(least=cfg.min_concurrent, most=cfg.max_concurrent)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._num_requests = 0
+        self.num_ended = 0
         self._agents = agents
         self._waiting: set[str] = set()  # Episodes that wait for a lost hub.
         self._salts: dict[str, str] = {}  # episode id -> salt of its first turn
@@ -79,6 +82,18 @@ class EpisodePool:
     @property
     def running_ids(self) -> list[str]:
         return list(self._tasks)
+
+    @property
+    def waiting_for(self) -> str:
+        """The role or the programs that the episodes wait for while the engine samples no turn.
+
+        "": they wait for nothing outside of this actor.
+        """
+        if not self._tasks:
+            return "scheduler: leases"
+        if self._waiting or self._environments.num_in_flight:
+            return "envhub"
+        return FOR_AGENTS if self._agents is not None else ""
 
     @property
     def num_free_slots(self) -> int:
@@ -125,6 +140,7 @@ class EpisodePool:
     def _free_slot(self, task: asyncio.Task[None]) -> None:
         """Free the slot of an ended episode, and record its failure."""
         self._tasks.pop(task.get_name(), None)
+        self.num_ended += 1
         self._salts.pop(task.get_name(), None)
         if self._rounds is not None:
             self._rounds.leave(task.get_name())

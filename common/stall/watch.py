@@ -14,6 +14,7 @@ from common.launch.base import RoleProcess, StallVerdict
 from common.launch.process import ChildProcess
 from common.stall.report import RoleActivity, culprits, describe, read_activity, waits
 from common.stall.stack_requests import cut_stacks, request_role_stacks, stacks_since
+from common.stall.waits import AGENTS
 from common.store.disk import if_room
 from common.store.run_dir import RunDir
 
@@ -56,11 +57,19 @@ class StallWatch:
     stacks, the report is written, and the launcher kills and restarts the learner.
     """
 
-    def __init__(self, run_dir: RunDir, cfg: RunSection, *, turn_s: float) -> None:
-        """Start without observations; `turn_s` is the longest allowed turn of an episode."""
+    def __init__(
+        self, run_dir: RunDir, cfg: RunSection, *, turn_s: float, episode_s: float = 0.0
+    ) -> None:
+        """Start without observations.
+
+        Args:
+            turn_s: longest allowed turn of an episode.
+            episode_s: deadline of an episode, which ends one whose agent is silent.
+        """
         self._run_dir = run_dir
         self._cfg = cfg
         self._turn_s = turn_s
+        self._episode_s = episode_s
         self._polled_at = time.monotonic()
         self._awake_s = 0.0  # Seconds of this watch without suspensions.
         self._changed: dict[str, tuple[float, float]] = {}  # Role -> (report time, awake seconds).
@@ -211,6 +220,9 @@ class StallWatch:
         actors = [each for each in members if not each.get("is_dead")]
         if any(not each.get("waiting_for", "").startswith(BY_OTHERS) for each in actors):
             limit_s = max(limit_s, self._turn_s)  # The turn in progress has its own time limit.
+        if any(each.get("waiting_for", "").startswith(AGENTS) for each in actors):
+            # A silent agent ends by the deadline of its episode, which is a change.
+            limit_s = max(limit_s, self._episode_s + self._cfg.stall_s)
         youngest_s = min((each.get("unchanged_s", limit_s) for each in actors), default=limit_s)
         still_s = min(self._awake_s - since, youngest_s)
         if still_s <= limit_s:

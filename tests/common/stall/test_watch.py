@@ -36,6 +36,7 @@ STATUS = {
     "actors": [{"name": "actor-0", "waiting_for": "scheduler: leases", "unchanged_s": 1e6}],
     "learner": {"name": "learner-1", "waiting_for": "actors: a batch"},
 }
+EPISODE_S = 900.0  # Deadline of an episode.
 ROLE = '''
 import os, signal, sys, time
 from pathlib import Path
@@ -162,6 +163,7 @@ def test_exiting_role_hangs_only_beyond_its_limit(
         (WAITING, ["learner", "actor-0", "scheduler"]),
         (WAITING | {"actor-0": "envhub: http://x does not answer"}, ["envhub"]),
         (WAITING | {"actor-0": ""}, ["actor-0"]),
+        (WAITING | {"actor-0": "agents: their next request"}, ["actor-0"]),
         (WAITING | {"learner": "", "scheduler": "learner: gate"}, ["learner"]),
         (WAITING | {"learner": "disk: a checkpoint"}, ["learner"]),
     ],
@@ -199,7 +201,9 @@ class Standing:
         self.now = 1_000.0
         self.status: dict[str, Any] = dict(STATUS)
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
-        self.watch = StallWatch(self.run_dir, RunSection(**policy), turn_s=300.0)
+        self.waiting = dict(WAITING)
+        run = RunSection(**policy)
+        self.watch = StallWatch(self.run_dir, run, turn_s=300.0, episode_s=EPISODE_S)
 
     def verdict_within(self, seconds: float) -> StallVerdict | None:
         """Return the first verdict within these seconds."""
@@ -207,7 +211,7 @@ class Standing:
         ends = self.now + seconds
         while self.now < ends:
             self.now += 2.0
-            for name, waits_for in WAITING.items():
+            for name, waits_for in self.waiting.items():
                 line = {"what": "serving", "waits_for": waits_for, "since": self.now}
                 told = {"pid": 1, "began_at": 1.0, "written_at": self.now, "boot_id": boot_id()}
                 path = self.run_dir.alive / f"{name}.json"
@@ -282,6 +286,20 @@ def test_long_turns_are_no_stall_until_overdue(
     assert run.verdict_within(400.0) is None, "turn follows turn"
     run.status["actors"] = [{"name": "actor-0", "waiting_for": "", "unchanged_s": 250.0}]
     assert run.verdict_within(100.0) is None, "a turn has 300 s"
+
+
+def test_silent_agent_is_no_stall_before_its_episodes_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Standing(tmp_path, monkeypatch, stall_s=20.0)
+    run.waiting["actor-0"] = "agents: their next request"
+    actor = {"name": "actor-0", "waiting_for": run.waiting["actor-0"], "unchanged_s": EPISODE_S}
+    run.status["actors"] = [actor]
+    assert run.verdict_within(5 * EPISODE_S) is None, "the deadline changes the actor's state"
+    actor["unchanged_s"] = EPISODE_S + 22.0
+    verdict = run.verdict_within(60.0)
+    assert verdict is not None
+    assert verdict.restart == ["actor-0"], "the hub has no part in it"
 
 
 def test_run_that_waits_for_a_service_is_no_stall(
