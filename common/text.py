@@ -29,6 +29,17 @@ def valid_text(text: str) -> str:
     return text
 
 
+def counted(num: float, one: str, many: str = "", *, form: str = "") -> str:
+    """Return a number with its noun, such as "1 epoch" or "2 epochs".
+
+    Args:
+        one: the noun, and words that agree with it, in the singular.
+        many: the same in the plural; "": `one` with an s.
+        form: format of the number, such as ",".
+    """
+    return f"{num:{form}} {one if num == 1 else many or f'{one}s'}"
+
+
 def json_bytes(value: object) -> bytes:
     """Return a value as UTF-8 JSON in which letters of all scripts are not escaped.
 

@@ -233,7 +233,7 @@ class Loop:
     def _missing_teacher(self) -> str:
         """Return the teacher that batches wait for; "" if it answers, or if there is none.
 
-        Raises: ConfigError, TeacherRefused: the teacher cannot score the episodes.
+        Raises: ConfigError, Refused: the teacher cannot score the episodes.
         """
         teacher = self._learner.teacher
         if teacher is None:

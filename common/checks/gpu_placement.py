@@ -1,11 +1,12 @@
 """Assignment of this machine's GPUs to the roles of a run, before any role starts."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from common.checks.machine import Gpu
 from common.config.run_config import GpuPlacement, RunConfig
 from common.errors import ConfigError
+from common.text import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,48 @@ def assign_gpus(cfg: RunConfig, *, num_gpus: int) -> GpuAssignment:
         for i in range(cfg.actor.num_engines)
     ]
     return GpuAssignment(learner, tuple(actors))
+
+
+def used_gpus(
+    assignment: GpuAssignment | None, found: Sequence[Gpu], visible: Iterable[str] = ()
+) -> set[int]:
+    """Return the numbers of the GPUs that learner, actors and other processes use.
+
+    Args:
+        found: the GPUs of this machine.
+        visible: CUDA_VISIBLE_DEVICES of the other processes.
+    """
+    used: set[int] = set()
+    if assignment is not None:
+        used |= {*assignment.learner, *(gpu for own in assignment.actors for gpu in own)}
+    names = {uuid for each in visible for uuid in each.split(",")}
+    return used | {number for number, gpu in enumerate(found) if gpu.uuid in names}
+
+
+def engine_gpus(
+    given: Sequence[object], used: Collection[int], num_gpus: int, *, section: str, path: str
+) -> list[int]:
+    """Return the GPUs of a further engine: the given ones, or the first that no role uses.
+
+    Args:
+        given: value of the key `gpus` of the engine's section; [] if it is not set.
+        section: section of the engine's keys, for errors.
+        path: value of its key `path`.
+
+    Raises: ConfigError: a number is wrong, or all GPUs are in use.
+    """
+    numbers = [each for each in given if type(each) is int and 0 <= each < num_gpus]
+    if len(numbers) < len(given):
+        shown = f"{section}.gpus={[*given]}"
+        raise ConfigError(f"{shown}: expects numbers of GPUs from 0 to {num_gpus - 1}")
+    free = [i for i in range(num_gpus) if i not in used]
+    if not numbers and not free:
+        raise ConfigError(
+            f"{section}.path={path}: the roles of the run use all {counted(num_gpus, 'GPU')} of"
+            f" this machine. Lower actor.num_actors, or share a GPU with {section}.gpus=[0] and"
+            f" {section}.serve=[actor.gpu_memory_frac=0.3]"
+        )
+    return numbers or free[:1]
 
 
 def check_slices(cfg: RunConfig, found: Sequence[Gpu]) -> None:

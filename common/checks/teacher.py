@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from common.checks.fitting import fitting_overrides, merged_overrides
+from common.checks.gpu_placement import engine_gpus
 from common.checks.machine import GIB, Gpu
 from common.checks.memory_parts import Part
 from common.checks.model_shape import BYTES_OF, ModelShape, read_shape
@@ -99,22 +100,8 @@ def teacher_gpus(teacher: TeacherSection, used: Collection[int], num_gpus: int) 
 
     Raises: ConfigError: a number is wrong, or all GPUs are in use.
     """
-    if not teacher.gpus:
-        free = [i for i in range(num_gpus) if i not in used]
-        if free:
-            return free[:1]
-        raise ConfigError(
-            f"algorithm.teacher.path={teacher.path}: the roles of the run use all {num_gpus} GPUs"
-            " of this machine. Lower actor.num_actors, or share a GPU with"
-            " algorithm.teacher.gpus=[0] and algorithm.teacher.serve=[actor.gpu_memory_frac=0.3]"
-        )
-    wrong = [each for each in teacher.gpus if each >= num_gpus]
-    if wrong:
-        raise ConfigError(
-            f"algorithm.teacher.gpus={teacher.gpus}: expects numbers of GPUs from 0 to"
-            f" {num_gpus - 1}"
-        )
-    return teacher.gpus
+    where = {"section": "algorithm.teacher", "path": teacher.path}
+    return engine_gpus(teacher.gpus, used, num_gpus, **where)
 
 
 def teacher_parts(cfg: RunConfig, root: Path, gpu: Gpu | None) -> list[Part]:

@@ -67,10 +67,7 @@ def supervise(
     wanted_s = cfg.run.stop_timeout_s
     stop_s = partial(stop_timeout_s, run_dir, wanted_s=wanted_s)
     watch = StallWatch(
-        run_dir,
-        cfg.run,
-        turn_s=cfg.actor.turn_timeout_s,
-        episode_s=cfg.actor.episode_timeout_s,
+        run_dir, cfg.run, turn_s=cfg.actor.turn_timeout_s, episode_s=cfg.actor.episode_timeout_s
     )
     launcher = RoleSupervisor(starter, stop_timeout_s=stop_s, watch=watch)
     observer.start()

@@ -1,24 +1,17 @@
 """The engine of `algorithm.teacher.path` as a role of a run."""
 
-import secrets
-import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from common.checks.fitting import merged_overrides
-from common.checks.gpu_placement import GpuAssignment
+from common.checks.gpu_placement import GpuAssignment, used_gpus
 from common.checks.machine import Gpu
 from common.checks.model_shape import read_shape
 from common.checks.teacher import engine_overrides, teacher_gpus
 from common.config.run_config import RunConfig
 from common.config.teaching.engine import KEY_VARIABLE, TEACHER
 from common.launch.base import RoleSpec
-from common.launch.roles import ONE_THREAD
+from common.launch.roles import make_engine_spec, with_engines
 from common.store.run_dir import RunDir
-
-MODEL_CONTEXT = "quickstart"  # The configuration below the overrides of the engine.
-STOP_WITH_HUB = 2
 
 
 def make_teacher_specs(
@@ -43,61 +36,28 @@ def make_teacher_specs(
     teacher = cfg.algorithm.teacher
     if not teacher.path:
         return []
-    env = dict(ONE_THREAD)
+    chosen: list[int] = []
     if found:
-        used = used_gpus(assignment, found, judges)
-        chosen = teacher_gpus(teacher, used, len(found))
-        env = {"CUDA_VISIBLE_DEVICES": ",".join(found[i].uuid for i in chosen)}
-        width = [f"actor.tensor_parallel_size={len(chosen)}"]
-    else:
-        width = []
+        visible = [each.env.get("CUDA_VISIBLE_DEVICES", "") for each in judges]
+        chosen = teacher_gpus(teacher, used_gpus(assignment, found, visible), len(found))
     folder = (root / teacher.path).resolve()
-    words = [
-        f"model.path={folder}",
-        *width,
-        *engine_overrides(cfg, read_shape(folder)),
-        f"run.dir={cfg.run.dir}",
-        f"run.name={cfg.run.name}",
-        f"log.level={cfg.log.level}",
-        f"policy.role={TEACHER}",
-        f"policy.api_key_env={KEY_VARIABLE}",
-        "policy.port=0",
-    ]
-    program = str(root / "run.py")
     return [
-        RoleSpec(
-            name=TEACHER,
-            argv=(
-                *(sys.executable, program, "serve", "--config", MODEL_CONTEXT),
-                *merged_overrides(words),
-            ),
-            log_path=run_dir.logs / f"{TEACHER}.log",
-            env=env,
-            stop_rank=STOP_WITH_HUB,
+        make_engine_spec(
+            cfg,
+            run_dir,
+            TEACHER,
+            root=root,
+            overrides=[
+                f"model.path={folder}",
+                *([f"actor.tensor_parallel_size={len(chosen)}"] if chosen else []),
+                *engine_overrides(cfg, read_shape(folder)),
+            ],
+            key_variable=KEY_VARIABLE,
+            gpus=[found[number] for number in chosen],
         )
     ]
 
 
-def used_gpus(
-    assignment: GpuAssignment | None, found: Sequence[Gpu], judges: Sequence[RoleSpec]
-) -> set[int]:
-    """Return the numbers of the GPUs that other roles use."""
-    used: set[int] = set()
-    if assignment is not None:
-        used |= {*assignment.learner, *(gpu for own in assignment.actors for gpu in own)}
-    names = {
-        uuid for each in judges for uuid in each.env.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    }
-    return used | {number for number, gpu in enumerate(found) if gpu.uuid in names}
-
-
 def with_teacher_role(specs: Sequence[RoleSpec], teacher: Sequence[RoleSpec]) -> list[RoleSpec]:
     """Return the roles of a run with its teacher first. It shares a new key with the learner."""
-    if not teacher:
-        return [*specs]
-    key = {KEY_VARIABLE: secrets.token_urlsafe(24)}
-    users = [each for each in specs if each.name == "learner"]
-    return [
-        replace(each, env=each.env | key) if each in users or each in teacher else each
-        for each in (*teacher, *specs)
-    ]
+    return with_engines(specs, teacher, variable=KEY_VARIABLE, users=("learner",))

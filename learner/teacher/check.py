@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import ConfigError
+from common.http.model_endpoint import Refused
 from learner.teacher.endpoint import TeacherEndpoint
-from learner.teacher.scores import TeacherRefused
 
 # Texts of many kinds: words, code, digits, spaces, and letters of several scripts.
 PROBES = (
@@ -31,7 +31,7 @@ class VocabularyCheck:
 
         Raises:
             ConfigError: the teacher has another tokenizer, or a context that is too short.
-            TeacherUnanswered, TeacherRefused: as `TeacherEndpoint.post`.
+            Unanswered, Refused: as `TeacherEndpoint.post`.
         """
         own_size = len(self.tokenizer)
         reply: dict[str, Any] = {}
@@ -89,5 +89,5 @@ class VocabularyCheck:
         """Return whether a token from an id on exists; a few may be empty."""
         try:
             return bool(await endpoint.detokenize([*range(start, start + NEIGHBOURS)]))
-        except TeacherRefused:  # The server refuses an id beyond its vocabulary.
+        except Refused:  # The server refuses an id beyond its vocabulary.
             return False

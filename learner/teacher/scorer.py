@@ -12,10 +12,11 @@ import numpy as np
 
 from common.config.teaching.teacher import TeacherSection
 from common.errors import LongstrideError
+from common.http.model_endpoint import RequestCost, Unanswered
 from common.segments import as_rows
 from common.wire.messages import Trajectory
 from learner.teacher.check import VocabularyCheck
-from learner.teacher.endpoint import TeacherEndpoint, TeacherUnanswered
+from learner.teacher.endpoint import TeacherEndpoint
 from learner.teacher.scores import TeacherScores, empty_scores, joined_scores
 
 logger = logging.getLogger(__name__)
@@ -57,8 +58,7 @@ class TeacherScorer(threading.Thread):
         self._stop_requested = asyncio.Event()
         self._lock = threading.Lock()  # Guards the counts below.
         self._num_waiting = 0
-        self._latencies_s: list[float] = []
-        self._num_tokens = 0
+        self._cost = RequestCost()
         self._down_s = 0.0
         self._has_answered = False
         self._failure: LongstrideError | None = None
@@ -83,7 +83,7 @@ class TeacherScorer(threading.Thread):
         return f"teacher: {self.problem}" if self.problem and self.num_waiting else ""
 
     def check(self) -> None:
-        """Raise the error that ended this thread. Raises: ConfigError, TeacherRefused."""
+        """Raise the error that ended this thread. Raises: ConfigError, Refused."""
         if self._failure is not None:
             raise self._failure
 
@@ -101,7 +101,7 @@ class TeacherScorer(threading.Thread):
         Args:
             check: called several times a second; it ends the wait by raising.
 
-        Raises: ConfigError, TeacherRefused: the teacher cannot score them.
+        Raises: ConfigError, Refused: the teacher cannot score them.
         """
         pending = self.begin(members)
         while True:
@@ -116,17 +116,16 @@ class TeacherScorer(threading.Thread):
     def drain_metrics(self) -> dict[str, float]:
         """Return metrics of the requests since the last call."""
         with self._lock:
-            latencies_s = self._latencies_s
+            cost = self._cost
             metrics = {
                 "teacher/waiting": float(self._num_waiting),
-                "teacher/tokens": float(self._num_tokens),
+                "teacher/tokens": float(cost.prompt_tokens),
                 "teacher/down_s": self._down_s,
             }
-            self._latencies_s = []
-            self._num_tokens = 0
+            self._cost = RequestCost()
             self._down_s = 0.0
-        if latencies_s:
-            metrics["teacher/latency"] = sum(latencies_s) / len(latencies_s)
+        if cost.calls:
+            metrics["teacher/latency"] = cost.seconds / cost.calls
         return metrics
 
     def stop(self) -> None:
@@ -166,7 +165,7 @@ class TeacherScorer(threading.Thread):
             try:
                 await self._vocabulary.run(self._endpoint)
                 break
-            except TeacherUnanswered as error:
+            except Unanswered as error:
                 self.problem = f"{self._vocabulary.name} is down: {error}"
             except LongstrideError as error:
                 self._fail(error)
@@ -189,7 +188,7 @@ class TeacherScorer(threading.Thread):
         self._has_answered = True
         self._is_up.set()
 
-    def _note_down(self, error: TeacherUnanswered) -> None:
+    def _note_down(self, error: Unanswered) -> None:
         """Stop all requests until a probe is answered."""
         if not self._is_up.is_set():
             return
@@ -229,15 +228,13 @@ class TeacherScorer(threading.Thread):
             async with self._slots:
                 if not self._is_up.is_set():
                     continue
-                started = time.monotonic()
                 try:
-                    scores = await self._endpoint.score(
+                    scores, took_s = await self._endpoint.score(
                         token_ids, positions, num_top=self._cfg.num_top
                     )
-                except TeacherUnanswered as error:
+                except Unanswered as error:
                     self._note_down(error)
                     continue
             with self._lock:
-                self._latencies_s.append(time.monotonic() - started)
-                self._num_tokens += len(token_ids)
+                self._cost.add(took_s, prompt_tokens=len(token_ids))
             return scores

@@ -6,11 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from common.errors import LongstrideError
-
-
-class TeacherRefused(LongstrideError):
-    """The endpoint refuses a request, or its answer lacks numbers: a repetition would not help."""
+from common.http.model_endpoint import Refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +57,7 @@ def read_scores(
         positions: [tokens] indices of the sampled tokens in the prompt, all above 0.
         num_top: number of the teacher's most probable tokens; 0: the prompt's own tokens.
 
-    Raises: TeacherRefused: the answer has no logprobs, or not those of every sampled token.
+    Raises: Refused: the answer has no logprobs, or not those of every sampled token.
     """
     try:
         listed: Any = reply["choices"][0]["prompt_logprobs"]
@@ -74,7 +70,7 @@ def read_scores(
         found = [float(entry[str(int(token))]["logprob"]) for entry, token in chosen]
         return TeacherScores(logprobs=_finite(found))
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise TeacherRefused(
+        raise Refused(
             f"its answer has no usable prompt_logprobs ({error!r}). The endpoint must support"
             " prompt_logprobs of /v1/completions, as vLLM's server does"
         ) from error

@@ -6,6 +6,7 @@ from typing import Any
 from common.config.run_config import RunConfig
 from common.config.teaching.engine import KEY_VARIABLE, TEACHER
 from common.errors import ConfigError
+from common.http.model_endpoint import key_from
 from common.store.run_dir import RunDir
 from learner.teacher.check import VocabularyCheck
 from learner.teacher.endpoint import TeacherEndpoint
@@ -21,19 +22,15 @@ def start_teacher(cfg: RunConfig, run_dir: RunDir, tokenizer: Any) -> TeacherSco
     if not teacher.is_on:
         return None
     is_own = bool(teacher.path)
-    variable = KEY_VARIABLE if is_own else teacher.key_env
-    key = os.environ.get(variable, "") if variable else ""
+    key = os.environ.get(KEY_VARIABLE, "") if is_own else ""
     if is_own and not key:
         raise ConfigError(
             f"algorithm.teacher.path={teacher.path}: only `python run.py train` starts its engine."
             " For a learner that is started alone, serve the teacher with `python run.py serve` and"
             " set algorithm.teacher.url"
         )
-    if variable and not key:
-        raise ConfigError(
-            f"algorithm.teacher.key_env={variable}: the environment of the learner has no variable"
-            " of this name. Set it to the key of the endpoint"
-        )
+    if not is_own:
+        key = key_from(teacher.key_env, setting="algorithm.teacher.key_env")
     endpoint = TeacherEndpoint(
         find_url=(lambda: run_dir.find_address(TEACHER) or "") if is_own else lambda: teacher.url,
         key=key,

@@ -1,28 +1,23 @@
 """Engines of judges as roles of a run: one for each `reward.NAME.path`."""
 
-import secrets
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from common.checks.fitting import fitting_overrides, merged_overrides
-from common.checks.gpu_placement import GpuAssignment
+from common.checks.fitting import fitting_overrides
+from common.checks.gpu_placement import GpuAssignment, engine_gpus, used_gpus
 from common.checks.machine import Gpu
 from common.checks.model_shape import read_shape
 from common.config.run_config import Launcher, RunConfig
 from common.errors import ConfigError
 from common.launch.base import RoleSpec
-from common.launch.roles import ONE_THREAD
+from common.launch.roles import make_engine_spec, with_engines
 from common.repository import ROOT, working_directory
 from common.store.run_dir import RunDir
 
 # Environment variable with the key of all engines of a run. It is in no file.
 KEY_VARIABLE = "LONGSTRIDE_JUDGE_KEY"
 ROLE_KEYS = ("serve", "gpus")  # Keys of `reward.NAME` that only the launcher reads.
-MODEL_CONTEXT = "quickstart"  # The configuration below the overrides of an engine.
-STOP_WITH_HUB = 2
 
 
 def role_name(judge: str) -> str:
@@ -71,26 +66,24 @@ def make_judge_specs(
             f"reward.{name}.path={judges[name]['path']}: needs launcher=local. Start the engine"
             f" with `python run.py serve`, and set reward.{name}.url"
         )
-    used = (
-        {*assignment.learner, *(gpu for own in assignment.actors for gpu in own)}
-        if assignment
-        else set[int]()
-    )
+    used = used_gpus(assignment, found)
     specs: list[RoleSpec] = []
     for name, entry in sorted(judges.items()):
-        env = dict(ONE_THREAD)
-        if found:
-            gpus = _gpus(name, entry, used, len(found))
-            used |= {*gpus}
-            env = {"CUDA_VISIBLE_DEVICES": ",".join(found[i].uuid for i in gpus)}
-        role = role_name(name)
+        given: Any = entry.get("gpus")
+        given = [] if given is None else given
+        given = cast("list[Any]", given) if isinstance(given, list) else [given]
+        where = {"section": f"reward.{name}", "path": str(entry["path"])}
+        chosen = engine_gpus(given, used, len(found), **where) if found else []
+        used |= {*chosen}
         specs.append(
-            RoleSpec(
-                name=role,
-                argv=(sys.executable, str(root / "run.py"), *_words(cfg, name, entry)),
-                log_path=run_dir.logs / f"{role}.log",
-                env=env,
-                stop_rank=STOP_WITH_HUB,
+            make_engine_spec(
+                cfg,
+                run_dir,
+                role_name(name),
+                root=root,
+                overrides=_settings(name, entry),
+                key_variable=KEY_VARIABLE,
+                gpus=[found[number] for number in chosen],
             )
         )
     return specs
@@ -101,18 +94,11 @@ def with_judges(specs: Sequence[RoleSpec], judges: Sequence[RoleSpec]) -> list[R
 
     Example: the hub and judge-style get LONGSTRIDE_JUDGE_KEY in their environment, the actors none.
     """
-    if not judges:
-        return [*specs]
-    key = {KEY_VARIABLE: secrets.token_urlsafe(24)}
-    users = [each for each in specs if each.name == "envhub"]
-    return [
-        replace(each, env=each.env | key) if each in users or each in judges else each
-        for each in (*judges, *specs)
-    ]
+    return with_engines(specs, judges, variable=KEY_VARIABLE, users=("envhub",))
 
 
-def _words(cfg: RunConfig, name: str, entry: Mapping[str, Any]) -> list[str]:
-    """Return the command line of an engine after `run.py`. Raises: ConfigError."""
+def _settings(name: str, entry: Mapping[str, Any]) -> list[str]:
+    """Return the model and the settings of an engine. Raises: ConfigError."""
     serve: Any = entry.get("serve", [])
     key = f"reward.{name}.serve={serve}"
     if not isinstance(serve, list) or not all(
@@ -120,38 +106,8 @@ def _words(cfg: RunConfig, name: str, entry: Mapping[str, Any]) -> list[str]:
     ):
         raise ConfigError(f"{key}: expects a list such as [actor.max_model_len=4096]")
     folder = find_model(str(entry["path"]))
-    own = [
+    return [
         f"model.path={folder}",
         *fitting_overrides(read_shape(folder)),
         *cast("list[str]", serve),
-        f"run.dir={cfg.run.dir}",
-        f"run.name={cfg.run.name}",
-        f"log.level={cfg.log.level}",
-        f"policy.role={role_name(name)}",
-        f"policy.api_key_env={KEY_VARIABLE}",
-        "policy.port=0",
     ]
-    return ["serve", "--config", MODEL_CONTEXT, *merged_overrides(own)]
-
-
-def _gpus(name: str, entry: Mapping[str, Any], used: set[int], num_gpus: int) -> list[int]:
-    """Return the GPUs of an engine: the given ones, or the first that no role uses.
-
-    Raises: ConfigError: a number is wrong, or all GPUs are in use.
-    """
-    given: Any = entry.get("gpus")
-    if given is None:
-        free = [i for i in range(num_gpus) if i not in used]
-        if free:
-            return free[:1]
-        raise ConfigError(
-            f"reward.{name}.path={entry['path']}: the roles of the run use all {num_gpus} GPUs of"
-            f" this machine. Lower actor.num_actors, or share a GPU with reward.{name}.gpus=[0] and"
-            f" reward.{name}.serve=[actor.gpu_memory_frac=0.3]"
-        )
-    numbers = cast("list[Any]", given) if isinstance(given, list) else [given]
-    for each in numbers:
-        if type(each) is not int or not 0 <= each < num_gpus:
-            where = f"reward.{name}.gpus={given}"
-            raise ConfigError(f"{where}: expects numbers of GPUs from 0 to {num_gpus - 1}")
-    return numbers

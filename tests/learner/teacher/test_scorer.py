@@ -10,10 +10,10 @@ import pytest
 
 from common.config.teaching.teacher import TeacherForm, TeacherSection
 from common.errors import ConfigError
+from common.http.model_endpoint import Refused
 from learner.teacher.check import VocabularyCheck
 from learner.teacher.endpoint import TeacherEndpoint
 from learner.teacher.scorer import TeacherScorer
-from learner.teacher.scores import TeacherRefused
 from tests.learner.builders import make_trajectory
 from tests.learner.teacher.served import KEY, TOKENIZER, Teacher
 
@@ -155,9 +155,9 @@ def test_refused_request_ends_the_run_with_its_reason(
     teacher: Teacher, scorer: TeacherScorer
 ) -> None:
     beyond = make_trajectory([5, 448], [0, 1])
-    with pytest.raises(TeacherRefused, match="token id 448 is outside of the vocabulary of 448"):
+    with pytest.raises(Refused, match="token id 448 is outside of the vocabulary of 448"):
         scorer.score([beyond], check=lambda: None)
-    with pytest.raises(TeacherRefused, match=r"algorithm\.teacher\.url=http://t/v1: "):
+    with pytest.raises(Refused, match=r"algorithm\.teacher\.url=http://t/v1: "):
         scorer.check()
 
 
@@ -169,7 +169,7 @@ def test_wrong_key_is_named_without_the_key(teacher: Teacher) -> None:
     vocabulary = VocabularyCheck(tokenizer=TOKENIZER, context=511, name=NAME)
     scorer = TeacherScorer(endpoint, vocabulary, cfg)
     scorer.start()
-    with pytest.raises(TeacherRefused, match=r"HTTP 401 .*algorithm\.teacher\.key_env") as error:
+    with pytest.raises(Refused, match=r"HTTP 401 .*algorithm\.teacher\.key_env") as error:
         scorer.score([make_trajectory([5, 6], [0, 1])], check=lambda: None)
     assert "wrong-key" not in str(error.value)
     scorer.stop()

@@ -13,10 +13,10 @@ import pytest
 
 from actor.play.serve import bound
 from common.errors import ConfigError
+from common.http.model_endpoint import Refused, Unanswered
 from common.repository import ROOT
 from learner.teacher.check import VocabularyCheck
-from learner.teacher.endpoint import TeacherEndpoint, TeacherUnanswered
-from learner.teacher.scores import TeacherRefused
+from learner.teacher.endpoint import TeacherEndpoint
 from tests.learner.teacher.served import TOKENIZER
 
 MODEL = ROOT / "configs" / "policies" / "tiny-expert"
@@ -56,7 +56,7 @@ def endpoint(tmp_path: Path) -> Iterator[TeacherEndpoint]:
 async def _is_up(endpoint: TeacherEndpoint) -> bool:
     try:
         await endpoint.tokenize("go")
-    except TeacherUnanswered:
+    except Unanswered:
         return False
     return True
 
@@ -75,8 +75,8 @@ def test_vllm_server_scores_tokens_as_transformers_does(endpoint: TeacherEndpoin
         await check_of(512).run(endpoint)
         with pytest.raises(ConfigError, match="needs one more, 514"):
             await check_of(513).run(endpoint)
-        sampled = await endpoint.score(ids, positions, num_top=0)
-        best = await endpoint.score(ids, positions, num_top=4)
+        sampled, _ = await endpoint.score(ids, positions, num_top=0)
+        best, _ = await endpoint.score(ids, positions, num_top=4)
         assert sampled.logprobs is not None
         assert best.ids is not None
         assert best.top is not None
@@ -84,7 +84,7 @@ def test_vllm_server_scores_tokens_as_transformers_does(endpoint: TeacherEndpoin
         top, right = torch.from_numpy(rows).topk(4)
         np.testing.assert_array_equal(best.ids, right.numpy())
         np.testing.assert_allclose(best.top, top.numpy(), atol=1e-3)
-        with pytest.raises(TeacherRefused, match="greater than max allowed: 20"):
+        with pytest.raises(Refused, match="greater than max allowed: 20"):
             await endpoint.score(ids, positions, num_top=30)
 
     text = "You see a red door. open the door"

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
+from common.http.model_endpoint import Refused, RequestCost, Unanswered, key_from
 from common.launch.judges.specs import find_model
 from common.store.run_dir import RunDir
 from envhub.env import EnvFailure, ServiceDown
-from envhub.envs.dataset.judges.client import JudgeEndpoint, Refused, Unanswered
+from envhub.envs.dataset.judges.client import JudgeEndpoint
 from envhub.envs.dataset.judges.options import JudgeOptions
 from envhub.envs.dataset.judges.rubric import Rubric, Unparsed
 from envhub.envs.dataset.judges.store import Answer, JudgeStore, key_of
@@ -31,13 +31,9 @@ SHOWN_CHARS = 120
 
 
 @dataclass(slots=True, kw_only=True)
-class Cost:
+class Cost(RequestCost):
     """The requests for one score. `as_metrics` names them for the metrics of an episode."""
 
-    calls: int = 0  # Answered requests.
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    seconds: float = 0.0  # Sum over the answered requests.
     cached: int = 0  # 1 if the score came from the cache.
     unparsed: int = 0  # Answers without a score.
     unanswered: int = 0  # Requests without an answer, since the last score.
@@ -83,6 +79,7 @@ class Judge:
             key=read_key(options),
             timeout_s=options.timeout_s,
             is_own=bool(options.path),
+            section=f"reward.{options.name}",
         )
 
     @property
@@ -205,10 +202,9 @@ class Judge:
         if not self.store.add(CALLS, most=self.options.budget):
             key = f"reward.{self.options.name}.budget={self.options.budget}"
             raise self._failed(f"{key} requests are used up; continue the run with a larger one")
-        began_s = time.monotonic()
         is_charged = True
         try:
-            answer = await self._endpoint.complete(body)
+            text, reply = await self._endpoint.complete(body)
         except Unanswered as error:
             is_charged = error.is_charged
             raise
@@ -218,13 +214,11 @@ class Judge:
         finally:
             if not is_charged:
                 self.store.add(CALLS, -1)
-        cost.calls += 1
-        cost.seconds += time.monotonic() - began_s
-        cost.prompt_tokens += answer.prompt_tokens
-        cost.completion_tokens += answer.completion_tokens
-        self.store.add("prompt_tokens", answer.prompt_tokens)
-        self.store.add("completion_tokens", answer.completion_tokens)
-        return answer
+        tokens = {name: reply.num_tokens(name) for name in ("prompt_tokens", "completion_tokens")}
+        cost.add(reply.seconds, **tokens)
+        for name, num in tokens.items():
+            self.store.add(name, num)
+        return Answer(text=text, **tokens)
 
     async def probe(self) -> str:
         """Return why the endpoint does not answer; "" if it does.
@@ -281,8 +275,6 @@ def read_key(options: JudgeOptions) -> str:
 
     Raises: ConfigError: the environment variable is not set.
     """
-    key = os.environ.get(options.key_variable, "").strip() if options.key_variable else ""
-    if options.key_env and not key:
-        name = f"reward.{options.name}.key_env={options.key_env}"
-        raise ConfigError(f"{name}: this environment variable is not set")
-    return key
+    if options.key_env:
+        return key_from(options.key_env, setting=f"reward.{options.name}.key_env")
+    return os.environ.get(options.key_variable, "") if options.key_variable else ""

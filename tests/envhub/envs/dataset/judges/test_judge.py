@@ -196,7 +196,7 @@ def test_key_is_sent_and_stands_nowhere_else(
     with pytest.raises(EnvFailure) as refused:
         played(options, "8")
     assert "HTTP 401" in str(refused.value)
-    assert "see its key key_env" in str(refused.value)
+    assert "see reward.judge.key_env" in str(refused.value)
     with pytest.raises(ServiceDown) as down:
         played(options, "9")
     texts = [str(refused.value), str(down.value), caplog.text]
