@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from common.text import counted
+
 LOG_LINES = 15  # Lines of pip's own output that are shown after a failure.
 UNPACK_S = 5.0  # Seconds between two progress lines during unpacking; pip itself reports none.
 _PINNED = re.compile(r"^(?P<name>[\w.-]+)(\[[^]]*\])?==(?P<version>[^\s;]+)")
@@ -36,7 +38,7 @@ class InstallProgress:
         if line.startswith("ERROR"):
             yield line.rstrip()
         elif line.startswith("Installing collected packages"):
-            yield f"unpacking {line.count(',') + 1} packages"
+            yield f"unpacking {counted(line.count(',') + 1, 'package')}"
         elif found and ".whl.metadata" not in line and found["name"] not in self._seen:
             self._seen.add(found["name"])
             size = found.groupdict().get("size")
@@ -97,7 +99,7 @@ def _print_unpacking(pip: subprocess.Popen[str], folder: Path) -> None:
     while True:
         now = len([*folder.glob("lib/python*/site-packages/*.dist-info")])
         if reported not in (-1, now):
-            _print_now(f"  {now} packages unpacked")
+            _print_now(f"  {counted(now, 'package')} unpacked")
         reported = now
         with contextlib.suppress(subprocess.TimeoutExpired):
             pip.wait(UNPACK_S)

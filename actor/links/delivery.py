@@ -7,6 +7,7 @@ from typing import Any
 
 from actor.links.waiting import WARN_EVERY_S
 from common.errors import LongstrideError, MessageTooLarge, WireError
+from common.text import counted
 from common.wire.addresses import Addresses
 from common.wire.codec import decode, encode
 from common.wire.following_dealer import FollowingDealer
@@ -124,8 +125,8 @@ class Delivery:
     @property
     def waiting_for(self) -> str:
         """The reason why `put` waits; "" while the window has room."""
-        num = len(self._pending)
-        return f"learner: acknowledgements of {num} episodes" if self._slots.locked() else ""
+        num = counted(len(self._pending), "episode")
+        return f"learner: acknowledgements of {num}" if self._slots.locked() else ""
 
     async def drained(self) -> None:
         """Wait until all episodes are acknowledged. The caller sets the deadline."""

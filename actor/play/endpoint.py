@@ -15,7 +15,7 @@ from common.config.evaluation import PolicySection
 from common.errors import ConfigError
 from common.formats.thoughts import ThoughtForm
 from common.http.proxies import ProxyFailed, route_note
-from common.text import valid_text
+from common.text import counted, valid_text
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,9 @@ class Endpoint(BearerClient):
                     "retrying request attempt=%d wait_s=%.1f reason=%s", attempt, wait_s, failure
                 )
                 await asyncio.sleep(wait_s)
-        raise PolicyFailed(f"{self._url}: {failure}, after {self._cfg.max_tries} tries")
+        raise PolicyFailed(
+            f"{self._url}: {failure}, after {counted(self._cfg.max_tries, 'try', 'tries')}"
+        )
 
     async def _post(self, messages: list[dict[str, str]]) -> tuple[int, float, str]:
         """Return (status, seconds in Retry-After or 0, body)."""

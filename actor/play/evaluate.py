@@ -30,6 +30,7 @@ from common.ids import subset_of
 from common.launch.hub import serve_hub
 from common.launch.lock import hold_run
 from common.store.run_dir import RunDir
+from common.text import counted
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +135,7 @@ def described(episodes: Sequence[PlannedEpisode], notes: Mapping[str, str]) -> l
     for env, counts in items.items():
         parts = ", ".join(f"{subset} {num}" for subset, num in counts.items())
         note = f"; {notes[env]}" if env in notes else ""
-        lines.append(f"eval: {env}: {counts.total()} items ({parts}){note}")
+        lines.append(f"eval: {env}: {counted(counts.total(), 'item')} ({parts}){note}")
     return lines
 
 
@@ -187,7 +188,7 @@ def run(
     echo(write_entry(run_dir, entry))
     num_failed = entry["overall"]["num_failed"]
     if not problem and num_failed > max_failed:
-        problem = f"{num_failed} of {len(plans)} episodes had infrastructure failures"
+        problem = f"{num_failed} of {counted(len(plans), 'episode')} had infrastructure failures"
     if problem:
         logger.error("evaluation is not complete reason=%s", problem)
     return 1 if problem else 0

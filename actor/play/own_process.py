@@ -21,6 +21,7 @@ from common.launch.guardian import Guardian, inheriting, kill_marked
 from common.launch.process import describe_exit
 from common.log import configure_logging
 from common.repository import ROOT
+from common.text import counted
 
 END_S = 10.0  # Seconds for the process to end after a signal.
 
@@ -78,7 +79,8 @@ def play_in_own_process(job: PlayJob, cfg: RunConfig, *, make_agents: MakeAgents
             kill_marked(mark)
     if (code := process.exitcode or 0) != 0:
         raise EngineError(
-            f"the process that played {len(job.plans)} episodes failed: {describe_exit(code)}"
+            f"the process that played {counted(len(job.plans), 'episode')} failed:"
+            f" {describe_exit(code)}"
         )
 
 

@@ -19,6 +19,7 @@ from common.config.evaluation import AgentOptions
 from common.errors import EnvPaused, LongstrideError
 from common.evaluation.planned import PlannedEpisode
 from common.store.journal import JournalWriter
+from common.text import counted
 from common.wire.messages import EpisodeKind, Lease, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -190,6 +191,6 @@ class _Count:
             )
         if self.max_failed is not None and self.num_failed > self.max_failed:
             raise LongstrideError(
-                f"{self.num_failed} episodes had infrastructure failures. The last one was "
-                f"{trajectory.end_reason}: {trajectory.error}"
+                f"{counted(self.num_failed, 'episode')} had infrastructure failures. The last one"
+                f" was {trajectory.end_reason}: {trajectory.error}"
             )

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from common.errors import EnvError, EnvPaused, EnvTimeout, HubLost
 from common.formats.action_size import TOGETHER_BYTES, most_bytes
+from common.text import counted
 
 SESSION_PATH = "/v1/sessions/"
 FULL = 429
@@ -166,7 +167,8 @@ class Batches:
         replies = await self._request("POST", path, entries)
         if not isinstance(replies, list) or len(replies) != len(entries):
             shown = f"{replies!r:.100}"
-            raise EnvError(f"POST {path}: the answer to {len(entries)} entries is {shown}")
+            num = counted(len(entries), "entry", "entries")
+            raise EnvError(f"POST {path}: the answer to {num} is {shown}")
         return [
             self._outcome(reply, field_of(reply, "status", int, path=path)) for reply in replies
         ]

@@ -28,7 +28,7 @@ from actor.rollout.batches import (
 from actor.rollout.presence import LifeSigns, answers, stay
 from common.errors import EnvError, EnvTimeout, HubLost
 from common.http.sessions import open_session
-from common.text import json_bytes, valid_text
+from common.text import counted, json_bytes, valid_text
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +229,8 @@ class HubClient(BearerClient):
             if await self.answers() and is_awake:
                 raise EnvTimeout(f"{method} {path}: {failure}") from error
         self.is_lost = True
-        lost = HubLost(f"{method} {path}: {failure}, {max(1, num_lost)} tries")
+        tries = counted(max(1, num_lost), "try", "tries")
+        lost = HubLost(f"{method} {path}: {failure}, {tries}")
         self._on_lost(lost)
         raise lost
 

@@ -27,6 +27,7 @@ from common.host.cores import cores_here
 from common.host.loopback import family_of, loopback
 from common.install import pinned_versions
 from common.repository import ROOT
+from common.text import counted
 from common.wire.addresses import bracketed
 
 MIN_FREE_MEMORY_GIB = 3
@@ -137,7 +138,7 @@ def examine_quickly(root: Path, overrides: Sequence[str]) -> list[Check]:
     load = os.getloadavg()[0]
     is_busy = load > MAX_LOAD * cores
     remedy = "stop other programs that use the cores; they slow down a run" if is_busy else ""
-    found = f"{cores:g} cores, load {load:.1f}"
+    found = f"{counted(cores, 'core', form='g')}, load {load:.1f}"
     busy = Check(what="cores", found=found, remedy=remedy, is_optional=True)
     folder = root / (override_value(overrides, "run.dir") or "runs")
     return [

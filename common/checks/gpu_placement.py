@@ -55,9 +55,9 @@ def assign_gpus(cfg: RunConfig, *, num_gpus: int) -> GpuAssignment:
     elif cfg.actor.placement is GpuPlacement.APART:
         raise ConfigError(
             f"actor.placement=apart: actor.num_actors={cfg.actor.num_engines} x"
-            f" actor.tensor_parallel_size={width} = {wanted} GPUs in addition to the learner's"
-            f" {len(learner)}, and this machine has {num_gpus}. Use actor.placement=colocated to"
-            " share GPUs"
+            f" actor.tensor_parallel_size={width} = {counted(wanted, 'GPU')} in addition to the"
+            f" learner's {len(learner)}, and this machine has {num_gpus}. Use"
+            " actor.placement=colocated to share GPUs"
         )
     else:
         order = [*free, *learner]

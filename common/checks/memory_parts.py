@@ -23,6 +23,7 @@ from common.config.compute import (
 )
 from common.config.learning import Advantage
 from common.config.run_config import LearnerSection, RunConfig
+from common.text import counted
 
 PUBLISH_BUCKETS = 2  # The bucket that is sent and the next one.
 LEARNER_WORK_BYTES = 2 * GIB  # CUDA's context, NCCL's buffers, fragmentation.
@@ -111,7 +112,13 @@ def _publish_copies(cfg: RunConfig, shape: ModelShape) -> list[Part]:
     if versions == 0:
         return []
     copy = _weights("publish copies", shape.num_params, BYTES_OF[cfg.model.dtype])
-    return [Part(copy.label, versions * copy.num_bytes, f"{versions} copies x {copy.how}")]
+    return [
+        Part(
+            copy.label,
+            versions * copy.num_bytes,
+            f"{counted(versions, 'copy', 'copies')} x {copy.how}",
+        )
+    ]
 
 
 def _keeps_versions(cfg: RunConfig) -> bool:
@@ -222,10 +229,11 @@ def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> li
     attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
     layer = 6 * shape.hidden + attention + 3 * shape.intermediate  # Numbers stored per token.
     per_token = shape.layers * layer
-    how = f"{tokens:,} tokens x {shape.layers} layers x {layer:,}"
+    depth = counted(shape.layers, "layer")
+    how = f"{tokens:,} tokens x {depth} x {layer:,}"
     if learner.gradient_checkpointing:
         per_token = shape.layers * shape.hidden + layer
-        how = f"{tokens:,} tokens x ({shape.layers} layers x {shape.hidden} + one layer {layer:,})"
+        how = f"{tokens:,} tokens x ({depth} x {shape.hidden} + one layer {layer:,})"
     rows = min(tokens, learner.logprob_chunk_tokens)
     logits = f"{rows:,} tokens x {shape.vocab:,} words x 4 B x 3"
     parts = [
@@ -235,7 +243,8 @@ def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> li
     if not is_cuda:
         layers = 1 if learner.gradient_checkpointing else shape.layers
         pairs = 3 * shape.heads * cfg.actor.max_model_len  # Scores, softmax, and its cast.
-        how = f"{tokens:,} tokens x {layers} layers x {pairs:,} x {width} B, for longest episodes"
+        depth = counted(layers, "layer")
+        how = f"{tokens:,} tokens x {depth} x {pairs:,} x {width} B, for longest episodes"
         size = tokens * layers * pairs * width
         parts.append(Part("attention scores, at most", size, how, is_peak=True))
     moves = is_offloaded(cfg, is_cuda)

@@ -26,6 +26,7 @@ from common.checks.teacher import teacher_gpus, teacher_parts
 from common.config.compute import Moments, Offload, OptimizerKind
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
+from common.text import counted
 
 PROCESS_BYTES = 1 * GIB  # torch and vLLM themselves; measured: 0.7-1.1 GiB per process.
 GPU_REMEDY = (
@@ -147,9 +148,10 @@ def _offload_remedy(
 def _check_nodes(cfg: RunConfig, assignment: GpuAssignment, per_node: int) -> None:
     """Refuse a learner or an engine on GPUs of two nodes."""
     if assignment.learner and assignment.learner[-1] >= per_node:
+        ranks = counted(cfg.learner.local_ranks, "rank runs", "ranks run")
         raise ConfigError(
-            f"learner.num_ranks={cfg.learner.num_ranks}: {cfg.learner.local_ranks} ranks run on one"
-            f" node, and a node has {per_node} GPUs. Raise learner.num_nodes, which is"
+            f"learner.num_ranks={cfg.learner.num_ranks}: {ranks} on one node, and a node has"
+            f" {counted(per_node, 'GPU')}. Raise learner.num_nodes, which is"
             f" {cfg.learner.num_nodes}"
         )
     for own in assignment.actors:
@@ -253,7 +255,9 @@ def plan_lines(places: Sequence[MemoryBudget]) -> list[str]:
         place = alike[0]
         more = len(alike) - 1
         of = f" of {shown(place.capacity_bytes)}" if place.capacity_bytes else ""
-        name = place.name + (f" and {more} equal ones, up to {alike[-1].name}" if more else "")
+        name = place.name + (
+            f" and {counted(more, 'equal one')}, up to {alike[-1].name}" if more else ""
+        )
         lines.append(f"memory, {name}: about {shown(place.total_bytes)}{of}")
         lines += [
             f"  {shown(p.num_bytes):>9}  {p.label:<27}  {_calculation(p)}" for p in place.parts

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from common.errors import ConfigError
+from common.text import counted
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # Head sizes of vLLM 0.32.
 # Keys of a configuration with the number of experts in a layer.
@@ -215,7 +216,7 @@ def check_weights(folder: Path, *, key: str, shown: str) -> None:
             with path.open("rb") as file:
                 (size,) = struct.unpack("<Q", file.read(8))
             missing = 8 + size + max(ends, default=0) - path.stat().st_size
-            problem = f"lacks its last {missing:,} bytes" if missing > 0 else ""
+            problem = f"lacks its last {counted(missing, 'byte', form=',')}" if missing > 0 else ""
         except (ValueError, KeyError, TypeError, AttributeError, struct.error):
             problem = "has no header of safetensors"
         if problem:
@@ -239,8 +240,8 @@ def _choice_problem(folder: Path) -> str:
     missing = sorted(listed - present)
     if missing:
         return (
-            f"lacks {missing[0]}, which {INDEX} names ({len(missing)} of {len(listed)} files are"
-            " missing). Copy or download it again"
+            f"lacks {missing[0]}, which {INDEX} names (missing files: {len(missing)} of"
+            f" {len(listed)}). Copy or download it again"
         )
     others = sorted(present - {WHOLE})
     if not listed and WHOLE in present and others:

@@ -23,6 +23,7 @@ from common.config.keys import conform, declared, dotted, expand_sections, show
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
+from common.text import counted
 
 GIT_TIMEOUT_S = 5.0
 _DEFAULTS = "defaults"  # The only YAML key outside of the schema.
@@ -269,7 +270,8 @@ def _add_user_section(merged: DictConfig, name: str, *, shown: str) -> None:
         kind, _ = declared(section, shown=section)
         held = OmegaConf.select(merged, above)
         if parts[i].isdigit() and int(parts[i]) >= len(held):
-            raise ConfigError(f"{shown}: {above} has {len(held)} entries; the first has index 0")
+            num = counted(len(held), "entry", "entries")
+            raise ConfigError(f"{shown}: {above} has {num}; the first has index 0")
         if is_dataclass(kind) and OmegaConf.select(merged, section) is None:
             held[parts[i]] = OmegaConf.structured(kind)
             _unfreeze(merged)

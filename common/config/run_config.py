@@ -39,6 +39,7 @@ from common.config.offline import DpoSection, EvolveSection, SftSection, Simulat
 from common.config.services import EnvhubSection, JournalSection, LogSection, RaySection
 from common.errors import ConfigError
 from common.formats.action_size import MOST_ACTION_MIB, needed_mib
+from common.text import counted
 
 LARGEST_BLOCK_TOKENS = 128  # Largest block of a KV cache; engines may use smaller ones.
 
@@ -135,8 +136,8 @@ class MachineSection:
     @property
     def text(self) -> str:
         """The machine as text."""
-        nodes = f"{self.num_nodes} node" + "s" * (self.num_nodes > 1)
-        gpus = f"{self.num_gpus} GPU" + "s" * (self.num_gpus > 1)
+        nodes = counted(self.num_nodes, "node")
+        gpus = counted(self.num_gpus, "GPU")
         return f"{nodes} with {gpus} of {self.gpu_memory_gib:g} GiB"
 
 

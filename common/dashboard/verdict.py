@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import Any, cast
 
 from common.dashboard.waits import MIN_STEPS, Waits, measure
+from common.text import counted
 
 BUSY_FRAC = 0.15  # Largest share of time that the learner waits and still is the limit.
 IDLE_FRAC = 0.40  # Share of the slots' time that is empty when the gate is the limit.
@@ -99,7 +100,7 @@ def _before(lines: Sequence[Mapping[str, float | None]], status: Mapping[str, An
     if status.get("learner") and not _value_of(status, "learner", "waiting_for", ""):
         return "the learner trains on the first batch; "
     num = [_count(status, "groups", name, 0) for name in ("ready", "open")]
-    return f"the actors play the first batch ({num[0]} groups ready, {num[1]} open); "
+    return f"the actors play the first batch ({counted(num[0], 'group')} ready, {num[1]} open); "
 
 
 def bound_of(waits: Waits, *, is_sync: bool) -> Bottleneck:
@@ -204,7 +205,7 @@ def _finding(bound: Bottleneck, waits: Waits, gate: str) -> str:
 def _busy(waits: Waits) -> str:
     """Return the text about cores that are in use."""
     by = f", {waits.others_frac:.0%} by other programs" if waits.is_crowded else ""
-    return f"{waits.cores:.0f} cores are busy{by}"
+    return f"{counted(round(waits.cores), 'core is', 'cores are')} busy{by}"
 
 
 def _advice_text(advice: Sequence[SettingAdvice], waits: Waits) -> str:

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from common.errors import ConfigError
+from common.text import counted
 from common.wire.join_messages import SharedFile
 
 PART_BYTES = 1 << 20
@@ -54,7 +55,7 @@ def check_bounds(files: list[SharedFile]) -> None:
     total_bytes = sum(each.num_bytes for each in files)
     if len(names) != len(files) or len(files) > MAX_FILES or total_bytes > MAX_TOTAL_BYTES:
         raise ConfigError(
-            f"{len(files)} files of {total_bytes} bytes: a joining node receives at most"
+            f"{counted(len(files), 'file')} of {total_bytes} bytes: a joining node receives at most"
             f" {MAX_FILES} files of {MAX_TOTAL_BYTES} bytes in total"
         )
 

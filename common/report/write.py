@@ -27,6 +27,7 @@ from common.report.results import (
 )
 from common.store.metrics import MetricsLine, read_metrics
 from common.store.run_dir import RunDir, write_atomically, write_json
+from common.text import counted
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -70,7 +71,7 @@ def summary(report: Report) -> str:
     if not parts:
         return "no held-out evaluation was configured"
     scored = report.after or report.before
-    return f"held-out success ({scored.n if scored else 0} items): " + ", ".join(parts)
+    return f"held-out success ({counted(scored.n if scored else 0, 'item')}): " + ", ".join(parts)
 
 
 def build_report(
@@ -127,7 +128,7 @@ def _score(
         return score(plays)
     num_failed = len(evals[name].failed) if name in evals else 0
     if num_failed:
-        absent[name] = f"all {num_failed} episodes ended with an infrastructure failure"
+        absent[name] = f"all played episodes ({num_failed}) ended with an infrastructure failure"
     else:
         absent[name] = "no episode was played" if is_wanted else "not configured"
     return None

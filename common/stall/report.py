@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from common.stall.beacon import MonitoredWork, boot_id
 from common.store.run_dir import RunDir
 from common.store.status.members import hub_text
+from common.text import counted
 
 LEARNER = "learner"
 LATE_S = 2.5  # Age of a report, due every second, at which the role counts as late.
@@ -111,7 +112,8 @@ def describe(
     groups: Any = status.get("groups")
     if groups:
         counts = ", ".join(f"{groups.get(key)} {key}" for key in ("open", "ready", "filtered"))
-        yield f"  scheduler: groups {counts}; {status.get('num_leased')} episodes leased"
+        leased = counted(status.get("num_leased") or 0, "leased episode")
+        yield f"  scheduler: groups {counts}; {leased}"
         yield f"  scheduler: phase {status.get('phase')}, version {status.get('version')}"
 
 

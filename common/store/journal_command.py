@@ -22,6 +22,7 @@ from common.store.records import PACKED_SUFFIX
 from common.store.run_dir import RunDir, read_json
 from common.store.segments import list_segments, load_pruned, read_around_damage, synced_end
 from common.store.upkeep import DAY_S, GB, RetentionLimits, prune_old
+from common.text import counted
 
 Echo = Callable[[str], None]
 USAGE = (
@@ -102,13 +103,15 @@ def _verify(run_dir: RunDir, _: dict[str, str], echo: Echo) -> int:
             names.add(found.episode_id)
             count += 1
         num_episodes += count
-        echo(f"{number:06d}  {count} episodes")
+        echo(f"{number:06d}  {counted(count, 'episode')}")
     if not first:
         lost = [name for name in _consumed(run_dir) if name not in names]
         problems += [f"{name}: a step trained it, but the journal lacks it" for name in lost[:20]]
     for problem in problems:
         echo(f"damaged: {problem}")
-    echo(f"{num_episodes} episodes in {len(numbers)} segments, {len(problems) or 'no'} problems")
+    found = counted(len(problems), "problem") if problems else "no problems"
+    read = f"{counted(num_episodes, 'episode')} in {counted(len(numbers), 'segment')}"
+    echo(f"{read}, {found}")
     return 1 if problems else 0
 
 
@@ -156,7 +159,8 @@ def _export(run_dir: RunDir, options: dict[str, str], echo: Echo) -> int:
             stack.callback(partial.unlink, missing_ok=True)
             num = write(format, partial, episodes, framing)
             partial.replace(target)
-        echo(f"wrote {num} rows to {target}, without scripted play, held-out items and failures")
+        rows = counted(num, "row")
+        echo(f"wrote {rows} to {target}, without scripted play, held-out items and failures")
         return 0
     consumed = _consumed(run_dir)
     num = 0
@@ -170,7 +174,7 @@ def _export(run_dir: RunDir, options: dict[str, str], echo: Echo) -> int:
             out.write(json.dumps(row, default=_as_plain) + "\n")
             num += 1
     partial.replace(target)
-    echo(f"wrote {num} episodes to {target}")
+    echo(f"wrote {counted(num, 'episode')} to {target}")
     return 0
 
 
@@ -193,7 +197,7 @@ def _prune(run_dir: RunDir, options: dict[str, str], echo: Echo) -> int:
     before = load_pruned(run_dir.journal)
     pruned = prune_old(run_dir.journal, limits, before=_needed_from(run_dir))
     echo(
-        f"{pruned.before - before.before} segments pruned,"
+        f"{counted(pruned.before - before.before, 'segment')} pruned,"
         f" {(pruned.num_bytes - before.num_bytes) / 1e6:.1f} MB; segments from"
         f" {_needed_from(run_dir)} on are kept, because a restart needs them"
     )

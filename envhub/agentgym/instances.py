@@ -73,7 +73,8 @@ class Instances:
             capacity = MAX_ASIDE
             num_used = len(self._instances)
         if num_used >= capacity:
-            raise CapacityFull(f"{self._spec.name}: all {capacity} sessions are in use")
+            text = f"all sessions are in use, at most {capacity}"
+            raise CapacityFull(f"{self._spec.name}: {text}")
         number = secrets.randbits(ID_BITS)
         self._instances.put(number, ServedInstance())
         return number

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from common.config.envs import EnvsSection, ItemFiles
+from common.text import counted
 from envhub.agentgym.dialects import DIALECTS
 from envhub.agentgym.item_lists import own_numbers, read_list
 from envhub.env import EnvSpec, PaperSet, UnknownItem, split_item
@@ -42,7 +43,7 @@ def with_paper(spec: EnvSpec, options: EnvsSection) -> EnvSpec:
     num_items = sum(map(len, items.values()))
     num_meant = sum(entry["sizes"].values())
     if not file and num_items < num_meant:
-        lacking = f"{num_items} of the paper's {num_meant} items"
+        lacking = f"{num_items} of the paper's {counted(num_meant, 'item')}"
         note = f"{note}; {lacking}" if note else lacking
     return replace(spec, paper=PaperSet(items=items, turns=entry["turns"], note=note))
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from common.errors import EnvError
+from common.text import counted
 from envhub.author.episodes import Driver, RecordedPlay, chance, expert
 from envhub.author.findings import Finding, Grade, Plays, graded
 from envhub.env import EnvSpec, StepResult, UnknownItem, split_item
@@ -57,7 +58,7 @@ def check_spec(spec: EnvSpec) -> Iterator[Finding]:
     problems += [] if spec.subsets else ["no subsets"]
     if not 0.0 <= spec.start_score <= 1.0:
         problems.append(f"start_score={spec.start_score:g} is not in [0, 1]")
-    yield from graded("entry", problems, f"{spec.name}, {len(spec.subsets)} subsets")
+    yield from graded("entry", problems, f"{spec.name}, {counted(len(spec.subsets), 'subset')}")
     untested = [name for name, each in spec.subsets.items() if not each.num_test]
     if untested:
         yield Finding(Grade.NOTE, "entry", f"no held-out items in {', '.join(untested[:3])}")
@@ -139,7 +140,7 @@ def check_determinism(driver: Driver, plays: Plays) -> Iterator[Finding]:
                 )
                 break
     yield from graded(
-        "determinism", problems, f"{len(plays.all)} episodes repeated with equal results"
+        "determinism", problems, f"{counted(len(plays.all), 'episode')} repeated with equal results"
     )
 
 
@@ -186,6 +187,6 @@ def check_items(driver: Driver, items: list[str]) -> Iterator[Finding]:
             leak = ", and one of them is held out" * is_leak
             twice.append(f"{prints[state]} and {item_id} are equal{leak}")
         prints.setdefault(state, item_id)
-    text = f"{len(items)} items, all different at reset"
+    text = f"{counted(len(items), 'item')}, all different at reset"
     grade = Grade.NOTE if twice else Grade.OK
     yield Finding(grade, "items", "; ".join(twice[:2]) if twice else text)

@@ -5,6 +5,7 @@ import statistics
 import unicodedata
 from collections.abc import Callable, Iterator
 
+from common.text import counted
 from envhub.author.checks import max_turns_of
 from envhub.author.findings import Finding, Grade, Plays, graded
 from envhub.env import EnvSpec, Reward
@@ -82,7 +83,13 @@ def check_players(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:
     )
     if endless:
         yield Finding(
-            Grade.FAIL, "actions", f"{endless} episodes lack valid actions before their end"
+            Grade.FAIL,
+            "actions",
+            counted(
+                endless,
+                "episode lacks valid actions before its end",
+                "episodes lack valid actions before their end",
+            ),
         )
 
 
@@ -116,7 +123,9 @@ def check_texts(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:
     for what, is_wrong in tests:
         problems += [f"{item}: a text {what}" for item, text in seen if is_wrong(text)][:1]
     longest = max(len(text) for _, text in seen)
-    yield from graded("texts", problems, f"{len(seen)} observations, {longest} characters at most")
+    yield from graded(
+        "texts", problems, f"{counted(len(seen), 'observation')}, {longest} characters at most"
+    )
 
 
 def _is_control(character: str) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 from common.config.envs import EnvsSection, RemoteOptions
 from common.errors import ConfigError
 from common.repository import ROOT
+from common.text import counted
 from envhub.catalogue.registry import LOADERS, Registry, UnknownEnv, missing_requirements
 from envhub.command import load_alone, with_remote
 from envhub.env import EnvSpec, SubsetSpec, TaskSpec
@@ -100,7 +101,11 @@ def _other_rows(spec: EnvSpec, *, is_short: bool) -> list[ListingRow]:
     in_task = {task.subset for task in spec.tasks.values()}
     others = {name: subset for name, subset in spec.subsets.items() if name not in in_task}
     if is_short and len(others) > MAX_OTHERS:
-        return [ListingRow(env=spec.name, task=f"({len(others)} more subsets: env={spec.name})")]
+        return [
+            ListingRow(
+                env=spec.name, task=f"({counted(len(others), 'more subset')}: env={spec.name})"
+            )
+        ]
     return [
         ListingRow(env=spec.name, subset=name, **asdict(subset)) for name, subset in others.items()
     ]

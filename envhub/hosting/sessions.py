@@ -337,12 +337,12 @@ class Sessions:
         """Reserve a place for a session. Raises CapacityFull."""
         if self.num_live.total() >= self._max_sessions:
             self.counts["refused"] += 1
-            text = f"all {self._max_sessions} sessions of the hub are in use"
-            raise CapacityFull(f"{text} (envhub.max_sessions)")
+            text = "all sessions of the hub are in use"
+            raise CapacityFull(f"{text} (envhub.max_sessions={self._max_sessions})")
         capacity = self.placement.capacity(spec)
         if self.num_live[spec.name] >= capacity:
             self.counts["refused"] += 1
-            raise CapacityFull(f"{spec.name}: all {capacity} sessions are in use")
+            raise CapacityFull(f"{spec.name}: all sessions are in use, at most {capacity}")
         self.num_live[spec.name] += 1
 
     def _release(self, env_name: str) -> None:

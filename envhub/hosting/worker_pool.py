@@ -107,7 +107,8 @@ class WorkerPool:
         if len(open_workers) < self._spec.max_workers and not self._is_stopping:
             return self._start()
         places = self._spec.max_workers * self._spec.sessions_per_worker
-        raise CapacityFull(f"{self._spec.name}: all {places} sessions of its workers are in use")
+        text = f"all sessions of its workers are in use, at most {places}"
+        raise CapacityFull(f"{self._spec.name}: {text}")
 
     def _start(self) -> Worker:
         """Start a worker, and begin to load the environment in it."""

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, Field
 
+from common.text import counted
 from envhub.catalogue.registry import Registry
 from envhub.env import EnvSpec, UnknownItem, nearest
 from envhub.errors import UnknownEnv
@@ -128,7 +129,8 @@ def split_of(spec: EnvSpec, name: str) -> Split:
 def index_in(split: Split, index: int) -> int:
     """Return an existing index, counted from the end if negative. Raises: UnknownItem."""
     if not -split.num <= index < split.num:
-        raise UnknownItem(f"index {index} is out of range; the split has {split.num} tasks")
+        num = counted(split.num, "task")
+        raise UnknownItem(f"index {index} is out of range; the split has {num}")
     return index % split.num
 
 

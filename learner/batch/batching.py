@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from common.text import counted
 from common.wire.messages import Trajectory
 from learner.batch.device_copy import placed
 from learner.batch.experts import Recorded, Routes, place_routes, recorded_of
@@ -140,14 +141,14 @@ def collate_tokens(
     """
     if not sequences or len(sequences) != len(masks):
         raise ValueError(
-            f"expected at least one sequence and one mask for each, got {len(sequences)} sequences"
-            f" and {len(masks)} masks"
+            f"expected at least one sequence and one mask for each, got"
+            f" {counted(len(sequences), 'sequence')} and {counted(len(masks), 'mask')}"
         )
     for index, (sequence, mask) in enumerate(zip(sequences, masks, strict=True)):
         if len(sequence) == 0 or len(sequence) != len(mask) or mask[0]:
             raise ValueError(
-                f"sequence {index} has {len(sequence)} tokens and {len(mask)} mask entries. Both"
-                " numbers must be equal and positive. The first token must be masked, since it"
+                f"sequence {index} has {counted(len(sequence), 'token')} and a mask of {len(mask)}."
+                " Both numbers must be equal and positive. The first token must be masked, since it"
                 " has no predecessor."
             )
     rows, keys, shape = packed_rows(sequences, shared) if is_packed else _padded_rows(sequences)

@@ -15,6 +15,7 @@ from common.segments import (
     refusal_of_starts,
     segments_of,
 )
+from common.text import counted
 from common.wire.access.lease_mac import is_leased
 from common.wire.messages import EndReason, PolicyKind, Trajectory
 from learner.ingest.journal_index import JournalIndex
@@ -181,20 +182,18 @@ def _refusal_of_turns(trajectory: Trajectory) -> str:
             f"num_invalid_actions={trajectory.num_invalid_actions} is not in"
             f" [0, num_turns={trajectory.num_turns}]"
         )
+    entries = counted(trajectory.num_turns, "entry", "entries")
     invalid = trajectory.invalid_turns
     num_invalid = np.count_nonzero(invalid)
     if invalid.shape != (trajectory.num_turns,) or num_invalid != trajectory.num_invalid_actions:
         return (
-            f"invalid_turns={invalid.tolist()} must have {trajectory.num_turns} entries, and"
+            f"invalid_turns={invalid.tolist()} must have {entries}, and"
             f" num_invalid_actions={trajectory.num_invalid_actions} of them must be true"
         )
     scores = trajectory.turn_scores
     are_scores = all(0.0 <= score <= 1.0 for score in scores.ravel().tolist())
     if scores.shape != (trajectory.num_turns,) or not are_scores:
-        return (
-            f"turn_scores={scores.tolist()} must have {trajectory.num_turns} entries, each in"
-            " [0, 1]"
-        )
+        return f"turn_scores={scores.tolist()} must have {entries}, each in [0, 1]"
     if not 0.0 <= trajectory.start_score <= 1.0:
         return f"start_score={trajectory.start_score} is not in [0, 1]"
     for name in ("turn_states", "turn_actions"):
@@ -202,7 +201,7 @@ def _refusal_of_turns(trajectory: Trajectory) -> str:
         if column.dtype != np.int32 or column.shape not in ((0,), (trajectory.num_turns,)):
             return (
                 f"{name} has dtype {column.dtype.name} and shape {column.shape}, expected int32"
-                f" and no entry or {trajectory.num_turns} entries"
+                f" and no entry or {entries}"
             )
     return ""
 
@@ -244,7 +243,7 @@ def _refusal_of_tokens(trajectory: Trajectory, learner_version: int, vocab_size:
     if int(turns.min()) < 0 or int(turns.max()) >= trajectory.num_turns:
         return (
             f"sampled tokens have turn ids {turns.min()}..{turns.max()}, but the episode has"
-            f" {trajectory.num_turns} turns"
+            f" {counted(trajectory.num_turns, 'turn')}"
         )
     if (turns[1:] < turns[:-1]).any():
         return "the turn ids of the sampled tokens decrease"

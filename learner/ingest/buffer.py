@@ -9,6 +9,7 @@ from functools import partial
 from common.errors import LongstrideError
 from common.ids import split_episode_id
 from common.store.journal import JournalPosition
+from common.text import counted
 from common.wire.messages import (
     EpisodeKind,
     EpisodeOutcome,
@@ -215,8 +216,8 @@ class TrajectoryBuffer:
                     raise TimeoutError(
                         f"no batch for {now - started:.1f} s, and no episode from any actor for"
                         f" {now - self._news_at:.1f} s (learner.batch_timeout_s={timeout_s:g})."
-                        f" {self._groups.num_ready} groups are complete,"
-                        f" {self._groups.num_open} groups are incomplete"
+                        f" {counted(self._groups.num_ready, 'group is', 'groups are')} complete,"
+                        f" {counted(self._groups.num_open, 'group is', 'groups are')} incomplete"
                         f"{some and ', such as ' + some}{self._unscored_text()}. status.json lists"
                         " the actors."
                     )
@@ -288,7 +289,8 @@ class TrajectoryBuffer:
 
     def _unscored_text(self) -> str:
         num = self._groups.num_unscored
-        return f", {num} groups wait for their teacher" if num else ""
+        text = counted(num, "group waits for its teacher", "groups wait for their teacher")
+        return f", {text}" if num else ""
 
     def _begin_scoring(self) -> None:
         if self._score is None:

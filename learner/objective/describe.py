@@ -19,6 +19,7 @@ from common.config.learning import (
     StateCredit,
 )
 from common.config.teaching.teacher import TeacherForm, TeacherSection
+from common.text import counted
 from learner.objective.describe_credit import (
     credit_text,
     cut_text,
@@ -288,7 +289,8 @@ def _updates_text(learner: LearnerSection) -> str:
     """Return the number of updates per batch."""
     if is_one_update(learner):
         return "1 update per batch"
-    return f"{learner.ppo_epochs} epochs x {learner.num_minibatches} minibatches"
+    epochs = counted(learner.ppo_epochs, "epoch")
+    return f"{epochs} x {counted(learner.num_minibatches, 'minibatch', 'minibatches')}"
 
 
 def _reaction_texts(learner: LearnerSection) -> Iterator[str]:

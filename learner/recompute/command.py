@@ -12,6 +12,7 @@ from common.config.command_line import ParsedCommand
 from common.config.load import git_revision
 from common.errors import ConfigError
 from common.store.run_dir import RunDir, write_json
+from common.text import counted
 from learner.objective.dead_settings import summary_lines
 from learner.policy.model import pick_device
 from learner.recompute.counterfactual import RecordedResults, header, split_options
@@ -44,8 +45,8 @@ def recompute(request: ParsedCommand, *, root: Path, echo: Echo) -> int:
     num_starts = len({id(plan.start_of(step)) for step in plan.steps})
     echo(
         f"{run_dir.root.name}: steps {plan.first} to {plan.last}, recomputed from {plan.origin}"
-        f" (step {plan.version}): {len(plan.steps)} batches, {num_skipped} of them skipped. The"
-        f" run computed them in {num_starts} starts of the learner."
+        f" (step {plan.version}): {counted(len(plan.steps), 'batch', 'batches')}, {num_skipped} of"
+        f" them skipped. The run computed them in {counted(num_starts, 'start')} of the learner."
     )
     path = Path(request.json or run_dir.root / "recompute.json")
     if overrides or only != EpisodeFilter():
@@ -152,13 +153,14 @@ class _Check:
             self._echo(f"the journal is damaged, but not in episodes of these steps: {text}")
         if self._num_unknown:
             self._echo(
-                f"{self._num_unknown} batches were not compared: the run has no checksum of them"
+                f"{counted(self._num_unknown, 'batch was', 'batches were')} not compared, because"
+                " the run has no checksum of them"
             )
         learner_s = self._plan.record.learner_cpu_s()
         self._echo(
-            f"equal: all {self._num_equal} checksums of weights, versions {self._plan.version} to"
-            f" {self._plan.last}. Recomputing took {_cpu_s():.1f} CPU-seconds, the whole learner"
-            f" {learner_s:.1f}."
+            f"equal: {'all ' * (self._num_equal > 1)}{counted(self._num_equal, 'checksum')} of"
+            f" weights, versions {self._plan.version} to {self._plan.last}. Recomputing took"
+            f" {_cpu_s():.1f} CPU-seconds, the whole learner {learner_s:.1f}."
         )
 
 

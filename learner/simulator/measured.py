@@ -14,6 +14,7 @@ from common.config.learning import AlgorithmSection
 from common.errors import ConfigError
 from common.store.journal import read_journal
 from common.store.run_dir import RunDir
+from common.text import counted
 from common.wire.messages import EpisodeKind, Trajectory
 from learner.simulator.workload import SimulatedEpisode
 
@@ -147,6 +148,6 @@ def _metrics(path: Path) -> list[dict[str, Any]]:
     steps = [line for line in lines if line.get("step", 0) >= 1 and "wait/batch_s" in line]
     if len(steps) < MIN_STEPS:
         raise ConfigError(
-            f"{path}: the run has {len(steps)} steps, at least {MIN_STEPS} are needed"
+            f"{path}: the run has {counted(len(steps), 'step')}, at least {MIN_STEPS} are needed"
         )
     return steps

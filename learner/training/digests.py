@@ -10,6 +10,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from common.text import counted
 from common.wire.messages import Trajectory
 from common.wire.transfer.digest import digest
 from learner.batch.batching import Sample
@@ -44,7 +45,8 @@ def first_difference(was: StepDigests, now: StepDigests, names: Sequence[str]) -
         pairs = zip(names, was.episodes, now.episodes, strict=False)
         others = [name for name, theirs, ours in pairs if theirs != ours]
         counts = (
-            f"the run trained on {len(was.episodes)} episodes, but {len(now.episodes)} were found"
+            f"the run trained on {counted(len(was.episodes), 'episode')}, but now there are"
+            f" {len(now.episodes)}"
         )
         return f"batch: {'episode ' + ', '.join(others[:3]) if others else counts}"
     if was.advantages != now.advantages:

@@ -4,7 +4,16 @@ import io
 import logging
 
 from common.log import FORMAT, PlainFormatter
-from common.text import json_bytes, log_text
+from common.text import counted, json_bytes, log_text
+
+
+def test_noun_agrees_with_its_number() -> None:
+    assert counted(1, "epoch") == "1 epoch"
+    assert [counted(n, "epoch") for n in (0, 2)] == ["0 epochs", "2 epochs"]
+    assert counted(1, "copy", "copies") == "1 copy"
+    assert counted(3, "copy", "copies") == "3 copies"
+    assert counted(1200, "group is", "groups are", form=",") == "1,200 groups are"
+    assert counted(1.0, "core", form="g") == "1 core"
 
 
 def test_control_characters_reach_no_log() -> None:

@@ -109,7 +109,7 @@ class RunSource:
         found = [*self.index.problems]
         if self.index.num_problems > len(found):
             num_more = self.index.num_problems - len(found)
-            found.append(f"The journal has {num_more} more problems, which are not listed.")
+            found.append(f"The journal has more problems, which are not listed: {num_more}.")
         found += self._outcomes.problems(has_steps=self.metrics.num > 0)
         found += [text for text in (self.metrics.problem, self._text_problem) if text]
         if self.run_dir.config.exists() and not self.config():

@@ -13,6 +13,7 @@ from common.dashboard.reading.query import KEYS
 from common.dashboard.reading.sources import Source, open_source
 from common.dashboard.words import duration, plain
 from common.errors import ConfigError, WireError
+from common.text import counted
 
 Echo = Callable[[str], None]
 NUM_SHOWN = 5
@@ -47,7 +48,8 @@ def show(request: ParsedCommand, *, root: Path, echo: Echo) -> int:
             echo(line)
         echo("")
     shown = len(found["rows"])
-    echo(f"{shown} of {found['total']} matching episodes shown; {source.rows.num} episodes in all")
+    matching = counted(found["total"], "matching episode")
+    echo(f"{shown} of {matching} shown; {counted(source.rows.num, 'episode')} in all")
     return 0 if shown else 1
 
 
@@ -123,7 +125,7 @@ def _headline(episode: dict[str, Any]) -> str:
         f"reward {episode['reward']:.3g}",
         "" if advantage is None else f"advantage {advantage:+.3g}",
         "solved" if episode["success"] else "not solved",
-        f"{episode['turns']} turns",
+        counted(episode["turns"], "turn"),
         episode["end"] and f"ended: {episode['end']}",
         episode["outcome"] + (f" ({episode['cause']})" if episode["cause"] else ""),
     ]

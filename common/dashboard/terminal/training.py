@@ -17,6 +17,7 @@ from common.dashboard.web.run_dashboard import run_dashboard
 from common.launch.base import Ending, LaunchState
 from common.repository import ROOT
 from common.store.run_dir import RunDir
+from common.text import counted
 
 MAX_REFUSED_LINES = 20
 
@@ -122,7 +123,7 @@ def refused_lines(run_dir: RunDir) -> list[str]:
     scheduler = refused.get("scheduler", {})
     lines = [
         f"  refused of {name[:80]!r}: {each['invalid']} invalid, {each['forbidden']} forbidden,"
-        f" {each['dropped']} unread messages; last: {each['last_reason'][:200]!r}"
+        f" {counted(each['dropped'], 'unread message')}; last: {each['last_reason'][:200]!r}"
         for name, each in scheduler.get("peers", {}).items()
     ]
     for cause, num in scheduler.get("connections", {}).get("refused", {}).items():

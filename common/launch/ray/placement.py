@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from common.checks.gpu_placement import assign_gpus, trains_on_gpu
 from common.config.run_config import GpuPlacement, RunConfig
 from common.errors import ConfigError
+from common.text import counted
 
 ON_RUN_NODE = "on the node of the run directory"
 
@@ -83,9 +84,12 @@ class ClusterPlacement:
         """Return the placement as text, one line per kind of role."""
         hub = [f"envhub: {self.envhub.text}"] if self.envhub else []
         apart = self.num_actors - len(self.shared)
-        shared = [f"{len(self.shared)} actors: on the learner's GPUs"] if self.shared else []
-        actors = [f"{apart} actors, each: {self.actor.text}"] if apart else []
-        fit = f"{self.num_fitting} of {self.num_actors} actors fit on the nodes"
+        shared = (
+            [f"{counted(len(self.shared), 'actor')}: on the learner's GPUs"] if self.shared else []
+        )
+        actors = [f"{counted(apart, 'actor')}, each: {self.actor.text}"] if apart else []
+        all_actors = counted(self.num_actors, "actor fits", "actors fit")
+        fit = f"{self.num_fitting} of {all_actors} on the nodes"
         waiting = "; the others start when a node joins"
         return [
             *(f"ray node {node.text}{f', {ON_RUN_NODE}' * node.is_home}" for node in nodes),

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from common.store.status.json_files import as_map
+from common.text import counted
 
 
 def members_of(status: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -41,11 +42,13 @@ def hub_text(hub: Mapping[str, Any]) -> str:
     where = f" on {hub['node']}" if hub.get("node") else ""
     places = ""
     if hub.get("max_sessions"):
-        places = f", {hub.get('num_sessions', 0)} of {hub['max_sessions']} sessions"
+        places = f", {hub.get('num_sessions', 0)} of {counted(hub['max_sessions'], 'session')}"
     heard = f", last message {_number(hub, 'last_seen_s'):.0f}s before the status"
     waits = [f"{env} ({reason})" for env, reason in as_map(hub.get("paused")).items()]
     again = f", paused: {'; '.join(waits)}" if waits else ""
-    again += f", restarted {hub['num_restarts']} times" if hub.get("num_restarts") else ""
+    again += (
+        f", restarted {counted(hub['num_restarts'], 'time')}" if hub.get("num_restarts") else ""
+    )
     return (
         f"{hub.get('gone') or 'serves'} {', '.join(_list(hub, 'envs'))} at {hub.get('url')}{where}"
         f"{places}{again}{heard if 'last_seen_s' in hub else ''}"

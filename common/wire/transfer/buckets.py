@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from common.errors import WeightSyncError
+from common.text import counted
 from common.wire.transfer.digest import DIGEST_BYTES, digest, hexadecimal
 from common.wire.weight_messages import TensorSpec
 
@@ -164,5 +165,6 @@ def _compare(cut: BucketLayout, found: Tensor, sent: Tensor, specs: Sequence[Ten
     within = f" ({names[0]} to {names[-1]})" if names else ""
     raise BucketDamaged(
         f"bucket {index} of {cut.num}{within} is damaged: checksum {hexadecimal(found[index])} "
-        f"is not the sender's {hexadecimal(sent[index])}; {len(damaged)} buckets are damaged"
+        f"is not the sender's {hexadecimal(sent[index])};"
+        f" {counted(len(damaged), 'bucket is', 'buckets are')} damaged"
     )

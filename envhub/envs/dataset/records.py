@@ -12,6 +12,7 @@ from typing import Any
 
 from common.config.envs import DatasetOptions
 from common.errors import ConfigError
+from common.text import counted
 from envhub.envs.dataset.files import (
     Record,
     digest_of,
@@ -155,7 +156,8 @@ def _held_out(options: DatasetOptions, kept: Sequence[int]) -> list[int]:
     if size < 0:
         size = min(MAX_HELD_OUT, int(HELD_OUT_FRAC * len(kept)))
     if size >= len(kept):
-        raise ConfigError(f"data.eval_size={size}: data.train has only {len(kept)} records")
+        num = counted(len(kept), "record")
+        raise ConfigError(f"data.eval_size={size}: data.train has only {num}")
     return sorted(random.Random("held out").sample(list(kept), size))
 
 

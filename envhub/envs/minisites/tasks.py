@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 from zlib import crc32
 
+from common.text import counted
 from envhub.env import SubsetSpec
 from envhub.envs.minisites.gitlab.seed import WORDS as GITLAB_WORDS
 from envhub.envs.minisites.maps.routes import SQL_FUNCTIONS
@@ -81,7 +82,8 @@ def split_tasks(subset: str, split: str) -> tuple[SiteTask, ...]:
     while len(tasks) < size:
         queues = [queue for queue in queues if queue]
         if not queues:
-            raise ValueError(f"subset {subset} has only {len(tasks)} {split} tasks of {size}")
+            num = counted(len(tasks), f"{split} task")
+            raise ValueError(f"subset {subset} has only {num} of {size}")
         tasks.extend(queue.pop(0) for queue in queues)
     return tuple(tasks[:size])
 

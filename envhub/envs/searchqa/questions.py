@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from common.text import counted
 from envhub.env import EnvFailure, ItemId, SubsetSpec, UnknownItem
 from envhub.envs.searchqa.lines import LineFile, count_lines, find_lines
 from envhub.tables import read_table
@@ -154,7 +155,7 @@ def agentgym_item(index: int, subsets: Mapping[str, SubsetSpec], *, wrap: bool) 
             place = (index - first) % num_items if wrap and num_items else index - first
             if place >= num_items:
                 raise UnknownItem(
-                    f"{subset}_{split}.jsonl has {num_items} questions, so no {place}"
+                    f"{subset}_{split}.jsonl has {counted(num_items, 'question')}, so no {place}"
                 )
             return f"{subset}-{split}-{place}"
     raise UnknownItem(f"no item {index}; AgentGym's items are 0 to {AGENTGYM_RANGES[-1][1] - 1}")

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from common.config.envs import EnvsSection, SqlgymOptions
+from common.text import counted
 from envhub.env import (
     EnvFailure,
     EnvSpec,
@@ -72,7 +73,8 @@ class Problems:
         [(subset, spec)] = self._bird.subsets.items()
         num_items = spec.num_train if split == "train" else spec.num_test
         if not 0 <= place < num_items:
-            raise UnknownItem(f"no data index {index}: the folder has {num_items} {split} items")
+            has = counted(num_items, f"{split} item")
+            raise UnknownItem(f"no data index {index}: the folder has {has}")
         return f"{subset}-{split}-{place}"
 
 

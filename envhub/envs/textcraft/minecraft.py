@@ -73,7 +73,7 @@ def load_book(folder: str) -> Book:
         for made in recipe.makes():
             makers.setdefault(made, []).append(recipe)
     if not kept:
-        raise RecipesError(f"{folder}: none of its {len(paths)} files is a crafting recipe")
+        raise RecipesError(f"{folder}: none of its files is a crafting recipe ({len(paths)})")
     return _to_book(kept, known)
 
 

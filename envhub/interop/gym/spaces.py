@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from common.text import counted
 from common.wire.access.bounds import shown
 from envhub.env import action_text
 from envhub.interop.texts import BadAction
@@ -282,7 +283,7 @@ def _describe_array(space: Any) -> str:
     num = len(space.shape)
     form = f"a JSON array of shape {[*space.shape]} of {noun}s" if num else f"a {noun}"
     if num == 1:
-        form = f"a JSON array of {space.shape[0]} {noun}{'s' * (space.shape[0] != 1)}"
+        form = f"a JSON array of {counted(space.shape[0], noun)}"
     low, high = map(plain, _bounds(space))
     return f"{form} from {shown(low)} to {shown(high)}"
 

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from common.config.run_config import GroupsSection, SchedulerSection, TrainMode, TrainSection
+from common.text import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,10 +93,11 @@ class StalenessThrottle:
             reason = f"gate: no more groups for this step, {state.num_filtered} had no signal"
             return GateVerdict(num_allowed=0, reason=reason)
         if self.is_sync and state.num_open > 0:
-            return GateVerdict(num_allowed=0, reason=f"sync: {state.num_open} groups are open")
+            reason = f"sync: {counted(state.num_open, 'group is', 'groups are')} open"
+            return GateVerdict(num_allowed=0, reason=reason)
         limit = per_step if self.is_sync else self._limit_ahead(state) * per_step
         if num_ahead >= limit:
-            reason = f"gate: {num_ahead} groups are ahead of the learner"
+            reason = f"gate: {counted(num_ahead, 'group is', 'groups are')} ahead of the learner"
             return GateVerdict(num_allowed=0, reason=reason)
         budget = self.max_groups_of_step - state.num_filtered - num_ahead
         num_allowed = min(limit - num_ahead, budget) if budget > 0 else per_step

@@ -3,6 +3,7 @@
 import logging
 from dataclasses import dataclass, field
 
+from common.text import counted
 from common.wire.messages import Outcome, Outcomes
 from learner.scheduler.state import VOLATILE
 
@@ -54,8 +55,9 @@ class SignalWatch:
             return ""
         known = "" if success is None else f", success {success:.2f}"
         problem = (
-            f"No group had signal for {now - self.since:.0f} s: in {self.num_groups} groups all"
-            f" returns are equal{known}. There is nothing to train on."
+            f"No group had signal for {now - self.since:.0f} s: in"
+            f" {counted(self.num_groups, 'group')} all returns are equal{known}. There is nothing"
+            " to train on."
         )
         if success is not None and success > SOLVED:
             return f"{problem} The tasks are solved. Use harder items, or end the run."

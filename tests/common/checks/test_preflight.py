@@ -112,7 +112,7 @@ def write_files(model: Path, files: Sequence[str], listed: Sequence[str]) -> Non
 @pytest.mark.parametrize(
     ("files", "listed", "words"),
     [
-        (SHARDS[:1], SHARDS, r"lacks model-2\.safetensors, .*\(1 of 2 files are missing\)"),
+        (SHARDS[:1], SHARDS, r"lacks model-2\.safetensors, .*\(missing files: 1 of 2\)"),
         ((WHOLE, *SHARDS), SHARDS, r"the learner would read model\.safetensors, and the engine"),
         ((WHOLE, "old.safetensors"), (), r"the engine would read old\.safetensors beside"),
         (SHARDS, (), r"lacks model\.safetensors, or model\.safetensors\.index\.json with"),

@@ -198,7 +198,7 @@ def test_verdict_before_first_step_names_current_phase() -> None:
     groups = {"ready": 1, "open": 3}
     status = {"phase": "train", "gate": "gate: 4 groups are ahead of the learner", "groups": groups}
     playing = judge([], {}, {**status, "learner": {"waiting_for": "actors: a batch"}})
-    assert playing.sentence.startswith("the actors play the first batch (1 groups ready, 3 open)")
+    assert playing.sentence.startswith("the actors play the first batch (1 group ready, 3 open)")
     works = judge([], {}, {**status, "learner": {"waiting_for": ""}})
     assert works.sentence.startswith("the learner trains on the first batch; too early")
     assert "ahead" not in playing.sentence + works.sentence

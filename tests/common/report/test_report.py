@@ -168,7 +168,7 @@ def test_report_explains_an_absent_evaluation(tmp_path: Path) -> None:
         "before-model": "no episode was played",
         "after-model": "not configured",
         "before-random_valid": "no episode was played",
-        "before-expert": "all 1 episodes ended with an infrastructure failure",
+        "before-expert": "all played episodes (1) ended with an infrastructure failure",
     }
 
 

@@ -275,7 +275,7 @@ def test_folder_tasks_name_existing_items(tmp_path):
         ({"a": "{"}, "a.json is not a recipe: JSONDecodeError"),
         ({"a": "[]"}, "a.json is not a recipe: TypeError"),
         ({"a": '{"type": "crafting_shaped", "pattern": ["x"], "key": {}}'}, "KeyError: 'x'"),
-        ({"a": '{"type": "minecraft:smelting"}'}, "none of its 1 files is a crafting recipe"),
+        ({"a": '{"type": "minecraft:smelting"}'}, "none of its files is a crafting recipe (1)"),
     ],
 )
 def test_bad_folder_is_reported_at_start(tmp_path, files, reason):

@@ -240,7 +240,7 @@ async def longest_rest_s(work):
 def test_token_limits_sessions_over_all_environments():
     async def episode(sessions):
         held = [await sessions.create(env, "any-train-0") for env in ("faulty", "waiting")]
-        with pytest.raises(CapacityFull, match="all 2 sessions of the hub are in use"):
+        with pytest.raises(CapacityFull, match="all sessions of the hub are in use"):
             await sessions.create("faulty", "any-train-0")
         await sessions.delete(held[0][0])
         await sessions.create("waiting", "any-train-0")

@@ -174,7 +174,7 @@ def test_something_else_than_a_trajectory_is_rejected(running: Setup) -> None:
 def test_batch_timeout_reports_ready_groups(running: Setup) -> None:
     running.deliver(member(0))
     running.scheduler.pump_until(lambda: running.scheduler.seen == ["g/0"])
-    with pytest.raises(TimeoutError, match="0 groups are complete, 1 groups are incomplete"):
+    with pytest.raises(TimeoutError, match="0 groups are complete, 1 group is incomplete"):
         running.next_batch(timeout_s=0.01)
 
 

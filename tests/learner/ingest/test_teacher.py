@@ -56,7 +56,7 @@ def deliver_group(setup: Setup, group_id: str, version: int = 0) -> None:
 def test_group_is_trained_only_after_its_scores(taught: Setup, teacher: SlowTeacher) -> None:
     deliver_group(taught, "g")
     assert [ids for ids, _ in teacher.pending] == [["g/0", "g/1", "g/2"]]
-    with pytest.raises(TimeoutError, match="1 groups wait for their teacher"):
+    with pytest.raises(TimeoutError, match="1 group waits for its teacher"):
         taught.next_batch(timeout_s=0.1)
     teacher.answer()
     (group,), _ = taught.next_batch()

@@ -158,7 +158,7 @@ def test_running_run_is_recomputed_up_to_its_last_record(run: RunDir) -> None:
         steps.write(b'{"version":7,"gro')
     code, said = computed(run.root)
     assert code == 0
-    assert any(text.startswith("1 batches were not compared") for text in said)
+    assert any(text.startswith("1 batch was not compared") for text in said)
     assert "versions 0 to 6" in said[-1]
 
 

@@ -54,6 +54,7 @@ export function visible(text) {
     .replace(/[\u0080-\u009f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g, (c) => `[U+${c.charCodeAt(0).toString(16).padStart(4, "0").toUpperCase()}]`);
 }
 
+export const counted = (num, one, many = `${one}s`) => `${num.toLocaleString("en")} ${num === 1 ? one : many}`;
 export const percent = (value) => (value == null ? "–" : `${(100 * value).toFixed(value > 0 && value < 0.1 ? 1 : 0)}%`);
 export function short(value, digits = 3) {
   if (value == null || Number.isNaN(value)) return "–";

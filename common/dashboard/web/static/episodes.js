@@ -1,5 +1,5 @@
 // Trajectories: the list with its filters, the replay of one episode, and a group side by side.
-import { h, ask, facts, isReport, notes, percent, replace, short, table, visible, cssColor } from "./dom.js";
+import { h, ask, counted, facts, isReport, notes, percent, replace, short, table, visible, cssColor } from "./dom.js";
 import { samplesCard } from "./results.js";
 import { replayPictures } from "./play.js";
 
@@ -102,7 +102,7 @@ function turn(segment, mode, context) {
   const name = segment.kind[0].toUpperCase() + segment.kind.slice(1);
   const versions = (segment.versions || []).map(([version]) => version);
   return h("article", { class: `turn ${segment.kind} ${segment.logprobs ? "" : "masked"} ${segment.invalid ? "invalid" : ""}` },
-    h("h3", {}, h("span", {}, segment.kind === "prompt" ? name : `${name} ${segment.turn + 1}`), h("span", {}, `${segment.texts.length} tokens`),
+    h("h3", {}, h("span", {}, segment.kind === "prompt" ? name : `${name} ${segment.turn + 1}`), h("span", {}, counted(segment.texts.length, "token")),
       versions.length ? h("span", {}, `version ${versions.join(" → ")}`) : null, segment.invalid ? h("span", { class: "bad" }, "invalid action") : null,
       segment.score != null ? h("span", {}, `score ${short(segment.score)}`) : null),
     body(segment, mode, context));
@@ -195,7 +195,7 @@ export async function groupView({ run, params, link, isUpdate }) {
   if (isUpdate && document.querySelector(".members")) return null;
   const found = await ask(api(run, "/group"), { id: params.get("id") });
   return [
-    h("section", { class: "card" }, h("h1", {}, `Group ${visible(found.group)}`), h("p", { class: "dim small" }, found.members[0].kind === "eval" ? `${found.members.length} episodes of an evaluation, one for each item` : `${found.members.length} members of ${visible(found.members[0].item)}. The advantage is the amount by which a member is better than its baseline.`)),
+    h("section", { class: "card" }, h("h1", {}, `Group ${visible(found.group)}`), h("p", { class: "dim small" }, found.members[0].kind === "eval" ? `${counted(found.members.length, "episode")} of an evaluation, one for each item` : `${counted(found.members.length, "member")} of ${visible(found.members[0].item)}. The advantage is the amount by which a member is better than its baseline.`)),
     h("div", { class: "members", tabindex: "0", role: "region", "aria-label": "Members of the group" }, found.members.map((each) => {
       const shared = { version: null, first: each.first_version, advantage: each.advantage };
       return h("section", { class: "card" },

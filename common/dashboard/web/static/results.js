@@ -1,5 +1,5 @@
 // Results of a run: evaluations, subsets, ends, dropped episodes, settings, and sample episodes.
-import { h, facts, percent, short, table, visible, isReport } from "./dom.js";
+import { h, counted, facts, percent, short, table, visible, isReport } from "./dom.js";
 import { chart, bars } from "./charts.js";
 
 const right = (value) => h("td", { class: "r" }, value ?? "–");
@@ -15,9 +15,9 @@ export function evaluationsCard(found) {
   const verdict = !gain?.ci95 ? "" : gain.ci95[0] > 0 ? "" : gain.ci95[1] < 0 ? " – worse than before training" : " – no significant change";
   return h("section", { class: "card" }, h("h2", {}, "Held-out success ", h("span", { class: "dim small" }, "with 95 % intervals")),
     ends.length ? h("p", { class: "hero" }, ends.map((each, i) => [i ? h("span", { class: "dim" }, " → ") : null, h("span", { class: i === ends.length - 1 ? null : "dim" }, percent(each.success))])) : h("p", { class: "dim" }, "No held-out evaluation."),
-    gain ? h("p", { class: gain.ci95 && gain.ci95[1] < 0 ? "bad" : gain.ci95 && gain.ci95[0] > 0 ? "good" : null }, `${points(gain.success)} points on the same ${gain.num_pairs} items`, gain.ci95 ? ` [${points(gain.ci95[0])}, ${points(gain.ci95[1])}]${verdict}` : null) : null,
+    gain ? h("p", { class: gain.ci95 && gain.ci95[1] < 0 ? "bad" : gain.ci95 && gain.ci95[0] > 0 ? "good" : null }, `${points(gain.success)} points on the same ${counted(gain.num_pairs, "item")}`, gain.ci95 ? ` [${points(gain.ci95[0])}, ${points(gain.ci95[1])}]${verdict}` : null) : null,
     facts(Object.entries(all).map(([name, each]) => [name.replace(/-model$/, "").replace(/[-_]/g, " "), `${interval(each)} of ${each.num}`])),
-    failed.length ? h("p", { class: "small dim" }, `Excluded, because they ended with an infrastructure failure: ${failed.map(([name, each]) => `${each.failed} episodes of ${name}`).join(", ")}.`) : null,
+    failed.length ? h("p", { class: "small dim" }, `Excluded, because they ended with an infrastructure failure: ${failed.map(([name, each]) => `${counted(each.failed, "episode")} of ${name}`).join(", ")}.`) : null,
     absent.length ? h("p", { class: "small dim" }, `Evaluations without a result: ${absent.map(([name, reason]) => `${name}: ${reason}`).join("; ")}.`) : null,
     curve(found));
 }

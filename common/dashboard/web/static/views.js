@@ -1,5 +1,5 @@
 // The Run, Fleet and Compare views.
-import { h, ask, facts, isReport, notes, percent, short, table, visible, COLORS } from "./dom.js";
+import { h, ask, counted, facts, isReport, notes, percent, short, table, visible, COLORS } from "./dom.js";
 import { chart, bars } from "./charts.js";
 import { cpuCard, droppedCard, endsCard, evaluationsCard, pooledCard, settingsCard, subsetsCard } from "./results.js";
 
@@ -14,7 +14,7 @@ export async function runView({ run, link }) {
     notes(found.problems),
     h("section", { class: "card" },
       h("h1", {}, found.name, " ", h("span", { class: `chip ${found.state === "running" ? "on" : ""}` }, found.state)),
-      h("p", { class: "dim small" }, `${steps} · ${found.episodes.toLocaleString("en")} episodes in the journal${indexed}`),
+      h("p", { class: "dim small" }, `${steps} · ${counted(found.episodes, "episode")} in the journal${indexed}`),
       h("p", { class: "verdict" }, found.verdict.sentence),
       facts([["Success in training", percent(found.success)], ["Gate", found.gate?.replace(/^gate: /, "")]])),
     evaluationsCard(found),
@@ -54,7 +54,7 @@ export async function fleetView({ run }) {
   const work = (num, most) => most ? `${num ?? 0} of ${short(most)}` : num;
   const nodes = new Set(found.roles.map((each) => each.node).filter(Boolean)).size;
   return [
-    h("section", { class: "card" }, h("h1", {}, "Fleet"), h("p", { class: "dim small" }, `${found.state} · ${found.roles.length} roles${nodes ? ` on ${nodes} node${nodes > 1 ? "s" : ""}` : ""} · ${age}`), found.gate ? h("p", {}, visible(`Gate: ${found.gate.replace(/^gate: /, "")}`)) : null,
+    h("section", { class: "card" }, h("h1", {}, "Fleet"), h("p", { class: "dim small" }, `${found.state} · ${counted(found.roles.length, "role")}${nodes ? ` on ${counted(nodes, "node")}` : ""} · ${age}`), found.gate ? h("p", {}, visible(`Gate: ${found.gate.replace(/^gate: /, "")}`)) : null,
       found.roles.length ? table(["role", "node", "state", { title: "version", right: true }, { title: "tokens/s", right: true }, { title: "in progress", right: true }, { title: "memory", right: true }, { title: "processor time", right: true }, { title: "restarts", right: true }, { title: "last heartbeat", right: true }],
         found.roles.map((each) => h("tr", {}, h("td", { class: "wrap" }, visible(String(each.name)), each.envs ? h("div", { class: "dim small", style: { "font-weight": "400" } }, visible(`${each.envs.join(", ")} at ${each.url}`)) : null), h("td", { class: "wrap" }, visible(each.node || "–")), h("td", { class: "wrap" }, visible(state(each))), right(each.version), right(short(each.tokens_per_s)), right(each.role === "envhub" ? work(each.num_sessions, each.max_sessions) : work(each.running, each.num_slots)), right(each.rss_bytes ? `${(each.rss_bytes / 2 ** 30).toFixed(1)} GiB` : "–"), right(each.cpu_s ? `${short(each.cpu_s)} s` : "–"), right(each.num_restarts || "–"), right(each.last_seen_s == null ? "–" : `${short(each.last_seen_s, 2)} s ago`))))
         : h("p", { class: "dim" }, "No role has sent a heartbeat yet.")),

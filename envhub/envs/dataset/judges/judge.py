@@ -13,6 +13,7 @@ from common.errors import ConfigError
 from common.http.model_endpoint import Refused, RequestCost, Unanswered, key_from
 from common.launch.judges.specs import find_model
 from common.store.run_dir import RunDir
+from common.text import counted
 from envhub.env import EnvFailure, ServiceDown
 from envhub.envs.dataset.judges.client import JudgeEndpoint
 from envhub.envs.dataset.judges.options import JudgeOptions
@@ -165,7 +166,8 @@ class Judge:
             async with asyncio.timeout(self.longest_s), self._slots:
                 score = await self._score(key, messages, cost)
         except TimeoutError as error:
-            text = f"{self.options.concurrency} requests at once do not keep up"
+            num = counted(self.options.concurrency, "request")
+            text = f"at most {num} at once is too few"
             raise self._outage(f"no score within {self.longest_s:g} s; {text}") from error
         cost.unanswered = self._num_unanswered
         self._num_unanswered = 0
@@ -194,14 +196,14 @@ class Judge:
                 if self.options.cache:
                     self.store.keep(key, answer)
                 return score
-        tries = f"{self.options.retries + 1} tries"
+        tries = counted(self.options.retries + 1, "try", "tries")
         raise self._failed(f"an answer has no score ({tries}): {failure}")
 
     async def _call(self, body: dict[str, Any], cost: Cost) -> Answer:
         """Return the answer to one request. Raises: Unanswered, EnvFailure."""
         if not self.store.add(CALLS, most=self.options.budget):
             key = f"reward.{self.options.name}.budget={self.options.budget}"
-            raise self._failed(f"{key} requests are used up; continue the run with a larger one")
+            raise self._failed(f"{key} is used up; continue the run with a larger one")
         is_charged = True
         try:
             text, reply = await self._endpoint.complete(body)

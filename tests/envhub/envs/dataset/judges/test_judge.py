@@ -95,7 +95,7 @@ def test_answer_without_a_score_is_a_named_failure(
         played(options_of(tmp_path, judge, **keys), "7")
     assert not isinstance(caught.value, ServiceDown)
     assert "judge judge" in str(caught.value)
-    assert "an answer has no score (1 tries)" in str(caught.value)
+    assert "an answer has no score (1 try)" in str(caught.value)
     assert words in str(caught.value)
 
 
@@ -157,7 +157,7 @@ def test_budget_ends_requests_and_survives_a_restart(tmp_path: Path, serve: Serv
     options = options_of(tmp_path, judge, budget=2)
     for answer in ("1", "2", "1"):  # The third one is cached.
         played(options, answer)
-    with pytest.raises(EnvFailure, match=r"reward\.judge\.budget=2 requests are used up"):
+    with pytest.raises(EnvFailure, match=r"reward\.judge\.budget=2 is used up"):
         played(options, "3")
     assert len(judge.requests) == 2
 
