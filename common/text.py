@@ -1,10 +1,11 @@
 """Text that every encoding of the product can represent, and its escaped form in pages."""
 
+import difflib
 import html
 import json
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 # Tags of chat templates, such as <think> and [INST].
 _TAG = re.compile(r"<[^<>\n]*>|\[[^\[\]\s]*\]")
@@ -12,6 +13,9 @@ _TAG = re.compile(r"<[^<>\n]*>|\[[^\[\]\s]*\]")
 BIDI_CONTROLS = frozenset(
     "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 )
+
+NEAR_FRAC = 0.6  # Smallest similarity of a name that is suggested for another one.
+MAX_LISTED = 12  # Number of known names that are listed if none is similar.
 
 
 def valid_text(text: str) -> str:
@@ -38,6 +42,24 @@ def counted(num: float, one: str, many: str = "", *, form: str = "") -> str:
         form: format of the number, such as ",".
     """
     return f"{num:{form}} {one if num == 1 else many or f'{one}s'}"
+
+
+def near_hint(name: str, known: Iterable[str], *, form: Callable[[str], str] = repr) -> str:
+    """Return "; the nearest is 'a'" for an unknown name; "" if no known name is similar."""
+    by_letters = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(name.lower(), by_letters, n=1, cutoff=NEAR_FRAC)
+    return f"; the nearest is {form(by_letters[near[0]])}" if near else ""
+
+
+def known_hint(name: str, known: Iterable[str], *, form: Callable[[str], str] = repr) -> str:
+    """Return the nearest name as `near_hint` does, or else the first known names."""
+    names = [*known]
+    if not names:
+        return ""
+    listed = ", ".join(map(form, names[:MAX_LISTED]))
+    more = len(names) - MAX_LISTED
+    listed += f" and {more} more" if more > 0 else ""
+    return near_hint(name, names, form=form) or f"; there are {listed}"
 
 
 def json_bytes(value: object) -> bytes:

@@ -12,6 +12,7 @@ from common.launch.commands import on_loopback
 from common.log import configure_logging
 from common.repository import ROOT
 from common.store.run_dir import RunDir
+from common.text import known_hint
 from envhub.catalogue.content import changed_content, contents_of
 from envhub.catalogue.distances import counted, measured
 from envhub.catalogue.health import hub_at, not_served, servers_of, silent, untrainable
@@ -22,7 +23,6 @@ from envhub.catalogue.registry import (
     is_reference,
     missing_requirements,
 )
-from envhub.env import nearest
 
 SHORT_KEYS = {"port": "envhub.port", "host": "envhub.host", "token": "envhub.token"}
 
@@ -111,8 +111,8 @@ def _wrong_tasks(cfg: RunConfig, registry: Registry, *, is_to_train: bool) -> li
     """Return why tasks cannot be drawn from the registry's environments, one line each."""
     tasks = {i: task for i, task in enumerate(cfg.tasks) if task.env in registry.names}
     unknown = [
-        f"tasks[{i}].subset={task.subset!r}: {task.env} has no subset {task.subset!r}; the nearest"
-        f" is {nearest(task.subset, list(registry.spec(task.env).subsets))!r}"
+        f"tasks[{i}].subset={task.subset!r}: {task.env} has no subset"
+        f" {task.subset!r}{known_hint(task.subset, registry.spec(task.env).subsets)}"
         for i, task in tasks.items()
         if task.subset not in registry.spec(task.env).subsets
     ]

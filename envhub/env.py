@@ -3,11 +3,12 @@
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
+
+from common.text import known_hint
 
 ITEM_PATTERN = re.compile(r"(?P<subset>[^-\s]+)-(?P<split>train|test)-(?P<index>[0-9]{1,9})")
 
@@ -274,12 +275,6 @@ class EnvSpec:
     stop_timeout_s: float = 1.0
 
 
-def nearest(word: str, words: list[str]) -> str:
-    """Return the word most similar to `word`, or the first of `words` when none is similar."""
-    alike = get_close_matches(word, words, n=1, cutoff=0.0)
-    return alike[0] if alike else words[0]
-
-
 def split_item(item_id: str) -> ItemId | None:
     """Return the parts of an item id, whether or not the item exists; None when malformed."""
     match = ITEM_PATTERN.fullmatch(item_id)
@@ -301,8 +296,7 @@ def parse_item(item_id: str, subsets: Mapping[str, SubsetSpec]) -> ItemId:
         )
     spec = subsets.get(item.subset)
     if spec is None:
-        known = nearest(item.subset, list(subsets))
-        raise UnknownItem(f"no subset {item.subset!r}; the nearest is {known!r}")
+        raise UnknownItem(f"no subset {item.subset!r}{known_hint(item.subset, subsets)}")
     num_items = spec.num_train if item.split == "train" else spec.num_test
     if num_items == 0:
         raise UnknownItem(f"subset {item.subset!r} has no {item.split} items")

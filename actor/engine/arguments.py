@@ -5,7 +5,6 @@ own, `python -m actor.engine.arguments`. It reads the arguments from stdin as JS
 line of its output is the first problem, or empty.
 """
 
-import difflib
 import importlib.util
 import json
 import logging
@@ -18,6 +17,7 @@ from typing import Any, get_args
 
 from common.errors import ConfigError
 from common.repository import ROOT
+from common.text import near_hint
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +75,8 @@ def as_declared(given: dict[str, Any]) -> dict[str, Any]:
         shown = f"actor.engine_args.{name}={json.dumps(value, default=str):.200}: vLLM"
         shown = f"{shown} {vllm.__version__}"
         if name not in declared:
-            near = difflib.get_close_matches(name, declared, n=1, cutoff=0.0)[0]
-            raise ConfigError(f"{shown} has no such argument; the nearest is {near}")
+            hint = near_hint(name, declared, form=str) or "; `vllm serve --help` lists them"
+            raise ConfigError(f"{shown} has no such argument{hint}")
         try:
             values[name] = typed(value, declared[name])
         except ValueError as error:
@@ -99,8 +99,9 @@ def typed(value: Any, kind: Any) -> Any:
         if value.upper() in names:
             return names[value.upper()]
         if not {str, value} & {*get_args(kind), *(each.value for each in names.values())}:
-            near = difflib.get_close_matches(value.upper(), names, n=1, cutoff=0.0)[0]
-            raise ValueError(f"the nearest value is {near}")
+            hint = near_hint(value, names, form=str).removeprefix("; ")
+            text = hint.replace("nearest", "nearest value") or f"there are {', '.join(names)}"
+            raise ValueError(text)
     if isinstance(kind, str):
         return value
     try:

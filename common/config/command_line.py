@@ -1,7 +1,6 @@
 """Parser of the command line: commands, flags, overrides."""
 
 import argparse
-import difflib
 import platform
 import sys
 import tomllib
@@ -14,6 +13,7 @@ import yaml
 
 from common.config.load import git_revision, list_configs
 from common.errors import ConfigError
+from common.text import near_hint
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,9 @@ def parse(argv: Sequence[str], *, root: Path) -> ParsedCommand:
     is_named = bool(words) and "=" not in words[0]
     command = words.pop(0) if is_named else "train"
     if command not in COMMANDS:
-        near = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"{command}: not a command or key=value; the nearest command is {near}")
+        near = near_hint(command, COMMANDS, form=str)
+        hint = near.replace("nearest", "nearest command") or "; `python run.py --help` lists them"
+        raise ConfigError(f"{command}: not a command or key=value{hint}")
     if asked.help:
         _print_and_exit(command_help(command) if is_named else parser.format_help())
     _check_flags(asked, command)

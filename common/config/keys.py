@@ -14,6 +14,8 @@ from common.errors import ConfigError
 MAX_WHOLE = 1 << 1000  # Numbers below this can be compared with a float.
 # Short forms of keys, with the whole keys.
 SHORT_KEYS = {"data": "envs.dataset", "reward": "envs.dataset.reward"}
+NEAR_LAST_FRAC = 0.7  # Smallest similarity of a suggested key's last word.
+MAX_NAMES_CHARS = 300  # A longer list of a section's keys is not shown.
 _KEY = re.compile(r"[A-Za-z_]\w*(\.\w+(/\w+)?|\[\d+\])*")
 _WORDS = {
     Any: "text, or a map from names to values",
@@ -50,8 +52,24 @@ def list_keys() -> tuple[str, ...]:
     return tuple(walk(RunConfig, ""))
 
 
+def key_hint(key: str) -> str:
+    """Return the end of an error about an unknown key: the nearest key, or where to find them."""
+    if near := nearest_keys(key):
+        return f"; the nearest is {near}"
+    section, kind = _section_of(key)
+    if not section:
+        return "; docs/CONFIGURATION.md lists all keys, and `python run.py help` their sections"
+    names = ", ".join(field_kinds(kind))
+    if len(names) > MAX_NAMES_CHARS:
+        return f"; `python run.py help {section}` lists the keys of this section"
+    return f"; {section} has the keys {names}"
+
+
 def nearest_keys(key: str) -> str:
-    """Return the most similar valid key, or the keys with the same last word, as "a or b"."""
+    """Return the most similar valid key, or the keys with the same last word, as "a or b".
+
+    "": no key is similar.
+    """
     last = key.rsplit(".", 1)[-1]
     if "." not in key:
         namesakes = [known for known in list_keys() if known.rsplit(".", 1)[-1] == last]
@@ -59,12 +77,26 @@ def nearest_keys(key: str) -> str:
         if namesakes or sections:
             return " or ".join(map(_shortest, namesakes[:3] or sections))
 
-    def likeness(known: str) -> float:
-        """Return the similarity of a key to the wanted one; the last word counts twice."""
+    def likeness(known: str) -> tuple[float, float]:
+        """Return the similarity of a key's last word, and of the whole key."""
         by_last = difflib.SequenceMatcher(None, known.rsplit(".", 1)[-1], last).ratio()
-        return by_last + difflib.SequenceMatcher(None, known, key).ratio()
+        return by_last, difflib.SequenceMatcher(None, known, key).ratio()
 
-    return _shortest(max(list_keys(), key=likeness))
+    best = max(list_keys(), key=lambda known: sum(likeness(known)))
+    return _shortest(best) if likeness(best)[0] >= NEAR_LAST_FRAC else ""
+
+
+def _section_of(key: str) -> tuple[str, Any]:
+    """Return the existing section in which an unknown key begins, and its class; "" for none."""
+    names: list[str] = []
+    kind: Any = RunConfig
+    for part in dotted(key).split("."):
+        below = field_kinds(kind).get(part)
+        if not is_dataclass(below):
+            break
+        names.append(part)
+        kind = below
+    return _shortest(".".join(names)), kind
 
 
 def _shortest(key: str) -> str:
@@ -103,10 +135,10 @@ def declared(key: str, *, shown: str) -> tuple[Any, Field[Any]]:
         key: in the user's notation; `tasks[0].weight` and `tasks.0.weight` are both valid.
         shown: key and value for the message.
 
-    Raises: ConfigError: there is no such key; the message names the nearest one.
+    Raises: ConfigError: there is no such key; the message names the nearest one, see `key_hint`.
     """
     if not _KEY.fullmatch(key):
-        raise ConfigError(f"{shown}: not a key; the nearest is {nearest_keys(key)}")
+        raise ConfigError(f"{shown}: not a key{key_hint(key)}")
     kind: Any = RunConfig
     field: Field[Any] = fields(RunConfig)[0]
     for part in dotted(key).split("."):
@@ -120,7 +152,7 @@ def declared(key: str, *, shown: str) -> tuple[Any, Field[Any]]:
         elif kind is Any:  # A value of any type may be a map itself.
             pass
         else:
-            raise ConfigError(f"{shown}: no such key; the nearest is {nearest_keys(key)}")
+            raise ConfigError(f"{shown}: no such key{key_hint(key)}")
     return kind, field
 
 
@@ -186,8 +218,7 @@ def _conform_section(value: dict[Any, Any], section: Any, key: str) -> dict[str,
     for name in value:
         if name not in kinds:
             wrong, leaf = _first_leaf(f"{prefix}{name}", value[name])
-            near = nearest_keys(wrong)
-            raise ConfigError(f"{wrong}={show(leaf)}: no such key; the nearest is {near}")
+            raise ConfigError(f"{wrong}={show(leaf)}: no such key{key_hint(wrong)}")
     return {name: conform(each, kinds[name], key=f"{prefix}{name}") for name, each in value.items()}
 
 

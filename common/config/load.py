@@ -1,7 +1,6 @@
 """Loader: dataclass defaults, then a YAML file with its `defaults` chain, then overrides."""
 
 import copy
-import difflib
 import os
 import re
 import subprocess
@@ -23,7 +22,7 @@ from common.config.keys import conform, declared, dotted, expand_sections, show
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
-from common.text import counted
+from common.text import counted, near_hint
 
 GIT_TIMEOUT_S = 5.0
 _DEFAULTS = "defaults"  # The only YAML key outside of the schema.
@@ -110,8 +109,7 @@ def find_config(config: str, *, root: Path) -> Path:
         if os.path.isfile(path):  # isfile is False for an overlong name.
             return path
     known = list_configs(root)
-    near = difflib.get_close_matches(Path(config).stem, known, n=1, cutoff=0.0)
-    hint = f"; the nearest is {near[0]}" if near else ""
+    hint = near_hint(Path(config).stem, known, form=str)
     raise ConfigError(
         f"--config {show(config)}: no such config{hint} (there are: {', '.join(known)})"
     )

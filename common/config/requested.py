@@ -1,6 +1,5 @@
 """The configuration for a request: a named config, or the stored config of a run."""
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from common.config.knobs import FILE_NAME, PATH
 from common.config.load import find_config, load_config, override_value
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
+from common.text import known_hint
 
 DEFAULT_CONFIG = "quickstart"
 
@@ -75,5 +75,6 @@ def own_config(overrides: Sequence[str], name: str, *, root: Path) -> Path:
 def _nearest_run(own: Path) -> str:
     """Return a hint for an unknown run: the most similar name, or how to start a run."""
     known = sorted({path.parent.name for path in own.parents[1].glob("*/config.yaml")} - {"latest"})
-    near = difflib.get_close_matches(own.parent.name, known, n=1, cutoff=0.0)
-    return f"; the nearest is {near[0]}" if near else ", which has no run; start one with `train`"
+    if not known:
+        return ", which has no run; start one with `train`"
+    return known_hint(own.parent.name, known, form=str)

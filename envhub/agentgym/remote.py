@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from common.config.envs import RemoteOptions
 from common.errors import ConfigError
-from common.text import valid_text
+from common.text import known_hint, valid_text
 from envhub.agentgym.connection import (
     AgentGymConnection,
     RemoteFailure,
@@ -22,7 +22,7 @@ from envhub.agentgym.extraction import extract
 from envhub.agentgym.item_lists import indices_of
 from envhub.agentgym.replies import RESET_FAILED
 from envhub.conversations import CONVERSATIONS, begun
-from envhub.env import EnvSpec, Isolation, StepResult, Style, SubsetSpec, nearest, parse_item
+from envhub.env import EnvSpec, Isolation, StepResult, Style, SubsetSpec, parse_item
 from envhub.interop.remote_episode import RemoteEpisode
 
 T = TypeVar("T")
@@ -251,8 +251,8 @@ def check(remote: RemoteOptions) -> list[str]:
     """Return the errors in the options, with remedies; sends no request."""
     lines: list[str] = []
     if remote.dialect not in DIALECTS:
-        known = nearest(remote.dialect, list(DIALECTS))
-        lines.append(f"env.dialect={remote.dialect!r} is unknown; the nearest is {known!r}")
+        hint = known_hint(remote.dialect, DIALECTS)
+        lines.append(f"env.dialect={remote.dialect!r} is unknown{hint}")
     if not URL.fullmatch(remote.url):
         lines.append(f"env.url={remote.url!r} is not a URL; an example is http://10.0.0.5:36001")
     return lines

@@ -10,7 +10,7 @@ from common.config.envs import EnvsSection, RemoteOptions
 from common.config.run_config import TaskSection
 from common.http.blocking import HttpResponse, request
 from common.http.proxies import without_login
-from envhub.env import nearest
+from common.text import known_hint
 
 TIMEOUT_S = 5.0
 MAX_AT_ONCE = 16
@@ -112,10 +112,10 @@ def not_served(
     for i, task in enumerate(tasks):
         known = envs.get(task.env)
         if known is None:
-            near = f"; the nearest is {nearest(task.env, [*envs])!r}" if envs else ""
+            near = known_hint(task.env, envs)
             lines.append(f"tasks[{i}].env={task.env!r}: the hub at {shown} does not serve it{near}")
         elif task.subset not in known:
-            near = f"; the nearest is {nearest(task.subset, [*known])!r}" if known else ""
+            near = known_hint(task.subset, known)
             what = f"the hub at {shown} has no such subset of {task.env}"
             lines.append(f"tasks[{i}].subset={task.subset!r}: {what}{near}")
         elif is_to_train:

@@ -13,8 +13,9 @@ from types import ModuleType
 from typing import Any
 
 from common.config.envs import EnvsSection, RemoteOptions, own_tasks
+from common.text import known_hint
 from envhub.catalogue.extensions import load_extensions
-from envhub.env import EnvSpec, Isolation, nearest
+from envhub.env import EnvSpec, Isolation
 from envhub.errors import UnknownEnv
 from envhub.summed_rewards import with_summed_rewards
 from envhub.tables import read_table
@@ -233,7 +234,7 @@ def _unknown(name: str, known: Sequence[str]) -> str:
     """Return the text about an unknown environment, with the nearest name."""
     if not known:
         return f"no environment {name!r}; this hub has no environments"
-    return f"no environment {name!r}; the nearest is {nearest(name, list(known))!r}"
+    return f"no environment {name!r}{known_hint(name, known)}"
 
 
 def missing_requirements(

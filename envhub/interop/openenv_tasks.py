@@ -7,9 +7,9 @@ from typing import Any, Literal
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, Field
 
-from common.text import counted
+from common.text import counted, known_hint
 from envhub.catalogue.registry import Registry
-from envhub.env import EnvSpec, UnknownItem, nearest
+from envhub.env import EnvSpec, UnknownItem
 from envhub.errors import UnknownEnv
 from envhub.http.bodies import MAX_NAME_CHARS, BadBody, json_response, parse_body
 
@@ -122,7 +122,7 @@ def split_of(spec: EnvSpec, name: str) -> Split:
     """Return a split by name. Raises: UnknownItem: no such split."""
     known = splits_of(spec)
     if name not in known:
-        raise UnknownItem(f"no split {name!r}; the nearest is {nearest(name, [*known])!r}")
+        raise UnknownItem(f"no split {name!r}{known_hint(name, known)}")
     return known[name]
 
 

@@ -4,7 +4,7 @@ import io
 import logging
 
 from common.log import FORMAT, PlainFormatter
-from common.text import counted, json_bytes, log_text
+from common.text import counted, json_bytes, known_hint, log_text, near_hint
 
 
 def test_noun_agrees_with_its_number() -> None:
@@ -14,6 +14,16 @@ def test_noun_agrees_with_its_number() -> None:
     assert counted(3, "copy", "copies") == "3 copies"
     assert counted(1200, "group is", "groups are", form=",") == "1,200 groups are"
     assert counted(1.0, "core", form="g") == "1 core"
+
+
+def test_only_similar_names_are_suggested() -> None:
+    assert near_hint("babyia", ["babyai", "code"]) == "; the nearest is 'babyai'"
+    assert near_hint("BABYAI", ["babyai", "code"], form=str) == "; the nearest is babyai"
+    assert near_hint("zzqx", ["babyai", "code"]) == ""
+    assert known_hint("zzqx", ["babyai", "code"]) == "; there are 'babyai', 'code'"
+    assert known_hint("zzqx", []) == ""
+    many = [f"n{number}" for number in range(14)]
+    assert known_hint("zzqx", many, form=str).endswith("n10, n11 and 2 more")
 
 
 def test_control_characters_reach_no_log() -> None:

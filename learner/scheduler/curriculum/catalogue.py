@@ -1,6 +1,5 @@
 """The catalogue of the environments of a hub, and the check of the configured tasks."""
 
-import difflib
 import json
 import logging
 import time
@@ -13,6 +12,7 @@ from pydantic import BaseModel, StrictInt, TypeAdapter, ValidationError
 from common.config.curriculum import CurriculumSection, TaskSection, subsets_in_use, why_not_far
 from common.errors import ConfigError, EnvError
 from common.http.blocking import HttpResponse, request
+from common.text import near_hint
 from common.wire.access.bounds import ID_CHARS
 
 logger = logging.getLogger(__name__)
@@ -161,6 +161,4 @@ def validate_tasks(
 def _unknown(key: str, value: str, valid: Iterable[str]) -> str:
     """Return the text about a name that the hub does not have, with the nearest one."""
     names = sorted(valid)
-    nearest = difflib.get_close_matches(value, names, n=1, cutoff=0.0)
-    hint = f"; the nearest is {nearest[0]!r}" if nearest else ""
-    return f"{key}={value!r}: the hub has no such name{hint}. It has {names}."
+    return f"{key}={value!r}: the hub has no such name{near_hint(value, names)}. It has {names}."

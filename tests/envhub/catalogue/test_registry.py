@@ -26,7 +26,7 @@ def test_registry_names_the_nearest_environment():
 
 
 def test_environment_that_is_not_offered_is_unknown():
-    with pytest.raises(UnknownEnv, match="nearest is 'textcraft'"):
+    with pytest.raises(UnknownEnv, match="no environment 'babyai'; there are 'textcraft'"):
         Registry(["textcraft"]).spec("babyai")
 
 

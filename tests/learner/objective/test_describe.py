@@ -50,7 +50,8 @@ def test_text_follows_the_anchor() -> None:
     text = objective_text(AlgorithmSection(), learner)
     assert "r=pi/pi_prox, w=min(pi_prox/mu, 2)" in text
     assert "2 epochs x 4 minibatches" in text
-    assert "1 epoch x 4 minibatches" in objective_text(AlgorithmSection(), LearnerSection())
+    learner = LearnerSection(num_minibatches=4)
+    assert "1 epoch x 4 minibatches" in objective_text(AlgorithmSection(), learner)
 
 
 @pytest.mark.parametrize(
