@@ -38,20 +38,6 @@ class Refused(LongstrideError):
     """The endpoint refuses a request, or its answer is unusable: a repetition would not help."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelReply:
-    """The answer to one request."""
-
-    content: dict[str, Any]
-    seconds: float
-
-    def num_tokens(self, name: str) -> int:
-        """Return a number of `usage`; 0 if the endpoint does not report it."""
-        usage: Any = self.content.get("usage")
-        num: Any = cast("dict[str, Any]", usage).get(name) if isinstance(usage, dict) else 0
-        return num if isinstance(num, int) else 0
-
-
 @dataclass(slots=True, kw_only=True)
 class RequestCost:
     """The cost of several requests."""
@@ -87,8 +73,11 @@ class ModelEndpoint:
             raise Unanswered("its engine has not started")
         return base
 
-    async def send(self, url: str, body: dict[str, Any]) -> ModelReply:
-        """Return the JSON object with which the endpoint answers. Raises: Unanswered, Refused."""
+    async def send(self, url: str, body: dict[str, Any]) -> tuple[dict[str, Any], float]:
+        """Return the JSON object of an answer, and the seconds of the request.
+
+        Raises: Unanswered, Refused.
+        """
         began_s = time.monotonic()
         try:
             status, wait_s, text = await self._post(url, body)
@@ -100,13 +89,13 @@ class ModelEndpoint:
         except aiohttp.ClientError as error:
             raise Unanswered(self.redacted(f"{type(error).__name__}: {error}")) from error
         path = urlsplit(url).path
-        shown = f"{path}: HTTP {status} {self.redacted(text[:SHOWN_CHARS])}"
+        shown = f"{path}: HTTP {status} {self.redacted(text[: 4 * SHOWN_CHARS])[:SHOWN_CHARS]}"
         if status in BUSY or status >= 500:
             raise Unanswered(shown, wait_s=wait_s)
         if status != 200:
             keys = [f"{self.section}.{name}" for name in WRONG_KEYS.get(status, ())]
             raise Refused(f"{shown}{'; see ' if keys else ''}{' and '.join(keys)}")
-        return ModelReply(content=self._object(path, text), seconds=time.monotonic() - began_s)
+        return _object(path, text), time.monotonic() - began_s
 
     async def _post(self, url: str, body: dict[str, Any]) -> tuple[int, float, str]:
         """Return (status, seconds in Retry-After or 0, body of the answer). Raises: Refused."""
@@ -126,19 +115,20 @@ class ModelEndpoint:
             wait_s = float(asked) if asked.isdecimal() and len(asked) < 6 else 0.0
             return reply.status, wait_s, content.decode(errors="replace")
 
-    def _object(self, path: str, text: str) -> dict[str, Any]:
-        """Return the JSON object of an answer. Raises: Refused."""
-        try:
-            found: object = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise Refused(f"{path}: the answer is not JSON ({error})") from error
-        if not isinstance(found, dict):
-            raise Refused(f"{path}: the answer is not a JSON object")
-        return cast("dict[str, Any]", found)
-
     def redacted(self, text: str) -> str:
         """Return a text without the key."""
         return text.replace(self.key, "***") if self.key else text
+
+
+def _object(path: str, text: str) -> dict[str, Any]:
+    """Return the JSON object of an answer. Raises: Refused."""
+    try:
+        found: object = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"{path}: the answer is not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise Refused(f"{path}: the answer is not a JSON object")
+    return cast("dict[str, Any]", found)
 
 
 def key_from(variable: str, *, setting: str) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from common.http.model_endpoint import ModelEndpoint, ModelReply
+from common.http.model_endpoint import ModelEndpoint
 from learner.teacher.scores import TeacherScores, read_scores
 
 MAX_REPLY_BYTES = 1 << 30  # A long episode with many tokens at each position.
@@ -26,7 +26,7 @@ class TeacherEndpoint(ModelEndpoint):
 
         Raises: Unanswered, Refused.
         """
-        reply = await self.post(
+        reply, took_s = await self.post(
             "/v1/completions",
             {
                 "prompt": token_ids.tolist(),
@@ -35,18 +35,18 @@ class TeacherEndpoint(ModelEndpoint):
                 "temperature": 0,
             },
         )
-        return read_scores(reply.content, token_ids, positions, num_top=num_top), reply.seconds
+        return read_scores(reply, token_ids, positions, num_top=num_top), took_s
 
     async def tokenize(self, text: str) -> dict[str, Any]:
         """Return the answer of the route /tokenize. Raises: Unanswered, Refused."""
-        return (await self.post("/tokenize", {"prompt": text, "add_special_tokens": False})).content
+        return (await self.post("/tokenize", {"prompt": text, "add_special_tokens": False}))[0]
 
     async def detokenize(self, token_ids: list[int]) -> str:
         """Return the text of tokens. Raises: Unanswered, Refused."""
-        reply = await self.post("/detokenize", {"tokens": token_ids})
-        return str(reply.content.get("prompt", ""))
+        reply, _ = await self.post("/detokenize", {"tokens": token_ids})
+        return str(reply.get("prompt", ""))
 
-    async def post(self, path: str, body: dict[str, Any]) -> ModelReply:
-        """Return the answer of a route. Raises: Unanswered, Refused."""
+    async def post(self, path: str, body: dict[str, Any]) -> tuple[dict[str, Any], float]:
+        """Return the answer of a route, and its seconds. Raises: Unanswered, Refused."""
         named = {"model": self.model} if self.model else {}
         return await self.send(f"{self.base_url().removesuffix('/v1')}{path}", {**named, **body})

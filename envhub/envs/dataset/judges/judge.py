@@ -206,7 +206,7 @@ class Judge:
             raise self._failed(f"{key} is used up; continue the run with a larger one")
         is_charged = True
         try:
-            text, reply = await self._endpoint.complete(body)
+            answer, took_s = await self._endpoint.complete(body)
         except Unanswered as error:
             is_charged = error.is_charged
             raise
@@ -216,11 +216,14 @@ class Judge:
         finally:
             if not is_charged:
                 self.store.add(CALLS, -1)
-        tokens = {name: reply.num_tokens(name) for name in ("prompt_tokens", "completion_tokens")}
-        cost.add(reply.seconds, **tokens)
+        tokens = {
+            "prompt_tokens": answer.prompt_tokens,
+            "completion_tokens": answer.completion_tokens,
+        }
+        cost.add(took_s, **tokens)
         for name, num in tokens.items():
             self.store.add(name, num)
-        return Answer(text=text, **tokens)
+        return answer
 
     async def probe(self) -> str:
         """Return why the endpoint does not answer; "" if it does.
