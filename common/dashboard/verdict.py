@@ -205,7 +205,7 @@ def _finding(bound: Bottleneck, waits: Waits, gate: str) -> str:
 def _busy(waits: Waits) -> str:
     """Return the text about cores that are in use."""
     by = f", {waits.others_frac:.0%} by other programs" if waits.is_crowded else ""
-    return f"{counted(round(waits.cores), 'core is', 'cores are')} busy{by}"
+    return f"{counted(round(waits.cores or 0), 'core is', 'cores are')} busy{by}"
 
 
 def _advice_text(advice: Sequence[SettingAdvice], waits: Waits) -> str:

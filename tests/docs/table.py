@@ -75,7 +75,7 @@ RULES = (
     Rule(r"pip install (trl|uv)", How.NONE, "tests/envhub/interop does, elsewhere"),
     Rule(r"python docs/examples/trl_|vf-eval ", How.NONE, "tests/envhub/interop runs it"),
     Rule(PY + r"simulate\b", How.PARSE, "plays for a minute; tests/learner/simulator"),
-    Rule(PY + r"actor\b", How.PARSE, "joins a run that goes on; tests/end_to_end"),
+    Rule(PY + r"actor( |$)", How.PARSE, "joins a run that goes on; tests/end_to_end"),
     Rule(PY, How.DRY, "trains or serves for minutes, on GPUs or a cluster"),
     Rule(r"make ", How.MAKE, "installs, or runs for minutes"),
     Rule(r"\.venv/bin/python -m pytest ", How.COLLECT, "the suite runs it"),
