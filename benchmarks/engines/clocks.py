@@ -28,8 +28,8 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
-MIN_TOKENS = 75  # Tokens of a turn, 125 on average.
-MAX_TOKENS = 175
+MIN_TOKENS = 60  # Tokens of a turn, 100 on average.
+MAX_TOKENS = 140
 FIRST_WORD = 10  # Smaller token ids are control tokens.
 END_OF_TURN = 3
 ENGINE_IDENTITY = (0).to_bytes(2, "little")  # Of vLLM's first engine.

@@ -27,7 +27,8 @@ NUM_ENGINES = 64
 ENGINES_PER_PROCESS = 16
 TOKENS_PER_S = 2_000.0  # Of each engine.
 SLOTS = 16  # Concurrent episodes of each engine.
-NUM_TURNS = 16  # Turns of an episode, 2,000 sampled tokens on average.
+NUM_TURNS = 20  # Turns of an episode, 2,000 sampled tokens on average.
+POLICY = "tiny-textcraft"
 EPISODE_TOKENS = 2_000
 MAX_TOKENS = 8_192  # Of a context.
 # The clocks run slower by this factor, so that few cores suffice. All figures are per second of
@@ -128,7 +129,7 @@ def measure(
 def prepare_run(folder: Path, *, per_process: int) -> RunDir:
     """Write the configuration, keys and model's folder of a run that neither ends nor trains."""
     model = folder / "policy"
-    shutil.copytree(ROOT / "configs" / "policies" / "tiny-expert", model)
+    shutil.copytree(ROOT / "configs" / "policies" / POLICY, model)
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     config["max_position_embeddings"] = MAX_TOKENS
     (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -137,6 +138,7 @@ def prepare_run(folder: Path, *, per_process: int) -> RunDir:
         "run.name=r",
         f"model.path={model}",
         "train.num_steps=1000000",
+        "tasks=[{env: textcraft, subset: depth4}]",
         "eval.before=false",
         "eval.after=false",
         "algorithm.filter_zero_variance=false",

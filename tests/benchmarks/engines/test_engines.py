@@ -20,4 +20,4 @@ def test_two_clocks_behind_one_process_play_whole_episodes(tmp_path: Path) -> No
     played = [trajectory for _, trajectory in read_journal(tmp_path / "r" / "journal")]
     assert {each.actor for each in played} == {"actor-0", "actor-0~1"}
     assert not any(each.end_reason.is_infrastructure_failure for each in played)
-    assert {each.num_turns for each in played if each.end_reason is EndReason.HORIZON} == {16}
+    assert {each.num_turns for each in played if each.end_reason is EndReason.HORIZON} == {20}
