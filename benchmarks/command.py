@@ -21,6 +21,7 @@ SUITES = {  # Name on the command line: module and function.
     "actor": "actor.suite:run_suite",
     "scheduler": "scheduler.suite:run_suite",
     "transport": "transport.suite:run_suite",
+    "engines": "engines.suite:run_suite",
     "envhub": "envhub.suite:run_suite",
     "end2end": "runs.end_to_end:run_suite",
     "tail": "runs.end_to_end:run_tail",

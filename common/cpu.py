@@ -11,6 +11,7 @@ import psutil
 
 from common.host.cgroups import PROC, cpu_quotas, cpu_used_s
 from common.host.cores import cores_here
+from common.ids import process_of
 from common.memory import descendants
 from common.stall.report import read_activity
 from common.store.disk import if_room
@@ -121,7 +122,7 @@ class CpuWatch:
             role = member["role"]
             incarnation = str(member.get("incarnation") or "")
             activity = read_activity(
-                self._run_dir, "learner" if role == "learner" else member["name"]
+                self._run_dir, "learner" if role == "learner" else process_of(member["name"])
             )
             if activity is not None and activity.pid in pids:
                 self._own.add(incarnation)

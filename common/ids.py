@@ -1,13 +1,29 @@
-"""Ids of groups, episodes and items."""
+"""Ids of groups, episodes and items, and the names of engines."""
 
 import re
 
+ENGINE_MARK = "~"  # Character between the name of an actor process and the number of an engine.
+_ENGINE = re.compile(rf"(?P<process>.+){ENGINE_MARK}[1-9][0-9]{{0,3}}")
 _FAR = re.compile(r"(?P<subset>.+)@(?P<low>[0-9]{1,6})\.\.(?P<high>[0-9]{1,6})")
 
 
 def episode_id_of(group_id: str, member: int) -> str:
     """Return the episode id of a group's member."""
     return f"{group_id}/{member}"
+
+
+def engine_names(process: str, num_engines: int) -> list[str]:
+    """Return the names under which the engines of an actor process take part in a run.
+
+    Example: ("actor-0", 3) -> ["actor-0", "actor-0~1", "actor-0~2"].
+    """
+    return [process, *(f"{process}{ENGINE_MARK}{i}" for i in range(1, num_engines))]
+
+
+def process_of(engine: str) -> str:
+    """Return the name of an engine's process: "actor-0" of "actor-0~2" and of "actor-0"."""
+    match = _ENGINE.fullmatch(engine)
+    return match["process"] if match else engine
 
 
 def split_episode_id(episode_id: str) -> tuple[str, int]:

@@ -250,11 +250,12 @@ class Engine:
             async with self._bounded("a turn", self._cfg.turn_timeout_s):
                 await self._is_whole.wait()
                 sampling = self._sampling_params(max_tokens, seed, temperature=temperature)
-                async for output in self._llm.generate(
+                # All outputs are taken: a generator that is left before its end aborts the request.
+                answers = self._llm.generate(
                     prompt, sampling, request_id, lora_request=self._adapter
-                ):
-                    if output.finished:
-                        return self._turn(output, await self._experts_of(request_id))
+                )
+                for output in [each async for each in answers if each.finished]:
+                    return self._turn(output, await self._experts_of(request_id))
         finally:
             self.num_running -= 1
         raise EngineError(f"request {request_id} ended without an output")

@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -455,9 +455,14 @@ def observing(render: Render, taken: Turn | None, called: Turn | None = None) ->
         called: the answer whose tool the observation belongs to; None: the same answer.
     """
     called = called or taken
-    if isinstance(render, AnswerDependent) and called is not None:
-        return partial(render.after_action, answer=called.token_ids, **ending(taken))
-    return partial(render.after_action, **ending(taken))
+    more = {"answer": called.token_ids} if called and _depends_on_answers(type(render)) else {}
+    return partial(render.after_action, **more, **ending(taken))
+
+
+@cache  # The check of a protocol is slow.
+def _depends_on_answers(kind: type) -> bool:
+    """Return whether a renderer's observations depend on the answer before them."""
+    return issubclass(kind, AnswerDependent)
 
 
 def _ending(encode: Encode, end: str, text: str) -> list[int]:

@@ -14,7 +14,16 @@ class GpuAssignment:
     """Indices of visible GPUs by role."""
 
     learner: tuple[int, ...]  # GPU of each rank; () trains on the CPU.
-    actors: tuple[tuple[int, ...], ...]  # GPUs of each actor's tensor-parallel workers.
+    actors: tuple[tuple[int, ...], ...]  # GPUs of each engine's tensor-parallel workers.
+    engines_per_process: int = 1
+
+    @property
+    def processes(self) -> tuple[tuple[int, ...], ...]:
+        """GPUs of each actor process, each GPU once, in the order of its engines."""
+        several = self.engines_per_process
+        starts = range(0, len(self.actors), several)
+        parts = (self.actors[start : start + several] for start in starts)
+        return tuple(tuple(dict.fromkeys(gpu for own in part for gpu in own)) for part in parts)
 
 
 def trains_on_gpu(cfg: RunConfig, *, num_gpus: int) -> bool:
@@ -33,7 +42,8 @@ def assign_gpus(cfg: RunConfig, *, num_gpus: int) -> GpuAssignment:
     """
     num_ranks = cfg.learner.local_ranks
     width = cfg.actor.tensor_parallel_size
-    wanted = cfg.actor.num_engines * width
+    num_engines = cfg.actor.num_engines
+    wanted = num_engines * width
     learner: tuple[int, ...] = ()
     if trains_on_gpu(cfg, num_gpus=num_gpus):
         first = int(cfg.learner.device.partition(":")[2] or 0)
@@ -54,7 +64,7 @@ def assign_gpus(cfg: RunConfig, *, num_gpus: int) -> GpuAssignment:
         order = free
     elif cfg.actor.placement is GpuPlacement.APART:
         raise ConfigError(
-            f"actor.placement=apart: actor.num_actors={cfg.actor.num_engines} x"
+            f"actor.placement=apart: {_engines_text(cfg)} x"
             f" actor.tensor_parallel_size={width} = {counted(wanted, 'GPU')} in addition to the"
             f" learner's {len(learner)}, and this machine has {num_gpus}. Use"
             " actor.placement=colocated to share GPUs"
@@ -64,10 +74,16 @@ def assign_gpus(cfg: RunConfig, *, num_gpus: int) -> GpuAssignment:
     if cfg.actor.placement is GpuPlacement.COLOCATED:
         order = [*learner, *free]
     actors = [
-        tuple(order[(i * width + k) % len(order)] for k in range(width))
-        for i in range(cfg.actor.num_engines)
+        tuple(order[(i * width + k) % len(order)] for k in range(width)) for i in range(num_engines)
     ]
-    return GpuAssignment(learner, tuple(actors))
+    return GpuAssignment(learner, tuple(actors), cfg.actor.engines_per_process)
+
+
+def _engines_text(cfg: RunConfig) -> str:
+    """Return the calculation of the number of engines as text."""
+    several = cfg.actor.engines_per_process
+    each = f" x actor.engines_per_process={several}" if several > 1 else ""
+    return f"actor.num_actors={cfg.actor.num_processes}{each}"
 
 
 def used_gpus(
@@ -144,7 +160,7 @@ def visible_to(
 
     Args:
         role: "learner", "actor", or a role without GPUs.
-        number: the actor's number.
+        number: the number of the actor's process.
         found: this machine's GPUs; {} is returned without any.
     """
     if not found:
@@ -154,5 +170,5 @@ def visible_to(
         # The lower GPUs stay visible, so that `cuda:1` remains valid.
         own = tuple(range(assignment.learner[-1] + 1))
     elif role == "actor":
-        own = assignment.actors[number]
+        own = assignment.processes[number]
     return {"CUDA_VISIBLE_DEVICES": ",".join(found[i].uuid for i in own)}

@@ -330,7 +330,7 @@ def gpu_engine_parts(
         parts.append(_cache_part(cfg, shape, cache, key))
     what = " (in pinned host memory if the GPU has no room)"
     incoming = _weights("incoming weights", shape.num_params, BYTES_OF[cfg.model.dtype], what)
-    return [*times(parts, num_engines, "actors"), replace(incoming, is_peak=True)]
+    return [*times(parts, num_engines, "engines"), replace(incoming, is_peak=True)]
 
 
 def _cache_part(cfg: RunConfig, shape: ModelShape, num_bytes: int, key: str) -> Part:

@@ -76,15 +76,14 @@ def make_plan(
     Raises: ConfigError: there are too few GPUs, or a role would use GPUs of two nodes.
     """
     is_cuda = trains_on_gpu(cfg, num_gpus=len(on))
-    width = cfg.actor.tensor_parallel_size
     first, other = (learner_parts(cfg, shape, is_cuda=is_cuda, rank=rank) for rank in (0, 1))
     of_learner = learner_host_parts(cfg, shape, is_cuda=is_cuda)
     if not is_cuda:
         of_learner = [*first, *times(other, cfg.learner.local_ranks - 1, "ranks"), *of_learner]
     if not (on or is_cuda):
         host = of_learner
-        host += times(cpu_engine_parts(cfg, shape), cfg.actor.num_engines, "actors")
-        host.append(_programs(cfg.learner.local_ranks, cfg.actor.num_engines, width))
+        host += times(cpu_engine_parts(cfg, shape), cfg.actor.num_engines, "engines")
+        host.append(_programs(cfg, cfg.learner.local_ranks, cfg.actor.num_engines))
         return [MemoryBudget("host", host, host_bytes, HOST_REMEDY)]
     num_gpus = len(on) or max(cfg.learner.local_ranks, cfg.actor.tensor_parallel_size)
     assignment = assign_gpus(cfg, num_gpus=num_gpus)
@@ -110,9 +109,9 @@ def make_plan(
     for node in range(num_nodes):
         is_first = node == 0
         host = list(of_learner) if is_first else []
-        num_actors = sum(own[0] // per_node == node for own in assignment.actors)
-        host.append(_programs(cfg.learner.local_ranks if is_first else 0, num_actors, width))
-        host += times(engine_host_parts(cfg, shape), num_actors, "actors")
+        num_engines = sum(own[0] // per_node == node for own in assignment.actors)
+        host.append(_programs(cfg, cfg.learner.local_ranks if is_first else 0, num_engines))
+        host += times(engine_host_parts(cfg, shape), num_engines, "engines")
         name = f"node {node}, host" if num_nodes > 1 else "host"
         places.append(MemoryBudget(name, host, host_bytes, HOST_REMEDY))
     return places
@@ -161,12 +160,21 @@ def _check_nodes(cfg: RunConfig, assignment: GpuAssignment, per_node: int) -> No
                 f" GPUs of two nodes, which have {per_node} each. Use a divisor of the number of"
                 " GPUs that the learner leaves free"
             )
+    for own in assignment.processes:
+        if len({gpu // per_node for gpu in own}) > 1:
+            raise ConfigError(
+                f"actor.engines_per_process={cfg.actor.engines_per_process}: the engines of an"
+                f" actor process would use GPUs of two nodes, which have {per_node} each. Use a"
+                " divisor of the number of GPUs that the learner leaves free"
+            )
 
 
-def _programs(num_ranks: int, num_actors: int, width: int) -> Part:
+def _programs(cfg: RunConfig, num_ranks: int, num_engines: int) -> Part:
     """Return the memory of all processes beside weights and caches."""
     # A single worker runs in the engine's own process. Several workers have one process each.
-    num = num_ranks + (2 if width == 1 else 2 + width) * num_actors
+    width = cfg.actor.tensor_parallel_size
+    num_actors = -(-num_engines // cfg.actor.engines_per_process)
+    num = num_ranks + num_actors + (1 if width == 1 else 1 + width) * num_engines
     how = f"{num} processes of learner, actors and engines x {shown(PROCESS_BYTES)}"
     return Part("programs", num * PROCESS_BYTES, how)
 

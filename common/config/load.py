@@ -235,7 +235,8 @@ def _derive(merged: DictConfig, *, is_dry: bool) -> None:
         learner.num_ranks = learner.num_gpus
     if learner.num_ranks == 1:
         learner.num_ranks = learner.num_nodes * max(1, learner.ranks_per_node)
-    width = max(1, actor.tensor_parallel_size)  # Its constraint is checked later.
+    # The constraints of both keys are checked later.
+    width = max(1, actor.tensor_parallel_size) * max(1, actor.engines_per_process)
     if actor.num_gpus and actor.num_gpus % width == 0 and actor.num_actors == 1:
         actor.num_actors = actor.num_gpus // width
 

@@ -213,7 +213,7 @@ class SimulatorSection:
     )
 
     num_actors: int = knob(
-        0, "Sets the number of actors. 0 means actor.num_actors.", ge=0, le=10**4
+        0, "Sets the number of engines. 0 means those of actor.num_actors.", ge=0, le=10**4
     )
     speed_sigma: float = knob(
         0.0, "Sets the standard deviation of the log of an actor's seconds per turn.", ge=0, le=10

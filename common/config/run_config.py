@@ -265,7 +265,10 @@ class ActorSection(AgentOptions):
         1, "Starts this many actors. More may join at any time.", ge=0, le=10_000
     )
     num_spares: int = knob(
-        0, "Starts this many spare engines. A spare plays while an actor is absent.", ge=0, le=1000
+        0, "Starts this many spare actors. A spare plays while an actor is absent.", ge=0, le=1000
+    )
+    engines_per_process: int = knob(
+        1, "Sets the number of engines of one actor process. See docs/SCALE.md.", ge=1, le=256
     )
     name: str = knob(
         "",
@@ -273,7 +276,7 @@ class ActorSection(AgentOptions):
         form=PEER_NAME,
         also="",
     )
-    max_concurrent: int = knob(64, "Limits the concurrent episodes of one actor.", ge=1, le=10**5)
+    max_concurrent: int = knob(64, "Limits the concurrent episodes of one engine.", ge=1, le=10**5)
     adapt_concurrency: bool = knob(
         True, "Lowers the concurrency while the engine cannot keep up. Sync mode ignores it."
     )
@@ -370,9 +373,19 @@ class ActorSection(AgentOptions):
     )
 
     @property
+    def num_processes(self) -> int:
+        """Number of actor processes that the launcher starts."""
+        return self.num_actors + self.num_spares
+
+    @property
     def num_engines(self) -> int:
         """Number of engines that the launcher starts."""
-        return self.num_actors + self.num_spares
+        return self.num_processes * self.engines_per_process
+
+    @property
+    def gpus_per_process(self) -> int:
+        """Number of devices of all engines of one actor process."""
+        return self.engines_per_process * self.tensor_parallel_size
 
     def contradictions(self) -> Iterator[Contradiction]:
         wanted = self.num_engines * self.tensor_parallel_size
@@ -380,7 +393,9 @@ class ActorSection(AgentOptions):
             width = f"actor.tensor_parallel_size={self.tensor_parallel_size}"
             spares = f" + actor.num_spares={self.num_spares}" if self.num_spares else ""
             engines = f"actor.num_actors={self.num_actors}{spares}"
-            law = f"must be 0 or ({engines}) x {width} = {wanted}"
+            several = f" x actor.engines_per_process={self.engines_per_process}"
+            each = several if self.engines_per_process > 1 else ""
+            law = f"must be 0 or ({engines}){each} x {width} = {wanted}"
             yield "num_gpus", self.num_gpus, law
         blocks_for = self.kv_cache_blocks * LARGEST_BLOCK_TOKENS
         if 0 < blocks_for < (longest := self.max_model_len):

@@ -161,7 +161,8 @@ def _actor_knobs(bound: Bottleneck, waits: Waits, config: Mapping[str, Any]) -> 
     More slots help an engine that uses all configured slots. An engine that uses fewer slots has
     already reached its own limit.
     """
-    engines = _count(config, "actor", "num_actors", 1) or 1
+    actors = _count(config, "actor", "num_actors", 1) or 1
+    engines = actors * _count(config, "actor", "engines_per_process", 1)
     slots = max(1, round(waits.num_slots / engines))
     knobs: dict[str, float] = {}
     if bound is Bottleneck.ENVIRONMENT or slots >= _count(config, "actor", "max_concurrent", 64):
@@ -171,8 +172,8 @@ def _actor_knobs(bound: Bottleneck, waits: Waits, config: Mapping[str, Any]) -> 
         if bound is Bottleneck.ENVIRONMENT or not waits.is_crowded:
             knobs[f"actor.max_concurrent={2 * slots}"] = waits.within_cores(halved_s, spared)
     if bound is Bottleneck.ENGINE and waits.has_idle_core:
-        fewer_s = max(waits.busy_s, waits.period_s * engines / (engines + 1))
-        knobs[f"actor.num_actors={engines + 1}"] = waits.within_cores(fewer_s)
+        fewer_s = max(waits.busy_s, waits.period_s * actors / (actors + 1))
+        knobs[f"actor.num_actors={actors + 1}"] = waits.within_cores(fewer_s)
     return knobs
 
 

@@ -75,7 +75,7 @@ def train(
             cfg.run,
             run_dir,
             root=root,
-            num_actors=cfg.actor.num_engines,
+            num_actors=cfg.actor.num_processes,
             has_hub=cfg.envhub.is_started and not cfg.envhub.url,
             assignment=assignment,
             found=found,

@@ -10,6 +10,7 @@ from typing import Any
 
 from common.config.run_config import OnStall, RunSection
 from common.config.teaching.engine import TEACHER
+from common.ids import process_of
 from common.launch.base import RoleProcess, StallVerdict
 from common.launch.process import ChildProcess
 from common.stall.report import RoleActivity, culprits, describe, read_activity, waits
@@ -227,7 +228,8 @@ class StallWatch:
         still_s = min(self._awake_s - since, youngest_s)
         if still_s <= limit_s:
             return None
-        blamed = [name for name in culprits(waiting) if name in activities]
+        ends = dict.fromkeys(process_of(name) for name in culprits(waiting))
+        blamed = [name for name in ends if name in activities]
         return blamed, f"the run has finished no episode and no step for {still_s:.0f}s"
 
     # --- reports and actions ------------------------------------------------------------------

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from common.config.run_config import RunConfig, TrainMode, published_version
+from common.ids import engine_names
 from common.launch.roles import actor_name
 from learner.scheduler.curriculum.catalogue import HubCatalogue
 from learner.scheduler.curriculum.curriculum import Curriculum
@@ -101,7 +102,9 @@ def build_components(cfg: RunConfig, catalogue: HubCatalogue) -> Components:
     phase_items = eval_items(cfg.tasks, catalogue, cfg.eval.num_items)
     seed = cfg.run.seed
     group_size = cfg.groups.size
-    engines = [actor_name(i) for i in range(cfg.actor.num_engines)]
+    several = cfg.actor.engines_per_process
+    actors = [actor_name(i) for i in range(cfg.actor.num_processes)]
+    engines = [name for actor in actors for name in engine_names(actor, several)]
     mixture = Mixture(cfg.mixture, cfg.tasks, catalogue, seed=seed, group_size=group_size)
     curriculum = Curriculum(cfg.horizon, mixture, cfg.tasks, catalogue, cfg.curriculum)
     limits = DispatchLimits(
@@ -117,7 +120,7 @@ def build_components(cfg: RunConfig, catalogue: HubCatalogue) -> Components:
             cfg.scheduler.dead_after_s,
             silent_after_s,
             engines=frozenset(engines) if cfg.actor.num_spares else frozenset(),
-            num_playing=cfg.actor.num_actors,
+            num_playing=cfg.actor.num_actors * several,
         ),
         limits=limits,
         curriculum=curriculum,

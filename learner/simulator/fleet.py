@@ -1,4 +1,4 @@
-"""The simulated actors: they request leases, play, deliver, fail and restart."""
+"""The simulated actors: they request leases, play, deliver, fail, restart, join and leave."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,6 +8,7 @@ from common.config.run_config import RunConfig, TrainMode
 from common.wire.messages import (
     EndReason,
     EpisodeKind,
+    Goodbye,
     Heartbeat,
     Hello,
     Lease,
@@ -16,6 +17,7 @@ from common.wire.messages import (
 )
 from learner.scheduler.core import RETRY_S, SchedulerCore
 from learner.simulator.event_queue import EventQueue
+from learner.simulator.settings import num_engines
 from learner.simulator.workload import SimulatedEpisode, Workload
 
 GATHER_S = 0.02  # Freed slots are collected for this time before one request is sent.
@@ -27,11 +29,12 @@ class SimActor:
 
     name: str
     slowness: float  # Factor on the seconds of an episode.
+    num_slots: int  # Most episodes at once.
     num_lives: int = 0
     is_alive: bool = False
     is_asking: bool = False  # A request is scheduled.
     held: dict[str, Lease] = field(default_factory=dict)
-    busy_since_s: float = 0.0
+    busy_since_s: float = -1.0  # Start of the current busy period; -1: it is idle.
     busy_s: float = 0.0  # Seconds with at least one episode.
 
 
@@ -82,7 +85,6 @@ class Fleet:
         self._deliver = deliver
         self._note_waiting = note_waiting
         self._is_sync = cfg.train.mode is TrainMode.SYNC
-        self._num_slots = cfg.actor.max_concurrent
         # Prepared episodes of incomplete groups, by group id.
         self._plays: dict[str, list[SimulatedEpisode]] = {}
         self._waiting: dict[str, SimActor] = {}  # Refused actors, in order of refusal.
@@ -91,15 +93,33 @@ class Fleet:
         self.version = 0
         self.num_deaths = 0
         self.num_started = 0
-        num = simulator.num_actors or cfg.actor.num_actors
+        num = num_engines(cfg)
         self.actors = [
-            SimActor(name=f"actor-{i}", slowness=rng.lognormvariate(0.0, simulator.speed_sigma))
+            SimActor(
+                name=f"actor-{i}",
+                slowness=rng.lognormvariate(0.0, simulator.speed_sigma),
+                num_slots=cfg.actor.max_concurrent,
+            )
             for i in range(num)
         ]
         for i, actor in enumerate(self.actors):
             events.at(simulator.join_s * i / num, self._join, actor)
 
     # --- joining and dying --------------------------------------------------------------------
+
+    def add(self, actor: SimActor) -> None:
+        """Let one more actor join now."""
+        self.actors.append(actor)
+        self._join(actor)
+
+    def leave(self, actor: SimActor, *, is_announced: bool = True) -> None:
+        """Let an actor leave for good. A node that is lost announces nothing."""
+        self._stop(actor)
+        if is_announced:
+            incarnation = f"life-{actor.num_lives}"
+            goodbye = Goodbye(role="actor", name=actor.name, incarnation=incarnation)
+            self._core.handle(actor.name, goodbye)
+            self.wake()
 
     def _join(self, actor: SimActor) -> None:
         """Start an actor: it registers and requests leases."""
@@ -116,12 +136,18 @@ class Fleet:
 
     def _fail(self, actor: SimActor) -> None:
         """End an actor with its episodes; it restarts later."""
+        if not actor.is_alive:  # It has left.
+            return
         self.num_deaths += 1
+        self._stop(actor)
+        self._events.at(self._cfg.simulator.restart_s, self._join, actor)
+
+    def _stop(self, actor: SimActor) -> None:
+        """Drop the episodes of an actor that ends."""
+        actor.held.clear()
         self._note_idle(actor)
         actor.is_alive = False
-        actor.held.clear()
         self._waiting.pop(actor.name, None)
-        self._events.at(self._cfg.simulator.restart_s, self._join, actor)
 
     def beat_and_list(self) -> list[str]:
         """Return the names of live actors. Those with revocable episodes send a heartbeat."""
@@ -139,7 +165,7 @@ class Fleet:
             name=actor.name,
             version=self.version,
             running=list(actor.held),
-            num_slots=self._num_slots,
+            num_slots=actor.num_slots,
         )
         progress = self._core.handle(actor.name, heartbeat)
         for episode_id in progress.revoked:
@@ -159,7 +185,7 @@ class Fleet:
     def _ask(self, actor: SimActor) -> LeaseGrant | None:
         """Request leases for all free slots. An actor that gets fewer joins the queue."""
         actor.is_asking = False
-        num_free = self._num_slots - len(actor.held)
+        num_free = actor.num_slots - len(actor.held)
         if not actor.is_alive or num_free <= 0 or (self._is_sync and actor.held):
             return None
         request = LeaseRequest(actor=actor.name, num_free_slots=num_free, version=self.version)

@@ -3,7 +3,13 @@
 from dataclasses import dataclass, replace
 
 from common.config.run_config import RunConfig
-from learner.simulator.settings import at_longest_horizon, with_actors, with_ahead, with_size
+from learner.simulator.settings import (
+    at_longest_horizon,
+    num_engines,
+    with_actors,
+    with_ahead,
+    with_size,
+)
 from learner.simulator.tally import Prediction
 from learner.simulator.workload import Workload
 from learner.simulator.world import SimulatedRun
@@ -50,7 +56,7 @@ def advise(cfg: RunConfig, workload: Workload) -> Recommendation:
     because a long run spends most of its time there.
     """
     cfg = at_longest_horizon(cfg)
-    num_actors = cfg.simulator.num_actors or cfg.actor.num_actors
+    num_actors = num_engines(cfg)
     ahead: dict[int, Prediction] = {}
     for value in sorted({*AHEAD_STEPS, max(1, cfg.scheduler.max_ahead_steps)}):
         ahead[value] = _predict(with_ahead(cfg, value, max_lag_steps=4 * value + 8), workload)

@@ -51,6 +51,11 @@ def with_ahead(cfg: RunConfig, value: int, *, max_lag_steps: int) -> RunConfig:
     )
 
 
+def num_engines(cfg: RunConfig) -> int:
+    """Return the number of simulated engines. Each takes part in the run as an actor of its own."""
+    return cfg.simulator.num_actors or cfg.actor.num_actors * cfg.actor.engines_per_process
+
+
 def with_actors(cfg: RunConfig, value: int) -> RunConfig:
     return replace(cfg, simulator=replace(cfg.simulator, num_actors=value))
 

@@ -3,11 +3,19 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from common.wire.messages import Trajectory
 from learner.batch.batching import Sample, sampled
-from learner.objective.correction import lag_statistics, ratio_statistics
+from learner.objective.correction import (
+    lag_statistics,
+    log_ratio,
+    overlap_of,
+    ratio_statistics,
+    weight_moments,
+)
 from learner.objective.information import first_answers, mutual_information
 from learner.policy.forward import Passes
 
@@ -53,11 +61,38 @@ def offpolicy_metrics(
     if is_known.any():
         metrics |= ratio_statistics(before[is_known], mu[is_known])
         metrics |= lag_statistics(before[is_known], mu[is_known], lag[is_known])
+        metrics |= _metrics_by_actor(trajectories, before, mu, lag, is_known)
     metrics["offpolicy/lag_mean"] = lag.double().mean().item()
     metrics["offpolicy/lag_max"] = float(lag.max())
     for number in range(MAX_LAG_SHOWN + 1):
         in_bin = lag == number if number < MAX_LAG_SHOWN else lag >= number
         metrics[f"offpolicy/lag_{number}_tokens"] = float(in_bin.sum())
+    return metrics
+
+
+def _metrics_by_actor(
+    trajectories: Sequence[Trajectory], before: Tensor, mu: Tensor, lag: Tensor, is_known: Tensor
+) -> dict[str, float]:
+    """Return noise, lag and importance weights of each actor; {} with one actor.
+
+    Engines may differ in precision, so each has its own noise. The mean weight pi / mu of an engine
+    is 1 up to chance if its recorded logprobs are those of its samples.
+    """
+    names = sorted({trajectory.actor for trajectory in trajectories})
+    if len(names) < 2:
+        return {}
+    numbers = {name: number for number, name in enumerate(names)}
+    owners = [np.full(len(each.loss_mask), numbers[each.actor]) for each in trajectories]
+    owner = torch.from_numpy(sampled(trajectories, owners))  # [tokens]
+    metrics: dict[str, float] = {}
+    for name, number in numbers.items():
+        own = is_known & (owner == number)
+        if not own.any():
+            continue
+        found = lag_statistics(before[own], mu[own], lag[own])
+        overlap = overlap_of(weight_moments(log_ratio(before[own], mu[own]).exp()))
+        found |= {f"offpolicy/{key}": value for key, value in overlap._asdict().items()}
+        metrics |= {f"{key}/{name}": value for key, value in found.items()}
     return metrics
 
 

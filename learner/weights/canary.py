@@ -72,7 +72,8 @@ class Canary:
         self._checks: dict[int, tuple[str, int, _Expected]] = {}
         self._num_checks = 0
         self._alarms: dict[str, int] = {}  # Consecutive alarms, by actor name.
-        self._worst: float | None = None  # Largest mean |difference| in nats since the last drain.
+        # Largest mean |difference| in nats since the last drain, by actor name.
+        self._worst: dict[str, float] = {}
         self._lock = threading.Lock()
 
     def expect(self, weights: PublishedWeights) -> None:
@@ -114,7 +115,7 @@ class Canary:
         if not is_alarm:
             self._limits.note(scores.actor, delta)
         with self._lock:
-            self._worst = delta if self._worst is None else max(delta, self._worst)
+            self._worst[scores.actor] = max(delta, self._worst.get(scores.actor, delta))
             self._alarms[scores.actor] = self._alarms.get(scores.actor, 0) + 1 if is_alarm else 0
         if is_alarm:
             logger.error(
@@ -146,11 +147,18 @@ class Canary:
             return max(self._alarms, key=lambda actor: self._alarms[actor], default="")
 
     def drain_metrics(self) -> dict[str, float]:
-        """Return the largest difference since the last call, and the number of alarms."""
+        """Return the largest differences since the last call, and the number of alarms.
+
+        With several engines, each has a difference of its own: its numeric noise. The engine and
+        the trainer score with the same version, so no lag is part of it.
+        """
         with self._lock:
             worst = self._worst
-            self._worst = None
-        measured = {} if worst is None else {"weights/canary_abs_logprob": worst}
+            self._worst = {}
+        name = "weights/canary_abs_logprob"
+        measured = {name: max(worst.values())} if worst else {}
+        if len(self._alarms) > 1:
+            measured |= {f"{name}/{actor}": delta for actor, delta in worst.items()}
         return measured | {"weights/canary_alarms": float(self.num_alarms)}
 
 

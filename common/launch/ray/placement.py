@@ -65,7 +65,8 @@ class ClusterPlacement:
     learner: Needs
     envhub: Needs | None  # None: the run uses an external hub.
     actor: Needs
-    shared: tuple[tuple[int, ...], ...] = ()  # GPUs that the first actors share with the learner.
+    # GPUs that the processes of the first actors share with the learner.
+    shared: tuple[tuple[int, ...], ...] = ()
     num_actors: int
     num_fitting: int  # Actors that currently fit on an otherwise idle cluster.
 
@@ -104,7 +105,7 @@ def num_cpus_wanted(cfg: RunConfig) -> float:
     """Return the number of CPUs that all roles request together."""
     ray = cfg.ray
     has_hub = not cfg.envhub.url
-    return ray.learner_cpus + has_hub * ray.envhub_cpus + cfg.actor.num_engines * ray.actor_cpus
+    return ray.learner_cpus + has_hub * ray.envhub_cpus + cfg.actor.num_processes * ray.actor_cpus
 
 
 def place(cfg: RunConfig, nodes: Sequence[ClusterNode]) -> ClusterPlacement:
@@ -117,7 +118,7 @@ def place(cfg: RunConfig, nodes: Sequence[ClusterNode]) -> ClusterPlacement:
     Raises: ConfigError: a role fits on no idle node; the message lists the cluster's resources.
     """
     (home,) = (node for node in nodes if node.is_home)
-    width = cfg.actor.tensor_parallel_size
+    width = cfg.actor.gpus_per_process
     labels = selector(cfg.ray.actor_labels)
     chosen = [node for node in nodes if Needs(num_cpus=0, labels=labels).num_fitting(node)]
     has_gpus = any(node.num_gpus for node in chosen)
@@ -133,7 +134,9 @@ def place(cfg: RunConfig, nodes: Sequence[ClusterNode]) -> ClusterPlacement:
     remedy = "start run.py on a node with these GPUs, or use learner.device=cpu" if is_cuda else ""
     _check_fits("learner", learner, [home], remedy=remedy or "lower ray.learner_cpus")
     actor = Needs(
-        num_cpus=cfg.ray.actor_cpus, num_gpus=width if has_gpus or width > 1 else 0, labels=labels
+        num_cpus=cfg.ray.actor_cpus,
+        num_gpus=width if has_gpus or cfg.actor.tensor_parallel_size > 1 else 0,
+        labels=labels,
     )
     rest = [_without_needs(node, learner) if node.is_home else node for node in nodes]
     num_apart = sum(actor.num_fitting(node) for node in rest)
@@ -141,7 +144,7 @@ def place(cfg: RunConfig, nodes: Sequence[ClusterNode]) -> ClusterPlacement:
     wants_sharing = cfg.actor.placement is GpuPlacement.COLOCATED
     is_crowded = cfg.actor.placement is GpuPlacement.AUTO and not num_apart
     if learner.num_gpus >= width and (wants_sharing or is_crowded) and home in chosen:
-        num_shared = min(cfg.actor.num_engines, num_ranks // width)
+        num_shared = min(cfg.actor.num_processes, num_ranks // width)
         shared = _shared_gpus(cfg, num_shared)
     elif cfg.actor.num_actors:
         _check_fits("actor", actor, rest, remedy="change ray.actor_labels or ray.actor_cpus")
@@ -149,7 +152,7 @@ def place(cfg: RunConfig, nodes: Sequence[ClusterNode]) -> ClusterPlacement:
     if not cfg.envhub.url:
         envhub = Needs(num_cpus=cfg.ray.envhub_cpus, labels=selector(cfg.ray.envhub_labels))
         _check_fits("envhub", envhub, rest, remedy="change ray.envhub_labels or ray.envhub_cpus")
-    num_actors = cfg.actor.num_engines
+    num_actors = cfg.actor.num_processes
     return ClusterPlacement(
         learner=learner,
         envhub=envhub,
@@ -168,9 +171,11 @@ def selector(labels: Sequence[str]) -> dict[str, str]:
 def _shared_gpus(cfg: RunConfig, num_actors: int) -> tuple[tuple[int, ...], ...]:
     """Return the learner's GPUs that each of the first actors shares with it."""
     learner = replace(cfg.learner, device="cuda")
-    actor = replace(cfg.actor, num_actors=num_actors, placement=GpuPlacement.COLOCATED)
+    colocated = GpuPlacement.COLOCATED
+    # Its own number of GPUs would count all actors.
+    actor = replace(cfg.actor, num_actors=num_actors, num_spares=0, num_gpus=0, placement=colocated)
     alone = replace(cfg, learner=learner, actor=actor)
-    return assign_gpus(alone, num_gpus=cfg.learner.local_ranks).actors
+    return assign_gpus(alone, num_gpus=cfg.learner.local_ranks).processes
 
 
 def _without_needs(node: ClusterNode, needs: Needs) -> ClusterNode:

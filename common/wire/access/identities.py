@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
+from common.ids import process_of
 from common.store.run_dir import write_atomically
 
 logger = logging.getLogger(__name__)
@@ -78,10 +79,14 @@ class Identity:
             return f"the key of {self.name} ({self.role}) does not allow this {kind}"
         # A joining node requests a key for its name, so the node key is bound to no name.
         field = NAME_FIELD.get(kind) if self.role != NODE else None
-        if field is not None and getattr(message, field) != self.name:
+        if field is not None and not self._may_use(getattr(message, field)):
             return f"the key of {self.name} is not valid for messages under another name"
         role = getattr(message, "role", self.role) if field else self.role
         return "" if role == self.role else f"the key of {self.name} is for the role {self.role}"
+
+    def _may_use(self, name: str) -> bool:
+        """Return whether a message may have this name: the owner's, or that of its engine."""
+        return name == self.name or (self.role == "actor" and process_of(name) == self.name)
 
 
 class Identities:
@@ -157,6 +162,7 @@ def add_identity(folder: Path, identity: Identity) -> None:
     """Append a key to the list. Raises: ConfigError: an invalid name or role, or too many keys."""
     prefix = identity.name.partition("-")[0]
     is_ours = prefix in RESERVED or (prefix == RANKS) != (identity.role == "learner")
+    is_ours = is_ours or process_of(identity.name) != identity.name  # Its process has the key.
     if identity.role not in RIGHTS or is_ours or not 0 < len(identity.name) <= MAX_NAME_CHARS:
         raise ConfigError(
             f"cannot issue a key for {identity.name[:80]!r} ({identity.role[:20]!r}): the role or"

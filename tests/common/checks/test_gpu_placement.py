@@ -69,6 +69,33 @@ def test_too_few_gpus_are_refused_with_numbers(
         gpus_of(repository, num_gpus, *overrides)
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "overrides", "processes"),
+    [
+        (5, [], [(1, 2), (3, 4)]),
+        (3, ["actor.placement=colocated"], [(0, 1), (2, 0)]),
+        (2, ["actor.placement=colocated"], [(0, 1), (0, 1)]),
+        (9, ["actor.tensor_parallel_size=2"], [(1, 2, 3, 4), (5, 6, 7, 8)]),
+        (4, ["actor.num_actors=1", "actor.engines_per_process=3"], [(1, 2, 3)]),
+        (5, ["actor.num_actors=1", "actor.num_spares=1"], [(1, 2), (3, 4)]),
+    ],
+)
+def test_process_of_several_engines_gets_the_gpus_of_all(
+    num_gpus: int, overrides: list[str], processes: list[tuple[int, ...]], repository: Path
+) -> None:
+    base = ["actor.num_actors=2", "actor.engines_per_process=2"]
+    base = [each for each in base if each.split("=")[0] not in " ".join(overrides)]
+    found = gpus_of(repository, num_gpus, *base, *overrides)
+    assert list(found.processes) == processes
+
+
+def test_too_few_gpus_for_all_engines_of_processes_are_refused(repository: Path) -> None:
+    overrides = ["actor.placement=apart", "actor.num_actors=2", "actor.engines_per_process=3"]
+    words = "actor.num_actors=2 x actor.engines_per_process=3 x actor.tensor_parallel_size=1 = 6"
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        gpus_of(repository, 4, *overrides)
+
+
 def test_each_role_sees_its_own_gpus_only() -> None:
     assignment = GpuAssignment((1, 2), ((3,), (0, 3)))
     assert visible_to("learner", 0, assignment, FOUND) == {

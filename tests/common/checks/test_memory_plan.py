@@ -174,6 +174,25 @@ def test_each_cpu_worker_receives_a_full_version(shape: ModelShape, repository: 
     assert sizes(two)["programs"] == sizes(one)["programs"] + 2 * GIB  # workers beside the engine
 
 
+def test_engines_of_one_process_share_its_program_only(shape: ModelShape, repository: Path) -> None:
+    one, apart, together = (
+        sizes(make_plan(configure(repository, *each), shape, on=(), host_bytes=0)[0])
+        for each in ([], ["actor.num_actors=3"], ["actor.engines_per_process=3"])
+    )
+    for label in ("engine weights", "incoming weights", "KV cache"):
+        assert together[label] == apart[label] == 3 * one[label]
+    assert apart["programs"] == one["programs"] + 4 * GIB  # Two actors and two engines.
+    assert together["programs"] == one["programs"] + 2 * GIB  # Two engines.
+
+
+def test_process_on_gpus_of_two_nodes_is_refused(shape: ModelShape, repository: Path) -> None:
+    overrides = ["learner.device=cuda", "learner.num_ranks=2", "actor.engines_per_process=3"]
+    with pytest.raises(ConfigError, match=re.escape("actor.engines_per_process=3: the engines of")):
+        make_plan(
+            configure(repository, *overrides), shape, on=(H100,) * 8, host_bytes=0, num_nodes=2
+        )
+
+
 def test_changes_need_copies_at_learner_and_workers(shape: ModelShape, repository: Path) -> None:
     changes = ["learner.publish=delta", "actor.tensor_parallel_size=2"]
     (host,) = make_plan(configure(repository, *changes), shape, on=(), host_bytes=0)

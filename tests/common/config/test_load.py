@@ -1,5 +1,6 @@
 """Laws of loading a configuration."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -246,6 +247,15 @@ def test_ranks_are_spread_over_the_nodes(
 ) -> None:
     learner = load_config(None, [MODEL, *overrides], root=repository).learner
     assert (learner.num_ranks, learner.local_ranks) == (ranks, local)
+
+
+def test_gpus_of_all_engines_give_the_number_of_actors(repository: Path) -> None:
+    gpus = ["actor.num_gpus=8", "actor.engines_per_process=2", "actor.tensor_parallel_size=2"]
+    actor = load_config(None, [MODEL, *gpus], root=repository).actor
+    assert (actor.num_actors, actor.num_processes, actor.num_engines) == (2, 2, 4)
+    words = "(actor.num_actors=3) x actor.engines_per_process=2 x actor.tensor_parallel_size=2 = 12"
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load_config(None, [MODEL, *gpus, "actor.num_actors=3"], root=repository)
 
 
 @pytest.mark.parametrize(

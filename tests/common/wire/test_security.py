@@ -11,6 +11,7 @@ import pytest
 from common.errors import ConfigError
 from common.wire.access.identities import NODE, PEERS, Identity, add_identity, revoke
 from common.wire.join_messages import FileRequest, JoinRequest
+from common.wire.messages import Heartbeat
 from common.wire.security import create_keys, load_keys, own_keys
 
 
@@ -51,6 +52,22 @@ def test_named_key_allows_only_its_own_name() -> None:
     assert "is for the role actor" in actor.why_not(replace(asks, role="envhub"))
     assert hub.why_not(replace(asks, name="hub-1", role="envhub")) == ""
     assert Identity(NODE, NODE, "n").why_not(asks) == ""  # the key that is for asking
+
+
+def test_key_of_a_process_is_valid_for_its_engines_only() -> None:
+    actor, hub = Identity("actor-3", "actor", "p"), Identity("hub-1", "envhub", "q")
+    beat = Heartbeat(role="actor", name="actor-3~1", version=0, running=[])
+    assert actor.why_not(beat) == ""
+    for other in ("actor-4~1", "actor-3~x", "actor-3~0", "actor-3~1~2", "actor-33", "actor-3~"):
+        assert "messages under another name" in actor.why_not(replace(beat, name=other))
+    assert hub.why_not(JoinRequest(role="envhub", product="1", name="hub-1~1", public_key="q"))
+
+
+def test_names_of_engines_are_issued_no_keys(tmp_path: Path) -> None:
+    create_keys(tmp_path)
+    own_keys(tmp_path, role="actor", name="actor-3")
+    with pytest.raises(ConfigError, match="the name is not allowed"):
+        own_keys(tmp_path, role="actor", name="actor-3~1")
 
 
 def test_peer_file_keeps_one_line_per_name(tmp_path: Path) -> None:

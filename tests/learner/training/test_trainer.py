@@ -279,6 +279,27 @@ def test_lag_counts_versions_and_noise_needs_zero_lag() -> None:
     assert metrics["train/num_sampled_tokens"] == 3.0
 
 
+def test_noise_of_each_engine_is_told_apart_from_lag() -> None:
+    """A bf16 engine has much noise, an fp32 engine little; one episode of the first is older."""
+    plays = [("bf16", 5, [0.03, -0.05]), ("fp32", 5, [0.001, -0.003]), ("bf16", 4, [0.1, 0.2])]
+    samples = []
+    for member, (actor, version, noise) in enumerate(plays):
+        play = make_trajectory([1, 2, 3], [0, 1, 1], version=version, member=member, actor=actor)
+        logprobs = np.array([0.0, *(-1.0 - np.array(noise))], dtype=np.float32)
+        samples.append(Sample(trajectory=replace(play, logprobs=logprobs), advantage=1.0))
+    metrics = offpolicy_metrics(samples, torch.full((6,), -1.0), torch.ones(6).bool(), 5)
+    name = "offpolicy/noise_abs_logprob"
+    assert metrics[f"{name}/bf16"] == pytest.approx(0.04, rel=1e-4)
+    assert metrics[f"{name}/fp32"] == pytest.approx(0.002, rel=1e-3)
+    assert metrics["offpolicy/lag_abs_logprob/bf16"] == pytest.approx(0.15 - 0.04, rel=1e-4)
+    assert "offpolicy/lag_abs_logprob/fp32" not in metrics
+    weights = np.exp([0.03, -0.05, 0.1, 0.2])
+    assert metrics["offpolicy/weight_mean/bf16"] == pytest.approx(weights.mean(), rel=1e-5)
+    assert metrics["offpolicy/weight_mean/fp32"] == pytest.approx(1.0, abs=0.002)
+    alone = offpolicy_metrics(samples[1:2], torch.full((2,), -1.0), torch.ones(2).bool(), 5)
+    assert not any(key.endswith("/fp32") for key in alone)
+
+
 def test_a_sample_without_sampled_tokens_adds_nothing() -> None:
     empty = Sample(trajectory=make_trajectory([1, 2, 3], [0, 0, 0], group_id="e"), advantage=9.0)
     results = []

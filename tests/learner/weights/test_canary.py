@@ -57,6 +57,20 @@ def test_engine_one_version_behind_alarms_below_the_limit(change: float) -> None
     assert measured < 0.05
 
 
+def test_each_of_several_engines_has_its_own_difference() -> None:
+    canary = Canary(max_delta=0.05)
+    now = scores()
+    canary.expect(published(1, now))
+    for actor, noise in [("bf16", 0.02), ("fp32", 0.001)]:
+        rows = [(row + noise).tolist() for row in now]
+        canary.compare(CanaryScores(actor=actor, version=1, logprobs=rows))
+    metrics = canary.drain_metrics()
+    name = "weights/canary_abs_logprob"
+    assert metrics[name] == pytest.approx(0.02)
+    assert metrics[f"{name}/bf16"] == pytest.approx(0.02)
+    assert metrics[f"{name}/fp32"] == pytest.approx(0.001)
+
+
 def test_new_prompts_are_compared_with_their_own_scores() -> None:
     canary = Canary(max_delta=0.05)
     before = scores()

@@ -9,7 +9,7 @@ from common.checks.gpu_placement import assign_gpus
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.launch.ray.placement import ClusterNode, place
+from common.launch.ray.placement import ClusterNode, num_cpus_wanted, place
 
 HEAD = ClusterNode(node_id="h", host="10.0.0.1", num_cpus=8, num_gpus=4, is_home=True)
 GPU = ClusterNode(node_id="g", host="10.0.0.2", num_cpus=8, num_gpus=4, labels={"kind": "h100"})
@@ -34,6 +34,19 @@ def test_engines_and_learner_request_their_gpu_counts(repository: Path) -> None:
         "3 of 9 actors fit on the nodes; the others start when a node joins"
         in wanted.lines([HEAD])[-1]
     )
+
+
+def test_process_of_several_engines_requests_all_their_gpus(repository: Path) -> None:
+    overrides = ("actor.num_actors=3", "actor.engines_per_process=2", "ray.actor_cpus=2")
+    cfg = config(repository, *overrides)
+    wanted = place(cfg, [HEAD, GPU])
+    assert (wanted.of("actor-2").num_gpus, wanted.num_actors) == (2, 3)
+    assert wanted.num_fitting == 3  # One in the 3 GPUs beside the learner, two on the other node.
+    assert num_cpus_wanted(cfg) == 1 + 1 + 3 * 2
+    shared = place(
+        config(repository, *overrides, "actor.placement=colocated", "learner.num_ranks=4"), [HEAD]
+    )
+    assert shared.shared == ((0, 1), (2, 3))
 
 
 def test_cpu_engines_are_counted_beside_the_learner(repository: Path) -> None:

@@ -102,6 +102,16 @@ def test_spare_replaces_a_silent_actor_and_swaps_roles() -> None:
     assert table.ask("actor-1", 4).leases
 
 
+def test_spare_process_replaces_all_engines_of_a_silent_one() -> None:
+    changes = {"num_actors": 1, "num_spares": 1, "engines_per_process": 2}
+    cfg = edited(make_config(), {f"actor.{key}": value for key, value in changes.items()})
+    names = ("actor-0", "actor-0~1", "actor-1", "actor-1~1")
+    table = joined(*names, cfg=cfg)
+    assert [bool(table.ask(name, 1).leases) for name in names] == [True, True, False, False]
+    table.clock.now += 5.5 * cfg.scheduler.heartbeat_s
+    assert [bool(table.ask(name, 1).leases) for name in names[2:]] == [True, True]
+
+
 def test_suspended_scheduler_extends_its_deadlines() -> None:
     """The scheduler was suspended for 90 s: its queue holds the messages of that time."""
     table = _table()

@@ -1,0 +1,195 @@
+"""The suite `engines`: 64 clocks at 2,000 tokens/s each, one scheduler and one learner's intake."""
+
+import json
+import shutil
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.engines.clocks import read_tokens
+from benchmarks.runs.real_run import check_end, child
+from benchmarks.table import BenchTable
+from common.config.load import load_config
+from common.errors import LongstrideError
+from common.ids import engine_names
+from common.launch.process import ChildProcess
+from common.launch.roles import ONE_THREAD, actor_name
+from common.repository import ROOT
+from common.store.run_dir import RunDir
+from common.store.run_start import save_config
+from common.wire.security import create_keys
+
+NUM_ENGINES = 64
+ENGINES_PER_PROCESS = 16
+TOKENS_PER_S = 2_000.0  # Of each engine.
+SLOTS = 16  # Concurrent episodes of each engine.
+NUM_TURNS = 20  # Turns of an episode, 2,000 sampled tokens on average.
+POLICY = "tiny-textcraft"
+EPISODE_TOKENS = 2_000
+MAX_TOKENS = 8_192  # Of a context.
+# The clocks run slower by this factor, so that few cores suffice. All figures are per second of
+# the clocks.
+SLOWDOWN = 4.0
+WINDOW_S = 60.0
+START_S = 600.0
+POLL_S = 0.2
+MAX_SCHEDULER = 0.35
+MAX_INTAKE = 0.5
+MAX_ACTOR = 0.9
+LEGEND = (
+    f"{NUM_ENGINES} engines that are clocks at {TOKENS_PER_S:,.0f} tokens/s each, behind vLLM's\n"
+    "sockets; actor processes, hub, scheduler and intake are real. Shares are seconds of CPU\n"
+    "time per second of the clocks, so they do not depend on other work of the machine."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFigures:
+    """The processor time of each role for one second of the clocks."""
+
+    scheduler: float
+    intake: float
+    hub: float
+    actors: list[float]
+    pace: float  # Sampled tokens over those of clocks that never wait.
+
+
+def run_suite(table: BenchTable) -> None:
+    """Measure in five minutes."""
+    table.title(LEGEND)
+    table.attempt("engines", lambda: add_shares(table))
+
+
+def add_shares(table: BenchTable) -> None:
+    """Measure all roles, and write their shares of a core."""
+    with tempfile.TemporaryDirectory(prefix="ls-engines-") as folder:
+        seen = measure(Path(folder), num_engines=NUM_ENGINES, per_process=ENGINES_PER_PROCESS)
+    busiest = max(seen.actors)
+    num = len(seen.actors)
+    table.at_most("scheduler", seen.scheduler, "of a core", MAX_SCHEDULER)
+    table.at_most("learner's intake", seen.intake, "of a core", MAX_INTAKE)
+    note = f"the busiest of {num}, {ENGINES_PER_PROCESS} engines in each"
+    table.at_most("actor process", busiest, "of a core", MAX_ACTOR, note)
+    most = MAX_ACTOR / busiest * ENGINES_PER_PROCESS
+    table.figure("engines of one actor process", most, "", f"at {MAX_ACTOR:g} of a core")
+    table.figure("environments", seen.hub, "of a core", "the hub and its workers")
+    table.figure("pace of the clocks", seen.pace, "", "1: no clock ever waits for a request")
+
+
+def measure(
+    folder: Path, *, num_engines: int, per_process: int, window_s: float = WINDOW_S
+) -> EngineFigures:
+    """Start all roles, wait until every slot has played an episode, and measure a window."""
+    run_dir = prepare_run(folder, per_process=per_process)
+    clocks_dir = folder / "c"
+    clocks_dir.mkdir()
+    names = [actor_name(i) for i in range(-(-num_engines // per_process))]
+    engines = [each for name in names for each in engine_names(name, per_process)]
+    with ExitStack() as children:
+
+        def start(name: str, *argv: str) -> ChildProcess:
+            """Start one role as a process."""
+            log = folder / f"{name}.txt"
+            return children.enter_context(child(name, [*argv], log=log, env=ONE_THREAD))
+
+        where = (f"run.dir={folder}", f"run.name={run_dir.root.name}")
+        hub = start("envhub", "run.py", "envhub", *where)
+        scheduler = start("scheduler", "run.py", "scheduler", *where)
+        scheduler.wait_until((run_dir.addresses / "scheduler").exists, timeout_s=START_S)
+        intake = start("intake", "-m", "benchmarks.transport.ends", "intake", str(run_dir.root))
+        token_s = SLOWDOWN * SLOTS / TOKENS_PER_S
+        own = (str(clocks_dir), str(token_s), str(num_words(folder / "policy")), *engines)
+        clocks = start("clocks", "-m", "benchmarks.engines.clocks", *own)
+        actors = [
+            start(name, "-m", "benchmarks.engines.actor", str(run_dir.root), name, str(clocks_dir))
+            for name in names
+        ]
+        roles = [hub, scheduler, intake, clocks, *actors]
+        _await_tokens(clocks_dir, len(engines) * SLOTS * EPISODE_TOKENS, roles)
+        measured = [scheduler, intake, hub, *actors]
+        before = [_cpu_s(each) for each in measured]
+        num_before = read_tokens(clocks_dir)
+        started = time.monotonic()
+        _watch(roles, window_s)
+        took_s = time.monotonic() - started
+        num_tokens = read_tokens(clocks_dir) - num_before
+        used = [_cpu_s(each) - s for each, s in zip(measured, before, strict=True)]
+    clock_s = num_tokens / (len(engines) * TOKENS_PER_S)
+    shares = [each / clock_s for each in used]
+    pace = clock_s * SLOWDOWN / took_s
+    return EngineFigures(
+        scheduler=shares[0], intake=shares[1], hub=shares[2], actors=shares[3:], pace=pace
+    )
+
+
+def prepare_run(folder: Path, *, per_process: int) -> RunDir:
+    """Write the configuration, keys and model's folder of a run that neither ends nor trains."""
+    model = folder / "policy"
+    shutil.copytree(ROOT / "configs" / "policies" / POLICY, model)
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config["max_position_embeddings"] = MAX_TOKENS
+    (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    overrides = (
+        f"run.dir={folder}",
+        "run.name=r",
+        f"model.path={model}",
+        "train.num_steps=1000000",
+        "tasks=[{env: textcraft, subset: depth4}]",
+        "eval.before=false",
+        "eval.after=false",
+        "algorithm.filter_zero_variance=false",
+        "horizon.kind=fixed",
+        f"horizon.stages=[{NUM_TURNS}]",
+        "groups.per_step=32",
+        "scheduler.gate_margin=0",
+        "scheduler.max_ahead_steps=15",
+        f"scheduler.heartbeat_s={SLOWDOWN}",
+        f"scheduler.dead_after_s={20 * SLOWDOWN}",
+        f"actor.engines_per_process={per_process}",
+        f"actor.max_concurrent={SLOTS}",
+        "actor.adapt_concurrency=false",
+        f"actor.max_model_len={MAX_TOKENS}",
+        "actor.max_turn_tokens=200",
+        f"learner.max_tokens_per_microbatch={MAX_TOKENS}",
+    )
+    cfg = load_config("quickstart", overrides, root=ROOT)
+    run_dir = RunDir(root=folder / "r")
+    create_keys(run_dir.keys)
+    save_config(cfg, run_dir.config)
+    return run_dir
+
+
+def num_words(model: Path) -> int:
+    """Return the number of words that a model's tokenizer can decode."""
+    tokenizer = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))
+    return len(tokenizer["model"]["vocab"])
+
+
+def _await_tokens(clocks_dir: Path, num_tokens: int, roles: list[ChildProcess]) -> None:
+    """Wait until the clocks have sampled so many tokens. Raises: LongstrideError: a role failed."""
+    deadline = time.monotonic() + START_S
+    while read_tokens(clocks_dir) < num_tokens:
+        if time.monotonic() > deadline:
+            logs = ", ".join(str(each.log_path) for each in roles)
+            raise LongstrideError(f"the engines have not played {num_tokens} tokens, see {logs}")
+        _watch(roles, POLL_S)
+
+
+def _watch(roles: list[ChildProcess], seconds: float) -> None:
+    """Wait, while all roles run. Raises: LongstrideError: a role ended with an error."""
+    end_at = time.monotonic() + seconds
+    while (left_s := end_at - time.monotonic()) > 0:
+        for each in roles:
+            check_end(each)
+        time.sleep(min(POLL_S, left_s))
+
+
+def _cpu_s(role: ChildProcess) -> float:
+    """Return the processor seconds of a role and of its child processes."""
+    process = psutil.Process(role.pid)
+    every = [process, *process.children(recursive=True)]
+    return sum(sum(each.cpu_times()[:2]) for each in every)
