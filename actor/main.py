@@ -26,12 +26,14 @@ from actor.rollout.lockstep import Rounds
 from actor.rollout.pool import EpisodePool
 from actor.rollout.render import Renderer
 from common.config.learning import Advantage
+from common.config.live.keys import followed
 from common.config.run_config import RunConfig
 from common.cpu import family_cpu_s
 from common.errors import LongstrideError
 from common.join.enrol import Joined
 from common.memory import resident_bytes
 from common.quick_exit import end_during_start
+from common.repository import code_name
 from common.seeds import engine_seed
 from common.stall.beacon import Beacon, beacon_of
 from common.store.run_dir import RunDir
@@ -45,6 +47,7 @@ logger = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 MEMORY_S = 10.0  # Seconds between two measurements of the memory in use.
 RECOUNT_S = 10.0  # Seconds of waiting for a free slot before the slots are counted again.
+LIVE_SECTIONS = ("actor",)  # Sections whose live keys an actor follows.
 DRAIN_S = 5.0  # Seconds at shutdown for the acknowledgements of delivered trajectories.
 
 
@@ -179,7 +182,9 @@ async def _build(cfg: RunConfig, access: RunAccess, context: zmq.asyncio.Context
     scheduler = SchedulerClient(
         book,
         keys,
-        hello=Hello(role="actor", name=name, incarnation=incarnation, version=-1),
+        hello=Hello(
+            role="actor", name=name, incarnation=incarnation, version=-1, commit=code_name()
+        ),
         context=context,
         silence_s=4 * cfg.scheduler.dead_after_s,
     )
@@ -296,6 +301,10 @@ async def _send_heartbeats(cfg: RunConfig, parts: Parts, beacon: Beacon) -> None
             limit_s = 2 * cfg.actor.turn_timeout_s  # A longer turn ends the actor.
             beacon.note("episodes", "a turn", waits_for=waiting_for, limit_s=limit_s)
         beacon.note("main", "serving")
+        changed = followed(cfg, parts.scheduler.live_config, LIVE_SECTIONS)
+        if changed is not cfg:
+            cfg = changed
+            parts.episodes.configure(cfg.actor)
         if parts.engine.meter is not None:
             parts.episodes.adapt(parts.engine.meter.drain())
         if now >= measure_at:  # The measurement reads the state of every process of the system.

@@ -12,8 +12,9 @@ from typing import NoReturn
 
 import yaml
 
-from common.config.load import git_revision, list_configs
+from common.config.load import list_configs
 from common.errors import ConfigError
+from common.repository import git_revision
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ import copy
 import difflib
 import os
 import re
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass, replace
@@ -22,9 +21,7 @@ from common.config.envs import EnvsSection, choose_env
 from common.config.keys import conform, declared, dotted, expand_sections, show
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.repository import ROOT
 
-GIT_TIMEOUT_S = 5.0
 _DEFAULTS = "defaults"  # The only YAML key outside of the schema.
 
 
@@ -143,22 +140,6 @@ def sections_as_yaml(
     for name in chosen.keys() & without.keys():
         chosen[name] = {key: v for key, v in chosen[name].items() if key not in without[name]}
     return yaml.safe_dump(chosen, sort_keys=False, allow_unicode=True)
-
-
-def git_revision() -> str:
-    """Return the commit of the code, with "+changes" for a modified tree; "" outside of git."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40"]
-    try:
-        done = subprocess.run(
-            [*command, "--dirty=+changes"],
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=GIT_TIMEOUT_S,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def override_value(overrides: Sequence[str], key: str) -> str | None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from common.config.command_line import ParsedCommand
-from common.config.load import git_revision
 from common.errors import ConfigError
+from common.repository import git_revision
 from common.store.run_dir import RunDir, write_json
 from learner.objective.dead_settings import summary_lines
 from learner.policy.model import pick_device

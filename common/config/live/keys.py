@@ -1,0 +1,109 @@
+"""Live keys: keys of the configuration that may change while a run works."""
+
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any, cast
+
+from common.config.keys import declared, dotted
+from common.config.load import config_as_yaml, load_received
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+from common.repository import ROOT
+from common.wire.config_messages import LiveConfig
+
+logger = logging.getLogger(__name__)
+
+
+# Every part that uses one of these keys can replace its value between two steps. NAME stands for
+# an entry of a map. Other keys belong to existing data, to allocated memory, or to the objective:
+# `actor.temperature` for example is part of the log-probabilities of sampled tokens.
+LIVE_KEYS = (
+    "train.num_steps",
+    "horizon.stages",
+    "horizon.every_steps",
+    "horizon.over_steps",
+    "horizon.per_env.NAME.stages",
+    "horizon.per_env.NAME.every_steps",
+    "horizon.per_env.NAME.over_steps",
+    "learner.lr",
+    "learner.muon_lr",
+    "learner.max_lag_steps",
+    "learner.checkpoint_every_steps",
+    "learner.checkpoint_every_s",
+    "learner.keep_checkpoints",
+    "actor.max_concurrent",
+    "actor.min_concurrent",
+    "eval.every_steps",
+)
+
+
+_PATTERN = re.compile("|".join(re.escape(key).replace("NAME", "[^.]+") for key in LIVE_KEYS))
+
+
+def is_live(key: str) -> bool:
+    """Return whether a key may change while a run works."""
+    return _PATTERN.fullmatch(dotted(key)) is not None
+
+
+def check_live(key: str) -> None:
+    """Check that a key is live. Raises: ConfigError: it is not; lists the live keys."""
+    declared(key, shown=key)
+    if not is_live(key):
+        raise ConfigError(
+            f"{key}: this key cannot change during a run. Stop the run and start it again with"
+            f" another value. The live keys are: {', '.join(LIVE_KEYS)}"
+        )
+
+
+def text_at(cfg: RunConfig, key: str) -> str:
+    """Return the value of a key as in an override; "" for a key of an absent entry of a map."""
+    value: Any = cfg
+    for part in dotted(key).split("."):
+        if value is None:
+            return ""
+        below = cast(dict[str, Any], value) if isinstance(value, dict) else None
+        value = getattr(value, part) if below is None else below.get(part)
+    plain = value.value if isinstance(value, Enum) else value
+    return plain if isinstance(plain, str) else json.dumps(plain)
+
+
+def live_values(cfg: RunConfig) -> dict[str, str]:
+    """Return the values of all live keys, and of those in present entries of maps."""
+    found: dict[str, str] = {}
+    for key in LIVE_KEYS:
+        above, is_in_map, name = key.partition(".NAME.")
+        entries = cfg.horizon.per_env if is_in_map else [""]
+        for entry in entries:
+            own = f"{above}.{entry}.{name}" if is_in_map else key
+            found[own] = text_at(cfg, own)
+    return found
+
+
+def with_values(cfg: RunConfig, values: Mapping[str, str]) -> RunConfig:
+    """Return a configuration with other values of some keys, checked like that of a new run.
+
+    Raises: ConfigError: a value is wrong, or contradicts another key.
+    """
+    overrides = [f"{key}={value}" for key, value in values.items()]
+    return load_received(config_as_yaml(cfg), overrides, root=ROOT)
+
+
+def followed(cfg: RunConfig, live: LiveConfig | None, sections: Sequence[str]) -> RunConfig:
+    """Return the configuration of a role with the live values of its sections.
+
+    The result is `cfg` itself if nothing differs, or if `live` is None.
+    """
+    values = {} if live is None else live.values
+    changed = {
+        key: value
+        for key, value in values.items()
+        if key.partition(".")[0] in sections and text_at(cfg, key) != value
+    }
+    if not changed or live is None:
+        return cfg
+    shown = " ".join(f"{key}={value}" for key, value in changed.items())
+    logger.info("live configuration number=%d %s", live.number, shown)
+    return with_values(cfg, changed)
