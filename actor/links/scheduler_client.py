@@ -63,8 +63,9 @@ class SchedulerClient:
 
     def _current_hello(self) -> Hello:
         """Return the hello with the node's name and the numbers of the known messages."""
-        known = {"directory": self.book.number, "config": self._config_number}
-        return replace(self._hello, node=node_name(self._dealer.address), **known)
+        node = node_name(self._dealer.address)
+        number = self._config_number
+        return replace(self._hello, directory=self.book.number, config=number, node=node)
 
     async def learn_addresses(self, *, timeout_s: float) -> None:
         """Wait until the scheduler has sent the addresses of learner, weights and hubs.
@@ -108,8 +109,8 @@ class SchedulerClient:
             raise PeerMissing(
                 f"no message from the scheduler at {self._dealer.address} for {silent_s:.0f} s"
             )
-        known = {"directory": self.book.number, "config": self._config_number}
-        self._dealer.send(replace(heartbeat, **known))
+        number = self._config_number
+        self._dealer.send(replace(heartbeat, directory=self.book.number, config=number))
 
     async def run(self, on_revoked: Callable[[list[str]], None] = lambda _: None) -> None:
         """Receive until cancelled, and reconnect when the scheduler's address changes.

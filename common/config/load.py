@@ -235,7 +235,7 @@ def _apply_overrides(merged: DictConfig, overrides: Sequence[str]) -> None:
         if name in seen:
             raise ConfigError(f"{override}: {key} is given twice, first as {seen[name]}")
         seen[name] = override
-        value = raw if kind is str else conform(_parse_value(raw, key), kind, key=key)
+        value = raw if kind is str else conform(parse_value(raw, key), kind, key=key)
         _add_user_section(merged, name, shown=override)
         OmegaConf.update(merged, name, value, merge=True)
         _unfreeze(OmegaConf.select(merged, name.partition(".")[0]))  # It may have new nodes.
@@ -284,7 +284,7 @@ def _children(node: Any) -> list[Any]:
     return cast(list[Any], content) if isinstance(content, list) else []
 
 
-def _parse_value(raw: str, key: str) -> Any:
+def parse_value(raw: str, key: str) -> Any:
     """Return an override's text as a YAML value. Raises: ConfigError."""
     try:
         parsed = OmegaConf.from_dotlist([f"value={raw}"])

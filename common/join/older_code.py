@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 def default_keys(cfg: RunConfig, sections: Sequence[str]) -> list[str]:
     """Return the dotted keys of these sections whose value is the default of this code."""
-    return [key for name in sections for key in _default_keys(getattr(cfg, name), f"{name}.")]
+    return [key for key in _default_keys(cfg, "") if key.partition(".")[0] in sections]
 
 
 def _default_keys(section: Any, prefix: str) -> Iterator[str]:
@@ -24,9 +24,8 @@ def _default_keys(section: Any, prefix: str) -> Iterator[str]:
         if dataclasses.is_dataclass(value):
             yield from _default_keys(value, f"{prefix}{field.name}.")
             continue
-        has_factory = field.default is dataclasses.MISSING
         make = field.default_factory
-        default = make() if has_factory and make is not dataclasses.MISSING else field.default
+        default = field.default if make is dataclasses.MISSING else make()
         if value == default:
             yield f"{prefix}{field.name}"
 

@@ -81,8 +81,8 @@ class ReportClient:
             role: advertised(address, towards=towards)
             for role, address in self.hello.addresses.items()
         }
-        known = {"node": node_name(towards), "config": self._config_number}
-        return replace(self.hello, addresses=addresses, **known)
+        number = self._config_number
+        return replace(self.hello, addresses=addresses, node=node_name(towards), config=number)
 
     def pump(self) -> None:
         """Process the received messages and send the queued reports."""
@@ -100,8 +100,8 @@ class ReportClient:
             address = self._dealer.address
             raise LongstrideError(f"The scheduler at {address} sent nothing for {silent_s:.0f} s.")
         num_reports = self._reports.last_number if self._run_epoch else 0
-        known = {"num_reports": num_reports, "config": self._config_number}
-        self._dealer.send(replace(heartbeat, **known))
+        number = self._config_number
+        self._dealer.send(replace(heartbeat, num_reports=num_reports, config=number))
 
     def _receive(self, message: Any) -> None:
         """Process one message of the scheduler."""

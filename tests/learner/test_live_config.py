@@ -43,7 +43,9 @@ class Parts:
 def test_change_of_the_rate_begins_a_new_start_and_a_checkpoint(tmp_path: Path) -> None:
     parts = Parts(tmp_path)
     assert parts.follow(CFG) is CFG
-    parts.live_config = LiveConfig(number=1, values={"learner.lr": "2e-5", "eval.every_steps": "9"})
+    parts.live_config = LiveConfig(
+        number=1, values={"learner.lr": "2e-05", "eval.every_steps": "9"}
+    )
     cfg = parts.follow(CFG)
     assert cfg == edited(CFG, {"learner.lr": 2e-5})
     names = [name for name, _ in parts.calls]

@@ -4,14 +4,14 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass, replace
 from enum import Enum
-from typing import Any, cast
+from typing import Any, cast, get_args
 
-from common.config.keys import declared, dotted
-from common.config.load import config_as_yaml, load_received
+from common.config.keys import conform, declared, dotted, field_kinds
+from common.config.load import parse_value
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.repository import ROOT
 from common.wire.config_messages import LiveConfig
 
 logger = logging.getLogger(__name__)
@@ -87,8 +87,35 @@ def with_values(cfg: RunConfig, values: Mapping[str, str]) -> RunConfig:
 
     Raises: ConfigError: a value is wrong, or contradicts another key.
     """
-    overrides = [f"{key}={value}" for key, value in values.items()]
-    return load_received(config_as_yaml(cfg), overrides, root=ROOT)
+    tree: dict[str, Any] = {}
+    for key, text in values.items():
+        shown = f"{key}={text}"
+        kind, _ = declared(key, shown=shown)
+        if "${" in text:
+            raise ConfigError(f"{shown}: a value must not refer to another key or a variable")
+        *above, last = dotted(key).split(".")
+        held = tree
+        for name in above:
+            held = held.setdefault(name, {})
+        held[last] = text if kind is str else conform(parse_value(text, key), kind, key=key)
+    return _replaced(cfg, tree)
+
+
+def _replaced(section: Any, tree: Mapping[str, Any]) -> Any:
+    """Return a section with the values of a tree. All of them change before the check."""
+    kinds = field_kinds(type(section))
+    changes = dict[str, Any]()
+    for name, value in tree.items():
+        held = getattr(section, name)
+        if isinstance(held, dict):
+            entries = cast(dict[str, Any], held)
+            new = get_args(kinds[name])[1]
+            below = {key: _replaced(entries.get(key) or new(), each) for key, each in value.items()}
+            value = entries | below
+        elif is_dataclass(held):
+            value = _replaced(held, value)
+        changes[name] = value
+    return replace(section, **changes)
 
 
 def followed(cfg: RunConfig, live: LiveConfig | None, sections: Sequence[str]) -> RunConfig:

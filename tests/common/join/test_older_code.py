@@ -20,8 +20,8 @@ DEFAULTS = {"run.is_new", "novel.depth.most", "learner.lora.flavour", "run.resum
 
 def test_changed_keys_are_no_default_keys() -> None:
     cfg = edited(RunConfig(), {"run.seed": 3, "actor.max_concurrent": 9, "learner.lora.rank": 4})
-    found = default_keys(cfg, ("run", "actor", "learner"))
-    assert {"run.name", "actor.engine_args", "learner.lora.alpha"} <= set(found)
+    found = default_keys(cfg, ("run", "actor", "learner", "tasks"))
+    assert {"run.name", "actor.engine_args", "learner.lora.alpha", "tasks"} <= set(found)
     assert not {"run.seed", "actor.max_concurrent", "learner.lora.rank"} & set(found)
     assert len(set(found)) == len(found)
 
@@ -40,5 +40,5 @@ def test_unknown_key_with_another_value_is_reported(key: str) -> None:
 
 
 def test_unknown_key_of_a_run_without_defaults_is_reported() -> None:
-    with pytest.raises(ConfigError, match=r"run\.is_new"):
+    with pytest.raises(ConfigError, match="no such key"):
         load_received(without_unknown(NEWER, ()), ["model.path=x"], root=ROOT)
