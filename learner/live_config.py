@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from common.config.live.keys import followed, text_at
+from common.config.live.keys import changed_values, followed, text_at, with_values
 from common.config.run_config import RunConfig
 from learner.build import Learner
 from learner.recovery.checksums import start_of
@@ -22,14 +22,14 @@ def follow(
     """
     live = learner.intake.live_config
     new = followed(cfg, live, SECTIONS)
-    if new is cfg:
+    if new is cfg or live is None:
         return cfg
     learner.checkpoints.configure(new.learner)
     if any(text_at(cfg, key) != text_at(new, key) for key in OF_TRAINING):
         trainer = learner.trainer
         rates = {"lr": new.learner.lr, "muon_lr": new.learner.muon_lr}
         trainer.configure(**rates, num_steps=new.train.num_steps)
-        settled = followed(learner.settled, live, SECTIONS)
+        settled = with_values(learner.settled, changed_values(learner.settled, live, SECTIONS))
         start = start_of(settled, learner.run_dir, trainer, version=version)
         learner.checksums.begin(start)
         save()

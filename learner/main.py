@@ -10,6 +10,7 @@ from functools import partial
 
 import psutil
 
+from common.config.live.record import last_number
 from common.config.run_config import OnStall, RunConfig, TrainMode, published_version
 from common.cpu import cpu_metrics, family_cpu_s
 from common.errors import LongstrideError
@@ -151,7 +152,8 @@ class Loop:
         self._held_back: list[PublishedWeights] = []  # Unpublished weights, oldest first.
         self._last_published = -1
         self._reported_version = -1
-        self._config_number = 0  # Number of the last change of live keys.
+        # Number of the last change of live keys.
+        self._config_number = last_number(learner.run_dir.config_changes)
         is_async = cfg.train.mode is TrainMode.ASYNC
         self._is_overlapping = is_async and cfg.learner.hold_back_steps == 0
         self._weights = learner.trainer.live_weights(ask=learner.rank_workers.ask_for_part)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from common.config.live.keys import check_live, live_values, text_at, with_values
-from common.config.live.record import ConfigChange, read_changes, record_change
+from common.config.live.record import ConfigChange, last_number, read_changes, record_change
 from common.config.run_config import RunConfig, check_training
 from common.errors import ConfigError
 from common.store.run_dir import RunDir
@@ -49,7 +49,7 @@ class LiveChanges:
         self.cfg = cfg
         self._run_dir = run_dir
         self._done = {each.request: each for each in read_changes(run_dir.config_changes)}
-        self.number = max((each.number for each in self._done.values()), default=0)
+        self.number = last_number(run_dir.config_changes)
         self._pending: dict[str, _PendingChange] = {}
         self.last = None if saved is None else ConfigChange(**saved)  # The last applied change.
         if self.last is not None and self.last.number > self.number:

@@ -100,7 +100,7 @@ def trained_actors(run: Run) -> Counter[str]:
     """Return the number of trained episodes by actor, from the journal and the outcomes."""
     lines = (run.root / "outcomes.jsonl").read_text(encoding="utf-8").splitlines()
     outcomes = {episode: outcome for episode, outcome, *_ in map(json.loads, lines)}
-    episodes = (each for each, _ in read_journal(run.root / "journal"))
+    episodes = (each for _, each in read_journal(run.root / "journal"))
     return Counter(e.actor for e in episodes if outcomes.get(e.episode_id) == "trained")
 
 

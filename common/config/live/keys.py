@@ -64,8 +64,10 @@ def text_at(cfg: RunConfig, key: str) -> str:
     for part in dotted(key).split("."):
         if value is None:
             return ""
-        below = cast(dict[str, Any], value) if isinstance(value, dict) else None
-        value = getattr(value, part) if below is None else below.get(part)
+        if isinstance(value, dict):
+            value = cast(dict[str, Any], value).get(part)
+        else:
+            value = getattr(cast(Any, value), part)
     plain = value.value if isinstance(value, Enum) else value
     return plain if isinstance(plain, str) else json.dumps(plain)
 
@@ -103,7 +105,7 @@ def with_values(cfg: RunConfig, values: Mapping[str, str]) -> RunConfig:
 
 def _replaced(section: Any, tree: Mapping[str, Any]) -> Any:
     """Return a section with the values of a tree. All of them change before the check."""
-    kinds = field_kinds(type(section))
+    kinds = field_kinds(cast(Any, type(section)))
     changes = dict[str, Any]()
     for name, value in tree.items():
         held = getattr(section, name)
@@ -118,17 +120,21 @@ def _replaced(section: Any, tree: Mapping[str, Any]) -> Any:
     return replace(section, **changes)
 
 
+def changed_values(cfg: RunConfig, live: LiveConfig, sections: Sequence[str]) -> dict[str, str]:
+    """Return the live values of some sections that differ from a configuration."""
+    return {
+        key: value
+        for key, value in live.values.items()
+        if key.partition(".")[0] in sections and text_at(cfg, key) != value
+    }
+
+
 def followed(cfg: RunConfig, live: LiveConfig | None, sections: Sequence[str]) -> RunConfig:
     """Return the configuration of a role with the live values of its sections.
 
     The result is `cfg` itself if nothing differs, or if `live` is None.
     """
-    values = {} if live is None else live.values
-    changed = {
-        key: value
-        for key, value in values.items()
-        if key.partition(".")[0] in sections and text_at(cfg, key) != value
-    }
+    changed = {} if live is None else changed_values(cfg, live, sections)
     if not changed or live is None:
         return cfg
     shown = " ".join(f"{key}={value}" for key, value in changed.items())

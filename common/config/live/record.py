@@ -53,6 +53,12 @@ def read_changes(path: Path) -> list[ConfigChange]:
     return changes
 
 
+def last_number(path: Path) -> int:
+    """Return the number of a run's last change, 0 without one. Raises: ConfigError."""
+    changes = read_changes(path)
+    return changes[-1].number if changes else 0
+
+
 def record_change(run_dir: RunDir, cfg: RunConfig, change: ConfigChange) -> None:
     """Write a change to `config.yaml`, then to the record.
 
