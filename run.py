@@ -59,7 +59,7 @@ def start_roles(cfg: RunConfig, run_dir: RunDir) -> AbstractContextManager["Role
         return start_on_ray(cfg, run_dir)
     from common.launch.local import start_here
 
-    return start_here()
+    return start_here(run_dir)
 
 
 def train(cfg: RunConfig, run_dir: RunDir) -> int:
@@ -337,22 +337,17 @@ def dashboard(request: ParsedCommand) -> int:
     return server.dashboard(request, root=ROOT, echo=print_now, make_table=InteractiveEpisodes)
 
 
-def show(request: ParsedCommand) -> int:
+def show_or_replay(request: ParsedCommand) -> int:
     from common.dashboard.terminal import commands as terminal
 
-    return terminal.show(request, root=ROOT, echo=print)
+    command = terminal.show if request.command == "show" else terminal.replay
+    return command(request, root=ROOT, echo=print)
 
 
 def report(request: ParsedCommand) -> int:
     from common.report import command
 
     return command.report(request, root=ROOT, echo=print)
-
-
-def replay(request: ParsedCommand) -> int:
-    from common.dashboard.terminal import commands as terminal
-
-    return terminal.replay(request, root=ROOT, echo=print)
 
 
 def envs(request: ParsedCommand) -> int:
@@ -379,10 +374,12 @@ def play(request: ParsedCommand) -> int:
     return player.play(request, root=ROOT, echo=print_now, lines=sys.stdin)
 
 
-def revoke(request: ParsedCommand) -> int:
+def set_or_revoke(request: ParsedCommand) -> int:
+    from common.config.live.command import set_keys
     from common.launch.keys import revoke_key
 
-    return revoke_key(request, root=ROOT, load=load_joined, echo=print)
+    command = set_keys if request.command == "set" else revoke_key
+    return command(request, root=ROOT, load=load_joined, echo=print_now)
 
 
 def help_on(request: ParsedCommand) -> int:
@@ -397,14 +394,15 @@ STANDALONE: dict[str, Callable[[ParsedCommand], int]] = {
     "recompute": recompute,
     "journal": journal,
     "dashboard": dashboard,
-    "show": show,
+    "show": show_or_replay,
     "report": report,
-    "replay": replay,
+    "replay": show_or_replay,
     "envs": envs,
     "new-env": new_env,
     "check-env": check_env,
     "play": play,
-    "revoke": revoke,
+    "set": set_or_revoke,
+    "revoke": set_or_revoke,
     "help": help_on,
 }
 

@@ -15,6 +15,7 @@ from actor.links.waiting import wait_with_warnings
 from actor.rollout.hubs import Hubs
 from actor.rollout.pool import EpisodePool
 from actor.rollout.render import Renderer
+from common.config.live.keys import followed
 from common.config.run_config import RunConfig
 from common.cpu import family_cpu_s
 from common.errors import LongstrideError
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 MEMORY_S = 10.0  # Seconds between two measurements of the memory in use.
 RECOUNT_S = 10.0  # Seconds of waiting for a free slot before the slots are counted again.
+LIVE_SECTIONS = ("actor",)  # Sections whose live keys an actor follows.
 DRAIN_S = 5.0  # Seconds at shutdown for the acknowledgements of delivered trajectories.
 
 
@@ -166,6 +168,10 @@ async def _send_heartbeats(cfg: RunConfig, parts: Parts, beacon: Beacon) -> None
             line = _line_of(cfg, parts)
             beacon.note(line, "a turn", waits_for=waiting_for, limit_s=limit_s)
         beacon.note("main", "serving")
+        changed = followed(cfg, parts.scheduler.live_config, LIVE_SECTIONS)
+        if changed is not cfg:
+            cfg = changed
+            parts.episodes.configure(cfg.actor)
         if parts.engine.meter is not None:
             parts.episodes.adapt(parts.engine.meter.drain())
         parts.usage.measure_if_due(now)

@@ -30,6 +30,7 @@ from common.config.run_config import RunConfig
 from common.ids import engine_names
 from common.join.enrol import Joined
 from common.quick_exit import end_during_start
+from common.repository import code_name
 from common.seeds import engine_seed
 from common.stall.beacon import Beacon, beacon_of
 from common.store.run_dir import RunDir
@@ -196,7 +197,9 @@ async def _connect(shared: _Shared, name: str, incarnation: str, engine: Engine)
     scheduler = SchedulerClient(
         book,
         keys,
-        hello=Hello(role="actor", name=name, incarnation=incarnation, version=-1),
+        hello=Hello(
+            role="actor", name=name, incarnation=incarnation, version=-1, commit=code_name()
+        ),
         context=context,
         silence_s=4 * cfg.scheduler.dead_after_s,
     )

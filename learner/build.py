@@ -15,6 +15,7 @@ from common.config.compute import Layout, WeightsTransport
 from common.config.run_config import RunConfig, TrainMode
 from common.errors import LongstrideError
 from common.host.cores import num_cores
+from common.repository import code_name
 from common.segments import RoutingShape
 from common.store.journal import JournalWriter
 from common.store.metrics import MetricsSink, MetricsWriter
@@ -75,6 +76,7 @@ class Learner:
     checksums: ChecksumLog
     metrics: MetricsWriter
     version: int  # Version of the current weights.
+    settled: RunConfig  # Configuration with the settled compute settings of this start.
     teacher: TeacherScorer | None = None  # None: the policy has no teacher.
     is_after_skip: bool = False  # True: the last batch was skipped, and the next one must be fresh.
 
@@ -123,7 +125,8 @@ def build(
     settled = _settled(cfg, run_dir, model, rank_workers)
     may_pad = cfg.learner.layout is Layout.AUTO
     trainer, version = _trainer(settled, run_dir, model, folder, rank_workers, lock, may_pad)
-    checksums = _checksums(_with_layout(settled, trainer), run_dir, trainer, version)
+    settled = _with_layout(settled, trainer)
+    checksums = _checksums(settled, run_dir, trainer, version)
     journal = _journal(cfg, run_dir)
     start = load_replay_point(run_dir.replay_point, version=version)
     step_log = StepLog(run_dir.steps, start=start.steps_offset)
@@ -159,6 +162,7 @@ def build(
         checksums=checksums,
         metrics=metrics,
         version=version,
+        settled=settled,
         teacher=teacher,
         is_after_skip=bool(steps) and steps[-1].is_skipped,
     )
@@ -388,6 +392,7 @@ def _scheduler_client(
         name=f"learner-{os.getpid()}",
         incarnation=uuid.uuid4().hex[:12],
         version=buffer.version,
+        commit=code_name(),
         addresses={
             role: f"tcp://{bracketed(cfg.learner.advertise or cfg.learner.host)}:{port}"
             for role, port in ports.items()

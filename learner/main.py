@@ -10,6 +10,7 @@ from functools import partial
 
 import psutil
 
+from common.config.live.record import last_number
 from common.config.run_config import OnStall, RunConfig, TrainMode, published_version
 from common.cpu import cpu_metrics, family_cpu_s
 from common.errors import LongstrideError
@@ -23,6 +24,7 @@ from learner.batch.credit import samples_of
 from learner.build import Learner, MakeSink, build
 from learner.ingest.episode_stats import horizon_mix
 from learner.ingest.group_assembly import Group
+from learner.live_config import follow
 from learner.objective.dead_settings import log_summary
 from learner.recovery.saving import Saving
 from learner.recovery.step_log import LoggedStep
@@ -150,6 +152,8 @@ class Loop:
         self._held_back: list[PublishedWeights] = []  # Unpublished weights, oldest first.
         self._last_published = -1
         self._reported_version = -1
+        # Number of the last change of live keys.
+        self._config_number = last_number(learner.run_dir.config_changes)
         is_async = cfg.train.mode is TrainMode.ASYNC
         self._is_overlapping = is_async and cfg.learner.hold_back_steps == 0
         self._weights = learner.trainer.live_weights(ask=learner.rank_workers.ask_for_part)
@@ -158,8 +162,9 @@ class Loop:
 
     def train(self) -> None:
         """Train to the last step, then wait for the scheduler's last evaluation."""
-        while self.version < self._cfg.train.num_steps:
+        while self._follow_config() and self.version < self._cfg.train.num_steps:
             batch = self._wait_for_batch()
+            self._follow_config()
             self._put_engines_to_sleep()
             samples = samples_of(batch.groups, self._cfg.algorithm, self._learner.trainer.baseline)
             result = self._learner.trainer.train_on(samples, version=self.version)
@@ -179,6 +184,19 @@ class Loop:
                 self.saving.save(self.version)
         self.saving.save_last(self.version)
         self._finish()
+
+    def _follow_config(self) -> RunConfig:
+        """Use the values of live keys that the scheduler has sent; return the configuration."""
+        learner = self._learner
+        self._cfg = follow(self._cfg, learner, version=self.version, save=self._save_if_new)
+        if learner.intake.live_config is not None:
+            self._config_number = learner.intake.live_config.number
+        return self._cfg
+
+    def _save_if_new(self) -> None:
+        """Save a checkpoint, unless the weights are those of this process's start."""
+        if self.version > self._learner.version:
+            self.saving.save(self.version)
 
     def _put_engines_to_sleep(self) -> None:
         """With `actor.sleep`, wait until the engines have given their memory back."""
@@ -313,6 +331,8 @@ class Loop:
             "wait/batch_s": batch.waited_s,
             "memory/learner_rss_bytes": float(rss),
         }
+        if self._config_number:
+            metrics["config/number"] = float(self._config_number)
         metrics |= cpu_metrics(learner.run_dir) | self.saving.metrics
         rate = metrics.get("train/tokens_per_s", 0.0)
         self._set_status(rss_bytes=rss, tokens_per_s=rate, cpu_s=family_cpu_s())

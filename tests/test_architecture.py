@@ -33,6 +33,7 @@ SATELLITES = (  # Folders and files that no training run needs; `run.py` or a re
     "common/report",
     "common/checks/doctor.py",
     "common/config/help.py",
+    "common/config/live/command.py",
     "common/install.py",
     "common/launch/ray",
     "common/store/agent_traj.py",

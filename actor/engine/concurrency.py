@@ -60,6 +60,14 @@ class Concurrency:
         self._increase = max(1, round(INCREASE_FRAC * most))
         self.limit = most
 
+    def set_bounds(self, *, least: int, most: int) -> None:
+        """Use other bounds. A limit at the former ceiling moves to the new one."""
+        is_highest = self.limit >= self._most
+        self._least = least
+        self._most = most
+        self._increase = max(1, round(INCREASE_FRAC * most))
+        self.limit = most if is_highest else min(max(self.limit, least), most)
+
     def adjust(self, load: EngineLoad, *, num_episodes: int) -> int:
         """Return the new limit.
 

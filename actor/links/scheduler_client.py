@@ -9,6 +9,7 @@ from typing import Any
 
 from common.errors import LongstrideError, PeerMissing
 from common.wire.addresses import AddressBook, node_name
+from common.wire.config_messages import LiveConfig
 from common.wire.following_dealer import FollowingDealer
 from common.wire.join_messages import Directory
 from common.wire.messages import (
@@ -47,16 +48,24 @@ class SchedulerClient:
         )
         self._grant: asyncio.Future[LeaseGrant] | None = None
         self.run_epoch = ""
+        # The values of the live keys; None: the run has not changed any.
+        self.live_config: LiveConfig | None = None
         self.is_finished = asyncio.Event()
 
     async def connect(self, *, timeout_s: float) -> None:
         """Connect and register. Raises: PeerMissing: no scheduler publishes its address in time."""
         await self._dealer.connect_soon(timeout_s=timeout_s)
 
+    @property
+    def _config_number(self) -> int:
+        """Number of the known live values, for hellos and heartbeats."""
+        return 0 if self.live_config is None else self.live_config.number
+
     def _current_hello(self) -> Hello:
-        """Return the hello with the node's name and the number of the known addresses."""
+        """Return the hello with the node's name and the numbers of the known messages."""
         node = node_name(self._dealer.address)
-        return replace(self._hello, directory=self.book.number, node=node)
+        number = self._config_number
+        return replace(self._hello, directory=self.book.number, config=number, node=node)
 
     async def learn_addresses(self, *, timeout_s: float) -> None:
         """Wait until the scheduler has sent the addresses of learner, weights and hubs.
@@ -100,7 +109,8 @@ class SchedulerClient:
             raise PeerMissing(
                 f"no message from the scheduler at {self._dealer.address} for {silent_s:.0f} s"
             )
-        self._dealer.send(replace(heartbeat, directory=self.book.number))
+        number = self._config_number
+        self._dealer.send(replace(heartbeat, directory=self.book.number, config=number))
 
     async def run(self, on_revoked: Callable[[list[str]], None] = lambda _: None) -> None:
         """Receive until cancelled, and reconnect when the scheduler's address changes.
@@ -127,6 +137,7 @@ class SchedulerClient:
             case Progress():
                 if message.run_epoch != self.run_epoch:
                     self.book.forget_number()
+                    self._dealer.use_newest_version()
                     self._dealer.send(self._current_hello())
                 if message.is_finished:
                     self.is_finished.set()
@@ -140,6 +151,8 @@ class SchedulerClient:
                     self._dealer.send(self._current_hello())
             case Directory():
                 self.book.take(message)
+            case LiveConfig():
+                self.live_config = message
             case Rejected():
                 raise LongstrideError(f"the scheduler refused a message: {message.reason}")
             case _:

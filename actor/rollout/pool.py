@@ -105,6 +105,11 @@ class EpisodePool:
         """Maximum number of concurrent episodes. After a decrease more may still be running."""
         return self._concurrency.limit
 
+    def configure(self, cfg: ActorSection) -> None:
+        """Use other bounds of the number of concurrent episodes. Running episodes continue."""
+        self._concurrency.set_bounds(least=cfg.min_concurrent, most=cfg.max_concurrent)
+        self.slot_freed.set()
+
     def adapt(self, load: EngineLoad) -> None:
         """Adjust the number of slots to the engine's load since the last call."""
         before = self.num_slots

@@ -29,10 +29,9 @@ from benchmarks.conformance.part_results import (
     rewrite,
 )
 from benchmarks.table import BenchTable, versions
-from common.config.load import git_revision
 from common.errors import ConfigError
 from common.log import configure_logging
-from common.repository import ROOT
+from common.repository import ROOT, git_revision
 
 if TYPE_CHECKING:  # Importing torch takes seconds.
     import torch

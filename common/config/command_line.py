@@ -11,8 +11,9 @@ from typing import NoReturn
 
 import yaml
 
-from common.config.load import git_revision, list_configs
+from common.config.load import list_configs
 from common.errors import ConfigError
+from common.repository import git_revision
 from common.text import near_hint
 
 

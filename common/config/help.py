@@ -15,15 +15,18 @@ from omegaconf import MISSING
 from common.config.command_line import COMMANDS, command_help
 from common.config.keys import declared, describe_kind, field_kinds
 from common.config.knobs import TEXT, Constraint
+from common.config.live.keys import is_live
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 
 REFERENCE = "reference"
+LIVE = "Live: `set` changes it during a run."
 HEAD = """# Configuration reference
 
 This page lists every key with its default, its allowed values and its meaning. A YAML file in
 `configs/` contains only the keys that differ from the defaults. `key=value` on the command line
-overrides both. `python run.py help KEY` prints one key, and
+overrides both. `python run.py set run.name=NAME KEY=VALUE` changes a live key while the run works.
+`python run.py help KEY` prints one key, and
 `python run.py help reference > docs/CONFIGURATION.md` writes this page.
 """
 
@@ -75,6 +78,7 @@ def _key(key: str, kind: Any, field: Field[Any]) -> str:
     """Return the help of one key, and of the section that a list or map has as elements."""
     ruled = _rule(kind, field)
     lines = [describe_kind(kind) + (f"; {ruled}" if ruled else ""), field.metadata["text"]]
+    lines += [LIVE] if is_live(key) else []
     if options := _options(kind):
         lines += ["", *options.split("\n")]
     text = "\n".join([f"{key}={_default(field)}", *(f"  {line}".rstrip() for line in lines)]) + "\n"
@@ -162,6 +166,7 @@ def _table(rows: Iterable[tuple[str, Any, Field[Any]]]) -> list[str]:
         rule = _rule(kind, field).removeprefix("must be ")
         may_be += f", {rule}" if rule else ""
         text = f"{field.metadata['text']} {' '.join(_options(kind).split())}".rstrip()
+        text += f" {LIVE}" if is_live(key) else ""
         cells = (f"`{key}`", f"`{_default(field)}`", may_be, text)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return lines

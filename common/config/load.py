@@ -3,7 +3,6 @@
 import copy
 import os
 import re
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass, replace
@@ -21,10 +20,8 @@ from common.config.envs import EnvsSection, choose_env
 from common.config.keys import conform, declared, dotted, expand_sections, show
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.repository import ROOT
 from common.text import counted, near_hint
 
-GIT_TIMEOUT_S = 5.0
 _DEFAULTS = "defaults"  # The only YAML key outside of the schema.
 
 
@@ -144,22 +141,6 @@ def sections_as_yaml(
     return yaml.safe_dump(chosen, sort_keys=False, allow_unicode=True)
 
 
-def git_revision() -> str:
-    """Return the commit of the code, with "+changes" for a modified tree; "" outside of git."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40"]
-    try:
-        done = subprocess.run(
-            [*command, "--dirty=+changes"],
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=GIT_TIMEOUT_S,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
 def override_value(overrides: Sequence[str], key: str) -> str | None:
     """Return the text that an override gives to `key`; None without such an override."""
     for override in overrides:
@@ -254,7 +235,7 @@ def _apply_overrides(merged: DictConfig, overrides: Sequence[str]) -> None:
         if name in seen:
             raise ConfigError(f"{override}: {key} is given twice, first as {seen[name]}")
         seen[name] = override
-        value = raw if kind is str else conform(_parse_value(raw, key), kind, key=key)
+        value = raw if kind is str else conform(parse_value(raw, key), kind, key=key)
         _add_user_section(merged, name, shown=override)
         OmegaConf.update(merged, name, value, merge=True)
         _unfreeze(OmegaConf.select(merged, name.partition(".")[0]))  # It may have new nodes.
@@ -304,7 +285,7 @@ def _children(node: Any) -> list[Any]:
     return cast(list[Any], content) if isinstance(content, list) else []
 
 
-def _parse_value(raw: str, key: str) -> Any:
+def parse_value(raw: str, key: str) -> Any:
     """Return an override's text as a YAML value. Raises: ConfigError."""
     try:
         parsed = OmegaConf.from_dotlist([f"value={raw}"])

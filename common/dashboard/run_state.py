@@ -1,6 +1,8 @@
 """The state of a run in one line: finished, stopped, or its current activity."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any
 
 from common.config.run_config import RunConfig
 from common.cpu import cpu_seconds
@@ -40,7 +42,18 @@ def details(cfg: RunConfig, run_dir: RunDir) -> list[str]:
     lines = [counts and f"episodes: {counts}", causes and f"causes: {', '.join(causes)}"]
     lines.append(_cpu_line(run_dir))
     lines += node_lines(status)
+    lines.append(_change_line(status))
     return [plain(str(line)) for line in [*lines, f"limit: {verdict.sentence}"] if line]
+
+
+def _change_line(status: Mapping[str, Any]) -> str:
+    """Return the last change of live keys; "" without one."""
+    last = as_map(as_map(status.get("live_config")).get("last"))
+    old = as_map(last.get("old"))
+    changes = [f"{key} {old.get(key)} -> {value}" for key, value in as_map(last.get("new")).items()]
+    if not changes:
+        return ""
+    return f"live change {last.get('number')} after step {last.get('step')}: {', '.join(changes)}"
 
 
 def _cpu_line(run_dir: RunDir) -> str:

@@ -26,7 +26,8 @@ from common.wire.join_messages import (
     JoinRequest,
     SharedFile,
 )
-from common.wire.messages import Rejected
+from common.wire.messages import SCHEMA_VERSION, Rejected
+from common.wire.negotiation import accepted_version
 from common.wire.security import JoinKey
 from common.wire.sockets import connect_dealer
 
@@ -46,6 +47,8 @@ class Joined:
     key: JoinKey  # Key of this node, with the name under which it sends messages.
     config: str  # YAML
     model_path: str  # Folder with the model's configuration and tokenizer; "": none was sent.
+    # Keys of `config` that have the default of the run's code.
+    defaults: frozenset[str] = frozenset()
 
     @property
     def base(self) -> str:
@@ -94,7 +97,13 @@ def enrol(
             logger.info("joined run=%s files=%d", enrolment.run_name, len(enrolment.files))
     finally:
         context.destroy(linger=0)
-    return Joined(address=address, key=own, config=enrolment.config, model_path=str(folder or ""))
+    return Joined(
+        address=address,
+        key=own,
+        config=enrolment.config,
+        model_path=str(folder or ""),
+        defaults=frozenset(enrolment.defaults),
+    )
 
 
 class _SchedulerConnection:
@@ -104,6 +113,7 @@ class _SchedulerConnection:
         self._where = address.removeprefix("tcp://")
         self._timeout_s = timeout_s
         self._was_connected = False
+        self._version = SCHEMA_VERSION  # Schema version that the scheduler understands.
         keys = key.as_keys()
         self._socket = connect_dealer(context, keys, address=address)
         self._monitor = self._socket.get_monitor_socket()
@@ -112,24 +122,29 @@ class _SchedulerConnection:
         """Return the answer of type `kind`. Raises: ConfigError: no such answer; has a remedy."""
         deadline = time.monotonic() + self._timeout_s
         last = ""
-        self._socket.send_multipart(encode(question))
+        self._send(question)
         while time.monotonic() < deadline:
             self._watch()
             if not self._socket.poll(int(POLL_S * 1_000)):
                 continue
             try:
-                answer = decode(self._socket.recv_multipart())
+                frames = self._socket.recv_multipart()
+                answer = decode(frames)
+                version = accepted_version(answer, frames, current=self._version)
             except WireError as error:
-                raise ConfigError(f"--join {self._where}: {error}; {SAME_VERSION}") from error
+                remedy = f"refused: {error}; {SAME_VERSION}"
+                raise ConfigError(f"--join {self._where}: {remedy}") from error
+            if version != self._version:
+                self._version = version
+                self._send(question)
+                continue
             if isinstance(answer, Rejected) and answer.reason.startswith(NAME_IN_USE):
                 last = answer.reason  # An earlier process of this node may not be timed out yet.
                 time.sleep(AGAIN_S)
-                self._socket.send_multipart(encode(question))
+                self._send(question)
                 continue
             if isinstance(answer, Rejected):
-                is_other = answer.reason.startswith("schema version")
-                remedy = f"; {SAME_VERSION}" if is_other else ""
-                raise ConfigError(f"--join {self._where}: refused: {answer.reason}{remedy}")
+                raise ConfigError(f"--join {self._where}: refused: {answer.reason}")
             if isinstance(answer, kind):
                 return answer
         if last:
@@ -143,6 +158,9 @@ class _SchedulerConnection:
             f"--join {self._where}: no connection within {self._timeout_s:g} s. Check that the run"
             " is running with scheduler.host=0.0.0.0, and that the port is open"
         )
+
+    def _send(self, question: Any) -> None:
+        self._socket.send_multipart(encode(question, self._version))
 
     def _watch(self) -> None:
         """Record a connection in `_was_connected`. Raises: ConfigError: the key was refused."""

@@ -45,6 +45,7 @@ def train(
     """Start all roles and wait for the end of the run; return the exit code."""
     from common.checks.machine import gpus
     from common.checks.preflight import check_devices
+    from common.config.live.record import with_changes
     from common.launch.judges.specs import make_judge_specs, with_judges
     from common.launch.lock import hold_run
     from common.launch.roles import make_role_specs
@@ -64,6 +65,7 @@ def train(
     with hold_run(run_dir.root, name=cfg.run.name), start_roles(cfg, run_dir) as starter:
         cfg = reachable_at(cfg, starter.host)
         prepare(cfg, run_dir)
+        cfg = with_changes(cfg, run_dir, now_s=time.time())
         cfg = dated(cfg, run_dir, is_kept=True)
         for role in ("envhub", "scheduler", *(each.name for each in (*judges, *teacher))):
             run_dir.forget_address(role)
@@ -166,8 +168,9 @@ def join_run(
     from common.checks.hub_models import resolve_models
     from common.formats.chat_template import fix_prompts
     from common.join.enrol import enrol, parse_address
+    from common.join.older_code import without_unknown
     from common.launch.start_guard import StartGuard
-    from common.repository import product_version
+    from common.repository import code_name, product_version
     from common.stall.beacon import has_begun
     from common.wire.addresses import host_of, is_here
     from common.wire.join_messages import JoinRequest
@@ -180,13 +183,15 @@ def join_run(
     question = JoinRequest(
         role=role,
         product=product_version(),
+        commit=code_name(),
         is_remote=not is_here(host_of(address)),
         has_model=override_value(overrides, "model.path") is not None,
         name=override_value(overrides, f"{role}.name") or _own_name(role),
     )
     configure_logging(role, "INFO")
     joined = enrol(address, key, question)
-    cfg = load_received(joined.config, _with_defaults(role, overrides, joined), root=root)
+    config = without_unknown(joined.config, joined.defaults)
+    cfg = load_received(config, _with_defaults(role, overrides, joined), root=root)
     if role != "learner":
         cfg = resolve_models(cfg, root)
     if role == "actor":

@@ -6,8 +6,10 @@ from collections.abc import Generator
 
 from common.host.loopback import loopback
 from common.launch.base import RoleSpec
+from common.launch.checkout import command_of
 from common.launch.guardian import Guardian
 from common.launch.process import ChildProcess
+from common.store.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
@@ -15,13 +17,15 @@ logger = logging.getLogger(__name__)
 class LocalStarter:
     """Starts subprocesses that end with this process, even if it is killed."""
 
-    def __init__(self, guardian: Guardian) -> None:
+    def __init__(self, guardian: Guardian, run_dir: RunDir | None) -> None:
         self.host = loopback()
+        self._run_dir = run_dir
         self._guardian = guardian
 
     def start(self, spec: RoleSpec) -> ChildProcess:
         """Start a role. Its output is appended to its log."""
-        argv = spec.argv
+        run_dir = self._run_dir
+        argv = spec.argv if run_dir is None else command_of(spec.argv, run_dir, spec.name)
         log_path = spec.log_path
         guardian = self._guardian
         child = ChildProcess(spec.name, argv, log_path=log_path, env=spec.env, guardian=guardian)
@@ -34,10 +38,10 @@ class LocalStarter:
 
 
 @contextlib.contextmanager
-def start_here() -> Generator[LocalStarter]:
-    """Yield the starter of roles on this machine."""
+def start_here(run_dir: RunDir | None = None) -> Generator[LocalStarter]:
+    """Yield the starter of roles on this machine; `run_dir` may name another checkout for some."""
     guardian = Guardian()
     try:
-        yield LocalStarter(guardian)
+        yield LocalStarter(guardian, run_dir)
     finally:
         guardian.close()

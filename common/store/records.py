@@ -21,6 +21,7 @@ import xxhash
 from common.errors import WireError
 from common.wire.codec import decode, unpack_record
 from common.wire.messages import Trajectory
+from common.wire.versions import OLDEST_RECORD
 
 MAGIC = b"LSJ\xf5\x02\0\0\0"  # As the length of an old record it would exceed the limit.
 MAX_RECORD_BYTES = 1024 * 1024 * 1024
@@ -131,9 +132,10 @@ class Segment:
     def message(self, record: JournalRecord, offset: int) -> Trajectory:
         """Return the message of a record. Raises: WireError: names file and offset."""
         try:
-            message = (
-                unpack_record(record.payload) if self.is_old else decode(_frames(record.payload))
-            )
+            if self.is_old:
+                message = unpack_record(record.payload)
+            else:
+                message = decode(_frames(record.payload), oldest=OLDEST_RECORD)
         except WireError as error:
             raise WireError(f"{self.path} at offset {offset}: {error}") from error
         if not isinstance(message, Trajectory):

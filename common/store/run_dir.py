@@ -35,6 +35,8 @@ class RunDir:
     root: Path
 
     config = _Below("config.yaml")  # Resolved configuration, which the roles load.
+    code = _Below("code")  # Path of a checkout for hubs and actors, if it is not the launcher's.
+    config_changes = _Below("config_changes.jsonl")  # Changes of live keys, one line for each.
     journal = _Below("journal")  # Folder of the accepted trajectories.
     steps = _Below("journal/steps.jsonl")  # Groups that each step consumed.
     replay_point = _Below("journal/replay_point.json")

@@ -8,11 +8,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from common.config.load import config_as_yaml, git_revision
+from common.config.load import config_as_yaml
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.formats.chat_template import read_template, template_at, today
 from common.formats.turn_ends import GENERATION_CONFIG
+from common.repository import git_revision
 from common.store.run_dir import RunDir, read_json, write_atomically, write_json
 
 logger = logging.getLogger(__name__)

@@ -3,6 +3,7 @@
 The header is [schema version, type name, {field: value}]. An array field holds
 [frame index, dtype, shape]. The decoder checks the type of every field against the dataclass.
 A damaged or foreign message therefore raises `WireError` here and never later.
+`common.wire.versions` has the rules for peers of another schema version.
 """
 # msgpack has no type stubs. An unpacked value has no static type until the decoder has checked it:
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
@@ -22,7 +23,7 @@ import msgpack
 import numpy as np
 
 from common.errors import MessageTooLarge, WireError
-from common.wire import join_messages, messages, rank_messages, weight_messages
+from common.wire import config_messages, join_messages, messages, rank_messages, weight_messages
 from common.wire.access.bounds import (
     ITEM_CHARS,
     MAX_FRAME_BYTES,
@@ -35,6 +36,17 @@ from common.wire.access.bounds import (
     shown,
 )
 from common.wire.messages import SCHEMA_VERSION, EpisodeIdentity
+from common.wire.versions import (
+    CONVERSIONS,
+    OLDEST_RECORD,
+    PREVIOUS_VERSION,
+    REJECTED,
+    Conversions,
+    is_in,
+    lowered,
+    raised,
+    refusal,
+)
 
 MAX_AXES = 8
 MAX_AXIS = 1 << 28  # Maximum length of one axis of an array.
@@ -44,24 +56,37 @@ _DTYPE_NAMES = {np.dtype(name): name for name in ARRAY_DTYPES}
 
 MESSAGE_TYPES: dict[str, type] = {
     name: cls
-    for module in (messages, join_messages, rank_messages, weight_messages)
+    for module in (messages, join_messages, rank_messages, weight_messages, config_messages)
     for name, cls in vars(module).items()
     if isinstance(cls, type) and dataclasses.is_dataclass(cls) and cls is not EpisodeIdentity
 }
 
 
-def encode(message: Any) -> list[bytes]:
+def encode(
+    message: Any, version: int = SCHEMA_VERSION, *, conversions: Conversions = CONVERSIONS
+) -> list[bytes]:
     """Return the frames of a message: the header, then one frame per array field.
 
+    Args:
+        version: schema version that the receiver understands.
+        conversions: between versions, see `common.wire.versions`.
+
     Raises:
-        WireError: the object is not a message, or an array has an unsupported dtype.
+        WireError: the object is not a message, the version does not have it, or an array has an
+            unsupported dtype.
         MessageTooLarge: the message exceeds a size limit, so every receiver would reject it.
     """
     name = type(message).__name__
     if MESSAGE_TYPES.get(name) is not type(message):
         raise WireError(f"{name} is not a message")
+    form = max(version, OLDEST_RECORD)  # A refusal has the same form in still older versions.
+    if form < SCHEMA_VERSION and not is_in(form, name):
+        raise WireError(f"{name} is no message of schema version {version}")
     frames: list[bytes] = []
-    header = [SCHEMA_VERSION, name, _to_map(type(message))(message, frames)]
+    fields = _to_map(type(message), form)(message, frames)
+    if form < SCHEMA_VERSION:
+        fields = lowered(fields, name, form, conversions)
+    header = [version, name, fields]
     encoded = [_pack(header), *frames]
     if reason := _beyond_limits(encoded):
         raise MessageTooLarge(f"{name}: {reason}")
@@ -82,13 +107,19 @@ def _beyond_limits(frames: list[bytes]) -> str:
     return ""
 
 
-def decode(frames: list[bytes]) -> Any:
+def decode(
+    frames: list[bytes], *, oldest: int = PREVIOUS_VERSION, conversions: Conversions = CONVERSIONS
+) -> Any:
     """Return the message that `encode` turned into these frames.
 
+    Args:
+        oldest: oldest schema version that is accepted.
+        conversions: between versions, see `common.wire.versions`.
+
     Raises:
-        WireError: not msgpack, another schema version, an unknown message type, an unknown field,
-            a missing field without a default, a value of the wrong type or out of bounds, or an
-            array that does not match its frame. The error text is short for any input.
+        WireError: not msgpack, a schema version out of range, an unknown message type, an unknown
+            field, a missing field without a default, a value of the wrong type or out of bounds, or
+            an array that does not match its frame. The error text is short for any input.
     """
     if not frames:
         raise WireError("no header")
@@ -98,11 +129,14 @@ def decode(frames: list[bytes]) -> Any:
     if not isinstance(header, list) or len(header) != 3:
         raise WireError("header is not [schema, type, fields]")
     schema, name, fields = header
-    if type(schema) is not int or schema != SCHEMA_VERSION:
-        raise WireError(f"schema version {shown(schema)}, but this process uses {SCHEMA_VERSION}")
+    is_read = type(schema) is int and (oldest <= schema <= SCHEMA_VERSION or name == REJECTED)
+    if not is_read:
+        raise WireError(refusal(schema, fields))
     cls = MESSAGE_TYPES.get(name) if isinstance(name, str) else None
     if cls is None:
         raise WireError(f"unknown message type {shown(name)}")
+    if schema < SCHEMA_VERSION and isinstance(fields, dict):
+        fields = raised(fields, name, schema, conversions)
     try:
         return _as_sent(cls)(fields, frames)
     except _NotAsSent:
@@ -152,19 +186,26 @@ def unpack_record(record: bytes) -> Any:
     frames = _unpack(record, "record")
     if not isinstance(frames, list) or not all(isinstance(frame, bytes) for frame in frames):
         raise WireError("record is not a list of frames")
-    return decode(frames)
+    return decode(frames, oldest=OLDEST_RECORD)
 
 
 # --- The fast path of encoding and decoding, compiled once per message type ---------------------
 
 
 @functools.cache
-def _to_map(cls: type) -> Callable[[Any, list[bytes]], dict[str, Any]]:
-    """Return a function that makes a map of a message's fields. msgpack packs enums directly."""
+def _to_map(
+    cls: type, version: int = SCHEMA_VERSION
+) -> Callable[[Any, list[bytes]], dict[str, Any]]:
+    """Return a function that makes a map of a message's fields. msgpack packs enums directly.
+
+    Args:
+        version: the map has the fields of this schema version.
+    """
     hints, _ = _schema(cls)
-    names = tuple(hints)
+    is_newest = version >= SCHEMA_VERSION
+    names = tuple(name for name in hints if is_newest or is_in(version, cls.__name__, name))
     get = attrgetter(*names)
-    converters = [(name, _to_plain(hints[name])) for name in names]
+    converters = [(name, _to_plain(hints[name], version)) for name in names]
     special = [(name, convert) for name, convert in converters if convert is not None]
 
     def to_map(message: Any, frames: list[bytes]) -> dict[str, Any]:
@@ -177,14 +218,14 @@ def _to_map(cls: type) -> Callable[[Any, list[bytes]], dict[str, Any]]:
     return to_map
 
 
-def _to_plain(kind: Any) -> Callable[[Any, list[bytes]], Any] | None:
+def _to_plain(kind: Any, version: int) -> Callable[[Any, list[bytes]], Any] | None:
     """Return a converter from a field's type to a msgpack type, None if msgpack packs it as is."""
     if dataclasses.is_dataclass(kind):
-        return _to_map(typing.cast(type, kind))
+        return _to_map(typing.cast(type, kind), version)
     if kind is np.ndarray:
         return _array_to_frame
     if typing.get_origin(kind) is list:
-        convert = _to_plain(typing.get_args(kind)[0])
+        convert = _to_plain(typing.get_args(kind)[0], version)
         return convert and (lambda items, frames: [convert(each, frames) for each in items])
     return None
 

@@ -11,6 +11,8 @@ import zmq
 from common.errors import PeerMissing
 from common.wire.addresses import Addresses
 from common.wire.codec import decode, encode
+from common.wire.messages import SCHEMA_VERSION
+from common.wire.negotiation import accepted_version, in_version
 from common.wire.security import RunKeys
 from common.wire.sockets import connect_dealer
 
@@ -24,7 +26,9 @@ class FollowingDealer:
     """A connection to a role whose address comes from the scheduler or the run directory.
 
     It sends a hello on every new connection. A send never blocks, so a lost peer cannot stall the
-    caller. With a zmq.asyncio context receive with `next`, with a plain one with `take_all`.
+    caller. If the peer refuses this process's schema version and uses the previous one, the
+    connection is opened again and uses that version. With a zmq.asyncio context receive with
+    `next`, with a plain one with `take_all`.
 
     Example: the scheduler restarts on another machine. `follow` finds the new address, drops the
     old connection with its queue, connects and sends the hello. The caller sends messages again
@@ -50,6 +54,8 @@ class FollowingDealer:
         self._silent_s = 0.0
         self._polled_at = time.monotonic()
         self.address = ""
+        self.version = SCHEMA_VERSION  # Schema version in which this side sends.
+        self._is_reopened = False  # True: the connection is new since the last `follow`.
 
     def connect(self, *, timeout_s: float) -> None:
         """Connect, blocking. Raises: PeerMissing: the address was not known in time."""
@@ -71,16 +77,23 @@ class FollowingDealer:
         self._open(address)
 
     def follow(self) -> bool:
-        """Connect to the peer's current address; True if that is a new connection.
+        """Connect to the peer's current address; True if the connection is new since the last call.
 
         No task may wait in `next` during this call: closing a socket cancels its waiting tasks.
         """
         if not self.has_moved:
-            return False
+            is_new = self._is_reopened
+            self._is_reopened = False
+            return is_new
         address = self._addresses.find_address(self._role) or self.address
         logger.info("%s moved from=%s to=%s", self._role, self.address, address)
+        self.use_newest_version()
         self._open(address)
         return True
+
+    def use_newest_version(self) -> None:
+        """Send in this process's own schema version again: the peer may have been upgraded."""
+        self.version = SCHEMA_VERSION
 
     @property
     def has_moved(self) -> bool:
@@ -110,12 +123,12 @@ class FollowingDealer:
 
         Raises: WireError: the message is invalid or too large, see `encode`.
         """
-        return self.send_frames(encode(message), of=type(message).__name__)
+        return self.send_frames(encode(message, self.version), of=type(message).__name__)
 
     def send_frames(self, frames: list[bytes], *, of: str) -> bool:
         """Send the frames of an encoded message of the type named `of`, as `send` does."""
         try:
-            sent = self._socket.send_multipart(frames, zmq.NOBLOCK)
+            sent = self._socket.send_multipart(in_version(frames, self.version), zmq.NOBLOCK)
             if isinstance(sent, asyncio.Future) and sent.done():
                 sent.result()
         except zmq.Again:
@@ -124,18 +137,37 @@ class FollowingDealer:
         return True
 
     async def next(self, *, timeout_s: float) -> Any | None:
-        """Return the peer's next message, None if none comes in time."""
+        """Return the peer's next message, None if none comes in time.
+
+        Raises: WireError: the peer's schema version is too old or too new; names both commits.
+        """
         is_heard = bool(await self._socket.poll(int(timeout_s * 1_000)))
         self._note_poll(is_heard=is_heard)
-        return decode(await self._socket.recv_multipart()) if is_heard else None
+        return self._decoded(await self._socket.recv_multipart()) if is_heard else None
 
     def take_all(self) -> list[Any]:
-        """Return the queued messages without waiting."""
+        """Return the queued messages without waiting. Raises: WireError: as `next`."""
         taken: list[Any] = []
+        is_heard = False
         while self._socket.poll(0):
-            taken.append(decode(self._socket.recv_multipart()))
-        self._note_poll(is_heard=bool(taken))
+            is_heard = True
+            message = self._decoded(self._socket.recv_multipart())
+            if message is not None:
+                taken.append(message)
+        self._note_poll(is_heard=is_heard)
         return taken
+
+    def _decoded(self, frames: list[bytes]) -> Any | None:
+        """Return a message; None for a refusal after which this side uses an older version."""
+        message = decode(frames)
+        version = accepted_version(message, frames, current=self.version)
+        if version == self.version:
+            return message
+        logger.info("%s uses schema version=%d own=%d", self._role, version, SCHEMA_VERSION)
+        self.version = version
+        self._is_reopened = True
+        self._open(self.address)
+        return None
 
     def close(self, *, linger_s: float) -> None:
         """Close after at most `linger_s` seconds, in which queued messages are sent."""

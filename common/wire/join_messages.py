@@ -21,6 +21,7 @@ class JoinRequest:
     has_model: bool = False  # The node has a copy of the model and needs no files.
     name: Id = ""  # Unique name under which the node will send its messages.
     public_key: Id = ""  # Public key that the node has created for this name, Z85.
+    commit: Id = ""  # Name of the node's code from `common.repository.code_name`.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,8 @@ class Enrolment:
     run_name: Id
     config: LongText  # YAML of the configuration sections that the role needs.
     files: list[SharedFile] = field(default_factory=list[SharedFile])
+    # Keys with their default. A node ignores those that its code does not have.
+    defaults: Names = field(default_factory=list[str])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

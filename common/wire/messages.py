@@ -18,7 +18,7 @@ import numpy as np
 from common.config.curriculum import HorizonUnit
 from common.wire.access.bounds import Count, Id, Names, Rate, Seconds, Version
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4  # `schema.json` lists the fields of each version.
 _none = partial(np.zeros, 0, dtype=np.int32)
 _none_chosen = partial(np.zeros, 0, dtype=np.uint8)
 _none_masked = partial(np.zeros, 0, dtype=np.bool_)
@@ -127,6 +127,8 @@ class Hello:
     addresses: dict[str, str] = field(default_factory=dict[str, str])
     directory: Version = -1  # Same as in Heartbeat.
     node: Id = ""  # Name of the machine from `common.wire.addresses.node_name`.
+    config: Version = -1  # Same as in Heartbeat.
+    commit: Id = ""  # Name of the role's code from `common.repository.code_name`.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +186,7 @@ class Heartbeat:
     # Messages and connections that the listeners of a learner refused.
     refused: dict[str, int] = field(default_factory=dict[str, int])
     cpu_s: Seconds = 0.0  # CPU time of the role and all its child processes.
+    config: Version = -1  # Number of the sender's current LiveConfig; -1: it needs none.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,9 @@ from common.wire.access.identities import Identities, Identity
 from common.wire.access.peers import Peers, Sender
 from common.wire.addresses import bracketed
 from common.wire.codec import decode, encode
-from common.wire.messages import Rejected
+from common.wire.messages import SCHEMA_VERSION, Rejected
 from common.wire.security import RunKeys
+from common.wire.versions import version_of
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +124,7 @@ class Router:
             if peer.muted_until:  # An earlier message of this batch has muted the peer.
                 peer.account.num_dropped += 1
                 continue
+            peer.version = version_of(frames) or SCHEMA_VERSION
             try:
                 message = decode(frames)
                 reason = peer.identity.why_not(message)
@@ -133,7 +135,8 @@ class Router:
                 is_forbidden = False
             if reason:
                 self._peers.count_refusal(peer, reason, is_forbidden=is_forbidden)
-                self.send_frames(sender, encode(Rejected(reason=reason[:500])))
+                answer = Rejected(reason=reason[:500])
+                self.send_frames(sender, encode(answer, self.version_for(sender)))
                 continue
             received.append(Received(sender=sender, message=message, frames=frames))
         return received
@@ -199,19 +202,27 @@ class Router:
     def send_all(self, answers: Sequence[tuple[bytes, Any]]) -> list[bytes]:
         """Send each as `send` does; return the receivers that are disconnected or full.
 
-        A message object that is sent to several receivers is encoded once.
+        A message object that is sent to several receivers of one schema version is encoded once.
+
+        Raises: WireError: a receiver's version does not have the message.
         """
-        encoded: dict[int, list[bytes]] = {}  # By `id`, which is unique while `answers` lives.
+        # By `id`, which is unique while `answers` lives, and the receiver's version.
+        encoded: dict[tuple[int, int], list[bytes]] = {}
         unsent: list[bytes] = []
         for receiver, message in answers:
             if isinstance(message, Rejected):
                 self.note_refused(receiver, message.reason)
-            frames = encoded.get(id(message))
+            key = (id(message), self.version_for(receiver))
+            frames = encoded.get(key)
             if frames is None:
-                frames = encoded[id(message)] = encode(message)
+                frames = encoded[key] = encode(message, key[1])
             if not self.send_frames(receiver, frames):
                 unsent.append(receiver)
         return unsent
+
+    def version_for(self, receiver: bytes) -> int:
+        """Return the lower schema version of this process and a receiver."""
+        return min(self._peers.version_of(receiver), SCHEMA_VERSION)
 
     def send_frames(self, receiver: bytes, frames: list[bytes]) -> bool:
         """Send an encoded message; False if the receiver is disconnected or its queue is full."""

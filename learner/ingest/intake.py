@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from common.store.disk import POLL_S as ROOM_POLL_S
 from common.store.disk import DiskFull, RoomWait
 from common.store.journal import JournalPosition, JournalWriter
+from common.wire.config_messages import LiveConfig
 from common.wire.messages import Ack, EpisodeKind, Heartbeat, Rejected, Trajectory
 from common.wire.sockets import Received, Router
 from learner.ingest.admission import Admission, AdmissionDecision
@@ -94,6 +95,11 @@ class Intake(threading.Thread):
     def has_no_room(self) -> bool:
         """True if no trajectory is accepted because the disk is full."""
         return bool(self._room.text)
+
+    @property
+    def live_config(self) -> LiveConfig | None:
+        """The values of the live keys from the scheduler; None: the run has not changed any."""
+        return self._scheduler.live_config
 
     def stop(self) -> None:
         """Flush the reports to the scheduler, end the thread, close its sockets."""

@@ -10,6 +10,7 @@ import zmq
 from common.errors import LongstrideError
 from common.store.run_dir import RunDir
 from common.wire.addresses import advertised, node_name
+from common.wire.config_messages import LiveConfig
 from common.wire.following_dealer import FollowingDealer
 from common.wire.messages import Goodbye, Heartbeat, Hello, Progress, Rejected, Welcome
 from common.wire.security import RunKeys
@@ -56,6 +57,13 @@ class ReportClient:
             run_dir, "scheduler", keys, context=self._context, hello=self._greet
         )
         self._run_epoch = ""
+        # The values of the live keys; None: the run has not changed any. For any thread.
+        self.live_config: LiveConfig | None = None
+
+    @property
+    def _config_number(self) -> int:
+        """Number of the known live values, for hellos and heartbeats."""
+        return 0 if self.live_config is None else self.live_config.number
 
     def connect(self, *, timeout_s: float) -> None:
         """Connect and send a hello. Raises: LongstrideError: no scheduler publishes its address."""
@@ -73,7 +81,8 @@ class ReportClient:
             role: advertised(address, towards=towards)
             for role, address in self.hello.addresses.items()
         }
-        return replace(self.hello, addresses=addresses, node=node_name(towards))
+        number = self._config_number
+        return replace(self.hello, addresses=addresses, node=node_name(towards), config=number)
 
     def pump(self) -> None:
         """Process the received messages and send the queued reports."""
@@ -91,7 +100,8 @@ class ReportClient:
             address = self._dealer.address
             raise LongstrideError(f"The scheduler at {address} sent nothing for {silent_s:.0f} s.")
         num_reports = self._reports.last_number if self._run_epoch else 0
-        self._dealer.send(replace(heartbeat, num_reports=num_reports))
+        number = self._config_number
+        self._dealer.send(replace(heartbeat, num_reports=num_reports, config=number))
 
     def _receive(self, message: Any) -> None:
         """Process one message of the scheduler."""
@@ -107,11 +117,14 @@ class ReportClient:
                 if is_same:
                     self._reports.acknowledge(message.num_saved)
                 elif self._run_epoch:
+                    self._dealer.use_newest_version()
                     self._dealer.send(self._hello_with_addresses())
                 self.refused_elsewhere = message.refused or self.refused_elsewhere
                 self._on_progress(message)
                 if is_same:
                     self._check_gap(message)
+            case LiveConfig():
+                self.live_config = message
             case Rejected():
                 raise LongstrideError(
                     f"The scheduler refused a message of the learner: {message.reason}"

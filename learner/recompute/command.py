@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from common.config.command_line import ParsedCommand
-from common.config.load import git_revision
 from common.errors import ConfigError
+from common.repository import git_revision
 from common.store.run_dir import RunDir, write_json
 from common.text import counted
 from learner.objective.dead_settings import summary_lines

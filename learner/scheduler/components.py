@@ -132,3 +132,13 @@ def build_components(cfg: RunConfig, catalogue: HubCatalogue) -> Components:
         seed=seed,
         envs=frozenset(task.env for task in cfg.tasks),
     )
+
+
+def configure(parts: Components, cfg: RunConfig) -> None:
+    """Use the values of all live keys in a configuration. The state of the run remains."""
+    parts.gate = StalenessThrottle(cfg.groups, cfg.scheduler, cfg.train)
+    parts.needed_version = partial(published_version, cfg)
+    parts.stream.cfg = cfg.eval
+    parts.limits.max_lag_steps = cfg.learner.max_lag_steps
+    parts.limits.update(parts.pace, max_ahead_steps=parts.limits.max_ahead_steps)
+    parts.curriculum.configure(cfg.horizon, cfg.curriculum)

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.wire.messages import (
     Goodbye,
@@ -28,7 +29,7 @@ from common.wire.messages import (
     Welcome,
 )
 from learner.scheduler import reports
-from learner.scheduler.components import Components
+from learner.scheduler.components import Components, configure
 from learner.scheduler.dispatch import grants
 from learner.scheduler.episodes.table import EpisodePhase
 from learner.scheduler.evaluation.phases import NEXT_PHASE, Phase
@@ -107,6 +108,11 @@ class SchedulerCore:
         """Renew all deadlines after this process was suspended: no member missed them by itself."""
         self.members.touch_all(self._clock())
         self.lifecycle.renew_all(now=self._clock())
+
+    def configure(self, cfg: RunConfig) -> None:
+        """Use other values of live keys from the next message on. The state of the run remains."""
+        configure(self.parts, cfg)
+        self._advance_phase()
 
     def tick(self) -> bool:
         """Reissue the episodes of dead members and of overdue leases.

@@ -13,15 +13,23 @@ from typing import Any
 
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.host.loopback import loopback
 from common.launch.lock import hold_role
 from common.stall.beacon import beacon_of
 from common.store.disk import if_room
 from common.store.run_dir import RunDir, cut_head, write_atomically, write_json
 from common.wire.access.lease_mac import lease_key, marked
-from common.wire.addresses import WILDCARDS, bracketed
+from common.wire.config_messages import ConfigChanged, ConfigRequest
 from common.wire.join_messages import FileRequest, HubGoodbye, HubHello, HubNoted, JoinRequest
-from common.wire.messages import Goodbye, Heartbeat, Hello, LeaseGrant, LeaseRequest, Progress
+from common.wire.messages import (
+    Goodbye,
+    Heartbeat,
+    Hello,
+    LeaseGrant,
+    LeaseRequest,
+    Progress,
+    Rejected,
+    StepDone,
+)
 from common.wire.rank_messages import RanksPlace, RanksRequest
 from common.wire.security import RunKeys, load_keys, write_join_key, write_rank_keys
 from common.wire.sockets import Received, Router
@@ -31,9 +39,11 @@ from learner.scheduler.disk_wait import DiskWait
 from learner.scheduler.evaluation.eval_stream import eval_lines
 from learner.scheduler.evaluation.phases import Phase
 from learner.scheduler.event_log import EventLog
+from learner.scheduler.live_config import LiveChanges
 from learner.scheduler.members.enrolment import Enrolments
 from learner.scheduler.members.hubs import StartMessages, StoppedEarly, greet_known
 from learner.scheduler.members.registry import AddressRegistry
+from learner.scheduler.start import WAKE, LoopClock, listen, own_address, resume
 from learner.scheduler.status import others
 
 logger = logging.getLogger(__name__)
@@ -45,24 +55,13 @@ SAVE_S = 2.0  # Seconds between two snapshots; the log holds all messages since 
 STATUS_S = 1.0
 LAST_WAIT_S = 60.0  # Seconds to wait, after the end of the run, for a killed learner to restart.
 ASLEEP_S = 5.0  # A longer gap between two rounds of the loop means that this process was suspended.
-WAKE = "wake"  # Sender name of the logged tick that follows a suspension.
-OUTSIDE = (JoinRequest, FileRequest, HubHello, HubGoodbye, RanksPlace, RanksRequest)
+OUTSIDE = (JoinRequest, FileRequest, HubHello, HubGoodbye, RanksPlace, RanksRequest, ConfigRequest)
 # Size limit of the file of outcomes (about a million episodes); above the limit the older half is
 # removed.
 MAX_OUTCOMES_BYTES = 64 << 20
 # Largest share of a core for snapshots, and for status files. In runs with thousands of actors both
 # are written less often because of the limit.
 MAX_FILES_FRAC = 0.005
-
-
-@dataclass(slots=True)
-class LoopClock:
-    """The core's clock: the main loop sets it, and a replay sets it to the logged times."""
-
-    now: float
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass(slots=True)
@@ -77,6 +76,7 @@ class LoopParts:
     registry: AddressRegistry
     enrolments: Enrolments
     disk: DiskWait
+    live: LiveChanges
     hub_token: str  # Token of the run's own hubs.
     lease_key: bytes
     # ROUTER identity -> name, as soon as the sender has given its name.
@@ -156,6 +156,9 @@ def build(
     stop: threading.Event,
 ) -> LoopParts:
     """Publish the scheduler's address, wait for the hubs, resume the last state, start serving."""
+    saved = log.load() or {}
+    live = LiveChanges(cfg, run_dir, saved.get("change"))
+    cfg = live.cfg
     key_path = write_join_key(run_dir.keys, keys, run_name=cfg.run.name)
     run_dir.publish_address("scheduler", own_address(cfg, router.port))
     logger.info(
@@ -174,7 +177,7 @@ def build(
         Enrolments(cfg, run_dir.keys),
     )
     start_messages = StartMessages(cfg=cfg, router=router, registry=registry, enrolments=enrolments)
-    greet_known(registry, (log.load() or {}).get("hubs", []), token=keys.hub_token)
+    greet_known(registry, saved.get("hubs", []), token=keys.hub_token)
     token = cfg.envhub.token or keys.hub_token
     catalogue = start_messages.wait_for_catalogue(token=token, stop=stop)
     for line in cfg.curriculum.warnings(cfg.horizon):
@@ -192,6 +195,7 @@ def build(
         registry=registry,
         enrolments=enrolments,
         disk=disk,
+        live=live,
         hub_token=keys.hub_token,
         lease_key=lease_key(keys),
         serves_until=clock.now + LAST_WAIT_S,
@@ -203,56 +207,6 @@ def build(
     return parts
 
 
-def own_address(cfg: RunConfig, port: int) -> str:
-    """Return the address for roles on this machine and on this run directory."""
-    host = cfg.scheduler.advertise or cfg.scheduler.host
-    return f"tcp://{bracketed(loopback() if host in WILDCARDS else host)}:{port}"
-
-
-def resume(core: SchedulerCore, clock: LoopClock, log: EventLog) -> None:
-    """Restore the snapshot and replay the messages logged since.
-
-    The replay uses the logged times of the earlier process. At the end every lease and every member
-    gets a new deadline.
-    """
-    saved = log.load()
-    if saved is None:
-        return
-    try:
-        clock.now = float(saved["time_s"])
-        core.restore(saved["core"])
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise log.damaged(error) from error
-    num_events = 0
-    for time_s, sender_name, message in log.events():
-        clock.now = time_s
-        if message is None and sender_name == WAKE:
-            core.wake()
-        elif message is None:
-            core.tick()
-        else:
-            core.handle(sender_name, message)
-        num_events += 1
-    clock.now = time.monotonic()
-    core.restore(core.snapshot())
-    logger.info("resumed version=%d phase=%s events=%d", core.version, core.phase, num_events)
-
-
-def listen(cfg: RunConfig, keys: RunKeys, *, preferred_port: int) -> Router:
-    """Bind the configured port.
-
-    For port 0 bind the previous port if it is free, because the roles already use it.
-    """
-    host = cfg.scheduler.host
-    port = cfg.scheduler.port
-    if port == 0 and preferred_port:
-        try:
-            return Router(keys, host=host, port=preferred_port)
-        except ConfigError as error:
-            logger.info("choosing another port reason=%s", error)
-    return Router(keys, host=host, port=port)
-
-
 def loop(parts: LoopParts, stop: threading.Event, *, on_round: Callable[[], None]) -> None:
     """Serve until `stop` is set, or until the run is over and all members have left."""
     while not stop.is_set() and not has_ended(parts):
@@ -261,6 +215,8 @@ def loop(parts: LoopParts, stop: threading.Event, *, on_round: Callable[[], None
         set_clock(parts, time.monotonic())
         answer_all(parts, received)
         parts.registry.expire(parts.clock.now)
+        is_boundary = parts.core.phase is not Phase.TRAIN
+        answer_all(parts, change_config(parts, is_boundary=is_boundary))
         if parts.core.tick():
             parts.log.append(parts.clock.now, "", [])
             parts.is_changed = True
@@ -299,6 +255,7 @@ def has_ended(parts: LoopParts) -> bool:
 def answer_all(parts: LoopParts, received: list[Received]) -> None:
     """Handle and log a batch of messages, flush the log, then send the answers."""
     answers: list[tuple[bytes, Any]] = []
+    came_meanwhile: list[Received] = []
     for each in received:
         if type(each.message) in OUTSIDE:
             answer = answer_outside(parts, each)
@@ -312,15 +269,19 @@ def answer_all(parts: LoopParts, received: list[Received]) -> None:
         if isinstance(each.message, Goodbye) and each.message.role == "learner":
             parts.serves_until = 0.0
         if isinstance(answer, LeaseGrant):
-            answer = marked(answer, name, parts.lease_key)
+            version = parts.router.version_for(each.sender)
+            answer = marked(answer, name, parts.lease_key, version=version)
         elif isinstance(answer, Progress) and getattr(each.message, "role", "") == "learner":
             found = parts.router.num_refused("scheduler") | parts.registry.refused()
             answer = replace(answer, refused=found)
         if answer is not None:
             answers.append((each.sender, answer))
-        if (directory := parts.registry.hear(each.message)) is not None:
-            answers.append((each.sender, directory))
-    came_meanwhile = parts.disk.write(parts.log.flush, parts.log.path)
+        if isinstance(each.message, StepDone):
+            came_meanwhile += change_config(parts, is_boundary=True, learner=each.sender)
+        for news in (parts.registry.hear(each.message), parts.live.hear(each.message)):
+            if news is not None:
+                answers.append((each.sender, news))
+    came_meanwhile += parts.disk.write(parts.log.flush, parts.log.path)
     for receiver, answer in answers:
         parts.disk.sent(receiver, answer)
     for receiver in parts.router.send_all(answers):
@@ -332,12 +293,46 @@ def answer_all(parts: LoopParts, received: list[Received]) -> None:
         answer_all(parts, came_meanwhile)
 
 
+def change_config(
+    parts: LoopParts, *, is_boundary: bool, learner: bytes | None = None
+) -> list[Received]:
+    """Apply the due changes of live keys; return the messages of a wait for disk space.
+
+    Args:
+        learner: sender of the step's report, which receives the values at once.
+    """
+    core = parts.core
+    live = parts.live
+    came_meanwhile: list[Received] = []
+    for request, sender in live.take_due(parts.clock.now, is_boundary=is_boundary):
+        try:
+            change = live.apply(request, step=core.version, is_over=core.run.is_trained)
+        except ConfigError as error:
+            parts.router.send(sender, Rejected(reason=str(error)))
+            continue
+        core.configure(live.cfg)
+        parts.enrolments.configure(live.cfg)
+        # The next log holds only messages that are handled with the new values.
+        came_meanwhile += parts.disk.write(lambda: parts.log.save(state_of(parts)), parts.log.path)
+        core.mark_saved()
+        came_meanwhile += parts.disk.write(live.record, parts.run_dir.config_changes)
+        parts.router.send(sender, ConfigChanged(number=change.number, step=change.step))
+        if learner is not None:
+            parts.router.send(learner, live.values())
+    return came_meanwhile
+
+
 def answer_outside(parts: LoopParts, received: Received) -> Any:
     """Return the answer to a message that neither the core nor the log needs."""
     is_finished = parts.core.phase is Phase.DONE
     members = parts.core.members
     registry = parts.registry
     message = received.message
+    if isinstance(message, ConfigRequest):
+        step = parts.core.version
+        is_over = parts.core.run.is_trained
+        now = parts.clock.now
+        return parts.live.accept(message, received.sender, now=now, step=step, is_over=is_over)
     return (
         parts.enrolments.answer(
             message, lambda name: members.is_alive(name) or registry.has_hub(name)
@@ -361,6 +356,7 @@ def state_of(parts: LoopParts) -> dict[str, Any]:
     """Return the state that a restarted scheduler resumes from."""
     snapshot = parts.core.snapshot(with_volatile=True)
     state = {"core": snapshot, "time_s": parts.clock.now, "port": parts.router.port}
+    state |= {"change": parts.live.saved()}
     return state | {"hubs": parts.registry.saved_hubs(parts.hub_token)}
 
 
@@ -393,7 +389,7 @@ def write_reports(parts: LoopParts) -> None:
     connections = others(
         core.members, parts.router, parts.registry, run_epoch=core.run_epoch, now=now
     )
-    status = core.status() | connections
+    status = core.status() | connections | {"live_config": parts.live.report()}
     path = parts.run_dir.status
     if_room(lambda: write_json(path, status, indent=None), path)
     if status["eval_stream"]["evals"]:

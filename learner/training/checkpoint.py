@@ -142,6 +142,10 @@ class Checkpoints:
         for path in root.glob(".step-*.partial"):  # Remains of a crash.
             shutil.rmtree(path, ignore_errors=True)
 
+    def configure(self, cfg: LearnerSection) -> None:
+        """Use other intervals and another number of kept checkpoints."""
+        self._cfg = cfg
+
     @property
     def oldest_version(self) -> int:
         """The oldest version that may be restored, 0 for a run without a checkpoint."""

@@ -21,7 +21,8 @@ SAVE_TIMEOUT = timedelta(minutes=30)
 class RankOperation(NamedTuple):
     """The next operation of all ranks, sent by rank 0."""
 
-    kind: str  # "train", "score", "save", "checksums", "free_memory" or "warm_up", see `Trainer`
+    # "train", "score", "save", "checksums", "free_memory", "warm_up" or "configure", see `Trainer`
+    kind: str
     version: int = 0
     must_train: bool = False
     must_skip: bool = False

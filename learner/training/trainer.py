@@ -205,8 +205,17 @@ class Trainer:
                 self.free_memory()
             case "warm_up":
                 self.warm_up()
+            case "configure":
+                self.configure(**json.loads(order.payload))
             case _:
                 raise ValueError(f"unknown kind of order: {order.kind!r}")
+
+    def configure(self, *, lr: float, muon_lr: float, num_steps: int) -> None:
+        """Use other learning rates and another length of the schedule from the next step on."""
+        given = {"lr": lr, "muon_lr": muon_lr, "num_steps": num_steps}
+        self._order_ranks(lambda: RankOperation("configure", payload=json.dumps(given).encode()))
+        self._num_steps = num_steps
+        self._optimizer.set_rates(lr, muon_lr)
 
     def _order_ranks(self, order: Callable[[], RankOperation]) -> None:
         """Send an order to the other ranks, if there are any."""

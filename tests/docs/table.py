@@ -46,6 +46,7 @@ RULES = (
     Rule(PY + r"bench\b", How.PARSE, "measures for minutes; each suite has its own test"),
     Rule(PY + r"recompute\b", How.PARSE, "wants a run's weights; tests/learner/recompute"),
     Rule(PY + r"report\b", How.PARSE, "wants finished runs; tests/common/report"),
+    Rule(PY + r"set\b", How.PARSE, "wants a run that works; tests/learner/scheduler"),
     Rule(PY + r"revoke\b", How.PARSE, "wants a run's keys; tests/common/wire/access"),
     Rule(PY + r"merge\b", How.PARSE, "wants adapters; tests/learner/offline"),
     Rule(PY + r".*--config (code|terminal)", How.CONFIG, "starts sandboxes; tests/envhub/envs"),

@@ -35,13 +35,14 @@ class Run:
         config: str = "smoke",
         python: str = sys.executable,
         env: Mapping[str, str] = NO_VARIABLES,
+        checkout: Path = REPOSITORY,
     ) -> None:
         self.root = folder / "r"
         argv = [python, "run.py", "--config", config, f"run.dir={folder}", "run.name=r"]
         self._output = (folder / "output.txt").open("ab")
         self.process = subprocess.Popen(
             [*argv, *overrides],
-            cwd=REPOSITORY,
+            cwd=checkout,
             stdout=self._output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
+from common.config.live.record import last_values, read_changes
 from common.config.run_config import RunConfig
 from common.dashboard.live import LiveDisplay
 from common.dashboard.pace import EtaEstimator
@@ -79,7 +80,8 @@ def _report(cfg: RunConfig, run_dir: RunDir, *, wall_s: float, peak_memory_bytes
     from common.store.run_start import mark_finished
 
     report = write_report(run_dir, cfg, wall_s=wall_s, peak_memory_bytes=peak_memory_bytes)
-    mark_finished(run_dir, version=cfg.train.num_steps, result=summary(report))
+    num_steps = _view(cfg, run_dir).num_steps
+    mark_finished(run_dir, version=num_steps, result=summary(report))
     print(f"{cfg.run.name}: {_state(cfg, run_dir)}")
     print(f"report: {run_dir.root / 'report.html'}")
     folder = run_dir.root.parent
@@ -111,7 +113,9 @@ def _state(cfg: RunConfig, run_dir: RunDir) -> str:
 
 def _view(cfg: RunConfig, run_dir: RunDir) -> RunView:
     """Return the current state of a run."""
-    return view_run(run_dir, cfg.train, cfg.horizon)
+    changed = last_values(read_changes(run_dir.config_changes)).get("train.num_steps")
+    train = cfg.train if changed is None else replace(cfg.train, num_steps=int(changed))
+    return view_run(run_dir, train, cfg.horizon)
 
 
 def refused_lines(run_dir: RunDir) -> list[str]:

@@ -20,6 +20,7 @@ KEYS = (
     "name",
     "role",
     "node",
+    "commit",
     "url",
     "envs",
     "version",
@@ -38,7 +39,10 @@ KEYS = (
     "num_finished",
     "num_restarts",
 )
-_ENDED = re.compile(r"^(\S+ \S+) . .*(role ended|killing role|hangs|stands still).*$")
+_ENDED = re.compile(
+    r"^(\S+ \S+) . .*(role ended|killing role|hangs|stands still"
+    r"|changed the live configuration).*$"
+)
 _RESTART = re.compile(
     r"^(?P<at>\S+ \S+) . .*role ended role=(?P<role>\S+) exit=(?P<exit>.+?) restart=(?P<number>\S+)"
     r" in_s=\S+(?: last=(?P<last>.*))?$"

@@ -15,6 +15,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from common.launch.base import RoleSpec
+from common.launch.checkout import absolute_dir, other_checkout
 from common.launch.guardian import MARKS
 from common.launch.ray.host import (
     KEY_FILE,
@@ -129,14 +130,17 @@ class RayStarter:
             return None
         env = {} if visible else dict(spec.env)  # Threads are limited only without GPUs.
         env[VISIBLE] = visible
-        own = {sys.executable: PYTHON, str(ROOT / "run.py"): RUN_PY}
-        argv = tuple(own.get(each, each) for each in spec.argv)
+        other = other_checkout(self._run_dir, spec.name)
+        python, run_py = other or (PYTHON, RUN_PY)
+        own = {sys.executable: python, str(ROOT / "run.py"): run_py}
+        words = absolute_dir(spec.argv, self._run_dir) if other else spec.argv
+        argv = tuple(own.get(each, each) for each in words)
         if is_home:
             kept = {k: v for k, v in os.environ.items() if not k.startswith(OF_A_NODE)}
             return WorkerCommand(
                 name=spec.name, argv=argv, env={**kept, **env}, log_path=str(spec.log_path)
             )
-        if RUN_PY not in argv:
+        if run_py not in argv:
             return WorkerCommand(name=spec.name, argv=argv, env=env)
         address = self._run_dir.find_address("scheduler")
         if address is None:
@@ -148,7 +152,7 @@ class RayStarter:
             overrides.append(f"envhub.host={place.host}")  # The node decides where its hub listens.
         return WorkerCommand(
             name=spec.name,
-            argv=(PYTHON, RUN_PY, role, *join, *overrides),
+            argv=(python, run_py, role, *join, *overrides),
             env=env,
             join_key=issue_join_key(
                 self._run_dir.keys, run_name=self._run_dir.root.name, role=role, name=spec.name

@@ -9,6 +9,7 @@ import zmq
 
 from common.wire.access.bounds import shown
 from common.wire.access.identities import RUN, Identities, Identity
+from common.wire.messages import SCHEMA_VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Sender:
     identity: Identity
     account: KeyCounts
     descriptor: int = -1  # File descriptor of the connection.
+    version: int = SCHEMA_VERSION  # Schema version of its last message.
     num_refusals: int = 0
     allowance: float = BURST
     refilled_at: float = field(default_factory=time.monotonic)
@@ -100,6 +102,11 @@ class Peers:
         """Return the owner of a sender's key."""
         known = self._senders.get(sender)
         return self._unknown if known is None else known.identity
+
+    def version_of(self, sender: bytes) -> int:
+        """Return the schema version of a sender's last message."""
+        known = self._senders.get(sender)
+        return SCHEMA_VERSION if known is None else known.version
 
     def may_send(self, sender: Sender) -> bool:
         """Count a message; False if it must be dropped undecoded."""

@@ -13,6 +13,8 @@ import zmq
 from common.errors import WeightSyncError, WireError
 from common.wire.addresses import bracketed
 from common.wire.codec import decode, encode
+from common.wire.messages import SCHEMA_VERSION
+from common.wire.negotiation import accepted_version
 from common.wire.rendezvous.server import StorePlace
 from common.wire.security import RunKeys
 from common.wire.sockets import connect_dealer
@@ -43,6 +45,7 @@ class StoreConnection:
         )
         self._lock = threading.Lock()
         self._number = 0
+        self._version = SCHEMA_VERSION  # Schema version that the server understands.
         self._is_closed = False
         self.is_left = threading.Event()  # Set to abort all waits on this connection.
 
@@ -74,7 +77,7 @@ class StoreConnection:
                 wait_s=wait_s,
             )
             try:
-                answer = self._exchange(encode(request))
+                answer = self._exchange(request)
             except (zmq.ZMQError, WireError) as error:
                 place = f"{self._place.host}:{self._place.port}"
                 raise WeightSyncError(f"no rendezvous store at {place}: {error}") from error
@@ -82,14 +85,20 @@ class StoreConnection:
             raise WeightSyncError(f"the rendezvous refused a request: {answer.error}")
         return answer
 
-    def _exchange(self, frames: list[bytes]) -> StoreAnswer:
+    def _exchange(self, request: StoreRequest) -> StoreAnswer:
         """Return the answer to one request. Raises: WireError: none arrived in time."""
-        self._socket.send_multipart(frames)
+        self._socket.send_multipart(encode(request, self._version))
         deadline = time.monotonic() + self._timeout_s
         while time.monotonic() < deadline and not self.is_left.is_set():
             if not self._socket.poll(int(POLL_S * 1_000)):
                 continue
-            message = decode(self._socket.recv_multipart())
+            frames = self._socket.recv_multipart()
+            message = decode(frames)
+            version = accepted_version(message, frames, current=self._version)
+            if version != self._version:
+                self._version = version
+                self._socket.send_multipart(encode(request, version))
+                continue
             if not isinstance(message, StoreAnswer):
                 raise WireError(f"unexpected answer: {message!r}"[:300])
             if message.number == self._number:  # Skips answers to cancelled requests.

@@ -71,6 +71,21 @@ class Curriculum:
         self.gated = _gated_schedules(self._policies, horizon.unit)
         self.gated_distance = _gated_schedules(self._distances, HorizonUnit.TURNS)
 
+    def configure(self, horizon: HorizonSection, section: CurriculumSection) -> None:
+        """Use other stages and durations of the horizons. Open groups keep their stamps.
+
+        A gated horizon keeps its stage, if there is still such a stage. If the stage has another
+        horizon now, the stage begins anew, and the success of the items is forgotten.
+        """
+        before = {name: self._stamp(name, self.version) for name in self._policies}
+        self._horizon = horizon
+        self._policies = {name: section.held(horizon.policy(name)) for name in self._policies}
+        for name, gated in self.gated.items():
+            gated.configure(self._policies[name], self.version)
+        for name, stamp in before.items():
+            if self._stamp(name, self.version) != stamp:
+                self.mixture.forget_items(name)
+
     def make_group(
         self, number: int, *, version: int, now: float, shunned: Sequence[str] = ()
     ) -> GroupRecord:

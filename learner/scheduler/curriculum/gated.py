@@ -87,6 +87,15 @@ class GatedHorizon:
         """Horizon and stage for a group that opens now."""
         return HorizonStamp(horizon=self.policy.stages[self.stage], stage=self.stage)
 
+    def configure(self, policy: HorizonPolicy, version: int) -> None:
+        """Use another schedule of the same kind; a stage whose value changes begins anew."""
+        before = self.stamp
+        self.policy = policy
+        self.after_restore()
+        if self.stamp != before:
+            self.since = version
+            self.num_episodes = self.num_solved = self.num_truncated = 0
+
     def see(self, *, is_success: bool, is_truncated: bool) -> None:
         """Count an episode of the current stage."""
         self.num_episodes += 1

@@ -1,5 +1,6 @@
 """Enrolment of nodes that join without the run's directory: keys and configuration."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,8 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.formats.chat_template import template_at
 from common.join.files import PART_BYTES, TEMPLATE, list_shared
-from common.repository import ROOT, product_version
+from common.join.older_code import default_keys
+from common.repository import ROOT
 from common.wire.access.identities import Identities, Identity, add_identity
 from common.wire.addresses import is_loopback
 from common.wire.join_messages import (
@@ -22,6 +24,8 @@ from common.wire.join_messages import (
     SharedFile,
 )
 from common.wire.messages import Rejected
+
+logger = logging.getLogger(__name__)
 
 SECTIONS = {  # Sections of the configuration that each role needs.
     "actor": (
@@ -57,6 +61,10 @@ class Enrolments:
         self._known = Identities(keys)
         self._files: list[SharedFile] = []
 
+    def configure(self, cfg: RunConfig) -> None:
+        """Use another configuration for nodes that join from now on."""
+        self._cfg = cfg
+
     def answer(self, message: object, is_alive: Callable[[str], bool] = lambda _: False) -> Any:
         """Return the answer to a node's request, None for any other message.
 
@@ -77,11 +85,6 @@ class Enrolments:
             return "a node must send its name and its public key"
         if request.role not in SECTIONS:
             return f"role {request.role!r} cannot join; these roles can: {', '.join(SECTIONS)}"
-        if request.product != product_version():
-            return (
-                f"this run has version {product_version()}, the node has {request.product};"
-                " install the same version on both machines"
-            )
         if not request.is_remote or request.role == "envhub":
             return ""
         hosts = {"learner": self._cfg.learner.advertise or self._cfg.learner.host}
@@ -102,6 +105,8 @@ class Enrolments:
             self._give_key(request, is_alive)
         except ConfigError as error:
             return Rejected(reason=str(error))
+        code = request.commit or f"version {request.product}"
+        logger.info("enrolled node name=%s role=%s code=%s", request.name, request.role, code)
         cfg = self._cfg
         envs = {*(task.env for task in self._cfg.tasks), *self._cfg.envhub.envs}
         if request.role == "actor" and not request.has_model:  # Its folder has the run's template.
@@ -112,6 +117,7 @@ class Enrolments:
             run_name=cfg.run.name,
             config=sections_as_yaml(cfg, SECTIONS[request.role], without=SECRET),
             files=[] if request.has_model or request.role != "actor" else self._files,
+            defaults=default_keys(cfg, SECTIONS[request.role]),
         )
 
     def _give_key(self, request: JoinRequest, is_alive: Callable[[str], bool]) -> None:

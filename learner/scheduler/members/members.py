@@ -23,6 +23,7 @@ class RunMember:
     incarnation: str  # Id of the process; "" until the hello of the process.
     version: int  # Version of the weights that the process holds.
     node: str = ""  # Name of the machine.
+    commit: str = ""  # Name of the process's code.
     num_restarts: int = 0  # Number of earlier processes with the same name.
     is_dead: bool = False  # True if the process has died or left.
     # True if the episodes of the silent actor were issued to other actors.
@@ -98,6 +99,7 @@ class Members:
             known = self._add(message)
         known.incarnation, known.num_restarts = message.incarnation, num_restarts
         known.node = message.node
+        known.commit = message.commit
         known.version = message.version
         self.touch(known, now)
         return is_other

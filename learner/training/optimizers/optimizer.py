@@ -58,6 +58,16 @@ class PolicyOptimizer:
         """The current rate of the first optimizer, which is AdamW: the scaled `learner.lr`."""
         return float(self.optimizers[0].param_groups[0]["lr"])
 
+    def set_rates(self, lr: float, muon_lr: float) -> None:
+        """Replace the configured rates of AdamW and of Muon from the next `set_lr_scale` on."""
+        rates = [
+            muon_lr if isinstance(each, BatchedMuon | ExpertMuon) else lr
+            for each in self.optimizers
+        ]
+        self._base_lrs = [
+            [rate] * len(opt.param_groups) for rate, opt in zip(rates, self.optimizers, strict=True)
+        ]
+
     def zero_grad(self) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)

@@ -82,3 +82,16 @@ def test_stalled_engine_reports_no_queue() -> None:
     for _ in range(9):
         meter.add(num_running=0, num_waiting=12, kv_frac=0.0, num_preemptions=0)
     assert meter.drain() == EngineLoad()
+
+
+def test_new_ceiling_moves_a_limit_that_was_at_the_old_one() -> None:
+    concurrency = Concurrency(least=1, most=32)
+    concurrency.set_bounds(least=1, most=48)
+    assert concurrency.limit == 48
+    assert concurrency.adjust(PREEMPTING, num_episodes=48) == 36
+    concurrency.set_bounds(least=1, most=64)
+    assert concurrency.limit == 36  # The load has set it, and load alone raises it.
+    concurrency.set_bounds(least=1, most=20)
+    assert concurrency.limit == 20
+    concurrency.set_bounds(least=24, most=64)
+    assert concurrency.limit == 64

@@ -29,7 +29,9 @@ from common.wire.security import (
     write_rank_keys,
 )
 from common.wire.sockets import Router
+from common.wire.versions import PREVIOUS_VERSION
 from learner.scheduler.members.enrolment import Enrolments
+from tests.common.wire.other_code import OtherCode
 
 WAIT_S = 20.0
 REQUEST = JoinRequest(role="actor", product=product_version(), name="actor-1", public_key="k" * 40)
@@ -140,7 +142,6 @@ def test_node_with_its_own_model_receives_none(scheduler: Scheduler) -> None:
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
-        (replace(REQUEST, product="0.0.1"), "install the same version on both machines"),
         (replace(REQUEST, role="scheduler"), "cannot join; these roles can: actor, envhub"),
         (replace(REQUEST, role="learner"), "joins with keys/ranks-N.key"),
         (replace(REQUEST, role="learner", name="ranks-1"), "joins with keys/ranks-N.key"),
@@ -158,9 +159,30 @@ def test_refused_join_names_its_reason(
 def test_protocol_version_mismatch_is_refused_with_remedy(
     scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.join.enrol.encode", lambda _: [b"\x93\x63\xa5Other\x80"])
+    monkeypatch.setattr("common.join.enrol.encode", lambda *_: [b"\x93\x63\xa5Other\x80"])
     with pytest.raises(ConfigError, match=r"schema version 99.*install the same version"):
         enrol(scheduler.address, scheduler.key, REQUEST, timeout_s=WAIT_S)
+
+
+def test_node_of_another_release_joins(scheduler: Scheduler) -> None:
+    request = replace(REQUEST, product="0.0.1", has_model=True)
+    joined = enrol(scheduler.address, scheduler.key, request, timeout_s=WAIT_S)
+    assert joined.key.name == REQUEST.name
+    assert {"run.seed", "actor.top_k"} < joined.defaults
+    assert "model.path" not in joined.defaults
+
+
+def test_node_of_newer_code_joins_an_older_scheduler(tmp_path: Path) -> None:
+    keys = create_keys(tmp_path)
+    answer = Enrolment(run_name="a", config="run: {name: a}")
+    older = OtherCode(keys, PREVIOUS_VERSION, answer=answer)
+    try:
+        key = read_join_key(write_join_key(tmp_path, keys, run_name="a"), role="actor")
+        joined = enrol(older.address, key, REQUEST, timeout_s=WAIT_S)
+        assert joined.config == answer.config
+        assert joined.defaults == frozenset()
+    finally:
+        older.stop()
 
 
 def test_key_of_another_run_is_refused_immediately(scheduler: Scheduler, tmp_path: Path) -> None:

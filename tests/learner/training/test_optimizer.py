@@ -255,3 +255,12 @@ def test_8bit_moments_never_blow_up_an_update(
 def test_adamw_updates_all_weights_in_one_kernel(kind: OptimizerKind) -> None:
     optimizer = make_optimizer(make_model(), LearnerSection(optimizer=kind))
     assert optimizer.optimizers[0].defaults["fused"] is True
+
+
+def test_changed_rates_reach_adamw_and_muon() -> None:
+    cfg = LearnerSection(optimizer=OptimizerKind.MUON, lr=1e-3, muon_lr=4e-3)
+    optimizer = make_optimizer(make_model(), cfg)
+    optimizer.set_rates(lr=2e-3, muon_lr=3e-3)
+    optimizer.set_lr_scale(0.5)
+    rates = [{float(group["lr"]) for group in each.param_groups} for each in optimizer.optimizers]
+    assert rates == [{1e-3}, {1.5e-3}]

@@ -260,3 +260,37 @@ def test_gated_horizon_advances_and_survives_a_scheduler_restart() -> None:
     restarted = Table(cfg=cfg)
     restarted.core.restore(json.loads(json.dumps(table.core.snapshot())))
     assert restarted.core.status()["stage"] == 1
+
+
+def test_changed_stages_keep_the_stage_and_open_groups() -> None:
+    """At version 3 maze is at its second stage; the gated shop has moved at version 2."""
+    curriculum = make_curriculum()
+    for version in (1, 2, 3):
+        play(curriculum, EndReason.HORIZON, version=0)
+        curriculum.step(version, {})
+    group = curriculum.make_group(0, version=3, now=0.0)
+    changed = HorizonSection(
+        kind=HorizonKind.STEPWISE,
+        stages=[11, 22],
+        every_steps=3,
+        gated=GATED,
+        per_env={"shop": HorizonOverride(kind="gated", stages=[4, 9])},
+    )
+    before = group.episodes[0].horizon
+    curriculum.configure(changed, RunConfig().curriculum)
+    assert group.episodes[0].horizon == before
+    assert horizons(curriculum, 3) == (22, 9)
+    assert curriculum.gated["shop"].since == 3  # Its window begins anew with the new horizon.
+    again = edited(changed, {"every_steps": 9, "per_env": {"shop": HorizonOverride(kind="gated")}})
+    curriculum.configure(edited(again, {"stages": [12]}), RunConfig().curriculum)
+    assert horizons(curriculum, 3) == (12, 12)  # The gated schedule has no second stage left.
+
+
+def test_unchanged_schedule_keeps_its_measurements() -> None:
+    curriculum = make_curriculum()
+    play(curriculum, EndReason.HORIZON)
+    curriculum.step(1, {})
+    play(curriculum, EndReason.HORIZON)
+    saved = save(curriculum)
+    curriculum.configure(curriculum._horizon, RunConfig().curriculum)
+    assert save(curriculum) == saved

@@ -1,0 +1,78 @@
+"""Laws of the record of live changes, and of the next start of the run."""
+
+from pathlib import Path
+
+import pytest
+
+from common.config.live.record import ConfigChange, read_changes, record_change, with_changes
+from common.config.load import load_config
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+from common.repository import ROOT
+from common.store.run_dir import RunDir
+from common.store.run_start import save_config
+from tests.configs import edited
+
+CFG = edited(RunConfig(), {"model.path": "x", "learner.lr": 1e-4})
+NOW = 1_700_000_000.0
+
+
+def change(number: int, key: str, old: str, new: str) -> ConfigChange:
+    return ConfigChange(
+        number=number, step=7, time_s=NOW, request=f"r{number}", old={key: old}, new={key: new}
+    )
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    run_dir = RunDir(root=tmp_path)
+    save_config(CFG, run_dir.config)
+    record_change(run_dir, CFG, change(1, "learner.lr", "0.0001", "5e-05"))
+    return run_dir
+
+
+def test_config_has_the_values_in_force_and_the_record_all_changes(run_dir: RunDir) -> None:
+    second = change(2, "learner.lr", "5e-05", "2e-05")
+    record_change(run_dir, CFG, second)
+    found = load_config(str(run_dir.config), [], root=ROOT)
+    assert found == edited(CFG, {"learner.lr": 2e-5})
+    assert run_dir.config.stat().st_mode & 0o777 == 0o600
+    assert read_changes(run_dir.config_changes) == [
+        change(1, "learner.lr", "0.0001", "5e-05"),
+        second,
+    ]
+
+
+def test_same_command_resumes_with_the_changed_value(run_dir: RunDir) -> None:
+    assert with_changes(CFG, run_dir, now_s=NOW).learner.lr == 5e-5
+    assert len(read_changes(run_dir.config_changes)) == 1
+
+
+def test_other_value_at_a_resume_is_used_and_recorded(run_dir: RunDir) -> None:
+    chosen = edited(CFG, {"learner.lr": 3e-5})
+    assert with_changes(chosen, run_dir, now_s=NOW).learner.lr == 3e-5
+    start = read_changes(run_dir.config_changes)[-1]
+    assert (start.number, start.step, start.request) == (2, -1, "")
+    assert (start.old, start.new) == ({"learner.lr": "5e-05"}, {"learner.lr": "3e-05"})
+    assert with_changes(CFG, run_dir, now_s=NOW).learner.lr == 3e-5  # The first command again.
+    assert with_changes(chosen, run_dir, now_s=NOW) == chosen
+    assert len(read_changes(run_dir.config_changes)) == 2
+
+
+def test_run_without_changes_starts_with_the_command(tmp_path: Path) -> None:
+    assert with_changes(CFG, RunDir(root=tmp_path), now_s=NOW) is CFG
+
+
+def test_line_that_a_crash_cut_off_does_not_count(run_dir: RunDir) -> None:
+    path = run_dir.config_changes
+    path.write_bytes(path.read_bytes() + b'{"number": 2, "st')
+    assert [each.number for each in read_changes(path)] == [1]
+    record_change(run_dir, CFG, change(2, "learner.lr", "5e-05", "2e-05"))
+    assert [each.number for each in read_changes(path)] == [1, 2]
+
+
+def test_damaged_line_is_named(run_dir: RunDir) -> None:
+    path = run_dir.config_changes
+    path.write_bytes(b"{}\n" + path.read_bytes())
+    with pytest.raises(ConfigError, match="line 1 is damaged"):
+        read_changes(path)
