@@ -27,6 +27,7 @@ from common.host.process_settings import check_caches
 from common.host.temporary import check_temporary_room
 from common.http.tls import UNENCRYPTED, server_tls
 from common.ray_address import cluster_address
+from common.store.copy_target import check_target
 from common.store.wandb_mode import check_mode
 from common.wire.addresses import is_loopback
 
@@ -60,6 +61,8 @@ def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
         )
     check_disk(run_dir)
     check_mode(cfg.log, os.environ)
+    if cfg.journal.copy_to:
+        check_target(cfg.journal.copy_to)
     here = on_this_machine(cfg)
     if here.actor.num_actors:
         check_sleep(here.actor)
