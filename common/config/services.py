@@ -107,6 +107,14 @@ class LogSection:
     metrics_host: str = knob(
         "127.0.0.1", "Sets the address at which the metrics are served.", form=HOST
     )
+    otlp_every_s: float = seconds(
+        0.0,
+        "Sends the metrics of all roles by OTLP every this many seconds during `train`, to the "
+        "collector in the variable OTEL_EXPORTER_OTLP_ENDPOINT. 0 turns it off.",
+        also=0,
+        ge=1,
+        le=86_400,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

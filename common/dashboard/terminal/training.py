@@ -23,7 +23,7 @@ from common.repository import ROOT
 from common.store.run_dir import RunDir
 
 MAX_REFUSED_LINES = 20
-STOP_S = 3.0  # Seconds for the exporter of the metrics to end.
+STOP_S = 3.0  # Seconds for a process that serves or sends metrics to end.
 
 
 class TerminalObserver:
@@ -78,6 +78,9 @@ class TerminalObserver:
                 self._beside.append(beside.exporter(self._run_dir, listener))
                 stack.callback(self._beside[-1].stop, timeout_s=STOP_S)
                 print(f"metrics: {url_of(listener, '')}metrics", flush=True)
+            if cfg.log.otlp_every_s:
+                self._beside.append(beside.otlp_sender(cfg, self._run_dir))
+                stack.callback(self._beside[-1].stop, timeout_s=STOP_S)
             if cfg.journal.copy_to:
                 self._copier = beside.copier(cfg, self._run_dir)
                 self._beside.append(self._copier)

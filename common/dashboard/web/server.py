@@ -4,7 +4,9 @@ import contextlib
 import logging
 import os
 import secrets
+import signal
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from common.dashboard.web.play import PlayService
 
 USAGE = "dashboard [RUN|FILE ...] [port=N] [host=H] [token=T]"
-OPTIONS = ("port", "host", "token", "run.dir", "fd", "metrics_token_file")
+OPTIONS = ("port", "host", "token", "run.dir", "fd", "metrics_token_file", "otlp_every_s")
 PORT = 8600
 PORTS_TRIED = 20  # Number of ports to try from the default on, if none is requested.
 BESIDE_NICE = 10  # Niceness beside a run, which has priority.
@@ -49,6 +51,8 @@ def dashboard(
     host = options.get("host", loopback())
     runs = root / options.get("run.dir", "runs")
     sources = Sources(words, runs=runs, cache=cache_folder())
+    if "otlp_every_s" in options:  # The launcher starts this process.
+        return send_metrics(sources, every_s=float(options["otlp_every_s"]))
     token = options.get("token") or ("" if is_loopback(host) else secrets.token_urlsafe(24))
     if "fd" in options:  # The launcher has bound this socket and printed its address.
         os.nice(BESIDE_NICE)
@@ -126,6 +130,21 @@ def serve_metrics(listener: socket.socket, sources: Sources, *, token: str) -> N
     from common.dashboard.prometheus.page import make_metrics_app
 
     _run_server(make_metrics_app(sources.run_folders, token=token), listener)
+
+
+def send_metrics(sources: Sources, *, every_s: float) -> int:
+    """Send the metrics of all runs by OTLP until a signal; return the exit code."""
+    from common.dashboard.prometheus.otlp import send_until_stopped
+    from common.dashboard.prometheus.run_metrics import RunMetrics
+    from common.log import configure_logging
+
+    configure_logging("otlp", "INFO")
+    os.nice(BESIDE_NICE)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    send_until_stopped(RunMetrics(sources.run_folders), stop, every_s=every_s)
+    return 0
 
 
 def _run_server(app: "FastAPI", listener: socket.socket) -> None:
