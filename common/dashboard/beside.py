@@ -78,10 +78,10 @@ class SideProcess:
     def stop(self, *, timeout_s: float) -> bool:
         """Stop the process; return whether it ended by itself in time, with exit code 0."""
         child = self._child
-        if child is None:
-            return False
         self._child = None
         self._start_at = float("inf")
+        if child is None:
+            return False
         child.terminate()
         is_in_time = child.has_ended_by(time.monotonic() + timeout_s)
         code = child.poll()
@@ -102,6 +102,7 @@ def metrics_listener(cfg: RunConfig) -> socket.socket:
 def exporter(run_dir: RunDir, listener: socket.socket) -> SideProcess:
     """Return the process that answers scrapes at the socket. It reads the run's files only."""
     token = run_dir.keys / TOKEN
+    token.parent.mkdir(exist_ok=True, mode=0o700)
     if not token.exists():
         write_atomically(token, secrets.token_urlsafe(24) + "\n", mode=0o600)
     fd = listener.fileno()

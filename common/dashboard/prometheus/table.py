@@ -116,7 +116,7 @@ class SampleTable:
         self._samples: dict[str, dict[tuple[str, ...], float]] = {name: {} for name in METRICS}
         self._steps: dict[str, dict[tuple[str, str], float]] = {}
 
-    def add(self, name: str, value: object, **labels: str) -> None:
+    def add(self, name: str, value: object, /, **labels: str) -> None:
         """Add a sample of a declared metric; a value that is no finite number is left out."""
         if isinstance(value, int | float) and math.isfinite(value):
             values = tuple(labels[each] for each in ("run", *METRICS[name].labels))

@@ -25,7 +25,7 @@ from common.store.segments import JournalPosition, list_segments, load_pruned, s
 
 MAX_WINDOW_S = 0.05
 MAX_TRIES = 20
-PAUSE_S = 0.05  # Seconds between two tries.
+PAUSE_S = 0.02  # Seconds between two tries.
 CHECKPOINT = re.compile(r"checkpoints/step-(\d+)/")
 _CHECKPOINT_FOLDER = re.compile(r"step-\d+")
 _MARKER = "COMPLETE"  # The last file of a checkpoint.

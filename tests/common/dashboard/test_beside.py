@@ -7,7 +7,6 @@ from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-import psutil
 import pytest
 
 from common.config.run_config import LogSection, ModelSection, RunConfig
@@ -28,17 +27,6 @@ def _scrape(port: int, token: str) -> str:
     request.add_header("Authorization", f"Bearer {token}")
     with urlopen(request, timeout=120) as answer:  # The socket is bound before it answers.
         return answer.read().decode()
-
-
-def _child(word: str) -> psutil.Process | None:
-    """Return the living child process with this word in its command line."""
-    for child in psutil.Process().children():
-        try:
-            if child.status() != psutil.STATUS_ZOMBIE and word in child.cmdline():
-                return child
-        except psutil.NoSuchProcess:
-            continue
-    return None
 
 
 @pytest.mark.slow
@@ -63,29 +51,30 @@ def test_exporter_serves_its_run_with_the_token_of_the_run(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_ended_process_is_started_again_after_a_pause(tmp_path: Path) -> None:
+def test_ended_process_is_started_again_after_a_pause(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     now = [0.0]
-    words = ["--version", str(tmp_path)]
-    process = SideProcess("x", words, log_path=tmp_path / "x.log", now=lambda: now[0])
     log = tmp_path / "x.log"
+    process = SideProcess("x", ["--version"], log_path=log, now=lambda: now[0])
 
-    def lines() -> int:
-        return len(log.read_text(encoding="utf-8").splitlines()) if log.exists() else 0
+    def has_ended(num: int) -> bool:
+        """Return whether the process has ended this often."""
+        process.poll()
+        return caplog.text.count("ended, the run continues") == num
 
+    _wait_until(lambda: has_ended(1))
+    now[0] = 1.9  # The restart is due at 2 s.
     process.poll()
-    _wait_until(lambda: lines() > 0 and _child(str(tmp_path)) is None)
-    first = lines()
-    process.poll()  # It plans the restart, in 2 s.
-    now[0] = 1.9
-    process.poll()
-    assert lines() == first
+    lines = log.read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 1
     now[0] = 2.0
-    process.poll()
-    _wait_until(lambda: lines() == 2 * first)
+    _wait_until(lambda: has_ended(2))
+    assert log.read_text(encoding="utf-8").splitlines() == 2 * lines
     process.stop(timeout_s=60)
     now[0] = 1e9
     process.poll()
-    assert _child(str(tmp_path)) is None
+    assert log.read_text(encoding="utf-8").splitlines() == 2 * lines
 
 
 def test_taken_metrics_port_is_refused_by_its_key() -> None:
