@@ -17,9 +17,10 @@ def open_target(url: str, *, key: str = KEY) -> tuple[Any, str]:
     Raises: ConfigError: the URL has a password, its scheme is unknown, or the package of its
         backend is not installed.
     """
-    from fsspec import get_filesystem_class  # Imported here, because few runs make a copy.
-    from fsspec.core import url_to_fs
+    # Imported here, because few runs make a copy.
+    import fsspec  # pyright: ignore[reportMissingTypeStubs]
 
+    backends: Any = fsspec
     scheme = urlsplit(url).scheme or "file"
     shown = _shown(url)
     if shown != url:
@@ -28,8 +29,8 @@ def open_target(url: str, *, key: str = KEY) -> tuple[Any, str]:
             " from its environment variables and its own files"
         )
     try:
-        get_filesystem_class(scheme)
-        return url_to_fs(url)
+        backends.get_filesystem_class(scheme)
+        return backends.url_to_fs(url)
     except ImportError as error:
         text = f"{error}".rstrip(".")
         raise ConfigError(f"{key}={shown}: its backend is not installed ({text})") from error

@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable
+from typing import Any
 
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.sdk.metrics.export import (
@@ -37,7 +38,7 @@ def send_until_stopped(source: RunMetrics, stop: threading.Event, *, every_s: fl
 
     A failed request is logged when it is the first one, and when requests work again.
     """
-    exporter = OTLPMetricExporter()
+    exporter: Any = OTLPMetricExporter()
     resource = Resource.create({"service.name": SCOPE})
     is_failing = False
     is_stopped = False

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from common.cpu import cpu_seconds
 from common.dashboard.prometheus.table import SampleTable
 from common.launch.lock import is_held
-from common.store.metrics import tail_metrics
+from common.store.metrics import MetricsLine, tail_metrics
 from common.store.run_dir import RunDir
 from common.store.status.copies import copy_state
 from common.store.status.json_files import as_map, json_object
@@ -62,7 +62,8 @@ def add_run(table: SampleTable, run_dir: RunDir, *, now: float) -> None:
     is_up = not is_finished and (is_written or is_held(run_dir.root))
     table.add("longstride_run_up", is_up, run=run)
     table.add("longstride_run_finished", is_finished, run=run)
-    last = next(iter(tail_metrics(run_dir.metrics, num_steps=1)), {})
+    lines: list[MetricsLine] = tail_metrics(run_dir.metrics, num_steps=1) or [{}]
+    last = lines[-1]
     table.add("longstride_run_step", last.get("step"), run=run)
     if not is_up:
         return

@@ -141,8 +141,12 @@ def send_metrics(sources: Sources, *, every_s: float) -> int:
     configure_logging("otlp", "INFO")
     os.nice(BESIDE_NICE)
     stop = threading.Event()
+
+    def on_signal(*_: object) -> None:
+        stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, on_signal)
     send_until_stopped(RunMetrics(sources.run_folders), stop, every_s=every_s)
     return 0
 

@@ -52,8 +52,12 @@ def _copy_until_stopped(copier: RunCopier, every_s: float) -> int:
     configure_logging("copies", "INFO")
     os.nice(NICENESS)
     stop = threading.Event()
+
+    def on_signal(*_: object) -> None:
+        stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, on_signal)
     return run_copier(copier, stop, every_s=every_s)
 
 
