@@ -57,7 +57,8 @@ def journal(request: ParsedCommand, *, root: Path, echo: Echo) -> int:
         return fetch_run(words[0], options, runs=runs, echo=echo)
     own = runs / words[0]
     run_dir = RunDir(root=own if own.exists() else Path(words[0]))
-    if not run_dir.journal.is_dir():
+    is_starting = words[1] == "copy" and run_dir.root.is_dir()  # The learner makes the journal.
+    if not run_dir.journal.is_dir() and not is_starting:
         raise ConfigError(f"{words[0]}: no run with a journal at {own}")
     return actions[words[1]](run_dir, options, echo)
 

@@ -127,6 +127,21 @@ def test_commands_copy_and_fetch_a_run(
     assert run.main(["journal", "a", "copy", f"to={url}", "every_s=x", where]) == 2
 
 
+def test_run_is_copied_before_it_has_a_journal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "runs" / "a"
+    root.mkdir(parents=True)
+    (root / "date.txt").write_text("2026-01-02\n", encoding="utf-8")
+    where = f"run.dir={root.parent}"
+    url = f"{tmp_path}/copies"
+    assert run.main(["journal", "none", "copy", f"to={url}", where]) == 2
+    assert run.main(["journal", "a", "copy", f"to={url}", where]) == 0
+    assert run.main(["journal", url, "fetch", "to=b", where]) == 0
+    assert (root.parent / "b" / "date.txt").read_text(encoding="utf-8") == "2026-01-02\n"
+    assert "no checkpoint" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_killed_process_leaves_the_previous_copy_whole(
     run_dir: RunDir, copy: Path, tmp_path: Path
