@@ -23,6 +23,7 @@ from common.config.run_config import ActorSection, Launcher, Resume, RunConfig, 
 from common.errors import ConfigError
 from common.formats.answers import check_tools
 from common.formats.chat_template import template_at
+from common.host.loopback import loopback
 from common.host.process_settings import check_caches
 from common.host.temporary import check_temporary_room
 from common.http.tls import UNENCRYPTED, server_tls
@@ -260,6 +261,12 @@ def check_ports(cfg: RunConfig) -> None:
     is_here = cfg.launcher is Launcher.LOCAL or not cluster_address(cfg.ray)
     if cfg.envhub.is_started and not cfg.envhub.url and is_here:
         fixed["envhub.port"] = (cfg.envhub.host, cfg.envhub.port)
+    if cfg.log.metrics_port:
+        host = cfg.log.metrics_host
+        fixed["log.metrics_port"] = (
+            loopback() if is_loopback(host) else host,
+            cfg.log.metrics_port,
+        )
     users: dict[int, str] = {}
     for key, (host, port) in fixed.items():
         if port == 0:
