@@ -19,6 +19,7 @@ from common.memory import trim_heap
 from common.stall.beacon import Beacon, beacon_of
 from common.store.disk import DiskFull
 from common.store.run_dir import RunDir
+from common.store.status.copies import copy_metrics
 from common.wire.messages import EpisodeOutcome, Outcome, Trajectory
 from learner.batch.credit import samples_of
 from learner.build import Learner, MakeSink, build
@@ -334,6 +335,7 @@ class Loop:
         if self._config_number:
             metrics["config/number"] = float(self._config_number)
         metrics |= cpu_metrics(learner.run_dir) | self.saving.metrics
+        metrics |= copy_metrics(learner.run_dir)
         rate = metrics.get("train/tokens_per_s", 0.0)
         self._set_status(rss_bytes=rss, tokens_per_s=rate, cpu_s=family_cpu_s())
         learner.metrics.log(self.version, metrics, check=self._check_disk)

@@ -37,6 +37,7 @@ SATELLITES = (  # Folders and files that no training run needs; `run.py` or a re
     "common/install.py",
     "common/launch/ray",
     "common/store/agent_traj.py",
+    "common/store/copies",
     "common/store/journal_command.py",
     "common/store/wandb_sink.py",
     "actor/agents",

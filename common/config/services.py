@@ -97,11 +97,32 @@ class LogSection:
         100, "Limits a role's log file, in MB. A new file then begins; one old file is kept.", ge=1
     )
     live: bool = knob(True, "Shows the live display if the output is a terminal.")
+    metrics_port: int = knob(
+        0,
+        "Serves the metrics of all roles for Prometheus at this port during `train`. The bearer "
+        "token is in keys/metrics_token of the run. 0 turns it off.",
+        ge=0,
+        le=65535,
+    )
+    metrics_host: str = knob(
+        "127.0.0.1", "Sets the address at which the metrics are served.", form=HOST
+    )
+    otlp_every_s: float = seconds(
+        0.0,
+        "Sends the metrics of all roles by OTLP every this many seconds during `train`, to the "
+        "collector in the variable OTEL_EXPORTER_OTLP_ENDPOINT. 0 turns it off.",
+        also=0,
+        ge=1,
+        le=86_400,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalSection:
-    """Retention of trajectories on disk. Files for a restart are never changed."""
+    """Retention of trajectories on disk, and the run's copy in a store.
+
+    Files for a restart are never changed.
+    """
 
     segment_mb: int = knob(
         256,
@@ -120,6 +141,17 @@ class JournalSection:
     )
     keep_days: float = knob(
         0.0, "Removes files whose last episode is older than these days. 0 keeps all.", ge=0, le=1e5
+    )
+    copy_to: str = knob(
+        "",
+        "Copies the journal, the checkpoints and the state of the run to this folder or URL during "
+        "`train`, such as /mnt/copies or s3://bucket/runs. Empty makes no copy.",
+    )
+    copy_every_s: float = seconds(
+        30.0, "Sets the seconds between two copies of the run.", ge=0.1, le=86_400
+    )
+    copy_stop_timeout_s: float = seconds(
+        60.0, "Limits the seconds after the end of the run in which the rest is copied.", ge=0
     )
 
 

@@ -1,5 +1,6 @@
 """The state of a run in one line: finished, stopped, or its current activity."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -13,6 +14,7 @@ from common.launch.lock import is_held
 from common.store.metrics import tail_metrics
 from common.store.run_dir import RunDir
 from common.store.run_start import load_finished
+from common.store.status.copies import copy_state
 from common.store.status.json_files import as_map, json_object
 from common.store.status.members import node_lines
 
@@ -41,6 +43,7 @@ def details(cfg: RunConfig, run_dir: RunDir) -> list[str]:
     verdict = judge(tail, asdict(cfg), {} if run_dir.finished.exists() else status)
     lines = [counts and f"episodes: {counts}", causes and f"causes: {', '.join(causes)}"]
     lines.append(_cpu_line(run_dir))
+    lines.append(copy_line(run_dir) if copy_state(run_dir) else "")
     lines += node_lines(status)
     lines.append(_change_line(status))
     return [plain(str(line)) for line in [*lines, f"limit: {verdict.sentence}"] if line]
@@ -66,6 +69,22 @@ def _cpu_line(run_dir: RunDir) -> str:
     each = f", {total / trained:.3g} s per trained episode" if trained else ""
     roles = ", ".join(f"{role} {seconds / total:.0%}" for role, seconds in used if seconds)
     return f"processor time: {total:.0f} s{each} ({roles})"
+
+
+def copy_line(run_dir: RunDir, *, is_whole: bool = False) -> str:
+    """Return one line about the run's copy in a store.
+
+    Args:
+        is_whole: whether the copy is known to be complete.
+    """
+    found = json_object(run_dir.root / "copies.json")
+    where = f"the copy at {found.get('to') or 'the store'}"
+    if is_whole:
+        return f"{where} is complete"
+    age_s = max(0.0, time.time() - float(found.get("copied_at") or time.time()))
+    lag = f"lacks {float(found.get('lag_bytes') or 0) / 1e6:.1f} MB of the journal"
+    failed = f"; the store fails: {found['error']}" if found.get("error") else ""
+    return f"{where} {lag}, it is {age_s:.0f} s old{failed}"
 
 
 def stop_line(run_dir: RunDir, step: int) -> str:

@@ -1,6 +1,7 @@
 """The command `journal`: lists, verifies, exports and prunes the trajectories of a run.
 
-All actions also work on a running run.
+It also copies the run to a store, and restores a run from its copy. All actions also work on a
+running run.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ from common.config.command_line import ParsedCommand
 from common.errors import ConfigError
 from common.exchange.writing import FORMATS, load_framing, write
 from common.formats.chat_template import fix_template
+from common.store.copies.command import copy, fetch_run
 from common.store.journal import read_journal
 from common.store.records import PACKED_SUFFIX
 from common.store.run_dir import RunDir, read_json
@@ -26,9 +28,16 @@ from common.text import counted
 
 Echo = Callable[[str], None]
 USAGE = (
-    "journal RUN list|verify|export|prune [to=FILE] [--format json|agenttraj|sft|parquet|atif]"
-    " [keep_gb=N] [keep_days=N]"
+    "journal RUN list|verify|export|prune|copy [to=FILE|URL]"
+    " [--format json|agenttraj|sft|parquet|atif] [keep_gb=N] [keep_days=N] [every_s=N],"
+    " or journal URL fetch [to=NAME]"
 )
+OPTIONS = {
+    "export": {"to", "format"},
+    "prune": {"keep_gb", "keep_days"},
+    "copy": {"to", "every_s"},
+    "fetch": {"to"},
+}
 
 
 def journal(request: ParsedCommand, *, root: Path, echo: Echo) -> int:
@@ -37,18 +46,21 @@ def journal(request: ParsedCommand, *, root: Path, echo: Echo) -> int:
     Raises: ConfigError: an unknown run or action, or an invalid option. WireError: the journal is
         damaged.
     """
-    actions = {"list": _list, "verify": _verify, "export": _export, "prune": _prune}
+    actions = {"list": _list, "verify": _verify, "export": _export, "prune": _prune, "copy": copy}
     words = [word for word in request.overrides if "=" not in word]
     options = dict(word.split("=", 1) for word in request.overrides if "=" in word)
-    if len(words) != 2 or words[1] not in actions:
+    if len(words) != 2 or words[1] not in (*actions, "fetch"):
         raise ConfigError(f"usage: run.py {USAGE}")
-    own = root / options.pop("run.dir", "runs") / words[0]
-    run_dir = RunDir(root=own if own.exists() else Path(words[0]))
-    if not run_dir.journal.is_dir():
-        raise ConfigError(f"{words[0]}: no run with a journal at {own}")
-    known = {"export": {"to", "format"}, "prune": {"keep_gb", "keep_days"}}.get(words[1], set())
-    if unknown := sorted(options.keys() - known):
+    runs = root / options.pop("run.dir", "runs")
+    if unknown := sorted(options.keys() - OPTIONS.get(words[1], set())):
         raise ConfigError(f"{unknown[0]}: {words[1]} has no such option; usage: run.py {USAGE}")
+    if words[1] == "fetch":
+        return fetch_run(words[0], options, runs=runs, echo=echo)
+    own = runs / words[0]
+    run_dir = RunDir(root=own if own.exists() else Path(words[0]))
+    is_starting = words[1] == "copy" and run_dir.root.is_dir()  # The learner makes the journal.
+    if not run_dir.journal.is_dir() and not is_starting:
+        raise ConfigError(f"{words[0]}: no run with a journal at {own}")
     return actions[words[1]](run_dir, options, echo)
 
 

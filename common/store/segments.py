@@ -29,6 +29,11 @@ class JournalPosition:
     segment: int = 0
     offset: int = 0  # Number of bytes of earlier records in the segment.
 
+    def mark(self) -> bytes:
+        """Return the content of the file `synced` for this position."""
+        content = _SYNCED.pack(self.segment, self.offset)
+        return content + zlib.crc32(content).to_bytes(4, "little")
+
 
 JOURNAL_START = JournalPosition()
 
@@ -75,8 +80,7 @@ class SyncedMark:
 
     def move(self, position: JournalPosition) -> None:
         """Write a new end."""
-        content = _SYNCED.pack(position.segment, position.offset)
-        os.pwrite(self._fd, content + zlib.crc32(content).to_bytes(4, "little"), 0)
+        os.pwrite(self._fd, position.mark(), 0)
 
     def close(self) -> None:
         os.close(self._fd)

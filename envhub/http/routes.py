@@ -14,6 +14,7 @@ from starlette.responses import StreamingResponse
 
 from common.errors import EnvTimeout
 from common.formats.action_size import DEFAULT_ACTION_MIB, FIELDS_BYTES, MIB
+from common.telemetry.exposition import CONTENT_TYPE
 from envhub.catalogue.extensions import load_extensions
 from envhub.catalogue.registry import Registry
 from envhub.env import UnknownItem
@@ -178,7 +179,7 @@ def _add_catalogue_routes(
 
     @app.get("/metrics", tags=["hub"])
     async def metrics() -> Response:
-        return Response(hub_metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(hub_metrics.text(), media_type=CONTENT_TYPE)
 
     @app.get("/v1/envs", tags=["catalogue"])
     async def list_envs(subset: Annotated[list[str] | None, Query()] = None) -> Response:

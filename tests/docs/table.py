@@ -38,6 +38,8 @@ RULES = (
     Rule(PY + r".*(mcp|verifiers):", How.PARSE, "wants its package; tests/envhub/interop"),
     Rule(PY + r"(--help|--version|help|envs|new-env|check-env|play)\b", How.RUN),
     Rule(PY + r"journal .*--format", How.PARSE, "wants a policy's run; tests/common/exchange"),
+    Rule(PY + r".*copy_to=s3:", How.CONFIG, "wants s3fs; tests/common/store/copies"),
+    Rule(PY + r"journal .*(copy|fetch) ", How.PARSE, "wants a store; tests/common/store/copies"),
     Rule(PY + r"(show|replay|journal|status)\b", How.RUN),
     Rule(PY + r"doctor --quick", How.RUN),
     Rule(PY + r"doctor\b", How.PARSE, "compiles a kernel, a minute; --quick is run"),

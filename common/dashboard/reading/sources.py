@@ -89,6 +89,10 @@ class Sources:
                 del self._known[name]
         return sorted(self._known.values(), key=_changed_at, reverse=True)
 
+    def run_folders(self) -> list[Path]:
+        """Return the folders of all runs, without conversation files."""
+        return [each.path for each in self.list_all() if isinstance(each, RunSource)]
+
     def get(self, name: str) -> Source:
         """Return a source by its name. Raises: KeyError."""
         if name not in self._known:

@@ -3,24 +3,29 @@
 import json
 import shlex
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 
 from common.config.live.record import last_values, read_changes
 from common.config.run_config import RunConfig
+from common.dashboard import beside
+from common.dashboard.beside import SideProcess
 from common.dashboard.live import LiveDisplay
 from common.dashboard.pace import EtaEstimator
 from common.dashboard.probe import why_not_live, why_not_ready
-from common.dashboard.run_state import details, state_line, stop_line
+from common.dashboard.run_state import copy_line, details, state_line, stop_line
 from common.dashboard.run_view import RunView, view_run
 from common.dashboard.web.run_dashboard import run_dashboard
+from common.dashboard.web.server import url_of
 from common.launch.base import Ending, LaunchState
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.text import counted
 
 MAX_REFUSED_LINES = 20
+STOP_S = 3.0  # Seconds for a process that serves or sends metrics to end.
 
 
 class TerminalObserver:
@@ -30,6 +35,8 @@ class TerminalObserver:
         self._cfg = cfg
         self._run_dir = run_dir
         self._pace = EtaEstimator(cfg.model)
+        self._beside: list[SideProcess] = []  # Processes that are restarted during the run.
+        self._copier: SideProcess | None = None
         self._display = LiveDisplay(
             self._read_view,
             title=f"longstride · {cfg.run.name}",
@@ -52,14 +59,37 @@ class TerminalObserver:
         return replace(state, **self._pace.as_dict())
 
     def refresh(self) -> None:
-        """Show the newest state of the run."""
+        """Show the newest state of the run, and restart processes beside it that have ended."""
+        for process in self._beside:
+            process.poll()
         self._display.refresh()
 
-    def page(self) -> AbstractContextManager[None]:
-        """Return a context that serves the dashboard, if `dashboard=true`."""
-        if not self._cfg.dashboard:
-            return nullcontext()
-        return run_dashboard(self._run_dir, root=ROOT, echo=partial(print, flush=True))
+    @contextmanager
+    def page(self) -> Generator[None]:
+        """Serve the dashboard and the metrics, and copy the run, as far as they are enabled.
+
+        The copies continue until `conclude`, if it is reached.
+        """
+        cfg = self._cfg
+        with ExitStack() as stack, ExitStack() as after_error:
+            if cfg.dashboard:
+                echo = partial(print, flush=True)
+                stack.enter_context(run_dashboard(self._run_dir, root=ROOT, echo=echo))
+            if cfg.log.metrics_port:
+                listener = stack.enter_context(beside.metrics_listener(cfg))
+                self._beside.append(beside.exporter(self._run_dir, listener))
+                stack.callback(self._beside[-1].stop, timeout_s=STOP_S)
+                print(f"metrics: {url_of(listener, '')}metrics", flush=True)
+            if cfg.log.otlp_every_s:
+                self._beside.append(beside.otlp_sender(cfg, self._run_dir))
+                stack.callback(self._beside[-1].stop, timeout_s=STOP_S)
+            if cfg.journal.copy_to:
+                self._copier = beside.copier(cfg, self._run_dir)
+                self._beside.append(self._copier)
+                after_error.callback(self._copier.stop, timeout_s=STOP_S)
+            yield
+            self._beside = []
+            after_error.pop_all()  # The copies continue.
 
     def stop(self) -> None:
         """Stop the display and release the terminal."""
@@ -72,6 +102,18 @@ class TerminalObserver:
             print(f"{self._cfg.run.name}: {stop_line(self._run_dir, step)}", file=sys.stderr)
         if ending.exit_code == 0:
             _report(self._cfg, self._run_dir, wall_s=wall_s, peak_memory_bytes=peak_memory_bytes)
+        self._finish_copy()
+
+    def _finish_copy(self) -> None:
+        """Copy the last state of the run within `journal.copy_stop_timeout_s`."""
+        if self._copier is None:
+            return
+        name = self._cfg.run.name
+        limit_s = self._cfg.journal.copy_stop_timeout_s
+        print(f"{name}: copying the rest of the run, for at most {limit_s:g} s", file=sys.stderr)
+        is_copied = self._copier.stop(timeout_s=limit_s)
+        self._copier = None
+        print(f"{name}: {copy_line(self._run_dir, is_whole=is_copied)}", file=sys.stderr)
 
 
 def _report(cfg: RunConfig, run_dir: RunDir, *, wall_s: float, peak_memory_bytes: int) -> None:

@@ -11,6 +11,7 @@ from fastapi.middleware.gzip import GZipMiddleware
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 
+from common.dashboard.prometheus.page import add_metrics_page
 from common.dashboard.reading.query import KEYS, PAGE
 from common.dashboard.reading.run_source import RunSource
 from common.dashboard.reading.sources import Source
@@ -49,6 +50,7 @@ def make_app(
         ("/api/events", _events),
     ):
         app.add_api_route(path, answer)
+    add_metrics_page(app, watch.sources.run_folders)
     if table is not None:
         add_play(app, table)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")

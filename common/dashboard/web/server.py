@@ -4,7 +4,9 @@ import contextlib
 import logging
 import os
 import secrets
+import signal
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,10 +19,12 @@ from common.host.loopback import family_of, loopback
 from common.wire.addresses import is_loopback
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from common.dashboard.web.play import PlayService
 
 USAGE = "dashboard [RUN|FILE ...] [port=N] [host=H] [token=T]"
-OPTIONS = ("port", "host", "token", "run.dir", "fd")
+OPTIONS = ("port", "host", "token", "run.dir", "fd", "metrics_token_file", "otlp_every_s")
 PORT = 8600
 PORTS_TRIED = 20  # Number of ports to try from the default on, if none is requested.
 BESIDE_NICE = 10  # Niceness beside a run, which has priority.
@@ -47,10 +51,16 @@ def dashboard(
     host = options.get("host", loopback())
     runs = root / options.get("run.dir", "runs")
     sources = Sources(words, runs=runs, cache=cache_folder())
+    if "otlp_every_s" in options:  # The launcher starts this process.
+        return send_metrics(sources, every_s=float(options["otlp_every_s"]))
     token = options.get("token") or ("" if is_loopback(host) else secrets.token_urlsafe(24))
     if "fd" in options:  # The launcher has bound this socket and printed its address.
         os.nice(BESIDE_NICE)
         listener = socket.socket(fileno=int(options["fd"]))
+        if "metrics_token_file" in options:
+            path = Path(options["metrics_token_file"])
+            serve_metrics(listener, sources, token=path.read_text(encoding="utf-8").strip())
+            return 0
     else:
         listener = listen(host, options.get("port", ""))
         echo(url_of(listener, token))
@@ -66,8 +76,11 @@ def url_of(listener: socket.socket, token: str) -> str:
     return f"http://{shown}:{port}/" + (f"?token={token}" if token else "")
 
 
-def listen(host: str, wanted: str) -> socket.socket:
+def listen(host: str, wanted: str, *, keys: tuple[str, str] = ("host", "port")) -> socket.socket:
     """Return a socket on the wanted port; "" is the first free one from `PORT` on, "0" is any.
+
+    Args:
+        keys: names of the options for the host and the port, for an error.
 
     Raises: ConfigError: the port is no number, or is taken.
     """
@@ -83,8 +96,9 @@ def listen(host: str, wanted: str) -> socket.socket:
         except OSError as error:
             listener.close()
             if port == ports[-1]:
-                problem = f"the dashboard cannot listen there ({error.strerror})"
-                raise ConfigError(f"host={host} port={port}: {problem}. Use another.") from error
+                where = f"{keys[0]}={host} {keys[1]}={port}"
+                problem = f"no server can listen there ({error.strerror})"
+                raise ConfigError(f"{where}: {problem}. Use another.") from error
             continue
         listener.listen(64)
         return listener
@@ -95,19 +109,53 @@ def serve(
     listener: socket.socket, sources: Sources, *, host: str, token: str, table: "PlayService | None"
 ) -> None:
     """Answer requests until a signal ends the server."""
-    import uvicorn
-
     from common.dashboard.web.access import AccessMiddleware
     from common.dashboard.web.app import make_app
     from common.dashboard.web.play import PATH
     from common.dashboard.web.watch import SourceRefresher
 
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     watch = SourceRefresher(sources)
     watch.start()
     app = make_app(watch, AccessMiddleware(host=host, token=token, writable=PATH), table)
     if table is not None:
         app.router.on_shutdown.append(table.shut_down)
+    try:
+        _run_server(app, listener)
+    finally:
+        watch.stop()
+
+
+def serve_metrics(listener: socket.socket, sources: Sources, *, token: str) -> None:
+    """Answer scrapes of the page `/metrics` until a signal ends the server."""
+    from common.dashboard.prometheus.page import make_metrics_app
+
+    _run_server(make_metrics_app(sources.run_folders, token=token), listener)
+
+
+def send_metrics(sources: Sources, *, every_s: float) -> int:
+    """Send the metrics of all runs by OTLP until a signal; return the exit code."""
+    from common.dashboard.prometheus.otlp import send_until_stopped
+    from common.dashboard.prometheus.run_metrics import RunMetrics
+    from common.log import configure_logging
+
+    configure_logging("otlp", "INFO")
+    os.nice(BESIDE_NICE)
+    stop = threading.Event()
+
+    def on_signal(*_: object) -> None:
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    send_until_stopped(RunMetrics(sources.run_folders), stop, every_s=every_s)
+    return 0
+
+
+def _run_server(app: "FastAPI", listener: socket.socket) -> None:
+    """Serve an application at a socket until a signal ends the server; close the socket."""
+    import uvicorn
+
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="on"
     )
@@ -115,5 +163,4 @@ def serve(
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listener])
     finally:
-        watch.stop()
         listener.close()

@@ -159,6 +159,17 @@ def test_one_port_for_two_roles_is_refused(model: Path, repository: Path) -> Non
         check(cfg, repository)
 
 
+def test_metrics_port_of_another_role_is_refused(model: Path, repository: Path) -> None:
+    cfg = configure(model, repository, "scheduler.port=45123", "log.metrics_port=45123")
+    with pytest.raises(ConfigError, match=r"log\.metrics_port=45123: scheduler.port uses this"):
+        check(cfg, repository)
+
+
+def test_copy_without_its_backend_is_refused_before_start(model: Path, repository: Path) -> None:
+    with pytest.raises(ConfigError, match=r"journal\.copy_to=s3://bucket/runs: .*s3fs"):
+        check(configure(model, repository, "journal.copy_to=s3://bucket/runs"), repository)
+
+
 @pytest.mark.parametrize("role", ["scheduler", "learner", "envhub"])
 def test_foreign_host_address_is_refused_by_key(role: str, model: Path, repository: Path) -> None:
     for host in ("192.0.2.1", "no-such-host.invalid"):
