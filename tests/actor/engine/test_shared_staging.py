@@ -240,6 +240,5 @@ def test_engine_with_an_unreachable_copy_is_named() -> None:
     good = Staged(is_done=True)
     bad = replace(good, error="the memory cannot be opened", is_unreachable=True)
     assert type(failure_of([bad])) is CopyUnreachable
-    assert (
-        str(failure_of([bad, replace(good, error="late")])) == "the memory cannot be opened; late"
-    )
+    late = replace(good, error="late")
+    assert str(failure_of([bad, late])) == "the memory cannot be opened; late"

@@ -2,7 +2,7 @@
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,11 +17,11 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="changes the user or th
 
 
 @pytest.fixture
-def copy() -> Iterator[NodeCopy]:
+def copy() -> NodeCopy:
     copy = NodeCopy(NUM_BYTES)
     copy.buffer.fill_(7)
     copy.version = 3
-    yield copy
+    return copy
 
 
 def in_child(work: Callable[[], object]) -> str:
