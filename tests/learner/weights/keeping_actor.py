@@ -6,6 +6,7 @@ import torch
 import zmq
 from torch import Tensor
 
+from actor.engine.memory.node_copy import node_id
 from actor.engine.staging import Staging
 from common.wire.collective import CPU
 from common.wire.security import RunKeys, load_keys
@@ -78,6 +79,12 @@ def run_keeping_actor(keys: Path, host: str, port: int, name: str, node: str, nu
     actor = KeepingActor(load_keys(keys), port, name, num_workers=num, node=node)
     actor.learner_host = host
     actor.run()
+
+
+def main(arguments: list[str]) -> None:
+    """Be an actor of the node on which this process runs: keys, host, port, name, workers."""
+    keys, host, port, name, num = arguments
+    run_keeping_actor(Path(keys), host, int(port), name, node_id(), int(num))
 
 
 def is_equal(found: list[Tensor], wanted: Tensor) -> bool:
