@@ -14,6 +14,8 @@ from common.config.compute import WeightsTransport
 from common.wire.collective import SLICE
 from learner.weights.membership import SILENT_AFTER_S, EngineMember
 
+SHARED = ("gloo", "file")  # Transports whose receivers share a copy in each node.
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishSettings:
@@ -36,9 +38,6 @@ class ReceiverGroup(NamedTuple):
 
     transport: str  # "gloo", "nccl", "ipc" or "file"
     members: tuple[EngineMember, ...]
-
-
-SHARED = ("gloo", "file")  # Transports whose receivers share a copy in each node.
 
 
 class EnginePlace(NamedTuple):

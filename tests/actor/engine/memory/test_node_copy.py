@@ -1,6 +1,7 @@
 """Laws of a version in memory that the workers of a node share."""
 
 import ctypes
+import gc
 import os
 from collections.abc import Callable
 
@@ -119,6 +120,7 @@ def test_memory_ends_with_its_last_user() -> None:
 
 def shared_files() -> set[str]:
     """Return the names of the shared versions that this process has open or mapped."""
+    gc.collect()  # Errors of earlier tests refer to theirs.
     found: set[str] = set()
     for name in os.listdir("/proc/self/fd"):
         try:
