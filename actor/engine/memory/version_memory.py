@@ -56,8 +56,6 @@ class VersionMemory:
         if not offer.shares_copy:
             self.for_node = None
             return self._own_for(num_bytes)
-        if self._device.type == "cpu":
-            self.own = None
         found = self.for_node
         if found is None or found.buffer.numel() < num_bytes or not found.claim():
             found = None
@@ -114,8 +112,11 @@ class VersionMemory:
         self._view = None
         view = self._view = CopyView(place, offer.version)
         self._is_base = bool(offer.digest)
+        if offer.copy_index > 0:  # Another worker received the version.
+            self.for_node = None
         num_bytes = whole_bytes(offer)
         if self._place_for(num_bytes) == CPU:
+            self.own = None
             return view
         copy = self._own_for(num_bytes)
         copy.version = -1

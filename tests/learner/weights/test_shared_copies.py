@@ -48,8 +48,11 @@ def bench_of(root: Path, **settings: object) -> Iterator[NodeBench]:
         bench.stop()
 
 
-@pytest.mark.parametrize("transport", [WeightsTransport.AUTO, WeightsTransport.FILE])
-@pytest.mark.parametrize("keeps_versions", [False, True], ids=["full", "delta"])
+@pytest.mark.parametrize(
+    ("transport", "keeps_versions"),
+    [(WeightsTransport.AUTO, False), (WeightsTransport.FILE, True)],
+    ids=["full over gloo", "delta over files"],
+)
 def test_version_crosses_the_network_once_for_each_node(
     tmp_path: Path, transport: WeightsTransport, keeps_versions: bool
 ) -> None:
