@@ -299,7 +299,12 @@ class Transfers:
         places, num_copies = engine_places(receivers)
         offer = self._offer(weights, receivers, transfer_group.key, num_copies)
         for member, place in zip(members, places, strict=True):
-            own = replace(offer, **place._asdict())
+            own = replace(
+                offer,
+                rank=place.rank,
+                copy_key=place.copy_key,
+                copy_index=place.copy_index,
+            )
             self._answers.offered(member, own)
             self._send(member, own)
         self._collect_ready(members, reading)
