@@ -24,7 +24,7 @@ from actor.engine.adapter import REQUEST, adapter_at
 from actor.engine.concurrency import EngineLoad
 from actor.engine.process_watch import ProcessWatch
 from actor.engine.routing import is_recorded_by_vllm, narrowed
-from actor.engine.staging import Staged
+from actor.engine.staging import Staged, failure_of
 from actor.engine.start import is_eager, shut_down_llm, start_llm
 from actor.rollout.episode import Turn
 from common.config.compute import FULL, LoraSection
@@ -32,7 +32,6 @@ from common.config.run_config import ActorSection, AtUpdate, ModelSection
 from common.errors import EngineError, WeightSyncError
 from common.store.status.startup_history import StartupHistory
 from common.wire.codec import encode
-from common.wire.weight_group import TransferCancelled
 from common.wire.weight_messages import WeightsOffer
 
 logger = logging.getLogger(__name__)
@@ -373,8 +372,7 @@ class Engine:
             poll_s = min(LAST_POLL_S, 1.5 * poll_s)
         if failed:
             await self._answered(offer, self._llm.collective_rpc("give_up_staging"))
-            kind = TransferCancelled if failed[0].is_cancelled else WeightSyncError
-            raise kind("; ".join(worker.error for worker in failed))
+            raise failure_of(failed)
         return max(worker.seconds for worker in workers)
 
     async def _answered(self, offer: WeightsOffer, asked: Awaitable[Any]) -> Any:

@@ -1,9 +1,8 @@
 """Staging buffer of an engine worker: receives a version during generation."""
 
 import logging
-import mmap
 import threading
-import weakref
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,15 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actor.engine.memory.node_copy import CopyUnreachable, NodeCopy
+from actor.engine.memory.version_memory import Copy, OwnCopy, VersionMemory, consumed, whole_bytes
 from common.errors import LongstrideError, WeightSyncError
-from common.wire.collective import aligned, views
+from common.wire.collective import views
 from common.wire.transfer.changes import apply_changes, digest_of_whole
 from common.wire.weight_group import TransferCancelled, WeightGroup, lower_priority
 from common.wire.weight_messages import WeightsOffer
 
 logger = logging.getLogger(__name__)
 
-SPARE_BYTES = 1 << 30  # Bytes of a GPU that stay free for the engine's kernels.
 LEAVE_S = 2.0  # Seconds for a cancelled transfer to end. After that, new connections are opened.
 Prepare = Callable[[Iterable[tuple[str, Tensor]]], None]
 
@@ -30,7 +30,8 @@ class Staged:
 
     is_done: bool
     error: str = ""
-    is_cancelled: bool = False  # The learner cancelled it.
+    is_cancelled: bool = False  # The learner cancelled it, or the node's receiver failed.
+    is_unreachable: bool = False  # This worker cannot open the node's copy.
     seconds: float = 0.0  # Seconds of the transfer.
 
     def as_dict(self) -> dict[str, Any]:
@@ -38,13 +39,14 @@ class Staged:
         return asdict(self)
 
 
-class _Copy:
-    """The buffer with the bytes of a version."""
-
-    def __init__(self, buffer: Tensor, pages: mmap.mmap | None = None) -> None:
-        self.buffer = buffer  # [at least total_bytes] uint8
-        self.pages = pages  # Memory of the buffer; None without `prepare`.
-        self.version = -1  # The version to which changes may be applied; -1: none.
+def failure_of(failed: list[Staged]) -> WeightSyncError:
+    """Return the error of an offer that these workers of an engine have not staged."""
+    kind = WeightSyncError
+    if failed[0].is_cancelled:
+        kind = TransferCancelled
+    elif any(worker.is_unreachable for worker in failed):
+        kind = CopyUnreachable
+    return kind("; ".join(worker.error for worker in failed))
 
 
 class _StagedOffer:
@@ -61,8 +63,11 @@ class Staging:
 
     If the learner sends changes, the buffer keeps its version, and the changes are applied to it.
 
-    Consumes: the learner's buckets. Waits for: them, at most until the offer's deadlines. Unblocked
-    by: `give_up`, and by the next offer.
+    If several workers of a node share a copy, one of them receives it into memory that the others
+    map once it is complete. Each worker checks the bytes, and loads its own part of them.
+
+    Consumes: the learner's buckets, or the copy of the node. Waits for: them, at most until the
+    offer's deadlines. Unblocked by: `give_up`, and by the next offer.
 
     Example: begin(offer) returns at once. state() -> not done, while the model samples. state() ->
     done: every bucket arrived intact. tensors(version) yields the tensors to load.
@@ -77,7 +82,7 @@ class Staging:
         self._device = device
         self._prepare = prepare
         self._group = WeightGroup()
-        self._copy: _Copy | None = None
+        self.memory = VersionMemory(device, is_consumed=prepare is not None)
         self._taken: _StagedOffer | None = None
         self._preparing = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -105,8 +110,8 @@ class Staging:
         """Yield (transformers name, view) of a version. Raises: WeightSyncError: as `check`."""
         self.check(version)
         assert self._taken is not None
-        assert self._copy is not None
-        return views(self._copy.buffer, self._taken.offer.tensors)
+        assert self.memory.shown is not None
+        return views(self.memory.shown, self._taken.offer.tensors)
 
     def check(self, version: int) -> None:
         """Check that a version is staged. Raises: WeightSyncError: another one is, or none."""
@@ -124,50 +129,80 @@ class Staging:
         state = Staged(is_done=True, error="staging failed; the engine's log contains the error")
         try:
             self._end_transfer(before)
-            if offer.base < 0:
-                copy, seconds = self._receive_whole(taken)
-            else:
-                copy, seconds = self._receive_changes(taken)
+            copy, seconds = self._take(taken)
+            self.memory.shown = copy.buffer
             if self._prepare is not None:
                 with self._preparing:
                     self._prepare(self._consumed(taken, copy))
+                self.memory.release()
             state = Staged(is_done=True, seconds=seconds)
         except (LongstrideError, RuntimeError) as error:  # RuntimeError: torch is out of memory.
             if not isinstance(error, WeightSyncError):
                 logger.error("staging failed version=%d", offer.version, exc_info=error)
-            is_cancelled = isinstance(error, TransferCancelled)
-            state = Staged(is_done=True, error=str(error), is_cancelled=is_cancelled)
+            state = Staged(
+                is_done=True,
+                error=str(error),
+                is_cancelled=isinstance(error, TransferCancelled),
+                is_unreachable=isinstance(error, CopyUnreachable),
+            )
         finally:
             taken.state = state
 
-    def _receive_whole(self, taken: _StagedOffer) -> tuple[_Copy, float]:
+    def _take(self, taken: _StagedOffer) -> tuple[Copy, float]:
+        """Return memory with an offered version, and the seconds of the transfer."""
+        offer = taken.offer
+        if not offer.shares_copy:
+            return self._receive_from_learner(taken)
+        started = time.monotonic()
+        if offer.copy_index == 0:
+            place, seconds = self._receive_for_node(taken)
+        else:
+            is_cancelled = taken.is_given_up.is_set
+            place = self._group.find_copy(offer, is_cancelled=is_cancelled)
+            seconds = time.monotonic() - started
+        return self.memory.see(place, offer), seconds
+
+    def _receive_for_node(self, taken: _StagedOffer) -> tuple[str, float]:
+        """Receive a version for all workers of the node, and report its place or the failure."""
+        try:
+            copy, seconds = self._receive_from_learner(taken)
+            assert isinstance(copy, NodeCopy)  # The offer is shared.
+            place = copy.show()
+        except TransferCancelled:  # The learner cancels it at the other workers, too.
+            raise
+        except (LongstrideError, RuntimeError) as error:
+            self._group.report_copy(taken.offer, error=str(error))
+            raise
+        self._group.report_copy(taken.offer, place=place)
+        return place, seconds
+
+    def _receive_from_learner(self, taken: _StagedOffer) -> tuple[OwnCopy | NodeCopy, float]:
+        if taken.offer.base < 0:
+            return self._receive_whole(taken)
+        return self._receive_changes(taken)
+
+    def _receive_whole(self, taken: _StagedOffer) -> tuple[OwnCopy | NodeCopy, float]:
         """Return the buffer with the whole version, and the seconds of the transfer."""
         offer = taken.offer
-        copy = self._buffer_for(offer.total_bytes)
+        copy = self.memory.to_overwrite(offer)
         copy.version = -1  # The buffer is between two versions.
         buffer = copy.buffer[: offer.total_bytes]
         seconds = self._receive_into(buffer, taken)
-        if offer.digest:
+        if offer.digest or offer.shares_copy:
             copy.version = offer.version
         return copy, seconds
 
-    def _receive_changes(self, taken: _StagedOffer) -> tuple[_Copy, float]:
+    def _receive_changes(self, taken: _StagedOffer) -> tuple[OwnCopy | NodeCopy, float]:
         """As `_receive_whole`. Raises: WeightSyncError: the result is not that version."""
         offer = taken.offer
-        copy = self._copy
-        found = -1 if copy is None else copy.version
-        if copy is None or found not in (offer.base, offer.version):
-            raise WeightSyncError(
-                f"version {offer.version} arrives as changes since {offer.base}, but the copy of"
-                f" this worker has version {found}; it needs the whole version"
-            )
-        packed = torch.zeros(offer.total_bytes, dtype=torch.uint8, device=copy.buffer.device)
+        held = self.memory.held(offer)
+        packed = torch.zeros(offer.total_bytes, dtype=torch.uint8, device=held.buffer.device)
         seconds = self._receive_into(packed, taken)
-        last = offer.tensors[-1]
-        buffer = copy.buffer[: aligned(last.offset_bytes + last.num_bytes)]
-        if found == offer.base:  # Else they were applied in a transfer that was then cancelled.
+        copy = self.memory.to_change(held, offer)
+        buffer = copy.buffer[: whole_bytes(offer)]
+        if copy.version == offer.base:  # Else they were applied in a transfer that was cancelled.
             copy.version = -1
-            apply_changes(buffer, packed)
+            apply_changes(buffer, packed.to(buffer.device))
         if digest_of_whole(buffer) != offer.digest:
             copy.version = -1
             raise WeightSyncError(
@@ -189,55 +224,21 @@ class Staging:
         if before is not None and before.is_alive():
             logger.warning("abandoned cancelled transfer that does not end; reconnecting")
             self._group = WeightGroup()
-            self._copy = None
-        elif self._group.is_busy and (self._copy is None or self._copy.version < 0):
-            self._copy = None
+            self.memory.free()
+        elif self._group.is_busy:
+            self.memory.drop_incomplete()
+        self.memory.release()
 
-    def _consumed(self, taken: _StagedOffer, copy: _Copy) -> Iterator[tuple[str, Tensor]]:
-        """Yield (transformers name, tensor). Memory is freed with the last reference to a tensor.
-
-        The memory stays if the copy is kept for changes.
+    def _consumed(self, taken: _StagedOffer, copy: Copy) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of a version to prepare, as `consumed` does.
 
         Raises: TransferCancelled: another version is to be staged.
         """
-        pages = copy.pages
-        offer = taken.offer
-        assert pages is not None
-        for spec in offer.tensors:
+        version = taken.offer.version
+        for name, tensor in consumed(copy, taken.offer.tensors):
             if taken.is_given_up.is_set():
-                raise TransferCancelled(f"the transfer of version {offer.version} was cancelled")
-            start = spec.offset_bytes
-            stop = spec.offset_bytes + spec.num_bytes
-            part = memoryview(pages)[start:stop]
-            first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-            num_bytes = stop // mmap.PAGESIZE * mmap.PAGESIZE - first
-            if num_bytes > 0 and copy.version < 0:
-                give_back = weakref.finalize(
-                    part, pages.madvise, mmap.MADV_DONTNEED, first, num_bytes
-                )
-                give_back.atexit = False
-            tensor = torch.frombuffer(part, dtype=getattr(torch, spec.dtype))
-            del part
-            yield spec.name, tensor.view(spec.shape)
-
-    def _buffer_for(self, num_bytes: int) -> _Copy:
-        """Return the buffer: on the GPU if it fits into free memory, else in pinned memory."""
-        if self._copy is None or self._copy.buffer.numel() < num_bytes:
-            self._copy = None
-            if self._prepare is not None:
-                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-                pages = mmap.mmap(-1, num_bytes, flags=flags)
-                pages.madvise(mmap.MADV_HUGEPAGE)  # Small pages cost a second per GB.
-                self._copy = _Copy(torch.frombuffer(pages, dtype=torch.uint8), pages)
-                return self._copy
-            is_cuda = self._device.type == "cuda"
-            free_bytes = torch.cuda.mem_get_info(self._device)[0] if is_cuda else 0
-            fits = free_bytes >= num_bytes + SPARE_BYTES
-            place = self._device if fits else torch.device("cpu")
-            pins = is_cuda and not fits
-            buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=place, pin_memory=pins)
-            self._copy = _Copy(buffer)
-        return self._copy
+                raise TransferCancelled(f"the transfer of version {version} was cancelled")
+            yield name, tensor
 
     def free(self) -> None:
         """Free the buffer of a loaded version; the next version gets a new one."""
@@ -245,7 +246,7 @@ class Staging:
         if self._thread is not None:
             self._thread.join(LEAVE_S)
         self._taken = None
-        self._copy = None
+        self.memory.free()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
@@ -61,10 +61,9 @@ class StagedTransferEngine(WeightTransferEngine[OfferInfo, LoadInfo]):
         self.staging = Staging(self.device, self._prepare if self._prepares else None)
 
     def init_transfer_engine(self, init_info: OfferInfo) -> None:
-        """Begin to receive an offered version. Each of several workers has its own rank."""
+        """Begin to receive an offered version, of which several workers may share one copy."""
         offer: WeightsOffer = decode(init_info.offer)
-        own_rank = offer.rank + get_tp_group().rank_in_group
-        self.staging.begin(replace(offer, rank=own_rank))
+        self.staging.begin(offer.of_worker(get_tp_group().rank_in_group))
 
     def _prepare(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Prepare a staged version, in the staging thread."""
@@ -104,6 +103,7 @@ class StagedTransferEngine(WeightTransferEngine[OfferInfo, LoadInfo]):
         else:
             end_reload(self.model, self.model_config)
             self._is_half = False
+        self.staging.memory.release()
 
     def shutdown(self) -> None:
         """Leave the weight group."""

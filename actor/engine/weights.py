@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from actor.engine.engine import Engine
+from actor.engine.memory.node_copy import CopyUnreachable, node_id
 from common.errors import LongstrideError, WeightSyncError
 from common.text import valid_text
 from common.wire.addresses import Addresses, host_of, local_address_towards
@@ -58,6 +59,7 @@ class WeightLink:
     ) -> None:
         self._engine = engine
         self._join = hello
+        self._node = node_id()
         self._identity = {"actor": hello.actor, "incarnation": hello.incarnation}
         self._exclusive = exclusive
         self._heartbeat_s = heartbeat_s
@@ -120,6 +122,7 @@ class WeightLink:
             busy_epoch=0 if self._at is None else self._at.group_epoch,
             quiet_s=self._engine.quiet_s,
             slept=self._slept,
+            node=self._node,
         )
 
     def _receive(self, message: Any) -> None:
@@ -231,6 +234,9 @@ class WeightLink:
 
     def _recover(self, failure: WeightSyncError) -> None:
         """Join again after a failed transfer. Raises: WeightSyncError: too many in a row."""
+        if isinstance(failure, CopyUnreachable):
+            logger.warning("engine shares no copies from now on, each worker receives its own")
+            self._node = ""
         # A cancelled transfer is not counted as this engine's failure.
         self._num_failures += not isinstance(failure, TransferCancelled)
         if self._num_failures >= MAX_FAILURES:

@@ -67,6 +67,7 @@ class WorkerExtension:
         vLLM's own weight update is not used, because it ends by removing all adapters.
         """
         load_adapter(self.model_runner, self._staging.tensors(version), self.vllm_config)
+        self._staging.memory.release()
 
     @property
     def _staging(self) -> Staging:

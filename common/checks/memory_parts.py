@@ -293,21 +293,23 @@ def _phase_of(label: str) -> str:
     return "" if label.startswith(KEPT_LABELS) else TRAINING
 
 
-def cpu_engine_parts(cfg: RunConfig, shape: ModelShape) -> list[Part]:
-    """Return the parts of one engine without a GPU. Each worker receives a whole version."""
+def cpu_engines_parts(cfg: RunConfig, shape: ModelShape) -> list[Part]:
+    """Return the parts of all engines of a host without a GPU. Their workers share one version."""
     width = BYTES_OF[cfg.model.dtype]
-    cache = cfg.actor.kv_cache_gib * GIB
-    of_worker = [
-        _weights("incoming weights", shape.num_params, width, ", while they load"),
-        _cache_part(cfg, shape, cache, "actor.kv_cache_gib"),
-    ]
-    if _keeps_versions(cfg):
-        what = f" (learner.publish={cfg.learner.publish.value})"
-        of_worker.append(_weights("kept version", shape.num_params, width, what))
-    return [
+    num_workers = cfg.actor.tensor_parallel_size
+    cache = _cache_part(cfg, shape, cfg.actor.kv_cache_gib * GIB, "actor.kv_cache_gib")
+    of_engine = [
         _weights("engine weights", shape.num_params, width),
-        *times(of_worker, cfg.actor.tensor_parallel_size, "workers"),
+        _weights("incoming weights", shape.num_params, width, ", while they load"),
+        *times([cache], num_workers, "workers"),
     ]
+    parts = times(of_engine, cfg.actor.num_engines, "engines")
+    if cfg.actor.num_engines * num_workers > 1:
+        parts.append(_weights("shared version", shape.num_params, width, " for all workers"))
+    elif parts and _keeps_versions(cfg):
+        what = f" (learner.publish={cfg.learner.publish.value})"
+        parts.append(_weights("kept version", shape.num_params, width, what))
+    return parts
 
 
 def gpu_engine_parts(

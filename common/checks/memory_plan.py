@@ -12,7 +12,7 @@ from common.checks.memory_parts import (
     SAMPLING,
     TRAINING,
     Part,
-    cpu_engine_parts,
+    cpu_engines_parts,
     engine_host_parts,
     gpu_engine_parts,
     in_phases,
@@ -82,7 +82,7 @@ def make_plan(
         of_learner = [*first, *times(other, cfg.learner.local_ranks - 1, "ranks"), *of_learner]
     if not (on or is_cuda):
         host = of_learner
-        host += times(cpu_engine_parts(cfg, shape), cfg.actor.num_engines, "engines")
+        host += cpu_engines_parts(cfg, shape)
         host.append(_programs(cfg, cfg.learner.local_ranks, cfg.actor.num_engines))
         return [MemoryBudget("host", host, host_bytes, HOST_REMEDY)]
     num_gpus = len(on) or max(cfg.learner.local_ranks, cfg.actor.tensor_parallel_size)

@@ -2,6 +2,7 @@
 # torch's type stubs lack many functions of its C++ process groups:
 # pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false
 
+import json
 import os
 import threading
 import time
@@ -148,6 +149,7 @@ class WeightGroup:
         self._store_place: StorePlace | None = None
         self._connection: StoreConnection | None = None  # The connection to `_store_place`.
         self._left: list[_Attempt] = []  # Cancelled transfers that may still be in a native call.
+        self._reported: tuple[str, str] | None = None  # Group and key of the last `report_copy`.
 
     def send(
         self,
@@ -236,6 +238,48 @@ class WeightGroup:
         self._place = place
         self._connection = attempt.connection
         return attempt.seconds
+
+    def report_copy(self, offer: WeightsOffer, *, place: str = "", error: str = "") -> None:
+        """Report the place of the copy that this worker received for its node, or the failure.
+
+        Raises: WeightSyncError: the rendezvous store does not answer.
+        """
+        store = self._store(offer)
+        before = self._reported
+        self._reported = (offer.group_key, offer.copy_key)
+        if before is not None and before[0] == offer.group_key:
+            # Without this the store would grow over thousands of versions.
+            store.delete([before[1]])
+        store.set(offer.copy_key, json.dumps({"place": place, "error": error}))
+
+    def find_copy(self, offer: WeightsOffer, *, is_cancelled: Callable[[], bool]) -> str:
+        """Wait for the report of the worker that receives for this node; return the copy's place.
+
+        Raises:
+            TransferCancelled: `is_cancelled` returned True, or the other worker failed.
+            WeightSyncError: there is no report in time, or the rendezvous store does not answer.
+        """
+        store = self._store(offer)
+        deadline = time.monotonic() + 2 * offer.timeout_s
+        while not store.has([offer.copy_key], within_s=CANCEL_CHECK_S):
+            if is_cancelled():
+                raise TransferCancelled(f"transfer cancelled epoch={offer.group_epoch}")
+            if time.monotonic() > deadline:
+                raise WeightSyncError(
+                    f"the worker that receives version {offer.version} for this node has not"
+                    f" reported within {2 * offer.timeout_s:g} s"
+                )
+        report = json.loads(store.get(offer.copy_key))
+        if report["error"]:
+            raise TransferCancelled(f"the worker that receives for this node: {report['error']}")
+        return str(report["place"])
+
+    def _store(self, offer: WeightsOffer) -> GroupStore:
+        """Return the rendezvous store of an offer."""
+        self._follow(offer)
+        if self._connection is None:
+            self._connection = StoreConnection(place_of(offer), answer_s=offer.timeout_s)
+        return GroupStore(self._connection, offer.group_key, timeout_s=offer.timeout_s)
 
     def _follow(self, offer: WeightsOffer) -> None:
         """Drop the connection to the previous rendezvous if the offer has another one."""

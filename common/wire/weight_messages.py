@@ -1,6 +1,6 @@
 """Control messages of the weight plane: learner <-> actor. Tensors go over torch.distributed."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from common.wire.access.bounds import Count, Id, Names, Seconds, Version
@@ -29,6 +29,7 @@ class WeightsJoin:
     busy_epoch: Count = 0  # Group epoch of the offer that the engine is loading; 0: it is idle.
     quiet_s: Seconds = 0.0  # Seconds without an answer of the workers during a transfer.
     slept: Count = 0  # Number of the latest `EngineSleep` that the engine has obeyed.
+    node: Id = ""  # Engines with the same name here share memory; "": the engine shares none.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +45,15 @@ class WeightsOffer:
     """Learner -> actor: the transfer of `version` starts now, and the engine's workers join it.
 
     The flat bytes arrive in buckets. A table with the digest of each bucket follows the last one.
+    If several workers of a node share a copy, only the first of them joins the transfer.
     """
 
     version: Version
     group_epoch: Count  # A new number means that every member builds a new process group.
-    rank: Count  # Rank of the engine's first worker; its other workers have the next ranks.
-    world_size: Count  # Number of workers of all engines, plus the learner.
+    # Rank of the engine's first worker; its other workers have the next ranks. If they share a
+    # copy, it is the rank of the copy.
+    rank: Count
+    world_size: Count  # Number of copies that are sent, plus the learner.
     store_host: str
     store_port: int
     store_public: Id  # Public key of the rendezvous store, Z85.
@@ -66,6 +70,20 @@ class WeightsOffer:
     # are the whole version.
     base: Version = -1
     digest: Id = ""  # Digest of the whole version, of which workers keep a copy; "": they need not.
+    # Name of the copy that the workers of a node share; "": each worker receives its own copy.
+    copy_key: Id = ""
+    copy_index: Count = 0  # Index of the engine's first worker among those; number 0 receives.
+
+    @property
+    def shares_copy(self) -> bool:
+        """True if the engine's workers share a copy."""
+        return bool(self.copy_key)
+
+    def of_worker(self, index: int) -> "WeightsOffer":
+        """Return the offer to a worker of the engine, of which this is the offer."""
+        if self.shares_copy:
+            return replace(self, copy_index=self.copy_index + index)
+        return replace(self, rank=self.rank + index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

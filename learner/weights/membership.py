@@ -21,6 +21,7 @@ class EngineMember:
     incarnation: str
     devices: tuple[str, ...]  # One per worker: the id of its GPU; "" for the CPU.
     host: str = ""  # Host name by which the engine reaches the learner.
+    node: str = ""  # Engines with the same name share memory; "": the engine shares none.
 
     @staticmethod
     def of(sender: bytes, join: WeightsJoin) -> "EngineMember":
@@ -31,6 +32,7 @@ class EngineMember:
             incarnation=join.incarnation,
             devices=tuple(join.devices),
             host=join.host,
+            node=join.node,
         )
 
 

@@ -1,5 +1,10 @@
-"""Routes of a version: the transport for each engine, and the engines that receive together."""
+"""Routes of a version: the transport for each engine, and the engines that receive together.
 
+Workers of one node share a copy. NCCL is the exception: its ring of GPUs enters each node once, and
+every GPU receives. So is CUDA IPC, whose receivers are on the learner's GPU.
+"""
+
+import secrets
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,6 +13,8 @@ from typing import NamedTuple
 from common.config.compute import WeightsTransport
 from common.wire.collective import SLICE
 from learner.weights.membership import SILENT_AFTER_S, EngineMember
+
+SHARED = ("gloo", "file")  # Transports whose receivers share a copy in each node.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +38,41 @@ class ReceiverGroup(NamedTuple):
 
     transport: str  # "gloo", "nccl", "ipc" or "file"
     members: tuple[EngineMember, ...]
+
+
+class EnginePlace(NamedTuple):
+    """Fields of the offer to one engine."""
+
+    rank: int
+    copy_key: str
+    copy_index: int
+
+
+def engine_places(receivers: ReceiverGroup) -> tuple[list[EnginePlace], int]:
+    """Return the place of each engine, in order, and the number of copies that are sent.
+
+    Example: engines a and b on node n with two workers each, and c elsewhere with two workers.
+    a's first worker receives rank 1 for all of n. c's workers share rank 2.
+    """
+    num_workers = Counter[str]()
+    for member in receivers.members:
+        num_workers[member.node] += len(member.devices)
+    copies: dict[str, EnginePlace] = {}  # The next free place of each shared copy, by node.
+    places: list[EnginePlace] = []
+    num_copies = 0
+    for member in receivers.members:
+        node = member.node
+        if not node or num_workers[node] == 1 or receivers.transport not in SHARED:
+            places.append(EnginePlace(1 + num_copies, "", 0))
+            num_copies += len(member.devices)
+            continue
+        if node not in copies:
+            num_copies += 1
+            copies[node] = EnginePlace(num_copies, f"copy/{secrets.token_hex(8)}", 0)
+        place = copies[node]
+        places.append(place)
+        copies[node] = place._replace(copy_index=place.copy_index + len(member.devices))
+    return places, num_copies
 
 
 def transport_of(member: EngineMember, own_device: str, choice: WeightsTransport) -> str:
@@ -68,7 +110,7 @@ def receiver_groups(
     Args:
         num_parts: parts of the fleet; each part waits for the part before it.
     """
-    members = list(members)
+    members = sorted(members, key=lambda member: member.node)  # A node belongs to few parts.
     size = -(-len(members) // num_parts) or 1
     return [
         receivers

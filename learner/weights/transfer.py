@@ -33,7 +33,13 @@ from common.wire.weight_messages import (
 from learner.weights.answers import Answers, TransferMetrics
 from learner.weights.canary import Canary
 from learner.weights.membership import EngineMember, Membership
-from learner.weights.routes import PublishSettings, ReceiverGroup, receiver_groups, transport_of
+from learner.weights.routes import (
+    PublishSettings,
+    ReceiverGroup,
+    engine_places,
+    receiver_groups,
+    transport_of,
+)
 from learner.weights.snapshot import PublishedWeights
 from learner.weights.transfer_groups import TransferGroups, join_all
 from learner.weights.weights_lock import WeightsLock, WeightsReadLock
@@ -289,14 +295,18 @@ class Transfers:
             raise TransferCancelled(f"version {weights.version} was replaced")
         transfer_group = self._groups.of(receivers, is_present=self.members.has)
         self._answers.begin(transfer_group.epoch, weights.version)
-        offer = self._offer(weights, receivers, transfer_group.key)
         members = receivers.members
-        rank = 1
-        for member in members:
-            own = replace(offer, rank=rank)
+        places, num_copies = engine_places(receivers)
+        offer = self._offer(weights, receivers, transfer_group.key, num_copies)
+        for member, place in zip(members, places, strict=True):
+            own = replace(
+                offer,
+                rank=place.rank,
+                copy_key=place.copy_key,
+                copy_index=place.copy_index,
+            )
             self._answers.offered(member, own)
             self._send(member, own)
-            rank += len(member.devices)
         self._collect_ready(members, reading)
         if reading.must_not_wait or self._has_broken(members):
             raise TransferCancelled(f"not all engines are ready epoch={transfer_group.epoch}")
@@ -307,8 +317,7 @@ class Transfers:
             is_cancelled=lambda: self._is_cancelled(members, reading),
         )
         self._note("publish/transfer_s", seconds, is_sum=True)
-        num_workers = offer.world_size - 1
-        self._measures.add("publish/bytes", float(offer.total_bytes * num_workers))
+        self._measures.add("publish/bytes", float(offer.total_bytes * num_copies))
         if context.is_last:
             reading.end()  # The next step may change the weights while engines load.
 
@@ -318,14 +327,14 @@ class Transfers:
             self.members.remove(member, reason="unreachable")
 
     def _offer(
-        self, weights: PublishedWeights, receivers: ReceiverGroup, group_key: str
+        self, weights: PublishedWeights, receivers: ReceiverGroup, group_key: str, num_copies: int
     ) -> WeightsOffer:
         """Return the offer for rank 0, which is this process."""
         return WeightsOffer(
             version=weights.version,
             group_epoch=self._answers.epoch,
             rank=0,
-            world_size=1 + sum(len(member.devices) for member in receivers.members),
+            world_size=1 + num_copies,
             store_host=own_host_towards(
                 self._settings.host, [member.host for member in receivers.members]
             ),

@@ -18,6 +18,7 @@ INTAKE_BYTES = 34.7e3 / 2_000
 HUB_STEPS_PER_S = 11_667
 WEIGHTS_GB = 16.4
 NIC_GB_PER_S = 50
+GPUS_PER_NODE = 8
 
 
 def row(title: str) -> list[float]:
@@ -48,6 +49,21 @@ def test_loads_of_all_sizes_follow_from_the_rates() -> None:
     steps = row("steps of environments per second")
     assert steps == about([n * TURNS for n in trained])
     assert row("TextCraft hubs") == pytest.approx([n / HUB_STEPS_PER_S for n in steps], rel=0.1)
+
+
+def test_bytes_of_a_version_grow_with_nodes_and_not_workers() -> None:
+    workers = row("engines")
+    nodes = row("nodes with engines")
+    assert nodes == [-(-n // GPUS_PER_NODE) for n in workers]
+    copies = row("GB of a whole version, a copy for each node")
+    assert copies == about([n * WEIGHTS_GB for n in nodes])
+    unshared = row("GB of a whole version, a copy for each worker")
+    assert unshared == about([n * WEIGHTS_GB for n in workers])
+    changes = row("GB of a version as changes, a copy for each node")
+    assert changes == about([0.023 * n * WEIGHTS_GB for n in nodes])
+    assert row("GB of host memory for it in each node") == [WEIGHTS_GB] * 3
+    assert "the host memory would be 131 GB for 8 workers" in " ".join(TEXT.split())
+    assert about(131.0) == 8 * WEIGHTS_GB
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def test_changes_since_a_version_not_held_are_refused(bench: Bench) -> None:
 
 def test_copy_without_the_sent_digest_is_dropped(bench: Bench) -> None:
     assert bench.send(bench.version(0).whole).error == ""
-    copy = bench.staging._copy
+    copy = bench.staging.memory.own
     assert copy is not None
     copy.buffer[-1] ^= 4
     state = bench.send(bench.version(1).changes)
@@ -152,6 +152,6 @@ def test_copy_without_the_sent_digest_is_dropped(bench: Bench) -> None:
 def test_version_without_a_digest_is_no_base(bench: Bench) -> None:
     """Full versions leave a worker's memory as before: it is freed or overwritten."""
     assert bench.send(replace(bench.version(0).whole, digest="")).error == ""
-    copy = bench.staging._copy
+    copy = bench.staging.memory.own
     assert copy is not None
     assert copy.version == -1

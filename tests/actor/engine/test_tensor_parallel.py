@@ -8,13 +8,16 @@ import psutil
 import pytest
 
 from common.errors import WeightSyncError
+from learner.weights.exact import policy_weights
 from tests.actor.engine.engine_rig import WAIT_S, Rig
+from tests.actor.engine.test_changes import change_some, live
 from tests.actor.engine.test_engine import (
     LIMITS,
     forced,
     make_prompts,
     mean_delta,
     offer_of,
+    sample,
     send_damaged,
 )
 from tests.common.wire.meeting import Meeting
@@ -38,7 +41,10 @@ def test_every_worker_receives_and_checks_its_weights(
     ]
     try:
         rig.run(take_versions(rig))
-        rig.run(refuse_a_damaged_one(rig))
+        rig.run(take_changes(rig))
+        rig.run(take_forced(rig))
+        rig.run(refuse_a_damaged_one(rig, is_shared=False))
+        rig.run(refuse_a_damaged_one(rig, is_shared=True))
     finally:
         rig.close()
     _, left = psutil.wait_procs(started, timeout=WAIT_S)
@@ -54,7 +60,8 @@ async def take_versions(rig: Rig) -> None:
             for version in (1, 2):
                 rig.randomize(seed=version)
                 link.version_loaded.clear()
-                await rig.publish_first(publisher, link, rig.weights(version, prompts))
+                weights = rig.weights(version, prompts)
+                await rig.publish_first(publisher, link, weights)
                 turns = await asyncio.gather(
                     *(
                         rig.generate(f"{version}-{i}", prompt, max_tokens=8)
@@ -63,17 +70,40 @@ async def take_versions(rig: Rig) -> None:
                 )
                 assert mean_delta(rig, prompts, turns) < LIMITS[rig.dtype]
                 assert {each for turn in turns for each in turn.versions} == {version}
-            link.version_loaded.clear()
-            await rig.publish_first(publisher, link, rig.forced_weights(3))
     metrics = publisher.drain_metrics()
     assert publisher.num_canary_alarms == 0
     assert metrics["publish/pause_s"] > 0
+    assert metrics["publish/bytes"] == 2 * weights.source.total_bytes, "a copy for each version"
 
 
-async def refuse_a_damaged_one(rig: Rig) -> None:
+async def take_changes(rig: Rig) -> None:
+    prompts = make_prompts(4, num_tokens=40)
+    whole = policy_weights(rig.model, rig.dtype).total_bytes
+    with rig.learner(keeps_versions=True) as (publisher, _):
+        async with rig.link() as (link, _task):
+            await rig.publish_first(publisher, link, live(rig, 11, prompts))
+            for version in (12, 13):
+                change_some(rig, seed=version)
+                publisher.drain_metrics()
+                await asyncio.to_thread(publisher.publish, live(rig, version, prompts))
+                assert publisher.drain_metrics()["publish/bytes"] < 0.3 * whole
+                after = await sample(rig, prompts)
+                assert mean_delta(rig, prompts, after) < LIMITS[rig.dtype]
+    assert publisher.num_canary_alarms == 0
+
+
+async def take_forced(rig: Rig) -> None:
+    with rig.learner() as (publisher, _):
+        async with rig.link() as (link, _task):
+            await rig.publish_first(publisher, link, rig.forced_weights(3))
+
+
+async def refuse_a_damaged_one(rig: Rig, *, is_shared: bool) -> None:
     store = Meeting()
     weights = rig.forced_weights(4)
     offer = replace(offer_of(weights, store), world_size=1 + NUM_WORKERS)
+    if is_shared:
+        offer = replace(offer, world_size=2, copy_key="copy")
     sending: list[asyncio.Future[None]] = []
     with pytest.raises(WeightSyncError) as refused:
         await rig.engine.stage(

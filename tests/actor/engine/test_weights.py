@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from actor.engine.memory.node_copy import CopyUnreachable, node_id
 from common.config.run_config import ActorSection
 from common.errors import WeightSyncError
-from common.wire.weight_messages import WeightsJoin, WeightsLeave
+from common.wire.weight_messages import WeightsJoin, WeightsLeave, WeightsLoaded
 from tests.actor.links.toy_peer import Peer, check, make_weight_link
 from tests.common.wire.test_weight_group import offer_of
 
@@ -26,7 +27,9 @@ class Still:
 @pytest.mark.slow
 def test_engine_repeats_join_and_announces_leave(tmp_path: Path) -> None:
     async def law(learner: Peer, link: "WeightLink", task: asyncio.Task[None]) -> None:
-        join = WeightsJoin(actor="a", incarnation="i", devices=[""], version=3, host="127.0.0.1")
+        join = WeightsJoin(
+            actor="a", incarnation="i", devices=[""], version=3, host="127.0.0.1", node=node_id()
+        )
         assert [each.message for each in await learner.receive(2, timeout_s=20.0)] == [join, join]
         task.cancel()
         await asyncio.wait([task])
@@ -34,6 +37,28 @@ def test_engine_repeats_join_and_announces_leave(tmp_path: Path) -> None:
         assert (await learner.next()).message == WeightsLeave(actor="a", incarnation="i")
 
     check(tmp_path, "weights", lambda *line: make_weight_link(*line, engine=Still()), law)
+
+
+class Apart(Still):
+    """An engine that cannot open the memory of another one."""
+
+    can_sample = True
+
+    async def stage(self, *_: Any, **__: Any) -> float:
+        raise CopyUnreachable("the memory of another worker cannot be opened")
+
+
+@pytest.mark.slow
+def test_engine_that_cannot_share_joins_without_a_node(tmp_path: Path) -> None:
+    async def law(learner: Peer, _: "WeightLink", __: asyncio.Task[None]) -> None:
+        joined = await learner.next(WeightsJoin)
+        assert joined.message.node == node_id()
+        learner.answer(joined, offer_of(None, epoch=1, rank=1))
+        loaded = await learner.next(WeightsLoaded)
+        assert not loaded.message.is_ok
+        assert (await learner.next(WeightsJoin)).message.node == ""
+
+    check(tmp_path, "weights", lambda *line: make_weight_link(*line, engine=Apart()), law)
 
 
 class Workers:

@@ -163,14 +163,16 @@ def test_engine_that_keeps_nothing_needs_no_host_memory(
     assert "; only while sampling" in "\n".join(plan_lines([gpu]))
 
 
-def test_each_cpu_worker_receives_a_full_version(shape: ModelShape, repository: Path) -> None:
+def test_cpu_workers_share_one_incoming_version(shape: ModelShape, repository: Path) -> None:
     one, two = (
         make_plan(configure(repository, wide), shape, on=(), host_bytes=0)[0]
         for wide in ("actor.num_actors=1", "actor.tensor_parallel_size=2")
     )
-    assert sizes(two)["engine weights"] == sizes(one)["engine weights"]
-    for label in ("incoming weights", "KV cache"):
-        assert sizes(two)[label] == 2 * sizes(one)[label]
+    for label in ("engine weights", "incoming weights"):
+        assert sizes(two)[label] == sizes(one)[label]
+    assert sizes(two)["KV cache"] == 2 * sizes(one)["KV cache"]
+    assert sizes(two)["shared version"] == 2 * NUM_PARAMS
+    assert "shared version" not in sizes(one)
     assert sizes(two)["programs"] == sizes(one)["programs"] + 2 * GIB  # workers beside the engine
 
 
@@ -197,7 +199,9 @@ def test_changes_need_copies_at_learner_and_workers(shape: ModelShape, repositor
     changes = ["learner.publish=delta", "actor.tensor_parallel_size=2"]
     (host,) = make_plan(configure(repository, *changes), shape, on=(), host_bytes=0)
     assert sizes(host)["publish copies"] == 2 * 2 * NUM_PARAMS, "a version and its changes"
-    assert sizes(host)["kept version"] == 2 * 2 * NUM_PARAMS, "two workers"
+    assert sizes(host)["shared version"] == 2 * NUM_PARAMS, "the workers keep one copy together"
+    (host,) = make_plan(configure(repository, changes[0]), shape, on=(), host_bytes=0)
+    assert sizes(host)["kept version"] == 2 * NUM_PARAMS
     whole = make_plan(configure(repository), shape, on=(), host_bytes=0)[0]
     assert sizes(whole).keys().isdisjoint({"publish copies", "kept version"})
 

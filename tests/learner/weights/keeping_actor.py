@@ -1,14 +1,15 @@
 """An actor whose workers receive as an engine's workers do: by the real staging, with copies."""
 
-from dataclasses import replace
+from pathlib import Path
 
 import torch
 import zmq
 from torch import Tensor
 
+from actor.engine.memory.node_copy import node_id
 from actor.engine.staging import Staging
 from common.wire.collective import CPU
-from common.wire.security import RunKeys
+from common.wire.security import RunKeys, load_keys
 from common.wire.weight_messages import WeightsOffer
 from tests.learner.weights.toy_actor import Actor
 
@@ -17,9 +18,16 @@ class KeepingActor(Actor):
     """Records the offers, and the tensors that each worker would load."""
 
     def __init__(
-        self, keys: RunKeys, port: int, name: str, *, habit: str = "", num_workers: int = 1
+        self,
+        keys: RunKeys,
+        port: int,
+        name: str,
+        *,
+        habit: str = "",
+        num_workers: int = 1,
+        node: str = "",
     ) -> None:
-        super().__init__(keys, port, name, habit=habit, num_workers=num_workers)
+        super().__init__(keys, port, name, habit=habit, num_workers=num_workers, node=node)
         self._stagings = [Staging(CPU) for _ in range(num_workers)]
         self.offers: list[WeightsOffer] = []
         self.tensors: dict[int, list[Tensor]] = {}  # The first tensor at each worker, by version.
@@ -28,7 +36,7 @@ class KeepingActor(Actor):
         self.offers.append(offer)
         self._given_up.clear()
         for index, staging in enumerate(self._stagings):
-            staging.begin(_of_worker(offer, index))
+            staging.begin(offer.of_worker(index))
         while not all(staging.state().is_done for staging in self._stagings):
             self._pump(socket)
             has_failed = any(staging.state().error for staging in self._stagings)
@@ -40,11 +48,14 @@ class KeepingActor(Actor):
             return [], "; ".join(filter(None, errors))
         each = [next(staging.tensors(offer.version))[1] for staging in self._stagings]
         self.tensors[offer.version] = [tensor.clone() for tensor in each]
+        del each
+        for staging in self._stagings:
+            staging.memory.release()
         return self.tensors[offer.version], ""
 
     def damage_copy(self, worker: int) -> None:
         """Flip a bit of the last number in the copy of a worker that receives nothing now."""
-        copy = self._stagings[worker]._copy
+        copy = self._stagings[worker].memory.own
         assert copy is not None
         copy.buffer[-1] ^= 1
 
@@ -63,8 +74,17 @@ class KeepingActor(Actor):
             staging.leave()
 
 
-def _of_worker(offer: WeightsOffer, index: int) -> WeightsOffer:
-    return replace(offer, rank=offer.rank + index)
+def run_keeping_actor(keys: Path, host: str, port: int, name: str, node: str, num: int) -> None:
+    """Be an actor with `num` workers, as the whole of a process."""
+    actor = KeepingActor(load_keys(keys), port, name, num_workers=num, node=node)
+    actor.learner_host = host
+    actor.run()
+
+
+def main(arguments: list[str]) -> None:
+    """Be an actor of the node on which this process runs: keys, host, port, name, workers."""
+    keys, host, port, name, num = arguments
+    run_keeping_actor(Path(keys), host, int(port), name, node_id(), int(num))
 
 
 def is_equal(found: list[Tensor], wanted: Tensor) -> bool:

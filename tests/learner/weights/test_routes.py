@@ -4,11 +4,11 @@ import pytest
 
 from common.config.compute import WeightsTransport as Choice
 from learner.weights.membership import EngineMember
-from learner.weights.routes import ReceiverGroup, receiver_groups, transport_of
+from learner.weights.routes import ReceiverGroup, engine_places, receiver_groups, transport_of
 
 
-def member(name: str, *devices: str) -> EngineMember:
-    return EngineMember(sender=b"", actor=name, incarnation=name, devices=devices)
+def member(name: str, *devices: str, node: str = "") -> EngineMember:
+    return EngineMember(sender=b"", actor=name, incarnation=name, devices=devices, node=node)
 
 
 @pytest.mark.parametrize(
@@ -81,3 +81,37 @@ def test_fleet_parts_are_even_and_complete(num_parts: int, sizes: list[int]) -> 
     assert [len(wave.members) for wave in found] == sizes
     assert [each for wave in found for each in wave.members] == members
     assert receiver_groups([], "", Choice.AUTO, num_parts=num_parts) == []
+
+
+def test_parts_of_the_fleet_keep_nodes_together() -> None:
+    members = [member(str(number), "", node="nm"[number % 2]) for number in range(4)]
+    found = receiver_groups(members, "", Choice.AUTO, num_parts=2)
+    assert [[each.node for each in part.members] for part in found] == [["m", "m"], ["n", "n"]]
+
+
+@pytest.mark.parametrize("transport", ["gloo", "file"])
+def test_workers_of_a_node_share_one_rank(transport: str) -> None:
+    members = (
+        member("a", "", "", node="n"),
+        member("alone", "", node="o"),
+        member("b", "", "", node="n"),
+        member("unshared", "", "", ""),
+        member("c", "", "", node="p"),
+    )
+    places, num_copies = engine_places(ReceiverGroup(transport, members))
+    # a and b: 1. The only worker of node o: 2. Workers without a node: 3 to 5. c: 6.
+    assert [place.rank for place in places] == [1, 2, 1, 3, 6]
+    assert [place.copy_index for place in places] == [0, 0, 2, 0, 0]
+    assert num_copies == 6
+    a, alone, b, unshared, c = (place.copy_key for place in places)
+    assert alone == unshared == ""
+    assert a == b
+    assert len({a, c, ""}) == 3
+
+
+@pytest.mark.parametrize("transport", ["nccl", "ipc"])
+def test_every_gpu_receives_at_its_own_rank(transport: str) -> None:
+    members = (member("a", "GPU-1", "GPU-2", node="n"), member("b", "GPU-3", node="n"))
+    places, num_copies = engine_places(ReceiverGroup(transport, members))
+    assert places == [(1, "", 0), (3, "", 0)]
+    assert num_copies == 3

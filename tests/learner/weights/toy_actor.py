@@ -57,6 +57,7 @@ class Actor(threading.Thread):
         odd_from: int = 1,
         scores: list[list[float]] = CANARY_LOGPROBS,
         num_workers: int = 1,
+        node: str = "",
     ) -> None:
         super().__init__(name=name, daemon=True)
         self._keys = keys
@@ -65,6 +66,8 @@ class Actor(threading.Thread):
         self._odd_from = odd_from
         self._scores = scores
         self._num_workers = num_workers
+        self._node = node
+        self.learner_host = HOST
         self._groups = [WeightGroup() for _ in range(num_workers)]
         self._stop_requested = threading.Event()
         self._is_asked_to_join = threading.Event()
@@ -111,7 +114,7 @@ class Actor(threading.Thread):
         context.term()
 
     def _connect(self, context: zmq.Context) -> zmq.Socket:
-        address = f"tcp://{HOST}:{self._port}"
+        address = f"tcp://{self.learner_host}:{self._port}"
         socket = connect_dealer(context, self._keys, address=address, timeout_s=5.0)
         self._join(socket)
         return socket
@@ -146,6 +149,7 @@ class Actor(threading.Thread):
             version=self._version,
             busy_epoch=self._busy_epoch,
             quiet_s=quiet_s,
+            node=self._node,
         )
         socket.send_multipart(encode(join))
 
