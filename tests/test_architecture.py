@@ -42,6 +42,7 @@ SATELLITES = (  # Folders and files that no training run needs; `run.py` or a re
     "actor/api",
     "actor/formats/preview.py",
     "actor/play",
+    "actor/seats",
     "learner/node.py",
     "learner/node_service.py",
     "learner/offline",

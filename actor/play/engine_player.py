@@ -9,6 +9,7 @@ from actor.play.play import EpisodePlayer, PlayJob, lease_of, play
 from actor.rollout.agent_runner import MakeAgents, make_runner
 from actor.rollout.episode import Act, EnvSession, Render, Turn
 from actor.rollout.render import Renderer
+from actor.seats.seats import Seats
 from common.config.run_config import ActorSection, ModelSection
 from common.evaluation.planned import PlannedEpisode
 from common.seeds import SamplingSeeds
@@ -30,12 +31,14 @@ async def play_with_engine(
     )
     engine.version = 0
     agents = make_runner(make_agents, actor, actor="play", renderer=renderer)
-    player = replace(player_of(engine, renderer, actor), agents=agents)
+    seats = Seats(actor)
+    player = replace(player_of(engine, renderer, actor), agents=agents, seats=seats)
     try:
         await play(job, player)
     finally:
         if agents is not None:
             await agents.close()
+        await seats.close()
         engine.shut_down()
 
 

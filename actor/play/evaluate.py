@@ -22,12 +22,14 @@ from actor.play.play import EpisodePlayer, PlayJob, play
 from actor.rollout.agent_runner import MakeAgents
 from actor.rollout.env_client import HubClient
 from actor.rollout.episode import Act, Render
-from common.config.evaluation import AgentOptions, EvalItems, PolicySection
-from common.config.run_config import RunConfig
+from actor.seats.seats import Seats
+from common.config.evaluation import EvalItems, PolicySection
+from common.config.run_config import ActorSection, RunConfig
 from common.errors import ConfigError, EnvError, LongstrideError
 from common.evaluation.planned import PlannedEpisode
 from common.ids import subset_of
 from common.launch.hub import serve_hub
+from common.launch.judges.opponents import serve_opponents
 from common.launch.lock import hold_run
 from common.store.run_dir import RunDir
 
@@ -65,6 +67,7 @@ def evaluate(
     with (
         hold_run(hub_dir.root, name="eval"),
         serve_hub(hub_cfg, hub_dir, root=root) as (url, token),
+        serve_opponents(hub_cfg, hub_dir, root=root),
     ):
         listed = fetch_listed(cfg, hub_url=url, token=token)
         episodes = choose_items(cfg, url, token, listed.items, listed.turns)
@@ -174,7 +177,7 @@ def run(
     problem = ""
     try:
         if todo and cfg.policy.url:
-            asyncio.run(_play_at_endpoint(job, cfg.policy, cfg.actor.of_text()))
+            asyncio.run(_play_at_endpoint(job, cfg.policy, cfg.actor))
         elif todo:
             play_in_own_process(job, cfg, make_agents=make_agents)
     except ConfigError:
@@ -193,8 +196,9 @@ def run(
     return 1 if problem else 0
 
 
-async def _play_at_endpoint(job: PlayJob, cfg: PolicySection, options: AgentOptions) -> None:
+async def _play_at_endpoint(job: PlayJob, cfg: PolicySection, actor: ActorSection) -> None:
     """Play the job with a policy behind an endpoint."""
+    seats = Seats(actor)
     async with Endpoint(cfg) as endpoint:
 
         def policy(_: PlannedEpisode) -> tuple[Act, Render]:
@@ -206,9 +210,13 @@ async def _play_at_endpoint(job: PlayJob, cfg: PolicySection, options: AgentOpti
             max_concurrent=cfg.max_concurrent,
             max_tokens=NO_LIMIT,
             turn_tokens=0,
-            options=options,
+            options=actor.of_text(),
+            seats=seats,
         )
-        await play(job, player)
+        try:
+            await play(job, player)
+        finally:
+            await seats.close()
         logger.info(
             "endpoint usage prompt_tokens=%d sampled_tokens=%d retries=%d",
             endpoint.num_prompt_tokens,

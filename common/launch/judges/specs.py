@@ -83,17 +83,22 @@ def make_judge_specs(
             gpus = _gpus(name, entry, used, len(found))
             used |= {*gpus}
             env = {"CUDA_VISIBLE_DEVICES": ",".join(found[i].uuid for i in gpus)}
-        role = role_name(name)
-        specs.append(
-            RoleSpec(
-                name=role,
-                argv=(sys.executable, str(root / "run.py"), *_words(cfg, name, entry)),
-                log_path=run_dir.logs / f"{role}.log",
-                env=env,
-                stop_rank=STOP_WITH_HUB,
-            )
-        )
+        words = _words(cfg, name, entry)
+        specs.append(engine_spec(run_dir, role_name(name), words, root=root, env=env))
     return specs
+
+
+def engine_spec(
+    run_dir: RunDir, role: str, words: Sequence[str], *, root: Path, env: Mapping[str, str]
+) -> RoleSpec:
+    """Return a role that serves an engine. `words` is its command line after `run.py`."""
+    return RoleSpec(
+        name=role,
+        argv=(sys.executable, str(root / "run.py"), *words),
+        log_path=run_dir.logs / f"{role}.log",
+        env=env,
+        stop_rank=STOP_WITH_HUB,
+    )
 
 
 def with_judges(specs: Sequence[RoleSpec], judges: Sequence[RoleSpec]) -> list[RoleSpec]:
@@ -120,15 +125,22 @@ def _words(cfg: RunConfig, name: str, entry: Mapping[str, Any]) -> list[str]:
     ):
         raise ConfigError(f"{key}: expects a list such as [actor.max_model_len=4096]")
     folder = find_model(str(entry["path"]))
+    fitting = fitting_overrides(read_shape(folder))
+    own = [f"model.path={folder}", *fitting, *cast("list[str]", serve)]
+    return serve_words(cfg, role_name(name), own, key_variable=KEY_VARIABLE)
+
+
+def serve_words(
+    cfg: RunConfig, role: str, overrides: Sequence[str], *, key_variable: str
+) -> list[str]:
+    """Return the command line after `run.py` of an engine that is a role of a run."""
     own = [
-        f"model.path={folder}",
-        *fitting_overrides(read_shape(folder)),
-        *cast("list[str]", serve),
+        *overrides,
         f"run.dir={cfg.run.dir}",
         f"run.name={cfg.run.name}",
         f"log.level={cfg.log.level}",
-        f"policy.role={role_name(name)}",
-        f"policy.api_key_env={KEY_VARIABLE}",
+        f"policy.role={role}",
+        f"policy.api_key_env={key_variable}",
         "policy.port=0",
     ]
     return ["serve", "--config", MODEL_CONTEXT, *merged_overrides(own)]
