@@ -19,8 +19,8 @@ class SeatsOptions:
 
     trained: list[int] = knob(
         [],
-        "Lists the seats that the policy plays and learns from 0 on, in environments with seats. "
-        "Each group has one of them. [] means all seats.",
+        "Lists the seats, from 0 on, that the policy plays and learns from. Each group has one of "
+        "them. [] means all seats.",
         ge=0,
         le=1000,
     )

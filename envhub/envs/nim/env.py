@@ -58,7 +58,7 @@ class NimEnv(TextEnv):
             return self._end(winner=self._seat, is_valid=True)
         self._seat = 1 - self._seat
         return StepResult(
-            observation=f"{self._told(move)}\n{self._position()}",
+            observation=f"{self._described(move)}\n{self._position()}",
             reward=0.0,
             done=False,
             is_valid=True,
@@ -78,7 +78,7 @@ class NimEnv(TextEnv):
             seat_rewards=rewards,
         )
 
-    def _told(self, move: Move) -> str:
+    def _described(self, move: Move) -> str:
         """Return the other player's move in the words of an observation."""
         taken = named(move, self._start).removeprefix("take ")
         return f"took {taken}" if self._is_compact else f"The other player took {taken}."
