@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any
 
 from actor.play.play import lease_of
+from actor.play.seats.seats import Seats
 from actor.rollout.context import Turn
 from actor.rollout.env_client import Environments
 from actor.rollout.episode import EnvSession, run_episode
 from actor.rollout.folding import CALL, RETURN
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
-from actor.seats.seats import Seats
 from common.config.evaluation import AgentFormat, AgentOptions
 from common.config.run_config import ActorSection
 from common.config.seats.options import SeatsOptions

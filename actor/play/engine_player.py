@@ -6,10 +6,10 @@ from itertools import count
 from actor.engine.engine import Engine
 from actor.formats.tools import load_renderer
 from actor.play.play import EpisodePlayer, PlayJob, lease_of, play
+from actor.play.seats.seats import Seats
 from actor.rollout.agent_runner import MakeAgents, make_runner
 from actor.rollout.episode import Act, EnvSession, Render, Turn
 from actor.rollout.render import Renderer
-from actor.seats.seats import Seats
 from common.config.run_config import ActorSection, ModelSection
 from common.evaluation.planned import PlannedEpisode
 from common.seeds import SamplingSeeds

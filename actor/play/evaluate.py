@@ -19,17 +19,17 @@ from actor.play.eval_entry import (
 )
 from actor.play.own_process import make_job, play_in_own_process
 from actor.play.play import EpisodePlayer, PlayJob, play
+from actor.play.seats.seats import Seats
+from actor.play.seats.serving import serve_opponents
 from actor.rollout.agent_runner import MakeAgents
 from actor.rollout.env_client import HubClient
 from actor.rollout.episode import Act, Render
-from actor.seats.seats import Seats
 from common.config.evaluation import EvalItems, PolicySection
 from common.config.run_config import ActorSection, RunConfig
 from common.errors import ConfigError, EnvError, LongstrideError
 from common.evaluation.planned import PlannedEpisode
 from common.ids import subset_of
 from common.launch.hub import serve_hub
-from common.launch.judges.opponents import serve_opponents
 from common.launch.lock import hold_run
 from common.store.run_dir import RunDir
 

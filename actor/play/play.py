@@ -12,10 +12,10 @@ from pathlib import Path
 
 from actor.formats.tools import rendering
 from actor.links.delivery import deliverable
+from actor.play.seats.seats import Seats
 from actor.rollout.agent_runner import AgentRunner
 from actor.rollout.env_client import Environments, HubClient
 from actor.rollout.episode import WHOLE, Act, OpenSession, Render, run_episode
-from actor.seats.seats import Seats
 from common.config.evaluation import AgentOptions
 from common.errors import EnvPaused, LongstrideError
 from common.evaluation.planned import PlannedEpisode

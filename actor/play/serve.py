@@ -26,9 +26,9 @@ from actor.play.endpoint import read_key
 from actor.play.http_requests import is_of_a_page, read_body, with_api_errors
 from actor.play.prompt_scores import add_score_routes
 from actor.play.sampling import MAX_SEED, Sampling, read_sampling
+from actor.play.seats.past import newer_version, with_past_version
 from actor.play.served_role import ServedRole
 from actor.rollout.render import Renderer
-from actor.seats.past import newer_version, with_past_version
 from common.config.compute import FULL, LoraSection
 from common.config.run_config import ActorSection, RunConfig
 from common.errors import ConfigError, EngineError

@@ -54,7 +54,7 @@ class SeatFiller(Protocol):
         ...
 
 
-SEATS = "actor.seats.seats"  # Module with the class `Seats`, a `SeatFiller`.
+SEATS = "actor.play.seats.seats"  # Module with the class `Seats`, a `SeatFiller`.
 
 
 def load_seats(cfg: ActorSection) -> SeatFiller:

@@ -1,12 +1,10 @@
 """The engine of `algorithm.teacher.path` as a role of a run."""
 
 import secrets
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from common.checks.fitting import merged_overrides
 from common.checks.gpu_placement import GpuAssignment
 from common.checks.machine import Gpu
 from common.checks.model_shape import read_shape
@@ -14,11 +12,9 @@ from common.checks.teacher import engine_overrides, teacher_gpus
 from common.config.run_config import RunConfig
 from common.config.teaching.engine import KEY_VARIABLE, TEACHER
 from common.launch.base import RoleSpec
+from common.launch.judges.specs import engine_spec, serve_words
 from common.launch.roles import ONE_THREAD
 from common.store.run_dir import RunDir
-
-MODEL_CONTEXT = "quickstart"  # The configuration below the overrides of the engine.
-STOP_WITH_HUB = 2
 
 
 def make_teacher_specs(
@@ -52,30 +48,9 @@ def make_teacher_specs(
     else:
         width = []
     folder = (root / teacher.path).resolve()
-    words = [
-        f"model.path={folder}",
-        *width,
-        *engine_overrides(cfg, read_shape(folder)),
-        f"run.dir={cfg.run.dir}",
-        f"run.name={cfg.run.name}",
-        f"log.level={cfg.log.level}",
-        f"policy.role={TEACHER}",
-        f"policy.api_key_env={KEY_VARIABLE}",
-        "policy.port=0",
-    ]
-    program = str(root / "run.py")
-    return [
-        RoleSpec(
-            name=TEACHER,
-            argv=(
-                *(sys.executable, program, "serve", "--config", MODEL_CONTEXT),
-                *merged_overrides(words),
-            ),
-            log_path=run_dir.logs / f"{TEACHER}.log",
-            env=env,
-            stop_rank=STOP_WITH_HUB,
-        )
-    ]
+    own = [f"model.path={folder}", *width, *engine_overrides(cfg, read_shape(folder))]
+    words = serve_words(cfg, TEACHER, own, key_variable=KEY_VARIABLE)
+    return [engine_spec(run_dir, TEACHER, words, root=root, env=env)]
 
 
 def used_gpus(

@@ -11,9 +11,9 @@ from pathlib import Path
 from common.config.command_line import ParsedCommand
 from common.errors import ConfigError, EnvError
 from envhub.author import checks, episode_checks
-from envhub.author.seat_checks import check_seats
 from envhub.author.episodes import Driver, RecordedPlay, spec_of
 from envhub.author.findings import Finding, Grade, Plays
+from envhub.author.seat_checks import check_seats
 from envhub.env import Style, UnknownItem
 
 NUM_ITEMS = 20

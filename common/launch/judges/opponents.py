@@ -1,15 +1,13 @@
 """Engines of opponents as roles of a run: model folders in `actor.seats`, and past versions."""
 
-import contextlib
-import os
 import secrets
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from common.checks.fitting import fitting_overrides
 from common.checks.gpu_placement import GpuAssignment
-from common.checks.machine import Gpu, gpus
+from common.checks.machine import Gpu
 from common.checks.model_shape import read_shape
 from common.checks.preflight import check_model
 from common.config.run_config import Launcher, RunConfig
@@ -17,7 +15,6 @@ from common.config.seats.engines import KEY_VARIABLE, RUN_VARIABLE, opponent_rol
 from common.config.seats.options import PAST
 from common.errors import ConfigError
 from common.launch.base import RoleSpec
-from common.launch.hub import serve_roles
 from common.launch.judges.specs import engine_spec, serve_words
 from common.launch.roles import ONE_THREAD
 from common.launch.teacher import used_gpus
@@ -112,34 +109,3 @@ def with_opponents(
         else each
         for each in (*opponents, *specs)
     ]
-
-
-@contextlib.contextmanager
-def serve_opponents(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> Generator[None]:
-    """Serve the opponents of an evaluation inside the context.
-
-    This process and its children find the engines by environment variables.
-
-    Raises: ConfigError, EnvError: an engine did not start.
-    """
-    if not cfg.actor.seats.folders(in_training=False):
-        yield
-        return
-    own = tuple(range(cfg.actor.tensor_parallel_size)) if not cfg.policy.url else ()
-    specs = make_opponent_specs(
-        cfg,
-        run_dir,
-        root=root,
-        in_training=False,
-        assignment=GpuAssignment(learner=(), actors=(own,)),
-        found=gpus(),
-    )
-    roles = with_opponents(specs, specs, run_dir)[: len(specs)]
-    shared = {name: roles[0].env[name] for name in (KEY_VARIABLE, RUN_VARIABLE)}
-    os.environ.update(shared)
-    try:
-        with serve_roles(roles, run_dir, timeout_s=cfg.actor.start_timeout_s):
-            yield
-    finally:
-        for name in shared:
-            del os.environ[name]

@@ -96,7 +96,7 @@ def engine_spec(
         name=role,
         argv=(sys.executable, str(root / "run.py"), *words),
         log_path=run_dir.logs / f"{role}.log",
-        env=env,
+        env=dict(env),
         stop_rank=STOP_WITH_HUB,
     )
 

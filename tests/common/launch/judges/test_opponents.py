@@ -1,6 +1,5 @@
 """Laws of the roles that serve the opponents of a run."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from common.config.seats.engines import KEY_VARIABLE, RUN_VARIABLE
 from common.config.seats.options import SeatsOptions
 from common.errors import ConfigError
 from common.launch.base import RoleSpec
-from common.launch.judges.opponents import make_opponent_specs, serve_opponents, with_opponents
+from common.launch.judges.opponents import make_opponent_specs, with_opponents
 from common.launch.roles import make_role_specs
 from common.repository import ROOT
 from common.store.run_dir import RunDir
@@ -106,10 +105,3 @@ def test_engines_of_opponents_need_the_local_launcher() -> None:
 def test_missing_folder_of_an_opponent_is_named() -> None:
     with pytest.raises(ConfigError, match=r"actor\.seats\.opponents=no/such: no such directory"):
         specs_of(config_of(opponents=["no/such"]))
-
-
-def test_evaluation_beside_random_play_starts_nothing(tmp_path: Path) -> None:
-    before = dict(os.environ)
-    with serve_opponents(config_of(), RunDir(root=tmp_path), root=ROOT):
-        assert dict(os.environ) == before
-    assert [*tmp_path.iterdir()] == []

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-from actor.seats.past import newer_version, past_versions, with_past_version
+from actor.play.seats.past import newer_version, past_versions, with_past_version
 from common.config.evaluation import PolicySection
 from common.config.load import load_config
 from common.repository import ROOT

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
+from actor.play.seats.seats import MAX_EMPTY_GAMES, Seats, opponent_of, seat_of
 from actor.rollout.episode import Act, EnvSession, Render, Turn, run_episode
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
-from actor.seats.seats import MAX_EMPTY_GAMES, Seats, opponent_of, seat_of
 from common.config.run_config import ActorSection
 from common.errors import ConfigError, EngineError, EnvError, EnvTimeout, HubLost
 from common.wire.messages import EndReason, EpisodeKind, Lease, PolicyKind, Trajectory
 from learner.ingest.admission import refusal
+from tests.actor.play.seats.nim_sessions import NimSession, config_of, lease_of, opening, saying
 from tests.actor.rollout.playing import Count, Letters, go_on
-from tests.actor.seats.nim_sessions import NimSession, config_of, lease_of, opening, saying
 from tests.actor.toy_servers import ToyEndpoint, serve
 
 FIRST = (0,)  # The policy's only seat in most tests.

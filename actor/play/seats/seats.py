@@ -12,6 +12,8 @@ from dataclasses import replace
 from functools import partial
 
 from actor.play.endpoint import NO_LIMIT, TextEpisode
+from actor.play.seats.endpoints import OpponentEndpoint, endpoint_of_engine, endpoint_of_url
+from actor.play.seats.game import GameOver, SeatView, SharedGame, on_failure
 from actor.rollout.env_client import HubSession
 from actor.rollout.episode import (
     WHOLE,
@@ -23,8 +25,6 @@ from actor.rollout.episode import (
     run_episode,
 )
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
-from actor.seats.endpoints import OpponentEndpoint, endpoint_of_engine, endpoint_of_url
-from actor.seats.game import GameOver, SeatView, SharedGame, on_failure
 from common.config.curriculum import HorizonUnit
 from common.config.evaluation import AgentFormat, AgentOptions
 from common.config.run_config import ActorSection
