@@ -41,7 +41,7 @@ class SharedGame:
         """Wait until a seat moves or the game is over. Raises: the error of another player."""
         while self._failure is None and not self.is_over and self.seat != seat:
             await self._changed.wait()
-        if self._failure is not None:
+        if self._failure is not None and not self.is_over:
             raise self._failure
 
     async def move(self, action: str) -> HubStepResult:
