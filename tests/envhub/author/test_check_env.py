@@ -107,18 +107,3 @@ def test_check_suggests_warm_start_without_signal(tmp_path):
     path = changed(tmp_path, ("self.left.remove(int(word))", "pass"))
     notes = list(said(found(path), Grade.NOTE))
     assert any("warm-start with `sft`" in note for note in notes)
-
-
-def test_game_with_seats_reports_the_reward_of_each_seat():
-    with Driver(spec_of("nim", []), Style.COMPACT) as driver:
-        all_found = list(findings(driver, "nim", 6, [], root=ROOT))
-    assert Grade.FAIL not in {each.grade for each in all_found}
-    (seats,) = [each.text for each in all_found if each.name == "seats"]
-    assert seats.startswith("2 seats; random play gives them 0.")
-
-
-def test_game_with_wrong_seats_is_refused(tmp_path: Path):
-    path = changed(tmp_path, ('name="sort",', 'name="sort", seats=2,'))
-    assert any(
-        "seat_rewards=None, but there are 2 seats" in each for each in said(found(path), Grade.FAIL)
-    )

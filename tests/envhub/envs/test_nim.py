@@ -59,11 +59,11 @@ def chance(piles: Piles, *, is_expert: bool) -> Fraction:
     return sum(chance(after(piles, move), is_expert=True) for move in moves) / Fraction(len(moves))
 
 
-def test_perfect_play_beats_random_play_in_98_percent() -> None:
+def test_perfect_play_beats_random_play_in_99_percent() -> None:
     first, last = ONE_PILE_SIZES
     sizes = range(first, last + 1)
     won = [chance((n,), is_expert=seat == 0) for n in sizes for seat in (0, 1)]
-    assert float(sum(won) / len(won)) == pytest.approx(0.985, abs=0.005)
+    assert float(sum(won) / len(won)) == pytest.approx(0.992, abs=0.001)
     # From 4 the expert takes 1 of 4; random play takes all 3 with probability 1/3.
     assert chance((4,), is_expert=True) == Fraction(2, 3)
 

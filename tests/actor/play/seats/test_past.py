@@ -31,7 +31,7 @@ def test_only_complete_checkpoints_are_past_versions(tmp_path: Path) -> None:
 
 def test_engine_serves_the_start_or_a_checkpoint(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path)
-    of_role = [replace(CFG, policy=PolicySection(role=f"opponent-past-{i}")) for i in range(30)]
+    of_role = [replace(CFG, policy=PolicySection(role=f"opponent-past-{i}")) for i in range(12)]
     assert {with_past_version(each, run_dir).model.path for each in of_role} == {CFG.model.path}
     folders = {str(save(run_dir, step)) for step in (10, 20)}
     served = [with_past_version(each, run_dir).model.path for each in of_role]
