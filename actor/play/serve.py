@@ -292,7 +292,7 @@ async def _serve(
 
 async def _end(ended: asyncio.Event, past_of: RunDir | None, *, after_s: float) -> None:
     """Wait for a signal, or until another past version is due. The launcher then restarts it."""
-    waits = [asyncio.create_task(ended.wait())]
+    waits: list[asyncio.Task[Any]] = [asyncio.create_task(ended.wait())]
     if past_of is not None:
         waits.append(asyncio.create_task(newer_version(past_of, after_s=after_s)))
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
