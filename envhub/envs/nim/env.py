@@ -4,7 +4,7 @@ import random
 
 from common.config.envs import EnvsSection
 from envhub.env import EnvSpec, ItemId, StepResult, SubsetSpec, action_text, parse_item
-from envhub.envs.nim.game import Move, Piles, Rules, after, named, parsed
+from envhub.envs.nim.game import NimMove, Piles, Rules, after, named, parsed
 from envhub.envs.text_env import TextEnv
 from envhub.tables import read_instructions
 from envhub.tasks import first_items
@@ -78,7 +78,7 @@ class NimEnv(TextEnv):
             seat_rewards=rewards,
         )
 
-    def _described(self, move: Move) -> str:
+    def _described(self, move: NimMove) -> str:
         """Return the other player's move in the words of an observation."""
         taken = named(move, self._start).removeprefix("take ")
         return f"took {taken}" if self._is_compact else f"The other player took {taken}."

@@ -11,7 +11,7 @@ MAX_ACTION_CHARS = 100
 Piles = tuple[int, ...]
 
 
-class Move(NamedTuple):
+class NimMove(NamedTuple):
     """Take `num` objects from the pile with the index `pile`, from 0 on."""
 
     pile: int
@@ -23,10 +23,10 @@ class Rules(NamedTuple):
 
     max_taken: int  # Most objects of a move; 0: no limit.
 
-    def moves(self, piles: Piles) -> list[Move]:
+    def moves(self, piles: Piles) -> list[NimMove]:
         """Return all legal moves, by pile and number."""
         return [
-            Move(pile, num)
+            NimMove(pile, num)
             for pile, size in enumerate(piles)
             for num in range(1, min(size, self.max_taken or size) + 1)
         ]
@@ -40,29 +40,29 @@ class Rules(NamedTuple):
         sizes = [size % (self.max_taken + 1) if self.max_taken else size for size in piles]
         return functools.reduce(int.__xor__, sizes, 0)
 
-    def best_move(self, piles: Piles) -> Move:
+    def best_move(self, piles: Piles) -> NimMove:
         """Return a move to a lost position; without one, the smallest move of the largest pile."""
         for move in self.moves(piles):
             if self.value(after(piles, move)) == 0:
                 return move
-        return Move(piles.index(max(piles)), 1)
+        return NimMove(piles.index(max(piles)), 1)
 
 
-def after(piles: Piles, move: Move) -> Piles:
+def after(piles: Piles, move: NimMove) -> Piles:
     """Return the position after a move."""
     left = list(piles)
     left[move.pile] -= move.num
     return tuple(left)
 
 
-def named(move: Move, piles: Piles) -> str:
+def named(move: NimMove, piles: Piles) -> str:
     """Return a move as an action. The pile is left out if there is only one."""
     return f"take {move.num}" + (f" from {move.pile + 1}" if len(piles) > 1 else "")
 
 
-def parsed(text: str, piles: Piles) -> Move | None:
+def parsed(text: str, piles: Piles) -> NimMove | None:
     """Return the move that an action names; None if it names none. The move may be illegal."""
     match = MOVE.fullmatch(" ".join(text[:MAX_ACTION_CHARS].lower().split()))
     if match is None or (match[2] is None and len(piles) > 1):
         return None
-    return Move(int(match[2] or 1) - 1, int(match[1]))
+    return NimMove(int(match[2] or 1) - 1, int(match[1]))

@@ -8,7 +8,7 @@ import pytest
 from common.config.envs import EnvsSection
 from envhub.env import StepResult, Style, parse_item
 from envhub.envs.nim.env import ONE_PILE_SIZES, RULES, SUBSETS, NimEnv, make_spec, start_of
-from envhub.envs.nim.game import Move, Piles, Rules, after, parsed
+from envhub.envs.nim.game import NimMove, Piles, Rules, after, parsed
 
 ONE = RULES["OnePile"]
 MANY = RULES["Piles"]
@@ -30,18 +30,18 @@ def started(sizes: Piles, *, style: Style = Style.COMPACT) -> NimEnv:
 @pytest.mark.parametrize(
     ("rules", "piles", "value", "best"),
     [
-        (ONE, (21,), 1, Move(0, 1)),  # 21 = 5 * 4 + 1
-        (ONE, (15,), 3, Move(0, 3)),
-        (ONE, (12,), 0, Move(0, 1)),  # A multiple of 4 is lost.
-        (ONE, (2,), 2, Move(0, 2)),
-        (MANY, (3, 4, 5), 2, Move(0, 2)),  # 011 xor 100 xor 101 = 010; 3 becomes 1
-        (MANY, (1, 2, 3), 0, Move(2, 1)),  # 01 xor 10 xor 11 = 0: lost
-        (MANY, (7, 1, 1), 7, Move(0, 7)),
-        (MANY, (0, 4, 6), 2, Move(2, 2)),
+        (ONE, (21,), 1, NimMove(0, 1)),  # 21 = 5 * 4 + 1
+        (ONE, (15,), 3, NimMove(0, 3)),
+        (ONE, (12,), 0, NimMove(0, 1)),  # A multiple of 4 is lost.
+        (ONE, (2,), 2, NimMove(0, 2)),
+        (MANY, (3, 4, 5), 2, NimMove(0, 2)),  # 011 xor 100 xor 101 = 010; 3 becomes 1
+        (MANY, (1, 2, 3), 0, NimMove(2, 1)),  # 01 xor 10 xor 11 = 0: lost
+        (MANY, (7, 1, 1), 7, NimMove(0, 7)),
+        (MANY, (0, 4, 6), 2, NimMove(2, 2)),
     ],
 )
 def test_perfect_play_leaves_a_nim_sum_of_zero(
-    rules: Rules, piles: Piles, value: int, best: Move
+    rules: Rules, piles: Piles, value: int, best: NimMove
 ) -> None:
     assert rules.value(piles) == value
     assert rules.best_move(piles) == best
@@ -105,9 +105,9 @@ def test_illegal_move_loses_the_game(action: str) -> None:
 
 
 def test_move_needs_its_pile_among_several() -> None:
-    assert parsed("Take 2 from pile 3", (1, 2, 3)) == Move(2, 2)
+    assert parsed("Take 2 from pile 3", (1, 2, 3)) == NimMove(2, 2)
     assert parsed("take 2", (1, 2, 3)) is None
-    assert parsed("take  3", (9,)) == Move(0, 3)
+    assert parsed("take  3", (9,)) == NimMove(0, 3)
 
 
 def test_expert_and_valid_actions_agree_with_the_rules() -> None:
