@@ -96,6 +96,9 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):  # Construction takes 
         is_truncated: the episode ended (`done`) at a limit of the environment itself, as
             gymnasium's `truncated`: the task was not finished.
         metrics: named numbers of the episode for the run's metrics, such as parts of its reward.
+        seat: the seat that moves next, from 0 on; None after the end, or without seats.
+        seat_rewards: the reward of each seat in [0, 1], if the environment has seats. `reward` is
+            that of the seat that acted.
     """
 
     observation: str
@@ -107,6 +110,8 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):  # Construction takes 
     state: str = ""
     is_truncated: bool = False
     metrics: dict[str, float] | None = None
+    seat: int | None = None
+    seat_rewards: list[float] | None = None
     tells_success: bool = True  # Set by `__post_init__`.
 
     def __post_init__(self) -> None:
@@ -127,7 +132,12 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):  # Construction takes 
             "state": self.state,
             "is_truncated": self.is_truncated,
         }
-        return plain | {"metrics": self.metrics} if self.metrics else plain
+        if self.metrics:
+            plain["metrics"] = self.metrics
+        if self.seat_rewards is not None:
+            plain["seat"] = self.seat
+            plain["seat_rewards"] = self.seat_rewards
+        return plain
 
 
 class Env(Protocol):
@@ -135,6 +145,10 @@ class Env(Protocol):
 
     An environment may also have a method `first_messages()`, called after `reset`. It returns the
     messages before the first observation, as {"role": ..., "content": text} each.
+
+    In an environment with seats (`EnvSpec.seats`), several players act in turn. Seat 0 moves first,
+    and `StepResult.seat` names the seat that moves next. An observation is for that seat: it holds
+    all that the seat must know since its last move. `StepResult.seat_rewards` is required.
 
     An environment may also have a method `detail(what: str)`. It returns JSON for AgentGym's pages,
     or None for an unknown request. The result for "picture" is one of:
@@ -233,6 +247,7 @@ class EnvSpec:
         reward: how the return is computed from the step rewards.
         start_score: the score before the first step: a raw score of 0, mapped to [0, 1].
         takes_any_text: every text is a valid action, such as an answer in words.
+        seats: number of players that act in turn, see `Env`. Such an environment needs Reward.LAST.
         is_repeatable: equal actions always have equal results and no effect outside the episode.
         from_agentgym: maps AgentGym's data index to an item id; raises UnknownItem. None: no
             mapping.
@@ -258,6 +273,7 @@ class EnvSpec:
     reward: Reward = Reward.LAST
     start_score: float = 0.0
     takes_any_text: bool = False
+    seats: int = 1
     is_repeatable: bool = True
     from_agentgym: Callable[[int], str] | None = None
     column_item: Callable[[int], str] | None = None

@@ -13,9 +13,14 @@ DIGITS = 9  # Decimal digits of a sum, so that ten times 0.1 is 1.
 
 
 def with_summed_rewards(spec: EnvSpec) -> EnvSpec:
-    """Return the entry; with `Reward.SUM`, its episodes are wrapped in `SummedRewards`."""
+    """Return the entry; with `Reward.SUM`, its episodes are wrapped in `SummedRewards`.
+
+    Raises: ValueError: the environment has seats.
+    """
     if spec.reward is Reward.LAST:
         return spec
+    if spec.seats > 1:
+        raise ValueError(f"{spec.name}: an environment with seats needs Reward.LAST, not SUM")
     make: Any = spec.make
 
     def make_summed(style: Style) -> Any:

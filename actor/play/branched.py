@@ -7,15 +7,19 @@ demonstrate the form of a branch, not where one is useful. A branch without a re
 limit, and the demonstration contains the note about it.
 """
 
+from functools import partial
 from typing import Any
 
 from actor.play.play import lease_of
+from actor.play.seats.seats import Seats
 from actor.rollout.context import Turn
 from actor.rollout.env_client import Environments
 from actor.rollout.episode import EnvSession, run_episode
 from actor.rollout.folding import CALL, RETURN
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
 from common.config.evaluation import AgentFormat, AgentOptions
+from common.config.run_config import ActorSection
+from common.config.seats.options import SeatsOptions
 from common.errors import ConfigError, EnvError
 from common.evaluation.planned import PlannedEpisode
 from common.formats.answers import in_react
@@ -116,6 +120,29 @@ class BranchingPolicy:
         return Turn(self._render.add(text), logprobs=[0.0], versions=[-1])
 
 
+async def open_beside_random(
+    environments: Environments, plan: PlannedEpisode, trained: list[int]
+) -> EnvSession:
+    """Return a session for a demonstration. In a game with seats, the other seats play at random.
+
+    Args:
+        trained: the seats that demonstrations play; [] means all.
+
+    Raises: EnvError, EnvTimeout.
+    """
+    seats = Seats(ActorSection(seats=SeatsOptions(trained=trained)))
+    lease = lease_of(plan, attempt=0, deadline_s=DEADLINE_S)
+    scripted = ScriptedRender()
+    policy = ScriptedPolicy(plan.policy, seed=plan.episode_id, render=scripted)
+    open_seat = seats.opener(
+        lease,
+        partial(environments.open, plan.env, plan.item_id, seed=plan.seed),
+        own=lambda _: (policy.act, scripted),
+        task=("", ""),
+    )
+    return await open_seat()
+
+
 async def play_in_branches(
     environments: Environments, plan: PlannedEpisode, options: AgentOptions, unreturned: int = -1
 ) -> tuple[list[dict[str, Any]], bool]:
@@ -135,7 +162,7 @@ async def play_in_branches(
     policy = BranchingPolicy(scripted, render, options=options, unreturned=unreturned)
     played = await run_episode(
         lease_of(plan, attempt=0, deadline_s=DEADLINE_S),
-        open_session=lambda: environments.open(plan.env, plan.item_id, seed=plan.seed),
+        open_session=lambda: open_beside_random(environments, plan, options.seats.trained),
         act=policy.act,
         render=render,
         instruction=environments.instruction(plan.env),

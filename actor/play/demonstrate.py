@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from actor.play.branched import play_in_branches
+from actor.play.branched import open_beside_random, play_in_branches
 from actor.rollout.env_client import Environments, HubClient
 from actor.rollout.episode import first_text
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
@@ -91,7 +91,7 @@ async def _play_all(cfg: RunConfig, url: str, token: str) -> list[Played]:
                 left = number // 2 % NUM_LEFT if number % 2 else -1
                 played = await play_in_branches(environments, plan, options, left)
             else:
-                played = await _play(environments, plan, cfg.actor.format, cfg.sft.slip_frac)
+                played = await _play(environments, plan, cfg.actor, cfg.sft.slip_frac)
         if (done := next(numbers)) % max(1, num_plans // NUM_PROGRESS_LINES) == 0:
             logger.info("played episodes=%d of=%d", done, num_plans)
         return played
@@ -152,20 +152,21 @@ def _shown_before(message: dict[str, str]) -> dict[str, Any]:
 
 
 async def _play(
-    environments: Environments, plan: PlannedEpisode, kind: AgentFormat, slip_frac: float
+    environments: Environments, plan: PlannedEpisode, actor: ActorSection, slip_frac: float
 ) -> Played:
     """Return the episode in AgentGym's format, and whether it was solved."""
+    kind = actor.format
     render = ScriptedRender()
     policy = ScriptedPolicy(plan.policy, seed=plan.episode_id, render=render, slip_frac=slip_frac)
-    session = await environments.open(plan.env, plan.item_id, seed=plan.seed)
     instruction, answer = (
         each(plan.env) for each in (environments.instruction, environments.acknowledgement)
     )
+    session = await open_beside_random(environments, plan, actor.seats.trained)
     instruction = worded(kind, instruction)
     messages: list[dict[str, Any]] = []
     text = session.first_observation
-    if session.first_messages:
-        messages += [_shown_before(each) for each in session.first_messages]
+    if firsts := getattr(session, "first_messages", []):
+        messages += [_shown_before(each) for each in firsts]
         text = first_text(instruction, text)
     elif answer:
         messages += [

@@ -5,7 +5,7 @@ import json
 import logging
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 
@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 NO_LIMIT = 1 << 40  # Bytes. The endpoint itself reports when its context is full.
 # Endpoints report a full context differently: by a code, or in the text of a 400.
 CONTEXT_WORDS = ("context_length_exceeded", "maximum context length", "context window")
-WRONG_CONFIG = {  # HTTP status -> the config key that is probably wrong
-    401: "policy.api_key_env",
-    403: "policy.api_key_env",
-    404: "policy.model",
+WRONG_CONFIG = {  # HTTP status -> the key of the section that is probably wrong
+    401: "api_key_env",
+    403: "api_key_env",
+    404: "model",
 }
 
 
@@ -36,6 +36,12 @@ class Reply:
     text: str
     is_stopped: bool  # False: cut at policy.max_turn_tokens.
     model: str = ""  # Name of the model in the answer.
+
+
+class ChatClient(Protocol):
+    """Requests the next message of a conversation; `Endpoint` is one."""
+
+    async def complete(self, messages: list[dict[str, str]]) -> Reply: ...
 
 
 def read_key(cfg: PolicySection) -> str:
@@ -57,15 +63,23 @@ class Endpoint(BearerClient):
             reply = await endpoint.complete([{"role": "user", "content": "hello"}])
     """
 
-    def __init__(self, cfg: PolicySection, *, key: str | None = None) -> None:
-        """Create the client without connecting. `key` None: the configured environment variable."""
+    def __init__(
+        self, cfg: PolicySection, *, key: str | None = None, section: str = "policy"
+    ) -> None:
+        """Create the client without connecting.
+
+        Args:
+            key: None: the configured environment variable holds it.
+            section: the section of the configuration whose keys the errors name.
+        """
         self._cfg = cfg
+        self._section = section
         self._key = read_key(cfg) if key is None else key
         self._url = f"{cfg.url.rstrip('/')}/chat/completions"
         try:
             super().__init__(self._url, token=self._key, timeout_s=cfg.timeout_s)
         except ProxyFailed as error:
-            raise ConfigError(f"policy.url={cfg.url}: {error}") from error
+            raise ConfigError(f"{section}.url={cfg.url}: {error}") from error
         self.num_prompt_tokens = 0  # As counted by the endpoint, if it reports a count.
         self.num_sampled_tokens = 0
         self.num_retries = 0
@@ -145,8 +159,8 @@ class Endpoint(BearerClient):
             return ContextFull(failure)
         if status in WRONG_CONFIG:
             key = WRONG_CONFIG[status]
-            value = self._cfg.model if key == "policy.model" else self._cfg.api_key_env
-            return ConfigError(f"{key}={value}: {self._url} answers {failure}")
+            value = self._cfg.model if key == "model" else self._cfg.api_key_env
+            return ConfigError(f"{self._section}.{key}={value}: {self._url} answers {failure}")
         return PolicyFailed(f"{self._url}: {failure}")
 
     def _redact(self, text: str) -> str:
@@ -165,7 +179,7 @@ class TextEpisode:
     So its journal is readable, but the episode cannot be trained on.
     """
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: ChatClient) -> None:
         self._endpoint = endpoint
         self._messages: list[dict[str, str]] = []
 

@@ -6,6 +6,7 @@ from itertools import count
 from actor.engine.engine import Engine
 from actor.formats.tools import load_renderer
 from actor.play.play import EpisodePlayer, PlayJob, lease_of, play
+from actor.play.seats.seats import Seats
 from actor.rollout.agent_runner import MakeAgents, make_runner
 from actor.rollout.episode import Act, EnvSession, Render, Turn
 from actor.rollout.render import Renderer
@@ -30,12 +31,14 @@ async def play_with_engine(
     )
     engine.version = 0
     agents = make_runner(make_agents, actor, actor="play", renderer=renderer)
-    player = replace(player_of(engine, renderer, actor), agents=agents)
+    seats = Seats(actor)
+    player = replace(player_of(engine, renderer, actor), agents=agents, seats=seats)
     try:
         await play(job, player)
     finally:
         if agents is not None:
             await agents.close()
+        await seats.close()
         engine.shut_down()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from common.config.evaluation import ContextKind, EvalSection, PolicySection
 from common.config.run_config import ActorSection, ModelSection
+from common.config.seats.options import ENDPOINT, RANDOM
 from common.errors import ConfigError
 from common.evaluation.planned import PlannedEpisode
 from common.evaluation.scores import ItemPlays, all_scores
@@ -34,6 +35,7 @@ def describe_policy(
             "temperature": policy.temperature,
             "max_turn_tokens": policy.max_turn_tokens,
             **actor.of_answers(),
+            **_of_seats(actor),
         }
     files = sorted([*Path(model.path).glob("*.safetensors"), *Path(model.path).glob("*.json")])
     context = {"context": actor.context.value, "context_turns": actor.context_turns}
@@ -52,7 +54,21 @@ def describe_policy(
         **_of_prompts(model, actor),
         **({"agent": list(actor.agent)} if actor.endpoint else {}),
         **actor.of_answers(),
+        **_of_seats(actor),
     }
+
+
+def _of_seats(actor: ActorSection) -> dict[str, Any]:
+    """Return the non-default seats and opponents of an evaluation."""
+    seats = actor.seats
+    settings: dict[str, Any] = {}
+    if seats.trained:
+        settings["seats"] = seats.trained
+    if seats.eval_opponents != [RANDOM]:
+        settings["opponents"] = seats.eval_opponents
+    if ENDPOINT in seats.eval_opponents:
+        settings["opponent_model"] = [seats.url, seats.model]
+    return settings
 
 
 def _of_prompts(model: ModelSection, actor: ActorSection) -> dict[str, Any]:

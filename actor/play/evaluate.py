@@ -19,11 +19,13 @@ from actor.play.eval_entry import (
 )
 from actor.play.own_process import make_job, play_in_own_process
 from actor.play.play import EpisodePlayer, PlayJob, play
+from actor.play.seats.seats import Seats
+from actor.play.seats.serving import serve_opponents
 from actor.rollout.agent_runner import MakeAgents
 from actor.rollout.env_client import HubClient
 from actor.rollout.episode import Act, Render
-from common.config.evaluation import AgentOptions, EvalItems, PolicySection
-from common.config.run_config import RunConfig
+from common.config.evaluation import EvalItems, PolicySection
+from common.config.run_config import ActorSection, RunConfig
 from common.errors import ConfigError, EnvError, LongstrideError
 from common.evaluation.planned import PlannedEpisode
 from common.ids import subset_of
@@ -66,6 +68,7 @@ def evaluate(
     with (
         hold_run(hub_dir.root, name="eval"),
         serve_hub(hub_cfg, hub_dir, root=root) as (url, token),
+        serve_opponents(hub_cfg, hub_dir, root=root),
     ):
         listed = fetch_listed(cfg, hub_url=url, token=token)
         episodes = choose_items(cfg, url, token, listed.items, listed.turns)
@@ -175,7 +178,7 @@ def run(
     problem = ""
     try:
         if todo and cfg.policy.url:
-            asyncio.run(_play_at_endpoint(job, cfg.policy, cfg.actor.of_text()))
+            asyncio.run(_play_at_endpoint(job, cfg.policy, cfg.actor))
         elif todo:
             play_in_own_process(job, cfg, make_agents=make_agents)
     except ConfigError:
@@ -194,8 +197,9 @@ def run(
     return 1 if problem else 0
 
 
-async def _play_at_endpoint(job: PlayJob, cfg: PolicySection, options: AgentOptions) -> None:
+async def _play_at_endpoint(job: PlayJob, cfg: PolicySection, actor: ActorSection) -> None:
     """Play the job with a policy behind an endpoint."""
+    seats = Seats(actor)
     async with Endpoint(cfg) as endpoint:
 
         def policy(_: PlannedEpisode) -> tuple[Act, Render]:
@@ -207,9 +211,13 @@ async def _play_at_endpoint(job: PlayJob, cfg: PolicySection, options: AgentOpti
             max_concurrent=cfg.max_concurrent,
             max_tokens=NO_LIMIT,
             turn_tokens=0,
-            options=options,
+            options=actor.of_text(),
+            seats=seats,
         )
-        await play(job, player)
+        try:
+            await play(job, player)
+        finally:
+            await seats.close()
         logger.info(
             "endpoint usage prompt_tokens=%d sampled_tokens=%d retries=%d",
             endpoint.num_prompt_tokens,

@@ -6,15 +6,16 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from actor.formats.tools import rendering
 from actor.links.delivery import deliverable
+from actor.play.seats.seats import Seats
 from actor.rollout.agent_runner import AgentRunner
 from actor.rollout.env_client import Environments, HubClient
-from actor.rollout.episode import WHOLE, Act, Render, run_episode
+from actor.rollout.episode import WHOLE, Act, OpenSession, Render, run_episode
 from common.config.evaluation import AgentOptions
 from common.errors import EnvPaused, LongstrideError
 from common.evaluation.planned import PlannedEpisode
@@ -40,6 +41,7 @@ class EpisodePlayer:
     # Agent options, such as the handling of a full context.
     options: AgentOptions = WHOLE
     agents: AgentRunner | None = None  # Programs that play instead of the built-in loop.
+    seats: Seats | None = None  # Opponents. None: an episode plays all seats of a game.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,10 +132,16 @@ async def _play_once(
     lease: Lease, plan: PlannedEpisode, environments: Environments, player: EpisodePlayer
 ) -> Trajectory:
     """Play one episode; return its trajectory, also if it failed."""
-    act, render = player.policy(plan)
-    render = rendering(render, plan.env, environments.tools.get(plan.env, []))
-    open_session = partial(environments.open, plan.env, plan.item_id, seed=plan.seed)
+
+    def policy_of(lease: Lease) -> tuple[Act, Render]:
+        act, render = player.policy(replace(plan, seed=lease.seed))
+        return act, rendering(render, plan.env, environments.tools.get(plan.env, []))
+
+    act, render = policy_of(lease)
+    open_session: OpenSession = partial(environments.open, plan.env, plan.item_id, seed=plan.seed)
     task = environments.instruction(plan.env), environments.acknowledgement(plan.env)
+    if player.seats is not None:
+        open_session = player.seats.opener(lease, open_session, own=policy_of, task=task)
     if player.agents is not None:
         return await player.agents.play(
             lease, open_session=open_session, act=act, task=task, may_repeat=False

@@ -26,6 +26,7 @@ from actor.play.endpoint import read_key
 from actor.play.http_requests import is_of_a_page, read_body, with_api_errors
 from actor.play.prompt_scores import add_score_routes
 from actor.play.sampling import MAX_SEED, Sampling, read_sampling
+from actor.play.seats.past import newer_version, with_past_version
 from actor.play.served_role import ServedRole
 from actor.rollout.render import Renderer
 from common.config.compute import FULL, LoraSection
@@ -224,6 +225,9 @@ def serve(cfg: RunConfig, run_dir: RunDir) -> int:
     """
     key = read_key(cfg.policy)
     role = cfg.policy.role
+    after_s = cfg.policy.past_every_s
+    if after_s:
+        cfg = with_past_version(cfg, run_dir)
     start_s = cfg.actor.start_timeout_s
     with contextlib.ExitStack() as stack:
         # The port is bound first, because the engine's start takes long.
@@ -232,12 +236,23 @@ def serve(cfg: RunConfig, run_dir: RunDir) -> int:
         if role:
             beacon = stack.enter_context(beacon_of(run_dir, role, start_s=start_s))
             part = ServedRole(run_dir, role, beacon)
-        asyncio.run(_serve(cfg, key, place, part))
+        asyncio.run(_serve(cfg, key, place, part, past_of=run_dir if after_s else None))
     return 0
 
 
-async def _serve(cfg: RunConfig, key: str, place: socket.socket, part: ServedRole | None) -> None:
-    """Start the engine, and serve chat completions until a signal arrives."""
+async def _serve(
+    cfg: RunConfig,
+    key: str,
+    place: socket.socket,
+    part: ServedRole | None,
+    *,
+    past_of: RunDir | None,
+) -> None:
+    """Start the engine, and serve chat completions until a signal arrives.
+
+    Args:
+        past_of: the run whose past version is served; it ends when another one is due.
+    """
     from actor.engine.engine import Engine  # Imported here, because it loads vLLM.
 
     folder = Path(cfg.model.path)
@@ -270,9 +285,19 @@ async def _serve(cfg: RunConfig, key: str, place: socket.socket, part: ServedRol
         async with listening(chat, place) as url:
             print(f"policy: {url}", flush=True)  # noqa: T201 - the command's output
             async with part.published(url) if part else contextlib.nullcontext():
-                await ended.wait()
+                await _end(ended, past_of, after_s=cfg.policy.past_every_s)
     finally:
         engine.shut_down()
+
+
+async def _end(ended: asyncio.Event, past_of: RunDir | None, *, after_s: float) -> None:
+    """Wait for a signal, or until another past version is due. The launcher then restarts it."""
+    waits: list[asyncio.Task[Any]] = [asyncio.create_task(ended.wait())]
+    if past_of is not None:
+        waits.append(asyncio.create_task(newer_version(past_of, after_s=after_s)))
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for each in waits:
+        each.cancel()
 
 
 def base_of(folder: Path) -> tuple[Path, LoraSection]:

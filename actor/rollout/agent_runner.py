@@ -1,8 +1,10 @@
-"""Interface between the episode pool and agents that are programs of the user's."""
+"""Interfaces between the episode pool and other players: programs of the user's, opponents."""
 
-from typing import Protocol
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, Protocol
 
-from actor.rollout.episode import Act, OpenSession
+from actor.rollout.episode import Act, OpenSession, Render
 from actor.rollout.render import Renderer
 from common.config.run_config import ActorSection
 from common.wire.messages import Lease, Trajectory
@@ -31,6 +33,33 @@ class AgentRunner(Protocol):
     async def close(self) -> None:
         """Stop the programs that outlive an episode."""
         ...
+
+
+class SeatFiller(Protocol):
+    """Plays the seats of an environment that a leased episode does not play."""
+
+    def opener(
+        self,
+        lease: Lease,
+        open_session: Callable[[], Any],
+        *,
+        own: Callable[[Lease], tuple[Act, Render]],
+        task: tuple[str, str],
+    ) -> OpenSession:
+        """Return a function that opens a hub's session as the session of the lease's seat."""
+        ...
+
+    async def close(self) -> None:
+        """Close the connections to opponents."""
+        ...
+
+
+SEATS = "actor.play.seats.seats"  # Module with the class `Seats`, a `SeatFiller`.
+
+
+def load_seats(cfg: ActorSection) -> SeatFiller:
+    """Return the players of other seats by `actor.seats`."""
+    return import_module(SEATS).Seats(cfg)
 
 
 class MakeAgents(Protocol):

@@ -52,6 +52,8 @@ class HubStepResult:
     # A limit of the environment, not the task itself, ended the episode.
     is_truncated: bool = False
     metrics: dict[str, float] = field(default_factory=dict[str, float])
+    seat: int = 0  # The seat that moves next.
+    seat_rewards: list[float] = field(default_factory=list[float])  # [] without seats.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +150,9 @@ class HubClient(BearerClient):
         session.first_state = str(reply.get("state") or "")
         session.start_score = score_of(reply, "start_score", path=path, absent=0.0)
         session.first_messages = _messages_of(reply, path=path)
+        if "num_seats" in reply:
+            session.num_seats = field_of(reply, "num_seats", int, path=path)
+            session.first_seat = seat_of(reply, session.num_seats, path=path)
         return session
 
     async def close(self) -> None:
@@ -279,6 +284,14 @@ def score_of(reply: Any, name: str, *, path: str, absent: float | None = None) -
     return float(score)
 
 
+def seat_of(reply: Any, num_seats: int, *, path: str) -> int:
+    """Return the seat that moves next. Raises: EnvError: there is no such seat."""
+    seat = field_of(reply, "seat", int, path=path)
+    if not 0 <= seat < num_seats:
+        raise EnvError(f"{path}: the answer has seat={seat}, but there are {num_seats} seats")
+    return seat
+
+
 def _messages_of(reply: Any, *, path: str) -> list[dict[str, str]]:
     """Return the messages before the first observation. Raises: EnvError: they are malformed."""
     found: list[dict[str, str]] = []
@@ -321,6 +334,8 @@ class HubSession:
         self.first_state = ""  # "" if the environment reports no state.
         self.start_score = 0.0
         self.first_messages: list[dict[str, str]] = []  # They precede the first observation.
+        self.num_seats = 1  # Number of players that act in turn.
+        self.first_seat = 0  # The seat that moves first.
 
     async def step(self, action: str) -> HubStepResult:
         """Execute an action. An action that is too large for the hub is invalid.
@@ -349,7 +364,20 @@ class HubSession:
             state=str(reply.get("state") or ""),  # Third-party hubs may omit it.
             is_truncated=done and field_of(reply, "is_truncated", bool, path=path),
             metrics=_metrics_of(reply, path=path),
+            **self._seats_of(reply, done=done, path=path),
         )
+
+    def _seats_of(self, reply: Any, *, done: bool, path: str) -> dict[str, Any]:
+        """Return the next seat and the reward of each seat; {} if the session has one seat."""
+        if self.num_seats == 1:
+            return {}
+        rewards = field_of(reply, "seat_rewards", list, path=path)
+        named = {f"seat_rewards[{seat}]": reward for seat, reward in enumerate(rewards)}
+        if len(named) != self.num_seats:
+            raise EnvError(f"{path}: {len(named)} seat_rewards for {self.num_seats} seats")
+        scores = [score_of(named, name, path=path) for name in named]
+        seat = 0 if done else seat_of(reply, self.num_seats, path=path)
+        return {"seat": seat, "seat_rewards": scores}
 
     async def _ask(self, path: str, asked: dict[str, Any]) -> Any:
         """Send a request about this session, in a batch with others if the hub is quick."""

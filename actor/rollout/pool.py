@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from actor.engine.concurrency import Concurrency, EngineLoad
 from actor.links.delivery import Delivery
-from actor.rollout.agent_runner import AgentRunner
+from actor.rollout.agent_runner import AgentRunner, load_seats
 from actor.rollout.episode import WHOLE, Act, Render, Turn, run_episode
 from actor.rollout.hubs import Hubs
 from actor.rollout.lockstep import Rounds
@@ -74,6 +74,7 @@ class EpisodePool:
         self._num_requests = 0
         self.num_ended = 0
         self._agents = agents
+        self._seats = load_seats(cfg)
         self._waiting: set[str] = set()  # Episodes that wait for a lost hub.
         self._salts: dict[str, str] = {}  # episode id -> salt of its first turn
         self.slot_freed = asyncio.Event()
@@ -141,6 +142,7 @@ class EpisodePool:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._agents is not None:
             await self._agents.close()
+        await self._seats.close()
 
     def _free_slot(self, task: asyncio.Task[None]) -> None:
         """Free the slot of an ended episode, and record its failure."""
@@ -197,6 +199,7 @@ class EpisodePool:
         seed = environment_seed(lease)
         open_session = partial(hubs.open, lease.env, lease.item_id, seed=seed)
         task = hubs.instruction(lease.env), hubs.acknowledgement(lease.env)
+        open_session = self._seats.opener(lease, open_session, own=self._policy, task=task)
         if self._agents is not None and lease.policy is PolicyKind.MODEL:
             return await self._agents.play(
                 lease, open_session=open_session, act=act, task=task, may_repeat=may_repeat

@@ -169,6 +169,8 @@ def _check_other_models(cfg: RunConfig, root: Path) -> None:
             check_trainable(root / path, key=key, shown=path)
     if cfg.algorithm.teacher.path:
         check_model(cfg.algorithm.teacher.path, root, key="algorithm.teacher.path")
+    for path in cfg.actor.seats.folders():
+        check_model(path, root, key="actor.seats.opponents")
     check_teacher(cfg, root)
 
 

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from common.config.knobs import HOST, PATH, URL, WORD, Contradiction, knob, seconds
 from common.config.learning import AlgorithmSection, Correction, PolicyLoss
+from common.config.seats.options import SeatsOptions
 
 LIMIT_KEYS = ("max_tokens", "max_completion_tokens")
 OF_ANSWERS = ("format", "plan", "reflect_every", "reflect_on_invalid")
@@ -180,6 +181,7 @@ class AgentOptions:
         1, "With agent_lifetime=run, starts this many programs beside each actor.", ge=1, le=1000
     )
     agents: AgentServerOptions = field(default_factory=AgentServerOptions)
+    seats: SeatsOptions = field(default_factory=SeatsOptions)
 
     @property
     def reflects(self) -> bool:
@@ -367,6 +369,12 @@ class PolicySection:
         form=WORD,
         also="",
     )
+    past_every_s: float = seconds(
+        0.0,
+        "Serves a past version of the run policy.role belongs to with the command `serve`, and "
+        "another one after this many seconds. 0 serves model.path.",
+        ge=0,
+    )
     temperature: float = knob(1.0, "Sets the sampling temperature of the endpoint.", ge=0, le=100)
     max_turn_tokens: int = knob(
         1024, "Limits the sampled tokens of a turn, including hidden reasoning.", ge=1
@@ -396,6 +404,8 @@ class PolicySection:
     def contradictions(self) -> Iterator[Contradiction]:
         if self.url and not self.model:
             yield "model", self.model, "must name a model of the endpoint policy.url"
+        if self.past_every_s and not self.role:
+            yield "past_every_s", self.past_every_s, "must be 0 without policy.role"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,6 +46,7 @@ def train(
     from common.checks.machine import gpus
     from common.checks.preflight import check_devices
     from common.config.live.record import with_changes
+    from common.launch.judges.opponents import make_opponent_specs, with_opponents
     from common.launch.judges.specs import make_judge_specs, with_judges
     from common.launch.lock import hold_run
     from common.launch.roles import make_role_specs
@@ -61,13 +62,17 @@ def train(
     teacher = make_teacher_specs(
         cfg, run_dir, root=root, assignment=assignment, found=found, judges=judges
     )
+    opponents = make_opponent_specs(
+        cfg, run_dir, root=root, assignment=assignment, found=found, engines=(*judges, *teacher)
+    )
     started = time.monotonic()
     with hold_run(run_dir.root, name=cfg.run.name), start_roles(cfg, run_dir) as starter:
         cfg = reachable_at(cfg, starter.host)
         prepare(cfg, run_dir)
         cfg = with_changes(cfg, run_dir, now_s=time.time())
         cfg = dated(cfg, run_dir, is_kept=True)
-        for role in ("envhub", "scheduler", *(each.name for each in (*judges, *teacher))):
+        engines = (*judges, *teacher, *opponents)
+        for role in ("envhub", "scheduler", *(each.name for each in engines)):
             run_dir.forget_address(role)
         create_keys(run_dir.keys)
         save_config(cfg, run_dir.config)
@@ -83,6 +88,7 @@ def train(
             found=found,
         )
         specs = with_teacher_role(with_judges(specs, judges), teacher)
+        specs = with_opponents(specs, opponents, run_dir)
         ending, peak_bytes = supervise(cfg, run_dir, specs, starter, observer=observer)
     if 0 < ending.exit_code <= 128:  # No signal ended the run.
         print(f"error: {ending.reason}", file=sys.stderr)

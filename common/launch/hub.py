@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from common.checks.gpu_placement import GpuAssignment
 from common.checks.machine import gpus
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, EnvError
-from common.launch.base import EXIT_CONFIG_ERROR
+from common.launch.base import EXIT_CONFIG_ERROR, RoleSpec
 from common.launch.guardian import Guardian
 from common.launch.judges.specs import make_judge_specs, own_judges, with_judges
 from common.launch.process import ChildFailed, ChildProcess
@@ -44,18 +44,28 @@ def serve_hub(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> Generator[tuple
     found = gpus() if own_judges(cfg) else ()
     judges = make_judge_specs(cfg, run_dir, root=root, assignment=assignment, found=found)
     hub = make_role_specs(cfg.run, run_dir, root=root, num_actors=0, has_hub=True)[0]
+    with serve_roles(with_judges([hub], judges), run_dir, timeout_s=cfg.actor.start_timeout_s):
+        yield run_dir.find_address("envhub") or "", token
+
+
+@contextlib.contextmanager
+def serve_roles(specs: Sequence[RoleSpec], run_dir: RunDir, *, timeout_s: float) -> Generator[None]:
+    """Start roles one after another, each once its predecessor listens; stop them at the end.
+
+    Raises: ConfigError, EnvError: as `serve_hub`.
+    """
     guardian = Guardian()
     with contextlib.ExitStack() as stack:
         stack.callback(guardian.close)
-        for spec in with_judges([hub], judges):
+        for spec in specs:
             logger.info("starting role=%s", spec.name)
             run_dir.forget_address(spec.name)
             child = ChildProcess(
                 spec.name, spec.argv, log_path=spec.log_path, env=spec.env, guardian=guardian
             )
             stack.callback(partial(child.stop, timeout_s=STOP_TIMEOUT_S))
-            _wait_for(child, run_dir, timeout_s=cfg.actor.start_timeout_s)
-        yield run_dir.find_address("envhub") or "", token
+            _wait_for(child, run_dir, timeout_s=timeout_s)
+        yield
 
 
 def _wait_for(child: ChildProcess, run_dir: RunDir, *, timeout_s: float) -> None:

@@ -13,6 +13,7 @@ from common.errors import ConfigError, EnvError
 from envhub.author import checks, episode_checks
 from envhub.author.episodes import Driver, RecordedPlay, spec_of
 from envhub.author.findings import Finding, Grade, Plays
+from envhub.author.seat_checks import check_seats
 from envhub.env import Style, UnknownItem
 
 NUM_ITEMS = 20
@@ -73,7 +74,8 @@ def findings(
         yield from _elsewhere(driver, name, plays, overrides, root=root)
         yield from episode_checks.check_rewards(spec, plays)
         yield from checks.check_actions(driver, items)
-        yield from episode_checks.check_players(spec, plays)
+        check_play = check_seats if spec.seats > 1 else episode_checks.check_players
+        yield from check_play(spec, plays)
         yield from episode_checks.check_speed(spec, plays)
         yield from episode_checks.check_texts(spec, plays)
     except (EnvError, UnknownItem) as error:

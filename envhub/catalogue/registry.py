@@ -224,6 +224,7 @@ def _entry(spec: EnvSpec) -> dict[str, Any]:
         **({"content": dict(spec.content)} if spec.content else {}),
         **({"paper": asdict(spec.paper)} if spec.paper else {}),
         **({"tools": list(spec.tools)} if spec.tools else {}),
+        **({"seats": spec.seats} if spec.seats > 1 else {}),
         "instruction": {style.value: text for style, text in spec.instruction.items()},
         "acknowledgement": {style.value: text for style, text in spec.acknowledgement.items()},
         "is_quick": spec.isolation is Isolation.INLINE,  # Fast steps are worth batching.

@@ -190,12 +190,18 @@ class Sessions:
         """Return the answer to an oversized action; state and score stay unchanged."""
         before = session.answer
         self.counts["too_large"] += 1
+        num_seats = self.registry.spec(session.env_name).seats
+        seats: dict[str, Any] = {}
+        if num_seats > 1:  # The same seat moves again.
+            seats["seat"] = 0 if before is None else before.seat
+            seats["seat_rewards"] = [0.0] * num_seats if before is None else before.seat_rewards
         return StepResult(
             observation=f"Invalid action: it has {num_bytes} bytes, more than an action may have.",
             reward=self.start_score(session.env_name) if before is None else before.reward,
             done=False,
             is_valid=False,
             state=session.episode.first_state if before is None else before.state,
+            **seats,
         )
 
     def _kept(self, session: Session, seq: int | None) -> StepResult | None:

@@ -136,6 +136,8 @@ def _as_json(result: StepResult) -> dict[str, Any]:
         "state": str(result.state),
         "is_truncated": bool(result.is_truncated),
         "metrics": result.metrics,
+        "seat": result.seat,
+        "seat_rewards": result.seat_rewards,
     }
 
 

@@ -66,7 +66,8 @@ class BatchStepRequest(StepRequest, CloseRequest):
 class Created(BaseModel):
     """A new session; `state` as in `Stepped`; `start_score` is the reward before the first step.
 
-    `messages` precede the observation, which is the user's next message.
+    `messages` precede the observation, which is the user's next message. An environment with
+    several players has `num_seats`, and `seat` is the one that moves first.
     """
 
     session_id: str
@@ -74,6 +75,8 @@ class Created(BaseModel):
     state: str = ""
     start_score: float = Field(default=0.0, ge=0, le=1)
     messages: list[dict[str, str]] = []
+    seat: int | None = None
+    num_seats: int | None = None
 
 
 class Stepped(BaseModel):
@@ -83,6 +86,7 @@ class Stepped(BaseModel):
     episode ended solved, at any reward. `state` is a fingerprint of the state after the action, ""
     if the environment has no states. `is_truncated` is True when a limit of the environment ended
     the episode (`done`) before the task was finished. `metrics` are named numbers of the episode.
+    With several players, `seat` moves next, and `seat_rewards` has the reward of each seat.
     """
 
     observation: str
@@ -93,6 +97,8 @@ class Stepped(BaseModel):
     state: str = ""
     is_truncated: bool = False
     metrics: dict[str, float] = {}
+    seat: int | None = None
+    seat_rewards: list[float] | None = None
 
 
 class Hint(BaseModel):
@@ -136,6 +142,8 @@ class CreatedEntry(Entry):
     state: str | None = None
     start_score: float | None = None
     messages: list[dict[str, str]] | None = None
+    seat: int | None = None
+    num_seats: int | None = None
 
 
 class SteppedEntry(Entry):
@@ -149,6 +157,8 @@ class SteppedEntry(Entry):
     state: str | None = None
     is_truncated: bool | None = None
     metrics: dict[str, float] | None = None
+    seat: int | None = None
+    seat_rewards: list[float] | None = None
 
 
 _BATCH = TypeAdapter(Annotated[list[Any], Field(max_length=MAX_BATCH)])

@@ -321,7 +321,9 @@ async def _create(sessions: Sessions, body: CreateRequest) -> dict[str, Any]:
         "state": sessions.first_state(session_id),
         "start_score": sessions.start_score(body.env),
     }
-    return created | {"messages": messages} if messages else created
+    created |= {"messages": messages} if messages else {}
+    num_seats = sessions.registry.spec(body.env).seats
+    return created | ({"seat": 0, "num_seats": num_seats} if num_seats > 1 else {})
 
 
 async def _step(sessions: Sessions, session_id: str, body: StepRequest) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from envhub.hosting.sessions import Sessions
 from envhub.http.routes import make_app
 
 MISBEHAVING = ("faulty", "lingering", "waiting")
-NAMES = ("babyai", "textcraft", "faulty", "waiting")
+NAMES = ("babyai", "nim", "textcraft", "faulty", "waiting")
 
 
 class Clock:
