@@ -171,8 +171,8 @@ def test_command_of_a_recipe_works(recipe: Recipe, tmp_path: Path) -> None:
     if recipe.request.command in OFFLINE:
         run_offline(recipe, folder)
         return
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     with outside_of(recipe, tmp_path) as outside:
+        path = f"{Path(outside.python).parent}:{os.environ['PATH']}"
         run = Run(
             folder,
             *small_overrides(recipe, outside),
