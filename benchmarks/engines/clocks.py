@@ -123,7 +123,7 @@ def serve(folder: Path, names: list[str], *, token_s: float, vocab_size: int) ->
         number = num_tokens = 0
         while True:
             wait_s = min(POLL_S, running[0][0] - time.monotonic() if running else POLL_S)
-            for socket, _ in poller.poll(max(0.0, 1e3 * wait_s)):
+            for socket, _ in poller.poll(max(0, round(1e3 * wait_s))):
                 engine = by_socket[socket]
                 for request in engine.receive():
                     length = random.randint(MIN_TOKENS, MAX_TOKENS)

@@ -37,7 +37,6 @@ from common.config.knobs import (
 from common.config.learning import AlgorithmSection, LearnerSection
 from common.config.offline import DpoSection, EvolveSection, SftSection, SimulatorSection
 from common.config.services import EnvhubSection, JournalSection, LogSection, RaySection
-from common.errors import ConfigError
 from common.formats.action_size import MOST_ACTION_MIB, needed_mib
 from common.text import counted
 
@@ -382,20 +381,15 @@ class ActorSection(AgentOptions):
         """Number of engines that the launcher starts."""
         return self.num_processes * self.engines_per_process
 
-    @property
-    def gpus_per_process(self) -> int:
-        """Number of devices of all engines of one actor process."""
-        return self.engines_per_process * self.tensor_parallel_size
-
     def contradictions(self) -> Iterator[Contradiction]:
         wanted = self.num_engines * self.tensor_parallel_size
         if self.num_gpus not in (0, wanted):
             width = f"actor.tensor_parallel_size={self.tensor_parallel_size}"
             spares = f" + actor.num_spares={self.num_spares}" if self.num_spares else ""
             engines = f"actor.num_actors={self.num_actors}{spares}"
-            several = f" x actor.engines_per_process={self.engines_per_process}"
-            each = several if self.engines_per_process > 1 else ""
-            law = f"must be 0 or ({engines}){each} x {width} = {wanted}"
+            if self.engines_per_process > 1:
+                width = f"actor.engines_per_process={self.engines_per_process} x {width}"
+            law = f"must be 0 or ({engines}) x {width} = {wanted}"
             yield "num_gpus", self.num_gpus, law
         blocks_for = self.kv_cache_blocks * LARGEST_BLOCK_TOKENS
         if 0 < blocks_for < (longest := self.max_model_len):
@@ -484,25 +478,6 @@ class RunConfig:
         else:
             text = f"can sample {needed} MiB, but an action has at most {MOST_ACTION_MIB} MiB"
             yield "actor.max_turn_tokens", turn_tokens, text
-
-
-def check_training(cfg: RunConfig) -> None:
-    """Check that an episode fits in a microbatch, and that sessions outlast turns.
-
-    Raises: ConfigError: the message has the key and the value.
-    """
-    budget = cfg.learner.max_tokens_per_microbatch
-    longest = cfg.actor.max_model_len
-    if cfg.learner.row_tokens < longest:
-        ranks = cfg.learner.sequence_ranks
-        over = f" / learner.sequence_ranks={ranks}" * (ranks > 1)
-        law = f"must be >= actor.max_model_len={longest}{over}, the tokens of the longest episode"
-        raise ConfigError(f"learner.max_tokens_per_microbatch={budget}: {law}")
-    lease_s = cfg.envhub.session_lease_s
-    turn_s = cfg.actor.turn_timeout_s
-    if not cfg.envhub.url and lease_s < turn_s:
-        law = f"must be >= actor.turn_timeout_s={turn_s:g}: a session is silent during a turn"
-        raise ConfigError(f"envhub.session_lease_s={lease_s:g}: {law}")
 
 
 def published_version(cfg: RunConfig, version: int) -> int:

@@ -118,7 +118,7 @@ def place(cfg: RunConfig, nodes: Sequence[ClusterNode]) -> ClusterPlacement:
     Raises: ConfigError: a role fits on no idle node; the message lists the cluster's resources.
     """
     (home,) = (node for node in nodes if node.is_home)
-    width = cfg.actor.gpus_per_process
+    width = cfg.actor.engines_per_process * cfg.actor.tensor_parallel_size
     labels = selector(cfg.ray.actor_labels)
     chosen = [node for node in nodes if Needs(num_cpus=0, labels=labels).num_fitting(node)]
     has_gpus = any(node.num_gpus for node in chosen)

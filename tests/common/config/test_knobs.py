@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import pytest
 
+from common.checks.preflight import check_training
 from common.config.compute import EnforceEager
 from common.config.curriculum import HorizonOverride, HorizonSection, TaskSection
 from common.config.keys import conform, describe_kind, field_kinds
@@ -31,7 +32,7 @@ from common.config.knobs import (
     check,
 )
 from common.config.load import load_config
-from common.config.run_config import Launcher, ModelSection, RunConfig, check_training
+from common.config.run_config import Launcher, ModelSection, RunConfig
 from common.errors import ConfigError
 from tests.configs import edited
 
