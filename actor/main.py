@@ -182,9 +182,7 @@ async def _build(cfg: RunConfig, access: RunAccess, context: zmq.asyncio.Context
     scheduler = SchedulerClient(
         book,
         keys,
-        hello=Hello(
-            role="actor", name=name, incarnation=incarnation, version=-1, commit=code_name()
-        ),
+        hello=_hello(name, incarnation),
         context=context,
         silence_s=4 * cfg.scheduler.dead_after_s,
     )
@@ -219,6 +217,12 @@ async def _build(cfg: RunConfig, access: RunAccess, context: zmq.asyncio.Context
         agents=make_runner(access.make_agents, cfg.actor, actor=name, renderer=renderer),
     )
     return Parts(name, engine, renderer, hubs, scheduler, delivery, weights, episodes)
+
+
+def _hello(name: str, incarnation: str) -> Hello:
+    """Return the actor's first message to the scheduler, before its engine has weights."""
+    code = code_name()
+    return Hello(role="actor", name=name, incarnation=incarnation, version=-1, commit=code)
 
 
 async def _work(cfg: RunConfig, parts: Parts, stop: asyncio.Event, beacon: Beacon) -> None:
