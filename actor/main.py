@@ -197,9 +197,7 @@ async def _connect(shared: _Shared, name: str, incarnation: str, engine: Engine)
     scheduler = SchedulerClient(
         book,
         keys,
-        hello=Hello(
-            role="actor", name=name, incarnation=incarnation, version=-1, commit=code_name()
-        ),
+        hello=_hello(name, incarnation),
         context=context,
         silence_s=4 * cfg.scheduler.dead_after_s,
     )
@@ -233,3 +231,9 @@ async def _connect(shared: _Shared, name: str, incarnation: str, engine: Engine)
     )
     links = (shared.hubs, scheduler, delivery, weights)
     return Parts(name, engine, shared.renderer, *links, episodes, shared.usage)
+
+
+def _hello(name: str, incarnation: str) -> Hello:
+    """Return the actor's first message to the scheduler, before its engine has weights."""
+    code = code_name()
+    return Hello(role="actor", name=name, incarnation=incarnation, version=-1, commit=code)

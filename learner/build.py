@@ -76,7 +76,6 @@ class Learner:
     checksums: ChecksumLog
     metrics: MetricsWriter
     version: int  # Version of the current weights.
-    settled: RunConfig  # Configuration with the settled compute settings of this start.
     teacher: TeacherScorer | None = None  # None: the policy has no teacher.
     is_after_skip: bool = False  # True: the last batch was skipped, and the next one must be fresh.
 
@@ -125,8 +124,7 @@ def build(
     settled = _settled(cfg, run_dir, model, rank_workers)
     may_pad = cfg.learner.layout is Layout.AUTO
     trainer, version = _trainer(settled, run_dir, model, folder, rank_workers, lock, may_pad)
-    settled = _with_layout(settled, trainer)
-    checksums = _checksums(settled, run_dir, trainer, version)
+    checksums = _checksums(_with_layout(settled, trainer), run_dir, trainer, version)
     journal = _journal(cfg, run_dir)
     start = load_replay_point(run_dir.replay_point, version=version)
     step_log = StepLog(run_dir.steps, start=start.steps_offset)
@@ -162,7 +160,6 @@ def build(
         checksums=checksums,
         metrics=metrics,
         version=version,
-        settled=settled,
         teacher=teacher,
         is_after_skip=bool(steps) and steps[-1].is_skipped,
     )

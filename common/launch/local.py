@@ -6,9 +6,9 @@ from collections.abc import Generator
 
 from common.host.loopback import loopback
 from common.launch.base import RoleSpec
-from common.launch.checkout import command_of
 from common.launch.guardian import Guardian
 from common.launch.process import ChildProcess
+from common.launch.roles import command_of
 from common.store.run_dir import RunDir
 
 logger = logging.getLogger(__name__)

@@ -1,5 +1,6 @@
 """The processes of a run on one machine."""
 
+import logging
 import secrets
 import sys
 from collections.abc import Collection, Sequence
@@ -13,6 +14,10 @@ from common.config.run_config import RunConfig, RunSection
 from common.launch.base import RoleSpec
 from common.store.run_dir import RunDir
 
+logger = logging.getLogger(__name__)
+
+# Roles that may start from another checkout. Scheduler and learner change with the launcher.
+MOVABLE = ("envhub", "actor")
 # One thread per role, not pinned to a core, if the roles share the cores of one machine.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 # The learner and the actors stop first.
@@ -125,3 +130,39 @@ def with_engines(
         replace(each, env=each.env | key) if each in own or each in engines else each
         for each in (*engines, *specs)
     ]
+
+
+def other_checkout(run_dir: RunDir, name: str) -> tuple[str, str] | None:
+    """Return the interpreter and the run.py with which a role starts; None: the launcher's own.
+
+    The file `code` of the run directory has the path of the checkout. Its own environment in
+    `.venv` is used if there is one.
+    """
+    if name.partition("-")[0] not in MOVABLE or not run_dir.code.is_file():
+        return None
+    root = Path(run_dir.code.read_text(encoding="utf-8").strip())
+    if not (root.is_absolute() and (root / "run.py").is_file()):
+        logger.error(
+            "%s: %r is no absolute path of a checkout, so role=%s starts from this one",
+            run_dir.code,
+            str(root),
+            name,
+        )
+        return None
+    python = root / ".venv" / "bin" / "python"
+    return str(python) if python.exists() else sys.executable, str(root / "run.py")
+
+
+def command_of(argv: Sequence[str], run_dir: RunDir, name: str) -> tuple[str, ...]:
+    """Return a role's command, from another checkout if the run directory names one."""
+    found = other_checkout(run_dir, name)
+    if found is None:
+        return tuple(argv)
+    logger.info("role=%s starts from %s", name, found[1])
+    return (*found, *absolute_dir(argv[2:], run_dir))
+
+
+def absolute_dir(words: Sequence[str], run_dir: RunDir) -> list[str]:
+    """Return arguments with an absolute `run.dir`: a relative one is below the checkout."""
+    given = f"run.dir={run_dir.root.absolute().parent}"
+    return [given if word.startswith("run.dir=") else word for word in words]

@@ -115,6 +115,7 @@ class ChecksumLog:
         self._file.truncate(whole_bytes(path))
         # The start that the next `log` writes; None once it is written.
         self._start: Start | None = None
+        self.last_start: Start | None = None  # The record whose settings are in use.
         self._known: dict[Key, StepDigests] = {}
         for found in _read(path, on_damage=lambda text: logger.warning("%s", text)):
             if isinstance(found, tuple) and found[0][0] >= version:
@@ -122,7 +123,7 @@ class ChecksumLog:
 
     def begin(self, start: Start) -> None:
         """Record a start of the learner. It is written together with its first batch."""
-        self._start = start
+        self._start = self.last_start = start
 
     def log(
         self,

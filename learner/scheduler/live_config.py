@@ -5,7 +5,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from common.config.live.keys import check_live, live_values, text_at, with_values
+from common.config.live.keys import check_effect, check_live, live_values, text_at, with_values
 from common.config.live.record import ConfigChange, last_number, read_changes, record_change
 from common.config.run_config import RunConfig, check_training
 from common.errors import ConfigError
@@ -91,6 +91,8 @@ class LiveChanges:
                     " first. Repeat the command"
                 )
         cfg = with_values(self.cfg, request.new)
+        for key in request.new:
+            check_effect(cfg, key)
         check_training(cfg)
         if is_over:
             raise ConfigError("the training of this run is over, so its keys cannot change")

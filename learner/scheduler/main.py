@@ -216,7 +216,8 @@ def loop(parts: LoopParts, stop: threading.Event, *, on_round: Callable[[], None
         answer_all(parts, received)
         parts.registry.expire(parts.clock.now)
         is_boundary = parts.core.phase is not Phase.TRAIN
-        answer_all(parts, change_config(parts, is_boundary=is_boundary))
+        if came := change_config(parts, is_boundary=is_boundary):
+            answer_all(parts, came)
         if parts.core.tick():
             parts.log.append(parts.clock.now, "", [])
             parts.is_changed = True
@@ -263,20 +264,21 @@ def answer_all(parts: LoopParts, received: list[Received]) -> None:
                 answers.append((each.sender, answer))
             continue
         name = name_of(parts, each)
+        version = parts.core.version
         answer = parts.core.handle(name, each.message)
         parts.log.append(parts.clock.now, name, each.frames)
         parts.is_changed = True
         if isinstance(each.message, Goodbye) and each.message.role == "learner":
             parts.serves_until = 0.0
         if isinstance(answer, LeaseGrant):
-            version = parts.router.version_for(each.sender)
-            answer = marked(answer, name, parts.lease_key, version=version)
+            schema = parts.router.version_for(each.sender)
+            answer = marked(answer, name, parts.lease_key, version=schema)
         elif isinstance(answer, Progress) and getattr(each.message, "role", "") == "learner":
             found = parts.router.num_refused("scheduler") | parts.registry.refused()
             answer = replace(answer, refused=found)
         if answer is not None:
             answers.append((each.sender, answer))
-        if isinstance(each.message, StepDone):
+        if isinstance(each.message, StepDone) and parts.core.version > version:
             came_meanwhile += change_config(parts, is_boundary=True, learner=each.sender)
         for news in (parts.registry.hear(each.message), parts.live.hear(each.message)):
             if news is not None:

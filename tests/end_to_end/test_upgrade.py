@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 PARTS = ("actor", "common", "configs", "envhub", "learner", "pyproject.toml", "run.py")
 NEWER = SCHEMA_VERSION + 1
 OVERRIDES = (
-    "train.num_steps=12",
+    "train.num_steps=100000",
     "eval.before=false",
     "eval.after=false",
     "learner.max_lag_steps=8",
@@ -89,11 +89,17 @@ def finished_of(run: Run, name: str) -> int:
     return next((each["num_finished"] for each in actors if each["name"] == name), 0)
 
 
-def check_nothing_lost(run: Run) -> dict[str, int]:
+def finish(run: Run, checkout: Path) -> None:
+    """End the run some steps from now; no episode may be lost."""
+    step = run.metrics()[-1]["step"] + 8
+    where = (f"run.dir={run.root.parent}", f"run.name={run.root.name}")
+    argv = [sys.executable, "run.py", "set", *where, f"train.num_steps={step}"]
+    done = subprocess.run(argv, cwd=checkout, capture_output=True, encoding="utf-8", timeout=600)
+    assert done.returncode == 0, done
+    assert run.wait() == 0, run.output[-3_000:]
     ledger = run.read("ledger.json")
     assert balances(ledger), ledger
     assert (ledger["lost"], ledger["in_flight"]) == (0, 0), ledger
-    return ledger
 
 
 def trained_actors(run: Run) -> Counter[str]:
@@ -107,19 +113,19 @@ def trained_actors(run: Run) -> Counter[str]:
 def test_hub_and_actor_move_to_newer_code_while_the_learner_trains(
     tmp_path: Path, newer: Path
 ) -> None:
-    with Run(tmp_path, *OVERRIDES, "train.num_steps=24") as run:
+    with Run(tmp_path, *OVERRIDES) as run:
         run.wait_until(lambda: num_steps(run) >= 1)
         learner = pid_of(run, "learner")
         (run.root / "code").write_text(f"{newer}\n", encoding="utf-8")
         restart(run, "envhub")
         restart(run, "actor-0")
+        log = run.root / "logs" / "actor-0.log"
+        text = f"learner uses schema version={SCHEMA_VERSION} own={NEWER}"
+        run.wait_until(lambda: text in log.read_text(encoding="utf-8", errors="replace"))
         before = num_steps(run)
-        run.wait_until(lambda: num_steps(run) >= before + 2)
+        run.wait_until(lambda: num_steps(run) >= before + 4)
         assert pid_of(run, "learner") == learner
-        assert run.wait() == 0, run.output[-3_000:]
-        check_nothing_lost(run)
-        log = (run.root / "logs" / "actor-0.log").read_text(encoding="utf-8", errors="replace")
-        assert f"uses schema version={SCHEMA_VERSION} own={NEWER}" in log
+        finish(run, REPOSITORY)
 
 
 def test_actor_of_older_code_joins_a_newer_run(tmp_path: Path, newer: Path) -> None:
@@ -131,16 +137,14 @@ def test_actor_of_older_code_joins_a_newer_run(tmp_path: Path, newer: Path) -> N
         with (tmp_path / "older.txt").open("wb") as output:
             older = subprocess.Popen(argv, cwd=REPOSITORY, stdout=output, stderr=output)
         try:
-            assert run.wait() == 0, run.output[-3_000:]
+            run.wait_until(lambda: finished_of(run, "older") >= 16)
+            finish(run, newer)
         finally:
             older.terminate()
             older.wait(60)
-        check_nothing_lost(run)
-        log = (tmp_path / "older.txt").read_text(encoding="utf-8", errors="replace")
-        assert trained_actors(run)["older"] > 0, log[-3_000:]
-        records = re.findall(rb"\x93[\x00-\x7f]\xaaTrajectory", journal_bytes(run))
-        versions = {version_of([head]) for head in records}
-        assert versions == {SCHEMA_VERSION, NEWER}, versions
+        assert trained_actors(run)["older"] > 0
+        heads = re.findall(rb"\x93[\x00-\x7f]\xaaTrajectory", journal_bytes(run))
+        assert {version_of([head]) for head in heads} == {SCHEMA_VERSION, NEWER}
 
 
 def journal_bytes(run: Run) -> bytes:

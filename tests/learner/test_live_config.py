@@ -9,7 +9,7 @@ from common.store.run_dir import RunDir
 from common.wire.config_messages import LiveConfig
 from learner.build import Learner
 from learner.live_config import follow
-from learner.recovery.checksums import Start
+from learner.recovery.checksums import Start, settings_of
 from tests.configs import edited
 
 CFG = edited(RunConfig(), {"model.path": "x", "learner.device": "cpu"})
@@ -23,7 +23,6 @@ class Parts:
         self.num_batches = 3
         self.live_config: LiveConfig | None = None
         self.run_dir = RunDir(root=root)
-        self.settled = edited(CFG, {"learner.num_threads": 2})
         self.trainer = SimpleNamespace(
             configure=lambda **given: self.calls.append(("trainer", given)),
             checksums=lambda: ("w", "f"),
@@ -32,7 +31,13 @@ class Parts:
         self.checkpoints = SimpleNamespace(
             configure=lambda cfg: self.calls.append(("checkpoints", cfg.keep_checkpoints))
         )
-        self.checksums = SimpleNamespace(begin=lambda start: self.calls.append(("start", start)))
+        settings = settings_of(edited(CFG, {"learner.num_threads": 2}))
+        last = Start(
+            version=0, number=0, weights="", frozen="", code="c", machine={}, settings=settings
+        )
+        self.checksums = SimpleNamespace(
+            last_start=last, begin=lambda start: self.calls.append(("start", start))
+        )
         self.intake = self
 
     def follow(self, cfg: RunConfig) -> RunConfig:

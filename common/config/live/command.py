@@ -11,9 +11,9 @@ import zmq
 
 from common.config.command_line import ParsedCommand
 from common.config.keys import dotted
-from common.config.live.keys import check_live, text_at, with_values
+from common.config.live.keys import check_effect, check_live, text_at, with_values
 from common.config.run_config import RunConfig
-from common.errors import ConfigError, LongstrideError
+from common.errors import ConfigError, LongstrideError, WireError
 from common.store.run_dir import RunDir
 from common.wire.config_messages import ConfigChanged, ConfigRequest
 from common.wire.following_dealer import FollowingDealer
@@ -53,7 +53,10 @@ def set_keys(
         return 0
     old = {key: text_at(cfg, key) for key in new}
     message = ConfigRequest(request=secrets.token_hex(8), old=old, new=new)
-    done = _ask(run_dir, message, echo=echo, answer_s=answer_s)
+    try:
+        done = _ask(run_dir, message, echo=echo, answer_s=answer_s)
+    except WireError as error:  # The run's code is older, and has no live keys.
+        raise ConfigError(f"set: {error}") from error
     shown = ", ".join(f"{key} {old[key]} -> {value}" for key, value in new.items())
     echo(f"{run_dir.root}: change {done.number} is in force after step {done.step}: {shown}")
     return 0
@@ -70,6 +73,8 @@ def _new_values(cfg: RunConfig, wanted: list[str]) -> dict[str, str]:
         check_live(key)
     given = dict(word.split("=", 1) for word in wanted)
     changed = with_values(cfg, given)
+    for key in given:
+        check_effect(changed, key)
     keys = [dotted(key) for key in given]
     return {
         key: text_at(changed, key) for key in keys if text_at(changed, key) != text_at(cfg, key)

@@ -6,9 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from enum import Enum
-from typing import Any, cast, get_args
+from typing import Any, cast
 
-from common.config.keys import conform, declared, dotted, field_kinds
+from common.config.compute import OptimizerKind
+from common.config.curriculum import HorizonKind
+from common.config.keys import conform, declared, dotted
 from common.config.load import parse_value
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
@@ -58,6 +60,21 @@ def check_live(key: str) -> None:
         )
 
 
+def check_effect(cfg: RunConfig, key: str) -> None:
+    """Check that a live key has an effect in a run. Raises: ConfigError: it has none."""
+    names = ("", *cfg.horizon.per_env)
+    kinds = {cfg.curriculum.held(cfg.horizon.policy(name)).kind for name in names}
+    needed = {
+        "every_steps": ("horizon.kind=stepwise", HorizonKind.STEPWISE in kinds),
+        "over_steps": ("horizon.kind=linear", HorizonKind.LINEAR in kinds),
+        "muon_lr": ("learner.optimizer=muon", cfg.learner.optimizer is OptimizerKind.MUON),
+    }
+    section, _, last = dotted(key).rpartition(".")
+    setting, is_there = needed.get(last, ("", True))
+    if section != "eval" and not is_there:
+        raise ConfigError(f"{key}: it has no effect in this run, since it needs {setting}")
+
+
 def text_at(cfg: RunConfig, key: str) -> str:
     """Return the value of a key as in an override; "" for a key of an absent entry of a map."""
     value: Any = cfg
@@ -67,7 +84,7 @@ def text_at(cfg: RunConfig, key: str) -> str:
         if isinstance(value, dict):
             value = cast(dict[str, Any], value).get(part)
         else:
-            value = getattr(cast(Any, value), part)
+            value = getattr(value, part)
     plain = value.value if isinstance(value, Enum) else value
     return plain if isinstance(plain, str) else json.dumps(plain)
 
@@ -105,15 +122,15 @@ def with_values(cfg: RunConfig, values: Mapping[str, str]) -> RunConfig:
 
 def _replaced(section: Any, tree: Mapping[str, Any]) -> Any:
     """Return a section with the values of a tree. All of them change before the check."""
-    kinds = field_kinds(cast(Any, type(section)))
     changes = dict[str, Any]()
     for name, value in tree.items():
         held = getattr(section, name)
         if isinstance(held, dict):
             entries = cast(dict[str, Any], held)
-            new = get_args(kinds[name])[1]
-            below = {key: _replaced(entries.get(key) or new(), each) for key, each in value.items()}
-            value = entries | below
+            if missing := sorted(value.keys() - entries.keys()):
+                law = "the configuration has no such entry, and entries are added at a start only"
+                raise ConfigError(f"{name}.{missing[0]}: {law}")
+            value = entries | {key: _replaced(entries[key], each) for key, each in value.items()}
         elif is_dataclass(held):
             value = _replaced(held, value)
         changes[name] = value

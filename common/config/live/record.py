@@ -99,6 +99,8 @@ def with_changes(cfg: RunConfig, run_dir: RunDir, *, now_s: float) -> RunConfig:
     for key, value in last.items():
         given = text_at(cfg, key)
         began_with = next(each.old[key] for each in changes if key in each.old)
+        if not given:  # The command has no such entry of a map.
+            continue
         if given == began_with:
             kept[key] = value
         elif given != value:

@@ -15,7 +15,6 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from common.launch.base import RoleSpec
-from common.launch.checkout import absolute_dir, other_checkout
 from common.launch.guardian import MARKS
 from common.launch.ray.host import (
     KEY_FILE,
@@ -27,6 +26,7 @@ from common.launch.ray.host import (
 )
 from common.launch.ray.placement import ClusterNode, ClusterPlacement
 from common.launch.ray.process import RayProcess
+from common.launch.roles import absolute_dir, other_checkout
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.wire.security import issue_join_key

@@ -23,6 +23,7 @@ SECTIONS = sorted(field_kinds(RunConfig).keys() - {"launcher", "dashboard"})
 def test_key_help_shows_type_default_and_constraint() -> None:
     assert help_text(["learner.lr"]) == (
         "learner.lr=1e-06\n  a number; must be in (0, 10]\n  Sets the learning rate of AdamW.\n"
+        "  Live: `set` changes it during a run.\n"
     )
 
 

@@ -7,6 +7,7 @@ from common.config.help import LIVE, help_text
 from common.config.keys import declared
 from common.config.live.keys import (
     LIVE_KEYS,
+    check_effect,
     check_live,
     followed,
     is_live,
@@ -75,8 +76,26 @@ def test_changed_values_are_checked_like_a_new_run() -> None:
             with_values(CFG, {key: value})
 
 
-def test_new_entry_of_a_map_has_no_earlier_value() -> None:
+@pytest.mark.parametrize(
+    ("key", "setting"),
+    [
+        ("horizon.every_steps", "horizon.kind=stepwise"),
+        ("horizon.per_env.maze.over_steps", "horizon.kind=linear"),
+        ("learner.muon_lr", "learner.optimizer=muon"),
+    ],
+)
+def test_key_without_an_effect_is_refused(key: str, setting: str) -> None:
+    with pytest.raises(ConfigError, match=f"no effect in this run, since it needs {setting}"):
+        check_effect(CFG, key)
+    name, value = setting.split("=")
+    check_effect(with_values(CFG, {name: value}), key)
+    check_effect(CFG, "eval.every_steps")
+
+
+def test_entry_of_a_map_is_changed_and_not_added() -> None:
     assert text_at(CFG, "horizon.per_env.shop.stages") == ""
+    with pytest.raises(ConfigError, match=r"per_env\.shop: the configuration has no such entry"):
+        with_values(CFG, {"horizon.per_env.shop.stages": "[3]"})
     cfg = with_values(CFG, {"horizon.per_env.maze.every_steps": "7"})
     assert cfg.horizon.per_env["maze"] == HorizonOverride(stages=[3, 6], every_steps=7)
 

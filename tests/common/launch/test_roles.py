@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from common.launch.checkout import command_of
+from common.launch.roles import command_of
 from common.store.run_dir import RunDir
 
 OWN = ("python", "/own/run.py", "actor", "run.dir=runs", "run.name=a", "actor.name=actor-0")
