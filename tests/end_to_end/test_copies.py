@@ -15,7 +15,7 @@ from common.store.copies.store import ObjectStore
 from learner.recovery.step_log import read_steps
 from tests.end_to_end.runs import Run, balances, unbounded
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 
 NUM_STEPS = 16
 

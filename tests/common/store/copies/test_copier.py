@@ -10,7 +10,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry, register_implementation
 
-from common.store.copies.capture import MAX_WINDOW_S, capture
+from common.store.copies.capture import MAX_WINDOW_S, SourceChanged, capture
 from common.store.copies.copier import RunCopier, copy_all, run_copier
 from common.store.copies.fetch import fetch
 from common.store.copies.manifest import FOLDER, CopyManifest, decode
@@ -102,11 +102,11 @@ def test_copy_killed_in_a_write_leaves_the_previous_copy_whole(
         restored = fetched("memory://copies", tmp_path, f"b{num_writes}")
         assert ids(restored) == before
         assert [p.name for p in restored.checkpoints.iterdir()] == ["step-000010"]
-    DyingStore.writes_left = 10**9
-    copy_all(copier_of(run_dir, "dying://copies"))  # It continues after the last kill.
-    restored = fetched("memory://copies", tmp_path)
-    assert ids(restored) == ids(run_dir)
-    assert digests(restored.checkpoints) == digests(run_dir.checkpoints)
+        DyingStore.writes_left = 10**9
+        copy_all(copier_of(run_dir, "dying://copies"))  # It continues after the kill.
+        restored = fetched("memory://copies", tmp_path, f"c{num_writes}")
+        assert ids(restored) == ids(run_dir)
+        assert digests(restored.checkpoints) == digests(run_dir.checkpoints)
 
 
 def test_journal_loses_only_the_uncopied_tail(run_dir: RunDir, tmp_path: Path) -> None:
@@ -342,3 +342,19 @@ def test_next_process_of_a_run_continues_its_copy(run_dir: RunDir, tmp_path: Pat
     write_json(run_dir.root / "copies.json", {"id": "../../x"})
     with pytest.raises(ValueError, match=r"copies\.json: damaged"):
         copier_of(run_dir, f"{tmp_path}/copies")
+
+
+def test_file_replaced_after_the_cut_is_not_mixed(run_dir: RunDir) -> None:
+    steps = run_dir.steps.read_bytes()
+    model = run_dir.checkpoints / "step-000010" / "model.safetensors"
+    size = model.stat().st_size
+    with capture(run_dir) as found:
+        files = {file.name: file for file in found.files}
+        write_json(run_dir.steps, "shorter")
+        write_json(model, "x" * (size - 3))  # Of the same size.
+        assert model.stat().st_size == size
+        assert files["journal/steps.jsonl"].read(0, len(steps)) == steps
+        with pytest.raises(SourceChanged):
+            files["checkpoints/step-000010/model.safetensors"].read(0, size)
+    copier = copier_of(run_dir, f"{run_dir.root.parent}/copies")
+    assert copier.copy_once().checkpoint == 10
