@@ -300,10 +300,7 @@ class Transfers:
         offer = self._offer(weights, receivers, transfer_group.key, num_copies)
         for member, place in zip(members, places, strict=True):
             own = replace(
-                offer,
-                rank=place.rank,
-                copy_key=place.copy_key,
-                copy_index=place.copy_index,
+                offer, rank=place.rank, copy_key=place.copy_key, copy_index=place.copy_index
             )
             self._answers.offered(member, own)
             self._send(member, own)
