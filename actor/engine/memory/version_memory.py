@@ -58,10 +58,10 @@ class VersionMemory:
             return self._own_for(num_bytes)
         found = self.for_node
         if found is None or found.buffer.numel() < num_bytes or not found.claim():
-            found = None
+            found = None  # The old memory is freed first.
             self.for_node = None
-            self.for_node = NodeCopy(num_bytes)
-        return self.for_node
+            found = self.for_node = NodeCopy(num_bytes)
+        return found
 
     def held(self, offer: WeightsOffer) -> Copy:
         """Return the memory with the base of an offer of changes, or with its version.

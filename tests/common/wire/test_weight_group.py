@@ -7,6 +7,7 @@ import psutil
 import pytest
 import torch
 
+from common.errors import WeightSyncError
 from common.wire.collective import CPU
 from common.wire.weight_group import TransferCancelled, WeightGroup
 from common.wire.weight_messages import WeightsOffer
@@ -84,3 +85,26 @@ def test_cancelled_offer_is_abandoned_and_next_accepted() -> None:
     with pytest.raises(TransferCancelled, match="epoch=1"):  # No other member joins.
         receiver.receive(came, CPU, offer, is_cancelled=is_told.is_set)
     assert transfer(sender, receiver, offer_of(store, epoch=2, rank=0), 9) == 9
+
+
+def test_report_of_a_copy_replaces_the_one_before() -> None:
+    store = Meeting()
+    receiver, follower = WeightGroup(), WeightGroup()
+    offers = [replace(offer_of(store, epoch=1, rank=1), copy_key=key) for key in ("a", "b")]
+    for offer in offers:
+        receiver.report_copy(offer, place=f"place of {offer.copy_key}")
+        found = follower.find_copy(offer, is_cancelled=lambda: False)
+        assert found == f"place of {offer.copy_key}"
+    assert [store.store().check([offer.copy_key]) for offer in offers] == [False, True]
+    receiver.report_copy(offers[0], error="damaged")
+    with pytest.raises(TransferCancelled, match="receives for this node: damaged"):
+        follower.find_copy(offers[0], is_cancelled=lambda: False)
+
+
+def test_worker_without_a_report_gives_up_in_time() -> None:
+    store = Meeting()
+    offer = replace(offer_of(store, epoch=1, rank=1), copy_key="a", timeout_s=0.1)
+    with pytest.raises(WeightSyncError, match=r"version 1 .* has not reported within 0\.2 s"):
+        WeightGroup().find_copy(offer, is_cancelled=lambda: False)
+    with pytest.raises(TransferCancelled, match="epoch=1"):
+        WeightGroup().find_copy(offer, is_cancelled=lambda: True)

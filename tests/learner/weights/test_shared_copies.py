@@ -104,7 +104,7 @@ class Held(LiveWeights):
 @pytest.mark.slow
 def test_killed_receiver_costs_its_node_no_version(tmp_path: Path) -> None:
     """The receiver of the node is a process of its own, which SIGKILL ends inside a version."""
-    with bench_of(tmp_path, keeps_versions=False) as bench:
+    with bench_of(tmp_path, keeps_versions=False, silent_after_s=60.0) as bench:
         before = shared_files()
         source = Held(bench.weight)
         bench.source = source
