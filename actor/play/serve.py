@@ -295,9 +295,11 @@ async def _end(ended: asyncio.Event, past_of: RunDir | None, *, after_s: float) 
     waits: list[asyncio.Task[Any]] = [asyncio.create_task(ended.wait())]
     if past_of is not None:
         waits.append(asyncio.create_task(newer_version(past_of, after_s=after_s)))
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for each in waits:
         each.cancel()
+    for each in done:
+        each.result()
 
 
 def base_of(folder: Path) -> tuple[Path, LoraSection]:

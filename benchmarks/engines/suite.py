@@ -48,7 +48,7 @@ LEGEND = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFigures:
+class RoleLoads:
     """The processor time of each role for one second of the clocks."""
 
     scheduler: float
@@ -82,7 +82,7 @@ def add_shares(table: BenchTable) -> None:
 
 def measure(
     folder: Path, *, num_engines: int, per_process: int, window_s: float = WINDOW_S
-) -> EngineFigures:
+) -> RoleLoads:
     """Start all roles, wait until every slot has played an episode, and measure a window."""
     run_dir = prepare_run(folder, per_process=per_process)
     clocks_dir = folder / "c"
@@ -121,7 +121,7 @@ def measure(
     clock_s = num_tokens / (len(engines) * TOKENS_PER_S)
     shares = [each / clock_s for each in used]
     pace = clock_s * SLOWDOWN / took_s
-    return EngineFigures(
+    return RoleLoads(
         scheduler=shares[0], intake=shares[1], hub=shares[2], actors=shares[3:], pace=pace
     )
 
