@@ -55,9 +55,11 @@ def _find_copy(url: str) -> ObjectStore:
     if FOLDER in folders:
         return store
     store.close()
-    if len(folders) != 1:
-        found = f"holds the copies {', '.join(folders)}; name one" if folders else "holds no copy"
-        raise ConfigError(f"{store.url}: {found}, such as {store.url}/NAME-0123abcd")
+    if not folders:
+        raise ConfigError(f"{store.url}: holds no copy. Name the journal.copy_to of a run")
+    if len(folders) > 1:
+        found = f"holds the copies {', '.join(folders)}"
+        raise ConfigError(f"{store.url}: {found}; name one, such as {store.url}/{folders[0]}")
     return ObjectStore(f"{store.url}/{folders[0]}", key="fetch")
 
 
