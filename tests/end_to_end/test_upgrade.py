@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from common.store.journal import read_journal
 from common.wire.messages import SCHEMA_VERSION
 from common.wire.versions import version_of
 from tests.end_to_end.runs import REPOSITORY, Run, balances
@@ -21,6 +20,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 
 PARTS = ("actor", "common", "configs", "envhub", "learner", "pyproject.toml", "run.py")
 NEWER = SCHEMA_VERSION + 1
+TRAINED = """
+import json, sys
+from pathlib import Path
+from common.store.journal import read_journal
+root = Path(sys.argv[1])
+lines = (root / "outcomes.jsonl").read_text(encoding="utf-8").splitlines()
+outcomes = {episode: outcome for episode, outcome, *_ in map(json.loads, lines)}
+found = (each for _, each in read_journal(root / "journal"))
+print(json.dumps([e.actor for e in found if outcomes.get(e.episode_id) == "trained"]))
+"""
 OVERRIDES = (
     "train.num_steps=100000",
     "eval.before=false",
@@ -102,12 +111,12 @@ def finish(run: Run, checkout: Path) -> None:
     assert (ledger["lost"], ledger["in_flight"]) == (0, 0), ledger
 
 
-def trained_actors(run: Run) -> Counter[str]:
-    """Return the number of trained episodes by actor, from the journal and the outcomes."""
-    lines = (run.root / "outcomes.jsonl").read_text(encoding="utf-8").splitlines()
-    outcomes = {episode: outcome for episode, outcome, *_ in map(json.loads, lines)}
-    episodes = (each for _, each in read_journal(run.root / "journal"))
-    return Counter(e.actor for e in episodes if outcomes.get(e.episode_id) == "trained")
+def trained_actors(run: Run, checkout: Path) -> Counter[str]:
+    """Return the number of trained episodes by actor, read with the code of the run."""
+    argv = [sys.executable, "-c", TRAINED, str(run.root)]
+    done = subprocess.run(argv, cwd=checkout, capture_output=True, encoding="utf-8", timeout=600)
+    assert done.returncode == 0, done
+    return Counter(json.loads(done.stdout))
 
 
 def test_hub_and_actor_move_to_newer_code_while_the_learner_trains(
@@ -142,7 +151,7 @@ def test_actor_of_older_code_joins_a_newer_run(tmp_path: Path, newer: Path) -> N
         finally:
             older.terminate()
             older.wait(60)
-        assert trained_actors(run)["older"] > 0
+        assert trained_actors(run, newer)["older"] > 0
         heads = re.findall(rb"\x93[\x00-\x7f]\xaaTrajectory", journal_bytes(run))
         assert {version_of([head]) for head in heads} == {SCHEMA_VERSION, NEWER}
 

@@ -11,6 +11,7 @@ import pytest
 from actor.links.scheduler_client import SchedulerClient
 from common.errors import LongstrideError
 from common.wire.addresses import AddressBook
+from common.wire.config_messages import LiveConfig
 from common.wire.join_messages import Directory, HubPlace
 from common.wire.messages import (
     Goodbye,
@@ -28,7 +29,7 @@ from tests.actor.links.toy_peer import Law, Peer
 
 NODE = socket.gethostname()  # the scheduler's, too
 HELLO = Hello(role="actor", name="actor-0", incarnation="i", version=-1, node=NODE)
-GREETING = replace(HELLO, directory=0)  # No directory was received yet.
+GREETING = replace(HELLO, directory=0, config=0)  # No directory was received yet.
 BEAT = Heartbeat(
     role="actor",
     name="actor-0",
@@ -96,7 +97,7 @@ def test_progress_revokes_and_ends_the_run(tmp_path: Path) -> None:
         await welcome(scheduler, control)
         control.beat(BEAT)
         beat = await scheduler.next(Heartbeat)
-        assert beat.message == replace(BEAT, directory=0)
+        assert beat.message == replace(BEAT, directory=0, config=0)
         scheduler.answer(beat, progress(revoked=("g/0",)))
         scheduler.answer(beat, progress(is_finished=True))
         async with asyncio.timeout(5.0):
@@ -163,7 +164,7 @@ def test_new_scheduler_with_equal_number_is_greeted(tmp_path: Path) -> None:
                 await asyncio.sleep(0.001)
         scheduler.restart()
         again = await scheduler.next(Hello)
-        assert again.message == replace(HELLO, directory=3)
+        assert again.message == replace(HELLO, directory=3, config=0)
         scheduler.answer(again, Welcome(run_epoch="e2"))
         assert (await scheduler.next(Hello)).message == GREETING
 
@@ -207,5 +208,20 @@ def test_scheduler_refusal_ends_the_loop(tmp_path: Path) -> None:
         async with asyncio.timeout(5.0):
             with pytest.raises(LongstrideError, match="refused a message: schema"):
                 await loop
+
+    check(tmp_path, law)
+
+
+def test_heartbeat_names_the_live_values_that_the_actor_has(tmp_path: Path) -> None:
+    async def law(scheduler: Peer, control: SchedulerClient, _: asyncio.Task[None]) -> None:
+        hello = await welcome(scheduler, control)
+        assert control.live_config is None
+        live = LiveConfig(number=3, values={"actor.max_concurrent": "8"})
+        scheduler.answer(hello, live)
+        async with asyncio.timeout(60.0):
+            while control.live_config != live:
+                await asyncio.sleep(0.001)
+        control.beat(BEAT)
+        assert (await scheduler.next(Heartbeat)).message.config == 3
 
     check(tmp_path, law)

@@ -11,7 +11,7 @@ from common.errors import LongstrideError
 from common.wire.messages import EpisodeKind, Goodbye, StepDone
 from tests.learner.ingest.intake_rig import HELLO, Setup, member
 
-SAID = replace(HELLO, node=socket.gethostname())  # it adds where it is
+SAID = replace(HELLO, node=socket.gethostname(), config=0)  # it adds where it is
 
 
 def test_scheduler_receives_arrivals_and_complete_groups(running: Setup) -> None:
