@@ -35,7 +35,7 @@ COMMANDS = {
 # Suites that train. They accept key=value, including study.*, and --dry-run.
 STUDIES = ("algorithms", "staleness", "teacher", "horizon", "peer")
 SUITES = (
-    "learner, weights, delta, actor, scheduler, transport, envhub, end2end, tail, chaos,"
+    "learner, weights, delta, actor, scheduler, transport, engines, envhub, end2end, tail, chaos,"
     " chaos-short, conformance, gpu, gpu-small, "
 ) + ", ".join(STUDIES)
 

@@ -34,9 +34,9 @@ class IdleEngine:
         self.is_finished = asyncio.Event()
         self.version_loaded = asyncio.Event()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.meter = None
+        self.meter = self.live_config = None
         self.beats: list[Any] = []
-        self.num_slots = self.num_sampled_tokens = self.version = 0
+        self.num_slots = self.num_sampled_tokens = self.version = self.num_ended = 0
         self.running_ids: list[str] = []
         self.pending_ids: list[str] = []
 
