@@ -81,8 +81,8 @@ class VersionMemory:
     def to_change(self, held: Copy, offer: WeightsOffer) -> OwnCopy | NodeCopy:
         """Return memory with the bytes of `held` in which changes may be applied.
 
-        It is `held` itself, unless other workers still read it, or the offer needs the other kind of
-        memory.
+        It is `held` itself, unless other workers still read it or the offer needs the other kind
+        of memory.
 
         Raises: WeightSyncError: the bytes of a view were replaced meanwhile.
         """
