@@ -1,10 +1,12 @@
-"""Settings of an engine that fit the sizes of a model."""
+"""Settings that fit the sizes of a model, and each other."""
 
 import math
 from collections.abc import Sequence
 
 from common.checks.machine import GIB
 from common.checks.model_shape import BYTES_OF, ModelShape
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
 
 MAX_MODEL_LEN = 16_384  # Tokens. A longer context needs more cache than most machines have.
 MAX_TURN_TOKENS = 512  # Room for a thought and an action.
@@ -33,3 +35,22 @@ def fitting_overrides(shape: ModelShape) -> list[str]:
         f"actor.kv_cache_gib={cache_gib}",
         f"model.dtype={dtype}",
     ]
+
+
+def check_training(cfg: RunConfig) -> None:
+    """Check that an episode fits in a microbatch, and that sessions outlast turns.
+
+    Raises: ConfigError: the message has the key and the value.
+    """
+    budget = cfg.learner.max_tokens_per_microbatch
+    longest = cfg.actor.max_model_len
+    if cfg.learner.row_tokens < longest:
+        ranks = cfg.learner.sequence_ranks
+        over = f" / learner.sequence_ranks={ranks}" * (ranks > 1)
+        law = f"must be >= actor.max_model_len={longest}{over}, the tokens of the longest episode"
+        raise ConfigError(f"learner.max_tokens_per_microbatch={budget}: {law}")
+    lease_s = cfg.envhub.session_lease_s
+    turn_s = cfg.actor.turn_timeout_s
+    if not cfg.envhub.url and lease_s < turn_s:
+        law = f"must be >= actor.turn_timeout_s={turn_s:g}: a session is silent during a turn"
+        raise ConfigError(f"envhub.session_lease_s={lease_s:g}: {law}")

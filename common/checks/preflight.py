@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.checks.engine_args_memory import kv_bytes_per_token
+from common.checks.fitting import check_training
 from common.checks.gpu_placement import GpuAssignment, assign_gpus, check_slices
 from common.checks.machine import GIB, check_compiler, gpus, has_cuda
 from common.checks.memory_plan import check_memory, is_elsewhere, plan_here
@@ -77,25 +78,6 @@ def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
     _check_context(cfg, shape)
     check_engine_equal(root / cfg.model.path, cfg.actor.max_model_len, shown=cfg.model.path)
     check_memory(here, plan_here(here, root), shape)
-
-
-def check_training(cfg: RunConfig) -> None:
-    """Check that an episode fits in a microbatch, and that sessions outlast turns.
-
-    Raises: ConfigError: the message has the key and the value.
-    """
-    budget = cfg.learner.max_tokens_per_microbatch
-    longest = cfg.actor.max_model_len
-    if cfg.learner.row_tokens < longest:
-        ranks = cfg.learner.sequence_ranks
-        over = f" / learner.sequence_ranks={ranks}" * (ranks > 1)
-        law = f"must be >= actor.max_model_len={longest}{over}, the tokens of the longest episode"
-        raise ConfigError(f"learner.max_tokens_per_microbatch={budget}: {law}")
-    lease_s = cfg.envhub.session_lease_s
-    turn_s = cfg.actor.turn_timeout_s
-    if not cfg.envhub.url and lease_s < turn_s:
-        law = f"must be >= actor.turn_timeout_s={turn_s:g}: a session is silent during a turn"
-        raise ConfigError(f"envhub.session_lease_s={lease_s:g}: {law}")
 
 
 def on_this_machine(cfg: RunConfig) -> RunConfig:

@@ -5,9 +5,10 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from common.checks.fitting import check_training
 from common.config.live.keys import check_effect, check_live, live_values, text_at, with_values
 from common.config.live.record import ConfigChange, last_number, read_changes, record_change
-from common.config.run_config import RunConfig, check_training
+from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.store.run_dir import RunDir
 from common.wire.config_messages import ConfigChanged, ConfigRequest, LiveConfig

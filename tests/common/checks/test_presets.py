@@ -15,11 +15,12 @@ from huggingface_hub import constants
 
 import run
 from common.checks import hub_models
+from common.checks.fitting import check_training
 from common.checks.hub_models import resolve_models
 from common.checks.machine import GIB, Gpu
 from common.checks.memory_plan import check_memory, make_plan, plan_lines, plan_named
 from common.checks.model_shape import read_shape
-from common.checks.preflight import check_devices, check_dry, check_training
+from common.checks.preflight import check_devices, check_dry
 from common.config.command_line import parse
 from common.config.load import list_configs, load_config
 from common.config.run_config import RunConfig

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import pytest
 
-from common.checks.preflight import check_training
+from common.checks.fitting import check_training
 from common.config.compute import EnforceEager
 from common.config.curriculum import HorizonOverride, HorizonSection, TaskSection
 from common.config.keys import conform, describe_kind, field_kinds
