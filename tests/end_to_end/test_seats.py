@@ -47,7 +47,7 @@ def test_self_play_trains_both_seats_on_own_tokens(tmp_path: Path) -> None:
 def test_past_versions_play_in_an_engine_of_the_run(tmp_path: Path) -> None:
     with Run(
         tmp_path,
-        "train.num_steps=6",
+        "train.num_steps=3",
         "eval.after=false",
         "learner.checkpoint_every_steps=1",
         "actor.seats.opponents=[checkpoints]",
