@@ -81,6 +81,8 @@ def weights_after(trainer: Trainer, *, num_steps: int) -> torch.Tensor:
         if step == 1:  # A change of live keys reaches all ranks before the same step.
             trainer.configure(lr=2e-3, muon_lr=4e-3, num_steps=20)
         trainer.train_on(make_samples(num_groups=1 if is_last else 4, seed=step), version=step)
+    if num_steps > 1:  # Later steps use the values of the configuration again.
+        trainer.configure(lr=1e-3, muon_lr=3e-3, num_steps=100)
     weights = [each for name, each in trainer.tensors().items() if not name.startswith("optimizer")]
     halves = [
         each.to_local() if isinstance(each, DTensor) else each[: (len(each) + 1) // 2]
