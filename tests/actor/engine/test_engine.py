@@ -194,7 +194,7 @@ def test_damaged_bucket_leaves_the_old_weights_active(rig: Rig) -> None:
         offer = offer_of(weights, store)
         sending: list[asyncio.Future[None]] = []
         with pytest.raises(
-            WeightSyncError, match=r"bucket 1 of \d+ \(model.*1 buckets are damaged"
+            WeightSyncError, match=r"bucket 1 of \d+ \(model.*1 bucket is damaged"
         ):
             await rig.engine.stage(
                 offer,
