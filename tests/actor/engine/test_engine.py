@@ -193,9 +193,7 @@ def test_damaged_bucket_leaves_the_old_weights_active(rig: Rig) -> None:
         weights = rig.forced_weights(2)
         offer = offer_of(weights, store)
         sending: list[asyncio.Future[None]] = []
-        with pytest.raises(
-            WeightSyncError, match=r"bucket 1 of \d+ \(model.*1 bucket is damaged"
-        ):
+        with pytest.raises(WeightSyncError, match=r"bucket 1 of \d+ \(model.*1 bucket is damaged"):
             await rig.engine.stage(
                 offer,
                 announce=lambda: sending.append(
