@@ -338,6 +338,7 @@ def test_faulty_server_fails_episode_by_name(tmp_path: Path, repository: Path) -
     assert last[1] == ["Right.", 1.0, True, True, True]  # another connection is made
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_function_call_of_tool_reaches_server(tmp_path: Path, repository: Path) -> None:
     reference = described(tmp_path, hidden=["tell", "listed", "begin", "length"])

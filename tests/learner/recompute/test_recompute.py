@@ -206,6 +206,7 @@ def test_overrides_are_counterfactual_after_the_first_step(run: RunDir) -> None:
     assert rows[0]["metrics"]["train/lr"] == pytest.approx(10 * rows[0]["recorded"]["train/lr"])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_running_baseline_is_recomputed_for_overrides(tmp_path: Path) -> None:
     running = config("algorithm.advantage=running")
