@@ -32,12 +32,23 @@ _MARKER = "COMPLETE"  # The last file of a checkpoint.
 _STATE_LOG = re.compile(rb'\{"log": (\d+)')
 # Files that are appended to. They may be replaced by shorter ones, so they stay open for the copy.
 APPENDED = (
-    *("journal/steps.jsonl", "checksums.jsonl", "metrics.jsonl", "outcomes.jsonl"),
+    "journal/steps.jsonl",
+    "checksums.jsonl",
+    "metrics.jsonl",
+    "outcomes.jsonl",
     "config_changes.jsonl",
 )
 REPLACED = (  # Small files, each of which is replaced as a whole.
-    *("date.txt", "item_digests.json", "precision.json", "ledger.json", "selection.json"),
-    *("eval.jsonl", "cpu.json", "finished.json", "report.json", "report.html"),
+    "date.txt",
+    "item_digests.json",
+    "precision.json",
+    "ledger.json",
+    "selection.json",
+    "eval.jsonl",
+    "cpu.json",
+    "finished.json",
+    "report.json",
+    "report.html",
 )
 FOLDERS = ("tokenizer", "policy")  # Files that do not change during the run.
 
