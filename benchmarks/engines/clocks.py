@@ -32,7 +32,7 @@ MIN_TOKENS = 60  # Tokens of a turn, 100 on average.
 MAX_TOKENS = 140
 FIRST_WORD = 10  # Smaller token ids are control tokens.
 END_OF_TURN = 3
-ENGINE_IDENTITY = (0).to_bytes(2, "little")  # Of vLLM's first engine.
+ENGINE_IDENTITY = (0).to_bytes(2, "little")  # The name of vLLM's first engine.
 POLL_S = 0.05
 COUNTER = "tokens"  # File with the number of sampled tokens, 8 bytes.
 

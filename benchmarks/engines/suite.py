@@ -25,12 +25,12 @@ from common.wire.security import create_keys
 
 NUM_ENGINES = 64
 ENGINES_PER_PROCESS = 16
-TOKENS_PER_S = 2_000.0  # Of each engine.
+TOKENS_PER_S = 2_000.0  # Speed of each engine.
 SLOTS = 16  # Concurrent episodes of each engine.
 NUM_TURNS = 20  # Turns of an episode, 2,000 sampled tokens on average.
 POLICY = "tiny-textcraft"
 EPISODE_TOKENS = 2_000
-MAX_TOKENS = 8_192  # Of a context.
+MAX_TOKENS = 8_192  # Length of a context.
 # The clocks run slower by this factor, so that few cores suffice. All figures are per second of
 # the clocks.
 SLOWDOWN = 4.0

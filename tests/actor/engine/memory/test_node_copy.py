@@ -13,7 +13,7 @@ from common.errors import WeightSyncError
 
 NUM_BYTES = 10_000  # More than one page.
 CLONE_NEWNET = 0x40000000
-NOBODY = 65_534  # A user without rights.
+UNPRIVILEGED = 65_534  # A user without rights.
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="changes the user or the namespace")
 
 
@@ -95,7 +95,7 @@ def test_memory_without_permission_is_unreachable(copy: NodeCopy) -> None:
     place = copy.show()
 
     def open_as_another_user() -> None:
-        os.setuid(NOBODY)
+        os.setuid(UNPRIVILEGED)
         CopyView(place, 3)
 
     assert in_child(open_as_another_user).startswith(CopyUnreachable.__name__)
