@@ -7,8 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ CLOSED_PROXY = {
     **dict.fromkeys(["no_proxy", "NO_PROXY"], ""),
 }
 RUN_S = 600.0  # slow cores that others share
+JOINED_STOP_S = 15.0  # Seconds for a joined actor to end after SIGTERM.
 
 
 class Run:
@@ -157,3 +158,26 @@ def balances(ledger: dict[str, Any]) -> bool:
     """Return True if every issued episode is accounted for."""
     parts = ("trained", "filtered", "stale", "failed", "in_flight")
     return ledger["issued"] == sum(ledger[part] for part in parts) and ledger["lost"] == 0
+
+
+@contextmanager
+def joining(run: Run, name: str, *overrides: str) -> Iterator[None]:
+    """Start one more actor of the run in the block."""
+    where = (f"run.dir={run.root.parent}", "run.name=r", f"actor.name={name}")
+    with (run.root.parent / f"{name}.txt").open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "run.py", "actor", *where, *overrides],
+            cwd=REPOSITORY,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        )
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(JOINED_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

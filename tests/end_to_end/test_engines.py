@@ -4,10 +4,6 @@ import json
 import os
 import signal
 import statistics
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -15,7 +11,7 @@ import pytest
 
 from common.store.journal import read_journal
 from common.wire.messages import EpisodeKind, Trajectory
-from tests.end_to_end.runs import REPOSITORY, Run, balances
+from tests.end_to_end.runs import Run, balances, joining
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1500)]
 
@@ -70,29 +66,6 @@ def test_death_of_one_engine_restarts_its_process_and_loses_nothing(tmp_path: Pa
     ledger = run.read("ledger.json")
     assert balances(ledger)
     assert ledger["failed"] == 0
-
-
-@contextmanager
-def joining(run: Run, name: str, *overrides: str) -> Iterator[None]:
-    """Start one more actor of the run in the block."""
-    where = (f"run.dir={run.root.parent}", "run.name=r", f"actor.name={name}")
-    with (run.root.parent / f"{name}.txt").open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "run.py", "actor", *where, *overrides],
-            cwd=REPOSITORY,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-        )
-    try:
-        yield
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(15.0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def test_noise_of_unlike_engines_is_measured_for_each(tmp_path: Path) -> None:

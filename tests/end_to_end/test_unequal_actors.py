@@ -1,24 +1,18 @@
 """A slow, a fast and a late actor in one run: real processes, an environment that waits."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from common.store.journal import read_journal
 from common.wire.messages import EpisodeKind
-from tests.end_to_end.runs import REPOSITORY, Run, balances
+from tests.end_to_end.runs import Run, balances, joining
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1500)]
 
-STOP_S = 15.0
 ENGINE_S = 600.0  # for an engine to start and play, on a busy machine
 OVERRIDES = (
     "actor.num_actors=0",
@@ -40,29 +34,6 @@ OVERRIDES = (
 )
 
 
-@contextmanager
-def joining(run: Run, name: str, *, slots: int) -> Iterator[None]:
-    """One more actor for the run, as a user would start it on another node."""
-    where = (f"run.dir={run.root.parent}", "run.name=r", f"actor.name={name}")
-    with (run.root.parent / f"{name}.txt").open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "run.py", "actor", *where, f"actor.max_concurrent={slots}"],
-            cwd=REPOSITORY,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-        )
-    try:
-        yield
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
 def num_finished(run: Run) -> dict[str, int]:
     """Episodes by actor, as the scheduler counts them."""
     status = run.root / "status.json"
@@ -73,12 +44,15 @@ def num_finished(run: Run) -> dict[str, int]:
 def test_slow_fast_and_late_actors_contribute_proportionally(tmp_path: Path) -> None:
     with Run(tmp_path, *OVERRIDES) as run:
         run.wait_until((run.root / "addresses" / "scheduler").exists)
-        with joining(run, "fast", slots=12), joining(run, "slow", slots=2):
+        with (
+            joining(run, "fast", "actor.max_concurrent=12"),
+            joining(run, "slow", "actor.max_concurrent=2"),
+        ):
             run.wait_until(
                 lambda: min(num_finished(run).get(n, 0) for n in ("fast", "slow")) > 0,
                 timeout_s=ENGINE_S,
             )
-            with joining(run, "late", slots=12):
+            with joining(run, "late", "actor.max_concurrent=12"):
                 run.wait_until(lambda: num_finished(run).get("late", 0) >= 40, timeout_s=ENGINE_S)
                 run.process.send_signal(signal.SIGTERM)
                 run.wait(timeout_s=30.0)
