@@ -155,6 +155,8 @@ class Simulator:
             return
         self.is_alive = False
         self._gateway.close()
+        # Otherwise py4j connects to the ended JVM whenever Python frees one of its objects.
+        self._gateway._gateway_client.is_connected = False  # pyright: ignore
         self._process.kill()
         self._process.wait(timeout=EXIT_TIMEOUT_S)
         for pipe in (self._process.stdin, self._process.stdout):

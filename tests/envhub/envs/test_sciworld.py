@@ -1,5 +1,6 @@
 """ScienceWorld in its JVMs."""
 
+import gc
 import os
 import signal
 import time
@@ -220,6 +221,16 @@ def test_dead_jvm_fails_one_episode_and_is_replaced(machines):
     assert again.reset("Find-test-8", 0) == first
     assert jvm_of(again) != pid
     again.close()
+
+
+def test_freed_objects_of_an_ended_jvm_reach_no_server(caplog):
+    simulator = Machines(SciworldOptions()).simulators.take()
+    simulator.act("look around")
+    simulator.close()
+    caplog.clear()
+    del simulator
+    gc.collect()
+    assert caplog.records == []
 
 
 def test_missing_java_is_named_in_failure(monkeypatch):
