@@ -1,14 +1,15 @@
-"""Text models of vLLM whose modules also hold a variant for images, such as Qwen3.5.
+"""Registration of vLLM's text models on a CPU.
 
-These modules import torchvision for the processor of images. The environment for CPUs lacks it: the
-builds of torchvision on PyPI need CUDA's torch. A text model uses no processor of images, so its
-module is imported with placeholders for torchvision.
+Modules of some text models also hold a variant for images, such as Qwen3.5. They import torchvision
+for the processor of images. The environment for CPUs lacks it: the builds of torchvision on PyPI
+need CUDA's torch. A text model uses no processor of images, so its module is imported with
+placeholders for torchvision.
 """
 
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -26,16 +27,19 @@ MARK = "MULTIMODAL_REGISTRY"  # vLLM's modules register their processors of imag
 
 
 def register_text_models(architectures: Sequence[str]) -> None:
-    """Register these text models with vLLM in this process, if their modules need torchvision."""
-    if importlib.util.find_spec(MISSING) is not None:
-        return
+    """Register the classes of these text models with vLLM in this process.
+
+    vLLM would import a new class in a separate process, so that this one does not initialise CUDA.
+    On a CPU that would only take time: fifteen CPU seconds for each class.
+    """
     for name in architectures:
         entry = ModelRegistry.models.get(name)
-        is_text = name in _TEXT_GENERATION_MODELS
-        if is_text and isinstance(entry, _LazyRegisteredModel) and _has_images(entry.module_name):
-            with placeholders():
-                found = entry.load_model_cls()
-            ModelRegistry.register_model(name, found)
+        if name not in _TEXT_GENERATION_MODELS or not isinstance(entry, _LazyRegisteredModel):
+            continue
+        lacks_images = importlib.util.find_spec(MISSING) is None and _has_images(entry.module_name)
+        # vLLM's own import reports a module that cannot be imported.
+        with suppress(ImportError), placeholders() if lacks_images else nullcontext():
+            ModelRegistry.register_model(name, entry.load_model_cls())
 
 
 def _has_images(module: str) -> bool:

@@ -38,7 +38,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
     from vllm.model_executor.model_loader import get_model
 
-    from actor.engine.start import engine_arguments
+    from actor.engine.start import engine_arguments, engine_config
 
     folder = tmp_path_factory.mktemp("policy")
     Qwen2Config(
@@ -57,7 +57,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Any:
     arguments = engine_arguments(model, cfg, seed=0, has_weights=False, lora=LORA)
     arguments.weight_transfer_config = None
     arguments.skip_tokenizer_init = True
-    config = arguments.create_engine_config()
+    config = engine_config(arguments)
     with set_current_vllm_config(config), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.accelerator, "empty_cache", lambda: None)
         network = get_model(vllm_config=config)
