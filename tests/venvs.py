@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 UNREACHABLE = ("ConnectionError", "No matching distribution found for uv", "Failed to fetch")
+CLIENTS = ("openai==3.52.0", "anthropic==2.12.0")  # of several tests
 OURS = ("accelerate", "numpy", "safetensors", "tokenizers", "torch", "transformers")  # are large
 INSTALL_S = 280.0
 
@@ -36,7 +37,8 @@ def python_with(*requirements: str, sees_ours: bool = False) -> str:
 
 
 def _make(folder: Path, python: Path, requirements: tuple[str, ...], *, sees_ours: bool) -> None:
-    subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+    uv = _uv(folder.parent)
+    subprocess.run([uv, "venv", "-q", "--clear", "--python", sys.executable, folder], check=True)
     options: list[str] = []
     if sees_ours:
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -44,10 +46,20 @@ def _make(folder: Path, python: Path, requirements: tuple[str, ...], *, sees_our
         (own / "ours.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
         (folder / "ours.txt").write_text("\n".join(OURS), encoding="utf-8")
         options = ["--excludes", str(folder / "ours.txt")]
-    uv = [str(folder / "bin" / "uv"), "pip", "install", "-q", "--python", str(python)]
-    uv.append("--compile-bytecode")  # else each start of theirs compiles it all again
-    _install([str(python), "-m", "pip", "install", "-q", "uv"])  # resolves in seconds
-    _install([*uv, *options, *requirements])
+    # Without bytecode, each start of a package would compile it again.
+    install = [uv, "pip", "install", "-q", "--python", str(python), "--compile-bytecode"]
+    _install([*install, *options, *requirements])
+
+
+def _uv(root: Path) -> str:
+    """Return the program uv, which resolves packages in seconds. It is installed once."""
+    program = root / "uv" / "bin" / "uv"
+    with (root / "uv.lock").open("w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not program.exists():
+            pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+            _install([*pip, "--upgrade", "--target", str(root / "uv"), "uv"])
+    return str(program)
 
 
 def _install(command: list[str]) -> None:

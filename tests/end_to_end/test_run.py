@@ -21,7 +21,7 @@ from tests.end_to_end.runs import CLOSED_PROXY, REPOSITORY, Run, balances, unbou
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-NUM_STEPS = 11
+NUM_STEPS = 8
 OVERRIDES = (
     f"train.num_steps={NUM_STEPS}",
     "eval.baselines=true",
@@ -33,32 +33,37 @@ OVERRIDES = (
 
 
 @pytest.fixture(scope="module")
-def disturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[str, int]]:
-    """A run whose learner was killed, that was stopped by Ctrl-C, and that Ray's workers ended.
+def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, int]:
+    """A run whose learner was killed, and the number of the journal's episodes at that time."""
+    with Run(tmp_path_factory.mktemp("run"), *OVERRIDES) as run:
+        run.wait_until(lambda: is_journal_partly_settled(run))
+        num_episodes = sum(1 for _ in read_journal(run.root / "journal"))
+        os.kill(run.role_pid("learner"), signal.SIGKILL)
+        assert run.wait() == 0, run.output
+        assert run.left_over() == []
+    return run, num_episodes
 
-    The second start is on Ray, in a shell that names a proxy where no server listens.
 
-    The numbers are the journal's episodes at the kill, and the metric lines and the characters of
-    the output at the stop.
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, int, int]:
+    """A run that was stopped by Ctrl-C, and that Ray's workers ended.
+
+    The second start is on Ray, in a shell that names a proxy where no server listens. The numbers
+    are the metric lines and the characters of the output at the stop.
     """
     folder = tmp_path_factory.mktemp("run")
-    numbers: dict[str, int] = {}
     with Run(folder, *OVERRIDES) as run:
-        run.wait_until(lambda: is_journal_partly_settled(run))
-        numbers["episodes"] = sum(1 for _ in read_journal(run.root / "journal"))
-        os.kill(run.role_pid("learner"), signal.SIGKILL)
-        reached = len(run.metrics())
-        run.wait_until(lambda: len(run.metrics()) > reached)
+        run.wait_until(lambda: len(run.metrics()) > 1)
         run.process.send_signal(signal.SIGINT)
         assert run.wait() == 130, run.output
         assert run.left_over() == []
-        numbers["steps"] = len(run.metrics())
-        assert numbers["steps"] < NUM_STEPS
-        numbers["length"] = len(run.output)
+        num_steps = len(run.metrics())
+        assert num_steps < NUM_STEPS
+        length = len(run.output)
     with Run(folder, *OVERRIDES, "launcher=ray", env=CLOSED_PROXY) as again:
         assert again.wait() == 0, again.output
         wait_for(lambda: again.left_over() == [])  # Ray's own processes end a little later.
-    return again, numbers
+    return again, num_steps, length
 
 
 def is_journal_partly_settled(run: Run) -> bool:
@@ -67,10 +72,8 @@ def is_journal_partly_settled(run: Run) -> bool:
     return path.exists() and json.loads(path.read_text(encoding="utf-8"))["position"]["offset"] > 0
 
 
-def test_run_trains_evaluates_and_accounts_for_episodes(
-    disturbed: tuple[Run, dict[str, int]],
-) -> None:
-    run, _ = disturbed
+def test_run_trains_evaluates_and_accounts_for_episodes(killed: tuple[Run, int]) -> None:
+    run, _ = killed
     ledger = run.read("ledger.json")
     assert balances(ledger)
     assert unbounded(run.root) == []
@@ -98,40 +101,42 @@ def test_run_trains_evaluates_and_accounts_for_episodes(
     assert any((before[name] != after[name]).any() for name in before)
 
 
-def test_interrupted_run_resumes_at_its_next_step(disturbed: tuple[Run, dict[str, int]]) -> None:
-    run, numbers = disturbed
-    stopped = f"stopped with a checkpoint at step {numbers['steps']}; the same command resumes"
-    assert stopped in run.output
+@pytest.mark.long
+def test_interrupted_run_resumes_at_its_next_step(stopped: tuple[Run, int, int]) -> None:
+    run, num_steps, _ = stopped
+    words = f"stopped with a checkpoint at step {num_steps}; the same command resumes"
+    assert words in run.output
+    assert [line["step"] for line in run.metrics()] == list(range(1, NUM_STEPS + 1))
+    assert balances(run.read("ledger.json"))
 
 
-def test_run_on_ray_bypasses_a_closed_proxy(disturbed: tuple[Run, dict[str, int]]) -> None:
-    run, numbers = disturbed
-    resumed = run.output[numbers["length"] :]
+@pytest.mark.long
+def test_run_on_ray_bypasses_a_closed_proxy(stopped: tuple[Run, int, int]) -> None:
+    run, _, length = stopped
+    resumed = run.output[length:]
     assert "restart=" not in resumed
     assert f"finished: step {NUM_STEPS}/{NUM_STEPS}" in resumed
     assert "started role=actor-0 node=" in resumed
     assert run.read("ledger.json")["failed"] == 0
 
 
-def test_killed_learner_rereads_only_unsettled_episodes(
-    disturbed: tuple[Run, dict[str, int]],
-) -> None:
-    run, numbers = disturbed
+def test_killed_learner_rereads_only_unsettled_episodes(killed: tuple[Run, int]) -> None:
+    run, num_episodes = killed
     log = (run.root / "logs" / "learner.log").read_text(encoding="utf-8")
     num_read, *_ = re.findall(r"journal from=.* episodes=(\d+)", log)
-    assert int(num_read) < numbers["episodes"]
+    assert int(num_read) < num_episodes
 
 
-def test_no_episode_is_trained_twice(disturbed: tuple[Run, dict[str, int]]) -> None:
-    run, _ = disturbed
+def test_no_episode_is_trained_twice(killed: tuple[Run, int]) -> None:
+    run, _ = killed
     logged = (run.root / "journal" / "steps.jsonl").read_text(encoding="utf-8")
     steps = [json.loads(text) for text in logged.splitlines()]
     trained = [name for step in steps for group in step["groups"] for name in group]
     assert len(set(trained)) == len(trained) == run.read("ledger.json")["trained"]
 
 
-def test_recompute_repeats_a_disturbed_run(disturbed: tuple[Run, dict[str, int]]) -> None:
-    run, _ = disturbed
+def test_recompute_repeats_a_run_with_a_killed_learner(killed: tuple[Run, int]) -> None:
+    run, _ = killed
     argv = [sys.executable, "run.py", "recompute", str(run.root)]
     again = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, encoding="utf-8", timeout=300)
     assert again.returncode == 0, again.stdout + again.stderr
@@ -140,10 +145,8 @@ def test_recompute_repeats_a_disturbed_run(disturbed: tuple[Run, dict[str, int]]
 
 
 @pytest.mark.long
-def test_sft_learns_the_newest_successes_of_a_run(
-    disturbed: tuple[Run, dict[str, int]], tmp_path: Path
-) -> None:
-    root = disturbed[0].root
+def test_sft_learns_the_newest_successes_of_a_run(killed: tuple[Run, int], tmp_path: Path) -> None:
+    root = killed[0].root
     rows = successes(root / "journal")
     num_trained = min(len(rows) // 2, 30)
     assert num_trained > 10

@@ -41,7 +41,7 @@ from tests.actor.agents.programs import (
     told,
 )
 from tests.actor.rollout.playing import LEASE, Count, go_on
-from tests.venvs import python_with
+from tests.venvs import CLIENTS, python_with
 
 
 @pytest.mark.parametrize("task", [("Find it.", ""), ("Find it.", "OK."), ("", "")])
@@ -373,7 +373,7 @@ def test_documented_openai_agent_equals_built_in_loop() -> None:
     """Run docs/examples/agent.py under an interpreter of its own."""
     program = str(Path(__file__).parents[3] / "docs" / "examples" / "agent.py")
     lease = replace(LEASE, horizon=3, deadline_s=240.0)
-    command = [python_with("openai==3.52.0"), program]
+    command = [python_with(*CLIENTS), program]
 
     async def run() -> Trajectory:
         agents = Agents(settings(*command), actor="actor-0", renderer=RENDERER)

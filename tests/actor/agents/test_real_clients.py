@@ -15,9 +15,8 @@ from tests.actor.agents.endpoint import MAX_TOKENS, RENDERER, TURN_TOKENS, ByHea
 from tests.actor.agents.programs import told
 from tests.actor.agents.test_tool_calls import LOOK
 from tests.actor.rollout.test_episode import LEASE, Count, go_on
-from tests.venvs import python_with
+from tests.venvs import CLIENTS, python_with
 
-PACKAGES = ("openai==3.52.0", "anthropic==2.12.0")
 TEXTS = (f"I look.\n{LOOK}", "go <left>")
 PROGRAM = '''
 import json, os, sys
@@ -167,7 +166,7 @@ async def _played(python: str, program: Path, how: str) -> Trajectory:
 def test_real_client_packages_yield_identical_captures(
     speaks: tuple[str, ...], tmp_path: Path
 ) -> None:
-    python, program = python_with(*PACKAGES), tmp_path / "agent.py"
+    python, program = python_with(*CLIENTS), tmp_path / "agent.py"
     program.write_text(PROGRAM, encoding="utf-8")
     captured: dict[str, Any] = {}
     for how in speaks:
