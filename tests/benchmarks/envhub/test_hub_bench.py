@@ -31,6 +31,7 @@ def test_promise_covers_speed_and_p99(num_steps: int, slowest_ms: float, exit_co
     assert table.finish() == exit_code
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_load_counts_steps_on_both_kinds_of_routes() -> None:
     with hub_process(["textcraft"]) as hub:

@@ -248,7 +248,7 @@ def test_episodes_read_the_same_in_every_process(machines):
     assert told == transcript("ChemMix-train-18", machines)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_agentgym_rules_limit_moves_and_return_raw_scores(machines: Machines):
     env = SciWorldEnv(Style.AGENTGYM, machines, has_rules=True)
     env.reset("all-train-0")  # boiling water

@@ -159,6 +159,7 @@ def test_invalid_last_move_pays_lower_bound(repository: Path) -> None:
     assert below == [0.5, moves, False, False]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_textarena_game_runs_with_own_package(repository: Path) -> None:
     python = python_with("textarena==0.7.4", sees_ours=True)

@@ -28,7 +28,7 @@ EXTRA_WAITS = {
 ADDED_WAITS = {"padded": 5, "with information": 3}
 
 
-USUAL = ("grpo", "second moment", "critic", "adapters")  # The others run with `make test-long`.
+USUAL = ("grpo", "critic")  # The others run with `make test-long`.
 
 
 @pytest.fixture(scope="module", params=[USUAL, pytest.param((), marks=pytest.mark.long, id="all")])

@@ -92,6 +92,7 @@ def test_index_out_of_range_is_refused() -> None:
         make_task("Maps", "test", SUBSETS["Maps"].num_test)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_tasks_do_not_depend_on_the_hash_seed() -> None:
     code = (
