@@ -1,6 +1,7 @@
 """A run on several Ray nodes that this machine plays: one is added, another one killed."""
 
 import json
+import re
 import signal
 import tempfile
 from contextlib import suppress
@@ -102,6 +103,7 @@ def test_run_survives_added_and_killed_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(2_000)
 def test_lost_learner_node_is_placed_on_another_node(tmp_path: Path) -> None:
     """The learner has two nodes with two ranks each; the second one is lost, and one is added."""
     ranks = {"num_cpus": 1, "labels": {"kind": "ranks"}}
@@ -118,7 +120,7 @@ def test_lost_learner_node_is_placed_on_another_node(tmp_path: Path) -> None:
             "learner.ranks_per_node=2",
             "learner.batch_timeout_s=600",
             "scheduler.dead_after_s=10",
-            "train.num_steps=5",
+            "train.num_steps=4",
             "eval.before=false",
             "eval.after=false",
         )
@@ -134,9 +136,8 @@ def test_lost_learner_node_is_placed_on_another_node(tmp_path: Path) -> None:
         wait_for(lambda: joined_from(address.removeprefix("tcp://")) == [])
     assert "lost role=ranks-1" in run.output
     learner = (run.root / "logs" / "learner.log").read_text(encoding="utf-8")
-    assert "learner node 1 (" in learner
-    assert ") is lost: it sent nothing for" in learner or ") is lost: its process" in learner
-    assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4, 5]
+    assert re.search(r"learner node 1 \(.*, ranks 2 to 3\) is lost: ", learner)
+    assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4]
     node = (run.root / "logs" / "ranks-1.log").read_text(encoding="utf-8")
     assert node.count("started ranks=[2, 3]") == 2
     assert balances(run.read("ledger.json"))

@@ -22,7 +22,7 @@ from common.launch.ray.host import RoleUpdate, WorkerAssignment, WorkerCommand
 logger = logging.getLogger(__name__)
 
 LOST = -signal.SIGKILL  # Exit code of a role whose node or worker has failed.
-LOG_S = 10.0  # Seconds without a node after which the log names the role.
+LOG_S = 30.0  # Seconds without a node after which the log names the role.
 Step = Generator[Any, Any, int]
 
 
