@@ -306,7 +306,8 @@ class RankKeys:
 
     num_nodes: int = knob(
         1,
-        "Spreads the ranks over this many nodes. The other nodes join with `learner --join`.",
+        "Spreads the ranks over this many nodes. launcher=ray starts the other ones. Without it they"
+        " join with `learner --join`.",
         ge=1,
         le=1024,
     )

@@ -14,6 +14,7 @@ from common.config.teaching.engine import TEACHER
 from common.launch.base import LaunchState
 from common.store.metrics import MetricsLine, tail_metrics
 from common.store.run_dir import RunDir
+from common.wire.access.identities import RANKS
 
 WINDOW_STEPS = 20
 MAX_WARNINGS = 4  # Maximum number of warnings shown, the newest ones.
@@ -163,6 +164,8 @@ def _starting(started_at: dict[str, float], status: Status, run_dir: RunDir) -> 
         if role.last_seen_s is not None:
             heard_at[name] = written_at - role.last_seen_s
     for name in started_at:
+        if name.startswith(RANKS):  # A further node of the learner sends heartbeats to rank 0.
+            heard_at[name] = heard_at.get("learner", 0.0)
         # It publishes its address when its engine is ready.
         if name.startswith("judge-") or name == TEACHER:
             heard_at[name] = _modified_at(run_dir.addresses / name) or 0.0

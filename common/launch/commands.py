@@ -84,6 +84,7 @@ def train(
             root=root,
             num_actors=cfg.actor.num_processes,
             has_hub=cfg.envhub.is_started and not cfg.envhub.url,
+            num_rank_nodes=0 if is_here else cfg.learner.num_nodes - 1,
             assignment=assignment,
             found=found,
         )

@@ -13,6 +13,7 @@ from common.checks.machine import Gpu
 from common.config.run_config import RunConfig, RunSection
 from common.launch.base import RoleSpec
 from common.store.run_dir import RunDir
+from common.wire.security import rank_node
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ def make_role_specs(
     root: Path,
     num_actors: int,
     has_hub: bool,
+    num_rank_nodes: int = 0,
     assignment: GpuAssignment | None = None,
     found: Sequence[Gpu] = (),
 ) -> list[RoleSpec]:
@@ -47,6 +49,8 @@ def make_role_specs(
         run_dir: holds the roles' config and receives their logs.
         root: the folder of `run.py`.
         has_hub: whether the run starts its own hub, as the first role.
+        num_rank_nodes: further nodes of the learner that the launcher starts. They stop after it,
+            since its last checkpoint needs all ranks.
         assignment: roles of the GPUs in `found`. Without GPUs each role gets one thread, so that
             the roles do not compete for the cores.
     """
@@ -64,6 +68,7 @@ def make_role_specs(
         return RoleSpec(name=name, argv=argv, env=env, log_path=log_path, **policy)  # type: ignore[arg-type]
 
     actors = [actor_name(i) for i in range(num_actors)]
+    nodes = [rank_node(number) for number in range(1, num_rank_nodes + 1)]
     return [
         *([spec("envhub", "envhub", stop_rank=LAST_TO_STOP)] if has_hub else []),
         spec(
@@ -74,6 +79,10 @@ def make_role_specs(
             quiet_exit_grace_s=10.0,
         ),
         spec("learner", "learner", ends_run=True, saves_at_stop=True, max_restarts=5),
+        *(
+            spec("learner", name, stop_rank=SECOND_TO_STOP, quiet_exit_grace_s=30.0)
+            for name in nodes
+        ),
         *(spec("actor", name, f"actor.name={name}", quiet_exit_grace_s=30.0) for name in actors),
     ]
 

@@ -1,6 +1,7 @@
 """A run on several Ray nodes that this machine plays: one is added, another one killed."""
 
 import json
+import re
 import signal
 import tempfile
 from contextlib import suppress
@@ -99,3 +100,44 @@ def test_run_survives_added_and_killed_nodes(tmp_path: Path) -> None:
     trained = [name for step in steps for group in step["groups"] for name in group]
     assert len(set(trained)) == len(trained)  # nothing twice
     assert 0 <= len(trained) - ledger["trained"] <= 8  # of the step that was reported at the stop
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2_000)
+def test_lost_learner_node_is_placed_on_another_node(tmp_path: Path) -> None:
+    """The learner has two nodes with two ranks each; the second one is lost, and one is added."""
+    ranks = {"num_cpus": 1, "labels": {"kind": "ranks"}}
+    with (
+        tempfile.TemporaryDirectory(prefix="ray-") as folder,
+        running_cluster(Path(folder), num_cpus=3) as nodes,
+    ):
+        first = nodes.add(**ranks)
+        overrides = (
+            "launcher=ray",
+            f"ray.address={nodes.address}",
+            "ray.learner_labels=[kind=ranks]",
+            "learner.num_nodes=2",
+            "learner.ranks_per_node=2",
+            "learner.batch_timeout_s=600",
+            "scheduler.dead_after_s=10",
+            "train.num_steps=4",
+            "eval.before=false",
+            "eval.after=false",
+        )
+        with Run(tmp_path, *overrides) as run:
+            run.wait_until(lambda: len(run.metrics()) >= 2, timeout_s=ENGINE_S)
+            address = (run.root / "addresses" / "scheduler").read_text(encoding="utf-8")
+            assert len(joined_from(address.removeprefix("tcp://"))) == 1
+            nodes.kill(first)
+            run.wait_until(lambda: "ranks-1" in run.read("launch.json")["waiting"])
+            nodes.add(**ranks)
+            assert run.wait() == 0, run.output
+            assert run.left_over() == []
+        wait_for(lambda: joined_from(address.removeprefix("tcp://")) == [])
+    assert "lost role=ranks-1" in run.output
+    learner = (run.root / "logs" / "learner.log").read_text(encoding="utf-8")
+    assert re.search(r"learner node 1 \(.*, ranks 2 to 3\) is lost: ", learner)
+    assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4]
+    node = (run.root / "logs" / "ranks-1.log").read_text(encoding="utf-8")
+    assert node.count("started ranks=[2, 3]") == 2
+    assert balances(run.read("ledger.json"))

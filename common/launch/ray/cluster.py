@@ -56,7 +56,10 @@ def own_node(num_cpus: float) -> ClusterNode:
 def start_on_ray(cfg: RunConfig, run_dir: RunDir) -> Generator[RoleStarter]:
     """Yield the starter of roles on the configured cluster, or on the run's own cluster.
 
-    Raises: ConfigError: no cluster answers, or a role fits on none of its nodes.
+    The resources of the learner are reserved before the first role starts.
+
+    Raises: ConfigError: no cluster answers, a role fits on none of its nodes, or the learner finds
+        no room in time.
     """
     if not cluster_address(cfg.ray):
         place(cfg, [own_node(num_cpus_wanted(cfg))])  # The check precedes any start.
@@ -72,6 +75,7 @@ def start_on_ray(cfg: RunConfig, run_dir: RunDir) -> Generator[RoleStarter]:
             run_dir, placement, home=nodes[0], is_own=is_own, place_timeout_s=timeout_s
         )
         try:
+            starter.reserve_learner(free_nodes=lambda: live_nodes(is_free=True))
             yield starter
         finally:
             starter.close()
@@ -135,7 +139,7 @@ def open_cluster(section: RaySection, *, num_cpus: float) -> Generator[list[Clus
             raise ConfigError(f"ray.address={address}: {error}") from error
         finally:
             signal.signal(signal.SIGTERM, before)  # Ray installs its own handler.
-        yield _nodes()
+        yield live_nodes()
 
 
 @contextlib.contextmanager
@@ -151,23 +155,30 @@ def _own_arguments(num_cpus: float) -> Generator[dict[str, Any]]:
         }
 
 
-def _nodes() -> list[ClusterNode]:
-    """Return the nodes that are alive; this process's node is the first."""
+def live_nodes(*, is_free: bool = False) -> list[ClusterNode]:
+    """Return the nodes that are alive; this process's node is the first.
+
+    Args:
+        is_free: whether their resources are those that are free now.
+    """
     import ray
+    from ray._private.state import available_resources_per_node
 
     home = ray.get_runtime_context().get_node_id()
-    found = [
-        ClusterNode(
+    free = available_resources_per_node() if is_free else {}
+    found: list[ClusterNode] = []
+    for each in ray.nodes():
+        resources = free.get(each["NodeID"], {}) if is_free else each["Resources"]
+        node = ClusterNode(
             node_id=each["NodeID"],
             host=each["NodeManagerAddress"],
-            num_cpus=each["Resources"].get("CPU", 0.0),
-            num_gpus=int(each["Resources"].get("GPU", 0)),
+            num_cpus=resources.get("CPU", 0.0),
+            num_gpus=int(resources.get("GPU", 0)),
             labels=dict(each["Labels"]),
             is_home=each["NodeID"] == home,
         )
-        for each in ray.nodes()
-        if each["Alive"]
-    ]
+        if each["Alive"]:
+            found.append(node)
     return sorted(found, key=lambda node: not node.is_home)
 
 

@@ -8,6 +8,7 @@ from common.checks.gpu_placement import assign_gpus, trains_on_gpu
 from common.config.run_config import GpuPlacement, RunConfig
 from common.errors import ConfigError
 from common.text import counted
+from common.wire.access.identities import RANKS
 
 ON_RUN_NODE = "on the node of the run directory"
 
@@ -39,6 +40,7 @@ class Needs:
     num_gpus: int = 0
     labels: dict[str, str] = field(default_factory=lambda: {})  # Ray's label selector.
     is_home: bool = False
+    is_apart: bool = False  # On a node apart from the run's, and from that of an equal request.
 
     @property
     def text(self) -> str:
@@ -46,23 +48,27 @@ class Needs:
         gpus = f", {self.num_gpus} GPU" if self.num_gpus else ""
         labels = "".join(f" and {k}={v}" for k, v in self.labels.items())
         where = f" {ON_RUN_NODE}" if self.is_home else ""
-        return f"a node with {self.num_cpus:g} CPU{gpus}{labels}{where}"
+        node = "a node of its own" if self.is_apart else "a node"
+        return f"{node} with {self.num_cpus:g} CPU{gpus}{labels}{where}"
 
     def num_fitting(self, node: ClusterNode) -> int:
         """Return the number of such requests that fit on the otherwise empty node."""
         is_right = all(_selects(text, node.labels.get(k, "")) for k, text in self.labels.items())
-        if not is_right or (self.is_home and not node.is_home):
+        is_excluded = self.is_apart if node.is_home else self.is_home
+        if not is_right or is_excluded:
             return 0
         by_cpu = node.num_cpus / self.num_cpus if self.num_cpus else float("inf")
         by_gpu = node.num_gpus / self.num_gpus if self.num_gpus else float("inf")
-        return int(min(by_cpu, by_gpu, 10**6))
+        return int(min(by_cpu, by_gpu, 1 if self.is_apart else 10**6))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPlacement:
     """Resources that the roles of a run request."""
 
-    learner: Needs
+    learner: Needs  # Its first node.
+    ranks: Needs  # Each of its further nodes.
+    num_rank_nodes: int
     envhub: Needs | None  # None: the run uses an external hub.
     actor: Needs
     # GPUs that the processes of the first actors share with the learner.
@@ -75,6 +81,8 @@ class ClusterPlacement:
         role, _, number = name.partition("-")
         if role == "scheduler":
             return Needs(num_cpus=0, is_home=True)
+        if role == RANKS:
+            return self.ranks
         if role == "envhub" and self.envhub is not None:
             return self.envhub
         if role == "actor" and int(number) < len(self.shared):
@@ -83,6 +91,8 @@ class ClusterPlacement:
 
     def lines(self, nodes: Sequence[ClusterNode]) -> list[str]:
         """Return the placement as text, one line per kind of role."""
+        num = counted(self.num_rank_nodes, "further node")
+        further = [f"ray learner, {num}, each: {self.ranks.text}"] if self.num_rank_nodes else []
         hub = [f"envhub: {self.envhub.text}"] if self.envhub else []
         apart = self.num_actors - len(self.shared)
         shared = (
@@ -95,6 +105,7 @@ class ClusterPlacement:
         return [
             *(f"ray node {node.text}{f', {ON_RUN_NODE}' * node.is_home}" for node in nodes),
             f"ray learner: {self.learner.text}",
+            *further,
             f"ray scheduler: {ON_RUN_NODE}",
             *(f"ray {line}" for line in (*hub, *shared, *actors)),
             f"ray: {fit}{waiting if self.num_fitting < self.num_actors else ''}",
@@ -122,29 +133,23 @@ def place(cfg: RunConfig, nodes: Sequence[ClusterNode]) -> ClusterPlacement:
     labels = selector(cfg.ray.actor_labels)
     chosen = [node for node in nodes if Needs(num_cpus=0, labels=labels).num_fitting(node)]
     has_gpus = any(node.num_gpus for node in chosen)
-    is_cuda = trains_on_gpu(cfg, num_gpus=sum(node.num_gpus for node in nodes))
-    if cfg.learner.device.partition(":")[2].strip("0"):
-        raise ConfigError(
-            f"learner.device={cfg.learner.device}: Ray chooses the GPUs. Use learner.device=cuda"
-        )
-    num_ranks = cfg.learner.local_ranks
-    learner = Needs(
-        num_cpus=cfg.ray.learner_cpus, num_gpus=num_ranks if is_cuda else 0, is_home=True
-    )
-    remedy = "start run.py on a node with these GPUs, or use learner.device=cpu" if is_cuda else ""
-    _check_fits("learner", learner, [home], remedy=remedy or "lower ray.learner_cpus")
+    learner = _needs_of_learner(cfg, nodes)
+    labels_of_ranks = selector(cfg.ray.learner_labels)
+    ranks = replace(learner, labels=labels_of_ranks, is_home=False, is_apart=True)
+    num_rank_nodes = cfg.learner.num_nodes - 1
     actor = Needs(
         num_cpus=cfg.ray.actor_cpus,
         num_gpus=width if has_gpus or cfg.actor.tensor_parallel_size > 1 else 0,
         labels=labels,
     )
     rest = [_without_needs(node, learner) if node.is_home else node for node in nodes]
+    rest = _beside_ranks(rest, ranks, num_rank_nodes)
     num_apart = sum(actor.num_fitting(node) for node in rest)
     shared: tuple[tuple[int, ...], ...] = ()
     wants_sharing = cfg.actor.placement is GpuPlacement.COLOCATED
     is_crowded = cfg.actor.placement is GpuPlacement.AUTO and not num_apart
     if learner.num_gpus >= width and (wants_sharing or is_crowded) and home in chosen:
-        num_shared = min(cfg.actor.num_processes, num_ranks // width)
+        num_shared = min(cfg.actor.num_processes, learner.num_gpus // width)
         shared = _shared_gpus(cfg, num_shared)
     elif cfg.actor.num_actors:
         _check_fits("actor", actor, rest, remedy="change ray.actor_labels or ray.actor_cpus")
@@ -155,6 +160,8 @@ def place(cfg: RunConfig, nodes: Sequence[ClusterNode]) -> ClusterPlacement:
     num_actors = cfg.actor.num_processes
     return ClusterPlacement(
         learner=learner,
+        ranks=ranks,
+        num_rank_nodes=num_rank_nodes,
         envhub=envhub,
         actor=actor,
         shared=shared,
@@ -166,6 +173,21 @@ def place(cfg: RunConfig, nodes: Sequence[ClusterNode]) -> ClusterPlacement:
 def selector(labels: Sequence[str]) -> dict[str, str]:
     """Return Ray's label selector for texts of the form "key=value"."""
     return {key: value for key, _, value in (label.partition("=") for label in labels)}
+
+
+def _needs_of_learner(cfg: RunConfig, nodes: Sequence[ClusterNode]) -> Needs:
+    """Return the request of the learner's first node. Raises: ConfigError: that node lacks it."""
+    if cfg.learner.device.partition(":")[2].strip("0"):
+        raise ConfigError(
+            f"learner.device={cfg.learner.device}: Ray chooses the GPUs. Use learner.device=cuda"
+        )
+    is_cuda = trains_on_gpu(cfg, num_gpus=sum(node.num_gpus for node in nodes))
+    num_gpus = cfg.learner.local_ranks if is_cuda else 0
+    learner = Needs(num_cpus=cfg.ray.learner_cpus, num_gpus=num_gpus, is_home=True)
+    remedy = "start run.py on a node with these GPUs, or use learner.device=cpu" if is_cuda else ""
+    home = [node for node in nodes if node.is_home]
+    _check_fits("learner", learner, home, remedy=remedy or "lower ray.learner_cpus")
+    return learner
 
 
 def _shared_gpus(cfg: RunConfig, num_actors: int) -> tuple[tuple[int, ...], ...]:
@@ -185,15 +207,42 @@ def _without_needs(node: ClusterNode, needs: Needs) -> ClusterNode:
     )
 
 
-def _check_fits(role: str, needs: Needs, nodes: Sequence[ClusterNode], *, remedy: str) -> None:
-    """Check that a node of the cluster can hold a role. Raises: ConfigError."""
-    if any(needs.num_fitting(node) for node in nodes):
-        return
+def _beside_ranks(nodes: Sequence[ClusterNode], ranks: Needs, num: int) -> list[ClusterNode]:
+    """Return the nodes without the resources of the learner's further nodes.
+
+    Ray prefers the nodes with the most free resources. This is an estimate of its choice.
+
+    Raises: ConfigError: there are too few nodes.
+    """
+    remedy = "add nodes to the cluster of ray.address, or lower learner.num_nodes"
+    _check_fits("learner", ranks, nodes, num=num, remedy=remedy)
+    fitting = [node for node in nodes if ranks.num_fitting(node)]
+    taken = sorted(fitting, key=lambda node: (-node.num_gpus, -node.num_cpus))[:num]
+    return [_without_needs(node, ranks) if node in taken else node for node in nodes]
+
+
+def _check_fits(
+    role: str, needs: Needs, nodes: Sequence[ClusterNode], *, num: int = 1, remedy: str
+) -> None:
+    """Check that `num` nodes of the cluster can hold a role. Raises: ConfigError."""
+    if lack := shortage(role, needs, nodes, num=num):
+        raise ConfigError(f"launcher=ray: {lack}; {remedy}")
+
+
+def shortage(role: str, needs: Needs, nodes: Sequence[ClusterNode], *, num: int = 1) -> str:
+    """Return the lack of nodes for a role, with the resources of all nodes; "" without a lack.
+
+    Args:
+        num: number of nodes, each of which must fulfil the request.
+    """
+    num_missing = num - sum(needs.num_fitting(node) > 0 for node in nodes)
+    if num_missing <= 0:
+        return ""
+    wanted = needs.text if num == 1 else f"{num} times {needs.text}"
+    lack = "no node has it" if num == 1 else f"{num_missing} of {num} are missing"
     beside = " beside the learner" if role != "learner" else ""
     has = "; ".join(node.text for node in nodes)
-    raise ConfigError(
-        f"launcher=ray: {role} needs {needs.text}, and no node has it{beside} ({has}); {remedy}"
-    )
+    return f"{role} needs {wanted}, and {lack}{beside} ({has})"
 
 
 def _selects(text: str, value: str) -> bool:

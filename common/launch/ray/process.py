@@ -22,6 +22,7 @@ from common.launch.ray.host import RoleUpdate, WorkerAssignment, WorkerCommand
 logger = logging.getLogger(__name__)
 
 LOST = -signal.SIGKILL  # Exit code of a role whose node or worker has failed.
+LOG_S = 30.0  # Seconds without a node after which the log names the role.
 Step = Generator[Any, Any, int]
 
 
@@ -60,6 +61,7 @@ class RayProcess:
         self.log_path = log_path
         self._make_order = make_order
         self._deadline = time.monotonic() + (place_timeout_s or float("inf"))
+        self._log_at = time.monotonic() + LOG_S
         log_path.parent.mkdir(parents=True, exist_ok=True)
         log_path.touch()
         self._log_offset = log_path.stat().st_size  # Bytes on this machine.
@@ -158,7 +160,10 @@ class RayProcess:
             self._code = EXIT_CONFIG_ERROR
 
     def _check_deadline(self) -> None:
-        """End the role if Ray has not placed it in time."""
+        """Log a role that Ray has not placed; end it if it must have a place by now."""
+        if self.place is None and time.monotonic() > self._log_at:
+            self._log_at = float("inf")
+            logger.info("role=%s waits for %s", self.name, self._needs)
         if self.place is None and time.monotonic() > self._deadline:
             text = f"error: {self.name}: no node within ray.place_timeout_s for {self._needs}\n"
             self._write(text.encode())

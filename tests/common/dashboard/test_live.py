@@ -161,6 +161,14 @@ def test_remote_hub_counts_as_started_with_scheduler(tmp_path: Path) -> None:
     assert view_of(run_dir).starting == {}
 
 
+def test_further_learner_node_starts_until_the_learner_reports(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)  # The learner reported 0.2 s before the status file.
+    at_launch(run_dir, learner=20.0, ranks_1=10.0)
+    assert view_of(run_dir).starting == {}
+    at_launch(run_dir, learner=0.0, ranks_1=0.0)
+    assert view_of(run_dir).starting.keys() == {"learner", "ranks-1"}
+
+
 def test_reporting_role_is_no_longer_starting(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path)  # actor-0 reported 0.3 s before the status file.
     at_launch(run_dir, scheduler=20.0, learner=20.0, actor_0=20.0, actor_1=20.0)

@@ -1,6 +1,7 @@
 """Laws of what each role asks Ray for, and of what no cluster can give."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,9 +73,40 @@ def test_colocated_engines_share_gpus_as_locally(repository: Path, placement: st
     assert wanted.num_fitting == 2  # two that share, or one that shares and one apart
 
 
+def test_learner_nodes_are_distinct_and_reserved_before_actors(repository: Path) -> None:
+    third = replace(GPU, node_id="t", host="10.0.0.4", num_gpus=8)
+    overrides = ("learner.num_nodes=3", "learner.ranks_per_node=4", "actor.num_actors=9")
+    wanted = place(config(repository, *overrides), [HEAD, GPU, CPU, third])
+    assert wanted.of("ranks-2") == wanted.of("ranks-1") == wanted.ranks
+    assert (wanted.ranks.num_gpus, wanted.ranks.is_home, wanted.num_rank_nodes) == (4, False, 2)
+    assert [wanted.ranks.num_fitting(node) for node in (HEAD, GPU, CPU, third)] == [0, 1, 0, 1]
+    assert wanted.num_fitting == 4  # The ranks leave 4 of the 8 GPUs of the third node.
+    lines = wanted.lines([HEAD])
+    assert "ray learner: a node with 1 CPU, 4 GPU on the node of the run directory" in lines
+    assert "ray learner, 2 further nodes, each: a node of its own with 1 CPU, 4 GPU" in lines
+
+
+def test_labels_choose_the_further_nodes_of_the_learner(repository: Path) -> None:
+    overrides = ("learner.num_nodes=2", "learner.device=cpu", "ray.learner_labels=[kind=cpu]")
+    wanted = place(config(repository, *overrides), [HEAD, GPU, CPU])
+    assert [wanted.ranks.num_fitting(node) for node in (HEAD, GPU, CPU)] == [0, 0, 1]
+    assert wanted.ranks.text == "a node of its own with 1 CPU and kind=cpu"
+
+
 @pytest.mark.parametrize(
     ("overrides", "nodes", "message"),
     [
+        (
+            ["learner.num_nodes=4", "learner.ranks_per_node=4"],
+            [HEAD, GPU, CPU],
+            "learner needs 3 times a node of its own with 1 CPU, 4 GPU, and 2 of 3 are missing (10",
+        ),
+        (["learner.num_nodes=2"], [LAPTOP], "a node of its own with 1 CPU, and no node has it"),
+        (
+            ["learner.num_nodes=2", "learner.ranks_per_node=4", "actor.placement=apart"],
+            [HEAD, GPU],
+            "actor needs a node with 1 CPU, 1 GPU, and no node has it beside the learner",
+        ),
         (["learner.num_ranks=8"], [HEAD, GPU], "learner needs a node with 1 CPU, 8 GPU on the"),
         (["learner.device=cuda"], [LAPTOP], "has it (127.0.0.1: 4 CPU, 0 GPU); start run.py on"),
         (["learner.device=cuda:1"], [HEAD], "Ray chooses the GPUs"),

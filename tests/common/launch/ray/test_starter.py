@@ -9,15 +9,17 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from common.config.load import load_config
-from common.config.run_config import OnStall, RunSection
+from common.config.run_config import OnStall, RunConfig, RunSection
 from common.errors import ConfigError
 from common.launch.base import Ending, LaunchState, RoleSpec
 from common.launch.launcher import RoleSupervisor
-from common.launch.ray.cluster import placement_lines, start_on_ray
+from common.launch.ray.cluster import live_nodes, open_cluster, placement_lines, start_on_ray
+from common.launch.ray.placement import place
 from common.stall.watch import StallWatch
 from common.store.run_dir import RunDir
 from tests.common.launch.ray.clusters import Nodes, running_cluster, wait_for
@@ -313,6 +315,69 @@ def test_silent_or_small_cluster_is_refused_immediately(
     fitting = ["launcher=ray", f"ray.address={nodes.address}", "ray.learner_cpus=0.5"]
     lines = placement_lines(load_config("smoke", fitting, root=repository))
     assert any("8 CPU, 4 GPU, kind=gpu" in line for line in lines)
+
+
+@pytest.fixture
+def rank_nodes(nodes: Nodes) -> Generator[list[Any]]:
+    """Two nodes for ranks of the learner."""
+    added = [nodes.add(num_cpus=1, labels={"kind": "ranks"}) for _ in range(2)]
+    try:
+        yield added
+    finally:
+        for node in added:
+            nodes.kill(node)
+
+
+def three_nodes(nodes: Nodes, repository: Path) -> RunConfig:
+    """Return the config of a learner on the run's node and on two nodes for ranks."""
+    own = ["launcher=ray", f"ray.address={nodes.address}", "ray.learner_cpus=0.5"]
+    learner = ["learner.num_nodes=3", "ray.learner_labels=[kind=ranks]"]
+    return load_config("smoke", [*own, *learner], root=repository)
+
+
+@pytest.mark.long
+def test_each_learner_node_is_another_node_of_ray(
+    nodes: Nodes, rank_nodes: list[Any], repository: Path, tmp_path: Path
+) -> None:
+    cfg = three_nodes(nodes, repository)
+    with start_on_ray(cfg, RunDir(root=tmp_path)) as starter:
+        roles: list[Any] = [
+            starter.start(role(tmp_path, name, STAY)) for name in ("learner", "ranks-1", "ranks-2")
+        ]
+        wait_for(lambda: all(each.poll() is None and each.started_at for each in roles))
+        places = [each.place.node_id for each in roles]
+        for each in roles:
+            each.clear_away()
+    assert set(places[1:]) == {node.node_id for node in rank_nodes}
+    assert places[0] not in places[1:]
+    nodes.kill(rank_nodes.pop())
+    kinds = lambda: [node.labels.get("kind") for node in live_nodes()]  # noqa: E731
+    with open_cluster(cfg.ray, num_cpus=0):
+        wait_for(lambda: kinds().count("ranks") == 1)
+    few = "2 times a node of its own with 0.5 CPU and kind=ranks, and 1 of 2 are missing"
+    with pytest.raises(ConfigError, match=few), start_on_ray(cfg, RunDir(root=tmp_path)):
+        pass
+
+
+@pytest.mark.long
+def test_occupied_learner_node_ends_the_start_in_time(
+    nodes: Nodes, rank_nodes: list[Any], repository: Path, tmp_path: Path
+) -> None:
+    cfg = three_nodes(nodes, repository)
+    with open_cluster(cfg.ray, num_cpus=0) as found:
+        from ray.util.placement_group import placement_group
+
+        from common.launch.ray.starter import RayStarter
+
+        taken = placement_group([{"CPU": 1}], bundle_label_selector=[{"kind": "ranks"}])
+        assert taken.wait(60)
+        placement = place(cfg, found)
+        starter = RayStarter(
+            RunDir(root=tmp_path), placement, home=found[0], is_own=False, place_timeout_s=0.1
+        )
+        late = r"no room within ray.place_timeout_s=0.1: learner .* 1 of 2 are missing .*: 0 CPU"
+        with pytest.raises(ConfigError, match=late):
+            starter.reserve_learner(free_nodes=lambda: live_nodes(is_free=True))
 
 
 HANGS = """
