@@ -25,6 +25,7 @@ from learner.training.trainer import Trainer
 from tests.learner.scheduler.builders import make_config
 
 WAIT_S = 300.0
+HUB_S = 3_600.0  # Longest test: the scheduler ends if no hub connects within this time.
 CPU = torch.device("cpu")
 
 
@@ -71,8 +72,10 @@ class TwoNodes:
 @contextmanager
 def scheduler_of(cfg: RunConfig, folder: Path) -> Iterator[tuple[RunConfig, RunDir]]:
     """Run the scheduler of a learner without hubs; yield its configuration and run directory."""
+    base = make_config(num_steps=1, per_step=1)
     cfg = replace(
-        make_config(num_steps=1, per_step=1),
+        base,
+        actor=replace(base.actor, start_timeout_s=HUB_S),
         model=cfg.model,
         learner=cfg.learner,
         algorithm=cfg.algorithm,

@@ -132,7 +132,6 @@ def _send(path: Path, file: ShardFile, target: int, ranks: Ranks) -> None:
 def _receive(path: Path, file: ShardFile, source: int, ranks: Ranks) -> str:
     """Write a file that another rank sends; return why it is not here then, or ""."""
     digest = hashlib.sha256()
-    error = ""
 
     def parts() -> Iterator[memoryview]:
         for size in _parts(file.num_bytes):
@@ -145,15 +144,15 @@ def _receive(path: Path, file: ShardFile, source: int, ranks: Ranks) -> str:
     left = parts()
     try:
         _write(path, left)
-    except OSError as failure:
-        error = f"learner node {ranks.node} cannot write {path}: {failure.strerror}"
-    for _ in left:  # The sender waits until each part is received.
-        pass
-    if not error and digest.hexdigest() != file.sha256:
-        error = f"{path}: damaged in transfer from rank {source}"
-    if not error:
-        logger.info("received file=%s from_rank=%d bytes=%d", path, source, file.num_bytes)
-    return error
+    except OSError as error:
+        for _ in left:  # The sender waits until each part is received.
+            pass
+        return f"learner node {ranks.node} cannot write {path}: {error.strerror}"
+    if digest.hexdigest() != file.sha256:
+        path.unlink()
+        return f"{path}: damaged in transfer from rank {source}"
+    logger.info("received file=%s from_rank=%d bytes=%d", path, source, file.num_bytes)
+    return ""
 
 
 def _write(path: Path, parts: Iterator[memoryview]) -> None:
