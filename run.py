@@ -356,22 +356,20 @@ def envs(request: ParsedCommand) -> int:
     return list_environments(request.overrides, root=ROOT, echo=print)
 
 
-def new_env(request: ParsedCommand) -> int:
-    from envhub.author import scaffold
+def author(request: ParsedCommand) -> int:
+    from envhub.author import check_env, play, scaffold
 
-    return scaffold.new_env(request, root=ROOT, echo=print)
-
-
-def check_env(request: ParsedCommand) -> int:
-    from envhub.author import check_env as checks
-
-    return checks.check_env(request, root=ROOT, echo=print_now)
+    if request.command == "new-env":
+        return scaffold.new_env(request, root=ROOT, echo=print)
+    if request.command == "check-env":
+        return check_env.check_env(request, root=ROOT, echo=print_now)
+    return play.play(request, root=ROOT, echo=print_now, lines=sys.stdin)
 
 
-def play(request: ParsedCommand) -> int:
-    from envhub.author import play as player
+def gather(request: ParsedCommand) -> int:
+    from learner.offline import gather as gathering
 
-    return player.play(request, root=ROOT, echo=print_now, lines=sys.stdin)
+    return gathering.gather(request, root=ROOT, load=load_joined, echo=print_now)
 
 
 def set_or_revoke(request: ParsedCommand) -> int:
@@ -398,9 +396,10 @@ STANDALONE: dict[str, Callable[[ParsedCommand], int]] = {
     "report": report,
     "replay": show_or_replay,
     "envs": envs,
-    "new-env": new_env,
-    "check-env": check_env,
-    "play": play,
+    "new-env": author,
+    "check-env": author,
+    "play": author,
+    "gather": gather,
     "set": set_or_revoke,
     "revoke": set_or_revoke,
     "help": help_on,

@@ -1,7 +1,9 @@
 """The ranks of a further node for one start of rank 0, and the connection to it."""
 
+import hashlib
 import logging
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -11,8 +13,10 @@ from typing import Any
 
 import zmq
 
+from common.config.compute import ShardPlace
 from common.config.run_config import RunConfig
 from common.errors import LongstrideError
+from common.host.process_settings import cache_home
 from common.join.enrol import Joined
 from common.join.rank_files import FilePlace, RankFiles
 from common.wire.addresses import host_of, local_address_towards, node_name
@@ -21,6 +25,7 @@ from common.wire.rank_messages import NodeState, RankBeat, RankChannel, RankOrde
 from common.wire.rendezvous.server import StorePlace
 from common.wire.sockets import connect_dealer
 from learner.training.rank_processes import Meeting, RankProcesses
+from learner.training.shards.home import ShardHome
 
 logger = logging.getLogger(__name__)
 
@@ -117,11 +122,15 @@ class RankService:
         If the run directory is on a shared disk, the ranks use its files directly. If not, they use
         copies of the small files, and read the weights from rank 0's node.
 
-        Raises: LongstrideError: rank 0's node does not send a file.
+        Raises:
+            LongstrideError: rank 0's node does not send a file, or `learner.shard_folder` cannot be
+                written.
         """
         rank_0 = host_of(self._address)
         place = StorePlace(rank_0, seat.store_port, seat.store_public, seat.store_secret)
-        meeting = Meeting(place=place, group=seat.group_key, host=local_address_towards(rank_0))
+        host = local_address_towards(rank_0)
+        home = self._shard_home(host)
+        meeting = Meeting(place=place, group=seat.group_key, host=host, home=home)
         is_shared = _content(Path(seat.probe)) == seat.incarnation
         mirrored: dict[str, str] = {}
         files = FilePlace(address=self._address, keys=self._keys, mirrored=mirrored)
@@ -143,7 +152,22 @@ class RankService:
             service.close()
         if mirrored or not is_shared:
             meeting = replace(meeting, files=files)
+            if cfg.learner.checkpoint_shards is ShardPlace.OWN_NODE:
+                home.check()
         return cfg, Path(checkpoint) if checkpoint else None, meeting
+
+    def _shard_home(self, host: str) -> ShardHome:
+        """Return this node's folder for the checkpoint files of this run."""
+        key = self._joined.key
+        run = f"{key.run}-{hashlib.sha256(key.server_public.encode()).hexdigest()[:8]}"
+        own = self._cfg.learner.shard_folder or cache_home() / "longstride" / "shards"
+        return ShardHome(
+            node=self._number,
+            host=socket.gethostname(),
+            address=host,
+            folder=Path(own).absolute() / run,
+            start=self._incarnation,
+        )
 
     def _with_folders(self, local: Callable[[str], str]) -> RunConfig:
         """Return the configuration with this node's folders in place of those of rank 0's node."""

@@ -22,6 +22,7 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.formats.answers import check_tools
 from common.formats.chat_template import template_at
+from common.join.shards import check_whole
 
 
 def load_evaluation(request: ParsedCommand, *, root: Path) -> RunConfig:
@@ -65,6 +66,7 @@ def check_evaluation(cfg: RunConfig, root: Path, *, missing: Sequence[str]) -> N
 
 def check_own_engine(cfg: RunConfig) -> None:
     """Check that an engine can start here. Raises: ConfigError: it lacks a requirement."""
+    check_whole(Path(cfg.model.path), key="model.path", shown=cfg.model.path)
     check_engine()
     check_engine_args(cfg.actor.engine_args)
 

@@ -28,6 +28,7 @@ from common.host.loopback import loopback
 from common.host.process_settings import check_caches
 from common.host.temporary import check_temporary_room
 from common.http.tls import UNENCRYPTED, server_tls
+from common.join.shards import check_whole
 from common.ray_address import cluster_address
 from common.store.copy_target import check_target
 from common.store.wandb_mode import check_mode
@@ -238,6 +239,7 @@ def check_model(path: str, root: Path, *, key: str = "model.path", output: str =
         config = "the same --config" if path == output else f"--config {preset}"
         remedy = f"give a checkpoint directory; `python run.py sft` with {config} makes one"
         raise ConfigError(f"{key}={path}: no such directory; {remedy}")
+    check_whole(folder, key=key, shown=path)
     check_kind(folder, key=key, shown=path)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         remedy = "`python run.py merge run.name=...` makes a policy of a run's adapters"

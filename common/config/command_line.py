@@ -172,6 +172,7 @@ def command_help(name: str) -> str:
         "doctor": "[--quick] [--config NAME|FILE] [key=value ...]",
         "report": "RUN [RUN ...] [to=FILE]",
         "status": "[RUN] [--config NAME|FILE] [key=value ...]",
+        "gather": "run.name=NAME [step=N] [FOLDER|URL ...]",
         "new-env": "NAME [to=FOLDER]",
         "check-env": "NAME|FILE.py:FUNCTION [items=N] [style=compact|agentgym] [key=value ...]",
         "play": "NAME|FILE.py:FUNCTION [item=ID] [style=compact|agentgym] [key=value ...]",

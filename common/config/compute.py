@@ -70,6 +70,18 @@ class Offload(StrEnum):
     OPTIMIZER = "optimizer"
 
 
+class ShardPlace(StrEnum):
+    """Disk of the checkpoint files of further nodes that share no path with rank 0's node.
+
+    first_node: they are sent to rank 0's node, where each checkpoint is whole. own_node: each node
+    writes the files of its ranks to learner.shard_folder. `python run.py gather` makes such a
+    checkpoint whole; before that only a learner with all these nodes can read it.
+    """
+
+    FIRST_NODE = "first_node"
+    OWN_NODE = "own_node"
+
+
 class Precision(StrEnum):
     """Precision of the forward and backward passes; the master weights are fp32.
 
@@ -349,6 +361,17 @@ class RankKeys:
     )
     join_timeout_s: float = seconds(
         900.0, "Limits the seconds in which all nodes of the learner must join it.", gt=0
+    )
+    checkpoint_shards: ShardPlace = knob(
+        ShardPlace.FIRST_NODE,
+        "Selects the disk that holds the checkpoint files of further nodes without a shared path.",
+    )
+    shard_folder: str = knob(
+        "",
+        "With checkpoint_shards=own_node, names the folder of a further node for its files. Give it"
+        " to `learner --join`. Empty means longstride/shards in the user's cache folder.",
+        form=PATH,
+        also="",
     )
 
     @property

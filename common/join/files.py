@@ -3,6 +3,7 @@
 import hashlib
 import re
 from pathlib import Path
+from typing import Protocol
 
 from common.errors import ConfigError
 from common.text import counted
@@ -66,7 +67,17 @@ def manifest_digest(files: list[SharedFile]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def is_intact(path: Path, file: SharedFile) -> bool:
+class Checksummed(Protocol):
+    """A file with a known size and digest."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def sha256(self) -> str: ...
+
+
+def is_intact(path: Path, file: Checksummed) -> bool:
     """Return whether a local file has the size and checksum of `file`."""
     is_there = path.is_file() and path.stat().st_size == file.num_bytes
     return is_there and _sha256(path) == file.sha256

@@ -39,18 +39,18 @@ def is_no_room(error: BaseException) -> bool:
     return any(
         (isinstance(each, OSError) and each.errno in _NO_ROOM)
         or any(text in str(each) for text in _NO_ROOM_TEXTS)
-        for each in _errors_behind(error)
+        for each in errors_behind(error)
     )
 
 
-def _errors_behind(error: BaseException | None) -> Iterator[BaseException]:
+def errors_behind(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an error, its causes, and the errors of ranks that it contains."""
     while error is not None:
         yield error
         # The error of torch.distributed.checkpoint contains the error of each rank, with its trace.
         failures: dict[int, tuple[BaseException, object]] = getattr(error, "failures", {})
         for failure, _ in failures.values():
-            yield from _errors_behind(failure)
+            yield from errors_behind(failure)
         error = error.__cause__ or error.__context__
 
 

@@ -10,6 +10,7 @@ from common.config.curriculum import subsets_in_use
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.evaluation.planned import PlannedEpisode
+from common.join.shards import check_whole
 from common.launch.hub import serve_hub
 from common.store.run_dir import RunDir
 from common.store.wandb_sink import WandbSink
@@ -65,6 +66,8 @@ def merge(cfg: RunConfig, run_dir: RunDir) -> int:
     Raises: ConfigError: the run has no checkpoint of adapters, or the base model is missing.
     """
     checkpoint = newest_checkpoint(run_dir.checkpoints)
+    if checkpoint is not None:
+        check_whole(checkpoint, key="run.name", shown=cfg.run.name)
     if checkpoint is None or not (checkpoint / ADAPTER_TENSORS).exists():
         raise ConfigError(
             f"run.name={cfg.run.name}: {run_dir.checkpoints} has no checkpoint with adapters. Train"

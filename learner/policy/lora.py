@@ -170,11 +170,16 @@ def _config_of(model: PreTrainedModel) -> Any:
     return model.peft_config[ADAPTER]  # pyright: ignore
 
 
-def save_adapter(folder: Path, model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
-    """Write peft's two files; `state` has the whole adapters by their names in the model."""
+def save_adapter_config(folder: Path, model: PreTrainedModel) -> None:
+    """Write peft's configuration of the model's adapters."""
     config = copy.copy(_config_of(model))
     config.inference_mode = True
     config.save_pretrained(str(folder))
+
+
+def save_adapter(folder: Path, model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
+    """Write peft's two files; `state` has the whole adapters by their names in the model."""
+    save_adapter_config(folder, model)
     tensors = {
         _PREFIX + name.replace(f".{ADAPTER}.", "."): tensor.detach().cpu().contiguous()
         for name, tensor in state.items()

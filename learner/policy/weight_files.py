@@ -39,6 +39,10 @@ class WeightFiles:
         """Return the safetensors files of a checkpoint in their order."""
         return weight_files(folder)
 
+    def names(self, folder: str) -> list[str]:
+        """Return the relative paths of the files below a folder; [] without the folder."""
+        return [str(each.relative_to(folder)) for each in Path(folder).rglob("*") if each.is_file()]
+
     def open_weights(self, path: Path) -> Any:
         """Return the context of a reader as `safetensors.safe_open` has it."""
         return safe_open(path, "pt")
@@ -104,6 +108,9 @@ class RemoteWeightFiles(WeightFiles):
             return super().weights_in(folder)
         names = self._service.names(remote)
         return weight_files(folder, [name for name in names if not Path(name).parts[1:]])
+
+    def names(self, folder: str) -> list[str]:
+        return self._service.names(folder)
 
     def open_weights(self, path: Path) -> Any:
         if path.exists():  # A copy of the model on this machine.

@@ -11,6 +11,7 @@ from common.config.compute import Offload
 from common.config.learning import Advantage, LearnerSection
 from common.config.run_config import RunConfig
 from common.host.cores import num_cores
+from common.join.shards import is_whole
 from learner.policy.critic import make_critic
 from learner.policy.forward import Networks
 from learner.policy.loading import fill, is_unloaded
@@ -50,9 +51,14 @@ def load_start(
 
 
 def start_path(cfg: RunConfig, checkpoint: Path | None) -> str:
-    """Return the path of the policy's weights: the checkpoint, unless it has only adapters."""
-    is_whole = checkpoint is not None and not (checkpoint / ADAPTER_CONFIG).exists()
-    return str(checkpoint) if is_whole else cfg.model.path
+    """Return the path of a whole policy that training starts from.
+
+    It is the checkpoint, unless that has only adapters or its weights are on several nodes. The
+    trainer then reads the trained weights from the tensors of the checkpoint.
+    """
+    if checkpoint is None or (checkpoint / ADAPTER_CONFIG).exists() or not is_whole(checkpoint):
+        return cfg.model.path
+    return str(checkpoint)
 
 
 def is_sharded(learner: LearnerSection) -> bool:

@@ -17,19 +17,20 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from common.config.learning import LearnerSection
 from common.errors import ConfigError, LongstrideError
-from common.store.disk import free_text, is_no_room
+from common.join.shards import TENSORS as TENSORS
+from common.join.shards import gather_command, is_whole, remedy_without
+from common.store.disk import errors_behind, free_text, is_no_room
 from common.store.run_dir import read_json, sync_folder
-from learner.policy.lora import has_adapters, save_adapter
+from learner.policy.lora import has_adapters, save_adapter, save_adapter_config
 from learner.policy.saving import save_model, save_tokenizer
 from learner.training.ranks import SAVE_TIMEOUT
+from learner.training.shards.home import ASIDE, ShardNotWritten
 from learner.training.state import read_weights
 
 logger = logging.getLogger(__name__)
 
 _MARKER = "COMPLETE"  # Written last; a folder without a marker is the remains of a crash.
 _VALUES = "trainer.json"  # Values that are not tensors.
-TENSORS = "state"  # Folder of the tensors, written by torch.distributed.checkpoint.
-_ASIDE = ".old"  # Suffix of a checkpoint while another one of the same version replaces it.
 _NAME = re.compile(r"step-(\d+)(\.old)?")  # Folders with other names belong to the user.
 RETRY_S = 10.0  # Seconds until the next try after a full disk.
 # Largest fractions of the time for temporary checkpoints: training paused, files written.
@@ -79,7 +80,7 @@ def _version_of(folder: Path) -> tuple[int, bool]:
 def check_marker(folder: Path) -> None:
     """Check that the marker of a checkpoint has the folder's version. Raises: ConfigError."""
     path = folder / _MARKER
-    remedy = f"move {folder} away, and the run continues from the checkpoint before it"
+    remedy = remedy_without(folder)
     version = read_json(path, {"version": int}, remedy=remedy)["version"]
     found = _NAME.fullmatch(folder.name)
     if found is not None and int(found[1]) != version:
@@ -107,8 +108,7 @@ def load_values(folder: Path) -> dict[str, Any]:
             " the run with that version, or start another run from its weights:"
             f" model.path={folder}"
         )
-    remedy = f"move {folder} away, and the run continues from the checkpoint before it"
-    return read_json(folder / _VALUES, {"version": int}, remedy=remedy)
+    return read_json(folder / _VALUES, {"version": int}, remedy=remedy_without(folder))
 
 
 class Checkpoints:
@@ -188,17 +188,18 @@ class Checkpoints:
         def finish(written: Future[Any]) -> float | None:
             """Complete the checkpoint after its tensors are written; None: it was abandoned."""
             try:
-                _export(partial, model, tokenizer, written.result())
+                _write_policy(partial, model, tokenizer, written.result())
                 marker = {"version": version, "is_passing": is_passing}
                 (partial / _MARKER).write_text(json.dumps(marker), encoding="utf-8")
-                _sync_tree(partial)
+                sync_tree(partial)
                 self._replace(folder, partial)
                 self._remove_old()
             except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
                 self._give_up(partial, error)
                 return None
             self._took_s = self._now() - started
-            logger.info("saved checkpoint version=%d took_s=%.2f", version, self._took_s)
+            remote = "" if is_whole(folder) else f" gather with: {gather_command(folder)}"
+            logger.info("saved checkpoint version=%d took_s=%.2f%s", version, self._took_s, remote)
             return self._took_s
 
         self._saved_at = self._now()
@@ -239,10 +240,11 @@ class Checkpoints:
         shutil.rmtree(partial, ignore_errors=True)
         self._saved_version = -1
         self._retry_at = self._now() + RETRY_S
+        nodes = [str(each) for each in errors_behind(error) if isinstance(each, ShardNotWritten)]
         logger.error(
-            "disk full: no room for checkpoint %s (%s free), training continues, next try in_s=%g",
+            "disk full: no room for checkpoint %s (%s), training continues, next try in_s=%g",
             partial.name.strip(".").removesuffix(".partial"),
-            free_text(self._root),
+            nodes[0] if nodes else f"{free_text(self._root)} free",
             RETRY_S,
         )
 
@@ -275,7 +277,7 @@ class Checkpoints:
     def _replace(self, folder: Path, partial: Path) -> None:
         """Move a complete checkpoint to its place; an earlier one of this version is set aside."""
         if folder.exists():
-            aside = folder.with_name(f"{folder.name}{_ASIDE}")
+            aside = folder.with_name(f"{folder.name}{ASIDE}")
             _remove(aside)
             folder.rename(aside)
         partial.rename(folder)
@@ -288,7 +290,7 @@ class Checkpoints:
         """Remove all but the kept checkpoints and the newest one."""
         ours = [path for path in self._root.iterdir() if _NAME.fullmatch(path.name)]
         for path in ours:
-            if path.name.endswith(_ASIDE):
+            if path.name.endswith(ASIDE):
                 _remove(path)
         complete = _complete(self._root)
         passing = [path for path in complete if _is_temporary(path)]
@@ -307,7 +309,19 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def _export(folder: Path, model: Any, tokenizer: Any, copies: Mapping[str, Tensor] | None) -> None:
+def _write_policy(
+    folder: Path, model: Any, tokenizer: Any, copies: Mapping[str, Tensor] | None
+) -> None:
+    """Write the policy as `export` does. If several nodes have its weights, leave them out."""
+    if is_whole(folder):
+        export(folder, model, tokenizer, copies)
+        return
+    if has_adapters(model):
+        save_adapter_config(folder, model)
+    save_tokenizer(folder, tokenizer)
+
+
+def export(folder: Path, model: Any, tokenizer: Any, copies: Mapping[str, Tensor] | None) -> None:
     """Write the policy in the format of transformers or peft.
 
     Args:
@@ -325,7 +339,7 @@ def _export(folder: Path, model: Any, tokenizer: Any, copies: Mapping[str, Tenso
     save_tokenizer(folder, tokenizer)
 
 
-def _sync_tree(folder: Path) -> None:
+def sync_tree(folder: Path) -> None:
     """Sync all files and folders of a tree to disk."""
     for path in [*folder.rglob("*"), folder]:
         descriptor = os.open(path, os.O_RDONLY)

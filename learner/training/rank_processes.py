@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import init_device_mesh
 
-from common.config.compute import Layout
+from common.config.compute import Layout, ShardPlace
 from common.config.run_config import RunConfig
 from common.errors import LongstrideError, RankLost, WeightSyncError
 from common.host.loopback import loopback
@@ -38,6 +38,7 @@ from learner.policy.timing import with_settled
 from learner.policy.weight_files import LOCAL, RemoteWeightFiles
 from learner.training.build import load_start, make_trainer
 from learner.training.ranks import RankOperation, Ranks
+from learner.training.shards.home import ShardHome
 from learner.weights.source import LiveWeights
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class Meeting:
     group: str = ""  # Secret name of the group in that store.
     host: str = ""  # Address of this node for the other nodes; "": the ranks receive it later.
     files: FilePlace | None = None  # Access to the files of rank 0's node; None: not needed.
+    home: ShardHome | None = None  # Folder of a further node for its files of checkpoints.
 
     def store(self, num_ranks: int, *, timeout_s: float) -> Store:
         """Return the store of the process group."""
@@ -235,7 +237,15 @@ def meet(cfg: RunConfig, rank: int, meeting: Meeting, device: torch.device) -> R
         files = LOCAL
         if meeting.files is not None:
             files = RemoteWeightFiles(RankFiles(meeting.files), meeting.files.mirrored)
-        ranks = Ranks(mesh, publish_group=group, sequence_group=rows, files=files)
+        ranks = Ranks(
+            mesh,
+            publish_group=group,
+            sequence_group=rows,
+            files=files,
+            local_ranks=cfg.learner.local_ranks,
+            home=meeting.home,
+            writes_home=cfg.learner.checkpoint_shards is ShardPlace.OWN_NODE,
+        )
     except (RuntimeError, WeightSyncError) as error:
         raise LongstrideError(
             f"learner rank {rank} of {num_ranks} could not join the process group: {error}"

@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from common.errors import RankLost
 from learner.policy.weight_files import LOCAL, WeightFiles
+from learner.training.shards.home import ShardHome
 
 # Time limit for all ranks to write their shards of a checkpoint.
 SAVE_TIMEOUT = timedelta(minutes=30)
@@ -47,6 +48,9 @@ class Ranks:
         publish_group: dist.ProcessGroup | None = None,
         sequence_group: dist.ProcessGroup | None = None,
         files: WeightFiles = LOCAL,
+        local_ranks: int = 0,
+        home: ShardHome | None = None,
+        writes_home: bool = False,
     ) -> None:
         """Wrap a mesh over the default process group; None is a single rank.
 
@@ -57,8 +61,13 @@ class Ranks:
                 training.
             sequence_group: adjacent ranks that compute a share together; None: this rank alone.
             files: access of this rank to the files of weights and checkpoints.
+            local_ranks: number of ranks on each node; 0: all.
+            home: this node's folder for files of checkpoints; None: rank 0's node.
+            writes_home: whether ranks whose `files` are remote write their files to `home`.
         """
         self.files = files
+        self.home = home
+        self.writes_home = writes_home
         # On rank 0, returns which rank or node is lost after a lost connection; "" if unknown.
         self.explain: Callable[[], str] = lambda: ""
         self.store: object = None  # The rendezvous, which the process group uses.
@@ -66,6 +75,7 @@ class Ranks:
         self.publish_group: dist.ProcessGroup | None = publish_group
         self.index = 0 if mesh is None else dist.get_rank()
         self.size = 1 if mesh is None else mesh.size()
+        self.local_ranks = local_ranks or self.size
         self.sequence_group: dist.ProcessGroup | None = sequence_group
         group_size = 1 if sequence_group is None else sequence_group.size()
         self.share = self.index // group_size  # Number of this rank's share of a batch.
@@ -82,6 +92,33 @@ class Ranks:
     def publish_device(self) -> str:
         """The device of the tensors that `publish_group` transfers."""
         return "cpu" if self.mesh is None else self.mesh.device_type
+
+    @property
+    def node(self) -> int:
+        """The number of this rank's node."""
+        return self.node_of(self.index)
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes."""
+        return self.size // self.local_ranks
+
+    @property
+    def local_index(self) -> int:
+        """The number of this rank among the ranks of its node."""
+        return self.index % self.local_ranks
+
+    def node_of(self, rank: int) -> int:
+        """Return the number of a rank's node."""
+        return rank // self.local_ranks
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return the values that all ranks pass, by rank. They are pickled."""
+        if self.saving is None:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.saving)
+        return found
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum over the ranks of a tensor that has the same shape on each."""

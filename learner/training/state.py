@@ -12,6 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    create_default_local_load_plan,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
@@ -19,9 +23,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from common.errors import ConfigError
 from learner.policy.lora import trained_state
-from learner.policy.weight_files import LOCAL, WeightFiles
 from learner.training.optimizers.optimizer import BLOCK
 from learner.training.ranks import Ranks
+from learner.training.shards.collect import find_shards
 from learner.training.storage import TensorReader, TensorWriter
 
 # A single rank needs no torch.distributed.
@@ -38,8 +42,7 @@ class StateWriter:
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self._group = ranks.saving
-        self._files = ranks.files
+        self._ranks = ranks
         self.copies: dict[str, Tensor] = {}  # Tensors of the newest state by name.
         self._last: Future[Any] | None = None
         self._thread = ThreadPoolExecutor(1, "state")
@@ -58,9 +61,16 @@ class StateWriter:
 
     def _write(self, copies: dict[str, Tensor], folder: Path) -> dict[str, Tensor] | None:
         """Write the copies of all ranks; return the copies of a single rank."""
-        is_alone = self._group is None
-        writer = TensorWriter(folder, files=self._files)
-        save(copies, storage_writer=writer, process_group=self._group, no_dist=is_alone)
+        ranks = self._ranks
+        is_alone = ranks.saving is None
+        home = ranks.home if ranks.writes_home and ranks.files.is_remote else None
+        if home is not None and ranks.local_index == 0:
+            home.remove_old(folder, ranks.files.names)
+        writer = TensorWriter(folder, files=ranks.files, home=home)
+        # Each rank reads the tensors that all ranks share. Rank 0's node can send parts of files.
+        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=ranks.writes_home)
+        group = ranks.saving
+        save(copies, storage_writer=writer, planner=planner, process_group=group, no_dist=is_alone)
         return copies if is_alone else None
 
     @torch.no_grad()
@@ -161,13 +171,17 @@ def restore(
     modules: Mapping[str, nn.Module],
     optimizers: Iterable[torch.optim.Optimizer],
     *,
-    files: WeightFiles = LOCAL,
+    ranks: Ranks | None = None,
 ) -> None:
     """Load weights and moments that any number of ranks wrote; each rank reads its own shards.
 
-    Raises: ConfigError: the tensors belong to another model or optimizer.
+    All `ranks` call this function together; None is a single rank.
+
+    Raises: ConfigError: the tensors belong to another model or optimizer, or a file is missing.
     """
-    saved = TensorReader(folder).read_metadata().state_dict_metadata
+    ranks = ranks or Ranks()
+    metadata = TensorReader(folder).read_metadata()
+    saved = metadata.state_dict_metadata
     weights = _weights(modules)
     others = {name for name in saved if not name.startswith(MOMENTS)}
     if others != weights.keys() or any(
@@ -191,7 +205,11 @@ def restore(
             " learner.num_ranks must also be the same."
         )
     own = {name: each.detach() for name, each in live.items()}
-    load(own, storage_reader=TensorReader(folder, files=files), no_dist=True)
+    plan = create_default_local_load_plan(own, metadata)
+    needed = {metadata.storage_data[item.storage_index].relative_path for item in plan.items}
+    places = find_shards(folder, needed, ranks)
+    reader = TensorReader(folder, files=ranks.files, places=places)
+    load(own, storage_reader=reader, no_dist=True)
 
 
 def _make_moments(

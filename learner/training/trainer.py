@@ -415,7 +415,7 @@ class Trainer:
 
     def restore(self, folder: Path, values: dict[str, Any]) -> None:
         """Load the results of `save` and `values`. Raises: ConfigError: the model differs."""
-        restore(folder, self._modules, self._optimizers, files=self._ranks.files)
+        restore(folder, self._modules, self._optimizers, ranks=self._ranks)
         self._controller.load_state_dict(values["controller"])
         self.baseline.load_state_dict(values.get("baseline", {"items": {}, "tasks": {}}))
         self._generator.set_state(torch.tensor(values["generator"], dtype=torch.uint8))

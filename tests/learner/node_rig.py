@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -24,6 +25,7 @@ from learner.training.trainer import Trainer
 from tests.learner.scheduler.builders import make_config
 
 WAIT_S = 300.0
+HUB_S = 3_600.0  # Longest test: the scheduler ends if no hub connects within this time.
 CPU = torch.device("cpu")
 
 
@@ -52,6 +54,15 @@ class TwoNodes:
         finally:
             workers.stop()
 
+    def restart_node(self, *overrides: str) -> None:
+        """Kill the second node with its ranks, and start it again with other keys of its own."""
+        ranks = psutil.Process(self.node.pid).children(recursive=True)
+        for each in [*ranks, psutil.Process(self.node.pid)]:
+            each.kill()
+        psutil.wait_procs(ranks, timeout=WAIT_S)
+        self.node.clear_away()
+        self.node = start_node(self.run_dir, *overrides)
+
     @property
     def log(self) -> str:
         """Output of the second node."""
@@ -61,8 +72,10 @@ class TwoNodes:
 @contextmanager
 def scheduler_of(cfg: RunConfig, folder: Path) -> Iterator[tuple[RunConfig, RunDir]]:
     """Run the scheduler of a learner without hubs; yield its configuration and run directory."""
+    base = make_config(num_steps=1, per_step=1)
     cfg = replace(
-        make_config(num_steps=1, per_step=1),
+        base,
+        actor=replace(base.actor, start_timeout_s=HUB_S),
         model=cfg.model,
         learner=cfg.learner,
         algorithm=cfg.algorithm,
@@ -90,17 +103,27 @@ def join_argv(run_dir: RunDir, *overrides: str, key: str = "ranks-1.key") -> lis
     return [*command, "--join", address, "--key", path, *overrides]
 
 
+def start_node(run_dir: RunDir, *overrides: str, number: int = 1) -> ChildProcess:
+    """Start a further node of the learner."""
+    log = run_dir.logs / ("node.txt" if number == 1 else f"node-{number}.txt")
+    argv = join_argv(run_dir, *overrides, key=f"ranks-{number}.key")
+    return ChildProcess("node", argv, log_path=log, cwd=ROOT)
+
+
 @contextmanager
-def two_nodes(cfg: RunConfig, folder: Path) -> Iterator[TwoNodes]:
-    """Yield a learner on two nodes; end the second node afterwards."""
+def two_nodes(cfg: RunConfig, folder: Path, *overrides: str) -> Iterator[TwoNodes]:
+    """Yield a learner on two nodes; end the second node afterwards.
+
+    Args:
+        overrides: keys of the second node alone.
+    """
     with scheduler_of(cfg, folder) as (cfg, run_dir):
-        log = run_dir.logs / "node.txt"
-        node = ChildProcess("node", join_argv(run_dir), log_path=log, cwd=ROOT)
+        run = TwoNodes(cfg=cfg, run_dir=run_dir, node=start_node(run_dir, *overrides))
         try:
-            yield TwoNodes(cfg=cfg, run_dir=run_dir, node=node)
+            yield run
         finally:
-            node.stop(timeout_s=30.0)
-            node.clear_away()
+            run.node.stop(timeout_s=30.0)
+            run.node.clear_away()
 
 
 def rows_of_rank_0(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

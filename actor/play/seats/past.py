@@ -8,15 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.config.run_config import RunConfig
+from common.join.shards import is_whole
 from common.store.run_dir import RunDir
 
 POLL_S = 5.0
 
 
 def past_versions(run_dir: RunDir) -> list[Path]:
-    """Return the complete checkpoints of a run, oldest first."""
+    """Return the complete checkpoints of a run, oldest first.
+
+    Checkpoints with files on other nodes are left out: no engine can load them.
+    """
     complete = [path.parent for path in run_dir.checkpoints.glob("step-*/COMPLETE")]
-    return sorted(complete, key=lambda folder: folder.name)
+    return sorted(filter(is_whole, complete), key=lambda folder: folder.name)
 
 
 def with_past_version(cfg: RunConfig, run_dir: RunDir) -> RunConfig:

@@ -10,6 +10,7 @@ from common.checks.gpu_placement import GpuAssignment, used_gpus
 from common.checks.machine import Gpu
 from common.checks.model_shape import read_shape
 from common.checks.preflight import check_model
+from common.config.compute import ShardPlace
 from common.config.run_config import Launcher, RunConfig
 from common.config.seats.engines import KEY_VARIABLE, RUN_VARIABLE, opponent_role, past_role
 from common.config.seats.options import PAST
@@ -44,6 +45,11 @@ def make_opponent_specs(
     every = seats.folders()
     served = {opponent_role(every.index(n)): [n] for n in seats.folders(in_training=in_training)}
     if in_training and PAST in seats.opponents:
+        if cfg.learner.num_nodes > 1 and cfg.learner.checkpoint_shards is ShardPlace.OWN_NODE:
+            raise ConfigError(
+                "learner.checkpoint_shards=own_node: actor.seats.opponents has checkpoints, which"
+                " must be whole. Use first_node"
+            )
         past = [cfg.model.path, f"policy.past_every_s={seats.past_every_s:g}"]
         served |= {past_role(number): past for number in range(seats.num_past)}
     if served and cfg.launcher is not Launcher.LOCAL:

@@ -13,6 +13,7 @@ from common.launch.lock import hold_role
 from common.log import configure_logging
 from common.store.copies.copier import RunCopier, copy_all, run_copier
 from common.store.copies.fetch import fetch
+from common.store.copies.manifest import split_text
 from common.store.run_dir import RunDir
 
 Echo = Callable[[str], None]
@@ -44,6 +45,8 @@ def copy(run_dir: RunDir, options: Mapping[str, str], echo: Echo) -> int:
             copier.write_state()
     size = f"{len(manifest.files)} files, {manifest.num_bytes / 1e6:.1f} MB"
     echo(f"copied {run_dir.root} to {copier.state.to}: {size}")
+    if manifest.split_checkpoints:
+        echo(f"the copy is not whole: {split_text(manifest.split_checkpoints)}")
     return 0
 
 

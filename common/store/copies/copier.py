@@ -79,6 +79,7 @@ class RunCopier:
         self.state = CopyProgress(id=found, to=to, copied_at=now())
         self._known = _KnownParts()
         self._last: CopyManifest | None = None
+        self._split: list[int] = []  # Checkpoints of the last copy with files on other nodes.
         self._is_opened = False
         self._state_lock = threading.Lock()
         self.has_more = False  # A checkpoint is not copied completely.
@@ -109,6 +110,9 @@ class RunCopier:
                 return last
         self.store.write_manifest(manifest)
         self._note(manifest)
+        if (split := manifest.split_checkpoints) and split != self._split:
+            logger.warning("the copy is not whole: %s", manifests.split_text(split))
+        self._split = split
         self._forget_old()
         return manifest
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.errors import ConfigError
-from common.store.copies.manifest import FOLDER, CopyManifest, StoredFile
+from common.store.copies.manifest import FOLDER, CopyManifest, StoredFile, split_text
 from common.store.copies.store import ObjectStore
 from common.store.run_dir import sync_folder
 
@@ -94,7 +94,9 @@ def _summary(manifest: CopyManifest, target: Path) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.at))
     version = manifest.checkpoint
     step = f"a checkpoint of step {version}" if version >= 0 else "no checkpoint"
+    split = manifest.split_checkpoints
+    lacks = f"; {split_text(split)}" if split else ""
     return (
         f"fetched {target}: {len(manifest.files)} files, {manifest.num_bytes / 1e6:.1f} MB,"
-        f" {step}, copied at {when}"
+        f" {step}, copied at {when}{lacks}"
     )

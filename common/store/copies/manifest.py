@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from common.errors import ConfigError
+from common.join.shards import MANIFEST as SHARDS
 from common.store.segments import JournalPosition
 
 FORMAT = 1
@@ -74,8 +75,23 @@ class CopyManifest:
         found = (re.match(r"checkpoints/step-(\d+)/COMPLETE$", name) for name in self.files)
         return max((int(match[1]) for match in found if match), default=-1)
 
+    @property
+    def split_checkpoints(self) -> list[int]:
+        """Versions of the checkpoints whose other files are on the nodes of the learner."""
+        found = (re.match(rf"checkpoints/step-(\d+)/{SHARDS}$", name) for name in self.files)
+        return sorted(int(match[1]) for match in found if match)
+
 
 _MANIFEST: TypeAdapter[CopyManifest] = TypeAdapter(CopyManifest)
+
+
+def split_text(versions: list[int]) -> str:
+    """Return a note about checkpoints that a copy has in part, by their versions."""
+    steps = ", ".join(map(str, versions))
+    return (
+        f"the checkpoints of step {steps} lack the files on other nodes"
+        " (learner.checkpoint_shards=own_node), which a restart or `run.py gather` needs"
+    )
 
 
 def digest_of(content: bytes) -> str:

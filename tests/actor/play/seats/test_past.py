@@ -7,6 +7,7 @@ from pathlib import Path
 from actor.play.seats.past import newer_version, past_versions, with_past_version
 from common.config.evaluation import PolicySection
 from common.config.load import load_config
+from common.join.shards import write_manifest
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 
@@ -27,6 +28,8 @@ def test_only_complete_checkpoints_are_past_versions(tmp_path: Path) -> None:
     second, first = save(run_dir, 20), save(run_dir, 10)
     save(run_dir, 30, is_complete=False)
     assert past_versions(run_dir) == [first, second]
+    write_manifest(second, [])  # Its files are on several nodes.
+    assert past_versions(run_dir) == [first]
 
 
 def test_engine_serves_the_start_or_a_checkpoint(tmp_path: Path) -> None:

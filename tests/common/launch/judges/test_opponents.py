@@ -8,6 +8,7 @@ import pytest
 
 from common.checks.gpu_placement import GpuAssignment
 from common.checks.machine import Gpu
+from common.config.compute import ShardPlace
 from common.config.load import load_config
 from common.config.run_config import Launcher, RunConfig
 from common.config.seats.engines import KEY_VARIABLE, RUN_VARIABLE
@@ -50,6 +51,13 @@ def test_opponents_without_a_folder_start_no_role() -> None:
     assert specs_of(BASE) == []
     named = config_of(opponents=["random", "expert", "url"], url="http://h/v1", model="m")
     assert specs_of(named) == []
+
+
+def test_past_versions_need_whole_checkpoints() -> None:
+    cfg = config_of(opponents=["checkpoints"])
+    own = replace(cfg.learner, num_nodes=2, num_ranks=2, checkpoint_shards=ShardPlace.OWN_NODE)
+    with pytest.raises(ConfigError, match=r"checkpoint_shards=own_node: .*must be whole"):
+        specs_of(replace(cfg, learner=own))
 
 
 def test_evaluation_starts_only_its_own_opponents() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 import run
 from common.errors import ConfigError
+from common.join.shards import write_manifest
 from common.repository import ROOT
 from common.store.copies.copier import copy_all
 from common.store.copies.fetch import fetch
@@ -20,7 +21,7 @@ from common.store.copies.manifest import FOLDER, decode, file_name
 from common.store.copies.store import OBJECTS
 from common.store.copy_target import check_target, open_target
 from common.store.run_dir import RunDir
-from tests.common.store.copies.runs import copier_of, digests, make_copied_run
+from tests.common.store.copies.runs import add_checkpoint, copier_of, digests, make_copied_run
 
 
 def quiet(_: str) -> None: ...
@@ -44,6 +45,21 @@ def test_incomplete_manifest_is_ignored(copy: Path, tmp_path: Path) -> None:
     content = whole.read_bytes().replace(b'"number":1', b'"number":2')
     (copy / FOLDER / file_name(2, content)).write_bytes(content[:-20])
     assert fetch(str(copy), tmp_path / "b", echo=quiet) == tmp_path / "b" / "a"
+
+
+def test_copy_states_which_checkpoint_has_files_elsewhere(
+    run_dir: RunDir, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    add_checkpoint(run_dir, 20)
+    write_manifest(run_dir.checkpoints / "step-000020", [])
+    copier = copier_of(run_dir, f"{tmp_path}/copies")
+    copy_all(copier)
+    copy_all(copier)
+    text = "the checkpoints of step 20 lack the files on other nodes"
+    assert caplog.text.count(text) == 1
+    lines: list[str] = []
+    fetch(copier.state.to, tmp_path / "b", echo=lines.append)
+    assert text in lines[-1]
 
 
 def test_damaged_part_is_refused(copy: Path, tmp_path: Path) -> None:
