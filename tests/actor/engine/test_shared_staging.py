@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actor.engine.memory.node_copy import CopyUnreachable
+from common.wire.transfer.node_copy import CopyUnreachable
 from actor.engine.staging import Staged, Staging, failure_of
 from common.errors import WeightSyncError
 from common.wire.collective import CPU

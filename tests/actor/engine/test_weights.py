@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from actor.engine.memory.node_copy import CopyUnreachable, node_id
+from common.wire.transfer.node_copy import CopyUnreachable, node_id
 from common.config.run_config import ActorSection
 from common.errors import WeightSyncError
 from common.wire.weight_messages import WeightsJoin, WeightsLeave, WeightsLoaded

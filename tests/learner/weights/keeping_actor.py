@@ -6,7 +6,7 @@ import torch
 import zmq
 from torch import Tensor
 
-from actor.engine.memory.node_copy import node_id
+from common.wire.transfer.node_copy import node_id
 from actor.engine.staging import Staging
 from common.wire.collective import CPU
 from common.wire.security import RunKeys, load_keys
