@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.wire.transfer.node_copy import CopyUnreachable, NodeCopy
 from actor.engine.memory.version_memory import Copy, OwnCopy, VersionMemory, consumed, whole_bytes
 from common.errors import LongstrideError, WeightSyncError
 from common.wire.collective import views
 from common.wire.transfer.changes import apply_changes, digest_of_whole
+from common.wire.transfer.node_copy import CopyUnreachable, NodeCopy
 from common.wire.weight_group import TransferCancelled, WeightGroup, lower_priority
 from common.wire.weight_messages import WeightsOffer
 

@@ -67,8 +67,8 @@ class Membership:
         self._by_actor: dict[str, _MemberState] = {}
         # Silent incarnations, as reported by the scheduler.
         self._silent: frozenset[str] = frozenset()
-        # Members that failed and have not loaded a version since. One that shares no memory any more
-        # is another member.
+        # Members that failed and have not loaded a version since. An engine that shares no memory
+        # any more is another member.
         self._failed: set[EngineMember] = set()
         self._ready_s: dict[str, float] = {}  # Incarnation -> longest time from offer to ready.
         self._polled_at = time.monotonic()

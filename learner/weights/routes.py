@@ -42,7 +42,7 @@ class ReceiverGroup(NamedTuple):
     members: tuple[EngineMember, ...]
 
 
-class Sender(NamedTuple):
+class SenderPlace(NamedTuple):
     """The place of the learner's weights."""
 
     device: str  # `device_id` of the weights.
@@ -92,7 +92,7 @@ def engine_places(receivers: ReceiverGroup) -> tuple[list[EnginePlace], int]:
     return places, num_copies
 
 
-def transport_of(member: EngineMember, sender: Sender, choice: WeightsTransport) -> str:
+def transport_of(member: EngineMember, sender: SenderPlace, choice: WeightsTransport) -> str:
     """Return the transport to an engine; "" if the chosen one cannot reach it.
 
     NCCL needs a separate whole GPU for every rank, the learner's included. CUDA IPC needs the
@@ -119,7 +119,7 @@ def transport_of(member: EngineMember, sender: Sender, choice: WeightsTransport)
             return choice.value
 
 
-def refusal(member: EngineMember, sender: Sender, choice: WeightsTransport) -> str:
+def refusal(member: EngineMember, sender: SenderPlace, choice: WeightsTransport) -> str:
     """Return the reason why the chosen transport cannot reach an engine; "" if it can."""
     if transport_of(member, sender, choice):
         return ""
@@ -134,7 +134,7 @@ def refusal(member: EngineMember, sender: Sender, choice: WeightsTransport) -> s
 
 
 def receiver_groups(
-    members: Iterable[EngineMember], sender: Sender, choice: WeightsTransport, *, num_parts: int
+    members: Iterable[EngineMember], sender: SenderPlace, choice: WeightsTransport, *, num_parts: int
 ) -> list[ReceiverGroup]:
     """Return the engines that receive together, in order; each group has one transport.
 
@@ -153,7 +153,7 @@ def receiver_groups(
 
 
 def _by_transport(
-    members: Sequence[EngineMember], sender: Sender, choice: WeightsTransport
+    members: Sequence[EngineMember], sender: SenderPlace, choice: WeightsTransport
 ) -> list[ReceiverGroup]:
     """Return the engines by transport; NCCL needs a GPU of its own for each."""
     found: dict[str, list[EngineMember]] = {}

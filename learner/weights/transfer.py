@@ -2,9 +2,11 @@
 
 Steps of a transfer: (1) offer; (2) the workers of each engine start to receive, and the engine
 answers that it is ready; (3) the buckets are sent while the engine generates; (4) the engine stops
-generating, loads the weights and reports. For engines of the learner's node the version is copied
-to memory first, and they map it when they receive the offer. An engine that leaves, falls silent or misses a deadline
+generating, loads the weights and reports. An engine that leaves, falls silent or misses a deadline
 is removed. The remaining engines are offered the version again at once, in a group without it.
+
+Engines of the learner's node receive no buckets. The version is written to memory before the offer,
+and they map it.
 """
 
 import logging
@@ -39,7 +41,7 @@ from learner.weights.routes import (
     MEMORY,
     PublishSettings,
     ReceiverGroup,
-    Sender,
+    SenderPlace,
     engine_places,
     receiver_groups,
     refusal,
@@ -157,10 +159,10 @@ class Transfers:
         self.members.note_failed(member)
         self.members.remove(member, reason=reason)
 
-    def _as_sender(self) -> Sender:
+    def _as_sender(self) -> SenderPlace:
         """Return the place of the current version."""
         assert self.current is not None
-        return Sender(device_id(self.current.source.device), self._memory.node)
+        return SenderPlace(device_id(self.current.source.device), self._memory.node)
 
     def _note_answer(self, answer: WeightsReady | WeightsLoaded) -> None:
         """Record an engine's answer to the current offer."""
@@ -340,7 +342,10 @@ class Transfers:
     def _write(
         self, offer: WeightsOffer, transfer_group: TransferGroup, context: _BroadcastContext
     ) -> None:
-        """Write a version to the memory that engines of this node map. Raises: as `_transfer_once`."""
+        """Write a version to the memory that engines of this node map.
+
+        Raises: as `_transfer_once`.
+        """
         weights = context.weights
         reading = context.reading
         if reading.must_not_wait:

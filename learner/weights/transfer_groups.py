@@ -57,7 +57,9 @@ class TransferGroups:
             self._last_epoch += 1
             self._groups[receivers] = TransferGroup(self._last_epoch, self._open_group())
             names = ", ".join(member.actor for member in receivers.members)
-            logger.info("engines receive together transport=%s actors=%s", receivers.transport, names)
+            logger.info(
+                "engines receive together transport=%s actors=%s", receivers.transport, names
+            )
         return self._groups[receivers]
 
     def leave(self, receivers: ReceiverGroup) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from common.wire.transfer.node_copy import CopyView, NodeCopy
 from common.errors import WeightSyncError
 from common.wire.collective import CPU, aligned, views
+from common.wire.transfer.node_copy import CopyView, NodeCopy
 from common.wire.weight_messages import TensorSpec, WeightsOffer
 
 SPARE_BYTES = 1 << 30  # Bytes of a GPU that stay free for the engine's kernels.
