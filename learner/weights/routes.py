@@ -134,7 +134,11 @@ def refusal(member: EngineMember, sender: SenderPlace, choice: WeightsTransport)
 
 
 def receiver_groups(
-    members: Iterable[EngineMember], sender: SenderPlace, choice: WeightsTransport, *, num_parts: int
+    members: Iterable[EngineMember],
+    sender: SenderPlace,
+    choice: WeightsTransport,
+    *,
+    num_parts: int,
 ) -> list[ReceiverGroup]:
     """Return the engines that receive together, in order; each group has one transport.
 
