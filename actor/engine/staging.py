@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actor.engine.memory.node_copy import CopyUnreachable, NodeCopy
 from actor.engine.memory.version_memory import Copy, OwnCopy, VersionMemory, consumed, whole_bytes
 from common.errors import LongstrideError, WeightSyncError
 from common.wire.collective import views
 from common.wire.transfer.changes import apply_changes, digest_of_whole
+from common.wire.transfer.node_copy import CopyUnreachable, NodeCopy
 from common.wire.weight_group import TransferCancelled, WeightGroup, lower_priority
 from common.wire.weight_messages import WeightsOffer
 
@@ -31,7 +31,7 @@ class Staged:
     is_done: bool
     error: str = ""
     is_cancelled: bool = False  # The learner cancelled it, or the node's receiver failed.
-    is_unreachable: bool = False  # This worker cannot open the node's copy.
+    is_unreachable: bool = False  # This worker cannot open the copy of another process.
     seconds: float = 0.0  # Seconds of the transfer.
 
     def as_dict(self) -> dict[str, Any]:
@@ -64,7 +64,8 @@ class Staging:
     If the learner sends changes, the buffer keeps its version, and the changes are applied to it.
 
     If several workers of a node share a copy, one of them receives it into memory that the others
-    map once it is complete. Each worker checks the bytes, and loads its own part of them.
+    map once it is complete. On the learner's node all workers map the learner's copy. Each worker
+    checks the bytes, and loads its own part of them.
 
     Consumes: the learner's buckets, or the copy of the node. Waits for: them, at most until the
     offer's deadlines. Unblocked by: `give_up`, and by the next offer.
@@ -156,11 +157,12 @@ class Staging:
         started = time.monotonic()
         if offer.copy_index == 0:
             place, seconds = self._receive_for_node(taken)
+            return self.memory.see(place, offer), seconds
+        if offer.is_in_memory:
+            place = offer.copy_key
         else:
-            is_cancelled = taken.is_given_up.is_set
-            place = self._group.find_copy(offer, is_cancelled=is_cancelled)
-            seconds = time.monotonic() - started
-        return self.memory.see(place, offer), seconds
+            place = self._group.find_copy(offer, is_cancelled=taken.is_given_up.is_set)
+        return self.memory.see(place, offer), time.monotonic() - started
 
     def _receive_for_node(self, taken: _StagedOffer) -> tuple[str, float]:
         """Receive a version for all workers of the node, and report its place or the failure."""

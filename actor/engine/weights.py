@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from actor.engine.engine import Engine
-from actor.engine.memory.node_copy import CopyUnreachable, node_id
 from common.errors import LongstrideError, WeightSyncError
 from common.text import valid_text
 from common.wire.addresses import Addresses, host_of, local_address_towards
 from common.wire.following_dealer import FollowingDealer
 from common.wire.messages import Rejected
 from common.wire.security import RunKeys
+from common.wire.transfer.node_copy import CopyUnreachable, node_id
 from common.wire.weight_group import TransferCancelled
 from common.wire.weight_messages import (
     CanaryCheck,

@@ -14,6 +14,7 @@ from common.wire.rendezvous.client import GroupStore, StoreConnection
 from common.wire.rendezvous.server import StorePlace
 from common.wire.transfer.buckets import BucketLayout, Channel, receive_buckets
 from common.wire.transfer.mailbox import FolderStorage, GpuStorage, Mailbox
+from common.wire.transfer.node_copy import CopyView
 from common.wire.weight_group import lower_priority
 
 HOST = "127.0.0.1"
@@ -76,6 +77,14 @@ class TransferPeer:
             is_left=lambda: False,
         )
 
+    def offer_copy(self, number: int, place: str) -> None:
+        """Publish the place of a round's version in memory, which a run sends in its offer."""
+        self._store.set(f"copy/{number}", place)
+
+    def map_copy(self, number: int) -> None:
+        """Map and check a round's version in the memory of the sender."""
+        CopyView(self._store.get(f"copy/{number}").decode(), number).unlock()
+
     def close(self) -> None:
         """Close the connections."""
         for group in {self.meeting, self.carrier}:
@@ -100,6 +109,8 @@ def receive(receiver: Receiver) -> None:
         side.meeting.barrier()
         if kind == "raw":
             side.carrier.broadcast(staging)
+        elif receiver.transport == "memory":
+            side.map_copy(number)
         else:
             receive_buckets(side.channel(number), cut, staging, [])
         side.meeting.barrier()

@@ -17,10 +17,11 @@ from benchmarks.runs.real_run import await_success, child
 from benchmarks.weights.receiver import HOST, TIMEOUT_S, Receiver, TransferPeer, meet
 from common.errors import LongstrideError, WeightSyncError
 from common.launch.process import ChildProcess
-from common.memory import trim_heap
+from common.memory import descendants, trim_heap
 from common.wire.collective import CPU
 from common.wire.rendezvous.server import StoreServer
-from common.wire.transfer.buckets import NUM_SLOTS, BucketLayout, send_buckets
+from common.wire.transfer.buckets import NUM_SLOTS, BucketLayout, send_buckets, write_buckets
+from common.wire.transfer.node_copy import NodeCopy
 from learner.weights.source import WeightSource
 
 STOP_WATCH_S = 5.0  # Time limit for the memory sampling thread to end.
@@ -44,6 +45,8 @@ class Sent:
     """Seconds of the rounds by kind, and this process's memory growth in rounds of kind "ours"."""
 
     took_s: dict[str, list[float]] = field(default_factory=lambda: {"raw": [], "ours": []})
+    # CPU seconds of all sides.
+    cpu_s: dict[str, list[float]] = field(default_factory=lambda: {"raw": [], "ours": []})
     peak_bytes: int = 0
 
 
@@ -106,21 +109,42 @@ def send_rounds(
     with receivers(plan, cut=cut, route=route) as side:
         raw = torch.zeros(cut.total_bytes if "raw" in plan else 0, dtype=torch.uint8)
         raw = raw.to(side.carrier.device)
+        memory = NodeCopy(cut.total_bytes) if route.transport == "memory" else None
         for number, kind in enumerate(plan):
             channel = side.channel(number)
             side.meeting.barrier()
             with _Peak() as peak:
+                cpu_before_s = _cpu_s()
                 started = time.perf_counter()
                 if kind == "raw":
                     side.carrier.broadcast(raw)
+                elif memory is not None:
+                    side.offer_copy(number, _write(memory, number, cut, source))
                 else:
                     slots = slots or make_slots(cut, channel.device, source=source.device)
                     send_buckets(channel, cut, slots, source.fill)
             side.meeting.barrier()  # All receivers have verified the data.
             sent.took_s[kind].append(time.perf_counter() - started)
+            sent.cpu_s[kind].append(_cpu_s() - cpu_before_s)
             if kind == "ours":
                 sent.peak_bytes = max(sent.peak_bytes, peak.grown_bytes)
     return sent
+
+
+def _write(memory: NodeCopy, version: int, cut: BucketLayout, source: WeightSource) -> str:
+    """Write a version to memory as a run does; return its place."""
+    assert memory.claim(), "the receivers have read the version before"
+    memory.version = -1
+    slots = make_slots(cut, CPU, source=source.device) if source.device.type == "cuda" else []
+    digest = write_buckets(memory.buffer, cut, slots, source.fill)
+    memory.version = version
+    return memory.show(digest)
+
+
+def _cpu_s() -> float:
+    """Return the CPU seconds of this process and its children so far."""
+    own = psutil.Process()
+    return sum(sum(each.cpu_times()[:2]) for each in (own, *descendants(own)))
 
 
 def make_slots(

@@ -29,6 +29,7 @@ from learner.weights.weights_lock import WeightsLock
 MIN_BROADCAST_FRAC = 0.8
 MAX_BUCKETS = 2.0
 MIN_STEP_FRAC = 0.95
+MIN_MEMORY_GB_PER_S = 3.0  # To one engine of the learner's node.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +43,44 @@ class TransferVolume:
 
 
 def run_suite(table: BenchTable) -> None:
-    """Measure the weight plane on the CPUs of this machine in two minutes."""
+    """Measure the weight plane on the CPUs of this machine in three minutes."""
+    table.attempt("memory", lambda: check_memory(table, TransferVolume()))
     torch.set_num_threads(1)
     table.attempt("broadcast", lambda: check_broadcast(table, TransferVolume()))
     table.attempt("step", lambda: check_step(table, num_rounds=6))
+
+
+def check_memory(table: BenchTable, size: TransferVolume) -> None:
+    """Send live fp32 weights as verified bf16 by memory and over gloo, with all cores."""
+    weights = torch.randn(size.num_bytes // 2)
+    source = LiveWeights([("weights", weights)], torch.bfloat16)
+    cut = BucketLayout(source.total_bytes, size.bucket_bytes)
+    plan = ["ours"] * (size.num_rounds + 1)
+    for num_receivers in (1, size.num_receivers):
+        speeds: dict[str, float] = {}
+        per_cpu_s: dict[str, float] = {}
+        for transport in ("gloo", "memory"):
+            route = TransferSetup(transport=transport, num_receivers=num_receivers)
+            sent = send_rounds(source, cut, plan, route=route)
+            speeds[transport] = cut.total_bytes / 1e9 / median(sent.took_s["ours"][1:])
+            per_cpu_s[transport] = cut.total_bytes / 1e9 / median(sent.cpu_s["ours"][1:])
+        name = f"weights: {cut.total_bytes / 1e9:.2f} GB to {num_receivers} by memory"
+        copies = _copy_speed(cut.total_bytes)
+        table.compare(name, speeds["memory"], speeds["gloo"], "GB/s", against="gloo")
+        table.compare(name, speeds["memory"], copies, "GB/s", against="a plain copy")
+        per_second = f"{name}, in a second of CPU time"
+        table.compare(per_second, per_cpu_s["memory"], per_cpu_s["gloo"], "GB", against="gloo")
+        if num_receivers == 1:
+            table.at_least(f"{name}, bound", speeds["memory"], "GB/s", MIN_MEMORY_GB_PER_S)
+
+
+def _copy_speed(num_bytes: int) -> float:
+    """Return GB/s of the second copy of bytes into the same memory."""
+    source = torch.ones(num_bytes, dtype=torch.uint8)
+    target = source.clone()
+    started = time.perf_counter()
+    target.copy_(source)
+    return num_bytes / 1e9 / (time.perf_counter() - started)
 
 
 def check_broadcast(table: BenchTable, size: TransferVolume) -> None:

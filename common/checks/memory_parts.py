@@ -20,6 +20,7 @@ from common.config.compute import (
     Offload,
     OptimizerKind,
     Precision,
+    WeightsTransport,
 )
 from common.config.learning import Advantage
 from common.config.run_config import LearnerSection, RunConfig
@@ -294,7 +295,10 @@ def _phase_of(label: str) -> str:
 
 
 def cpu_engines_parts(cfg: RunConfig, shape: ModelShape) -> list[Part]:
-    """Return the parts of all engines of a host without a GPU. Their workers share one version."""
+    """Return the parts of all engines of a host without a GPU. Their workers share one version.
+
+    The version is the learner's if its transport is memory.
+    """
     width = BYTES_OF[cfg.model.dtype]
     num_workers = cfg.actor.tensor_parallel_size
     cache = _cache_part(cfg, shape, cfg.actor.kv_cache_gib * GIB, "actor.kv_cache_gib")
@@ -304,7 +308,9 @@ def cpu_engines_parts(cfg: RunConfig, shape: ModelShape) -> list[Part]:
         *times([cache], num_workers, "workers"),
     ]
     parts = times(of_engine, cfg.actor.num_engines, "engines")
-    if cfg.actor.num_engines * num_workers > 1:
+    transport = cfg.learner.weights_transport
+    is_mapped = transport in (WeightsTransport.AUTO, WeightsTransport.MEMORY)
+    if parts and (is_mapped or cfg.actor.num_engines * num_workers > 1):
         parts.append(_weights("shared version", shape.num_params, width, " for all workers"))
     elif parts and _keeps_versions(cfg):
         what = f" (learner.publish={cfg.learner.publish.value})"

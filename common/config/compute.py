@@ -127,14 +127,17 @@ class Attention(StrEnum):
 class WeightsTransport(StrEnum):
     """Transport of weight versions to the engines.
 
-    auto: ipc to an engine on the learner's GPU, nccl between GPUs, else gloo. nccl: NCCL. ipc:
-    CUDA IPC, on one GPU. gloo: TCP. file: a folder of the run directory that learner and actors
-    share, for networks that block the other transports.
+    auto: ipc to an engine on the learner's GPU, nccl between GPUs, else memory on the learner's
+    machine and gloo to others. nccl: NCCL. ipc: CUDA IPC, on one GPU. memory: host memory of the
+    learner, which engines of its machine, its user and its container map. gloo: TCP. file: a
+    folder of the run directory that learner and actors share, for networks that block the other
+    transports.
     """
 
     AUTO = "auto"
     NCCL = "nccl"
     IPC = "ipc"
+    MEMORY = "memory"
     GLOO = "gloo"
     FILE = "file"
 

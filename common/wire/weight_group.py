@@ -16,12 +16,22 @@ from common.wire.addresses import local_address_towards
 from common.wire.collective import BroadcastGroup, CollectiveMember
 from common.wire.rendezvous.client import GroupStore, StoreConnection
 from common.wire.rendezvous.server import StorePlace
-from common.wire.transfer.buckets import BucketLayout, Channel, receive_buckets, send_buckets
+from common.wire.transfer.buckets import (
+    BucketLayout,
+    Channel,
+    receive_buckets,
+    send_buckets,
+    write_buckets,
+)
 from common.wire.transfer.mailbox import FolderStorage, GpuStorage, Mailbox
 from common.wire.weight_messages import WeightsOffer
 
 TRANSFER_NICENESS = 10
 CANCEL_CHECK_S = 0.25  # Seconds between two checks whether a running transfer was cancelled.
+
+Fill = Callable[[int, Tensor], object]  # As for `send_buckets`.
+# A transfer over a channel, or in memory of this process. The event is set once it is cancelled.
+Work = Callable[[Channel | None, threading.Event], None]
 
 
 class TransferCancelled(WeightSyncError):
@@ -33,7 +43,7 @@ class _Attempt(threading.Thread):
 
     def __init__(
         self,
-        work: Callable[[Channel, threading.Event], None],
+        work: Work,
         device: torch.device,
         offer: WeightsOffer,
         group: BroadcastGroup | None,
@@ -73,9 +83,11 @@ class _Attempt(threading.Thread):
                 self.group.close()
             self.has_ended.set()
 
-    def _channel(self) -> Channel:
-        """Return the channel of an offer, by its transport."""
+    def _channel(self) -> Channel | None:
+        """Return the channel of an offer, by its transport; None for memory of this process."""
         offer = self._offer
+        if offer.is_in_memory:
+            return None
         connection = self.connection = self.connection or StoreConnection(
             place_of(offer), answer_s=offer.timeout_s
         )
@@ -126,6 +138,20 @@ def lower_priority() -> None:
         return
 
 
+def _unless_left(fill: Fill, is_left: threading.Event) -> Fill:
+    """Return `fill`, which raises TransferCancelled once the transfer was left.
+
+    The source may have changed to the next version while it was read.
+    """
+
+    def fill_for_us(start: int, part: Tensor) -> None:
+        fill(start, part)
+        if is_left.is_set():
+            raise TransferCancelled("transfer cancelled while weights were read")
+
+    return fill_for_us
+
+
 def place_of(offer: WeightsOffer) -> StorePlace:
     """Return the address and keys of the rendezvous store of an offer."""
     return StorePlace(offer.store_host, offer.store_port, offer.store_public, offer.store_secret)
@@ -154,7 +180,7 @@ class WeightGroup:
     def send(
         self,
         slots: Sequence[Tensor],
-        fill: Callable[[int, Tensor], object],
+        fill: Fill,
         offer: WeightsOffer,
         *,
         is_cancelled: Callable[[], bool],
@@ -171,15 +197,36 @@ class WeightGroup:
         """
         cut = BucketLayout(offer.total_bytes, offer.bucket_bytes)
 
-        def work(channel: Channel, is_left: threading.Event) -> None:
-            def fill_for_us(start: int, part: Tensor) -> None:
-                fill(start, part)
-                if is_left.is_set():  # The source may have changed to the next version while read.
-                    raise TransferCancelled(f"transfer cancelled epoch={offer.group_epoch}")
-
-            send_buckets(channel, cut, slots, fill_for_us)
+        def work(channel: Channel | None, is_left: threading.Event) -> None:
+            assert channel is not None
+            send_buckets(channel, cut, slots, _unless_left(fill, is_left))
 
         return self._transfer(work, slots[0].device, offer, is_cancelled)
+
+    def write(
+        self,
+        target: Tensor,
+        slots: Sequence[Tensor],
+        fill: Fill,
+        offer: WeightsOffer,
+        *,
+        is_cancelled: Callable[[], bool],
+    ) -> tuple[str, float]:
+        """Write a version to memory of this process; return its checksum and the seconds it took.
+
+        Args:
+            target, slots, fill: see `write_buckets`.
+
+        Raises: TransferCancelled: as `send`. The cancelled thread may still write to `target`.
+        """
+        cut = BucketLayout(offer.total_bytes, offer.bucket_bytes)
+        found: list[str] = []
+
+        def work(_: Channel | None, is_left: threading.Event) -> None:
+            found.append(write_buckets(target, cut, slots, _unless_left(fill, is_left)))
+
+        seconds = self._transfer(work, target.device, offer, is_cancelled)
+        return found[0], seconds
 
     def receive(
         self,
@@ -201,7 +248,8 @@ class WeightGroup:
         """
         cut = BucketLayout(offer.total_bytes, offer.bucket_bytes)
 
-        def work(channel: Channel, _: threading.Event) -> None:
+        def work(channel: Channel | None, _: threading.Event) -> None:
+            assert channel is not None
             specs = offer.tensors if offer.base < 0 else []  # Changes have no tensors.
             receive_buckets(channel, cut, staging, specs)
 
@@ -211,7 +259,7 @@ class WeightGroup:
 
     def _transfer(
         self,
-        work: Callable[[Channel, threading.Event], None],
+        work: Work,
         device: torch.device,
         offer: WeightsOffer,
         is_cancelled: Callable[[], bool],

@@ -1,4 +1,4 @@
-"""Control messages of the weight plane: learner <-> actor. Tensors go over torch.distributed."""
+"""Control messages of the weight plane: learner <-> actor. They carry no tensors."""
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -45,7 +45,8 @@ class WeightsOffer:
     """Learner -> actor: the transfer of `version` starts now, and the engine's workers join it.
 
     The flat bytes arrive in buckets. A table with the digest of each bucket follows the last one.
-    If several workers of a node share a copy, only the first of them joins the transfer.
+    If several workers of a node share a copy, only the first of them joins the transfer. With the
+    transport "memory" no worker does: they map a copy that is complete before the offer is sent.
     """
 
     version: Version
@@ -59,7 +60,7 @@ class WeightsOffer:
     store_public: Id  # Public key of the rendezvous store, Z85.
     store_secret: Id = field(repr=False)  # The secret key that admits a member to the store, Z85.
     group_key: Id = field(repr=False)  # The secret name of the group in the store.
-    transport: str  # "gloo", "nccl", "ipc" or "file"
+    transport: str  # "gloo", "nccl", "ipc", "file" or "memory"
     folder: str  # The shared folder of the transport "file".
     timeout_s: Seconds
     tensors: list[TensorSpec]
@@ -70,14 +71,21 @@ class WeightsOffer:
     # are the whole version.
     base: Version = -1
     digest: Id = ""  # Digest of the whole version, of which workers keep a copy; "": they need not.
-    # Name of the copy that the workers of a node share; "": each worker receives its own copy.
+    # Name of the copy that the workers of a node share; "": each worker receives its own copy. With
+    # the transport "memory" it is the place of the learner's copy.
     copy_key: Id = ""
-    copy_index: Count = 0  # Index of the engine's first worker among those; number 0 receives.
+    # Index of the engine's first worker among those; number 0 receives, or is the learner.
+    copy_index: Count = 0
 
     @property
     def shares_copy(self) -> bool:
         """True if the engine's workers share a copy."""
         return bool(self.copy_key)
+
+    @property
+    def is_in_memory(self) -> bool:
+        """True if the version is in the learner's memory, which the workers map."""
+        return self.transport == "memory"
 
     def of_worker(self, index: int) -> "WeightsOffer":
         """Return the offer to a worker of the engine, of which this is the offer."""

@@ -80,8 +80,8 @@ class Answers:
             )
 
     def is_ready(self, member: EngineMember) -> bool:
-        """Return whether the member receives."""
-        return member in self._ready
+        """Return whether the member receives, or has received."""
+        return member in self._ready or member in self._loaded
 
     def loaded(self, member: EngineMember) -> WeightsLoaded | None:
         """Return the member's final answer, None if there is none yet."""

@@ -67,8 +67,9 @@ class Membership:
         self._by_actor: dict[str, _MemberState] = {}
         # Silent incarnations, as reported by the scheduler.
         self._silent: frozenset[str] = frozenset()
-        # Incarnations that failed and have not loaded a version since.
-        self._failed: set[str] = set()
+        # Members that failed and have not loaded a version since. An engine that shares no memory
+        # any more is another member.
+        self._failed: set[EngineMember] = set()
         self._ready_s: dict[str, float] = {}  # Incarnation -> longest time from offer to ready.
         self._polled_at = time.monotonic()
         self._last_seen = time.monotonic()  # Last time with a member, or the time of construction.
@@ -164,7 +165,7 @@ class Membership:
         A member that failed before is returned alone, if no other member requests the version.
         """
         asking = [m for m in self.present() if self.has_asked(m)]
-        good = [m for m in asking if m.incarnation not in self._failed]
+        good = [m for m in asking if m not in self._failed]
         chosen = good or asking[:1]
         for member in chosen:
             self._by_actor[member.actor].is_asking = False
@@ -172,7 +173,7 @@ class Membership:
 
     def _is_skipped(self, member: EngineMember) -> bool:
         """Return whether a broadcast skips a member: it has failed, or it still loads."""
-        return member.incarnation in self._failed or self._by_actor[member.actor].is_loading
+        return member in self._failed or self._by_actor[member.actor].is_loading
 
     def has_asked(self, member: EngineMember) -> bool:
         """Return whether the member is free and requests the current version."""
@@ -183,7 +184,7 @@ class Membership:
 
     def note_served(self, member: EngineMember) -> None:
         """Record that a member has the current version."""
-        self._failed.discard(member.incarnation)
+        self._failed.discard(member)
         state = self._by_actor.get(member.actor)
         if state is not None and state.member == member:
             state.is_asking = False
@@ -200,7 +201,7 @@ class Membership:
 
     def note_failed(self, member: EngineMember) -> None:
         """Mark a member as failed: broadcasts skip it until it has loaded a version alone."""
-        self._failed.add(member.incarnation)
+        self._failed.add(member)
 
     def note_loading(self, member: EngineMember, *, held_after: int) -> None:
         """Mark a member as busy: broadcasts skip it until it is free.

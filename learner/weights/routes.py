@@ -1,7 +1,8 @@
 """Routes of a version: the transport for each engine, and the engines that receive together.
 
-Workers of one node share a copy. NCCL is the exception: its ring of GPUs enters each node once, and
-every GPU receives. So is CUDA IPC, whose receivers are on the learner's GPU.
+Workers of one node share a copy. On the learner's node they map the learner's own copy. NCCL is the
+exception: its ring of GPUs enters each node once, and every GPU receives. So is CUDA IPC, whose
+receivers are on the learner's GPU.
 """
 
 import secrets
@@ -14,6 +15,7 @@ from common.config.compute import WeightsTransport
 from common.wire.collective import SLICE
 from learner.weights.membership import SILENT_AFTER_S, EngineMember
 
+MEMORY = "memory"
 SHARED = ("gloo", "file")  # Transports whose receivers share a copy in each node.
 
 
@@ -36,8 +38,19 @@ class PublishSettings:
 class ReceiverGroup(NamedTuple):
     """Engines that receive together."""
 
-    transport: str  # "gloo", "nccl", "ipc" or "file"
+    transport: str  # As in an offer.
     members: tuple[EngineMember, ...]
+
+
+class SenderPlace(NamedTuple):
+    """The place of the learner's weights."""
+
+    device: str  # `device_id` of the weights.
+    node: str = ""  # Engines with this node map memory of the learner; "": none can.
+
+    def host_transport(self, member: EngineMember) -> str:
+        """Return the transport by host memory to an engine."""
+        return MEMORY if self.node and member.node == self.node else "gloo"
 
 
 class EnginePlace(NamedTuple):
@@ -53,7 +66,11 @@ def engine_places(receivers: ReceiverGroup) -> tuple[list[EnginePlace], int]:
 
     Example: engines a and b on node n with two workers each, and c elsewhere with two workers.
     a's first worker receives rank 1 for all of n. c's workers share rank 2.
+
+    On the learner's node no worker is the first one: the copy is the learner's.
     """
+    if receivers.transport == MEMORY:
+        return [EnginePlace(0, "", 1)] * len(receivers.members), 1
     num_workers = Counter[str]()
     for member in receivers.members:
         num_workers[member.node] += len(member.devices)
@@ -75,15 +92,13 @@ def engine_places(receivers: ReceiverGroup) -> tuple[list[EnginePlace], int]:
     return places, num_copies
 
 
-def transport_of(member: EngineMember, own_device: str, choice: WeightsTransport) -> str:
+def transport_of(member: EngineMember, sender: SenderPlace, choice: WeightsTransport) -> str:
     """Return the transport to an engine; "" if the chosen one cannot reach it.
 
     NCCL needs a separate whole GPU for every rank, the learner's included. CUDA IPC needs the
     engine on the learner's GPU. All other cases use host memory.
-
-    Args:
-        own_device: `device_id` of the learner's weights.
     """
+    own_device = sender.device
     devices = set(member.devices)
     can_share = bool(own_device) and devices == {own_device}
     has_own = len(devices) == len(member.devices) and own_device not in devices
@@ -91,21 +106,43 @@ def transport_of(member: EngineMember, own_device: str, choice: WeightsTransport
     has_gpus = bool(own_device) and all(devices)
     match choice:
         case WeightsTransport.AUTO:
-            return "ipc" if can_share else "nccl" if has_gpus and has_own else "gloo"
+            if can_share:
+                return "ipc"
+            return "nccl" if has_gpus and has_own else sender.host_transport(member)
         case WeightsTransport.IPC:
             return "ipc" if can_share else ""
         case WeightsTransport.NCCL:
             return "nccl" if has_gpus and has_own else ""
+        case WeightsTransport.MEMORY:
+            return MEMORY if sender.host_transport(member) == MEMORY else ""
         case _:
             return choice.value
 
 
+def refusal(member: EngineMember, sender: SenderPlace, choice: WeightsTransport) -> str:
+    """Return the reason why the chosen transport cannot reach an engine; "" if it can."""
+    if transport_of(member, sender, choice):
+        return ""
+    devices = ", ".join(each or "the CPU" for each in member.devices)
+    where = f"on {devices} from {sender.device or 'the CPU'}"
+    if choice is WeightsTransport.MEMORY:
+        where = "because it cannot map memory of the learner"
+    return (
+        f"learner.weights_transport={choice.value} cannot reach {member.actor} {where}; use"
+        " learner.weights_transport=auto"
+    )
+
+
 def receiver_groups(
-    members: Iterable[EngineMember], own_device: str, choice: WeightsTransport, *, num_parts: int
+    members: Iterable[EngineMember],
+    sender: SenderPlace,
+    choice: WeightsTransport,
+    *,
+    num_parts: int,
 ) -> list[ReceiverGroup]:
     """Return the engines that receive together, in order; each group has one transport.
 
-    Engines that share a GPU with each other use gloo, unless NCCL was chosen explicitly.
+    Engines that share a GPU with each other use host memory.
 
     Args:
         num_parts: parts of the fleet; each part waits for the part before it.
@@ -115,21 +152,21 @@ def receiver_groups(
     return [
         receivers
         for start in range(0, len(members), size)
-        for receivers in _by_transport(members[start : start + size], own_device, choice)
+        for receivers in _by_transport(members[start : start + size], sender, choice)
     ]
 
 
 def _by_transport(
-    members: Sequence[EngineMember], own_device: str, choice: WeightsTransport
+    members: Sequence[EngineMember], sender: SenderPlace, choice: WeightsTransport
 ) -> list[ReceiverGroup]:
     """Return the engines by transport; NCCL needs a GPU of its own for each."""
     found: dict[str, list[EngineMember]] = {}
     num_uses = Counter(device for member in members for device in member.devices)
     for member in members:
-        transport = transport_of(member, own_device, choice)
+        transport = transport_of(member, sender, choice)
         is_shared = any(num_uses[device] > 1 for device in member.devices)
         if transport == "nccl" and is_shared:
-            transport = "gloo"
+            transport = sender.host_transport(member)
         found.setdefault(transport, []).append(member)
     return [
         ReceiverGroup(transport, tuple(each))

@@ -4,6 +4,9 @@ Steps of a transfer: (1) offer; (2) the workers of each engine start to receive,
 answers that it is ready; (3) the buckets are sent while the engine generates; (4) the engine stops
 generating, loads the weights and reports. An engine that leaves, falls silent or misses a deadline
 is removed. The remaining engines are offered the version again at once, in a group without it.
+
+Engines of the learner's node receive no buckets. The version is written to memory before the offer,
+and they map it.
 """
 
 import logging
@@ -33,15 +36,18 @@ from common.wire.weight_messages import (
 from learner.weights.answers import Answers, TransferMetrics
 from learner.weights.canary import Canary
 from learner.weights.membership import EngineMember, Membership
+from learner.weights.node_memory import NodeMemory
 from learner.weights.routes import (
+    MEMORY,
     PublishSettings,
     ReceiverGroup,
+    SenderPlace,
     engine_places,
     receiver_groups,
-    transport_of,
+    refusal,
 )
 from learner.weights.snapshot import PublishedWeights
-from learner.weights.transfer_groups import TransferGroups, join_all
+from learner.weights.transfer_groups import TransferGroup, TransferGroups, join_all
 from learner.weights.weights_lock import WeightsLock, WeightsReadLock
 
 logger = logging.getLogger(__name__)
@@ -83,6 +89,7 @@ class Transfers:
         self._stop_requested = stop_requested
         self.rendezvous = StoreServer(settings.host)
         self._groups = TransferGroups(self.rendezvous.open_group)
+        self._memory = NodeMemory()
         self._answers = Answers()
         self._measures = TransferMetrics()
         self._pinged_at = 0.0
@@ -124,16 +131,11 @@ class Transfers:
     def _hear(self, sender: bytes, join: WeightsJoin) -> None:
         """Process a heartbeat: the engine's identity, its version, and its current transfer."""
         member = EngineMember.of(sender, join)
-        choice = self._settings.transport
-        current = self.current
-        if current is not None and not transport_of(member, self._own_device(), choice):
-            devices = ", ".join(each or "the CPU" for each in join.devices)
-            reason = (
-                f"learner.weights_transport={choice.value} cannot reach {join.actor} on {devices}"
-                f" from {self._own_device() or 'the CPU'}; use learner.weights_transport=auto"
-            )
-            self._router.send(sender, Rejected(reason=reason))
-            return
+        if self.current is not None:
+            reason = refusal(member, self._as_sender(), self._settings.transport)
+            if reason:
+                self._router.send(sender, Rejected(reason=reason))
+                return
         has_moved = self.members.hear(
             member,
             version=join.version,
@@ -157,10 +159,10 @@ class Transfers:
         self.members.note_failed(member)
         self.members.remove(member, reason=reason)
 
-    def _own_device(self) -> str:
-        """Return the name of the device that holds the current version."""
+    def _as_sender(self) -> SenderPlace:
+        """Return the place of the current version."""
         assert self.current is not None
-        return device_id(self.current.source.device)
+        return SenderPlace(device_id(self.current.source.device), self._memory.node)
 
     def _note_answer(self, answer: WeightsReady | WeightsLoaded) -> None:
         """Record an engine's answer to the current offer."""
@@ -215,7 +217,7 @@ class Transfers:
         choice = self._settings.transport
         num_parts = self._settings.num_parts
         try:
-            todo = receiver_groups(members, self._own_device(), choice, num_parts=num_parts)
+            todo = receiver_groups(members, self._as_sender(), choice, num_parts=num_parts)
             for number, receivers in enumerate(todo, start=1):
                 is_last = number == len(todo)
                 self._broadcast_to(receivers, _BroadcastContext(weights, reading, limit_s, is_last))
@@ -256,6 +258,13 @@ class Transfers:
         self, receivers: ReceiverGroup, context: _BroadcastContext
     ) -> WeightSyncError | None:
         """Transfer once; return an error if not all present members took part."""
+        if receivers.transport == MEMORY:
+            weights = context.weights
+            if weights.base < 0 and (self._memory.has(weights) or self._memory.reserve(weights)):
+                # Workers keep no copy for changes, because a copy in memory costs less.
+                context = context._replace(weights=replace(weights, digest=""))
+            else:
+                receivers = receivers._replace(transport="gloo")
         try:
             self._transfer_once(receivers, context)
         except LongstrideError as error:
@@ -285,27 +294,40 @@ class Transfers:
     def _transfer_once(self, receivers: ReceiverGroup, context: _BroadcastContext) -> None:
         """Send the offers, wait until all members are ready, send the buckets.
 
+        In memory the version is written before the offers, unless it is there. Engines map it
+        independently, so that a lost one costs the others nothing.
+
         Raises:
             WeightSyncError: not all were ready, or the transfer failed; the version may have
                 reached some members.
         """
         weights = context.weights
         reading = context.reading
-        if not reading.begin():
+        is_in_memory = receivers.transport == MEMORY
+        has_copy = is_in_memory and self._memory.has(weights)
+        if not has_copy and not reading.begin():
             raise TransferCancelled(f"version {weights.version} was replaced")
         transfer_group = self._groups.of(receivers, is_present=self.members.has)
         self._answers.begin(transfer_group.epoch, weights.version)
         members = receivers.members
         places, num_copies = engine_places(receivers)
         offer = self._offer(weights, receivers, transfer_group.key, num_copies)
+        if is_in_memory:
+            if not has_copy:
+                self._write(offer, transfer_group, context)
+            if context.is_last:
+                reading.end()  # The next step may change the weights while engines load.
+            places = [place._replace(copy_key=self._memory.place) for place in places]
         for member, place in zip(members, places, strict=True):
             own = replace(
                 offer, rank=place.rank, copy_key=place.copy_key, copy_index=place.copy_index
             )
             self._answers.offered(member, own)
             self._send(member, own)
-        self._collect_ready(members, reading)
-        if reading.must_not_wait or self._has_broken(members):
+        self._collect_ready(receivers, reading)
+        if is_in_memory:
+            return
+        if reading.must_not_wait or self._has_broken(receivers):
             raise TransferCancelled(f"not all engines are ready epoch={transfer_group.epoch}")
         seconds = transfer_group.group.send(
             self._groups.slots(offer, weights.source.device),
@@ -313,10 +335,36 @@ class Transfers:
             offer,
             is_cancelled=lambda: self._is_cancelled(members, reading),
         )
-        self._note("publish/transfer_s", seconds, is_sum=True)
-        self._measures.add("publish/bytes", float(offer.total_bytes * num_copies))
+        self._note_sent(offer.total_bytes * num_copies, seconds)
         if context.is_last:
-            reading.end()  # The next step may change the weights while engines load.
+            reading.end()
+
+    def _write(
+        self, offer: WeightsOffer, transfer_group: TransferGroup, context: _BroadcastContext
+    ) -> None:
+        """Write a version to the memory that engines of this node map.
+
+        Raises: as `_transfer_once`.
+        """
+        weights = context.weights
+        reading = context.reading
+        if reading.must_not_wait:
+            raise TransferCancelled(f"the weights are needed epoch={transfer_group.epoch}")
+        source = weights.source
+        is_on_gpu = source.is_live and source.device.type == "cuda"
+        seconds = self._memory.write(
+            weights,
+            transfer_group.group,
+            self._groups.slots(offer, source.device) if is_on_gpu else [],
+            offer,
+            is_cancelled=lambda: self._is_cancelled((), reading),
+        )
+        self._note_sent(offer.total_bytes, seconds)
+
+    def _note_sent(self, num_bytes: int, seconds: float) -> None:
+        """Record a transfer."""
+        self._note("publish/transfer_s", seconds, is_sum=True)
+        self._measures.add("publish/bytes", float(num_bytes))
 
     def _send(self, member: EngineMember, message: WeightsOffer | WeightsPing) -> None:
         """Send a message to a member; remove the member if its connection is lost."""
@@ -350,18 +398,22 @@ class Transfers:
             digest=weights.digest,
         )
 
-    def _collect_ready(self, members: tuple[EngineMember, ...], reading: WeightsReadLock) -> None:
+    def _collect_ready(self, receivers: ReceiverGroup, reading: WeightsReadLock) -> None:
         """Wait until every member receives; remove living members that do not start in time."""
         while not self._stop_requested.is_set():
-            waiting = [member for member in members if not self._answers.is_ready(member)]
-            if not waiting or reading.must_not_wait or self._has_broken(members):
+            waiting = [
+                member
+                for member in receivers.members
+                if self.members.has(member) and not self._answers.is_ready(member)
+            ]
+            if not waiting or reading.must_not_wait or self._has_broken(receivers):
                 return
             for member in waiting:
                 limit_s = min(self.members.ready_limit_s(member), self._settings.timeout_s)
                 if self._answers.waited_s(member) > limit_s:
                     self._fail(member, f"not ready within {limit_s:g} s")
             self._ping(waiting)
-            if not self._has_broken(members):
+            if not self._has_broken(receivers):
                 self.receive(WAIT_S)
 
     def _ping(self, waiting: list[EngineMember]) -> None:
@@ -415,11 +467,11 @@ class Transfers:
     def _current_version(self) -> int:
         return -1 if self.current is None else self.current.version
 
-    def _has_broken(self, members: tuple[EngineMember, ...]) -> bool:
+    def _has_broken(self, receivers: ReceiverGroup) -> bool:
         """Return whether this group cannot start: a member is lost or has given up."""
-        return any(
+        return receivers.transport != MEMORY and any(
             not self.members.has(member) or self._answers.loaded(member) is not None
-            for member in members
+            for member in receivers.members
         )
 
     def _is_cancelled(self, members: tuple[EngineMember, ...], reading: WeightsReadLock) -> bool:

@@ -1,5 +1,6 @@
 """The process groups of the weight plane, reused from version to version."""
 
+import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from common.wire.weight_group import WeightGroup
 from common.wire.weight_messages import WeightsOffer
 from learner.weights.membership import EngineMember
 from learner.weights.routes import ReceiverGroup
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -53,6 +56,10 @@ class TransferGroups:
         if receivers not in self._groups:
             self._last_epoch += 1
             self._groups[receivers] = TransferGroup(self._last_epoch, self._open_group())
+            names = ", ".join(member.actor for member in receivers.members)
+            logger.info(
+                "engines receive together transport=%s actors=%s", receivers.transport, names
+            )
         return self._groups[receivers]
 
     def leave(self, receivers: ReceiverGroup) -> None:

@@ -1,4 +1,7 @@
-"""Memory of one engine worker for versions: its own, the node's, or a view of the node's."""
+"""Memory of one engine worker for versions: its own, the node's, or a view of the node's.
+
+The view may be one of the learner's memory, if learner and worker share a node.
+"""
 
 import mmap
 import weakref
@@ -7,9 +10,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from actor.engine.memory.node_copy import CopyView, NodeCopy
 from common.errors import WeightSyncError
 from common.wire.collective import CPU, aligned, views
+from common.wire.transfer.node_copy import CopyView, NodeCopy
 from common.wire.weight_messages import TensorSpec, WeightsOffer
 
 SPARE_BYTES = 1 << 30  # Bytes of a GPU that stay free for the engine's kernels.
@@ -113,7 +116,7 @@ class VersionMemory:
         self._view = None
         view = self._view = CopyView(place, offer.version)
         self._is_base = bool(offer.digest)
-        if offer.copy_index > 0:  # Another worker received the version.
+        if offer.copy_index > 0:  # Another process has the version.
             self.for_node = None
         num_bytes = whole_bytes(offer)
         if self._place_for(num_bytes) == CPU:

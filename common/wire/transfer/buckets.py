@@ -2,15 +2,17 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import xxhash
 from torch import Tensor
 
 from common.errors import WeightSyncError
 from common.text import counted
-from common.wire.transfer.digest import DIGEST_BYTES, digest, hexadecimal
+from common.wire.transfer.digest import DIGEST_BYTES, add_bytes, digest, hexadecimal
 from common.wire.weight_messages import TensorSpec
 
 NUM_SLOTS = 2  # Number of buckets in transit at once.
@@ -97,6 +99,44 @@ def send_buckets(
     for pending in under_way:
         pending.wait()
     _synchronize(channel)
+
+
+def write_buckets(
+    target: Tensor,
+    cut: BucketLayout,
+    slots: Sequence[Tensor],
+    fill: Callable[[int, Tensor], object],
+) -> str:
+    """Write a version to host memory `target` [total_bytes] uint8; return its `checksum`.
+
+    A bucket is hashed, in a thread of its own, while the next one is filled.
+
+    Args:
+        slots: two tensors [slot_bytes] uint8 that are filled and then copied, as pinned memory for
+            weights of a GPU; [] fills the target.
+        fill: as for `send_buckets`.
+    """
+    hashed = xxhash.xxh3_128()
+
+    def finish(part: Tensor, there: Tensor) -> None:
+        """Copy a filled bucket to its place unless it is there, and hash it."""
+        if part is not there:
+            there.copy_(part)
+        add_bytes(hashed, there)
+
+    under_way: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(1) as thread:
+        for index in range(cut.num):
+            if len(under_way) == NUM_SLOTS:
+                under_way.popleft().result()
+            start, stop = cut.span(index)
+            there = target[start:stop]
+            part = slots[index % NUM_SLOTS][: stop - start] if slots else there
+            fill(start, part)
+            under_way.append(thread.submit(finish, part, there))
+        for pending in under_way:
+            pending.result()
+    return hashed.hexdigest()
 
 
 def receive_buckets(

@@ -20,10 +20,15 @@ def digest(buffer: Tensor) -> Tensor:
     if buffer.device.type != "cpu":
         return word_sums(buffer).view(torch.uint8)
     hashed = xxhash.xxh3_128()
+    add_bytes(hashed, buffer)
+    return torch.frombuffer(bytearray(hashed.digest()), dtype=torch.uint8)
+
+
+def add_bytes(hashed: xxhash.xxh3_128, buffer: Tensor) -> None:
+    """Add `buffer` [num_bytes] uint8 on a CPU to a digest, whose `hexdigest` is the `checksum`."""
     view = memoryview(cast(Any, buffer.numpy()))
     for start in range(0, len(view), HASHED_BYTES):
         hashed.update(view[start : start + HASHED_BYTES])
-    return torch.frombuffer(bytearray(hashed.digest()), dtype=torch.uint8)
 
 
 def word_sums(buffer: Tensor) -> Tensor:

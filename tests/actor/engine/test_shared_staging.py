@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from actor.engine.memory.node_copy import CopyUnreachable
 from actor.engine.staging import Staged, Staging, failure_of
 from common.errors import WeightSyncError
 from common.wire.collective import CPU
+from common.wire.transfer.node_copy import CopyUnreachable
 from common.wire.weight_group import TransferCancelled, WeightGroup
 from common.wire.weight_messages import WeightsOffer
 from learner.weights.delta import KeptVersion, VersionKeeper

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from actor.engine.memory.node_copy import CopyUnreachable, node_id
 from common.config.run_config import ActorSection
 from common.errors import WeightSyncError
+from common.wire.transfer.node_copy import CopyUnreachable, node_id
 from common.wire.weight_messages import WeightsJoin, WeightsLeave, WeightsLoaded
 from tests.actor.links.toy_peer import Peer, check, make_weight_link
 from tests.common.wire.test_weight_group import offer_of

@@ -172,7 +172,9 @@ def test_cpu_workers_share_one_incoming_version(shape: ModelShape, repository: P
         assert sizes(two)[label] == sizes(one)[label]
     assert sizes(two)["KV cache"] == 2 * sizes(one)["KV cache"]
     assert sizes(two)["shared version"] == 2 * NUM_PARAMS
-    assert "shared version" not in sizes(one)
+    assert sizes(one)["shared version"] == 2 * NUM_PARAMS, "that of the learner"
+    apart = configure(repository, "actor.num_actors=1", "learner.weights_transport=gloo")
+    assert "shared version" not in sizes(make_plan(apart, shape, on=(), host_bytes=0)[0])
     assert sizes(two)["programs"] == sizes(one)["programs"] + 2 * GIB  # workers beside the engine
 
 
@@ -200,7 +202,8 @@ def test_changes_need_copies_at_learner_and_workers(shape: ModelShape, repositor
     (host,) = make_plan(configure(repository, *changes), shape, on=(), host_bytes=0)
     assert sizes(host)["publish copies"] == 2 * 2 * NUM_PARAMS, "a version and its changes"
     assert sizes(host)["shared version"] == 2 * NUM_PARAMS, "the workers keep one copy together"
-    (host,) = make_plan(configure(repository, changes[0]), shape, on=(), host_bytes=0)
+    one = configure(repository, changes[0], "learner.weights_transport=gloo")
+    (host,) = make_plan(one, shape, on=(), host_bytes=0)
     assert sizes(host)["kept version"] == 2 * NUM_PARAMS
     whole = make_plan(configure(repository), shape, on=(), host_bytes=0)[0]
     assert sizes(whole).keys().isdisjoint({"publish copies", "kept version"})

@@ -6,10 +6,10 @@ import torch
 import zmq
 from torch import Tensor
 
-from actor.engine.memory.node_copy import node_id
 from actor.engine.staging import Staging
 from common.wire.collective import CPU
 from common.wire.security import RunKeys, load_keys
+from common.wire.transfer.node_copy import node_id
 from common.wire.weight_messages import WeightsOffer
 from tests.learner.weights.toy_actor import Actor
 

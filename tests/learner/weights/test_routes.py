@@ -4,7 +4,15 @@ import pytest
 
 from common.config.compute import WeightsTransport as Choice
 from learner.weights.membership import EngineMember
-from learner.weights.routes import ReceiverGroup, engine_places, receiver_groups, transport_of
+from learner.weights.routes import (
+    EnginePlace,
+    ReceiverGroup,
+    SenderPlace,
+    engine_places,
+    receiver_groups,
+    refusal,
+    transport_of,
+)
 
 
 def member(name: str, *devices: str, node: str = "") -> EngineMember:
@@ -30,7 +38,7 @@ def member(name: str, *devices: str, node: str = "") -> EngineMember:
 def test_auto_transport_is_ipc_nccl_or_gloo_by_location(
     own: str, devices: list[str], transport: str
 ) -> None:
-    assert transport_of(member("a", *devices), own, Choice.AUTO) == transport
+    assert transport_of(member("a", *devices), SenderPlace(own), Choice.AUTO) == transport
 
 
 @pytest.mark.parametrize(
@@ -48,7 +56,41 @@ def test_auto_transport_is_ipc_nccl_or_gloo_by_location(
 def test_chosen_transport_is_used_or_refused(
     choice: Choice, own: str, device: str, transport: str
 ) -> None:
-    assert transport_of(member("a", device), own, choice) == transport
+    assert transport_of(member("a", device), SenderPlace(own), choice) == transport
+
+
+@pytest.mark.parametrize(
+    ("own", "devices", "node", "transport"),
+    [
+        ("", [""], "here", "memory"),
+        ("", [""], "there", "gloo"),
+        ("GPU-0", ["", ""], "here", "memory"),
+        ("GPU-0", ["GPU-1"], "here", "nccl"),
+        ("GPU-0", ["GPU-0"], "here", "ipc"),
+    ],
+)
+def test_engine_on_the_learner_node_maps_its_memory(
+    own: str, devices: list[str], node: str, transport: str
+) -> None:
+    engine = member("a", *devices, node=node)
+    assert transport_of(engine, SenderPlace(own, "here"), Choice.AUTO) == transport
+    can_map = Choice.MEMORY if node == "here" else ""
+    assert transport_of(engine, SenderPlace(own, "here"), Choice.MEMORY) == can_map
+
+
+def test_memory_reaches_no_engine_without_a_node() -> None:
+    assert transport_of(member("a", ""), SenderPlace(""), Choice.AUTO) == "gloo"
+    assert refusal(member("a", ""), SenderPlace(""), Choice.MEMORY) == (
+        "learner.weights_transport=memory cannot reach a because it cannot map memory of the"
+        " learner; use learner.weights_transport=auto"
+    )
+
+
+def test_engines_of_memory_read_the_copy_of_the_learner() -> None:
+    members = (member("a", "", "", node="n"), member("b", "", node="n"))
+    places, num_copies = engine_places(ReceiverGroup("memory", members))
+    assert places == [EnginePlace(0, "", 1)] * 2, "index 0 is the learner"
+    assert num_copies == 1
 
 
 def test_members_of_one_transport_receive_together() -> None:
@@ -58,7 +100,7 @@ def test_members_of_one_transport_receive_together() -> None:
         member("other", "GPU-2"),
         member("cpu", ""),
     )
-    found = receiver_groups([near, far, other, cpu], "GPU-0", Choice.AUTO, num_parts=1)
+    found = receiver_groups([near, far, other, cpu], SenderPlace("GPU-0"), Choice.AUTO, num_parts=1)
     assert found == [
         ReceiverGroup("gloo", (cpu,)),
         ReceiverGroup("ipc", (near,)),
@@ -68,7 +110,7 @@ def test_members_of_one_transport_receive_together() -> None:
 
 def test_engines_that_share_gpu_use_gloo() -> None:
     first, second, third = member("1", "GPU-1"), member("2", "GPU-1"), member("3", "GPU-3")
-    found = receiver_groups([first, second, third], "GPU-0", Choice.AUTO, num_parts=1)
+    found = receiver_groups([first, second, third], SenderPlace("GPU-0"), Choice.AUTO, num_parts=1)
     assert found == [ReceiverGroup("gloo", (first, second)), ReceiverGroup("nccl", (third,))]
 
 
@@ -77,15 +119,15 @@ def test_engines_that_share_gpu_use_gloo() -> None:
 )
 def test_fleet_parts_are_even_and_complete(num_parts: int, sizes: list[int]) -> None:
     members = [member(str(number), "") for number in range(5)]
-    found = receiver_groups(members, "", Choice.AUTO, num_parts=num_parts)
+    found = receiver_groups(members, SenderPlace(""), Choice.AUTO, num_parts=num_parts)
     assert [len(wave.members) for wave in found] == sizes
     assert [each for wave in found for each in wave.members] == members
-    assert receiver_groups([], "", Choice.AUTO, num_parts=num_parts) == []
+    assert receiver_groups([], SenderPlace(""), Choice.AUTO, num_parts=num_parts) == []
 
 
 def test_parts_of_the_fleet_keep_nodes_together() -> None:
     members = [member(str(number), "", node="nm"[number % 2]) for number in range(4)]
-    found = receiver_groups(members, "", Choice.AUTO, num_parts=2)
+    found = receiver_groups(members, SenderPlace(""), Choice.AUTO, num_parts=2)
     assert [[each.node for each in part.members] for part in found] == [["m", "m"], ["n", "n"]]
 
 

@@ -19,7 +19,9 @@ from common.wire.transfer.buckets import (
     Pending,
     receive_buckets,
     send_buckets,
+    write_buckets,
 )
+from common.wire.transfer.digest import checksum
 from common.wire.transfer.mailbox import remove_files
 from common.wire.weight_group import WeightGroup
 from common.wire.weight_messages import WeightsOffer
@@ -124,6 +126,16 @@ def test_damaged_bucket_is_named_with_its_tensors(damage: int, words: str) -> No
     send_buckets(line, cut, slots_of(cut), lambda at, part: part.fill_(7))
     with pytest.raises(BucketDamaged, match=words):
         receive_buckets(line, cut, torch.zeros(TOTAL, dtype=torch.uint8), SPECS)
+
+
+@pytest.mark.parametrize("has_slots", [False, True])
+def test_written_buckets_have_the_bytes_and_their_checksum(has_slots: bool) -> None:
+    cut = BucketLayout(TOTAL, BUCKET)
+    target = torch.zeros(TOTAL, dtype=torch.uint8)
+    slots = slots_of(cut) if has_slots else []
+    digest = write_buckets(target, cut, slots, lambda at, part: part.fill_(1 + at // BUCKET))
+    assert torch.equal(target, (1 + torch.arange(TOTAL) // BUCKET).to(torch.uint8))
+    assert digest == checksum(target)
 
 
 @pytest.mark.parametrize("transport", ["gloo", "file"])

@@ -1,8 +1,9 @@
-"""A version in memory that all workers of a node share: one worker writes it, the others map it.
+"""A version in memory that the processes of a node share: one writes it, engine workers map it.
 
-The memory is an anonymous file (memfd) of the worker that received the version. It has no name in
-any folder, so the kernel frees it with the last process that has it open, also after SIGKILL. The
-size of /dev/shm does not limit it. Other workers open it under /proc by the writer's process id.
+The writer is the learner on its own node, and else the worker that received the version. The
+memory is an anonymous file (memfd) of the writer. It has no name in any folder, so the kernel frees
+it with the last process that has it open, also after SIGKILL. The size of /dev/shm does not limit
+it. Engine workers open it under /proc by the writer's process id.
 """
 # pyright: reportUnknownMemberType=false
 
@@ -23,14 +24,14 @@ from common.errors import WeightSyncError
 from common.host.cgroups import memory_limit
 from common.wire.transfer.digest import checksum
 
-NAMESPACES = ("pid", "net")  # Workers in different ones count as workers of different nodes.
+NAMESPACES = ("pid", "net")  # Processes in different ones count as those of different nodes.
 PREFIX = "longstride-version-"
 STAMP = struct.Struct("=q")  # The version at the start of the memory; -1: it is incomplete.
 DATA_AT = mmap.PAGESIZE  # Offset of the version's bytes.
 
 
 class CopyUnreachable(WeightSyncError):
-    """This process is not permitted to open the memory of another worker."""
+    """This process is not permitted to open the memory of another process."""
 
 
 def node_id() -> str:
@@ -51,7 +52,7 @@ def check_room(num_bytes: int) -> None:
     room = min(left, psutil.virtual_memory().available)
     if room < num_bytes:
         raise WeightSyncError(
-            f"the workers of this node share a copy of {num_bytes / 1e9:.1f} GB of a version, but"
+            f"the processes of this node share a copy of {num_bytes / 1e9:.1f} GB of a version, but"
             f" only {room / 1e9:.1f} GB of memory are free; use fewer engines or more memory"
         )
 
@@ -94,11 +95,15 @@ class NodeCopy:
         """Return whether this worker may change the bytes: no other worker reads them."""
         return _has_lock(self._file, fcntl.LOCK_EX)
 
-    def show(self) -> str:
-        """Let other workers read the version; return the text by which they find it."""
+    def show(self, digest: str = "") -> str:
+        """Let other processes read the version; return the text by which they find it.
+
+        Args:
+            digest: `checksum` of the buffer; "": it is computed here.
+        """
+        digest = digest or checksum(self.buffer)
         fcntl.flock(self._file, fcntl.LOCK_UN)
-        place = [os.getpid(), self._file, self._name, self.buffer.numel(), checksum(self.buffer)]
-        return json.dumps(place)
+        return json.dumps([os.getpid(), self._file, self._name, self.buffer.numel(), digest])
 
 
 class CopyView:
@@ -148,10 +153,10 @@ def _opened(path: str, name: str) -> int:
             raise FileNotFoundError(f"{path} is another file")
         return os.open(path, os.O_RDONLY)
     except PermissionError as error:
-        raise CopyUnreachable(f"the memory of another worker cannot be opened: {error}") from error
+        raise CopyUnreachable(f"the memory of another process cannot be opened: {error}") from error
     except OSError as error:
         raise WeightSyncError(
-            f"the worker with the copy of this node has ended: {error}"
+            f"the process with the copy of this node has ended: {error}"
         ) from error
 
 

@@ -2,14 +2,16 @@
 
 import ctypes
 import gc
+import multiprocessing
 import os
+import signal
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from actor.engine.memory.node_copy import CopyUnreachable, CopyView, NodeCopy, node_id
 from common.errors import WeightSyncError
+from common.wire.transfer.node_copy import CopyUnreachable, CopyView, NodeCopy, node_id
 
 NUM_BYTES = 10_000  # More than one page.
 CLONE_NEWNET = 0x40000000
@@ -86,7 +88,7 @@ def test_place_that_has_another_file_is_refused(copy: NodeCopy) -> None:
     place = copy.show()
     other = place.replace(f"[{os.getpid()},", f"[{os.getppid()},")
     for wrong in (other, place.replace("longstride", "another")):
-        with pytest.raises(WeightSyncError, match="worker with the copy of this node has ended"):
+        with pytest.raises(WeightSyncError, match="process with the copy of this node has ended"):
             CopyView(wrong, 3)
 
 
@@ -130,6 +132,43 @@ def shared_files() -> set[str]:
     with open("/proc/self/maps", encoding="utf-8") as maps:
         found |= {line.split(maxsplit=5)[-1].strip() for line in maps}
     return {each for each in found if "longstride-version" in each}
+
+
+def test_killed_reader_lets_the_memory_change(copy: NodeCopy) -> None:
+    place = copy.show()
+
+    def end_with_a_view() -> None:
+        view = CopyView(place, 3)
+        os.kill(os.getpid(), 0 if copy.claim() else signal.SIGKILL)
+        raise WeightSyncError(f"the memory of {view} could be claimed")
+
+    assert in_child(end_with_a_view) == ""
+    assert copy.claim()
+
+
+def test_killed_writer_leaves_no_memory() -> None:
+    places = multiprocessing.get_context("fork").SimpleQueue()
+
+    def write_and_wait() -> None:
+        copy = NodeCopy(NUM_BYTES)
+        copy.version = 3
+        places.put(copy.show())
+        signal.pause()
+
+    writer = os.fork()
+    if writer == 0:
+        write_and_wait()
+    try:
+        place = places.get()
+        view = CopyView(place, 3)
+    finally:
+        os.kill(writer, signal.SIGKILL)
+        os.waitpid(writer, 0)
+    assert view.buffer.unique().tolist() == [0], "a reader goes on"
+    with pytest.raises(WeightSyncError, match="process with the copy of this node has ended"):
+        CopyView(place, 3)
+    del view
+    assert shared_files() == set()
 
 
 @needs_root
