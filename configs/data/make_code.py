@@ -1,105 +1,93 @@
 """Writes the programming problems of `configs/data/code` in MBPP's format.
 
+Each problem is a family with a number k, such as "returns n plus k". No pair of family and number
+of the evaluation file is in the training file, so no solution is in both. The seed is fixed.
+
 Run: python configs/data/make_code.py
 """
 
 import json
+import random
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 FOLDER = Path(__file__).with_name("code")
-# Words of the task, the name, the parameters, the expression, and three calls.
-PROBLEMS = [
-    ("returns the sum of two numbers", "add", "a, b", "a + b", ["(2, 3)", "(-1, 1)", "(0, 7)"]),
-    ("returns the difference of two numbers", "subtract", "a, b", "a - b", ["(5, 3)", "(1, 4)"]),
-    ("returns the product of two numbers", "multiply", "a, b", "a * b", ["(2, 3)", "(0, 9)"]),
-    ("returns the square of a number", "square", "n", "n * n", ["(3,)", "(-2,)", "(0,)"]),
-    ("returns the larger of two numbers", "larger", "a, b", "max(a, b)", ["(1, 2)", "(5, -5)"]),
-    ("returns the smaller of two numbers", "smaller", "a, b", "min(a, b)", ["(1, 2)", "(5, -5)"]),
-    ("returns whether a number is even", "is_even", "n", "n % 2 == 0", ["(4,)", "(7,)"]),
-    ("returns whether a number is odd", "is_odd", "n", "n % 2 == 1", ["(4,)", "(7,)"]),
-    ("returns a text in reverse", "reverse", "text", "text[::-1]", ["('abc',)", "('',)"]),
-    ("returns a text in capitals", "capitals", "text", "text.upper()", ["('abC',)", "('',)"]),
-    ("returns the length of a text", "length", "text", "len(text)", ["('abc',)", "('',)"]),
-    ("returns the words of a text", "words", "text", "text.split()", ["('a b  c',)", "('',)"]),
-    ("returns the sum of a list", "total", "items", "sum(items)", ["([1, 2, 3],)", "([],)"]),
-    ("returns the first item of a list", "first", "items", "items[0]", ["([7, 8],)", "(['a'],)"]),
-    ("returns the last item of a list", "last", "items", "items[-1]", ["([7, 8],)", "(['a'],)"]),
-    ("returns a sorted list", "ordered", "items", "sorted(items)", ["([3, 1, 2],)", "([],)"]),
-    ("returns the largest item of a list", "largest", "items", "max(items)", ["([3, 9, 2],)"]),
-    (
-        "returns the number of vowels of a text",
-        "vowels",
-        "text",
-        "sum(letter in 'aeiou' for letter in text.lower())",
-        ["('Anna',)", "('xyz',)"],
-    ),
-    (
-        "returns whether a text reads the same in reverse",
-        "is_palindrome",
-        "text",
-        "text == text[::-1]",
-        ["('anna',)", "('ab',)", "('',)"],
-    ),
-    (
-        "returns the items of a list without repetitions, in their order",
-        "unique",
-        "items",
-        "list(dict.fromkeys(items))",
-        ["([1, 2, 1],)", "([],)"],
-    ),
-    (
-        "returns the greatest common divisor of two positive numbers",
-        "divisor",
-        "a, b",
-        "max(n for n in range(1, min(a, b) + 1) if a % n == 0 and b % n == 0)",
-        ["(12, 18)", "(7, 5)"],
-    ),
-    (
-        "returns the even numbers of a list",
-        "evens",
-        "items",
-        "[n for n in items if n % 2 == 0]",
-        ["([1, 2, 3, 4],)", "([],)"],
-    ),
-    (
-        "returns the sum of the digits of a number that is not negative",
-        "digit_sum",
-        "n",
-        "sum(int(digit) for digit in str(n))",
-        ["(123,)", "(0,)"],
-    ),
-    (
-        "returns the count of each letter of a text as a dict",
-        "letters",
-        "text",
-        "{letter: text.count(letter) for letter in text}",
-        ["('anna',)", "('',)"],
-    ),
+SEED = 7
+NUM_TEST = 100
+NUMBERS = range(2, 21)  # k of the families below.
+SIZES = range(2, 8)  # k of the families that cut or repeat.
+# Words of the task, the name, the parameter, and the expression.
+ON_NUMBERS = [
+    ("n plus {k}", "plus", "n", "n + {k}"),
+    ("n minus {k}", "minus", "n", "n - {k}"),
+    ("n times {k}", "times", "n", "n * {k}"),
+    ("the remainder of n divided by {k}", "remainder", "n", "n % {k}"),
+    ("n divided by {k}, rounded down", "divided", "n", "n // {k}"),
+    ("the larger one of n and {k}", "larger", "n", "max(n, {k})"),
+    ("the smaller one of n and {k}", "smaller", "n", "min(n, {k})"),
+    ("whether {k} divides n", "divides", "n", "n % {k} == 0"),
+    ("whether n is above {k}", "is_above", "n", "n > {k}"),
+    ("whether n is below {k}", "is_below", "n", "n < {k}"),
 ]
-NUM_TEST = 6
+ON_LISTS = [
+    ("each item times {k}", "scaled", "items", "[n * {k} for n in items]"),
+    ("each item plus {k}", "moved", "items", "[n + {k} for n in items]"),
+    ("the items above {k}", "above", "items", "[n for n in items if n > {k}]"),
+    ("the items below {k}", "below", "items", "[n for n in items if n < {k}]"),
+    ("the sum of the items, plus {k}", "total", "items", "sum(items) + {k}"),
+    ("how many items are {k}", "count", "items", "items.count({k})"),
+    ("whether an item is {k}", "has", "items", "{k} in items"),
+]
+ON_TEXTS = [
+    ("the first {k} letters of text", "head", "text", "text[:{k}]"),
+    ("the last {k} letters of text", "tail", "text", "text[-{k}:]"),
+    ("text without its first {k} letters", "rest", "text", "text[{k}:]"),
+    ("text without its last {k} letters", "start", "text", "text[:-{k}]"),
+    ("the letters of text whose index is a multiple of {k}", "every", "text", "text[::{k}]"),
+    ("text {k} times", "repeat", "text", "text * {k}"),
+    ("whether text has {k} letters", "has_length", "text", "len(text) == {k}"),
+]
 
 
-def record(number: int, words: str, name: str, names: str, value: str, calls: list[str]) -> dict:
+def problems() -> Iterator[tuple[tuple[str, str, str, str], int, list[Any]]]:
+    """Yield all families with all numbers, and the arguments of three calls.
+
+    The calls are near the number, so a program with another number fails one of them.
+    """
+    for k in NUMBERS:
+        for family in ON_NUMBERS:
+            yield family, k, [k, k - 1, k + 1]
+        for family in ON_LISTS:
+            yield family, k, [[k, k - 1], [k + 1, k, k], [0]]
+    for k in SIZES:
+        for family in ON_TEXTS:
+            yield family, k, ["learning"[: k + 1], "python"[:k], "reinforcement"]
+
+
+def record(number: int, family: tuple[str, str, str, str], k: int, calls: list[Any]) -> dict:
     """Return a problem as MBPP has it."""
-    compute = eval(f"lambda {names}: {value}")
-    tests = [f"assert {name}{call} == {compute(*eval(call))!r}" for call in calls]
+    words, name, parameter, form = family
+    value = form.format(k=k)
+    compute = eval(f"lambda {parameter}: {value}")
     return {
         "task_id": number,
-        "text": f"Write a function {name} that {words}.",
-        "code": f"def {name}({names}):\n    return {value}",
-        "test_list": [test.replace(",)", ")") for test in tests],
+        "text": f"Write a function {name} of {parameter} that returns {words.format(k=k)}.",
+        "code": f"def {name}({parameter}):\n    return {value}",
+        "test_list": [f"assert {name}({call!r}) == {compute(call)!r}" for call in calls],
         "test_setup_code": "",
     }
 
 
-def main() -> None:
-    """Write both files. Every fourth problem is held out."""
-    records = [record(n, *problem) for n, problem in enumerate(PROBLEMS, 1)]
-    held = records[3::4][:NUM_TEST]
-    for name, chosen in (("train", [r for r in records if r not in held]), ("test", held)):
-        lines = "".join(json.dumps(each) + "\n" for each in chosen)
-        (FOLDER / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+def write(folder: Path) -> None:
+    """Write `train.jsonl` and `test.jsonl`."""
+    records = [record(number, *problem) for number, problem in enumerate(problems(), 1)]
+    random.Random(SEED).shuffle(records)
+    parts = {"test": records[:NUM_TEST], "train": records[NUM_TEST:]}
+    for name, part in parts.items():
+        text = "".join(json.dumps(each) + "\n" for each in part)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    write(FOLDER)

@@ -1,5 +1,6 @@
 """Law of the page of recipes: each of its commands works, with small sizes, on this machine."""
 
+import math
 import os
 import subprocess
 import sys
@@ -9,10 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from common.checks.fitting import merged_overrides
+from common.config.load import load_config
 from common.config.requested import DEFAULT_CONFIG
 from tests.docs.recipes import RECIPES, Recipe
+from tests.end_to_end.recipe_sizes import small_overrides
 from tests.end_to_end.runs import REPOSITORY, Run, balances
 from tests.end_to_end.test_agents_of_others import python_of
 from tests.envhub.envs.dataset.judges.judge_server import JudgeServer, serving
@@ -22,43 +26,7 @@ from tests.venvs import python_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 RUN_S = 1500.0
-CONTEXT = 2040  # Tokens; a teacher needs one more, and small policies have 2,048 positions.
 SERVED_CONTEXT = 500  # Tokens; the teacher of the test has 512 positions.
-FEW = (
-    "train.num_steps=1",
-    "groups.size=4",
-    "groups.min_size=2",
-    "groups.per_step=2",
-    # A small policy solves few tasks of others, and equal rewards are no signal.
-    "algorithm.filter_zero_variance=false",
-    "learner.num_minibatches=1",
-    "learner.max_tokens_per_microbatch=4096",
-    "actor.max_concurrent=8",
-    f"actor.max_model_len={CONTEXT}",
-    "actor.max_turn_tokens=12",
-    "eval.before=false",
-    "eval.after=false",
-    "eval.baselines=false",
-    "log.wandb=disabled",
-    "log.live=false",
-)
-# Replace the GPUs and the model of a preset.
-SMALL = (
-    "model.dtype=float32",
-    "machine.num_gpus=0",
-    "machine.num_nodes=1",
-    "learner.device=cpu",
-    "learner.num_gpus=0",
-    "learner.num_ranks=1",
-    "learner.precision=fp32",
-    "actor.num_gpus=0",
-    "actor.num_actors=1",
-    "actor.tensor_parallel_size=1",
-    "actor.placement=auto",
-    "actor.kv_cache_gib=1",
-    "horizon.kind=fixed",
-    "horizon.stages=[10]",
-)
 OFFLINE = {
     "sft": (
         "sft.num_demonstrations=8",
@@ -88,7 +56,8 @@ class Outside:
 
 @contextmanager
 def judge(_: Path) -> Iterator[Outside]:
-    with serving(JudgeServer("Score: 5")) as server:
+    scores = (f"Score: {number % 10}" for number in range(1_000))
+    with serving(JudgeServer(*scores)) as server:
         yield Outside(overrides=(f"reward.judge.url={server.url}", "reward.judge.model=m"))
 
 
@@ -154,16 +123,6 @@ def outside_of(recipe: Recipe, folder: Path) -> Iterator[Outside]:
         yield outside
 
 
-def small_overrides(recipe: Recipe, outside: Outside) -> list[str]:
-    """Return the overrides of a recipe's command with small sizes."""
-    policy: list[str] = []
-    if recipe.configuration.machine.num_gpus:
-        name = "tiny-arithmetic" if "--config dataset" in recipe.command else "tiny"
-        policy = [*SMALL, f"model.path=configs/policies/{name}"]
-    given = [*recipe.request.overrides, *policy, *FEW, *outside.overrides]
-    return merged_overrides(given)
-
-
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_command_of_a_recipe_works(recipe: Recipe, tmp_path: Path) -> None:
     folder = tmp_path / "runs"
@@ -175,14 +134,17 @@ def test_command_of_a_recipe_works(recipe: Recipe, tmp_path: Path) -> None:
         path = f"{Path(outside.python).parent}:{os.environ['PATH']}"
         run = Run(
             folder,
-            *small_overrides(recipe, outside),
+            *small_overrides(recipe, tmp_path, *outside.overrides),
             config=recipe.request.config or DEFAULT_CONFIG,
             python=outside.python,
             env={"PATH": path, **outside.env},
         )
         with run:
             assert run.wait(timeout_s=RUN_S) == 0, run.output[-3_000:]
-    assert [line["step"] for line in run.metrics()] == [1]
+    (step,) = run.metrics()
+    assert (step["step"], step["train/num_updates"], step["train/num_bad_updates"]) == (1, 1, 0)
+    assert math.isfinite(step["train/grad_norm"])
+    assert step["train/grad_norm"] > 0
     ledger = run.read("ledger.json")
     assert balances(ledger)
     assert ledger["trained"] >= 4
@@ -195,9 +157,11 @@ def run_offline(recipe: Recipe, folder: Path) -> None:
     own = [each.format(folder=folder) for each in OFFLINE[request.command]]
     where = [f"run.dir={folder}", "run.name=r", "log.wandb=disabled"]
     config = ["--config", request.config] if request.config else []
+    overrides = merged_overrides([*request.overrides, *own, *where])
+    start = load_config(request.config or DEFAULT_CONFIG, overrides, root=REPOSITORY)
     argv = [sys.executable, "run.py", request.command, *config]
     done = subprocess.run(
-        [*argv, *merged_overrides([*request.overrides, *own, *where])],
+        [*argv, *overrides],
         cwd=REPOSITORY,
         capture_output=True,
         encoding="utf-8",
@@ -205,4 +169,7 @@ def run_offline(recipe: Recipe, folder: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3_000:]
-    assert (folder / "policy" / "model.safetensors").is_file()
+    before = load_file(REPOSITORY / start.model.path / "model.safetensors")
+    after = load_file(folder / "policy" / "model.safetensors")
+    assert all(each.isfinite().all() for each in after.values())
+    assert any(not after[name].equal(each) for name, each in before.items())

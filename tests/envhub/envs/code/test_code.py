@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import runpy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from common.config.envs import CodeOptions, EnvsSection, SandboxOptions
 from common.errors import ConfigError
+from common.repository import ROOT
 from envhub.env import StepResult, Style, UnknownItem
 from envhub.envs.code.env import CodeEnv, check, make_spec
 from envhub.envs.code.problems import code_of, load_problems
@@ -176,13 +178,23 @@ def test_sandbox_that_cannot_start_is_an_infrastructure_failure(
 
 def test_shipped_problems_have_right_solutions() -> None:
     options = CodeOptions()
-    problems = load_problems("envs.code.train", options.train)
-    problems += load_problems("envs.code.eval", options.eval)
-    assert len(problems) == 24
-    for each in problems:
+    train = load_problems("envs.code.train", options.train)
+    held_out = load_problems("envs.code.eval", options.eval)
+    assert (len(train), len(held_out)) == (265, 100)
+    assert not {each.solution for each in train} & {each.solution for each in held_out}
+    for each in train + held_out:
         names: dict[str, Any] = {}
         for test in each.tests:
             exec(f"{each.solution}\n{test}", names)
+
+
+def test_shipped_problems_come_from_their_script(tmp_path: Path) -> None:
+    source = ROOT / "configs" / "data" / "make_code.py"
+    scope = runpy.run_path(str(source))
+    scope["write"](tmp_path)
+    for name in ("train.jsonl", "test.jsonl"):
+        shipped = (source.with_name("code") / name).read_text(encoding="utf-8")
+        assert (tmp_path / name).read_text(encoding="utf-8") == shipped
 
 
 def test_unknown_problem_is_refused(tmp_path: Path) -> None:

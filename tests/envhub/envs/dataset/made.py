@@ -134,6 +134,11 @@ def make(folder: Path, records: Sequence[Any] = GSM8K, **options: Any) -> EnvsSe
     return EnvsSection(dataset=DatasetOptions(train=str(train), **given))
 
 
+def options_of(data: Path, **options: Any) -> EnvsSection:
+    """Return the options of a file or folder that is loaded by its path alone."""
+    return EnvsSection(dataset=DatasetOptions(train=str(data), reward="exact_number", **options))
+
+
 def run(work: Coroutine[Any, Any, Any]) -> Any:
     """Return the result of a coroutine."""
     return asyncio.run(work)

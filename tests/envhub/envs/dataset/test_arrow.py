@@ -19,7 +19,8 @@ import pyarrow.parquet as parquet
 
 from common.errors import ConfigError
 from envhub.envs.dataset.files import has_split, read_records
-from tests.envhub.envs.dataset.made import DAPO, GSM8K
+from envhub.envs.dataset.records import load_dataset
+from tests.envhub.envs.dataset.made import DAPO, GSM8K, options_of, played
 
 folder = Path(sys.argv[1])
 
@@ -39,7 +40,22 @@ def save(path, records):  # The layout of `datasets.save_to_disk`.
     (path / "state.json").write_text(json.dumps({"_data_files": files, "_fingerprint": "x"}))
 
 
-parquet.write_table(pyarrow.Table.from_pylist(DAPO), folder / "dapo.parquet")
+def write(path, records):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pyarrow.Table.from_pylist(records), path)
+
+
+for part in ("main", "socratic"):  # The layout of openai/gsm8k.
+    write(folder / "gsm8k" / part / "train-00000-of-00001.parquet", GSM8K)
+    write(folder / "gsm8k" / part / "test-00000-of-00001.parquet", GSM8K[:1])
+gsm8k = options_of(folder / "gsm8k" / "main")
+assert load_dataset(gsm8k.dataset).question("test", 0).ground_truth == "7"
+assert [played(gsm8k, text, item=2).reward for text in ("#### 2.5", "#### 2")] == [1.0, 0.0]
+write(folder / "dapo" / "data" / "dapo-math-17k.parquet", DAPO)
+dapo = options_of(folder / "dapo", eval_size=0)
+assert load_dataset(dapo.dataset).question("train", 1).messages == DAPO[1]["prompt"]
+assert [played(dapo, text, item=1).reward for text in ("Answer: 16", "Answer: 4")] == [1.0, 0.0]
+write(folder / "dapo.parquet", DAPO)
 assert read(folder / "dapo.parquet") == DAPO
 save(folder / "one", GSM8K)
 assert read(folder / "one") == GSM8K

@@ -10,8 +10,10 @@ from common.config.envs import DatasetOptions
 from common.errors import ConfigError
 from common.repository import ROOT
 from envhub.envs.dataset.records import Dataset, load_dataset
+from tests.envhub.envs.dataset import made
 from tests.envhub.envs.dataset.made import DAPO, GSM8K, write_lines
 
+HELD_OUT = {"question": "6 + 5?", "answer": "6+5=<<6+5=11>>11\n#### 11"}
 NUMBERED = [{"prompt": f"question {i:03}", "answer": str(i)} for i in range(40)]
 
 
@@ -78,6 +80,29 @@ def test_dapo_records_load_by_path(tmp_path: Path) -> None:
     questions = [dataset.question("train", i) for i in range(3)]
     assert [each.messages for each in questions] == [record["prompt"] for record in DAPO]
     assert [each.ground_truth for each in questions] == ["9", "16", "25"]
+
+
+def test_gsm8k_folder_gives_both_splits_and_rewards(tmp_path: Path) -> None:
+    (tmp_path / "main").mkdir()
+    write_lines(tmp_path / "main" / "train-00000-of-00001.jsonl", GSM8K)
+    write_lines(tmp_path / "main" / "test-00000-of-00001.jsonl", [HELD_OUT])
+    options = made.options_of(tmp_path / "main")
+    held_out = load_dataset(options.dataset).question("test", 0)
+    assert (held_out.messages[-1]["content"], held_out.ground_truth) == ("6 + 5?", "11")
+    answers = ("2*1200=<<2*1200=2400>>2400\n#### 2,400", "#### 2400", "2,400 nails", "#### 24")
+    rewards = [made.played(options, answer, item=1).reward for answer in answers]
+    assert rewards == [1.0, 1.0, 1.0, 0.0]
+
+
+def test_dapo_folder_without_splits_rewards_its_answers(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    write_lines(tmp_path / "data" / "dapo-math-17k.jsonl", DAPO)
+    options = made.options_of(tmp_path, eval_size=1)
+    trained = load_dataset(options.dataset).question("train", 0)
+    n = int(trained.messages[-1]["content"].split()[2])
+    answers = (f"Answer: \\boxed{{{n * n}}}", f"Answer: {n * n}", f"Answer: \\boxed{{{n}}}")
+    rewards = [made.played(options, answer).reward for answer in answers]
+    assert rewards == [1.0, 1.0, 0.0]
 
 
 def test_template_sees_columns_and_system_comes_first(tmp_path: Path) -> None:
