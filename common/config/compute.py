@@ -321,7 +321,7 @@ class RankKeys:
 
     num_nodes: int = knob(
         1,
-        "Spreads the ranks over this many nodes. launcher=ray starts the other ones. Without it they"
+        "Spreads the ranks over this many nodes. launcher=ray starts the other nodes. Else they"
         " join with `learner --join`.",
         ge=1,
         le=1024,
