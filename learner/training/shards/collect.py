@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -137,7 +138,7 @@ def _receive(path: Path, file: ShardFile, source: int, ranks: Ranks) -> str:
         for size in _parts(file.num_bytes):
             part = torch.empty(size, dtype=torch.uint8)
             dist.recv(part, source, group=ranks.saving)
-            content = memoryview(part.numpy())
+            content = memoryview(cast(Any, part.numpy()))
             digest.update(content)
             yield content
 

@@ -32,7 +32,7 @@ def save(tmp_path: Path, version: int, *, value: float = 1.0, start: str = "a1")
 
 def load(folder: Path, tmp_path: Path) -> float:
     """Return the number that a checkpoint has."""
-    model = model_of(0.0)
+    model: Any = model_of(0.0)
     trainer = SplitTrainer(model, home_at(tmp_path / "disk"))
     restore(folder / TENSORS, {"model": model}, [], ranks=trainer.ranks)
     return model.weight[0, 0].item()
@@ -62,7 +62,8 @@ def test_moved_folder_of_a_node_is_found(tmp_path: Path) -> None:
     (tmp_path / "disk").rename(tmp_path / "other")
     with pytest.raises(ConfigError, match="no node of this learner has 1 file"):
         load(folder, tmp_path)
-    trainer = SplitTrainer(model := model_of(0.0), home_at(tmp_path / "other"))
+    model: Any = model_of(0.0)
+    trainer = SplitTrainer(model, home_at(tmp_path / "other"))
     restore(folder / TENSORS, {"model": model}, [], ranks=trainer.ranks)
     assert model.weight[0, 0].item() == 5.0
 
