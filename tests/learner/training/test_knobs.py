@@ -187,6 +187,8 @@ ELSEWHERE = {
     "learner.checkpoint_every_s": "learner/training/checkpoint.py",
     "learner.keep_checkpoints": "learner/training/checkpoint.py",
     "learner.max_redo_s": "learner/training/checkpoint.py",
+    "learner.checkpoint_shards": "learner/training/rank_processes.py",
+    "learner.shard_folder": "learner/node_service.py",
     "learner.max_bad_steps": "learner/training/trainer.py",
     "algorithm.reference_path": "learner/training/build.py",
     "learner.lora.rank": "learner/policy/lora.py",

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ async def _episodes(url: str, *answers: str) -> list[Any]:
                 return await environments.open("dataset", "data-train-0", seed=0)
 
             episode = await run_episode(
-                LEASE,
+                replace(LEASE, deadline_s=60.0),
                 open_session=opened,
                 act=act,
                 render=Conversation(),
