@@ -48,7 +48,11 @@ def check_small(table: BenchTable, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in BY_NAME if name not in (*BY_PROCESS, "compiled")]
+    "name",
+    long_for(
+        [name for name in BY_NAME if name not in (*BY_PROCESS, "compiled")],
+        ["chunks", "step", "memory"],
+    ),
 )
 def test_gpu_check_runs_small_on_the_cpu(name: str) -> None:
     table = make_table()

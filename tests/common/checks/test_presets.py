@@ -73,6 +73,7 @@ def plain(name: str) -> RunConfig:
     return load_config(name, [], root=ROOT, is_dry=True)
 
 
+@cache
 def load(name: str, *overrides: str) -> RunConfig:
     cfg = load_config(name, overrides, root=ROOT, is_dry=True)
     return resolve_models(cfg, ROOT, is_dry=True, may_stand_in=True)

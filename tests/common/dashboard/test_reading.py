@@ -30,6 +30,7 @@ from common.store.segments import pack
 from common.wire.codec import pack_record
 from common.wire.messages import EpisodeKind, PolicyKind
 from tests.common.dashboard.runs import TOKENIZER, append, episode, make_run
+from tests.marks import long_for
 
 NUM_MANY = 100_000
 
@@ -299,7 +300,12 @@ def test_cached_journal_is_not_read_again(run_dir: RunDir, tmp_path: Path) -> No
     assert again.index.progress() == fresh.index.progress() == 1.0
 
 
-@pytest.mark.parametrize("what", ["another run", "no cache", "damaged cache", "cut outcomes"])
+@pytest.mark.parametrize(
+    "what",
+    long_for(
+        ["another run", "no cache", "damaged cache", "cut outcomes"], ["no cache", "cut outcomes"]
+    ),
+)
 def test_stale_index_of_another_journal_is_discarded(
     run_dir: RunDir, tmp_path: Path, what: str
 ) -> None:

@@ -25,6 +25,7 @@ from learner.recovery.step_log import LoggedStep, StepLog
 from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer
 from tests.learner.builders import make_model, make_model_with_adapters, make_trajectory
+from tests.marks import long_for
 
 KINDS = ("good", "far", "good", "nan", "far", "nan", "short", "far", "good")
 KILLED_BEFORE = (2, 4, 6, 8)  # Kill before these batches.
@@ -162,8 +163,9 @@ def play(root: Path, case: Case, given: list[list[Group]], *, is_killed: bool) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_repeatedly_killed_learner_ends_bit_identical(case: Case, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", long_for(CASES, ["minibatches", "running baseline"]))
+def test_repeatedly_killed_learner_ends_bit_identical(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
     given = batches(trainer_of(case, 0))
     whole = play(tmp_path / "whole", case, given, is_killed=False)
     killed = play(tmp_path / "killed", case, given, is_killed=True)

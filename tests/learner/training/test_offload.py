@@ -20,6 +20,7 @@ from learner.training.state import StateWriter, _stored
 from tests.learner.builders import make_samples, tensors_of
 from tests.learner.training.test_moments import local_values, make, make_cfg, save
 from tests.learner.training.test_rank_workers import SEQUENCES, ranks_of
+from tests.marks import long_for
 
 
 def offloaded(cfg: RunConfig) -> RunConfig:
@@ -44,7 +45,7 @@ def policies_of(network: torch.nn.Module) -> set[type]:
     return {type(group.offload_policy) for group in groups}
 
 
-@pytest.mark.parametrize("case", ["plain", "lora", "critic"])
+@pytest.mark.parametrize("case", long_for(["plain", "lora", "critic"], ["plain", "lora"]))
 def test_offloaded_run_trains_publishes_and_resumes_like_a_plain_one(
     case: str, tmp_path: Path
 ) -> None:

@@ -28,7 +28,7 @@ from tests.learner.policy.experts.test_routing import draw_choices
 from tests.learner.policy.test_loading import CPU
 from tests.marks import long_for
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 LENGTHS = (40, 23, 31)
 DIVIDED = "qwen3_moe, rows divided"
 KINDS = ("qwen3_moe", "mixtral", DIVIDED)
