@@ -6,6 +6,7 @@ import pytest
 
 from common.config.evaluation import AgentFormat
 from common.formats.answers import ANY_FORM, read_any, read_react, sent
+from tests.bounds import at_most
 from tests.envhub.any_text import TEXTS
 
 MAX_CPU_S = 2.0  # A quadratic reader takes hours for the longest of them.
@@ -31,4 +32,4 @@ def test_any_answer_is_read_in_linear_time(name: str) -> None:
         assert told is None or told.encode()
     assert read_react(text) is None or "Action:" in text
     assert isinstance(read_any(AgentFormat.FUNCTION_CALL, text), str)
-    assert time.process_time() - began_s < MAX_CPU_S
+    assert time.process_time() - began_s < at_most(MAX_CPU_S)
