@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 UNREACHABLE = ("ConnectionError", "No matching distribution found for uv", "Failed to fetch")
-CLIENTS = ("openai==3.52.0", "anthropic==2.12.0")  # of several tests
+CLIENTS = ("openai==3.52.0", "anthropic==2.12.0")  # Several tests use these clients.
 OURS = ("accelerate", "numpy", "safetensors", "tokenizers", "torch", "transformers")  # are large
 INSTALL_S = 280.0
 

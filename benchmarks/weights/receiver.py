@@ -34,7 +34,7 @@ class Receiver:
     num_bytes: int
     bucket_bytes: int
     plan: list[str]  # "raw" or "ours" for each round.
-    transport: str = "gloo"  # As in an offer.
+    transport: str = "gloo"  # The name of the transport in an offer.
     device: str = "cpu"  # Device of this side.
     folder: str = ""  # Folder of the transport "file".
     timeout_s: float = TIMEOUT_S

@@ -33,7 +33,7 @@ ALLOWANCE_BYTES = 500_000  # Allowance for thread stacks and small temporary obj
 class TransferSetup:
     """The transport and the devices of a transfer."""
 
-    transport: str = "gloo"  # As in an offer.
+    transport: str = "gloo"  # The name of the transport in an offer.
     device: str = "cpu"  # Device of the sender.
     peer_device: str = "cpu"
     num_receivers: int = 1

@@ -29,7 +29,7 @@ from common.wire.weight_messages import WeightsOffer
 TRANSFER_NICENESS = 10
 CANCEL_CHECK_S = 0.25  # Seconds between two checks whether a running transfer was cancelled.
 
-Fill = Callable[[int, Tensor], object]  # As for `send_buckets`.
+Fill = Callable[[int, Tensor], object]  # The type of `fill` in `send_buckets`.
 # A transfer over a channel, or in memory of this process. The event is set once it is cancelled.
 Work = Callable[[Channel | None, threading.Event], None]
 

@@ -113,7 +113,7 @@ class Ranks:
         return rank // self.local_ranks
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return the values that all ranks pass, by rank. They are pickled."""
+        """Return the values that all ranks pass, by rank. torch pickles them."""
         if self.saving is None:
             return [value]
         found: list[Any] = [None] * self.size

@@ -38,7 +38,7 @@ class PublishSettings:
 class ReceiverGroup(NamedTuple):
     """Engines that receive together."""
 
-    transport: str  # As in an offer.
+    transport: str  # The name of the transport in an offer.
     members: tuple[EngineMember, ...]
 
 

@@ -64,7 +64,7 @@ class NodeCopy:
     with which other workers make a `CopyView`. claim() returns False until all views are unlocked.
     """
 
-    pages = None  # As in a private copy, no page is freed before the whole copy.
+    pages = None  # Single pages are not freed. The whole copy is.
 
     def __init__(self, num_bytes: int) -> None:
         """Allocate memory of `num_bytes`. Raises: WeightSyncError: the system has too little."""
