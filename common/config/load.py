@@ -71,13 +71,19 @@ class _Trees:
     content: list[dict[str, Any]] = field(compare=False)
 
 
-@lru_cache(maxsize=32)  # A command loads its configuration several times.
+@lru_cache(maxsize=128)  # A command loads its configuration several times.
 def _merged(trees: _Trees) -> DictConfig:
     """Return the defaults, changed by trees. A copy takes a third of the time of a merge."""
-    merged = OmegaConf.structured(RunConfig)
+    merged = copy.deepcopy(_declared_defaults())
     for tree in trees.content:
         merged = OmegaConf.unsafe_merge(merged, tree)
     return cast(DictConfig, merged)
+
+
+@lru_cache(maxsize=1)
+def _declared_defaults() -> DictConfig:
+    """Return the defaults of all keys. A copy takes a quarter of the time of `structured`."""
+    return OmegaConf.structured(RunConfig)
 
 
 def _read_trees(path: Path, root: Path) -> list[dict[str, Any]]:
