@@ -11,6 +11,7 @@ from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
 from common.formats import chat_template
+from tests.rewriting import compile_tests
 
 gc.set_threshold(10_000)  # as `run.py` does
 gc.disable()  # until all is imported and collected
@@ -75,6 +76,11 @@ class FilesTogether(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return scope_of(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    compile_tests(config, Path(__file__).parent)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -31,21 +31,21 @@ class Uses:
         self.read_where_handled: dict[str, set[str]] = defaultdict(set)
         self.read: set[str] = set()  # anywhere
         for path in _sources():
-            self._add(ast.parse(path.read_text(encoding="utf-8")))
+            self._add(list(ast.walk(ast.parse(path.read_text(encoding="utf-8")))))
 
-    def _add(self, tree: ast.Module) -> None:
+    def _add(self, nodes: list[ast.AST]) -> None:
         callees: set[int] = set()
-        kept = dict(_kept_fields(tree))
-        for node in ast.walk(tree):
+        kept = dict(_kept_fields(nodes))
+        for node in nodes:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 callees.add(id(node.func))
                 self._add_call(node.func.id, set(_keywords(node, kept)))
         named = {
             node.id
-            for node in ast.walk(tree)
+            for node in nodes
             if isinstance(node, ast.Name) and node.id in MESSAGES and id(node) not in callees
         }
-        read = set(_reads(tree))
+        read = set(_reads(nodes))
         self.read |= read
         self.handled |= named
         for name in named:
@@ -55,7 +55,7 @@ class Uses:
         if name in MESSAGES:
             self.made.add(name)
             self.written[name] |= keywords
-        elif name == "replace":  # of whatever message
+        elif name == "replace":  # which message is unknown
             for each in MESSAGES:
                 self.written[each] |= keywords
 
@@ -67,9 +67,9 @@ def _sources() -> Iterator[Path]:
                 yield path
 
 
-def _kept_fields(tree: ast.Module) -> Iterator[tuple[str, list[str]]]:
+def _kept_fields(nodes: list[ast.AST]) -> Iterator[tuple[str, list[str]]]:
     """Yield attributes that hold fields of several messages, with the names of the fields."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Assign(targets=[ast.Attribute(attr=name)], value=ast.Dict(keys=keys)):
                 yield name, [str(key.value) for key in keys if isinstance(key, ast.Constant)]
@@ -87,9 +87,9 @@ def _keywords(call: ast.Call, kept: dict[str, list[str]]) -> Iterator[str]:
                 yield from kept.get(name, [])
 
 
-def _reads(tree: ast.Module) -> Iterator[str]:
+def _reads(nodes: list[ast.AST]) -> Iterator[str]:
     """Yield attributes of local values, and keys: an offer goes to another process as a map."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cfg")):
                 yield node.attr
