@@ -284,12 +284,10 @@ def joins(folder: Path, name: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ["actor", "envhub"])
-def test_joining_an_unknown_run_suggests_the_nearest(
-    role: str, repository: Path, tmp_path: Path
-) -> None:
+def test_joining_an_unknown_run_suggests_the_nearest(role: str, call: Call, tmp_path: Path) -> None:
     joins(tmp_path, "maze-long")
     joins(tmp_path, "other")
-    done = run_cli(repository, role, f"run.dir={tmp_path}", "run.name=maze-lonk")
+    done = call(role, f"run.dir={tmp_path}", "run.name=maze-lonk")
     assert done.returncode == 2
     assert "run.name=maze-lonk: no such run" in done.stderr
     assert "the nearest is maze-long" in done.stderr
