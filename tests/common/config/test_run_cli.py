@@ -20,6 +20,7 @@ from common.config.load import list_configs
 from common.repository import ROOT
 from tests.bounds import at_most
 from tests.common.checks.models import write_model
+from tests.in_process import KEEPS_PROCESS
 
 TIMEOUT_S = 240
 ARCHITECTURE = "configs/architectures/qwen2.5-7b-instruct"
@@ -56,6 +57,8 @@ def call(
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hub_models._resolve.cache_clear()
+    for name, value in KEEPS_PROCESS.items():
+        monkeypatch.setenv(name, value)
 
     def carry_out(*argv: str) -> Done:
         capsys.readouterr()
