@@ -1,8 +1,6 @@
 """Laws of the example that shows the whole algorithm on one page."""
 
-import os
-import subprocess
-import sys
+import runpy
 
 import pytest
 
@@ -17,17 +15,10 @@ def test_one_page_example_fits_a_page() -> None:
 
 
 @pytest.mark.slow
-def test_one_page_example_samples_on_policy_and_trains() -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-2_000:]
-    lines = [line for line in done.stdout.splitlines() if line.startswith("version ")]
+def test_one_page_example_samples_on_policy_and_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    printed = capsys.readouterr().out.splitlines()
+    lines = [line for line in printed if line.startswith("version ")]
     ratios = [float(line.rpartition(" ")[2]) for line in lines]
     assert len(lines) >= 2
     assert ratios[0] == 1.0  # Version 0 has sampled the first batch.
