@@ -89,11 +89,7 @@ def test_joining_hub_serves_run_and_exits_cleanly(run_dir: RunDir) -> None:
     ],
 )
 def test_wrong_node_key_ends_before_any_start(
-    run_dir: RunDir,
-    role: str,
-    overrides: list[str],
-    words: str,
-    capsys: pytest.CaptureFixture[str],
+    run_dir: RunDir, role: str, overrides: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, _, *argv = joining(run_dir, role, *overrides)
     done = carry_out(argv, capsys)
