@@ -28,25 +28,20 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
+from benchmarks.engines.counter import COUNTER
+
 MIN_TOKENS = 60  # Tokens of a turn, 100 on average.
 MAX_TOKENS = 140
 FIRST_WORD = 10  # Smaller token ids are control tokens.
 END_OF_TURN = 3
 ENGINE_IDENTITY = (0).to_bytes(2, "little")  # The name of vLLM's first engine.
 POLL_S = 0.05
-COUNTER = "tokens"  # File with the number of sampled tokens, 8 bytes.
 
 
 def addresses_of(folder: Path, name: str) -> dict[str, str]:
     """Return the addresses of an engine, as vLLM's client takes those of a managed one."""
     where = f"ipc://{folder}/{name}"
     return {"input_address": f"{where}-in", "output_address": f"{where}-out"}
-
-
-def read_tokens(folder: Path) -> int:
-    """Return the number of tokens that all clocks have sampled."""
-    path = folder / COUNTER
-    return struct.unpack("q", path.read_bytes())[0] if path.exists() else 0
 
 
 class EngineClock:

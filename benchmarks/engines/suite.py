@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.engines.clocks import read_tokens
+from benchmarks.engines.counter import read_tokens
 from benchmarks.runs.real_run import check_end, child
 from benchmarks.table import BenchTable
 from common.config.load import load_config

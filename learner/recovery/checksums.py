@@ -69,7 +69,8 @@ class ChecksumRecord:
 
 def settings_of(cfg: RunConfig) -> dict[str, dict[str, Any]]:
     """Return the settings that determine the computation of a trainer, as values for JSON."""
-    sections = yaml.safe_load(sections_as_yaml(cfg, ("algorithm", "learner"), without={}))
+    text = sections_as_yaml(cfg, ("algorithm", "learner"), without={})
+    sections = yaml.load(text, Loader=yaml.CSafeLoader)
     return sections | {
         "run": {"seed": cfg.run.seed},
         "train": {"num_steps": cfg.train.num_steps},

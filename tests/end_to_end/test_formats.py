@@ -12,6 +12,7 @@ from common.store.journal import read_journal
 from common.wire.messages import EpisodeKind
 from tests.actor.formats.templates import CALL
 from tests.end_to_end.runs import REPOSITORY, Run, balances
+from tests.in_process import carry_out
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 TINY = REPOSITORY / "configs/policies/tiny"
@@ -74,13 +75,12 @@ def test_answers_without_a_call_are_invalid_actions(tmp_path: Path) -> None:
         assert each.num_invalid_actions == each.num_turns
 
 
-def test_template_without_tools_is_refused_before_playing(tmp_path: Path) -> None:
+def test_template_without_tools_is_refused_before_playing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for command in (["eval"], []):
         words = [*command, "--config", "smoke", f"run.dir={tmp_path}", "run.name=e"]
-        done = subprocess.run(
-            [sys.executable, "run.py", *words, "actor.format=function_call"],
-            cwd=REPOSITORY, capture_output=True, encoding="utf-8", timeout=500,
-        )  # fmt: skip
+        done = carry_out([*words, "actor.format=function_call"], capsys)
         assert done.returncode != 0
         assert "function_call: the chat template of model.path has no tools" in done.stderr
         assert not (tmp_path / "e" / "journal").exists()

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from common.wire.security import create_keys
 from learner.scheduler.main import serve
 from tests.configs import edited
 from tests.end_to_end.runs import REPOSITORY
+from tests.in_process import carry_out
 from tests.learner.scheduler.builders import make_config
 
 pytestmark = pytest.mark.slow
@@ -89,9 +89,9 @@ def test_joining_hub_serves_run_and_exits_cleanly(run_dir: RunDir) -> None:
     ],
 )
 def test_wrong_node_key_ends_before_any_start(
-    run_dir: RunDir, role: str, overrides: list[str], words: str
+    run_dir: RunDir, role: str, overrides: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = joining(run_dir, role, *overrides)
-    done = subprocess.run(argv, capture_output=True, encoding="utf-8", timeout=WAIT_S)
+    _, _, *argv = joining(run_dir, role, *overrides)
+    done = carry_out(argv, capsys)
     assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
     assert words in done.stderr

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -18,10 +16,11 @@ from tests.common.launch.ray.clusters import wait_for
 from tests.end_to_end.offline import BASE, RATES, loss_of, successes
 from tests.end_to_end.offline import run as run_command
 from tests.end_to_end.runs import CLOSED_PROXY, REPOSITORY, Run, balances, unbounded
+from tests.in_process import carry_out
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-NUM_STEPS = 8
+NUM_STEPS = 6
 OVERRIDES = (
     f"train.num_steps={NUM_STEPS}",
     "eval.baselines=true",
@@ -135,10 +134,11 @@ def test_no_episode_is_trained_twice(killed: tuple[Run, int]) -> None:
     assert len(set(trained)) == len(trained) == run.read("ledger.json")["trained"]
 
 
-def test_recompute_repeats_a_run_with_a_killed_learner(killed: tuple[Run, int]) -> None:
+def test_recompute_repeats_a_run_with_a_killed_learner(
+    killed: tuple[Run, int], capsys: pytest.CaptureFixture[str]
+) -> None:
     run, _ = killed
-    argv = [sys.executable, "run.py", "recompute", str(run.root)]
-    again = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, encoding="utf-8", timeout=300)
+    again = carry_out(["recompute", str(run.root)], capsys)
     assert again.returncode == 0, again.stdout + again.stderr
     checksums = f"equal: all {NUM_STEPS + 1} checksums of weights, versions 0 to {NUM_STEPS}"
     assert checksums in again.stdout

@@ -74,8 +74,8 @@ def test_token_versions_match_the_sampling_weights(rig: Rig) -> None:
             async with rig.link() as (link, _task):
                 await rig.publish_first(publisher, link, rig.forced_weights(1))
                 running = [
-                    rig.generate(f"request-{n}", prompt, max_tokens=180 + 20 * n)
-                    for n, prompt in enumerate(make_prompts(16, num_tokens=20))
+                    rig.generate(f"request-{n}", prompt, max_tokens=180 + 40 * n)
+                    for n, prompt in enumerate(make_prompts(8, num_tokens=20))
                 ]
                 for version in (2, 3):
                     # It runs beside the others, so that all of them sample some tokens first.
@@ -83,7 +83,7 @@ def test_token_versions_match_the_sampling_weights(rig: Rig) -> None:
                     await asyncio.to_thread(publisher.publish, rig.forced_weights(version))
                 completions = await asyncio.gather(*running)
         for number, completion in enumerate(completions):
-            assert len(completion.token_ids) == 180 + 20 * number
+            assert len(completion.token_ids) == 180 + 40 * number
             assert completion.versions == forced(completion)
         assert {tuple(sorted(set(c.versions))) for c in completions} >= {(1, 2, 3)}
 
@@ -187,7 +187,7 @@ def test_damaged_bucket_leaves_the_old_weights_active(rig: Rig) -> None:
         with rig.learner() as (publisher, _):
             async with rig.link() as (link, _task):
                 await rig.publish_first(publisher, link, rig.forced_weights(1))
-        running = rig.generate("refusing", [5, 6], max_tokens=300)
+        running = rig.generate("refusing", [5, 6], max_tokens=120)
         await rig.generate("clock", [5, 6], max_tokens=10)
         store = Meeting()
         weights = rig.forced_weights(2)
@@ -203,7 +203,7 @@ def test_damaged_bucket_leaves_the_old_weights_active(rig: Rig) -> None:
         await asyncio.gather(*sending)
         completion = await running
         assert rig.engine.version == 1
-        assert completion.versions == forced(completion) == [1] * 300
+        assert completion.versions == forced(completion) == [1] * 120
 
     rig.run(law())
 
@@ -273,7 +273,7 @@ def test_requests_survive_a_learner_lost_mid_transfer(rig: Rig, moment: str) -> 
             async with rig.link() as (link, _task):
                 await rig.publish_first(publisher, link, rig.forced_weights(1))
         running = [
-            rig.generate(f"{moment}-{n}", prompt, max_tokens=300)
+            rig.generate(f"{moment}-{n}", prompt, max_tokens=120)
             for n, prompt in enumerate(make_prompts(4, num_tokens=20))
         ]
         await rig.generate(f"{moment}-clock", [5, 6], max_tokens=10)
@@ -284,7 +284,7 @@ def test_requests_survive_a_learner_lost_mid_transfer(rig: Rig, moment: str) -> 
         max_s = 4 * TIMEOUT_S if moment == "before_the_store" else 2 * TIMEOUT_S
         assert time.monotonic() - started < max_s
         for completion in await asyncio.gather(*running):
-            assert completion.versions == forced(completion) == [1] * 300
+            assert completion.versions == forced(completion) == [1] * 120
 
     rig.run(law())
 

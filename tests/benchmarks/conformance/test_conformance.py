@@ -42,6 +42,7 @@ from benchmarks.table import BenchTable
 from common.config.compute import Layout, Precision
 from common.repository import ROOT
 from learner.policy.model import load_policy
+from tests.marks import long_for
 
 # Families by their peculiarity: with LAYOUT, sequences are padded.
 ROUNDING = 0.1  # nats; mean difference of scores in bf16.
@@ -58,6 +59,7 @@ TEN = {
     "glm4": "",  # Rotary embedding of half a head.
     "phi3": "",  # Fused projections.
 }
+USUAL = {"qwen3", "gemma3_text", "gemma2", "phi3"}  # The others run with `make test-long`.
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +72,7 @@ def pair() -> Iterator[RankPair]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", TEN)
+@pytest.mark.parametrize("family", long_for(TEN, TEN.keys() - USUAL))
 def test_learner_scores_equal_the_networks_own(family: str, tmp_path: Path, pair: RankPair) -> None:
     side = LearnerSide(save_network(family, tmp_path / "start"), tmp_path, pair=pair)
     side.examine()

@@ -236,7 +236,7 @@ def test_walk_covers_every_setting_with_a_choice() -> None:
     ("size", "number"),
     [
         (1, 800),
-        (2, 150),
+        (2, 60),
         pytest.param(2, 1200, marks=pytest.mark.long),
         pytest.param(3, 800, marks=pytest.mark.long),
     ],
@@ -249,8 +249,8 @@ def test_gradient_is_that_of_the_printed_objective(size: int, number: int) -> No
 @pytest.mark.parametrize(
     ("base", "number"),
     [
-        (Advantage.PPO, 25),
-        (Advantage.RUNNING, 25),
+        (Advantage.PPO, 10),
+        (Advantage.RUNNING, 10),
         pytest.param(Advantage.PPO, 100, marks=pytest.mark.long),
         pytest.param(Advantage.RUNNING, 100, marks=pytest.mark.long),
     ],

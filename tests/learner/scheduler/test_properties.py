@@ -241,7 +241,7 @@ class SyncRunMachine(RunMachine):
         assert len({g.opened_at_version for g in is_open}) <= 1
 
 
-LIMITS = settings(max_examples=40, stateful_step_count=60)
+LIMITS = settings(max_examples=16, stateful_step_count=60)
 TestAsyncLawsHold = pytest.mark.slow(RunMachine.TestCase)
 TestAsyncLawsHold.settings = LIMITS
 TestSyncLawsHold = pytest.mark.slow(SyncRunMachine.TestCase)

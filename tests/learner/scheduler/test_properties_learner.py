@@ -370,7 +370,7 @@ class TwoSidesMachine(RuleBasedStateMachine):
 
 
 TestTwoSidesHold = pytest.mark.slow(TwoSidesMachine.TestCase)
-TestTwoSidesHold.settings = settings(max_examples=50, stateful_step_count=80)
+TestTwoSidesHold.settings = settings(max_examples=20, stateful_step_count=80)
 
 
 class TwiceAsManyRunsMachine(TwoSidesMachine):

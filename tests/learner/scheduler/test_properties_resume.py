@@ -108,16 +108,32 @@ def _restarted(core: SchedulerCore, mode: TrainMode, clock: Clock) -> SchedulerC
     return other
 
 
+SEEDS = st.integers(0, 2**32)
+RESTARTS = st.sets(st.integers(0, 199), max_size=12)
+MODES = st.sampled_from(list(TrainMode))
+
+
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
-@given(
-    seed=st.integers(0, 2**32),
-    restarts=st.sets(st.integers(0, 199), max_size=12),
-    mode=st.sampled_from(list(TrainMode)),
-)
+@settings(max_examples=12)
+@given(SEEDS, RESTARTS, MODES)
 def test_resume_at_any_point_equals_no_restart(
     seed: int, restarts: set[int], mode: TrainMode
 ) -> None:
+    check_resume(seed, restarts, mode)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@settings(max_examples=100)
+@given(SEEDS, RESTARTS, MODES)
+def test_resume_at_many_points_equals_no_restart(
+    seed: int, restarts: set[int], mode: TrainMode
+) -> None:
+    check_resume(seed, restarts, mode)
+
+
+def check_resume(seed: int, restarts: set[int], mode: TrainMode) -> None:
+    """Check that a scheduler with restarts before these messages answers as one without."""
     clock = Clock()
     straight = _new_core(mode, clock)
     restarted = _new_core(mode, clock)

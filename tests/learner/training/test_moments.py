@@ -27,6 +27,7 @@ from learner.training.trainer import Trainer
 from tests.learner.builders import VOCAB, make_samples
 from tests.learner.policy.test_loading import rank_of
 from tests.learner.training.test_rank_workers import ranks_of, weights_after
+from tests.marks import long_for
 
 
 def wide_model(*, seed: int = 0, width: int = 64) -> Qwen3ForCausalLM:
@@ -138,7 +139,7 @@ def local_values(trainer: Trainer) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("case", ["plain", "lora", "critic"])
+@pytest.mark.parametrize("case", long_for(["plain", "lora", "critic"], ["plain"]))
 def test_resumed_run_continues_bit_for_bit(case: str, tmp_path: Path) -> None:
     cfg = make_cfg(tmp_path, case)
     first = make(cfg)
@@ -184,7 +185,7 @@ def give_moments(model: Any, *, seed: int) -> list[torch.optim.Optimizer]:
     return optimizer.optimizers
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 4, pytest.param(2, marks=pytest.mark.long)])
 def test_several_ranks_read_the_moments_of_one(size: int, tmp_path: Path) -> None:
     model = wide_model(seed=1, width=256)
     written = live_tensors({"model": model}, give_moments(model, seed=3))

@@ -57,6 +57,11 @@ ALGORITHMS = {
 }
 PARTS = ([0, 1, 2, 3, 4, 5], [5, 1, 2])  # the whole batch, and a minibatch of it
 PADDED, PACKED = Layout.PADDED, Layout.PACKED
+# Layout, tokens of a microbatch, and whether prefixes are shared: by part of the batch.
+WAYS = (
+    [(PACKED, 45, False), (PACKED, 10_000, True)],
+    [(PACKED, 10_000, False), (PACKED, 45, True)],
+)
 
 
 def networks_of(
@@ -129,10 +134,9 @@ def test_packed_sequences_have_the_padded_loss_and_gradient(
     name: str, attention: Attention
 ) -> None:
     algorithm, kind = ALGORITHMS[name]
-    for part in PARTS:
+    for part, ways in zip(PARTS, WAYS, strict=True):
         outcomes = []
-        ways = [(PADDED, 10_000, False), (PACKED, 10_000, False), (PACKED, 45, False)]
-        for layout, max_tokens, shares in [*ways, (PACKED, 10_000, True), (PACKED, 45, True)]:
+        for layout, max_tokens, shares in [(PADDED, 10_000, False), *ways]:
             how = {"layout": layout, "attention": attention, "shared_prefix": shares}
             networks = networks_of(algorithm, **kind)
             outcomes.append(

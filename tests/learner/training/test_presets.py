@@ -79,9 +79,11 @@ REPEATED = [
     "searchqa-qwen7b",
     "webarena-qwen7b",
     "textcraft-qwen7b-2nodes",
+    "sciworld-qwen7b",
+    "textcraft-qwen3-4b",  # The one of 0.6B has tied weights, too.
     "textcraft-qwen3-14b-lora",
     "textcraft-qwen3-8b-lora",
-    *(name for name in PRESETS if name.startswith("dataset-qwen3-") and name != "dataset-qwen3-4b"),
+    *(name for name in PRESETS if name.startswith("dataset-qwen3-")),
 ]
 
 
