@@ -211,8 +211,7 @@ def config_of(run_dir: RunDir, start: Start, overrides: list[str]) -> RunConfig:
         raise ConfigError(
             f"{run_dir.config}: this file defines the run and is missing; restore it from a backup"
         )
-    tree = yaml.load(run_dir.config.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
+    tree = yaml.safe_load(run_dir.config.read_text(encoding="utf-8"))
     for name, values in start.settings.items():
         tree[name] = tree.get(name, {}) | values
-    text = yaml.dump(tree, Dumper=yaml.CSafeDumper, sort_keys=False)
-    return load_received(text, overrides, root=ROOT)
+    return load_received(yaml.safe_dump(tree, sort_keys=False), overrides, root=ROOT)

@@ -69,8 +69,7 @@ class ChecksumRecord:
 
 def settings_of(cfg: RunConfig) -> dict[str, dict[str, Any]]:
     """Return the settings that determine the computation of a trainer, as values for JSON."""
-    text = sections_as_yaml(cfg, ("algorithm", "learner"), without={})
-    sections = yaml.load(text, Loader=yaml.CSafeLoader)
+    sections = yaml.safe_load(sections_as_yaml(cfg, ("algorithm", "learner"), without={}))
     return sections | {
         "run": {"seed": cfg.run.seed},
         "train": {"num_steps": cfg.train.num_steps},
