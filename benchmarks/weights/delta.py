@@ -26,9 +26,7 @@ from learner.weights.source import CopiedWeights
 Result = TypeVar("Result")
 
 MAX_BYTES_FRAC = 0.1
-MAX_TIME_RATIO = 1.0  # Up to `SPARSE_RATE`.
-MAX_DENSE_TIME_RATIO = 1.5
-SPARSE_RATE = 3e-6
+MAX_TIME_RATIO = 1.0
 LEARNING_RATES = (1e-7, 1e-6, 3e-6, 1e-5)
 TEN_MILLION = {  # 9.9 million weights.
     **{"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 1024},
@@ -72,7 +70,7 @@ def check_rate(table: BenchTable, shape: ModelShape, *, lr: float, num_steps: in
         1e3 * median(curve.plain_s),
         "ms",
         against="a cast and a compare",
-        at_most=MAX_TIME_RATIO if lr <= SPARSE_RATE else MAX_DENSE_TIME_RATIO,
+        at_most=MAX_TIME_RATIO,
         note=f"a receiver {1e3 * median(curve.apply_s or [math.nan]):.1f} ms with the digest",
     )
 

@@ -23,13 +23,19 @@ HEADER_BYTES = 16
 ALIGN_BYTES = 16
 WORD_BYTES = 8
 ENTRIES = 4  # Entries of a word.
-# Words that are compared or patched at a time. Their temporary arrays stay in the CPU's cache.
-CHUNK_WORDS = 1 << 16
+# Words that are compared or patched at a time. Half as many cost 10 to 30 % more CPU time for the
+# calls of numpy. Twice as many save little.
+CHUNK_WORDS = 1 << 17
 PATCHED_WORDS = 1 << 22
 FAR = 2  # Code of an entry with a value of its own.
 
 Words = NDArray[np.int64]
-_BY_ONE, _BY_TWO = np.uint64(14), np.uint64(28)  # Shifts that gather the codes of a word.
+# Scalars with the type of their array, since numpy converts a Python number in each call.
+_FAR = np.int16(FAR)
+_LOW_BITS = np.uint8(3)
+# The product with a word's four codes in bytes has them side by side in its top byte.
+_GATHER = np.uint32((1 << 24) + (1 << 18) + (1 << 12) + (1 << 6))
+_TOP_BYTE = np.uint32(24)  # Shift of the top byte.
 
 
 class ChangePacker:
@@ -82,27 +88,27 @@ class ChangePacker:
         rows = np.flatnonzero(is_changed)
         values = new.take(rows)
         before = copy.take(rows)
+        copy[rows] = values
         steps = values.view(np.int16) - before.view(np.int16)
-        np.clip(steps, -FAR, FAR, out=steps)
-        steps &= 3  # Two's complement: -2 and 2 give 2, -1 gives 3.
-        gathered = steps.view(np.uint64)
-        gathered = gathered | (gathered >> _BY_ONE)
-        gathered |= gathered >> _BY_TWO
-        codes = gathered.astype(np.uint8)
-        # Few words have such an entry. A search among bytes is shorter than one among entries.
-        has_far = np.flatnonzero(~codes & (codes >> 1) & 0b01010101)
-        found = np.flatnonzero(steps.view(np.int64).take(has_far).view(np.int16) == FAR)
+        np.clip(steps, -_FAR, _FAR, out=steps)
+        entries = steps.astype(np.uint8)
+        entries &= _LOW_BITS  # Two's complement: -2 and 2 give 2, -1 gives 3.
+        gathered = entries.view(np.uint32) * _GATHER
+        gathered >>= _TOP_BYTE
+        # Few words have such an entry. A search among words is shorter than one among entries.
+        is_far = (entries == FAR).view(np.uint32)
+        has_far = np.flatnonzero(is_far != 0)
+        found = np.flatnonzero(is_far.take(has_far).view(np.bool_))
         far = values.take(has_far).view(np.int16).take(found)
         self._masks.append(np.packbits(is_changed, bitorder="little"))
-        self._codes.append(codes)
+        self._codes.append(gathered.astype(np.uint8))
         self._values.append(far)
-        changes = values - before
+        values -= before  # The changes.
         first = self._num_compared + ROW_WORDS + 1  # Position of the first word in `word_sums`.
-        total = changes.sum(keepdims=True)
-        self._sums += np.concatenate([total, first * total + np.dot(changes, rows)])
-        copy[rows] = values
+        total = values.sum(keepdims=True)
+        self._sums += np.concatenate([total, first * total + np.dot(values, rows)])
         self._num_compared += len(new)
-        self._num_changed += int(np.count_nonzero(steps))
+        self._num_changed += int(np.count_nonzero(entries))
         self._num_bytes += len(rows) + 2 * len(far)
 
     def packed(self) -> Tensor:
