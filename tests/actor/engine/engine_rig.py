@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from actor.rollout.episode import Turn
-from common.config.compute import FULL, LoraSection, Precision
+from common.config.compute import FULL, LoraSection, Precision, WeightsTransport
 from common.config.learning import AlgorithmSection, LearnerSection
 from common.config.run_config import ActorSection, AtUpdate, ModelSection, SftSection
 from common.store.run_dir import RunDir
@@ -136,14 +136,20 @@ class Rig:
 
     @contextmanager
     def learner(self, *, keeps_versions: bool = False) -> Iterator[tuple[Publisher, Listener]]:
-        """A publisher whose address is in the run directory, and its ear."""
+        """A publisher whose address is in the run directory, and its ear.
+
+        Args:
+            keeps_versions: send versions as changes, by gloo as to an engine on another node.
+        """
         listener = Listener(self.keys)
+        transport = WeightsTransport.GLOO if keeps_versions else WeightsTransport.AUTO
         settings = PublishSettings(
             host=HOST,
             timeout_s=PATIENT_S,
             max_canary_delta=0.05,
             bucket_bytes=BUCKET_BYTES,
             keeps_versions=keeps_versions,
+            transport=transport,
         )
         publisher = Publisher(listener, settings)
         self.run_dir.publish_address("weights", f"tcp://{HOST}:{publisher.port}")
