@@ -92,11 +92,13 @@ def printed() -> list[str]:
     return run_with_ipv6_only(LISTENERS + WEIGHTS).splitlines()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_every_run_listener_answers_on_ipv6(printed: list[str]) -> None:
     assert printed[0] == "[::1] lo"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_weights_travel_on_ipv6(printed: list[str]) -> None:
     assert printed[1:] == ["[7, 7, 7, 7]"]

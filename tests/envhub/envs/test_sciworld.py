@@ -174,6 +174,7 @@ def test_every_kind_of_valid_action_is_understood(env):
         assert env.step(action).is_valid
 
 
+@pytest.mark.long
 def test_expert_ignores_free_actions_but_stops_off_its_path(env):
     env.reset("Lifespan-test-0", 0)
     first = env.expert_action()

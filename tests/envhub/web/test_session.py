@@ -194,6 +194,7 @@ async def test_drag_reaches_covered_and_hollow_elements(rig: Rig) -> None:
     await session.close()
 
 
+@pytest.mark.long
 @on_session
 async def test_field_receives_every_key_event(session: WebSession) -> None:
     await session.run(PAD)

@@ -193,6 +193,7 @@ def test_steps_pruned_from_the_log_are_refused_by_name(run: RunDir) -> None:
     assert computed(run.root, steps="3:6")[0] == 0
 
 
+@pytest.mark.long
 def test_overrides_are_counterfactual_after_the_first_step(run: RunDir) -> None:
     code, said = computed(run.root, "learner.lr=1e-2", "algorithm.correction=icepop")
     assert code == 0, said
@@ -234,6 +235,7 @@ def test_ineffective_overrides_are_reported_and_impossible_ones_refused(run: Run
             computed(run.root, word)
 
 
+@pytest.mark.long
 def test_restart_warns_when_it_does_not_repeat_its_past(
     run: RunDir, caplog: pytest.LogCaptureFixture
 ) -> None:

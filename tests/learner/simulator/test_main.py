@@ -105,6 +105,7 @@ def test_advice_limits_actors_to_learners_speed() -> None:
     assert advice.groups_per_step == 2
 
 
+@pytest.mark.long
 def test_advice_increases_steps_in_flight_for_long_episodes() -> None:
     cfg = make_simulated(num_actors=16, turn_s=5.0, step_s=1.0)
     advice = advise(cfg, SampledWorkload(cfg.simulator))

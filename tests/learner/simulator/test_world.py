@@ -144,6 +144,7 @@ def test_simulating_a_thousand_actors_for_a_day_takes_a_minute() -> None:
     )  # twice a quarter of a minute: cores may share their units
 
 
+@pytest.mark.long
 def test_simulated_lag_bound_stretches_like_the_schedulers() -> None:
     cfg = make_simulated(num_steps=60, num_actors=6, max_ahead_steps=4, turn_s=10.0, step_s=2.0)
     cfg = edited(cfg, {"learner.max_lag_steps": 1, "scheduler.max_stretch": 3.0})

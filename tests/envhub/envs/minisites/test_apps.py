@@ -11,7 +11,9 @@ from envhub.envs.minisites.apps import SITES, make_app
 from envhub.envs.minisites.site import MAX_BODY_BYTES
 from envhub.envs.minisites.store import FILLERS, master
 from tests.envhub.envs.minisites.sites_browser import Browser, parse
+from tests.marks import long_for
 
+REPEATED = ("cms.test", "maps.test", "reddit.test")
 HOSTILE = "<script>alert('1')</script>\"'&{{ 7 * 7 }}%_\\"
 
 
@@ -113,7 +115,7 @@ def test_site_accepts_any_port_and_refuses_foreign_hosts(client: TestClient) -> 
     assert client.get("/", headers={"Host": "elsewhere.test"}).status_code == 404
 
 
-@pytest.mark.parametrize("host", SITES)
+@pytest.mark.parametrize("host", long_for(SITES, REPEATED))
 def test_page_is_well_formed_and_loads_nothing_external(client: TestClient, host: str) -> None:
     browser = start(client, "one")
     for url in crawl(browser, host, most=25):
@@ -129,7 +131,7 @@ def test_page_is_well_formed_and_loads_nothing_external(client: TestClient, host
             assert not browser.role(node) or browser.name(node), f"a nameless {node.tag} at {url}"
 
 
-@pytest.mark.parametrize("host", SITES)
+@pytest.mark.parametrize("host", long_for(SITES, REPEATED))
 def test_page_stays_standing_when_addresses_are_nonsense(client: TestClient, host: str) -> None:
     browser = start(client, "one")
     urls = crawl(browser, host, most=12)
