@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 from xdist.scheduler import LoadFileScheduling
 
 from common.formats import chat_template
@@ -20,6 +21,10 @@ os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Java machines of tests are short-lived: the second compiler costs more than it saves.
 os.environ.setdefault("JAVA_TOOL_OPTIONS", "-XX:TieredStopAtLevel=1")
+
+# Constants of the imported modules do not enter the examples. With them, the examples would depend
+# on the order of imports, and each worker of a fresh clone would parse all modules.
+providers._get_local_constants = lambda: providers._local_constants
 
 settings.register_profile("longstride", deadline=None, derandomize=True, database=None)
 settings.load_profile("longstride")

