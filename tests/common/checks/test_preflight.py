@@ -245,17 +245,24 @@ def test_missing_reference_model_is_refused(model: Path, repository: Path) -> No
 def test_missing_compiler_error_names_the_package(
     model: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert compiler_problem() == ""
     monkeypatch.setenv("CXX", "no-such-compiler")
-    compiler_problem.cache_clear()
-    try:
-        with pytest.raises(ConfigError, match=r"the C\+\+ compiler 'no-such-compiler'.*g\+\+"):
-            check(configure(model, repository), repository)
-        no_engine = "actor.num_actors=0"
-        check(configure(model, repository, no_engine), repository)
-        with pytest.raises(ConfigError, match=r"^learner\.compile=true needs a compiler: .*g\+\+"):
-            check(configure(model, repository, no_engine, "learner.compile=true"), repository)
-    finally:
-        compiler_problem.cache_clear()
+    with pytest.raises(ConfigError, match=r"the C\+\+ compiler 'no-such-compiler'.*g\+\+"):
+        check(configure(model, repository), repository)
+    no_engine = "actor.num_actors=0"
+    check(configure(model, repository, no_engine), repository)
+    with pytest.raises(ConfigError, match=r"^learner\.compile=true needs a compiler: .*g\+\+"):
+        check(configure(model, repository, no_engine, "learner.compile=true"), repository)
+
+
+def test_answer_about_a_compiler_follows_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert compiler_problem() == ""
+    with monkeypatch.context() as other:
+        other.setenv("PATH", str(tmp_path))
+        assert "is not installed" in compiler_problem()
+    assert compiler_problem() == ""
 
 
 @pytest.mark.skipif(has_cuda(), reason="a GPU answers here")

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from common.checks.machine import compiler_problem
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
@@ -32,16 +31,10 @@ def test_missing_compiler_is_named_for_offline_training(
     model: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    compiler_problem.cache_clear()
-    try:
-        for check in (check_sft, check_dpo):
-            check(configure(model, repository), repository)
-            with pytest.raises(
-                ConfigError, match=r"^learner\.compile=true needs a compiler: .*g\+\+"
-            ):
-                check(configure(model, repository, "learner.compile=true"), repository)
-    finally:
-        compiler_problem.cache_clear()
+    for check in (check_sft, check_dpo):
+        check(configure(model, repository), repository)
+        with pytest.raises(ConfigError, match=r"^learner\.compile=true needs a compiler: .*g\+\+"):
+            check(configure(model, repository, "learner.compile=true"), repository)
 
 
 def test_offline_training_refuses_offload(model: Path, repository: Path) -> None:
