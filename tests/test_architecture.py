@@ -58,7 +58,7 @@ SATELLITES = (  # Folders and files that no training run needs; `run.py` or a re
     "envhub/catalogue/listing.py",
 )
 # Lines that hold code. Blank lines, comments and docstrings are free.
-MAX_CORE_CODE_LINES = {"actor": 5_000, "common": 16_100, "envhub": 3_100, "learner": 16_500}
+MAX_CORE_CODE_LINES = {"actor": 5_000, "common": 16_200, "envhub": 3_100, "learner": 16_500}
 MAX_BENCHMARK_CODE_LINES = 4_800
 # Suites that grow with the supported model families and devices.
 UNBOUNDED_BENCHMARKS = ("benchmarks/conformance/", "benchmarks/gpu/")
