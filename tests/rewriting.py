@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from _pytest.assertion import rewrite
 
+DEADLINE_S = 120.0  # Afterwards the workers compile the rest.
+
 
 def compile_tests(config: pytest.Config, folder: Path) -> None:
     """Write pytest's compiled form of all test files below a folder, with one process per core."""
@@ -16,13 +18,15 @@ def compile_tests(config: pytest.Config, folder: Path) -> None:
     files = sorted([*folder.rglob("test_*.py"), *folder.rglob("conftest.py")])
     num_cores = os.cpu_count() or 1
     processes = [
-        get_context("fork").Process(target=_compile, args=(config, files[i::num_cores]))
+        get_context("fork").Process(
+            target=_compile, args=(config, files[i::num_cores]), daemon=True
+        )
         for i in range(num_cores)
     ]
     for process in processes:
         process.start()
     for process in processes:
-        process.join()
+        process.join(DEADLINE_S)
 
 
 def _compile(config: pytest.Config, files: list[Path]) -> None:

@@ -55,7 +55,7 @@ class Uses:
         if name in MESSAGES:
             self.made.add(name)
             self.written[name] |= keywords
-        elif name == "replace":  # which message is unknown
+        elif name == "replace":  # The type of the message is unknown.
             for each in MESSAGES:
                 self.written[each] |= keywords
 

@@ -219,10 +219,7 @@ def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """Start one group of ranks for all laws: each process takes seconds to import its packages."""
     size, pairs = request.param
     folder = tmp_path_factory.mktemp(f"ranks-{size}")
-    args = (folder, size, pairs)
-    others = cast(Any, mp).start_processes(
-        _be_other, args=args, nprocs=size - 1, join=False, start_method="fork"
-    )
+    others = cast(Any, mp).spawn(_be_other, args=(folder, size, pairs), nprocs=size - 1, join=False)
     _be_rank(0, folder, size, pairs)
     while not others.join():
         pass

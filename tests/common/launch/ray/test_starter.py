@@ -195,6 +195,13 @@ def short() -> Iterator[str]:
 AGENT = re.compile(r"Agent|agent/main\.py|dashboard/agent\.py")
 
 
+def is_agent(process: psutil.Process) -> bool:
+    try:
+        return AGENT.search(" ".join(process.cmdline())) is not None
+    except psutil.Error:  # It has ended.
+        return False
+
+
 def test_killed_launcher_ends_its_roles_and_cluster(
     tmp_path: Path, repository: Path, short: str
 ) -> None:
@@ -235,7 +242,7 @@ def test_killed_launcher_ends_its_roles_and_cluster(
         for line in listening.splitlines()
         if any(f"pid={each.pid}," in line for each in family)
     }
-    agents = [each for each in family if AGENT.search(" ".join(each.cmdline()))]
+    agents = [each for each in family if is_agent(each)]
     launcher.kill()
     launcher.wait()
     wait_for(lambda: is_gone(int(pids.read_text(encoding="utf-8"))))
