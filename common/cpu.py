@@ -80,7 +80,7 @@ class CpuWatch:
         root = psutil.Process()
         roles = {root.pid: "launcher"}
         found: dict[int, tuple[Key, float]] = {}  # Process id -> seconds of ended children.
-        for process in [root, *root.children(recursive=True)]:
+        for process in [root, *descendants(root)]:
             with suppress(psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
                 key = (process.pid, process.create_time())
                 own = self._role_of(process, roles, self._used.get(key, ("", 0.0))[0])

@@ -14,7 +14,7 @@ from common.launch.base import Ending, LaunchState, RoleSpec, RoleStarter
 from common.launch.launcher import RoleSupervisor
 from common.launch.observer import RunObserver
 from common.log import kept_in, rotate_logs
-from common.memory import family_bytes
+from common.memory import family_bytes, resident_bytes
 from common.stall.watch import StallWatch
 from common.store.disk import if_room
 from common.store.metrics import tail_metrics
@@ -28,6 +28,7 @@ RECENT_STEPS = 100
 ALIVE_EVERY_S = 5.0
 LOGS_S = 30.0  # Seconds between two checks of the log sizes.
 SAMPLE_S = 5.0  # Seconds between two samples of the memory.
+GROWTH = 1.01  # The memory is measured exactly when its resident size has grown by this factor.
 
 
 def supervise(
@@ -108,12 +109,18 @@ def stop_timeout_s(run_dir: RunDir, *, wanted_s: float) -> float:
 
 
 class MemoryWatch:
-    """Samples the memory of this process and its descendants. Frequent `sample` calls are cheap."""
+    """Samples the memory of this process and its descendants. Frequent `sample` calls are cheap.
+
+    For an exact size the kernel visits each page of a process, and delays its page faults. So the
+    exact size is measured only while the resident size grows, which costs nothing to read.
+    """
 
     def __init__(self, *, elsewhere: Callable[[], int] = lambda: 0) -> None:
         """Take no sample yet; `elsewhere` returns the bytes of roles that are not descendants."""
         self._elsewhere = elsewhere
         self._next = 0.0
+        self._highest = 0  # Resident bytes at the last measurement.
+        self._family_bytes = 0
         self.peak_bytes = 0
 
     def sample(self) -> None:
@@ -122,4 +129,8 @@ class MemoryWatch:
         if now < self._next:
             return
         self._next = now + SAMPLE_S
-        self.peak_bytes = max(self.peak_bytes, family_bytes() + self._elsewhere())
+        resident = sum(resident_bytes([os.getpid()]).values())
+        if resident > self._highest * GROWTH:
+            self._highest = resident
+            self._family_bytes = family_bytes()
+        self.peak_bytes = max(self.peak_bytes, self._family_bytes + self._elsewhere())

@@ -11,7 +11,8 @@ import torch
 import run
 from common.cpu import family_cpu_s
 from common.errors import ConfigError
-from common.memory import descendants, resident_bytes, trim_heap
+from common.launch import supervise
+from common.memory import descendants, family_bytes, resident_bytes, trim_heap
 from common.repository import ROOT
 
 
@@ -55,6 +56,30 @@ def test_memory_of_a_process_includes_children_of_its_threads() -> None:
         assert resident_bytes([parent.pid])[parent.pid] >= alone + 1_000_000
         parent.communicate()
     assert resident_bytes([parent.pid]) == {}
+
+
+def test_exact_size_is_read_while_memory_grows_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def exact() -> int:
+        sizes.append(family_bytes())
+        return sizes[-1]
+
+    monkeypatch.setattr(supervise, "SAMPLE_S", 0.0)
+    monkeypatch.setattr(supervise, "family_bytes", exact)
+    watch = supervise.MemoryWatch()
+    for _ in range(5):
+        watch.sample()
+    assert len(sizes) == 1
+    own = psutil.Process().memory_info().rss
+    block = torch.ones(max(100_000_000, own // 4) // 4)
+    watch.sample()
+    assert len(sizes) == 2
+    assert watch.peak_bytes == sizes[1] > sizes[0] + 50_000_000
+    del block
+    watch.sample()
+    assert len(sizes) == 2
+    assert watch.peak_bytes == sizes[1]
 
 
 def test_memory_is_measured_without_reading_every_process() -> None:

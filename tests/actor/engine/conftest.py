@@ -4,13 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.actor.engine.engine_rig import ExactEngine, Rig
+from tests.actor.engine.engine_rig import ExactEngine, Rig, forked_engines
 
 
 @pytest.fixture(scope="package")
 def exact_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExactEngine]:
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    with forked_engines():
         engine = ExactEngine(lambda: tmp_path_factory.mktemp("rig"))
         yield engine
         engine.end()

@@ -2,12 +2,16 @@
 
 import asyncio
 import gc
+import multiprocessing
+import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 import zmq.asyncio
 from torch import Tensor
@@ -240,6 +244,20 @@ class Rig:
                 prompt_ids, request_id=name, max_tokens=max_tokens, salt=f"v{self.engine.version}"
             )
         )
+
+
+@contextmanager
+def forked_engines() -> Iterator[None]:
+    """Start engines as forks of this process, which has imported vLLM and has no other thread.
+
+    A role starts its engine as a new process, which imports vLLM again.
+    """
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("default")  # A fork keeps the filters of the tests.
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        forked = partial(multiprocessing.get_context, "fork")
+        patch.setattr("vllm.v1.engine.utils.get_mp_context", forked)
+        yield
 
 
 def freeze_heap() -> None:

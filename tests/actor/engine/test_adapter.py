@@ -11,7 +11,7 @@ import torch
 from actor.rollout.episode import Turn
 from common.config.compute import LoraSection
 from learner.weights.snapshot import PublishedWeights
-from tests.actor.engine.engine_rig import FIRST_FORCED, Rig
+from tests.actor.engine.engine_rig import FIRST_FORCED, Rig, forked_engines
 from tests.actor.engine.test_engine import make_prompts, mean_delta, sample
 
 pytestmark = pytest.mark.slow
@@ -25,8 +25,7 @@ TABLES = 2 * 320 * HIDDEN  # numbers of embedding and head
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    with forked_engines():
         folder = tmp_path_factory.mktemp("rig")
         lora = LoraSection(rank=RANK, alpha=2.0 * RANK)
         rig = Rig(folder, dtype="float32", is_tied=False, lora=lora, prepare=prepare)
