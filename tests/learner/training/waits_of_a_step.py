@@ -1,7 +1,5 @@
-"""Prints, as JSON, how often the host waits for the device in a training step of each algorithm."""
+"""Counts how often the host waits for the device in a training step of each algorithm."""
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -169,8 +167,8 @@ def waits_of_a_part() -> dict[str, Any]:
     return waits
 
 
-def main(names: Sequence[str]) -> None:
-    """Print the counts of the named cases; no names: of all."""
+def waits_of_cases(names: Sequence[str]) -> dict[str, Any]:
+    """Return the counts of the named cases; no names: of all."""
     register()
     check_placed()
     flash._device_problem = lambda device: ""  # pyright: ignore
@@ -185,8 +183,4 @@ def main(names: Sequence[str]) -> None:
         waits_of(CASES["grpo"], each, version=INFORMATION_EVERY_STEPS) for each in BUDGETS
     ]
     found["a part of a version"] = waits_of_a_part()
-    print(json.dumps(found))  # noqa: T201 - the test reads it
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    return found
