@@ -145,8 +145,9 @@ def send_buckets(
             part = slots[index % NUM_SLOTS][: stop - start]
             if channel.device.type == "cpu":
                 pieces = _Pieces(fill, check, thread)
-                for at, piece in enumerate(part.split(PIECE_BYTES)):
-                    pieces.add(start + at * PIECE_BYTES, piece, piece)
+                for at in range(0, stop - start, PIECE_BYTES):
+                    piece = part[at : at + PIECE_BYTES]
+                    pieces.add(start + at, piece, piece)
                 table[index] = torch.frombuffer(bytearray(pieces.digest()), dtype=torch.uint8)
             else:
                 fill(start, part)
