@@ -14,7 +14,7 @@ from common.wire.rendezvous.client import GroupStore, StoreConnection
 from common.wire.rendezvous.server import StorePlace
 from common.wire.transfer.buckets import BucketLayout, Channel, receive_buckets
 from common.wire.transfer.mailbox import FolderStorage, GpuStorage, Mailbox
-from common.wire.transfer.node_copy import CopyView
+from common.wire.transfer.node_copy import CopyView, MappedCopy
 from common.wire.weight_group import lower_priority
 
 HOST = "127.0.0.1"
@@ -51,6 +51,7 @@ class TransferPeer:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         self.meeting = self._group("gloo", 1)
+        self._mapped: MappedCopy | None = None  # The sender's memory, as a worker keeps it.
         self.carrier = self._group("nccl", 2) if receiver.transport == "nccl" else self.meeting
 
     def _group(self, backend: str, epoch: int) -> BroadcastGroup:
@@ -83,7 +84,10 @@ class TransferPeer:
 
     def map_copy(self, number: int) -> None:
         """Map and check a round's version in the memory of the sender."""
-        CopyView(self._store.get(f"copy/{number}").decode(), number).unlock()
+        place = self._store.get(f"copy/{number}").decode()
+        view = CopyView(place, number, before=self._mapped)
+        self._mapped = view.mapped
+        view.unlock()
 
     def close(self) -> None:
         """Close the connections."""

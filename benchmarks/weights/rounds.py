@@ -122,7 +122,7 @@ def send_rounds(
                     side.offer_copy(number, _write(memory, number, cut, source))
                 else:
                     slots = slots or make_slots(cut, channel.device, source=source.device)
-                    send_buckets(channel, cut, slots, source.fill)
+                    send_buckets(channel, cut, slots, source.read, check=source.check)
             side.meeting.barrier()  # All receivers have verified the data.
             sent.took_s[kind].append(time.perf_counter() - started)
             sent.cpu_s[kind].append(_cpu_s() - cpu_before_s)
@@ -136,7 +136,7 @@ def _write(memory: NodeCopy, version: int, cut: BucketLayout, source: WeightSour
     assert memory.claim(), "the receivers have read the version before"
     memory.version = -1
     slots = make_slots(cut, CPU, source=source.device) if source.device.type == "cuda" else []
-    digest = write_buckets(memory.buffer, cut, slots, source.fill)
+    digest = write_buckets(memory.buffer, cut, slots, source.read, check=source.check)
     memory.version = version
     return memory.show(digest)
 

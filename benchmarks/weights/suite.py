@@ -129,7 +129,7 @@ def check_step(table: BenchTable, *, num_rounds: int) -> None:
             """Send a version during a training step."""
             lower_priority()
             side.meeting.barrier()
-            send_buckets(side.carrier, cut, slots, source.fill)
+            send_buckets(side.carrier, cut, slots, source.read, check=source.check)
             weights_lock.leave()
             side.meeting.barrier()
 

@@ -19,8 +19,10 @@ from common.wire.rendezvous.server import StorePlace
 from common.wire.transfer.buckets import (
     BucketLayout,
     Channel,
+    OnPart,
     receive_buckets,
     send_buckets,
+    unchecked,
     write_buckets,
 )
 from common.wire.transfer.mailbox import FolderStorage, GpuStorage, Mailbox
@@ -29,7 +31,6 @@ from common.wire.weight_messages import WeightsOffer
 TRANSFER_NICENESS = 10
 CANCEL_CHECK_S = 0.25  # Seconds between two checks whether a running transfer was cancelled.
 
-Fill = Callable[[int, Tensor], object]  # The type of `fill` in `send_buckets`.
 # A transfer over a channel, or in memory of this process. The event is set once it is cancelled.
 Work = Callable[[Channel | None, threading.Event], None]
 
@@ -138,7 +139,7 @@ def lower_priority() -> None:
         return
 
 
-def _unless_left(fill: Fill, is_left: threading.Event) -> Fill:
+def _unless_left(fill: OnPart, is_left: threading.Event) -> OnPart:
     """Return `fill`, which raises TransferCancelled once the transfer was left.
 
     The source may have changed to the next version while it was read.
@@ -180,15 +181,16 @@ class WeightGroup:
     def send(
         self,
         slots: Sequence[Tensor],
-        fill: Fill,
+        fill: OnPart,
         offer: WeightsOffer,
         *,
+        check: OnPart = unchecked,
         is_cancelled: Callable[[], bool],
     ) -> float:
         """Send a version as rank 0 of the offered group; return the seconds it took.
 
         Args:
-            slots, fill: see `send_buckets`.
+            slots, fill, check: see `send_buckets`.
 
         Raises:
             TransferCancelled: `is_cancelled`, called every `CANCEL_CHECK_S`, returned True.
@@ -199,7 +201,7 @@ class WeightGroup:
 
         def work(channel: Channel | None, is_left: threading.Event) -> None:
             assert channel is not None
-            send_buckets(channel, cut, slots, _unless_left(fill, is_left))
+            send_buckets(channel, cut, slots, _unless_left(fill, is_left), check=check)
 
         return self._transfer(work, slots[0].device, offer, is_cancelled)
 
@@ -207,15 +209,16 @@ class WeightGroup:
         self,
         target: Tensor,
         slots: Sequence[Tensor],
-        fill: Fill,
+        fill: OnPart,
         offer: WeightsOffer,
         *,
+        check: OnPart = unchecked,
         is_cancelled: Callable[[], bool],
     ) -> tuple[str, float]:
         """Write a version to memory of this process; return its checksum and the seconds it took.
 
         Args:
-            target, slots, fill: see `write_buckets`.
+            target, slots, fill, check: see `write_buckets`.
 
         Raises: TransferCancelled: as `send`. The cancelled thread may still write to `target`.
         """
@@ -223,7 +226,8 @@ class WeightGroup:
         found: list[str] = []
 
         def work(_: Channel | None, is_left: threading.Event) -> None:
-            found.append(write_buckets(target, cut, slots, _unless_left(fill, is_left)))
+            unless_left = _unless_left(fill, is_left)
+            found.append(write_buckets(target, cut, slots, unless_left, check=check))
 
         seconds = self._transfer(work, target.device, offer, is_cancelled)
         return found[0], seconds

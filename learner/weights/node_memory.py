@@ -76,8 +76,9 @@ class NodeMemory:
         assert copy is not None, "memory was reserved"
         self._copy = None  # A cancelled thread may still write to this memory.
         copy.version = -1
+        source = weights.source
         digest, seconds = group.write(
-            copy.buffer, slots, weights.source.fill, offer, is_cancelled=is_cancelled
+            copy.buffer, slots, source.read, offer, check=source.check, is_cancelled=is_cancelled
         )
         copy.version = weights.version
         self.place = copy.show(digest)

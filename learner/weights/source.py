@@ -38,6 +38,14 @@ class WeightSource(Protocol):
         """Write the flat bytes that begin at `start` to `part` [num_bytes] uint8, on any device."""
         ...
 
+    def read(self, start: int, part: Tensor) -> None:
+        """Write the bytes as `fill`, but leave the check of the numbers to `check`."""
+        ...
+
+    def check(self, start: int, part: Tensor) -> None:
+        """Raise an error if `part`, which `read` wrote, must not be sent. For any thread."""
+        ...
+
 
 class Piece(NamedTuple):
     """A range of numbers of one weight, held by one rank, that a part contains."""
@@ -100,23 +108,39 @@ class LiveWeights:
         self.device = device_of(first.device_mesh) if isinstance(first, DTensor) else first.device
 
     def fill(self, start: int, part: Tensor) -> None:
-        """Write the flat bytes that begin at `start` to `part`.
+        """Write the flat bytes that begin at `start` to `part`. Raises: as `read` and `check`."""
+        self.read(start, part)
+        self.check(start, part)
+
+    def read(self, start: int, part: Tensor) -> None:
+        """Write the flat bytes that begin at `start` to `part`, which `check` must check.
 
         Weights on a GPU are cast, checked and joined there; one copy brings the part to the host.
 
         Raises:
             LongstrideError: another rank is lost.
-            WeightsNotFinite: names a tensor with NaN or infinite numbers after the cast.
+            WeightsNotFinite: as `check`, of weights on a GPU.
         """
         with self._filling:
-            if part.device.type != "cpu" or self.device.type == "cpu":
+            if not self._is_staged(part):
                 self._fill(start, part)
-                self._check_finite(start, part)
                 return
             for first in range(0, part.numel(), STAGE_BYTES):
                 self._fill_by_stage(start + first, part[first : first + STAGE_BYTES])
             if part.is_pinned():  # Only copies to other memory have ended by now.
                 torch.cuda.current_stream(self.device).synchronize()
+
+    def check(self, start: int, part: Tensor) -> None:
+        """Raise WeightsNotFinite for a part with NaN or infinity after the cast.
+
+        The error names the tensor. The live weights are not read.
+        """
+        if not self._is_staged(part):
+            self._check_finite(start, part)
+
+    def _is_staged(self, part: Tensor) -> bool:
+        """Return whether a part is filled by way of memory on the weights' device."""
+        return part.device.type == "cpu" and self.device.type != "cpu"
 
     def _fill_by_stage(self, start: int, part: Tensor) -> None:
         """Begin to fill a part on the host by way of memory on the weights' device."""
@@ -317,6 +341,11 @@ class CopiedWeights:
     def fill(self, start: int, part: Tensor) -> None:
         """Copy the flat bytes that begin at `start` to `part`."""
         part.copy_(self.buffer[start : start + part.numel()])
+
+    read = fill
+
+    def check(self, start: int, part: Tensor) -> None:
+        """Check nothing, because the bytes were checked when they were copied."""
 
 
 def copied(source: WeightSource) -> CopiedWeights:

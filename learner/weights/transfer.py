@@ -331,8 +331,9 @@ class Transfers:
             raise TransferCancelled(f"not all engines are ready epoch={transfer_group.epoch}")
         seconds = transfer_group.group.send(
             self._groups.slots(offer, weights.source.device),
-            weights.source.fill,
+            weights.source.read,
             offer,
+            check=weights.source.check,
             is_cancelled=lambda: self._is_cancelled(members, reading),
         )
         self._note_sent(offer.total_bytes * num_copies, seconds)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.errors import WeightSyncError
 from common.wire.collective import CPU, aligned, views
-from common.wire.transfer.node_copy import CopyView, NodeCopy
+from common.wire.transfer.node_copy import CopyView, MappedCopy, NodeCopy
 from common.wire.weight_messages import TensorSpec, WeightsOffer
 
 SPARE_BYTES = 1 << 30  # Bytes of a GPU that stay free for the engine's kernels.
@@ -36,6 +36,8 @@ class VersionMemory:
     Example of a worker that receives for its node: copy = to_overwrite(v3); write; copy.show().
     Every worker of the node: see(place, v3); load; release(). Then `to_overwrite(v4)` returns the
     same memory. If one worker has not released v3 by then, v4 gets new memory.
+
+    The memory of a view stays mapped until the next version, which is likely to use it again.
     """
 
     def __init__(self, device: torch.device, *, is_consumed: bool) -> None:
@@ -45,6 +47,7 @@ class VersionMemory:
         self.own: OwnCopy | None = None
         self.for_node: NodeCopy | None = None  # The memory that other workers of the node map.
         self._view: CopyView | None = None
+        self._mapped: MappedCopy | None = None  # Memory of the last view.
         self._is_base = False  # True if changes may follow the version of the view.
         self.shown: Tensor | None = None  # [at least total_bytes] uint8, the version to load.
 
@@ -56,6 +59,7 @@ class VersionMemory:
         num_bytes = whole_bytes(offer)
         self.shown = None
         self._view = None
+        self._mapped = None
         if not offer.shares_copy:
             self.for_node = None
             return self._own_for(num_bytes)
@@ -114,7 +118,10 @@ class VersionMemory:
         Raises: WeightSyncError: as `CopyView`.
         """
         self._view = None
-        view = self._view = CopyView(place, offer.version)
+        before = self._mapped
+        self._mapped = None  # The memory of a lost learner is freed, also after an error.
+        view = self._view = CopyView(place, offer.version, before=before)
+        self._mapped = view.mapped
         self._is_base = bool(offer.digest)
         if offer.copy_index > 0:  # Another process has the version.
             self.for_node = None
@@ -151,6 +158,7 @@ class VersionMemory:
         self.own = None
         self.for_node = None
         self._view = None
+        self._mapped = None
         self.shown = None
 
     def _own_for(self, num_bytes: int) -> OwnCopy:

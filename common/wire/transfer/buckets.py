@@ -1,4 +1,8 @@
-"""Transfer of a version in buckets: the next one is filled while one is sent, each has a digest."""
+"""Transfer of a version in buckets: the next one is filled while one is sent, each has a digest.
+
+Buckets on a CPU are filled in pieces. A thread checks and hashes a piece, which is still in the
+CPU's cache, while the next piece is filled.
+"""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,7 +19,11 @@ from common.text import counted
 from common.wire.transfer.digest import DIGEST_BYTES, add_bytes, digest, hexadecimal
 from common.wire.weight_messages import TensorSpec
 
-NUM_SLOTS = 2  # Number of buckets in transit at once.
+NUM_SLOTS = 2  # Number of buckets in transit at once, or of pieces.
+PIECE_BYTES = 16 << 20  # Size of a piece of a bucket on a CPU.
+
+# A function of the offset of a part in the version, and of the part [num_bytes] uint8.
+OnPart = Callable[[int, Tensor], object]
 
 
 class BucketDamaged(WeightSyncError):
@@ -70,31 +78,82 @@ class BucketLayout:
         return start, min(start + self.bucket_bytes, self.total_bytes)
 
 
+def unchecked(start: int, part: Tensor) -> None:
+    """Check nothing, as if `fill` had checked the part."""
+
+
+class _Pieces:
+    """Fills pieces on a CPU. A thread checks and hashes each one while the next one is filled.
+
+    At most `NUM_SLOTS` pieces are in the thread, so that `add` may use memory again after as many.
+    """
+
+    def __init__(self, fill: OnPart, check: OnPart, thread: ThreadPoolExecutor) -> None:
+        self._fill = fill
+        self._check = check
+        self._thread = thread
+        self._under_way: deque[Future[None]] = deque()
+        self._hashed = xxhash.xxh3_128()
+
+    def add(self, start: int, piece: Tensor, target: Tensor) -> None:
+        """Fill a piece; begin to check it, copy it to `target` unless that is it, and hash it.
+
+        Raises: errors of `fill`, and of `check` for earlier pieces.
+        """
+        if len(self._under_way) == NUM_SLOTS:
+            self._under_way.popleft().result()
+        self._fill(start, piece)
+        self._under_way.append(self._thread.submit(self._finish, start, piece, target))
+
+    def _finish(self, start: int, piece: Tensor, target: Tensor) -> None:
+        self._check(start, piece)
+        if piece is not target:
+            target.copy_(piece)
+        add_bytes(self._hashed, target)
+
+    def digest(self) -> bytes:
+        """Wait for all pieces; return the digest of their bytes. Raises: errors of `check`."""
+        while self._under_way:
+            self._under_way.popleft().result()
+        return self._hashed.digest()
+
+
 def send_buckets(
     channel: Channel,
     cut: BucketLayout,
     slots: Sequence[Tensor],
-    fill: Callable[[int, Tensor], object],
+    fill: OnPart,
+    *,
+    check: OnPart = unchecked,
 ) -> None:
     """Send a version. No other code may use the slots during the call.
 
     Args:
         slots: two tensors [slot_bytes] uint8 on the channel's device.
-        fill: writes a bucket. Its arguments are the offset of the bucket's first byte and the
-            part [num_bytes] uint8 to write to.
+        fill: writes a part of the version.
+        check: raises an error if a filled part must not be sent. On a CPU it runs in a thread.
 
     Raises: WeightSyncError: the transfer failed.
     """
     table = torch.zeros((cut.num, DIGEST_BYTES), dtype=torch.uint8, device=channel.device)
     under_way: deque[Pending] = deque()
-    for index in range(cut.num):
-        if len(under_way) == NUM_SLOTS:
-            under_way.popleft().wait()
-        start, stop = cut.span(index)
-        part = slots[index % NUM_SLOTS][: stop - start]
-        fill(start, part)
-        table[index] = digest(part)
-        under_way.append(channel.send(index, part))
+    with ThreadPoolExecutor(1) as thread:
+        for index in range(cut.num):
+            if len(under_way) == NUM_SLOTS:
+                under_way.popleft().wait()
+            start, stop = cut.span(index)
+            part = slots[index % NUM_SLOTS][: stop - start]
+            if channel.device.type == "cpu":
+                pieces = _Pieces(fill, check, thread)
+                for at in range(0, stop - start, PIECE_BYTES):
+                    piece = part[at : at + PIECE_BYTES]
+                    pieces.add(start + at, piece, piece)
+                table[index] = torch.frombuffer(bytearray(pieces.digest()), dtype=torch.uint8)
+            else:
+                fill(start, part)
+                check(start, part)
+                table[index] = digest(part)
+            under_way.append(channel.send(index, part))
     under_way.append(channel.send(cut.num, table.view(-1)))
     for pending in under_way:
         pending.wait()
@@ -105,38 +164,26 @@ def write_buckets(
     target: Tensor,
     cut: BucketLayout,
     slots: Sequence[Tensor],
-    fill: Callable[[int, Tensor], object],
+    fill: OnPart,
+    *,
+    check: OnPart = unchecked,
 ) -> str:
     """Write a version to host memory `target` [total_bytes] uint8; return its `checksum`.
-
-    A bucket is hashed, in a thread of its own, while the next one is filled.
 
     Args:
         slots: two tensors [slot_bytes] uint8 that are filled and then copied, as pinned memory for
             weights of a GPU; [] fills the target.
-        fill: as for `send_buckets`.
+        fill, check: as for `send_buckets`.
     """
-    hashed = xxhash.xxh3_128()
-
-    def finish(part: Tensor, there: Tensor) -> None:
-        """Copy a filled bucket to its place unless it is there, and hash it."""
-        if part is not there:
-            there.copy_(part)
-        add_bytes(hashed, there)
-
-    under_way: deque[Future[None]] = deque()
+    cut = BucketLayout(cut.total_bytes, min(cut.bucket_bytes, PIECE_BYTES))
     with ThreadPoolExecutor(1) as thread:
+        pieces = _Pieces(fill, check, thread)
         for index in range(cut.num):
-            if len(under_way) == NUM_SLOTS:
-                under_way.popleft().result()
             start, stop = cut.span(index)
             there = target[start:stop]
             part = slots[index % NUM_SLOTS][: stop - start] if slots else there
-            fill(start, part)
-            under_way.append(thread.submit(finish, part, there))
-        for pending in under_way:
-            pending.result()
-    return hashed.hexdigest()
+            pieces.add(start, part, there)
+        return pieces.digest().hex()
 
 
 def receive_buckets(

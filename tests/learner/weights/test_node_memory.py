@@ -16,6 +16,7 @@ from common.errors import WeightSyncError
 from common.wire.transfer.node_copy import CopyView, node_id
 from common.wire.weight_group import TransferCancelled, WeightGroup
 from common.wire.weight_messages import WeightsOffer
+from learner.policy.finite import WeightsNotFinite
 from learner.weights.node_memory import NodeMemory
 from learner.weights.snapshot import PublishedWeights
 from learner.weights.source import LiveWeights
@@ -262,6 +263,17 @@ def test_cancelled_write_is_no_version() -> None:
     source.may_go_on.set()  # The cancelled thread goes on, in the old memory.
     group.join(timeout_s=START_S)
     assert numbers(CopyView(memory.place, 2)) == [2.0]
+
+
+def test_non_finite_weights_are_named_and_no_version() -> None:
+    memory = NodeMemory()
+    weight = torch.zeros(NUM)
+    weight[-1] = float("nan")
+    bad = PublishedWeights(version=1, source=LiveWeights([("w", weight)], torch.bfloat16))
+    assert memory.reserve(bad)
+    with pytest.raises(WeightsNotFinite, match=r"^w has NaN or infinite values"):
+        write(memory, bad)
+    assert not memory.has(bad)
 
 
 def test_version_larger_than_the_memory_is_left_to_gloo(caplog: pytest.LogCaptureFixture) -> None:

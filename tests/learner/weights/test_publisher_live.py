@@ -35,10 +35,10 @@ class Held(LiveWeights):
         self.has_begun = threading.Event()
         self.may_go_on.set()
 
-    def fill(self, start: int, part: Tensor) -> None:
+    def read(self, start: int, part: Tensor) -> None:
         self.has_begun.set()
         assert self.may_go_on.wait(TIMEOUT_S)
-        super().fill(start, part)
+        super().read(start, part)
 
 
 class Bench:

@@ -95,11 +95,11 @@ class Held(LiveWeights):
         self.may_go_on.set()
         self.is_watched = False
 
-    def fill(self, start: int, part: Tensor) -> None:
+    def read(self, start: int, part: Tensor) -> None:
         if self.is_watched and start > 0:
             self.has_begun.set()
             assert self.may_go_on.wait(START_S)
-        super().fill(start, part)
+        super().read(start, part)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from common.errors import WeightSyncError
 from common.wire.collective import CPU, lay_out
 from common.wire.transfer.buckets import (
     NUM_SLOTS,
+    PIECE_BYTES,
     BucketDamaged,
     BucketLayout,
     Pending,
@@ -116,6 +117,38 @@ def test_next_bucket_is_filled_while_one_is_sent() -> None:
     send_buckets(Wire(events), cut, slots_of(cut), fill)
     assert events[:5] == ["fill 0", "send 0", "fill 1", "send 1", "wait 0"]
     assert events[5:9] == ["fill 2", "send 2", "wait 1", "fill 3"]
+
+
+def test_piece_is_checked_while_the_next_one_is_filled() -> None:
+    has_next = threading.Event()
+
+    def fill(start: int, part: Tensor) -> None:
+        if start > 0:
+            has_next.set()
+
+    def check(start: int, part: Tensor) -> None:
+        assert has_next.wait(TIMEOUT_S)
+
+    cut = BucketLayout(2 * BUCKET, BUCKET)
+    write_buckets(torch.zeros(cut.total_bytes, dtype=torch.uint8), cut, [], fill, check=check)
+    has_next.clear()
+    cut = BucketLayout(PIECE_BYTES + 16, 2 * PIECE_BYTES)
+    send_buckets(Line(), cut, slots_of(cut), fill, check=check)
+
+
+def test_refused_bucket_is_not_sent() -> None:
+    line = Line()
+    cut = BucketLayout(4 * BUCKET, BUCKET)
+
+    def refuse(start: int, part: Tensor) -> None:
+        if part[0] == 2:
+            raise WeightSyncError(f"the part at {start} is refused")
+
+    with pytest.raises(WeightSyncError, match=f"the part at {2 * BUCKET} is refused"):
+        send_buckets(
+            line, cut, slots_of(cut), lambda at, part: part.fill_(at // BUCKET), check=refuse
+        )
+    assert [each[0].item() for each in line.parts] == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,21 @@ def test_every_other_process_checks_the_bytes(copy: NodeCopy) -> None:
     )
 
 
+def test_next_view_uses_the_map_again_unless_it_was_written(copy: NodeCopy) -> None:
+    place = copy.show()
+
+    def view_again(writes: bool) -> None:
+        first = CopyView(place, 3)
+        if writes:
+            first.buffer[0] = 8
+        again = CopyView(place, 3, before=first.mapped)
+        is_same = again.buffer.data_ptr() == first.buffer.data_ptr()
+        raise WeightSyncError(f"{is_same} {again.buffer.unique().tolist()}")
+
+    assert in_child(lambda: view_again(writes=False)).endswith("True [7]")
+    assert in_child(lambda: view_again(writes=True)).endswith("False [7]")
+
+
 def test_place_that_has_another_file_is_refused(copy: NodeCopy) -> None:
     place = copy.show()
     other = place.replace(f"[{os.getpid()},", f"[{os.getppid()},")
