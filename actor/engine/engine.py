@@ -5,6 +5,8 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from copy import copy
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +28,7 @@ from actor.engine.process_watch import ProcessWatch
 from actor.engine.routing import is_recorded_by_vllm, narrowed
 from actor.engine.staging import Staged, failure_of
 from actor.engine.start import is_eager, shut_down_llm, start_llm
+from actor.engine.whole_turns import turn_params
 from actor.rollout.episode import Turn
 from common.config.compute import FULL, LoraSection
 from common.config.run_config import ActorSection, AtUpdate, ModelSection
@@ -64,7 +67,7 @@ class Engine:
         self._watch = watch
         self.meter: EngineLoad | None = None
         self._cfg = cfg
-        self._end_of_turn_ids = end_of_turn_ids
+        self._known_params = lru_cache(partial(turn_params, cfg, end_of_turn_ids))
         self._takes_adapters = False
         self._asks_for_experts = False  # True: the worker records the experts, not vLLM itself.
         self._named = REQUEST
@@ -204,20 +207,10 @@ class Engine:
         self, max_tokens: int, seed: int | None = None, *, temperature: float | None = None
     ) -> SamplingParams:
         """Return vLLM's parameters for sampling a turn."""
-        return SamplingParams(
-            temperature=self._cfg.temperature if temperature is None else temperature,
-            top_p=self._cfg.top_p,
-            top_k=self._cfg.top_k,
-            max_tokens=max_tokens,
-            seed=seed,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            stop_token_ids=self._end_of_turn_ids,
-            ignore_eos=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,  # No other code holds the object.
-        )
+        chosen = self._cfg.temperature if temperature is None else temperature
+        params = copy(self._known_params(chosen, max_tokens))
+        params.seed = seed
+        return params
 
     async def generate(
         self,

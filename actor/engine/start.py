@@ -284,11 +284,26 @@ def _refusal_reason(error: Exception) -> str:
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
+def connect_llm(config: VllmConfig, **options: Any) -> AsyncLLM:
+    """Return vLLM's engine for whole turns.
+
+    The end-of-sequence token is read once. vLLM borrows a tokenizer from a pool to read it for each
+    request.
+
+    Args:
+        options: arguments of `AsyncLLM.from_vllm_config`.
+    """
+    send_whole_turns(config)
+    llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True, **options)
+    eos = llm.renderer.get_eos_token_id()
+    llm.renderer.get_eos_token_id = lambda: eos
+    return llm
+
+
 def _start(config: VllmConfig, meter: EngineLoad | None) -> AsyncLLM:
     """Start vLLM's engine; it sends whole turns, and reports its load to the meter."""
-    send_whole_turns(config)
     loggers: list[StatLoggerFactory] = [lambda *_: _LoadWatch(meter)] if meter is not None else []
-    llm = AsyncLLM.from_vllm_config(config, stat_loggers=loggers or None, disable_log_stats=True)
+    llm = connect_llm(config, stat_loggers=loggers or None)
     if meter is None:
         return llm
     manager = llm.logger_manager

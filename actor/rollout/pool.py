@@ -237,7 +237,7 @@ class EpisodePool:
         self._num_requests += 1
         frozen_s = self._engine.frozen_s
         taken = await self._engine.generate(
-            list(ids),
+            ids,
             request_id=f"{lease.episode_id}:{lease.attempt}:{self._num_requests}",
             max_tokens=self._cfg.max_turn_tokens,
             salt=self._salt(lease.episode_id),

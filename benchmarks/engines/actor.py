@@ -16,13 +16,11 @@ from typing import Any, cast
 
 import uvloop
 import zmq.asyncio
-from vllm.v1.engine.async_llm import AsyncLLM
 
 from actor.engine.engine import Engine
 from actor.engine.process_watch import ProcessWatch
-from actor.engine.start import engine_arguments, engine_config
+from actor.engine.start import connect_llm, engine_arguments, engine_config
 from actor.engine.weights import WeightLink
-from actor.engine.whole_turns import send_whole_turns
 from actor.formats.tools import load_renderer
 from actor.links.delivery import Delivery
 from actor.links.scheduler_client import SchedulerClient
@@ -68,11 +66,10 @@ def start_engines(cfg: RunConfig, names: list[str], clocks: Path, renderer: Rend
     """Return one engine for each name, connected to its clock as to an engine's process."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(cfg.actor.kv_cache_gib))
     config = engine_config(engine_arguments(cfg.model, cfg.actor, seed=0, is_repeatable=True))
-    send_whole_turns(config)
     engines: list[Engine] = []
     for name in names:
         addresses = addresses_of(clocks, name)
-        llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True, client_addresses=addresses)
+        llm = connect_llm(config, client_addresses=addresses)
         ends = renderer.end_of_turn_ids
         engines.append(Engine(llm, cfg.actor, end_of_turn_ids=ends, watch=ProcessWatch()))
         engines[-1].version = 0
