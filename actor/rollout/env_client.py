@@ -36,6 +36,8 @@ NUM_TRIES = 4
 BACKOFF_S = 0.25  # Seconds before the first retry. The delay doubles with each try.
 MIN_RETRY_S = 0.05  # Shortest wait after a 429, which prevents a busy loop.
 MAX_ANSWER_BYTES = 64 << 20
+MAX_AT_ONCE_BYTES = 64 << 10
+UNLIMITED = aiohttp.ClientTimeout(total=None)
 JSON_HEADERS = {"Content-Type": "application/json"}
 
 
@@ -241,10 +243,13 @@ class HubClient(BearerClient):
 
     async def _try_request(self, method: str, path: str, body: object) -> Any:
         """Return the parsed answer; None after waiting out a 429."""
-        sent = None if body is None else io.BytesIO(json_bytes(body))
         headers = None if body is None else JSON_HEADERS
         async with self._http.request(
-            method, self._url + path, data=sent, headers=headers
+            method,
+            self._url + path,
+            data=None if body is None else _payload_of(json_bytes(body)),
+            headers=headers,
+            timeout=UNLIMITED,  # The caller limits all tries together.
         ) as response:
             text = bytearray()
             async for part in response.content.iter_any():
@@ -264,6 +269,11 @@ class HubClient(BearerClient):
                 return (json.loads(text) if text else {}) or {}  # None is reserved for a 429.
             except (ValueError, RecursionError) as error:
                 raise EnvError(f"{method} {path}: the answer is not JSON: {shown}") from error
+
+
+def _payload_of(body: bytes) -> bytes | io.BytesIO:
+    """Return a body as aiohttp sends it best: a short one at once, a long one in parts."""
+    return body if len(body) <= MAX_AT_ONCE_BYTES else io.BytesIO(body)
 
 
 def detail_of(text: bytearray) -> str:
