@@ -24,7 +24,7 @@ from common.store.run_dir import write_atomically
 
 logger = logging.getLogger(__name__)
 
-RUN_S = 3600.0  # Limit of one run; a larger study has a proportionally larger one.
+RUN_S = 7200.0  # Limit of one run; a larger study has a proportionally larger one.
 POLL_S = 0.5
 NUM_SHOWN = 5  # Number of error messages to show of failed runs.
 
