@@ -1,19 +1,20 @@
 """Laws of the host's work beside a device: it seldom waits, and never within a microbatch."""
 
-import multiprocessing
+import json
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from common.repository import ROOT
 from learner.batch.device_copy import placed
 from learner.training.digests import _of_tensors
-from tests.learner.training.waits_of_a_step import waits_of_cases
 
 pytestmark = pytest.mark.timeout(1000)  # The counts take a minute, and more beside other tests.
 
-MAX_S = 900.0
 # Metrics, overlap, digests of gradient and weights, gradient norm, and the scores before the step.
 STEP_WAITS = 6
 EXTRA_WAITS = {
@@ -32,22 +33,11 @@ USUAL = ("grpo", "critic")  # The others run with `make test-long`.
 
 @pytest.fixture(scope="module", params=[USUAL, pytest.param((), marks=pytest.mark.long, id="all")])
 def counts(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Return the counts of a forked process, because torch cannot forget a device."""
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-
-    def count() -> None:
-        theirs.send(waits_of_cases(request.param))
-
-    process = context.Process(target=count)
-    process.start()
-    theirs.close()  # The pipe ends with the process.
-    try:
-        assert ours.poll(MAX_S), "the counts are not complete"
-        return ours.recv()
-    finally:
-        process.kill()
-        process.join()
+    """Return the counts of `waits_of_a_step`; torch cannot forget a device, so it has a process."""
+    command = [sys.executable, "-m", "tests.learner.training.waits_of_a_step", *request.param]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=900)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
