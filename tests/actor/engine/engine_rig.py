@@ -248,7 +248,7 @@ class Rig:
 
 @contextmanager
 def forked_engines() -> Iterator[None]:
-    """Start engines as forks of this process, which has imported vLLM and has no other thread.
+    """Start engines as forks of this process, which has imported vLLM; torch has one thread here.
 
     A role starts its engine as a new process, which imports vLLM again.
     """
