@@ -28,6 +28,7 @@ from actor.api.requests import Api, ApiError, PolicyRequest, event_text, invalid
 from actor.rollout.episode import PolicyFailed
 from common.config.evaluation import AgentServerOptions
 from common.errors import EnvError, LongstrideError
+from common.http.listening import stop_accepting
 from common.wire.addresses import is_loopback
 
 logger = logging.getLogger(__name__)
@@ -107,7 +108,9 @@ class AgentServer:
     async def close(self) -> None:
         """Stop listening. Pending requests get no answer."""
         if self._listening is not None:
+            await stop_accepting(each.fileno() for each in self._listening.sockets)
             self._listening.close()
+            await asyncio.sleep(0)  # New connections call `connection_made`.
             for each in list(self._answering.connections):
                 each.close()
             async with asyncio.timeout(CLOSE_S):

@@ -33,6 +33,7 @@ from common.config.compute import FULL, LoraSection
 from common.config.run_config import ActorSection, RunConfig
 from common.errors import ConfigError, EngineError
 from common.host.loopback import family_of, loopback
+from common.http.listening import stop_accepting
 from common.stall.beacon import beacon_of
 from common.store.run_dir import RunDir
 from common.wire.addresses import bracketed
@@ -171,13 +172,15 @@ async def listening(chat: Chat, place: socket.socket | None = None) -> AsyncGene
     add_score_routes(app, chat)
     app.router.add_get("/v1/models", chat.models)
     app.router.add_get("/v1/models/{name:.+}", chat.models)
+    place = place or bound(0)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
-        await web.SockSite(runner, place or bound(0)).start()
+        await web.SockSite(runner, place).start()
         host, port = runner.addresses[0][:2]
         yield f"http://{bracketed(host)}:{port}/v1"
     finally:
+        await stop_accepting([place.fileno()])
         await runner.cleanup()
 
 

@@ -1,6 +1,7 @@
 """Laws of the hub's client, against a tiny real server that fails on demand."""
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from aiohttp import web
 from actor.rollout import env_client
 from actor.rollout.env_client import Environments, ExpertHint, HubClient, HubStepResult
 from common.errors import EnvError, EnvTimeout, HubLost
+from common.http.listening import stop_accepting
 
 OPENED = {"session_id": "s", "observation": "begun"}
 STEPPED = {"observation": "on", "reward": 1, "done": True, "is_valid": False}
@@ -96,8 +98,8 @@ def check(law: Law, *, script: tuple[int | str | bytes, ...] = (), timeout_s: fl
         app.router.add_route("*", "/{path:.*}", hub.answer)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
+        listener = socket.create_server(("127.0.0.1", 0))
+        await web.SockSite(runner, listener).start()
         port = runner.addresses[0][1]
         try:
             async with HubClient(
@@ -105,6 +107,7 @@ def check(law: Law, *, script: tuple[int | str | bytes, ...] = (), timeout_s: fl
             ) as client:
                 await law(hub, client)
         finally:
+            await stop_accepting([listener.fileno()])
             await runner.cleanup()
 
     asyncio.run(run())
