@@ -46,7 +46,7 @@ class RankPair:
         context = multiprocessing.get_context(method)
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(  # pyright: ignore[reportAttributeAccessIssue]
-            target=_serve, args=(self._folder.name, theirs), daemon=True
+            target=_serve, args=(self._folder.name, theirs, self._pipe), daemon=True
         )
         self._process.start()
         theirs.close()
@@ -87,8 +87,9 @@ class RankPair:
         self._folder.cleanup()
 
 
-def _serve(folder: str, pipe: Connection) -> None:
-    """Score sequences on request, as one of two ranks."""
+def _serve(folder: str, pipe: Connection, of_rank_0: Connection) -> None:
+    """Score sequences on request, as one of two ranks, until rank 0 closes its end."""
+    of_rank_0.close()
     torch.set_num_threads(1)
     mesh: DeviceMesh | None = None
     pipe.send(READY)

@@ -23,6 +23,7 @@ from common.errors import ConfigError
 from common.text import counted, near_hint
 
 _DEFAULTS = "defaults"  # The only YAML key outside of the schema.
+_DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # The one in C is five times as fast.
 
 
 def load_config(
@@ -51,7 +52,6 @@ def load_config(
             key = missing[0]
             _, key_field = declared(key, shown=key)
             raise ConfigError(f"{key} is not set: give {key}=... ({key_field.metadata['text']})")
-        _unfreeze(merged)
         choices = [task for task in merged.tasks if "|" in task.env]
         if choices:
             envs = cast(EnvsSection, OmegaConf.to_object(merged.envs))
@@ -77,6 +77,7 @@ def _merged(trees: _Trees) -> DictConfig:
     merged = copy.deepcopy(_declared_defaults())
     for tree in trees.content:
         merged = OmegaConf.unsafe_merge(merged, tree)
+    _unfreeze(merged)
     return cast(DictConfig, merged)
 
 
@@ -141,7 +142,7 @@ def config_as_yaml(cfg: RunConfig, *, revision: str = "") -> str:
     """Return the resolved config as YAML text, with the code's revision as its first line."""
     head = f"# code: git {revision}\n" if revision else ""
     tree = asdict(cfg, dict_factory=_plain)
-    return head + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    return head + yaml.dump(tree, Dumper=_DUMPER, sort_keys=False, allow_unicode=True)
 
 
 def sections_as_yaml(
@@ -152,7 +153,7 @@ def sections_as_yaml(
     chosen = {name: tree[name] for name in sections}
     for name in chosen.keys() & without.keys():
         chosen[name] = {key: v for key, v in chosen[name].items() if key not in without[name]}
-    return yaml.safe_dump(chosen, sort_keys=False, allow_unicode=True)
+    return yaml.dump(chosen, Dumper=_DUMPER, sort_keys=False, allow_unicode=True)
 
 
 def override_value(overrides: Sequence[str], key: str) -> str | None:
@@ -220,7 +221,6 @@ def _parse_yaml(text: str) -> Any:
 
 def _derive(merged: DictConfig, *, is_dry: bool) -> None:
     """Derive the number of a role's processes from its GPUs, unless the config sets it."""
-    _unfreeze(merged)
     model = merged.model
     learner = merged.learner
     actor = merged.actor
@@ -239,7 +239,6 @@ def _derive(merged: DictConfig, *, is_dry: bool) -> None:
 def _apply_overrides(merged: DictConfig, overrides: Sequence[str]) -> None:
     """Set the overrides in the merged configuration. Raises: ConfigError."""
     seen: dict[str, str] = {}
-    _unfreeze(merged)
     for override in overrides:
         key, equals, raw = override.partition("=")
         if not equals:

@@ -66,7 +66,7 @@ USUAL = {"qwen3", "gemma3_text", "gemma2", "phi3"}  # The others run with `make 
 def pair() -> Iterator[RankPair]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with RankPair() as both:
+    with RankPair(method="fork") as both:  # The process has the imports, and torch one thread.
         yield both
     torch.set_num_threads(threads)
 
