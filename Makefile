@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 PYTEST := $(VENV)/bin/python -m pytest
-# Tests often wait, so there are more workers than cores. Files keep the order of `conftest.py`.
+# Slow tests often wait, so there are more workers than cores. Files keep the order of `conftest.py`.
 CORES := $(shell n=$$(nproc); [ "$$n" -lt 8 ] && echo "$$n" || echo 8)
 AT_ONCE = -n $$(($(CORES) + $(1))) --dist loadfile --no-loadscope-reorder
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
@@ -29,17 +29,22 @@ else
 endif
 
 # Folders whose unit tests train networks, play environments, start processes or wait.
-HEAVY = end_to_end benchmarks docs actor/agents actor/engine actor/formats actor/play common/checks \
-  common/dashboard common/evaluation common/exchange common/host common/launch common/stall envhub \
-  learner/offline learner/policy learner/recompute learner/recovery learner/simulator learner/training \
-  learner/weights actor/rollout/test_hubs.py actor/rollout/test_templates_of_models.py \
-  common/config/test_load.py common/config/test_run_cli.py common/store/test_run_start.py \
-  common/wire/test_messages.py common/wire/test_security.py \
-  learner/scheduler/episodes/test_leases_speed.py learner/scheduler/test_properties.py \
-  learner/scheduler/test_properties_learner.py
+HEAVY = end_to_end benchmarks docs actor/agents actor/engine actor/formats actor/play \
+  common/checks common/config/live common/dashboard common/evaluation common/exchange common/host \
+  common/join common/launch common/stall common/store/copies common/wire/transfer envhub \
+  learner/offline learner/policy learner/recompute learner/recovery learner/simulator \
+  learner/training learner/weights actor/rollout/test_hubs.py \
+  actor/rollout/test_templates_of_models.py common/config/test_curriculum.py \
+  common/config/test_knobs.py common/config/test_load.py common/config/test_run_cli.py \
+  common/formats/test_own_template.py common/store/test_run_start.py common/test_quick_exit.py \
+  common/wire/test_codec.py common/wire/test_hostile_peers.py common/wire/test_messages.py \
+  common/wire/test_rendezvous.py common/wire/test_security.py common/wire/test_sockets.py \
+  learner/scheduler/curriculum/test_distance.py learner/scheduler/episodes/test_leases_speed.py \
+  learner/scheduler/test_event_log.py learner/scheduler/test_live_config.py \
+  learner/scheduler/test_properties.py learner/scheduler/test_properties_learner.py
 
 test-fast: $(STAMP)
-	@$(PYTEST) $(call AT_ONCE,1) $(HEAVY:%=--ignore tests/%) -m "not slow and not gpu" $(ARGS)
+	@$(PYTEST) $(call AT_ONCE,0) $(HEAVY:%=--ignore tests/%) -m "not slow and not gpu" $(ARGS)
 
 # Studies, fault campaigns, soaks and tests of many web pages, which run every night.
 # Tests of seconds run last and alone, with their exact bounds; `make test` has generous ones.

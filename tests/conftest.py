@@ -40,6 +40,7 @@ FIRST = (
     "tests/common/checks/test_presets.py",
     "tests/learner/training/test_",
     "tests/envhub/envs/test_miniwob",
+    "tests/test_",
 )
 # Files whose tests share one costly import or process, by the begin of their path. One worker runs
 # all of them.

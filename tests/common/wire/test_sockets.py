@@ -170,7 +170,7 @@ def test_router_listens_on_ipv6_addresses(keys: RunKeys) -> None:
     router.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_router_hears_a_thousand_simultaneous_peers(router: Router, keys: RunKeys) -> None:
     num, context = 1_000, zmq.Context()
     context.set(zmq.MAX_SOCKETS, 2 * num)

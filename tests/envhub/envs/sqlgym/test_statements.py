@@ -164,7 +164,7 @@ def test_endless_statements_do_not_delay_other_sessions(spec):
         assert [future.result().reward for future in slow] == [0.0, 0.0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_many_hostile_statements_do_not_affect_other_sessions():
     spec = make_spec(edited(EnvsSection(), {"sqlgym.query_timeout_s": 0.05}))
     hostile = [
