@@ -37,14 +37,18 @@ def transfer(sender: WeightGroup, receiver: WeightGroup, offer: WeightsOffer, va
     """Send eight bytes of `value` in the offered group; return what came."""
     slots = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
     came = torch.zeros(8, dtype=torch.uint8)
-    engine = threading.Thread(target=receiver.receive, args=(came, CPU, replace(offer, rank=1)))
+    has_failed = threading.Event()  # The receiver may end long before the sender sees its own end.
+
+    def receive() -> None:
+        try:
+            receiver.receive(came, CPU, replace(offer, rank=1))
+        except BaseException:
+            has_failed.set()
+            raise
+
+    engine = threading.Thread(target=receive)
     engine.start()
-    sender.send(
-        slots,
-        lambda start, part: part.fill_(value),
-        offer,
-        is_cancelled=lambda: not engine.is_alive(),
-    )
+    sender.send(slots, lambda start, part: part.fill_(value), offer, is_cancelled=has_failed.is_set)
     engine.join(TIMEOUT_S)
     assert came.tolist() == [came[0].item()] * 8
     return int(came[0].item())
