@@ -89,7 +89,8 @@ def check_broadcast(table: BenchTable, size: TransferVolume) -> None:
     source = LiveWeights([("weights", weights)], torch.bfloat16)
     cut = BucketLayout(source.total_bytes, size.bucket_bytes)
     plan = ["ours", "raw"] * (size.num_rounds + 1)
-    sent = send_rounds(source, cut, plan, route=TransferSetup(num_receivers=size.num_receivers))
+    route = TransferSetup(num_receivers=size.num_receivers)
+    sent = send_rounds(source, cut, plan, route=route, watches_memory=True)
     speeds = {kind: cut.total_bytes / 1e9 / median(each[1:]) for kind, each in sent.took_s.items()}
     table.compare(
         f"weights: {cut.total_bytes / 1e9:.2f} GB to {size.num_receivers}, cast and checked",
