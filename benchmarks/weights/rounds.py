@@ -105,8 +105,8 @@ def send_rounds(
 ) -> Sent:
     """Send a verified version, or the same bytes by one broadcast, as the plan says.
 
-    The first round of each kind allocates the memory. To watch the memory returns free memory to
-    the system before each round, and makes the rounds slower.
+    The first round of each kind allocates the memory. `watches_memory` returns free memory to the
+    system before each round, which makes the rounds slower.
 
     Raises: WeightSyncError: the data was damaged or did not arrive.
     """
