@@ -23,7 +23,7 @@ run: $(STAMP)
 
 test: $(STAMP) system
 ifeq ($(ARGS),)
-	@$(PYTEST) $(call AT_ONCE,2) -m "not long"
+	@$(PYTEST) $(call AT_ONCE,1) -m "not long"
 else
 	@$(PYTEST) $(ARGS)
 endif
