@@ -7,8 +7,15 @@ from statistics import median
 
 import torch
 
-from benchmarks.learner.batch import MODELS, QUICKSTART, make_batch, make_random_model
-from benchmarks.learner.step import make_trainer
+from benchmarks.learner.batch import (
+    MAX_LAG,
+    MODELS,
+    QUICKSTART,
+    make_batch,
+    make_random_model,
+    with_sampler_logprobs,
+)
+from benchmarks.learner.step import STILL, make_trainer
 from benchmarks.table import BenchTable
 from benchmarks.weights.receiver import TIMEOUT_S
 from benchmarks.weights.rounds import (
@@ -115,11 +122,12 @@ def check_step(table: BenchTable, *, num_rounds: int) -> None:
     """Time training steps with and without a concurrent transfer to one receiver, in turn."""
     model = make_random_model(MODELS["larger"], device=CPU)
     weights_lock = WeightsLock(timeout_s=TIMEOUT_S)
-    cfg = LearnerSection(precision=Precision.FP32)
+    cfg = LearnerSection(precision=Precision.FP32, lr=STILL)  # All steps see the same ratios.
     trainer = make_trainer(
         cfg, AlgorithmSection(), model, engine_dtype="bfloat16", before_update=weights_lock.close
     )
     samples = make_batch(QUICKSTART, vocab_size=model.config.vocab_size, seed=table.seed)
+    samples = with_sampler_logprobs(samples, trainer, seed=table.seed)
     source = trainer.live_weights()
     cut = BucketLayout(source.total_bytes, max(16, source.total_bytes // 64 * 16))
     slots = make_slots(cut, CPU)
@@ -142,7 +150,7 @@ def check_step(table: BenchTable, *, num_rounds: int) -> None:
                 weights_lock.open()
                 weights_lock.enter()
                 sending.start()
-            trainer.train_on(samples, version=number)
+            trainer.train_on(samples, version=MAX_LAG, must_train=True)
             took_s[travels].append(time.perf_counter() - started)
             if travels:
                 sending.join(TIMEOUT_S)
