@@ -1,6 +1,6 @@
 """Assignment of this machine's GPUs to the roles of a run, before any role starts."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from common.checks.machine import Gpu
@@ -86,26 +86,19 @@ def _engines_text(cfg: RunConfig) -> str:
     return f"actor.num_actors={cfg.actor.num_processes}{each}"
 
 
-def used_gpus(
-    assignment: GpuAssignment | None, found: Sequence[Gpu], visible: Iterable[str] = ()
-) -> set[int]:
-    """Return the numbers of the GPUs that learner, actors and other processes use.
-
-    Args:
-        found: the GPUs of this machine.
-        visible: CUDA_VISIBLE_DEVICES of the other processes.
-    """
-    used: set[int] = set()
-    if assignment is not None:
-        used |= {*assignment.learner, *(gpu for own in assignment.actors for gpu in own)}
-    names = {uuid for each in visible for uuid in each.split(",")}
-    return used | {number for number, gpu in enumerate(found) if gpu.uuid in names}
+def used_gpus(assignment: GpuAssignment | None) -> set[int]:
+    """Return the numbers of the GPUs that learner and actors use."""
+    if assignment is None:
+        return set()
+    return {*assignment.learner, *(gpu for own in assignment.actors for gpu in own)}
 
 
 def engine_gpus(
     given: Sequence[object], used: Collection[int], num_gpus: int, *, section: str, path: str
 ) -> list[int]:
     """Return the GPUs of a further engine: the given ones, or the first that no role uses.
+
+    Without GPUs the list is empty.
 
     Args:
         given: value of the key `gpus` of the engine's section; [] if it is not set.
@@ -114,6 +107,8 @@ def engine_gpus(
 
     Raises: ConfigError: a number is wrong, or all GPUs are in use.
     """
+    if not num_gpus:
+        return []
     numbers = [each for each in given if type(each) is int and 0 <= each < num_gpus]
     if len(numbers) < len(given):
         shown = f"{section}.gpus={[*given]}"

@@ -22,7 +22,8 @@ from common.checks.memory_parts import (
     times,
 )
 from common.checks.model_shape import ModelShape, read_shape
-from common.checks.teacher import teacher_gpus, teacher_parts
+from common.checks.served.allocation import served_engines
+from common.checks.served.engine import ServedEngine
 from common.config.compute import Moments, Offload, OptimizerKind
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
@@ -192,10 +193,10 @@ def plan_here(cfg: RunConfig, root: Path) -> list[MemoryBudget]:
     shape = read_shape(root / cfg.model.path)
     found = gpus()
     if is_elsewhere(cfg):
-        return _with_teacher(cfg, root, plan_named(cfg, shape), _named_gpus(cfg))
+        return _with_served(cfg, root, plan_named(cfg, shape), _named_gpus(cfg))
     try:
         places = make_plan(cfg, shape, on=found, host_bytes=memory_bytes()[0])
-        return _with_teacher(cfg, root, places, found)
+        return _with_served(cfg, root, places, found)
     except ConfigError as error:
         if not cfg.machine.num_gpus:
             raise
@@ -226,33 +227,38 @@ def _named_gpus(cfg: RunConfig) -> tuple[Gpu, ...]:
     return (gpu,) * (machine.num_nodes * machine.num_gpus)
 
 
-def _with_teacher(
-    cfg: RunConfig, root: Path, places: list[MemoryBudget], on: Sequence[Gpu]
+def _with_served(
+    cfg: RunConfig, root: Path, places: Sequence[MemoryBudget], on: Sequence[Gpu]
 ) -> list[MemoryBudget]:
-    """Return the plan with the engine of `algorithm.teacher.path` on its GPUs, or on the host.
+    """Return the plan with the engines of judges, teacher and opponents on the first node.
 
-    Raises: ConfigError: no GPU is free for it.
+    Raises: ConfigError: no GPU is free for one.
     """
-    teacher = cfg.algorithm.teacher
-    if not teacher.path:
-        return places
-    if not on:
-        *others, host = places
-        return [*others, replace(host, parts=[*host.parts, *teacher_parts(cfg, root, None)])]
-    assignment = assign_gpus(cfg, num_gpus=len(on))
-    used = {*assignment.learner, *(gpu for own in assignment.actors for gpu in own)}
-    per_node = len(on) // cfg.machine.num_nodes if is_elsewhere(cfg) else len(on)
+    assignment = assign_gpus(cfg, num_gpus=len(on)) if on else None
+    num_gpus = len(on) // cfg.machine.num_nodes if is_elsewhere(cfg) else len(on)
     found = list(places)
-    for number in teacher_gpus(teacher, used, per_node):
-        parts = teacher_parts(cfg, root, on[number])
-        names = [place.name.partition(" (")[0].rpartition(", ")[2] for place in found]
-        if f"gpu {number}" in names:
-            at = names.index(f"gpu {number}")
-            found[at] = replace(found[at], parts=[*found[at].parts, *parts])
-            continue
-        label = f"gpu {number}" + (f" ({on[number].name})" if on[number].name else "")
-        remedy = "choose a smaller teacher, or lower algorithm.teacher.serve's gpu_memory_frac"
-        found.insert(len(found) - 1, MemoryBudget(label, parts, on[number].memory_bytes, remedy))
+    for engine in served_engines(cfg, root=root, assignment=assignment, num_gpus=num_gpus):
+        if not engine.gpus:
+            *others, host = found
+            found = [*others, replace(host, parts=[*host.parts, *engine.parts(None)])]
+        for number in engine.gpus:
+            found = _with_engine(found, engine, number, on[number])
+    return found
+
+
+def _with_engine(
+    places: Sequence[MemoryBudget], engine: ServedEngine, number: int, gpu: Gpu
+) -> list[MemoryBudget]:
+    """Return the plan with an engine on one GPU of the first node."""
+    parts = engine.parts(gpu)
+    found = list(places)
+    for at, place in enumerate(found):
+        if place.name.partition(" (")[0].rpartition(", ")[2] == f"gpu {number}":
+            found[at] = replace(place, parts=[*place.parts, *parts])
+            return found
+    label = f"gpu {number}" + (f" ({gpu.name})" if gpu.name else "")
+    remedy = f"choose a smaller model, or lower actor.gpu_memory_frac in {engine.section}.serve"
+    found.insert(len(found) - 1, MemoryBudget(label, parts, gpu.memory_bytes, remedy))
     return found
 
 

@@ -16,7 +16,7 @@ from common.checks.machine import GIB, check_compiler, gpus, has_cuda
 from common.checks.memory_plan import check_memory, is_elsewhere, plan_here
 from common.checks.model_kind import check_engine_equal, check_kind
 from common.checks.model_shape import ModelShape, check_heads, check_weights, read_shape
-from common.checks.teacher import check_teacher
+from common.checks.served.teacher import check_teacher
 from common.checks.trainable import check_trainable
 from common.config.compute import Offload
 from common.config.load import list_configs

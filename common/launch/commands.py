@@ -45,33 +45,26 @@ def train(
     """Start all roles and wait for the end of the run; return the exit code."""
     from common.checks.machine import gpus
     from common.checks.preflight import check_devices
+    from common.checks.served.allocation import served_engines
     from common.config.live.record import with_changes
-    from common.launch.judges.opponents import make_opponent_specs, with_opponents
-    from common.launch.judges.specs import make_judge_specs, with_judges
     from common.launch.lock import hold_run
     from common.launch.roles import make_role_specs
+    from common.launch.served import make_engine_specs, with_engines
     from common.launch.supervise import supervise
-    from common.launch.teacher import make_teacher_specs, with_teacher_role
     from common.store.run_start import dated, keep_tokenizer, prepare
     from common.wire.security import create_keys
 
     is_here = cfg.launcher is Launcher.LOCAL
     assignment = check_devices(cfg) if is_here else None
     found = gpus() if is_here else ()
-    judges = make_judge_specs(cfg, run_dir, root=root, assignment=assignment, found=found)
-    teacher = make_teacher_specs(
-        cfg, run_dir, root=root, assignment=assignment, found=found, judges=judges
-    )
-    opponents = make_opponent_specs(
-        cfg, run_dir, root=root, assignment=assignment, found=found, engines=(*judges, *teacher)
-    )
+    served = served_engines(cfg, root=root, assignment=assignment, num_gpus=len(found))
+    engines = make_engine_specs(cfg, run_dir, served, root=root, found=found)
     started = time.monotonic()
     with hold_run(run_dir.root, name=cfg.run.name), start_roles(cfg, run_dir) as starter:
         cfg = reachable_at(cfg, starter.host)
         prepare(cfg, run_dir)
         cfg = with_changes(cfg, run_dir, now_s=time.time())
         cfg = dated(cfg, run_dir, is_kept=True)
-        engines = (*judges, *teacher, *opponents)
         for role in ("envhub", "scheduler", *(each.name for each in engines)):
             run_dir.forget_address(role)
         create_keys(run_dir.keys)
@@ -88,8 +81,7 @@ def train(
             assignment=assignment,
             found=found,
         )
-        specs = with_teacher_role(with_judges(specs, judges), teacher)
-        specs = with_opponents(specs, opponents, run_dir)
+        specs = with_engines(specs, engines, run_dir)
         ending, peak_bytes = supervise(cfg, run_dir, specs, starter, observer=observer)
     if 0 < ending.exit_code <= 128:  # No signal ended the run.
         print(f"error: {ending.reason}", file=sys.stderr)

@@ -6,15 +6,15 @@ from collections.abc import Generator, Sequence
 from functools import partial
 from pathlib import Path
 
-from common.checks.gpu_placement import GpuAssignment
 from common.checks.machine import gpus
+from common.checks.served.judges import judge_engines, own_judges
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, EnvError
 from common.launch.base import EXIT_CONFIG_ERROR, RoleSpec
 from common.launch.guardian import Guardian
-from common.launch.judges.specs import make_judge_specs, own_judges, with_judges
 from common.launch.process import ChildFailed, ChildProcess
 from common.launch.roles import make_role_specs
+from common.launch.served import make_engine_specs, with_engines
 from common.store.run_dir import RunDir
 from common.store.run_start import save_config
 from common.wire.security import create_keys
@@ -39,12 +39,13 @@ def serve_hub(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> Generator[tuple
     if cfg.envhub.url:
         yield cfg.envhub.url, cfg.envhub.token or token
         return
-    gpus_of_engine = tuple(range(cfg.actor.tensor_parallel_size))
-    assignment = GpuAssignment(learner=(), actors=(gpus_of_engine,))
     found = gpus() if own_judges(cfg) else ()
-    judges = make_judge_specs(cfg, run_dir, root=root, assignment=assignment, found=found)
+    used = range(cfg.actor.tensor_parallel_size)
+    judges = judge_engines(cfg, root=root, used=used, num_gpus=len(found))
+    engines = make_engine_specs(cfg, run_dir, judges, root=root, found=found)
     hub = make_role_specs(cfg.run, run_dir, root=root, num_actors=0, has_hub=True)[0]
-    with serve_roles(with_judges([hub], judges), run_dir, timeout_s=cfg.actor.start_timeout_s):
+    roles = with_engines([hub], engines, run_dir)
+    with serve_roles(roles, run_dir, timeout_s=cfg.actor.start_timeout_s):
         yield run_dir.find_address("envhub") or "", token
 
 

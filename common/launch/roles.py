@@ -1,16 +1,13 @@
 """The processes of a run on one machine."""
 
 import logging
-import secrets
 import sys
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
-from common.checks.fitting import merged_overrides
 from common.checks.gpu_placement import GpuAssignment, visible_to
 from common.checks.machine import Gpu
-from common.config.run_config import RunConfig, RunSection
+from common.config.run_config import RunSection
 from common.launch.base import RoleSpec
 from common.store.run_dir import RunDir
 from common.wire.security import rank_node
@@ -24,7 +21,6 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 # The learner and the actors stop first.
 SECOND_TO_STOP = 1
 LAST_TO_STOP = 2
-ENGINE_CONFIG = "quickstart"  # The configuration below the overrides of a served model.
 
 
 def actor_name(number: int) -> str:
@@ -84,60 +80,6 @@ def make_role_specs(
             for name in nodes
         ),
         *(spec("actor", name, f"actor.name={name}", quiet_exit_grace_s=30.0) for name in actors),
-    ]
-
-
-def make_engine_spec(
-    cfg: RunConfig,
-    run_dir: RunDir,
-    role: str,
-    *,
-    root: Path,
-    overrides: Sequence[str],
-    key_variable: str,
-    gpus: Sequence[Gpu],
-) -> RoleSpec:
-    """Return a role that serves a model to other roles of the run.
-
-    Args:
-        overrides: settings of the engine with its model; later ones replace earlier ones.
-        key_variable: environment variable with the key of the endpoint.
-        gpus: the GPUs of the engine. Without GPUs it gets one thread.
-    """
-    words = [
-        *overrides,
-        f"run.dir={cfg.run.dir}",
-        f"run.name={cfg.run.name}",
-        f"log.level={cfg.log.level}",
-        f"policy.role={role}",
-        f"policy.api_key_env={key_variable}",
-        "policy.port=0",
-    ]
-    program = (sys.executable, str(root / "run.py"), "serve", "--config", ENGINE_CONFIG)
-    visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpu.uuid for gpu in gpus)}
-    return RoleSpec(
-        name=role,
-        argv=(*program, *merged_overrides(words)),
-        log_path=run_dir.logs / f"{role}.log",
-        env=visible if gpus else dict(ONE_THREAD),
-        stop_rank=LAST_TO_STOP,
-    )
-
-
-def with_engines(
-    specs: Sequence[RoleSpec], engines: Sequence[RoleSpec], *, variable: str, users: Collection[str]
-) -> list[RoleSpec]:
-    """Return the roles of a run with its served models first.
-
-    The engines and their users share a new key in an environment variable.
-    """
-    if not engines:
-        return [*specs]
-    key = {variable: secrets.token_urlsafe(24)}
-    own = [each for each in specs if each.name in users]
-    return [
-        replace(each, env=each.env | key) if each in own or each in engines else each
-        for each in (*engines, *specs)
     ]
 
 

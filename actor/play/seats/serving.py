@@ -5,12 +5,12 @@ import os
 from collections.abc import Generator
 from pathlib import Path
 
-from common.checks.gpu_placement import GpuAssignment
 from common.checks.machine import gpus
+from common.checks.preflight import check_model
+from common.checks.served.opponents import opponent_engines
 from common.config.run_config import RunConfig
-from common.config.seats.engines import KEY_VARIABLE, RUN_VARIABLE
 from common.launch.hub import serve_roles
-from common.launch.judges.opponents import make_opponent_specs, with_opponents
+from common.launch.served import make_engine_specs, shared_variables
 from common.store.run_dir import RunDir
 
 
@@ -25,17 +25,13 @@ def serve_opponents(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> Generator
     if not cfg.actor.seats.folders(in_training=False):
         yield
         return
-    own = tuple(range(cfg.actor.tensor_parallel_size)) if not cfg.policy.url else ()
-    specs = make_opponent_specs(
-        cfg,
-        run_dir,
-        root=root,
-        in_training=False,
-        assignment=GpuAssignment(learner=(), actors=(own,)),
-        found=gpus(),
-    )
-    roles = with_opponents([], specs, run_dir)
-    shared = {name: roles[0].env[name] for name in (KEY_VARIABLE, RUN_VARIABLE)}
+    found = gpus()
+    for path in cfg.actor.seats.folders(in_training=False):
+        check_model(path, root, key="actor.seats.eval_opponents")
+    used = range(cfg.actor.tensor_parallel_size) if not cfg.policy.url else ()
+    engines = opponent_engines(cfg, root=root, used=used, num_gpus=len(found), in_training=False)
+    roles = make_engine_specs(cfg, run_dir, engines, root=root, found=found)
+    shared = shared_variables(roles, run_dir)
     os.environ.update(shared)
     try:
         with serve_roles(roles, run_dir, timeout_s=cfg.actor.start_timeout_s):

@@ -9,9 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from common.checks.served.judges import find_model
 from common.errors import ConfigError
 from common.http.model_endpoint import Refused, RequestCost, Unanswered, key_from
-from common.launch.judges.specs import find_model
 from common.store.run_dir import RunDir
 from common.text import counted
 from envhub.env import EnvFailure, ServiceDown

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, cast
 from urllib.parse import urlsplit
 
+from common.checks.served.judges import KEY_VARIABLE, ROLE_KEYS, find_model, role_name
 from common.errors import ConfigError
-from common.launch.judges.specs import KEY_VARIABLE, ROLE_KEYS, find_model, role_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

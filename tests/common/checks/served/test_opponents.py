@@ -1,13 +1,16 @@
 """Laws of the roles that serve the opponents of a run."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common.checks.gpu_placement import GpuAssignment
+from actor.play.seats.serving import serve_opponents
+from common.checks.gpu_placement import GpuAssignment, used_gpus
 from common.checks.machine import Gpu
+from common.checks.served.opponents import opponent_engines
 from common.config.compute import ShardPlace
 from common.config.load import load_config
 from common.config.run_config import Launcher, RunConfig
@@ -15,8 +18,8 @@ from common.config.seats.engines import KEY_VARIABLE, RUN_VARIABLE
 from common.config.seats.options import SeatsOptions
 from common.errors import ConfigError
 from common.launch.base import RoleSpec
-from common.launch.judges.opponents import make_opponent_specs, with_opponents
 from common.launch.roles import make_role_specs
+from common.launch.served import make_engine_specs, with_engines
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 
@@ -25,14 +28,25 @@ OTHER = "configs/policies/tiny-expert"
 GPUS = [Gpu(uuid=f"GPU-{n}", name="x", memory_bytes=80 << 30) for n in range(4)]
 PLACED = GpuAssignment(learner=(0,), actors=((1,),))
 BASE = load_config("smoke", [], root=ROOT)
+RUN_DIR = RunDir(root=ROOT / "runs" / "x")
 
 
 def config_of(**seats: Any) -> RunConfig:
     return replace(BASE, actor=replace(BASE.actor, seats=SeatsOptions(**seats)))
 
 
-def specs_of(cfg: RunConfig, **placed: Any) -> list[RoleSpec]:
-    return make_opponent_specs(cfg, RunDir(root=ROOT / "runs" / "x"), root=ROOT, **placed)
+def specs_of(
+    cfg: RunConfig,
+    *,
+    assignment: GpuAssignment | None = None,
+    found: Sequence[Gpu] = (),
+    in_training: bool = True,
+) -> list[RoleSpec]:
+    used = used_gpus(assignment)
+    engines = opponent_engines(
+        cfg, root=ROOT, used=used, num_gpus=len(found), in_training=in_training
+    )
+    return make_engine_specs(cfg, RUN_DIR, engines, root=ROOT, found=found)
 
 
 def test_model_folder_among_the_opponents_is_a_role() -> None:
@@ -80,7 +94,7 @@ def test_only_actors_and_opponents_receive_the_key(tmp_path: Path) -> None:
     cfg = config_of(opponents=[FOLDER])
     run_dir = RunDir(root=tmp_path)
     roles = make_role_specs(cfg.run, run_dir, root=ROOT, num_actors=2, has_hub=True)
-    every = {each.name: each for each in with_opponents(roles, specs_of(cfg), run_dir)}
+    every = {each.name: each for each in with_engines(roles, specs_of(cfg), run_dir)}
     assert next(iter(every)) == "opponent-0"
     keys = {name: each.env.get(KEY_VARIABLE) for name, each in every.items()}
     assert keys["opponent-0"] == keys["actor-0"] == keys["actor-1"]
@@ -88,7 +102,7 @@ def test_only_actors_and_opponents_receive_the_key(tmp_path: Path) -> None:
     assert keys["envhub"] is keys["scheduler"] is keys["learner"] is None
     assert every["actor-1"].env[RUN_VARIABLE] == str(tmp_path)
     assert all((keys["actor-0"] or "") not in w for each in every.values() for w in each.argv)
-    assert with_opponents(roles, [], run_dir) == roles
+    assert with_engines(roles, [], run_dir) == roles
 
 
 def test_engines_of_opponents_get_free_gpus() -> None:
@@ -110,6 +124,10 @@ def test_engines_of_opponents_need_the_local_launcher() -> None:
         specs_of(cfg)
 
 
-def test_missing_folder_of_an_opponent_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"actor\.seats\.opponents=no/such: no such directory"):
-        specs_of(config_of(opponents=["no/such"]))
+def test_missing_folder_of_an_opponent_is_named(tmp_path: Path) -> None:
+    cfg = config_of(eval_opponents=["no/such"])
+    with (
+        pytest.raises(ConfigError, match=r"seats\.eval_opponents=no/such: no such directory"),
+        serve_opponents(cfg, RunDir(root=tmp_path), root=ROOT),
+    ):
+        pass

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from common.checks.machine import GIB, Gpu
-from common.checks.memory_plan import MemoryBudget, _with_teacher
-from common.checks.teacher import check_teacher, teacher_parts
+from common.checks.served.teacher import check_teacher
 from common.config.load import load_config
 from common.config.run_config import Launcher, RunConfig
 from common.errors import ConfigError
@@ -23,10 +21,6 @@ def config_of(**changes: Any) -> RunConfig:
     """Return the preset with other keys of `algorithm.teacher`."""
     teacher = replace(BASE.algorithm.teacher, **changes)
     return replace(BASE, algorithm=replace(BASE.algorithm, teacher=teacher))
-
-
-def on_gpu(cfg: RunConfig) -> RunConfig:
-    return replace(cfg, learner=replace(cfg.learner, device="auto"))
 
 
 def test_teacher_of_the_same_vocabulary_is_accepted() -> None:
@@ -75,26 +69,3 @@ def test_impossible_teacher_is_refused(cfg: RunConfig, reason: str) -> None:
 def test_contradicting_keys_are_refused(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         config_of(**changes)
-
-
-def test_memory_plan_counts_the_engine_of_the_teacher() -> None:
-    cfg = config_of()
-    labels = [part.label for part in teacher_parts(cfg, ROOT, None)]
-    assert labels == ["teacher weights", "teacher KV cache", "teacher programs"]
-    assert teacher_parts(cfg, ROOT, None)[1].num_bytes == 1 * GIB
-    host = MemoryBudget("host", [], 0, "")
-    (planned,) = _with_teacher(cfg, ROOT, [host], ())
-    assert planned.total_bytes > 3 * GIB
-
-
-def test_teacher_on_a_gpu_of_its_own_has_an_entry() -> None:
-    cfg = on_gpu(config_of())
-    gpus = tuple(Gpu(uuid=f"{n}", name="", memory_bytes=80 * GIB) for n in range(3))
-    names = ("gpu 0", "gpu 1", "host")
-    places = [MemoryBudget(name, [], 80 * GIB, "") for name in names]
-    planned = _with_teacher(cfg, ROOT, places, gpus)
-    assert [each.name for each in planned] == ["gpu 0", "gpu 1", "gpu 2", "host"]
-    assert planned[2].total_bytes == pytest.approx(0.85 * 80 * GIB, abs=2)
-    shared = on_gpu(config_of(gpus=[1]))
-    planned = _with_teacher(shared, ROOT, places, gpus)
-    assert [len(each.parts) for each in planned] == [0, 2, 0]

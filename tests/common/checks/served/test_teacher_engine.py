@@ -1,13 +1,15 @@
 """Laws of the role that serves the teacher of a run."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common.checks.gpu_placement import GpuAssignment
+from common.checks.gpu_placement import GpuAssignment, used_gpus
 from common.checks.machine import Gpu
+from common.checks.served.teacher import teacher_engines
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.config.teaching.engine import KEY_VARIABLE
@@ -15,7 +17,7 @@ from common.config.teaching.teacher import TeacherForm
 from common.errors import ConfigError
 from common.launch.base import RoleSpec
 from common.launch.roles import make_role_specs
-from common.launch.teacher import make_teacher_specs, with_teacher_role
+from common.launch.served import make_engine_specs, with_engines
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 
@@ -24,6 +26,7 @@ PLACED = GpuAssignment(learner=(0,), actors=((1,),))
 
 
 BASE = load_config("teacher", [], root=ROOT)
+RUN_DIR = RunDir(root=ROOT / "runs" / "x")
 
 
 def config_of(**changes: Any) -> RunConfig:
@@ -32,8 +35,16 @@ def config_of(**changes: Any) -> RunConfig:
     return replace(BASE, algorithm=replace(BASE.algorithm, teacher=teacher))
 
 
-def specs_of(cfg: RunConfig, **placed: Any) -> list[RoleSpec]:
-    return make_teacher_specs(cfg, RunDir(root=ROOT / "runs" / "x"), root=ROOT, **placed)
+def specs_of(
+    cfg: RunConfig,
+    *,
+    assignment: GpuAssignment | None = None,
+    found: Sequence[Gpu] = (),
+    judges: Sequence[int] = (),
+) -> list[RoleSpec]:
+    used = {*used_gpus(assignment), *judges}
+    engines = teacher_engines(cfg, root=ROOT, used=used, num_gpus=len(found))
+    return make_engine_specs(cfg, RUN_DIR, engines, root=ROOT, found=found)
 
 
 def test_teacher_with_a_path_is_a_role_of_the_run() -> None:
@@ -63,7 +74,7 @@ def test_teacher_with_an_address_starts_no_role() -> None:
 def test_only_learner_and_teacher_receive_the_key(tmp_path: Path) -> None:
     cfg = config_of()
     roles = make_role_specs(cfg.run, RunDir(root=tmp_path), root=ROOT, num_actors=1, has_hub=True)
-    every = with_teacher_role(roles, specs_of(cfg))
+    every = with_engines(roles, specs_of(cfg), RUN_DIR)
     assert [each.name for each in every] == [
         *("teacher", "envhub", "scheduler", "learner", "actor-0")
     ]
@@ -74,15 +85,12 @@ def test_only_learner_and_teacher_receive_the_key(tmp_path: Path) -> None:
 
 def test_teacher_gets_the_first_gpu_that_no_role_uses() -> None:
     (spec,) = specs_of(config_of(), assignment=PLACED, found=GPUS)
-    assert spec.env == {"CUDA_VISIBLE_DEVICES": "GPU-2"}
-    judge = RoleSpec(
-        name="judge-a", argv=(), log_path=Path("x"), env={"CUDA_VISIBLE_DEVICES": "GPU-2"}
-    )
+    assert spec.env["CUDA_VISIBLE_DEVICES"] == "GPU-2"
     with pytest.raises(ConfigError, match="use all 3 GPUs"):
-        specs_of(config_of(), assignment=PLACED, found=GPUS, judges=[judge])
+        specs_of(config_of(), assignment=PLACED, found=GPUS, judges=[2])
     shared = config_of(gpus=[0, 2])
-    (spec,) = specs_of(shared, assignment=PLACED, found=GPUS, judges=[judge])
-    assert spec.env == {"CUDA_VISIBLE_DEVICES": "GPU-0,GPU-2"}
+    (spec,) = specs_of(shared, assignment=PLACED, found=GPUS, judges=[2])
+    assert spec.env["CUDA_VISIBLE_DEVICES"] == "GPU-0,GPU-2"
     assert "actor.tensor_parallel_size=2" in spec.argv
     with pytest.raises(ConfigError, match=r"gpus=\[3\]: expects numbers of GPUs from 0 to 2"):
         specs_of(config_of(gpus=[3]), assignment=PLACED, found=GPUS)

@@ -1,43 +1,33 @@
-"""Engines of opponents as roles of a run: model folders in `actor.seats`, and past versions."""
+"""Engines of opponents: model folders in `actor.seats`, and past versions of the policy."""
 
-import secrets
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from common.checks.fitting import fitting_overrides
-from common.checks.gpu_placement import GpuAssignment, used_gpus
-from common.checks.machine import Gpu
 from common.checks.model_shape import read_shape
-from common.checks.preflight import check_model
+from common.checks.served.engine import ServedEngine
 from common.config.compute import ShardPlace
 from common.config.run_config import Launcher, RunConfig
-from common.config.seats.engines import KEY_VARIABLE, RUN_VARIABLE, opponent_role, past_role
+from common.config.seats.engines import KEY_VARIABLE, opponent_role, past_role
 from common.config.seats.options import PAST
 from common.errors import ConfigError
-from common.launch.base import RoleSpec
-from common.launch.roles import make_engine_spec
-from common.store.run_dir import RunDir
 
 
-def make_opponent_specs(
+def opponent_engines(
     cfg: RunConfig,
-    run_dir: RunDir,
     *,
     root: Path,
+    used: Collection[int] = (),
+    num_gpus: int = 0,
     in_training: bool = True,
-    assignment: GpuAssignment | None = None,
-    found: Sequence[Gpu] = (),
-    engines: Sequence[RoleSpec] = (),
-) -> list[RoleSpec]:
-    """Return the roles that serve the opponents of a run with engines of their own.
+) -> list[ServedEngine]:
+    """Return the engines of a run's opponents.
 
     Args:
         root: the folder of `run.py`.
+        used: numbers of the GPUs that other roles use.
+        num_gpus: number of this machine's GPUs.
         in_training: whether the opponents of training play, too.
-        assignment: GPUs of learner and actors.
-        found: the GPUs of this machine.
-        engines: other roles with GPUs of their own.
 
     Raises: ConfigError: no model at a folder, no free GPU, or the launcher cannot start engines.
     """
@@ -57,35 +47,32 @@ def make_opponent_specs(
             f"actor.seats.opponents={seats.opponents}: engines of opponents need launcher=local."
             " Start one with `python run.py serve`, and use the opponent url with actor.seats.url"
         )
-    visible = [each.env.get("CUDA_VISIBLE_DEVICES", "") for each in engines]
-    used = used_gpus(assignment, found, visible)
-    places = _gpus(cfg, [i for i in range(len(found)) if i not in used], len(found), len(served))
-    specs: list[RoleSpec] = []
+    places = _gpus(seats.gpus, used, num_gpus, len(served))
+    engines: list[ServedEngine] = []
     for number, (role, (path, *more)) in enumerate(served.items()):
-        check_model(path, root, key="actor.seats.opponents")
-        overrides = [*_engine_overrides(cfg, (root / path).resolve()), *more, *seats.serve]
-        specs.append(
-            make_engine_spec(
-                cfg,
-                run_dir,
-                role,
-                root=root,
-                overrides=overrides,
+        folder = (root / path).resolve()
+        engines.append(
+            ServedEngine(
+                role=role,
+                folder=folder,
+                settings=(*_settings(cfg, folder), *more, *seats.serve),
+                section="actor.seats",
                 key_variable=KEY_VARIABLE,
-                gpus=[found[places[number]]] if found else [],
+                gpus=(places[number],) if places else (),
             )
         )
-    return specs
+    return engines
 
 
-def _gpus(cfg: RunConfig, free: Sequence[int], num_gpus: int, num_engines: int) -> Sequence[int]:
+def _gpus(
+    given: Sequence[int], used: Collection[int], num_gpus: int, num_engines: int
+) -> Sequence[int]:
     """Return the GPUs of the engines; [] on a machine without GPUs. Raises: ConfigError."""
-    given = cfg.actor.seats.gpus
     if not num_gpus:
         return []
     if wrong := [number for number in given if number >= num_gpus]:
         raise ConfigError(f"actor.seats.gpus={given}: this machine has no GPU {wrong[0]}")
-    numbers = given or free
+    numbers = given or [i for i in range(num_gpus) if i not in used]
     if len(numbers) < num_engines:
         raise ConfigError(
             f"actor.seats.gpus={given}: {num_engines} engines of opponents need a GPU each, but"
@@ -95,30 +82,11 @@ def _gpus(cfg: RunConfig, free: Sequence[int], num_gpus: int, num_engines: int) 
     return numbers
 
 
-def _engine_overrides(cfg: RunConfig, folder: Path) -> list[str]:
+def _settings(cfg: RunConfig, folder: Path) -> list[str]:
     """Return the settings of an opponent's engine: the model's precision, the run's lengths."""
     fitting = fitting_overrides(read_shape(folder))
     return [
-        f"model.path={folder}",
         *(each for each in fitting if not each.startswith("actor.max_")),
         f"actor.max_model_len={cfg.actor.max_model_len}",
         f"actor.max_turn_tokens={cfg.actor.max_turn_tokens}",
-    ]
-
-
-def with_opponents(
-    specs: Sequence[RoleSpec], opponents: Sequence[RoleSpec], run_dir: RunDir
-) -> list[RoleSpec]:
-    """Return the roles of a run with the engines of opponents first.
-
-    The engines share a new key with the actors, which find them by the run directory.
-    """
-    if not opponents:
-        return [*specs]
-    shared = {KEY_VARIABLE: secrets.token_urlsafe(24), RUN_VARIABLE: str(run_dir.root)}
-    return [
-        replace(each, env={**each.env, **shared})
-        if each in opponents or each.name.startswith("actor-")
-        else each
-        for each in (*opponents, *specs)
     ]

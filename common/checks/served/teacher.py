@@ -1,22 +1,20 @@
-"""Checks of `algorithm.teacher` before a run starts, and the memory of its engine."""
+"""Checks of `algorithm.teacher` before a run starts, and its engine."""
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, cast
 
-from common.checks.fitting import fitting_overrides, merged_overrides
+from common.checks.fitting import fitting_overrides
 from common.checks.gpu_placement import engine_gpus
-from common.checks.machine import GIB, Gpu
-from common.checks.memory_parts import Part
-from common.checks.model_shape import BYTES_OF, ModelShape, read_shape
+from common.checks.model_shape import ModelShape, read_shape
+from common.checks.served.engine import ServedEngine
 from common.config.run_config import Launcher, RunConfig
-from common.config.teaching.teacher import TeacherSection
+from common.config.teaching.engine import KEY_VARIABLE, TEACHER
 from common.errors import ConfigError
 
 SCORING_CONTEXT = 1  # Tokens that an engine needs beyond the longest prompt.
 VLLM_MAX_LOGPROBS = 20  # Its default limit of logprobs at a position.
-PROCESS_BYTES = 2 * GIB  # torch and vLLM in the two processes of an engine on a CPU.
 
 
 def check_teacher(cfg: RunConfig, root: Path) -> None:
@@ -79,7 +77,38 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
     return cast("dict[str, int]", tokens) | {each["content"]: each["id"] for each in added}
 
 
-def engine_overrides(cfg: RunConfig, shape: ModelShape) -> list[str]:
+def teacher_engines(
+    cfg: RunConfig, *, root: Path, used: Collection[int], num_gpus: int
+) -> list[ServedEngine]:
+    """Return the engine of `algorithm.teacher.path`; an empty list without a path.
+
+    Args:
+        root: the folder of `run.py`.
+        used: numbers of the GPUs that other roles use.
+        num_gpus: number of this machine's GPUs.
+
+    Raises: ConfigError: a number of a GPU is wrong, or no GPU is free.
+    """
+    teacher = cfg.algorithm.teacher
+    if not teacher.path:
+        return []
+    where = {"section": "algorithm.teacher", "path": teacher.path}
+    chosen = engine_gpus(teacher.gpus, used, num_gpus, **where)
+    folder = (root / teacher.path).resolve()
+    width = [f"actor.tensor_parallel_size={len(chosen)}"] if chosen else []
+    return [
+        ServedEngine(
+            role=TEACHER,
+            folder=folder,
+            settings=(*width, *_settings(cfg, read_shape(folder))),
+            section="algorithm.teacher",
+            key_variable=KEY_VARIABLE,
+            gpus=tuple(chosen),
+        )
+    ]
+
+
+def _settings(cfg: RunConfig, shape: ModelShape) -> list[str]:
     """Return the settings of the teacher's engine, the user's last."""
     teacher = cfg.algorithm.teacher
     context = cfg.actor.max_model_len + SCORING_CONTEXT
@@ -92,43 +121,4 @@ def engine_overrides(cfg: RunConfig, shape: ModelShape) -> list[str]:
     ]
     if teacher.num_top > VLLM_MAX_LOGPROBS:
         own.append(f"actor.engine_args.max_logprobs={teacher.num_top}")
-    return merged_overrides([*own, *teacher.serve])
-
-
-def teacher_gpus(teacher: TeacherSection, used: Collection[int], num_gpus: int) -> list[int]:
-    """Return the GPUs of the teacher's engine: the given ones, or the first that no role uses.
-
-    Raises: ConfigError: a number is wrong, or all GPUs are in use.
-    """
-    where = {"section": "algorithm.teacher", "path": teacher.path}
-    return engine_gpus(teacher.gpus, used, num_gpus, **where)
-
-
-def teacher_parts(cfg: RunConfig, root: Path, gpu: Gpu | None) -> list[Part]:
-    """Return the memory of the teacher's engine on a host, or on each of its GPUs.
-
-    Args:
-        gpu: None for an engine without a GPU.
-    """
-    shape = read_shape(root / cfg.algorithm.teacher.path)
-    settings = _values(engine_overrides(cfg, shape))
-    width = BYTES_OF.get(settings.get("model.dtype", ""), 2)
-    num_gpus = max(1, len(cfg.algorithm.teacher.gpus)) if gpu is not None else 1
-    weights = shape.num_params * width // num_gpus
-    shared = f" / {num_gpus} GPUs" if num_gpus > 1 else ""
-    parts = [
-        Part("teacher weights", weights, f"{shape.num_params / 1e6:,.1f}M x {width} B{shared}")
-    ]
-    if gpu is None:
-        cache = int(settings.get("actor.kv_cache_gib", "1"))
-        parts.append(Part("teacher KV cache", cache * GIB, f"actor.kv_cache_gib={cache}"))
-        parts.append(Part("teacher programs", PROCESS_BYTES, "2 processes of its engine"))
-        return parts
-    frac = float(settings.get("actor.gpu_memory_frac", "0.85"))
-    rest = max(0, int(frac * gpu.memory_bytes) - weights)
-    how = f"the rest of actor.gpu_memory_frac={frac:g} of its engine"
-    return [*parts, Part("teacher cache, work space", rest, how)]
-
-
-def _values(overrides: Sequence[str]) -> dict[str, str]:
-    return {key: value for key, _, value in (each.partition("=") for each in overrides)}
+    return [*own, *teacher.serve]

@@ -1,31 +1,37 @@
 """Laws of the roles that serve the judges of a run."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from common.checks.gpu_placement import GpuAssignment
+from common.checks.gpu_placement import GpuAssignment, used_gpus
 from common.checks.machine import Gpu
+from common.checks.served.judges import KEY_VARIABLE, judge_engines
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.launch.base import RoleSpec
-from common.launch.judges.specs import KEY_VARIABLE, make_judge_specs, with_judges
 from common.launch.roles import make_role_specs
+from common.launch.served import make_engine_specs, with_engines
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 
 PATH = "configs/policies/tiny-arithmetic"
 GPUS = [Gpu(uuid=f"GPU-{n}", name="x", memory_bytes=80 << 30) for n in range(2)]
+RUN_DIR = RunDir(root=ROOT / "runs" / "x")
 
 
 def config_of(*overrides: str) -> RunConfig:
     return load_config("judge", overrides, root=ROOT)
 
 
-def specs_of(cfg: RunConfig, **placed: Any) -> list[RoleSpec]:
-    return make_judge_specs(cfg, RunDir(root=ROOT / "runs" / "x"), root=ROOT, **placed)
+def specs_of(
+    cfg: RunConfig, *, assignment: GpuAssignment | None = None, found: Sequence[Gpu] = ()
+) -> list[RoleSpec]:
+    used = used_gpus(assignment)
+    engines = judge_engines(cfg, root=ROOT, used=used, num_gpus=len(found))
+    return make_engine_specs(cfg, RUN_DIR, engines, root=ROOT, found=found)
 
 
 def test_judge_with_a_path_is_a_role_of_the_run() -> None:
@@ -51,7 +57,7 @@ def test_judge_with_an_address_starts_no_role() -> None:
 def test_only_hub_and_judges_receive_the_key(tmp_path: Path) -> None:
     cfg = config_of()
     roles = make_role_specs(cfg.run, RunDir(root=tmp_path), root=ROOT, num_actors=1, has_hub=True)
-    every = with_judges(roles, specs_of(cfg))
+    every = with_engines(roles, specs_of(cfg), RUN_DIR)
     assert [each.name for each in every] == [
         "judge-judge",
         "envhub",
@@ -66,7 +72,7 @@ def test_only_hub_and_judges_receive_the_key(tmp_path: Path) -> None:
     assert keys["scheduler"] is keys["learner"] is keys["actor-0"] is None
     words = [word for each in every for word in each.argv]
     assert all(keys["envhub"] not in word for word in words)
-    assert with_judges(roles, []) == roles
+    assert with_engines(roles, [], RUN_DIR) == roles
 
 
 def test_engine_of_a_judge_gets_a_free_gpu() -> None:

@@ -1,0 +1,31 @@
+"""All engines that a run starts beside its actors, in the order in which they get GPUs."""
+
+from pathlib import Path
+
+from common.checks.gpu_placement import GpuAssignment, used_gpus
+from common.checks.served.engine import ServedEngine
+from common.checks.served.judges import judge_engines
+from common.checks.served.opponents import opponent_engines
+from common.checks.served.teacher import teacher_engines
+from common.config.run_config import RunConfig
+
+
+def served_engines(
+    cfg: RunConfig, *, root: Path, assignment: GpuAssignment | None = None, num_gpus: int = 0
+) -> list[ServedEngine]:
+    """Return the engines of judges, of the teacher and of opponents, each with its GPUs.
+
+    Args:
+        root: the folder of `run.py`.
+        assignment: GPUs of learner and actors.
+        num_gpus: number of this machine's GPUs; 0 runs the engines on its CPU.
+
+    Raises: ConfigError: a key is wrong, no GPU is free, or the launcher cannot start engines.
+    """
+    used = used_gpus(assignment)
+    engines: list[ServedEngine] = []
+    for find in (judge_engines, teacher_engines, opponent_engines):
+        found = find(cfg, root=root, used=used, num_gpus=num_gpus)
+        engines += found
+        used |= {gpu for each in found for gpu in each.gpus}
+    return engines

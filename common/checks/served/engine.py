@@ -1,0 +1,56 @@
+"""An engine that a run starts beside its actors, with its GPUs and its memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.checks.machine import GIB, Gpu
+from common.checks.memory_parts import Part
+from common.checks.model_shape import BYTES_OF, read_shape
+
+PROCESS_BYTES = 2 * GIB  # torch and vLLM in the two processes of an engine on a CPU.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedEngine:
+    """An engine that serves one model to other roles of the run."""
+
+    role: str  # Such as "teacher", "judge-style" or "opponent-0".
+    folder: Path  # Of the model.
+    settings: tuple[str, ...]  # Overrides; later ones replace earlier ones.
+    section: str  # Section of its keys `serve` and `gpus`.
+    key_variable: str  # Environment variable with the key of its endpoint.
+    gpus: tuple[int, ...] = ()  # Numbers of GPUs of this machine; () on a machine without.
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """The settings with the model first."""
+        return (f"model.path={self.folder}", *self.settings)
+
+    def parts(self, gpu: Gpu | None) -> list[Part]:
+        """Return its memory on a host, or on each of its GPUs.
+
+        Args:
+            gpu: None for an engine without a GPU.
+        """
+        shape = read_shape(self.folder)
+        settings = _values(self.settings)
+        width = BYTES_OF.get(settings.get("model.dtype", ""), 2)
+        num_gpus = max(1, len(self.gpus))
+        weights = shape.num_params * width // num_gpus
+        shared = f" / {num_gpus} GPUs" if num_gpus > 1 else ""
+        how = f"{shape.num_params / 1e6:,.1f}M x {width} B{shared}"
+        parts = [Part(f"{self.role} weights", weights, how)]
+        if gpu is None:
+            cache = int(settings.get("actor.kv_cache_gib", "1"))
+            parts.append(Part(f"{self.role} KV cache", cache * GIB, f"actor.kv_cache_gib={cache}"))
+            programs = Part(f"{self.role} programs", PROCESS_BYTES, "2 processes of its engine")
+            return [*parts, programs]
+        frac = float(settings.get("actor.gpu_memory_frac", "0.85"))
+        rest = max(0, int(frac * gpu.memory_bytes) - weights)
+        how = f"the rest of actor.gpu_memory_frac={frac:g} of its engine"
+        return [*parts, Part(f"{self.role} cache, work space", rest, how)]
+
+
+def _values(overrides: Sequence[str]) -> dict[str, str]:
+    return {key: value for key, _, value in (each.partition("=") for each in overrides)}
