@@ -1,6 +1,6 @@
 """Writes the arithmetic word problems: `python configs/data/make_arithmetic.py`.
 
-All problems have one step with numbers below 13. The seed is fixed, so each run writes the same
+All problems have one step with numbers up to 6. The seed is fixed, so each run writes the same
 files. No problem of the evaluation file is in the training file.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 SEED = 7
 NUM_TRAIN = 600
 NUM_EVAL = 200
-MOST = 12
+MOST = 6
 NAMES = ("Ana", "Ben", "Chi", "Dov", "Eva", "Finn", "Gus", "Hana", "Ivo", "Jun")
 THINGS = ("apples", "books", "coins", "eggs", "pens", "shells", "stones", "tickets")
 SUMS = (
