@@ -196,7 +196,6 @@ def plan_here(cfg: RunConfig, root: Path) -> list[MemoryBudget]:
         return _with_served(cfg, root, plan_named(cfg, shape), _named_gpus(cfg))
     try:
         places = make_plan(cfg, shape, on=found, host_bytes=memory_bytes()[0])
-        return _with_served(cfg, root, places, found)
     except ConfigError as error:
         if not cfg.machine.num_gpus:
             raise
@@ -207,6 +206,7 @@ def plan_here(cfg: RunConfig, root: Path) -> list[MemoryBudget]:
             f" {shown(needed)} of GPU memory; the GPUs of this machine have {shown(has)}. Change"
             " learner.num_gpus and actor.num_gpus"
         ) from error
+    return _with_served(cfg, root, places, found)
 
 
 def plan_named(cfg: RunConfig, shape: ModelShape) -> list[MemoryBudget]:
