@@ -90,7 +90,7 @@ def used_gpus(assignment: GpuAssignment | None) -> set[int]:
     """Return the numbers of the GPUs that learner and actors use."""
     if assignment is None:
         return set()
-    return {*assignment.learner, *(gpu for own in assignment.actors for gpu in own)}
+    return {*assignment.learner}.union(*assignment.actors)
 
 
 def engine_gpus(

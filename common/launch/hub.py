@@ -41,7 +41,7 @@ def serve_hub(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> Generator[tuple
         return
     found = gpus() if own_judges(cfg) else ()
     used = range(cfg.actor.tensor_parallel_size)
-    judges = judge_engines(cfg, root=root, used=used, num_gpus=len(found))
+    judges = judge_engines(cfg, used=used, num_gpus=len(found))
     engines = make_engine_specs(cfg, run_dir, judges, root=root, found=found)
     hub = make_role_specs(cfg.run, run_dir, root=root, num_actors=0, has_hub=True)[0]
     roles = with_engines([hub], engines, run_dir)

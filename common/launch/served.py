@@ -75,11 +75,9 @@ def with_engines(
     Example: the hub gets the key of the judges, the learner that of the teacher, and each actor
     that of the opponents with the folder of their addresses.
     """
-    env = shared_variables(engines, run_dir)
-    return [
-        *engines,
-        *(replace(each, env={**each.env, **_of_user(each.name, env)}) for each in specs),
-    ]
+    shared = shared_variables(engines, run_dir)
+    users = [replace(each, env=each.env | _permitted(each.name, shared)) for each in specs]
+    return [*engines, *users]
 
 
 def shared_variables(engines: Sequence[RoleSpec], run_dir: RunDir) -> dict[str, str]:
@@ -88,8 +86,8 @@ def shared_variables(engines: Sequence[RoleSpec], run_dir: RunDir) -> dict[str, 
     return keys | ({RUN_VARIABLE: str(run_dir.root)} if OPPONENT_KEY in keys else {})
 
 
-def _of_user(name: str, shared: dict[str, str]) -> dict[str, str]:
-    """Return the variables that a role may have."""
+def _permitted(name: str, shared: dict[str, str]) -> dict[str, str]:
+    """Return the shared variables that a role may have."""
     role = name.partition("-")[0]
     users = USERS | {RUN_VARIABLE: USERS[OPPONENT_KEY]}
     return {key: value for key, value in shared.items() if users[key] == role}

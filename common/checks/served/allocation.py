@@ -1,5 +1,6 @@
 """All engines that a run starts beside its actors, in the order in which they get GPUs."""
 
+from functools import partial
 from pathlib import Path
 
 from common.checks.gpu_placement import GpuAssignment, used_gpus
@@ -24,8 +25,13 @@ def served_engines(
     """
     used = used_gpus(assignment)
     engines: list[ServedEngine] = []
-    for find in (judge_engines, teacher_engines, opponent_engines):
-        found = find(cfg, root=root, used=used, num_gpus=num_gpus)
+    finders = (
+        judge_engines,
+        partial(teacher_engines, root=root),
+        partial(opponent_engines, root=root),
+    )
+    for find in finders:
+        found = find(cfg, used=used, num_gpus=num_gpus)
         engines += found
         used |= {gpu for each in found for gpu in each.gpus}
     return engines

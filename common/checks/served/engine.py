@@ -1,13 +1,16 @@
 """An engine that a run starts beside its actors, with its GPUs and its memory."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from common.checks.machine import GIB, Gpu
 from common.checks.memory_parts import Part
 from common.checks.model_shape import BYTES_OF, read_shape
+from common.errors import ConfigError
 
+Number = TypeVar("Number", int, float)
 PROCESS_BYTES = 2 * GIB  # torch and vLLM in the two processes of an engine on a CPU.
 
 
@@ -16,7 +19,7 @@ class ServedEngine:
     """An engine that serves one model to other roles of the run."""
 
     role: str  # Such as "teacher", "judge-style" or "opponent-0".
-    folder: Path  # Of the model.
+    folder: Path  # Folder of the model, with its config.json.
     settings: tuple[str, ...]  # Overrides; later ones replace earlier ones.
     section: str  # Section of its keys `serve` and `gpus`.
     key_variable: str  # Environment variable with the key of its endpoint.
@@ -32,6 +35,8 @@ class ServedEngine:
 
         Args:
             gpu: None for an engine without a GPU.
+
+        Raises: ConfigError: a setting that the plan reads is no number.
         """
         shape = read_shape(self.folder)
         settings = _values(self.settings)
@@ -42,14 +47,26 @@ class ServedEngine:
         how = f"{shape.num_params / 1e6:,.1f}M x {width} B{shared}"
         parts = [Part(f"{self.role} weights", weights, how)]
         if gpu is None:
-            cache = int(settings.get("actor.kv_cache_gib", "1"))
+            cache = self._number(settings, "actor.kv_cache_gib", int, default="1")
             parts.append(Part(f"{self.role} KV cache", cache * GIB, f"actor.kv_cache_gib={cache}"))
             programs = Part(f"{self.role} programs", PROCESS_BYTES, "2 processes of its engine")
             return [*parts, programs]
-        frac = float(settings.get("actor.gpu_memory_frac", "0.85"))
+        frac = self._number(settings, "actor.gpu_memory_frac", float, default="0.85")
         rest = max(0, int(frac * gpu.memory_bytes) - weights)
         how = f"the rest of actor.gpu_memory_frac={frac:g} of its engine"
         return [*parts, Part(f"{self.role} cache, work space", rest, how)]
+
+    def _number(
+        self, settings: Mapping[str, str], key: str, kind: type[Number], *, default: str
+    ) -> Number:
+        """Return a setting as a number. Raises: ConfigError."""
+        value = settings.get(key, default)
+        try:
+            return kind(value)
+        except ValueError as error:
+            names = {int: "a whole number", float: "a number"}
+            where = f"{self.section}.serve=[{key}={value}]"
+            raise ConfigError(f"{where}: expects {names[kind]}") from error
 
 
 def _values(overrides: Sequence[str]) -> dict[str, str]:

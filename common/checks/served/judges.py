@@ -39,19 +39,15 @@ def own_judges(cfg: RunConfig) -> dict[str, dict[str, Any]]:
     return {name: entry for name, entry in sections.items() if entry.get("path")}
 
 
-def judge_engines(
-    cfg: RunConfig, *, root: Path, used: Collection[int], num_gpus: int
-) -> list[ServedEngine]:
+def judge_engines(cfg: RunConfig, *, used: Collection[int], num_gpus: int) -> list[ServedEngine]:
     """Return the engines of the judges of a run, in the order of their names.
 
     Args:
-        root: unused; a judge's folder is below the command's directory or the repository.
         used: numbers of the GPUs that other roles use.
         num_gpus: number of this machine's GPUs.
 
     Raises: ConfigError: the launcher cannot start them, a key is wrong, or no GPU is free.
     """
-    del root
     judges = own_judges(cfg)
     if judges and cfg.launcher is not Launcher.LOCAL:
         name = next(iter(judges))

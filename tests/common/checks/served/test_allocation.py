@@ -93,3 +93,13 @@ def test_judge_that_shares_a_gpu_counts_there() -> None:
     planned = _with_served(cfg, ROOT, places, cards(2))
     assert [round(each.total_bytes / GIB) for each in planned] == [0, 20, 0]
     assert assign_gpus(cfg, num_gpus=2).learner == (0,)
+
+
+@pytest.mark.parametrize("gpu", [None, *cards(1)])
+def test_setting_that_is_no_number_is_named(gpu: Gpu | None) -> None:
+    key = "actor.kv_cache_gib" if gpu is None else "actor.gpu_memory_frac"
+    teacher = replace(TEACHER.algorithm.teacher, serve=[f"{key}=much"])
+    cfg = replace(TEACHER, algorithm=replace(TEACHER.algorithm, teacher=teacher))
+    (engine,) = served_engines(cfg, root=ROOT)
+    with pytest.raises(ConfigError, match=rf"algorithm\.teacher\.serve=\[{key}=much\]: expects a"):
+        engine.parts(gpu)

@@ -30,7 +30,7 @@ def specs_of(
     cfg: RunConfig, *, assignment: GpuAssignment | None = None, found: Sequence[Gpu] = ()
 ) -> list[RoleSpec]:
     used = used_gpus(assignment)
-    engines = judge_engines(cfg, root=ROOT, used=used, num_gpus=len(found))
+    engines = judge_engines(cfg, used=used, num_gpus=len(found))
     return make_engine_specs(cfg, RUN_DIR, engines, root=ROOT, found=found)
 
 
