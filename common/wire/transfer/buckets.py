@@ -16,11 +16,18 @@ from torch import Tensor
 
 from common.errors import WeightSyncError
 from common.text import counted
-from common.wire.transfer.digest import DIGEST_BYTES, add_bytes, digest, hexadecimal
+from common.wire.transfer.digest import (
+    DIGEST_BYTES,
+    PIECE_BYTES,
+    Checksum,
+    bytes_of,
+    digest,
+    hexadecimal,
+)
 from common.wire.weight_messages import TensorSpec
 
-NUM_SLOTS = 2  # Number of buckets in transit at once, or of pieces.
-PIECE_BYTES = 16 << 20  # Size of a piece of a bucket on a CPU.
+NUM_SLOTS = 2  # Number of buckets in transit at once.
+MAX_PIECES = 4  # Most filled pieces that wait for their check, if each has memory of its own.
 
 # A function of the offset of a part in the version, and of the part [num_bytes] uint8.
 OnPart = Callable[[int, Tensor], object]
@@ -85,22 +92,31 @@ def unchecked(start: int, part: Tensor) -> None:
 class _Pieces:
     """Fills pieces on a CPU. A thread checks and hashes each one while the next one is filled.
 
-    At most `NUM_SLOTS` pieces are in the thread, so that `add` may use memory again after as many.
+    At most `limit` pieces are in the thread, so that `add` may use memory again after as many.
     """
 
-    def __init__(self, fill: OnPart, check: OnPart, thread: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        fill: OnPart,
+        check: OnPart,
+        thread: ThreadPoolExecutor,
+        hashed: xxhash.xxh3_128 | Checksum,
+        *,
+        limit: int = MAX_PIECES,
+    ) -> None:
         self._fill = fill
         self._check = check
         self._thread = thread
+        self._hashed = hashed
+        self._limit = limit
         self._under_way: deque[Future[None]] = deque()
-        self._hashed = xxhash.xxh3_128()
 
     def add(self, start: int, piece: Tensor, target: Tensor) -> None:
         """Fill a piece; begin to check it, copy it to `target` unless that is it, and hash it.
 
         Raises: errors of `fill`, and of `check` for earlier pieces.
         """
-        if len(self._under_way) == NUM_SLOTS:
+        if len(self._under_way) == self._limit:
             self._under_way.popleft().result()
         self._fill(start, piece)
         self._under_way.append(self._thread.submit(self._finish, start, piece, target))
@@ -109,13 +125,12 @@ class _Pieces:
         self._check(start, piece)
         if piece is not target:
             target.copy_(piece)
-        add_bytes(self._hashed, target)
+        self._hashed.update(bytes_of(target))
 
-    def digest(self) -> bytes:
-        """Wait for all pieces; return the digest of their bytes. Raises: errors of `check`."""
+    def finish(self) -> None:
+        """Wait until all pieces are hashed. Raises: errors of `check`."""
         while self._under_way:
             self._under_way.popleft().result()
-        return self._hashed.digest()
 
 
 def send_buckets(
@@ -144,11 +159,13 @@ def send_buckets(
             start, stop = cut.span(index)
             part = slots[index % NUM_SLOTS][: stop - start]
             if channel.device.type == "cpu":
-                pieces = _Pieces(fill, check, thread)
+                hashed = xxhash.xxh3_128()
+                pieces = _Pieces(fill, check, thread, hashed)
                 for at in range(0, stop - start, PIECE_BYTES):
                     piece = part[at : at + PIECE_BYTES]
                     pieces.add(start + at, piece, piece)
-                table[index] = torch.frombuffer(bytearray(pieces.digest()), dtype=torch.uint8)
+                pieces.finish()
+                table[index] = torch.frombuffer(bytearray(hashed.digest()), dtype=torch.uint8)
             else:
                 fill(start, part)
                 check(start, part)
@@ -176,14 +193,17 @@ def write_buckets(
         fill, check: as for `send_buckets`.
     """
     cut = BucketLayout(cut.total_bytes, min(cut.bucket_bytes, PIECE_BYTES))
+    hashed = Checksum()
     with ThreadPoolExecutor(1) as thread:
-        pieces = _Pieces(fill, check, thread)
+        limit = len(slots) or MAX_PIECES
+        pieces = _Pieces(fill, check, thread, hashed, limit=limit)
         for index in range(cut.num):
             start, stop = cut.span(index)
             there = target[start:stop]
             part = slots[index % NUM_SLOTS][: stop - start] if slots else there
             pieces.add(start, part, there)
-        return pieces.digest().hex()
+        pieces.finish()
+    return hashed.text()
 
 
 def receive_buckets(

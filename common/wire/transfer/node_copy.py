@@ -27,6 +27,7 @@ from common.host.cgroups import memory_limit
 from common.wire.transfer.digest import checksum
 
 NAMESPACES = ("pid", "net")  # Processes in different ones count as those of different nodes.
+FORM = "pieces"  # Name of the form of memory and checksum. Code of another form is another node.
 PREFIX = "longstride-version-"
 STAMP = struct.Struct("=q")  # The version at the start of the memory; -1: it is incomplete.
 DATA_AT = mmap.PAGESIZE  # Offset of the version's bytes.
@@ -45,7 +46,7 @@ def node_id() -> str:
         parts += [os.readlink(f"/proc/self/ns/{each}") for each in NAMESPACES]
     except OSError:  # The system has no such files, as outside of Linux.
         return ""
-    return hashlib.sha256(f"{parts} {os.getuid()}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{FORM} {parts} {os.getuid()}".encode()).hexdigest()[:16]
 
 
 def check_room(num_bytes: int) -> None:

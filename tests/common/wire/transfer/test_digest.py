@@ -5,7 +5,16 @@ import torch
 import xxhash
 from torch import Tensor
 
-from common.wire.transfer.digest import ROW_WORDS, checksum, digest, hexadecimal, word_sums
+from common.wire.transfer.digest import (
+    PIECE_BYTES,
+    ROW_WORDS,
+    Checksum,
+    bytes_of,
+    checksum,
+    digest,
+    hexadecimal,
+    word_sums,
+)
 
 MATRIX_BYTES = 8 * ROW_WORDS  # of one row
 
@@ -59,3 +68,24 @@ def test_word_sums_include_plain_and_positional_parts() -> None:
 def test_large_buffer_digest_equals_the_whole_hash() -> None:
     buffer = random_bytes((4 << 20) + 5)
     assert bytes(digest(buffer).tolist()) == xxhash.xxh3_128(buffer.numpy().tobytes()).digest()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5, PIECE_BYTES, 2 * PIECE_BYTES + 5])
+@pytest.mark.parametrize("step", [PIECE_BYTES // 3, PIECE_BYTES, 2 * PIECE_BYTES])
+def test_checksum_in_parts_equals_that_of_the_whole(num_bytes: int, step: int) -> None:
+    buffer = random_bytes(num_bytes)
+    hashed = Checksum()
+    for start in range(0, num_bytes, step):
+        hashed.update(bytes_of(buffer[start : start + step]))
+    assert hashed.text() == checksum(buffer)
+
+
+def test_checksum_depends_on_each_piece_and_their_order() -> None:
+    buffer = random_bytes(2 * PIECE_BYTES + 5)
+    swapped = torch.cat([buffer[PIECE_BYTES : 2 * PIECE_BYTES], buffer[:PIECE_BYTES], buffer[-5:]])
+    found = {checksum(buffer), checksum(swapped)}
+    for place in (0, PIECE_BYTES, 2 * PIECE_BYTES + 4):
+        damaged = buffer.clone()
+        damaged[place] ^= 1
+        found.add(checksum(damaged))
+    assert len(found) == 5
