@@ -4,6 +4,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.learner.batch import LARGER, MODELS, QUICKSTART, BatchShape, make_random_model
+from benchmarks.learner.checkpoint import measure_checkpoints
 from benchmarks.learner.memory import MAX_FRAC, ScoringPeaks, measure_scoring
 from benchmarks.learner.step import (
     BARE,
@@ -24,6 +25,7 @@ CPU = torch.device("cpu")
 NUM_ROUNDS = 12
 MAX_DIFFERENCE = 0.005  # In nats; the two methods of scoring round differently.
 MEMORY_SEQUENCES = 4
+MIN_CHECKPOINT_FRAC = 0.5  # With two idle cores.
 PLAIN = "padded, products"
 LEGEND = (
     "Ratios: a whole training step over bare forward, backward and optimizer of the same model on\n"
@@ -34,7 +36,7 @@ LEGEND = (
 
 
 def run_suite(table: BenchTable) -> None:
-    """Measure the learner in two minutes of one core."""
+    """Measure the learner in ten minutes of one core."""
     torch.set_num_threads(1)
     table.title(LEGEND.format(num_rounds=NUM_ROUNDS).rstrip())
     cfg = load_config("quickstart", [], root=ROOT)
@@ -74,6 +76,11 @@ def run_suite(table: BenchTable) -> None:
         chunk_tokens=chunk_tokens,
     )
     add_peaks(table, peaks, of=f"vocabulary of {wide['vocab_size']}, {rows_per_chunk} chunks")
+    table.title("checkpoints of 84M weights, and a plain file of the same size, in turn")
+    speeds = measure_checkpoints(MODELS["saved"], num_rounds=3)
+    for when, least in (("alone", MIN_CHECKPOINT_FRAC), ("training", None)):
+        name, peer = f"checkpoint, {when}", speeds["plain"]
+        table.compare(name, speeds[when], peer, "GB/s", against="a file", at_least=least)
 
 
 def add_step_cost(table: BenchTable, cost: StepCost, *, of: str, most: float = MAX_RATIO) -> None:

@@ -11,11 +11,13 @@ import torch
 
 from benchmarks.gpu.sizes import SMALL
 from benchmarks.learner.batch import (
+    MODELS,
     BatchShape,
     make_batch,
     make_random_model,
     with_sampler_logprobs,
 )
+from benchmarks.learner.checkpoint import measure_checkpoints
 from benchmarks.learner.checks.agreement import canary_delta, score
 from benchmarks.learner.checks.training import step_flops
 from benchmarks.learner.checks.weights import TOKENIZER
@@ -60,6 +62,13 @@ def test_contenders_alternate_and_warm_ups_do_not_count() -> None:
     )
     assert order == ["a", "b", "b", "a", "a", "b", "b", "a", "a", "b"]
     assert seconds == {"a": [1.0] * 3, "b": [1.0] * 3}
+
+
+def test_checkpoints_are_written_alone_and_during_steps() -> None:
+    small = dict(MODELS["larger"]) | {"num_hidden_layers": 1, "vocab_size": 512}
+    speeds = measure_checkpoints(small, num_rounds=1)
+    assert list(speeds) == ["plain", "alone", "training"]
+    assert all(0 < each < 1_000 for each in speeds.values())
 
 
 def test_ratio_is_the_median_over_rounds() -> None:
