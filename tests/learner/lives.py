@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,8 @@ POINTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "between append and sync": (JournalWriter, "sync", has_appended),
     "between sync and acknowledgement": (TrajectoryBuffer, "add", always),
     "between acknowledgement and training": (Trainer, "train_on", always),
-    "before a checkpoint has its tensors": (checkpoint, "_export", always),
-    "before a checkpoint has its name": (checkpoint, "_sync_tree", always),
+    "before a checkpoint has its tensors": (checkpoint, "export", always),
+    "before a checkpoint has its name": (checkpoint, "sync_tree", always),
     "after a skipped batch is logged": (TrajectoryBuffer, "report", is_skip),
     "after a step is logged": (TrajectoryBuffer, "mark_trained", always),
 }
@@ -80,6 +81,8 @@ def main() -> None:
                 live(Path(root), point, number)
                 code = 0
             finally:
+                if code:
+                    traceback.print_exc()
                 sys.stderr.flush()
                 os._exit(code)
         _, status = os.waitpid(pid, 0)

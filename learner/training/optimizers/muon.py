@@ -49,8 +49,7 @@ class BatchedMuon(torch.optim.Muon):
             if "momentum_buffer" not in self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(gradient)
         means = [self.state[each]["momentum_buffer"] for each in chosen]
-        _torch._foreach_lerp_(means, gradients, 1 - momentum)
-        directions = _torch._foreach_lerp(gradients, means, momentum)
+        directions = _moved(means, gradients, momentum)
         num_rows, num_columns = chosen[0].shape
         scale = lr * math.sqrt(max(1.0, num_rows / num_columns))
         _torch._foreach_mul_(chosen, 1 - lr * group["weight_decay"])
@@ -60,6 +59,17 @@ class BatchedMuon(torch.optim.Muon):
             [each.to(own.dtype) for each, own in zip(updates, chosen, strict=True)],
             alpha=-scale,
         )
+
+
+def _moved(means: list[Tensor], gradients: list[Tensor], momentum: float) -> list[Tensor]:
+    """Move the means towards the gradients; return the directions of Nesterov's momentum."""
+    if isinstance(means[0], DTensor):  # torch 2.11 has no such operation on a list of DTensors.
+        return [
+            gradient.lerp(mean.lerp_(gradient, 1 - momentum), momentum)
+            for mean, gradient in zip(means, gradients, strict=True)
+        ]
+    _torch._foreach_lerp_(means, gradients, 1 - momentum)
+    return _torch._foreach_lerp(gradients, means, momentum)
 
 
 def batches_of(matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:

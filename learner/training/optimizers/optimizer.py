@@ -42,7 +42,8 @@ class PolicyOptimizer:
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
-        self._base_lrs = [[float(group["lr"]) for group in opt.param_groups] for opt in optimizers]
+        # torchao rounds the rates of its groups to fp32; the defaults have the configured number.
+        self._base_lrs = [[float(opt.defaults["lr"])] * len(opt.param_groups) for opt in optimizers]
 
     def set_lr_scale(self, scale: float) -> None:
         """Set every rate to its configured value times `scale`."""

@@ -72,6 +72,23 @@ def test_the_same_loss_falls_as_with_fp32() -> None:
     assert abs(coarse - exact) < 0.02 * (start - exact)
 
 
+@pytest.mark.parametrize("moments", list(Moments))
+def test_configured_rates_equal_the_same_rates_set_later(moments: Moments) -> None:
+    cfg = LearnerSection(moments=moments, lr=1e-3)
+    optimizer = make_optimizer(wide_model(), cfg)
+
+    def rates() -> list[float]:
+        found: list[float] = []
+        for scale in torch.linspace(0.1, 1, 50).tolist():
+            optimizer.set_lr_scale(scale)
+            found += [float(each.param_groups[0]["lr"]) for each in optimizer.optimizers]
+        return found
+
+    configured = rates()
+    optimizer.set_rates(cfg.lr, cfg.muon_lr)
+    assert rates() == configured
+
+
 def bytes_of(tensor: Tensor) -> int:
     parts = [getattr(tensor, name, None) for name in ("codes", "scale", "qmap")]
     return sum(each.nbytes for each in parts if each is not None) or tensor.nbytes

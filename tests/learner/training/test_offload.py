@@ -36,13 +36,19 @@ def train(trainer: Any, *steps: int) -> dict[str, torch.Tensor]:
 
 def policies_of(network: torch.nn.Module) -> set[type]:
     """Return how each sharded part of a network is kept."""
+    states: list[Any] = [
+        each._get_fsdp_state() for each in network.modules() if isinstance(each, FSDPModule)
+    ]
     groups = [
         group
-        for each in network.modules()
-        if isinstance(each, FSDPModule)
-        for group in each._get_fsdp_state()._fsdp_param_groups
+        for state in states
+        for group in (
+            state._fsdp_param_groups
+            if hasattr(state, "_fsdp_param_groups")
+            else [state._fsdp_param_group]  # torch 2.11
+        )
     ]
-    return {type(group.offload_policy) for group in groups}
+    return {type(group.offload_policy) for group in groups if group is not None}
 
 
 @pytest.mark.parametrize("case", long_for(["plain", "lora", "critic"], ["plain", "lora"]))

@@ -130,7 +130,7 @@ def test_iteration_of_many_matrices_takes_few_products() -> None:
     for each in matrices:
         each.grad = torch.randn_like(each)
     optimizer = BatchedMuon(matrices, lr=0.1)
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
         optimizer.step()
     names = [each.name for each in seen.events() or []]
     # Five iterations of three products.

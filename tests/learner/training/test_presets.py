@@ -126,7 +126,7 @@ def check_learning(trainer: Trainer, cfg: RunConfig, *, is_lora: bool) -> None:
     tokens = [sample.trajectory.token_ids.tolist() for sample in samples]
     start = trainer.score(tokens)
     for step in range(2):
-        metrics = trainer.train_on(samples, version=step).metrics
+        metrics = trainer.train_on(samples, version=step, must_train=True).metrics
     assert trainer.values()["num_updates"] == 2 * cfg.learner.num_minibatches
     is_trained = {key: each.requires_grad for key, each in model.named_parameters()}
     changed = {k: not torch.equal(before[k], whole(v)) for k, v in model.named_parameters()}
