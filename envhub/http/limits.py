@@ -105,6 +105,7 @@ class QuietSocket(WebSocketsSansIOProtocol):
         super().__init__(*args, **kwargs)
         self.logger = logging.getLogger("envhub.sockets")
         self.logger.setLevel(logging.WARNING)
+        self.conn.logger = self.logger
 
 
 def limited_protocol(counts: Counter[str], refusals: Refusals) -> type[HttpToolsProtocol]:

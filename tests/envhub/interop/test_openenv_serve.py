@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -92,6 +93,17 @@ def until(condition: Callable[[], bool]) -> None:
             return
         reached.wait(0.01)
     assert condition()
+
+
+def test_socket_is_opened_and_closed_without_a_log_line(
+    hub: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work(line: Line) -> None:
+        await line.ask("reset", item_id="depth2-test-1")
+
+    with caplog.at_level(logging.INFO):
+        talk(hub, work)
+    assert [each.getMessage() for each in caplog.records if "connection" in each.message] == []
 
 
 def test_socket_episode_equals_the_native_one(hub: Served) -> None:
