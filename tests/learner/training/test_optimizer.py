@@ -125,6 +125,40 @@ def test_batches_have_one_size_and_limited_memory() -> None:
     assert found == [[size] * 4, [size] * 2, [(3, 5)] * 2]
 
 
+def test_shards_are_updated_without_lerp_on_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 has no such operation on DTensors."""
+    num_lists = 0
+
+    def refusing(name: str) -> None:
+        lerp = getattr(torch, name)
+
+        def guarded(tensors: list[Tensor], *rest: Any) -> Any:
+            nonlocal num_lists
+            num_lists += 1
+            assert not any(isinstance(each, DTensor) for each in tensors)
+            return lerp(tensors, *rest)
+
+        monkeypatch.setattr(torch, name, guarded)
+
+    refusing("_foreach_lerp")
+    refusing("_foreach_lerp_")
+    model: Any = make_model()
+    cfg = LearnerSection(optimizer=OptimizerKind.MUON)
+    with rank_of(2) as mesh:
+        shard(model, mesh, is_bf16=False)
+        muon = make_optimizer(model, cfg).optimizers[1]
+        matrix = muon.param_groups[0]["params"][0]
+        before = matrix.to_local().clone()
+        matrix.grad = torch.ones_like(matrix)
+        muon.step()
+        assert not torch.equal(matrix.to_local(), before)
+    assert num_lists == 0
+    whole = torch.nn.Parameter(torch.ones(4, 4))
+    whole.grad = torch.ones(4, 4)
+    BatchedMuon([whole], lr=0.1).step()
+    assert num_lists == 2  # The guard sees the operations of plain tensors.
+
+
 def test_iteration_of_many_matrices_takes_few_products() -> None:
     matrices = [torch.nn.Parameter(torch.randn(16, 32)) for _ in range(100)]
     for each in matrices:
