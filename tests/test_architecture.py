@@ -59,7 +59,7 @@ SATELLITES = (  # Folders and files that no training run needs; `run.py` or a re
 )
 # Lines that hold code. Blank lines, comments and docstrings are free.
 MAX_CORE_CODE_LINES = {"actor": 5_000, "common": 16_200, "envhub": 3_100, "learner": 16_500}
-MAX_BENCHMARK_CODE_LINES = 4_800
+MAX_BENCHMARK_CODE_LINES = 4_850
 # Suites that grow with the supported model families and devices.
 UNBOUNDED_BENCHMARKS = ("benchmarks/conformance/", "benchmarks/gpu/")
 MAX_MUTUAL_FOLDERS = 5

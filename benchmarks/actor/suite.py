@@ -9,8 +9,13 @@ import json
 import tempfile
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.gpu.sizes import SMALL
+from benchmarks.learner.checks.bench import DeviceBench
+from benchmarks.learner.checks.weights import add_actor_cost, run_engine
+from benchmarks.learner.engine import MAX_TOKEN_MS, MAX_TURN_MS
 from benchmarks.runs.real_run import (
     TRAINING_ALONE,
     await_success,
@@ -25,6 +30,7 @@ from common.errors import LongstrideError
 from common.launch.roles import ONE_THREAD
 from common.store.journal import read_journal
 from common.store.segments import synced_end
+from common.wire.collective import CPU
 from common.wire.messages import Trajectory
 
 NUM_ROUNDS = 2  # Rounds of both, in turn.
@@ -33,9 +39,7 @@ NUM_WARM_UP = 256  # Number of episodes until starts and ends are balanced.
 TIMEOUT_S = 600.0  # Limit of a start or a whole measurement.
 POLL_S = 0.2
 MIN_RATIO = 0.90
-# CPU time of the actor's process: at most this for each token, and this for each turn beyond it.
-MAX_TOKEN_MS = 0.015
-MAX_TURN_MS = 1.5
+LONG_TURNS = replace(SMALL, num_prompts=64, turn_tokens=256)
 SETTINGS = (
     # A batch never fills, so the first step never starts.
     "groups.per_step=10000",
@@ -46,10 +50,14 @@ SETTINGS = (
 
 
 def run_suite(table: BenchTable) -> None:
-    """Measure a run and vLLM alone, twice in turn, in four minutes."""
+    """Measure a run and vLLM alone, twice in turn, then long turns, in four minutes."""
     table.title(f"quickstart, no steps, {NUM_ROUNDS} windows of {WINDOW_S:g} s each")
     with tempfile.TemporaryDirectory(prefix="longstride-actor-") as folder:
         table.attempt("sampled tokens", lambda: add_speeds(table, Path(folder)))
+    table.title("turns of 256 tokens, 64 at once, random weights")
+    bench = DeviceBench(table=table, sizes=LONG_TURNS, device=CPU, peer_device="cpu")
+    figures = run_engine(bench, LONG_TURNS.model)
+    add_actor_cost(bench, "long turns", figures)
 
 
 def add_speeds(table: BenchTable, folder: Path) -> None:

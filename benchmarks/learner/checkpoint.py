@@ -8,7 +8,8 @@ from statistics import median
 
 from transformers import AutoTokenizer
 
-from benchmarks.learner.batch import MAX_LAG, BatchShape, ModelShape, make_batch, make_random_model
+from benchmarks.gpu.sizes import SMALL
+from benchmarks.learner.batch import MAX_LAG, ModelShape, make_batch, make_random_model
 from benchmarks.learner.step import STILL, make_trainer
 from common.config.compute import Precision
 from common.config.learning import AlgorithmSection, LearnerSection
@@ -17,7 +18,6 @@ from common.wire.collective import CPU
 from learner.training.checkpoint import Checkpoints
 
 TOKENIZER = ROOT / "configs/policies/tiny"
-BATCH = BatchShape(num_groups=1, group_size=4, max_turns=3, observation_tokens=20, action_tokens=10)
 
 
 def measure_checkpoints(shape: ModelShape, *, num_rounds: int) -> dict[str, float]:
@@ -30,7 +30,7 @@ def measure_checkpoints(shape: ModelShape, *, num_rounds: int) -> dict[str, floa
     model = make_random_model(shape, device=CPU)
     cfg = LearnerSection(precision=Precision.FP32, lr=STILL)
     trainer = make_trainer(cfg, AlgorithmSection(), model, engine_dtype="float32")
-    samples = make_batch(BATCH, vocab_size=model.config.vocab_size, seed=0)
+    samples = make_batch(SMALL.shape, vocab_size=model.config.vocab_size, seed=0)
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER, local_files_only=True)
     speeds: dict[str, list[float]] = {"plain": [], "alone": [], "training": []}
     with tempfile.TemporaryDirectory(prefix="longstride-checkpoint-") as folder:

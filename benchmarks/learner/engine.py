@@ -27,6 +27,9 @@ from learner.weights.weights_lock import WeightsLock
 HOST = "127.0.0.1"
 CHILD = "benchmarks.actor.engine"
 REPORT = "bench_engine.json"
+# CPU time of the actor's process: at most this for each token, and this for each turn beyond it.
+MAX_TOKEN_MS = 0.015
+MAX_TURN_MS = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
