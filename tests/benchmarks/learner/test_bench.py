@@ -200,7 +200,8 @@ def test_sender_needs_two_buckets() -> None:
     source = LiveWeights([("weights", torch.ones(40 << 20))], torch.bfloat16)
     cut = BucketLayout(source.total_bytes, 16 << 20)
     assert cut.num == 5
-    sent = send_rounds(source, cut, ["ours"] * 10, route=TransferSetup())  # peaks are short
+    plan = ["ours"] * 10  # Peaks are short.
+    sent = send_rounds(source, cut, plan, route=TransferSetup(), watches_memory=True)
     assert 1.5 * cut.slot_bytes < sent.peak_bytes < 2.25 * cut.slot_bytes  # Not a third one.
 
 
