@@ -56,8 +56,10 @@ def run_suite(table: BenchTable) -> None:
         table.attempt("sampled tokens", lambda: add_speeds(table, Path(folder)))
     table.title("turns of 256 tokens, 64 at once, random weights")
     bench = DeviceBench(table=table, sizes=LONG_TURNS, device=CPU, peer_device="cpu")
-    figures = run_engine(bench, LONG_TURNS.model)
-    add_actor_cost(bench, "long turns", figures)
+    table.attempt(
+        "long turns",
+        lambda: add_actor_cost(bench, "long turns", run_engine(bench, LONG_TURNS.model)),
+    )
 
 
 def add_speeds(table: BenchTable, folder: Path) -> None:

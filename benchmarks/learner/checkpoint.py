@@ -56,7 +56,7 @@ def _plain_speed(path: Path, num_bytes: int) -> float:
     content = os.urandom(num_bytes)
     started = time.perf_counter()
     with path.open("wb", buffering=0) as file:
-        file.write(content)
+        assert file.write(content) == num_bytes, "one call writes two gigabytes at most"
         os.fsync(file.fileno())
     took_s = time.perf_counter() - started
     path.unlink()

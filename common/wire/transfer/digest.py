@@ -11,8 +11,8 @@ from torch import Tensor
 from common.host.cores import num_cores
 
 DIGEST_BYTES = 16
-PIECE_BYTES = 16 << 20  # Bytes of a version in memory that one thread checks at a time.
-MAX_THREADS = 4  # More threads are limited by the memory's bandwidth.
+PIECE_BYTES = 16 << 20  # A thread checks this many bytes of a version at a time.
+MAX_THREADS = 4  # Threads that check a version, at most one for each core.
 ROW_WORDS = 4096  # Row length of the int64 matrix whose rows and columns a GPU sums.
 
 
