@@ -18,7 +18,6 @@ from envhub.sandbox.interface import (
     SandboxRequest,
 )
 from envhub.sandbox.process import AgentSandbox, Launch, agent_argv, agent_text
-from envhub.sandbox.seccomp import filter_program
 
 NAME = "bwrap"
 UID = 1000  # User and group inside the sandbox.
@@ -78,8 +77,7 @@ class Bubblewrap:
             raise SandboxFailed(f"bubblewrap ({NAME}) is missing; run {INSTALL}, or {ELSE}")
         python = find_python(self._options.python)
         files = {**ACCOUNTS, AGENT_PATH: agent_text()}
-        descriptors = [_descriptor(filter_program())]
-        descriptors += [_descriptor(text.encode()) for text in files.values()]
+        descriptors = [_descriptor(text.encode()) for text in files.values()]
         argv = [self._program, *self._arguments(request, descriptors)]
         argv += ["--", *agent_argv(python, request.limits, request.folder, AGENT_PATH)]
         memory = Cgroup.create(request.limits) if self._options.cgroups else None
@@ -105,7 +103,7 @@ class Bubblewrap:
         for name, value in VARIABLES.items():
             argv += ["--setenv", name, value]
         argv += _system(self._options.mounts)
-        for descriptor, path in zip(descriptors[1:], [*ACCOUNTS, AGENT_PATH], strict=True):
+        for descriptor, path in zip(descriptors, [*ACCOUNTS, AGENT_PATH], strict=True):
             argv += ["--ro-bind-data", str(descriptor), path]
         argv += ["--proc", "/proc", "--dev", "/dev"]
         small = max(1 << 20, limits.disk_bytes // 4)
@@ -114,10 +112,7 @@ class Bubblewrap:
             argv += ["--size", str(small), "--tmpfs", folder]
         for folder in dict.fromkeys(["/tmp", request.folder]):
             argv += ["--size", str(limits.disk_bytes), "--tmpfs", folder]
-        argv += ["--remount-ro", "/", "--chdir", "/"]
-        if filter_program():
-            argv += ["--seccomp", str(descriptors[0])]
-        return argv
+        return [*argv, "--remount-ro", "/", "--chdir", "/"]
 
 
 def _system(mounts: list[str]) -> list[str]:

@@ -13,6 +13,7 @@ TESTS = "/tests"  # Folder that is empty until the tests of a task are written i
 LOGS = "/logs"
 VARIABLES = {"PATH": PATH, "HOME": HOME, "LANG": "C.UTF-8", "TERM": "dumb", "USER": "agent"}
 MIB = 1 << 20
+MAX_ARGUMENT_BYTES = 100_000  # The kernel accepts 131,072 bytes for one argument.
 
 
 class SandboxFailed(EnvFailure):
@@ -144,3 +145,35 @@ class SandboxBackend(Protocol):
     async def create(self, request: SandboxRequest) -> Sandbox:
         """Return a new sandbox. Raises: SandboxFailed: it did not start."""
         ...
+
+
+def check_command(argv: Sequence[str], folder: str, variables: Mapping[str, str]) -> None:
+    """Raise RefusedBySandbox if the kernel cannot take a command; see `Sandbox.exec`."""
+    check_words("command", argv)
+    if folder:
+        check_words("work folder", [folder])
+    for name, value in variables.items():
+        check_words("name of a variable", [name])
+        if value:
+            check_words(f"variable {name}", [value])
+
+
+def check_words(what: str, words: Sequence[str]) -> None:
+    """Raise RefusedBySandbox if the kernel cannot take the words as arguments or paths.
+
+    Args:
+        what: name of the words, for the error.
+    """
+    if not words or not words[0]:
+        raise RefusedBySandbox(f"the {what} is empty")
+    for word in words:
+        if "\0" in word:
+            raise RefusedBySandbox(f"the {what} contains a NUL character: {word[:80]!a}")
+        try:
+            size = len(word.encode())
+        except UnicodeEncodeError as error:
+            raise RefusedBySandbox(
+                f"the {what} contains a lone surrogate, which UTF-8 lacks: {word[:80]!a}"
+            ) from error
+        if size > MAX_ARGUMENT_BYTES:
+            raise RefusedBySandbox(f"the {what} has {size} bytes, more than {MAX_ARGUMENT_BYTES}")

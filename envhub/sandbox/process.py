@@ -20,7 +20,10 @@ from envhub.sandbox.interface import (
     RefusedBySandbox,
     SandboxFailed,
     SandboxLimits,
+    check_command,
+    check_words,
 )
+from envhub.sandbox.seccomp import AUDIT, filter_program
 
 AGENT = Path(__file__).with_name("agent.py")
 GRACE_S = 60.0  # Seconds beyond the time limit of a command in which the agent must reply.
@@ -28,7 +31,6 @@ END_S = 10.0  # Seconds in which a killed sandbox must have ended.
 MAX_ERROR_BYTES = 4096
 WRITE_BYTES = 1 << 20  # Size of one part of a file in a request.
 MAX_PART_BYTES = 32 << 20  # Size of one reply's part of a file.
-MAX_ARGUMENT_BYTES = 100_000  # The kernel accepts 131,072 bytes for one argument.
 TRUNCATED = b"\n[%d bytes were left out here]\n"
 
 
@@ -55,7 +57,8 @@ def agent_argv(python: str, limits: SandboxLimits, folder: str, path: str = "") 
         path: the agent's file in the sandbox; "" means that the command line has its text.
     """
     folders = [folder, "/tmp", HOME, TESTS, LOGS, "/dev/shm"]
-    given = json.dumps({**asdict(limits), "folders": folders})
+    filters = {name: base64.b64encode(filter_program(name)).decode() for name in AUDIT}
+    given = json.dumps({**asdict(limits), "folders": folders, "filters": filters})
     code = [path] if path else ["-c", agent_text()]
     return [python, "-I", "-S", *code, given]
 
@@ -110,7 +113,7 @@ class AgentSandbox:
         keeps_processes: bool = False,
     ) -> CommandResult:
         """Run a command; see `Sandbox.exec`."""
-        _check_arguments(argv)
+        check_command(argv, folder, variables or {})
         reply = await self._ask(
             timeout_s,
             op="exec",
@@ -133,7 +136,7 @@ class AgentSandbox:
 
     async def write(self, path: str, content: bytes, *, mode: int = 0o644) -> None:
         """Write a regular file; see `Sandbox.write`."""
-        _check_arguments([path])
+        check_words("path", [path])
         for start in range(0, max(1, len(content)), WRITE_BYTES):
             part = base64.b64encode(content[start : start + WRITE_BYTES]).decode()
             fields = {"path": path, "content": part, "mode": mode, "append": start > 0}
@@ -141,7 +144,7 @@ class AgentSandbox:
 
     async def read(self, path: str, *, max_bytes: int) -> bytes:
         """Return a regular file; see `Sandbox.read`."""
-        _check_arguments([path])
+        check_words("path", [path])
         reply = await self._ask(0.0, op="read", path=path, max_bytes=min(max_bytes, MAX_PART_BYTES))
         content = base64.b64decode(reply["content"])
         if reply["size"] > len(content):
@@ -225,15 +228,3 @@ class AgentSandbox:
         while chunk := await self._process.stderr.read(MAX_ERROR_BYTES):
             self._errors += chunk
             del self._errors[:-MAX_ERROR_BYTES]
-
-
-def _check_arguments(words: Sequence[str]) -> None:
-    """Raise RefusedBySandbox if the kernel cannot take the words as arguments."""
-    if not words or not words[0]:
-        raise RefusedBySandbox("the command or the path is empty")
-    for word in words:
-        if "\0" in word:
-            raise RefusedBySandbox("the command contains a NUL character")
-        size = len(word.encode("utf-8", errors="replace"))
-        if size > MAX_ARGUMENT_BYTES:
-            raise RefusedBySandbox(f"the command has {size} bytes, more than {MAX_ARGUMENT_BYTES}")

@@ -19,6 +19,8 @@ from envhub.sandbox.interface import (
     RefusedBySandbox,
     SandboxFailed,
     SandboxRequest,
+    check_command,
+    check_words,
 )
 
 GRACE_S = 90.0  # Seconds beyond the time limit of a command in which the server must answer.
@@ -77,8 +79,9 @@ class RemoteSandbox:
         keeps_processes: bool = False,
     ) -> CommandResult:
         """Run a command; see `Sandbox.exec`."""
+        check_command(argv, folder, variables or {})
         body = {
-            "argv": [word.encode("utf-8", errors="replace").decode() for word in argv],
+            "argv": list(argv),
             "timeout_s": timeout_s,
             "max_output_bytes": max_output_bytes,
             "folder": folder,
@@ -96,11 +99,13 @@ class RemoteSandbox:
 
     async def write(self, path: str, content: bytes, *, mode: int = 0o644) -> None:
         """Write a regular file; see `Sandbox.write`."""
+        check_words("path", [path])
         query = {"path": path, "mode": str(mode)}
         await self._call("PUT", "/file", GRACE_S, params=query, data=content)
 
     async def read(self, path: str, *, max_bytes: int) -> bytes:
         """Return a regular file; see `Sandbox.read`."""
+        check_words("path", [path])
         query = {"path": path, "max_bytes": str(max_bytes)}
         answer = await self._call("GET", "/file", GRACE_S, params=query)
         return base64.b64decode(answer["content"])

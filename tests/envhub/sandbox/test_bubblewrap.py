@@ -1,7 +1,9 @@
 """Laws of bubblewrap's sandboxes: isolation, limits and their end."""
 
 import asyncio
+import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -20,8 +22,10 @@ from envhub.sandbox.interface import (
     SandboxFailed,
     SandboxRequest,
 )
+from envhub.sandbox.seccomp import NAMES_FIRST, NUMBERS
 from tests.envhub.sandbox.boxes import (
     OPTIONS,
+    PATIENT_S,
     SLEEPER,
     in_sandbox,
     need_bubblewrap,
@@ -132,6 +136,66 @@ def test_processes_cannot_stop_the_agent() -> None:
     assert after.text == "alive\n"
 
 
+CALLS = """
+import ctypes, errno, json, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+room = ctypes.create_string_buffer(4096)
+for name, number, arguments in json.loads(sys.argv[1]):
+    filled = [ctypes.c_long(each) for each in arguments]
+    filled += [ctypes.byref(room)] * (6 - len(filled))
+    ctypes.set_errno(0)
+    libc.syscall(ctypes.c_long(number), *filled)
+    print(name, errno.errorcode.get(ctypes.get_errno(), 0))
+"""
+STATE = (
+    "cat /proc/1/limits; cut -d' ' -f18,19,41 /proc/1/stat; taskset -p 1; chrt -p 1; ionice -p 1"
+)
+
+
+def test_no_call_reaches_the_first_process() -> None:
+    numbers = NUMBERS[platform.machine()]
+    calls = [
+        (name, numbers[name], [value] if index == 0 else [0, value])
+        for name, arguments in NAMES_FIRST.items()
+        for index, value in arguments
+    ]
+
+    async def work(sandbox: Sandbox) -> list[str]:
+        before = await shell(sandbox, STATE)
+        argv = ["python3", "-c", CALLS, json.dumps(calls)]
+        tried = await sandbox.exec(argv, timeout_s=PATIENT_S, max_output_bytes=10_000)
+        after = await shell(sandbox, STATE)
+        assert after.text == before.text
+        return tried.text.splitlines()
+
+    assert in_sandbox(work) == [f"{name} EPERM" for name, _, _ in calls]
+
+
+def test_programs_change_the_first_process_in_nothing() -> None:
+    tries = [
+        "prlimit --pid 1 --nofile=1:1",
+        "renice -n 5 -p 1",
+        "renice -n 5 -g 1",
+        "renice -n 5 -u 1000",
+        "chrt --idle -p 0 1",
+        "taskset -p 1 1",
+        "ionice -c 3 -p 1",
+        "ionice -c 3 -P 1",
+        "ionice -c 3 -u 1000",
+        "echo 1000 > /proc/1/oom_score_adj",
+        "echo 19 > /proc/1/autogroup",
+    ]
+    before, *tried, after = results_of([STATE, *tries, STATE])
+    assert [each.exit_code != 0 for each in tried] == [True] * len(tries)
+    assert after.text == before.text
+
+
+def test_processes_may_change_their_own_limits() -> None:
+    own = "prlimit --pid $$ --nofile=20:20 && ulimit -n && renice -n 12 -p $$ && ionice -c 3 -p $$"
+    [result] = results_of([own])
+    assert (result.text.splitlines()[0], result.exit_code) == ("20", 0)
+
+
 def test_long_output_keeps_both_ends() -> None:
     [result] = results_of(["echo first; head -c 3000000 /dev/zero | tr '\\0' x; echo last"])
     assert result.num_bytes == 3_000_011
@@ -184,10 +248,27 @@ def test_files_are_written_and_read_only_inside() -> None:
     in_sandbox(work)
 
 
+@pytest.mark.parametrize("path", ["/app/\ud800", "/app/a\0b", "/app/" + "x" * 300])
+def test_impossible_path_is_refused_by_name(path: str) -> None:
+    async def work(sandbox: Sandbox) -> None:
+        for call in (sandbox.read(path, max_bytes=10), sandbox.write(path, b"x")):
+            with pytest.raises(RefusedBySandbox, match=r"surrogate|NUL|too long"):
+                await call
+        with pytest.raises(RefusedBySandbox):
+            await shell(sandbox, "true", folder=path)
+        if "x" not in path:
+            with pytest.raises(RefusedBySandbox):
+                await shell(sandbox, "true", variables={"A": path})
+        assert (await shell(sandbox, "echo alive")).text == "alive\n"
+
+    in_sandbox(work)
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
         (["no-such-program"], "No such file"),
+        (["echo", "a\ud800"], "surrogate"),
         (["echo", "a\0b"], "NUL"),
         (["echo", "x" * 100_001], "100001 bytes"),
         ([""], "empty"),

@@ -11,21 +11,22 @@ from envhub.sandbox.backends import limits_of, make_backend, worker_bytes
 from envhub.sandbox.cgroup import Cgroup
 from envhub.sandbox.containers import Containers, container_arguments
 from envhub.sandbox.interface import MIB, CommandEnd, CommandResult, SandboxLimits, SandboxRequest
-from envhub.sandbox.seccomp import AUDIT, REFUSED, filter_program
+from envhub.sandbox.seccomp import AUDIT, NAMES_FIRST, NUMBERS, REFUSED, filter_program
 
 ALLOW = 0x7FFF0000
 REFUSE = 0x00050000 | errno.EPERM
 
 
-def verdict(program: bytes, machine: int, number: int) -> int:
+def verdict(program: bytes, machine: int, number: int, arguments: tuple[int, ...] = (0, 0)) -> int:
     """Return the value of a filter, computed as the kernel does."""
+    fields = {0: number, 4: machine, 16: arguments[0], 24: arguments[1]}
     lines = list(struct.iter_unpack("=HBBI", program))
     held, place = 0, 0
     while True:
         code, if_true, if_false, value = lines[place]
         place += 1
         if code == 0x20:
-            held = {0: number, 4: machine}[value]
+            held = fields[value]
         elif code == 0x06:
             return value
         else:
@@ -41,6 +42,18 @@ def test_filter_refuses_only_the_listed_calls(machine: str) -> None:
     assert verdict(program, AUDIT[machine], 0) == ALLOW
     assert verdict(program, AUDIT[machine], 0x40000000) == REFUSE  # The x32 ABI.
     assert verdict(program, 0x40000003, 0) == REFUSE  # System calls of 32 bits.
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+@pytest.mark.parametrize("name", NAMES_FIRST)
+def test_filter_refuses_calls_that_name_the_first_process(machine: str, name: str) -> None:
+    program, audit, number = filter_program(machine), AUDIT[machine], NUMBERS[machine][name]
+    for index, value in NAMES_FIRST[name]:
+        arguments = (value, 0) if index == 0 else (0, value)
+        assert verdict(program, audit, number, arguments) == REFUSE
+        assert verdict(program, audit, number, (0, 0)) == ALLOW
+        assert verdict(program, audit, number, (7, 7)) == ALLOW
+        assert verdict(program, audit, 39, arguments) == ALLOW  # Another call, such as getpid.
 
 
 def test_unknown_machine_has_no_filter() -> None:
