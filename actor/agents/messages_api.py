@@ -4,6 +4,10 @@ from typing import Any
 
 from actor.api.fields import read_call, read_text, read_tools
 from actor.api.requests import (
+    CLEARING,
+    EFFORT,
+    LABEL,
+    ONE_CALL,
     Api,
     ApiError,
     Event,
@@ -13,20 +17,36 @@ from actor.api.requests import (
     arguments_text,
     as_model,
     check_fields,
+    check_part,
     checked,
     invalid,
+    log_ignored,
     read_items,
     read_limit,
     read_stop,
+    unsupported,
 )
+from common.formats.thoughts import FIELDS
 from common.text import valid_text
 
 USED = {"messages", "system", "tools", "tool_choice", "stop_sequences", "max_tokens"}
+USED |= {"thinking", "output_config"}
 HARMLESS: dict[str, tuple[Any, ...]] = {
-    "thinking": (None, {"type": "disabled"}),
-    **dict.fromkeys(("container", "context_management", "mcp_servers", "output_config"), (None,)),
-    **dict.fromkeys(("output_format", "speed", "inference_geo", "diagnostics"), (None,)),
+    "mcp_servers": ([],),
+    **dict.fromkeys(("container", "compaction", "thread", "output_format"), ()),
 }
+IGNORED: dict[str, str] = {
+    "context_management": CLEARING,
+    "fallbacks": "no other model answers here",
+    **dict.fromkeys(("betas", "billing_policy", "diagnostics", "fallback_credit_token"), LABEL),
+    **dict.fromkeys(("inference_geo", "user_profile_id", "workspace_id"), LABEL),
+    "speed": EFFORT,
+}
+# The fields `type` of `thinking`. All of them set the effort.
+THINKING = ("adaptive", "between_tools", "disabled", "enabled")
+EFFORTS: dict[str, str] = dict.fromkeys(("effort", "task_budget"), EFFORT)
+CALL_LABELS: dict[str, str] = dict.fromkeys(("caller", "toolset_name"), LABEL)
+RESULT_LABELS = {"is_error": "chat templates have no mark of a failed call", "toolset_name": LABEL}
 KINDS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -44,13 +64,19 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
 
 def _read(body: dict[str, Any]) -> PolicyRequest:
     """Return a request body of this API as a request to the policy. Raises: ApiError."""
-    check_fields(body, USED, HARMLESS)
+    check_fields(body, USED, HARMLESS, IGNORED)
+    _check_effort(body)
     messages: list[Message] = []
     for number, each in enumerate(read_items(body, "messages", least=1)):
         messages += _messages(each, f"messages[{number}]")
+    if not any(each["role"] == "user" or each["role"] == "tool" for each in messages):
+        raise invalid("messages: must have a message of the user", "messages")
     choice = body.get("tool_choice")
-    if isinstance(choice, dict) and choice.get("disable_parallel_tool_use") is False:
-        body = {**body, "tool_choice": {"type": choice.get("type")}}
+    if isinstance(choice, dict) and "disable_parallel_tool_use" in choice:
+        if choice["disable_parallel_tool_use"]:
+            log_ignored("tool_choice.disable_parallel_tool_use", ONE_CALL)
+        choice = {k: v for k, v in choice.items() if k != "disable_parallel_tool_use"}
+        body = {**body, "tool_choice": choice}
     return PolicyRequest(
         messages=checked(messages, "messages"),
         instructions=read_text(body.get("system"), "system"),
@@ -61,38 +87,64 @@ def _read(body: dict[str, Any]) -> PolicyRequest:
     )
 
 
-def _messages(given: dict[str, Any], place: str) -> list[Message]:
+def _check_effort(body: dict[str, Any]) -> None:
+    """Check the fields that set the effort and the form of an answer. Raises: ApiError."""
+    thinking, output = body.get("thinking"), body.get("output_config") or {}
+    if thinking is not None:
+        kind = thinking.get("type") if isinstance(thinking, dict) else None
+        if kind not in THINKING:
+            raise unsupported("thinking", thinking, f"its type must be {' or '.join(THINKING)}")
+        if kind == "enabled" and type(thinking.get("budget_tokens")) is not int:
+            raise unsupported("thinking", thinking, "it lacks budget_tokens")
+        if kind != "disabled":
+            log_ignored(f"thinking.type={kind}", EFFORT)
+    if not isinstance(output, dict):
+        raise invalid("output_config: must be an object", "output_config")
+    check_part(output, "output_config", set(), ignored=EFFORTS, refused={"format": ()})
+
+
+def _messages(message: dict[str, Any], place: str) -> list[Message]:
     """Return one message as messages of a chat template. Each tool result is its own message."""
-    role = given.get("role")
-    content = given.get("content")
-    if role not in ("user", "assistant"):
-        raise invalid(f"{place}.role={role!r:.40}: must be user or assistant", "messages")
+    role = message.get("role")
+    content = message.get("content")
+    if role not in ("user", "assistant", "system"):
+        text = f"{place}.role={role!r:.40}: must be user, assistant or system"
+        raise invalid(text, "messages")
+    check_part(message, place, {"role", "content"})
     place = f"{place}.content"
     if isinstance(content, str):
         return [{"role": role, "content": read_text(content, place)}]
     texts: list[dict[str, Any]] = []
+    thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     results: list[Message] = []
-    for number, each in enumerate(read_items({place: content}, place, least=1)):
+    for number, block in enumerate(read_items({place: content}, place, least=1)):
         here = f"{place}[{number}]"
-        match role, each.get("type"):
+        match role, block.get("type"):
             case _, "text":
-                texts.append(each)
+                texts.append(block)
+            case "assistant", "thinking":
+                check_part(block, here, {"thinking"}, ignored={"signature": LABEL})
+                thoughts.append(read_text(block.get("thinking"), f"{here}.thinking"))
             case "assistant", "tool_use":
-                number = each.get("id")
-                calls.append(read_call(each.get("name"), each.get("input"), here, number=number))
+                check_part(block, here, {"id", "name", "input"}, ignored=CALL_LABELS)
+                name, arguments = block.get("name"), block.get("input")
+                calls.append(read_call(name, arguments, here, number=block.get("id")))
             case "user", "tool_result":
-                text = read_text(each.get("content"), f"{here}.content")
-                number = each.get("tool_use_id")
-                said = {"tool_call_id": valid_text(number)} if isinstance(number, str) else {}
-                results.append({"role": "tool", "content": text, **said})
+                check_part(block, here, {"content", "tool_use_id"}, ignored=RESULT_LABELS)
+                text = read_text(block.get("content"), f"{here}.content")
+                call = block.get("tool_use_id")
+                named = {"tool_call_id": valid_text(call)} if isinstance(call, str) else {}
+                results.append({"role": "tool", "content": text, **named})
             case _, kind:
                 raise invalid(
                     f"{here}.type={kind!r:.40}: not allowed in a message of role {role}", "messages"
                 )
     text = read_text(texts, place)
     if role == "assistant":
-        return [{"role": role, "content": text, **({"tool_calls": calls} if calls else {})}]
+        answer: Message = {"role": role, "content": text}
+        answer |= {FIELDS[0]: "".join(thoughts)} if any(thoughts) else {}
+        return [answer | ({"tool_calls": calls} if calls else {})]
     return [*results, *([{"role": role, "content": text}] if texts else [])]
 
 

@@ -2,8 +2,19 @@
 
 from typing import Any
 
-from actor.api.fields import read_call, read_text, read_tools
+from actor.api.fields import (
+    freeform_input,
+    freeform_names,
+    namespace_of,
+    read_call,
+    read_text,
+    read_tools,
+)
 from actor.api.requests import (
+    CLEARING,
+    EFFORT,
+    LABEL,
+    ONE_CALL,
     Api,
     Event,
     Message,
@@ -12,33 +23,44 @@ from actor.api.requests import (
     arguments_text,
     as_model,
     check_fields,
+    check_part,
     checked,
     invalid,
     joined,
+    log_ignored,
     now,
     read_items,
     read_limit,
+    unsupported,
 )
 from common.text import valid_text
 
 ROLES = ("system", "developer", "user", "assistant")
 PARTS = ("input_text", "output_text", "text")
+LOGPROBS = "message.output_text.logprobs"
 USED = {"input", "instructions", "previous_response_id", "tools", "tool_choice"}
+USED |= {"max_output_tokens", "include", "text"}
 HARMLESS: dict[str, tuple[Any, ...]] = {
-    "background": (None, False),
-    "include": (None, []),
-    "parallel_tool_calls": (None, True),
-    "text": (None, {"format": {"type": "text"}}),
-    "top_logprobs": (None, 0),
-    "truncation": (None, "disabled"),
-    **dict.fromkeys(("conversation", "context_management", "max_tool_calls", "prompt"), (None,)),
-    **dict.fromkeys(("reasoning", "moderation", "image", "access_programs"), (None,)),
+    "background": (False,),
+    "parallel_tool_calls": (True,),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+    **dict.fromkeys(("conversation", "prompt", "image", "access_programs"), ()),
 }
+IGNORED: dict[str, str] = {
+    "reasoning": EFFORT,
+    "context_management": CLEARING,
+    "truncation": CLEARING,
+    "max_tool_calls": "the actor runs no tools itself",
+    "parallel_tool_calls": ONE_CALL,
+}
+LABELS: dict[str, str] = dict.fromkeys(("id", "status", "phase", "caller", "namespace"), LABEL)
 
 
 def _read(body: dict[str, Any]) -> PolicyRequest:
     """Return a request body of this API as a request to the policy. Raises: ApiError."""
-    check_fields(body, {*USED, "max_output_tokens"}, HARMLESS)
+    check_fields(body, USED, HARMLESS, IGNORED)
+    _check_reports(body)
     previous = body.get("previous_response_id") or ""
     for name in ("instructions", "previous_response_id"):
         if not isinstance(body.get(name) or "", str):
@@ -48,7 +70,8 @@ def _read(body: dict[str, Any]) -> PolicyRequest:
         messages: list[Message] = [{"role": "user", "content": valid_text(given)}]
     else:
         items = read_items(body, "input", least=1)
-        messages = joined([_message(each, f"input[{i}]") for i, each in enumerate(items)])
+        read = [_message(each, f"input[{i}]") for i, each in enumerate(items)]
+        messages = joined([each for each in read if each is not None])
     return PolicyRequest(
         messages=checked(messages, "input"),
         instructions=valid_text(body.get("instructions") or ""),
@@ -60,28 +83,57 @@ def _read(body: dict[str, Any]) -> PolicyRequest:
     )
 
 
-def _message(given: dict[str, Any], place: str) -> Message:
-    """Return an input item as a message of a chat template. Raises: ApiError."""
-    match given.get("type", "message"):
+def _check_reports(body: dict[str, Any]) -> None:
+    """Check the form of the answer, and the reports on it. Raises: ApiError."""
+    text, reports = body.get("text") or {}, body.get("include") or []
+    if not isinstance(text, dict):
+        raise invalid("text: must be an object", "text")
+    check_part(
+        text, "text", set(), ignored={"verbosity": EFFORT}, refused={"format": ({"type": "text"},)}
+    )
+    if not isinstance(reports, list):
+        raise invalid("include: must be a list", "include")
+    if LOGPROBS in reports:
+        raise unsupported("include", LOGPROBS)
+    if reports:
+        log_ignored("include", "the answer has no such reports")
+
+
+def _message(item: dict[str, Any], place: str) -> Message | None:
+    """Return an input item as a message of a chat template; None: no template shows it.
+
+    Raises: ApiError.
+    """
+    kind = item.get("type", "message")
+    number = item.get("call_id")
+    match kind:
         case "function_call":
-            number = given.get("call_id")
-            call = read_call(given.get("name"), given.get("arguments"), place, number=number)
+            check_part(item, place, {"name", "arguments", "call_id"}, ignored=LABELS)
+            call = read_call(item.get("name"), item.get("arguments"), place, number=number)
             return {"role": "assistant", "content": "", "tool_calls": [call]}
-        case "function_call_output":
-            text = read_text(given.get("output"), f"{place}.output", kinds=PARTS)
-            number = given.get("call_id")
-            said = {"tool_call_id": valid_text(number)} if isinstance(number, str) else {}
-            return {"role": "tool", "content": text, **said}
+        case "custom_tool_call":
+            check_part(item, place, {"name", "input", "call_id"}, ignored=LABELS)
+            call = read_call(item.get("name"), {"input": item.get("input")}, place, number=number)
+            return {"role": "assistant", "content": "", "tool_calls": [call]}
+        case "function_call_output" | "custom_tool_call_output":
+            check_part(item, place, {"output", "call_id", "name"}, ignored=LABELS)
+            text = read_text(item.get("output"), f"{place}.output", kinds=PARTS)
+            named = {"tool_call_id": valid_text(number)} if isinstance(number, str) else {}
+            return {"role": "tool", "content": text, **named}
         case "message":
-            role = given.get("role")
+            check_part(item, place, {"role", "content"}, ignored=LABELS)
+            role = item.get("role")
             if role not in ROLES:
                 names = ", ".join(ROLES)
                 raise invalid(f"{place}.role={role!r:.40}: must be one of {names}", "input")
-            text = read_text(given.get("content"), f"{place}.content", kinds=PARTS)
+            text = read_text(item.get("content"), f"{place}.content", kinds=PARTS)
             return {"role": "system" if role == "developer" else role, "content": text}
-        case kind:
-            known = "message, function_call or function_call_output"
-            raise invalid(f"{place}.type={kind!r:.40}: must be {known}", "input")
+        case "reasoning":
+            log_ignored("input[].type=reasoning", "no prompt shows the reasoning of other models")
+            return None
+        case _:
+            names = "message, reasoning, function_call, custom_tool_call or one of their outputs"
+            raise invalid(f"{place}.type={kind!r:.40}: must be {names}", "input")
 
 
 def _reply(asked: PolicyRequest, answer: PolicyAnswer) -> dict[str, Any]:
@@ -92,9 +144,16 @@ def _reply(asked: PolicyRequest, answer: PolicyAnswer) -> dict[str, Any]:
         part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
         item = {"type": "message", "id": f"msg_{answer.number}", "role": "assistant"}
         output.append({**item, "status": state, "content": [part]})
-    for call, name, given in answer.named_calls("call"):
-        head = {"type": "function_call", "id": f"fc_{call}", "call_id": call, "status": state}
-        output.append({**head, "name": name, "arguments": arguments_text(given)})
+    freeform, namespaces = freeform_names(asked), namespace_of(asked.body)
+    for call, name, arguments in answer.named_calls("call"):
+        head = {"id": f"fc_{call}", "call_id": call, "status": state, "name": name}
+        if name in namespaces:
+            head["namespace"] = namespaces[name]
+        if name in freeform:
+            item = {"type": "custom_tool_call", "input": freeform_input(arguments)}
+        else:
+            item = {"type": "function_call", "arguments": arguments_text(arguments)}
+        output.append({**head, **item})
     usage = {
         "input_tokens": answer.num_prompt,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -128,15 +187,18 @@ def _events(_: PolicyRequest, reply: dict[str, Any]) -> list[Event]:
     for index, item in enumerate(reply["output"]):
         place: dict[str, Any] = {"output_index": index}
         of_item = {**place, "item_id": item["id"]}
-        is_text = item["type"] == "message"
-        bare = {
-            **item,
-            "status": "in_progress",
-            **({"content": []} if is_text else {"arguments": ""}),
-        }
+        empty: dict[str, Any] = {"content": []}
+        if item["type"] != "message":
+            name = "input" if item["type"] == "custom_tool_call" else "arguments"
+            empty = {name: ""}
+        bare = {**item, "status": "in_progress", **empty}
         events.append(("response.output_item.added", {**place, "item": bare}))
-        if is_text:
+        if item["type"] == "message":
             events += _text_events(of_item, item["content"][0])
+        elif item["type"] == "custom_tool_call":
+            kind = "response.custom_tool_call_input"
+            events.append((f"{kind}.delta", {**of_item, "delta": item["input"]}))
+            events.append((f"{kind}.done", {**of_item, "input": item["input"]}))
         else:
             kind = "response.function_call_arguments"
             arguments = item["arguments"]

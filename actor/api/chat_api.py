@@ -2,8 +2,18 @@
 
 from typing import Any
 
-from actor.api.fields import read_call, read_text, read_thoughts, read_tools
+from actor.api.fields import (
+    freeform_input,
+    freeform_names,
+    read_call,
+    read_text,
+    read_thoughts,
+    read_tools,
+)
 from actor.api.requests import (
+    EFFORT,
+    LABEL,
+    ONE_CALL,
     Api,
     ApiError,
     Event,
@@ -15,6 +25,7 @@ from actor.api.requests import (
     check_fields,
     checked,
     invalid,
+    log_ignored,
     now,
     read_items,
     read_limit,
@@ -25,21 +36,23 @@ from common.formats.thoughts import FIELDS
 from common.text import valid_text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-HARMLESS: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1),
-    "logprobs": (None, False),
-    "logit_bias": (None, {}),
-}
+HARMLESS: dict[str, tuple[Any, ...]] = {"n": (1,), "logit_bias": ({},)}
 CHAT: dict[str, tuple[Any, ...]] = {
     **HARMLESS,
-    "top_logprobs": (None, 0),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "parallel_tool_calls": (None, True),
-    "modalities": (None, ["text"]),
-    **dict.fromkeys(("audio", "prediction", "moderation", "web_search_options"), (None,)),
-    **dict.fromkeys(("reasoning_effort", "verbosity"), (None,)),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "chat_template_kwargs": ({},),
+    **dict.fromkeys(("audio", "web_search_options"), ()),
+}
+CHAT_IGNORED: dict[str, str] = {
+    **dict.fromkeys(("reasoning_effort", "verbosity"), EFFORT),
+    "prediction": "the actor does not use it to sample faster",
+    "parallel_tool_calls": ONE_CALL,
 }
 MESSAGE_FIELDS = {"role", "content", "tool_calls", "tool_call_id", *FIELDS}
 # Fields of a message without effect on the prompt.
@@ -47,16 +60,17 @@ LABELS = {"name", "id", "index", "status", "type", "annotations", "cache_control
 LABELS |= {"provider_specific_fields", "reasoning_details"}
 COMPLETION_FIELDS: dict[str, tuple[Any, ...]] = {
     **HARMLESS,
-    "best_of": (None, 1),
-    "echo": (None, False),
-    "suffix": (None, ""),
+    "logprobs": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
 }
 
 
 def _read_chat(body: dict[str, Any]) -> PolicyRequest:
     """Return a chat request as a request to the policy. Raises: ApiError."""
     used = {"messages", "tools", "tool_choice", "stop", "max_tokens", "max_completion_tokens"}
-    check_fields(body, used, CHAT)
+    check_fields(body, used, CHAT, CHAT_IGNORED)
     items = read_items(body, "messages", least=1)
     messages = [_message(each, f"messages[{i}]") for i, each in enumerate(items)]
     return PolicyRequest(
@@ -92,7 +106,10 @@ def _check_message(given: dict[str, Any], place: str) -> None:
     Raises: ApiError.
     """
     for name, value in given.items():
-        if name in MESSAGE_FIELDS or name in LABELS or value in (None, "", [], {}):
+        if name in MESSAGE_FIELDS or value in (None, "", [], {}):
+            continue
+        if name in LABELS:
+            log_ignored(f"messages[].{name}", LABEL)
             continue
         if name == "function_call":
             raise unsupported("messages", f"{place}.{name}", "use tool_calls")
@@ -109,10 +126,13 @@ def _answer_fields(given: dict[str, Any], place: str) -> Message:
     calls: list[Message] = []
     for number, each in enumerate(read_items(given, "tool_calls")):
         here = f"{place}.tool_calls[{number}]"
-        function = each.get("function")
+        is_freeform = each.get("type") == "custom"
+        function = each.get("custom" if is_freeform else "function")
         if not isinstance(function, dict):
             raise invalid(f"{here}.function: must be an object", "messages")
         name, arguments = function.get("name"), function.get("arguments")
+        if is_freeform:
+            arguments = {"input": function.get("input")}
         calls.append(read_call(name, arguments, here, number=each.get("id")))
     return {**found, "tool_calls": calls} if calls else found
 
@@ -150,14 +170,15 @@ def choices_reply(asked: PolicyRequest, answers: list[PolicyAnswer]) -> dict[str
 
 def _reply_chat(asked: PolicyRequest, answer: PolicyAnswer) -> dict[str, Any]:
     """Return an answer of the policy as a chat completion."""
-    calls = [
-        {
-            "id": i,
-            "type": "function",
-            "function": {"name": name, "arguments": arguments_text(arguments)},
-        }
-        for i, name, arguments in answer.named_calls("call")
-    ]
+    freeform = freeform_names(asked)
+    calls: list[dict[str, Any]] = []
+    for number, name, arguments in answer.named_calls("call"):
+        if name in freeform:
+            shown = {"name": name, "input": freeform_input(arguments)}
+            calls.append({"id": number, "type": "custom", "custom": shown})
+        else:
+            shown = {"name": name, "arguments": arguments_text(arguments)}
+            calls.append({"id": number, "type": "function", "function": shown})
     message: dict[str, Any] = {"role": "assistant", "content": answer.text}
     if answer.thoughts:
         message[FIELDS[0]] = answer.thoughts

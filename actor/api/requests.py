@@ -5,42 +5,42 @@
 # pyright: reportUnknownArgumentType=false
 
 import json
+import logging
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from common.text import valid_text
 
+logger = logging.getLogger(__name__)
+
+NUMBER = re.compile(r"\[\d+\]")  # A position in the path of a field.
+
 Message = dict[str, Any]  # In the format of chat templates: role, content, optional tool_calls.
 Event = tuple[str, dict[str, Any]]  # (name, payload) of a stream's event; name "": none
-IGNORED = {  # The run's config sets the sampling. Labels have no effect.
-    "model",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "seed",
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "stream",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_options",
-    "prompt_cache_retention",
-    "cache_control",
-    "stream_options",
+ANSWERED = {"model", "stream", "stream_options"}  # Fields that only change the response's form.
+SAMPLING = "the configuration of the run sets the sampling, which the learner has to know"
+LABEL = "it does not change the answer"
+EFFORT = "the policy has no setting of effort or length"
+CLEARING = "the agent's history stays as it is; a prompt that does not fit gets a 400"
+CACHE = "the actor keeps its own caches"
+ONE_CALL = "the policy cannot be limited to one call of a tool; an answer may have several"
+IGNORED = {  # field -> why it has no effect here
+    **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "seed"), SAMPLING),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty"), SAMPLING),
+    **dict.fromkeys(("user", "metadata", "client_metadata", "safety_identifier"), LABEL),
+    **dict.fromkeys(("store", "service_tier", "moderation"), LABEL),
+    **dict.fromkeys(("prompt_cache_key", "prompt_cache_options"), CACHE),
+    **dict.fromkeys(("prompt_cache_retention", "cache_control"), CACHE),
 }
 STREAM_OPTIONS = {"include_usage", "include_obfuscation"}
 WHY = {
     "n": "an episode has one history; send another request for another answer",
     "tool_choice": "the policy cannot be forced to call a tool; use auto or none",
-    "parallel_tool_calls": "the policy cannot be limited to one call",
+    "chat_template_kwargs": "the run sets them for all prompts (model.chat_template_kwargs)",
 }
 CHOICES = (None, "auto", "none", {"type": "auto"}, {"type": "none"})
 
@@ -136,28 +136,44 @@ def invalid(text: str, param: str) -> ApiError:
     return ApiError(400, "invalid_value", text, param)
 
 
-def unsupported(name: str, value: object, why: str = "") -> ApiError:
+def unsupported(name: str, value: object, why: str = "", *, param: str | None = None) -> ApiError:
     """Return the error for an unsupported feature."""
     text = f"{name}={value!r:.80}: {why or WHY.get(name, 'not supported here')}"
-    return ApiError(400, "unsupported_parameter", text, name)
+    return ApiError(400, "unsupported_parameter", text, param or name)
+
+
+@cache
+def log_ignored(name: str, reason: str) -> None:
+    """Log that a field of requests has no effect; each field and reason once per process."""
+    logger.info("ignored a field of agents' requests field=%s reason=%s", name, reason)
 
 
 def check_fields(
-    body: dict[str, Any], used: set[str], harmless: dict[str, tuple[Any, ...]]
+    body: dict[str, Any],
+    used: set[str],
+    harmless: dict[str, tuple[Any, ...]],
+    ignored: dict[str, str] | None = None,
 ) -> None:
     """Reject unknown fields, and values that would change the answer but are not supported.
 
     Args:
         harmless: field -> its values without effect
+        ignored: field -> why each value of it is ignored, in addition to `IGNORED`
 
     Raises: ApiError.
     """
+    reasons = IGNORED | (ignored or {})
     for name, value in body.items():
-        if name in used or name in IGNORED or value in harmless.get(name, ()):
+        if name in used or name in ANSWERED or value is None:
             continue
-        if name in harmless:
+        if any(value == each and type(value) is type(each) for each in harmless.get(name, ())):
+            continue
+        if name in reasons:
+            log_ignored(name, reasons[name])
+        elif name in harmless:
             raise unsupported(name, value)
-        raise ApiError(400, "unknown_parameter", f"Unknown parameter: {name:.80}", name)
+        else:
+            raise ApiError(400, "unknown_parameter", f"Unknown parameter: {name:.80}", name)
     if body.get("stream") not in (None, False, True):
         raise invalid("stream: must be true or false", "stream")
     options = body.get("stream_options") or {}
@@ -166,6 +182,36 @@ def check_fields(
     if unknown := sorted(map(str, options.keys() - STREAM_OPTIONS)):
         text = f"Unknown parameter: stream_options.{unknown[0]:.80}"
         raise ApiError(400, "unknown_parameter", text, "stream_options")
+
+
+def check_part(
+    part: dict[str, Any],
+    place: str,
+    used: set[str],
+    *,
+    ignored: dict[str, str] | None = None,
+    refused: dict[str, tuple[Any, ...]] | None = None,
+) -> None:
+    """Log the ignored fields of an object inside a request, and reject the refused ones.
+
+    Args:
+        place: the object's path in the request.
+        ignored: field -> why it is ignored. The template shows no other unknown field either.
+        refused: field -> its values without effect.
+
+    Raises: ApiError.
+    """
+    anywhere = NUMBER.sub("[]", place)
+    for name, value in part.items():
+        if name in used or name == "type" or value in (None, "", [], {}) or value is False:
+            continue
+        values = (refused or {}).get(name)
+        if values is None:
+            reason = (ignored or {}).get(name) or IGNORED.get(name) or "no prompt shows it"
+            log_ignored(f"{anywhere}.{name:.80}", reason)
+        elif value not in values:
+            param = place.partition("[")[0].partition(".")[0]
+            raise unsupported(f"{place}.{name}", value, param=param)
 
 
 def read_limit(body: dict[str, Any], *names: str) -> int | None:

@@ -183,7 +183,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"messages": [USER], "tools": [TOOL], "tool_choice": "required"},
         "unsupported_parameter",
     ),
-    (CHAT, {"messages": [USER], "parallel_tool_calls": False}, "unsupported_parameter"),
+    (
+        CHAT,
+        {"messages": [USER], "response_format": {"type": "json_object"}},
+        "unsupported_parameter",
+    ),
     (CHAT, {"messages": [USER], "tools": [{"type": "web_search"}]}, "unsupported_parameter"),
     (CHAT, {"messages": [USER], "tools": ["look"]}, "invalid_value"),
     (CHAT, {"messages": [USER], "tools": [{"type": "function", "function": {}}]}, "invalid_value"),
@@ -210,7 +214,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"input": "go", "background": True}, "unsupported_parameter"),
     (RESPONSES, {"input": "go", "conversation": "c"}, "unsupported_parameter"),
     (RESPONSES, {"input": "go", "previous_response_id": "x"}, "previous_response_not_found"),
-    (RESPONSES, {"input": "go", "tools": [{"type": "web_search"}]}, "unsupported_parameter"),
+    (RESPONSES, {"input": "go", "tools": [{"type": "file_search"}]}, "unsupported_parameter"),
     (RESPONSES, {"input": "far " * 4000}, "context_length_exceeded"),
     (MESSAGES, {"messages": [USER], "max_tokens": 0}, "invalid_value"),
     (MESSAGES, {"messages": [{"role": "system", "content": "x"}]}, "invalid_value"),
@@ -297,6 +301,61 @@ def test_unsupported_tools_are_refused_in_every_api() -> None:
             assert not at.tape.token_ids
             none = {"messages": [USER], "tools": [TOOL], "tool_choice": "none"}
             assert (await at.post(CHAT, none, header="x-api-key"))[0] == 200
+
+    asyncio.run(run())
+
+
+PATCH = '<tool_call>{"name": "patch", "arguments": {"input": "+ a line"}}</tool_call>'
+
+
+def test_call_of_a_plain_text_tool_returns_in_its_form() -> None:
+    """The client finds the call by its type, and repeats it in the history."""
+
+    async def run() -> None:
+        async with endpoint(ByHeart([PATCH, "ok"])) as at:
+            tools: list[Any] = [{"type": "custom", "custom": {"name": "patch"}}]
+            _, first = await at.post(CHAT, {"messages": [USER], "tools": tools})
+            message = first["choices"][0]["message"]
+            (call,) = message["tool_calls"]
+            assert (call["type"], call["custom"]) == (
+                "custom",
+                {"name": "patch", "input": "+ a line"},
+            )
+            result = {"role": "tool", "tool_call_id": call["id"], "content": "done"}
+            body = {"messages": [USER, message, result], "tools": tools}
+            assert (await at.post(CHAT, body))[0] == 200
+            assert at.tape.starts == [0]
+        async with endpoint(ByHeart([PATCH, "ok"])) as at:
+            tools = [{"type": "custom", "name": "patch", "format": {"type": "text"}}]
+            _, first = await at.post(RESPONSES, {"input": "go", "tools": tools})
+            (call,) = first["output"]
+            assert (call["type"], call["name"], call["input"]) == (
+                *("custom_tool_call", "patch", "+ a line"),
+            )
+            result = {
+                "type": "custom_tool_call_output",
+                "call_id": call["call_id"],
+                "output": "done",
+            }
+            body = {"input": [{**USER, "content": "go"}, call, result], "tools": tools}
+            assert (await at.post(RESPONSES, body))[0] == 200
+            assert at.tape.starts == [0]
+            _, stream = await at.post(RESPONSES, {"input": "go", "tools": tools, "stream": True})
+            assert "response.completed" in stream
+
+    asyncio.run(run())
+
+
+def test_call_of_a_tool_in_a_namespace_names_it() -> None:
+    tools = [{"type": "namespace", "name": "eyes", "tools": [FLAT]}]
+
+    async def run() -> None:
+        async with endpoint(ByHeart([LOOK])) as at:
+            _, told = await at.post(RESPONSES, {"input": "go", "tools": tools})
+            (call,) = told["output"]
+            assert (call["name"], call["namespace"]) == ("look", "eyes")
+            _, told = await at.post(RESPONSES, {"input": "go", "tools": [FLAT, *tools]})
+            assert "two tools have the name look" in told["error"]["message"]
 
     asyncio.run(run())
 
