@@ -8,7 +8,16 @@ from common.config.envs import EnvsSection, TerminalOptions
 from common.errors import ConfigError
 from envhub.env import EnvFailure, EnvSpec, Isolation, StepResult, Style, SubsetSpec, parse_item
 from envhub.envs.terminal.tasks import TerminalTask, digest_of_tasks, load_tasks_of
-from envhub.envs.terminal.texts import CLEAR, SHELL, VERIFIER, command_of, describe, reward_of
+from envhub.envs.terminal.texts import (
+    CLEAR,
+    NO_COMMAND,
+    SHELL,
+    VERIFIER,
+    action_of,
+    command_of,
+    describe,
+    reward_of,
+)
 from envhub.sandbox.backends import limits_of, make_backend, worker_bytes
 from envhub.sandbox.interface import (
     TESTS,
@@ -23,7 +32,7 @@ from envhub.sandbox.interface import (
 
 SUBSET = "tasks"
 SUBMIT = "submit"
-REWARDS = (f"{VERIFIER}/reward.txt", f"{VERIFIER}/reward.json")
+REWARDS = (f"{VERIFIER}/reward.json", f"{VERIFIER}/reward.txt")  # In the order of Harbor.
 MAX_REWARD_BYTES = 100_000
 MAX_OUTPUT_BYTES = 64_000
 CLEAR_TIMEOUT_S = 60.0
@@ -103,7 +112,7 @@ class TerminalEnv:
         is_over = self._num_turns >= self._shared.options.max_turns or self._used_s >= limit_s
         if not is_submitted and not is_over:
             return StepResult(
-                observation=output if output is not None else "Invalid action: it is no command.",
+                observation=output if output is not None else NO_COMMAND,
                 reward=0.0,
                 done=False,
                 is_valid=is_valid,
@@ -224,7 +233,7 @@ class TerminalEnv:
         """Return the reference solution as one command, then `submit`; None without one."""
         if self._sandbox is None or self._task is None or self._task.solution is None:
             return None
-        return self._task.solution.strip() if self._num_turns == 0 else SUBMIT
+        return action_of(self._task.solution.strip()) if self._num_turns == 0 else SUBMIT
 
     async def render(self) -> str:
         """Return the task's name and instruction."""

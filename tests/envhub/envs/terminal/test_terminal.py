@@ -12,7 +12,7 @@ from common.errors import ConfigError
 from envhub.env import EnvFailure, StepResult, Style
 from envhub.envs.terminal.env import TerminalEnv, check, make_spec
 from envhub.envs.terminal.tasks import load_tasks_of
-from envhub.envs.terminal.texts import command_of, reward_of
+from envhub.envs.terminal.texts import action_of, command_of, reward_of
 from tests.envhub.sandbox.boxes import OPTIONS, need_bubblewrap
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -106,6 +106,74 @@ def test_command_is_the_last_block_or_the_text() -> None:
     assert command_of(" ls ") == "ls"
 
 
+DOCUMENT = "cat > README.md <<'EOF'\n# Use\n```sh\nmake\n```\nEOF\necho ok > out.txt"
+STRING = "printf '%s' '\n```sh\nmake\n```\n' > README.md"
+LOG = "cat > log <<END\nAction: jump\nEND"
+
+
+@pytest.mark.parametrize("command", [DOCUMENT, STRING, LOG])
+@pytest.mark.parametrize(
+    "action",
+    [
+        "{}",
+        "```bash\n{}\n```",
+        "````sh\n{}\n````",
+        "~~~\n{}\n~~~",
+        "I'll write it.\n```bash\n{}\n```\nThat's it.",
+        "Action: {}",
+        "Thought: I don't know.\nAction:\n```bash\n{}\n```",
+    ],
+)
+def test_fences_and_labels_in_a_command_are_parts_of_it(action: str, command: str) -> None:
+    assert command_of(action.format(command)) == command
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        'grep "Action: jump" log.txt',
+        'printf "Thought\nAction: go\n" > a.txt',
+        DOCUMENT,
+        "echo $((1<<3)) <<<x",
+        "cat <<-E\n\t```\n\tE\nls",
+        "cat <<A <<'B C'\n```\nA\n```\nB C\nls",
+        "ls # don't\npwd",
+        "echo $'it\\'s' it\\'s \"it's\"",
+    ],
+)
+def test_command_is_not_cut(command: str) -> None:
+    assert command_of(f"```bash\n{command}") == command
+    assert command_of(command) == command
+    assert command_of(f"```bash\n{command}\n```") == command
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        "```python\nprint(1)\n```",
+        "Action: ls\nAction: pwd",
+        "```bash\nls\n```\nAction: pwd",
+        "```bash\nls\n```sh\npwd\n```",
+        "```bash\ncat > README.md <<'EOF'\n```sh\nmake\n```",  # The end of the document is missing.
+        "```bash\necho don't\n```\nThat's it.",
+    ],
+)
+def test_ambiguous_action_has_no_command(action: str) -> None:
+    assert command_of(action) == ""
+
+
+@pytest.mark.parametrize("command", ["ls", DOCUMENT, "x'\n```\nls\n```\n'", "echo\nAction: x"])
+def test_action_of_a_command_has_the_command(command: str) -> None:
+    assert command_of(action_of(command)) == command
+
+
+def test_command_reads_no_variables_of_the_shell_around_it(tmp_path: Path) -> None:
+    harbor(tmp_path)
+    actions = ['echo "${1-none} $#"; state=/app/x; cd /tmp', "pwd; ls /app"]
+    first, second = played(options_of(tmp_path), actions)
+    assert (first.observation, second.observation) == ("none 0", "/tmp")
+
+
 def test_tests_are_absent_until_the_end(tmp_path: Path) -> None:
     harbor(tmp_path)
     found, _ = played(
@@ -144,11 +212,7 @@ def test_tests_run_in_the_agents_work_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "text", "reward"),
-    [
-        ("txt", "0.25", 0.25),
-        ("json", '{"reward": 0.5, "x": 0}', 0.5),
-        ("json", '{"a": 1, "b": 0}', 0.5),
-    ],
+    [("txt", "0.25", 0.25), ("json", '{"reward": 0.5, "x": 0}', 0.5), ("json", '{"a": 0.5}', 0.5)],
 )
 def test_written_reward_is_the_reward(tmp_path: Path, name: str, text: str, reward: float) -> None:
     harbor(tmp_path, test=f"echo '{text}' > /logs/verifier/reward.{name}; exit 1\n")
@@ -156,7 +220,9 @@ def test_written_reward_is_the_reward(tmp_path: Path, name: str, text: str, rewa
     assert last.reward == reward
 
 
-@pytest.mark.parametrize("text", ["", "high", "2", "-0.1", "NaN", "true", "{}", '{"reward": "x"}'])
+@pytest.mark.parametrize(
+    "text", ["", "high", "2", "-0.1", "NaN", "true", "{}", '{"reward": "x"}', '{"a": 1, "b": 0}']
+)
 def test_unusable_reward_is_a_failure(text: str) -> None:
     with pytest.raises(ValueError, match=r"reward|Expecting"):
         reward_of(text)
