@@ -1,18 +1,21 @@
-"""Reads the records of a dataset: JSONL, JSON, CSV, Parquet, and Hugging Face folders."""
+"""Reads the records of a dataset: JSON, JSONL and CSV, also in gzip, Parquet, saved datasets."""
 
 import csv
+import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from common.errors import ConfigError
 from common.repository import ROOT, working_directory
 
 Record = dict[str, Any]
+GZIP = ".gz"
 HASH_BYTES = 1 << 20
 MAX_FIELD_CHARS = 1 << 30  # Longest field of a CSV file.
 ENTRIES = "dataset_info.json"  # A file of each split that `datasets.save_to_disk` wrote.
@@ -43,7 +46,7 @@ def read_records(key: str, path: Path, split: str) -> list[Record]:
     files = files_of(key, path, split)
     try:
         records = [record for file in files for record in _read(key, file)]
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, EOFError, zlib.error) as error:
         raise ConfigError(f"{where}: cannot be read as UTF-8 text: {error}") from error
     if not records:
         raise ConfigError(f"{where}: the file has no records")
@@ -62,7 +65,7 @@ def files_of(key: str, path: Path, split: str) -> list[Path]:
         path = path / split
     if (path / ENTRIES).is_file() and (path / "state.json").is_file():
         return _saved_files(where, path)
-    found = sorted(each for each in path.rglob("*") if each.suffix.lower() in READERS)
+    found = sorted(each for each in path.rglob("*") if suffix_of(each) in READERS)
     if not found:
         known = ", ".join(READERS)
         raise ConfigError(f"{where}: the folder has no file of a known format ({known})")
@@ -98,7 +101,7 @@ def has_split(path: Path, split: str) -> bool:
         return False
     if (path / SPLITS).is_file():
         return split in json.loads((path / SPLITS).read_text(encoding="utf-8"))["splits"]
-    found = [each for each in path.rglob("*") if each.suffix.lower() in READERS]
+    found = [each for each in path.rglob("*") if suffix_of(each) in READERS]
     return any(_is_of(split, each.relative_to(path)) for each in found)
 
 
@@ -138,19 +141,58 @@ def digest_of(files: list[Path]) -> str:
 
 def _read(key: str, path: Path) -> Iterator[Record]:
     """Return the records of a file, by its suffix. Raises: ConfigError: the format is unknown."""
-    reader = READERS.get(path.suffix.lower())
+    suffix = suffix_of(path)
+    reader = READERS.get(suffix)
     if reader is None:
         known = ", ".join(READERS)
-        raise ConfigError(f"{key}={path}: the format {path.suffix!r} is unknown; known are {known}")
+        raise ConfigError(f"{key}={path}: the format {suffix!r} is unknown; known are {known}")
     return reader(f"{key}={path}", path)
 
 
+def suffix_of(path: Path) -> str:
+    """Return the suffix that names the format: that before `.gz` of a compressed text."""
+    suffix = path.suffix.lower()
+    inner = Path(path.stem).suffix.lower()
+    return inner if suffix == GZIP and READERS.get(inner) in TEXTS else suffix
+
+
+def _open_text(path: Path, *, newline: str | None = None) -> TextIO:
+    """Return an open text file, decompressed if its name ends with `.gz`."""
+    if path.suffix.lower() == GZIP:
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline=newline)
+    return path.open(encoding="utf-8-sig", newline=newline)
+
+
 def _read_lines(where: str, path: Path) -> Iterator[Record]:
-    """Yield the records of JSON lines."""
-    with path.open(encoding="utf-8-sig") as file:
+    """Yield the records of JSON lines, or of one JSON list of objects."""
+    with _open_text(path) as file:
+        begin = file.read(1)
+        while begin.isspace():
+            begin = file.read(1)
+        if begin == "[":
+            records = _list_in(begin + file.read())
+            if records is not None:
+                yield from _objects(where, records)
+                return
+    with _open_text(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 yield _checked(f"{where} line {number}", line)
+
+
+def _list_in(text: str) -> list[Any] | None:
+    """Return a JSON list that begins with an object; None if the text is none."""
+    try:
+        held = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return held if isinstance(held, list) and held and isinstance(held[0], dict) else None
+
+
+def _objects(where: str, records: list[Any]) -> Iterator[Record]:
+    """Yield the records of a list. Raises: ConfigError: one is no object."""
+    for number, record in enumerate(records, 1):
+        yield _object(f"{where} record {number}", record)
 
 
 def _checked(place: str, text: str) -> Record:
@@ -170,27 +212,41 @@ def _object(place: str, record: Any) -> Record:
 
 
 def _read_json(where: str, path: Path) -> Iterator[Record]:
-    """Yield the records of a JSON list."""
+    """Yield the records of a JSON list, or of JSON lines."""
+    with _open_text(path) as file:
+        text = file.read()
     try:
-        held = json.loads(path.read_text(encoding="utf-8-sig"))
+        held = json.loads(text)
     except (ValueError, RecursionError) as error:
-        if isinstance(error, UnicodeDecodeError):
-            raise
+        if _begins_with_record(text):
+            yield from _read_lines(where, path)
+            return
         raise ConfigError(f"{where}: not JSON: {error}") from error
     if isinstance(held, dict):  # One list under any name, as in {"data": [...]}.
         lists = [each for each in held.values() if isinstance(each, list)]
         held = lists[0] if len(lists) == 1 else held
     if not isinstance(held, list):
-        raise ConfigError(f"{where}: expects a list of objects, or an object with one such list")
-    for number, record in enumerate(held, 1):
-        yield _object(f"{where} record {number}", record)
+        raise ConfigError(
+            f"{where}: expects a list of objects, an object with one such list, or one object in"
+            " each line"
+        )
+    yield from _objects(where, held)
+
+
+def _begins_with_record(text: str) -> bool:
+    """Return whether the first line of a text is a JSON object, as in JSON lines."""
+    line, _, others = text.lstrip().partition("\n")
+    try:
+        return bool(others.strip()) and isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _read_table(where: str, path: Path) -> Iterator[Record]:
     """Yield the records of a CSV or TSV file with a header."""
     csv.field_size_limit(MAX_FIELD_CHARS)
-    separator = "\t" if path.suffix.lower() == ".tsv" else ","
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    separator = "\t" if suffix_of(path) == ".tsv" else ","
+    with _open_text(path, newline="") as file:
         rows = csv.DictReader(file, delimiter=separator, strict=True)
         try:
             for row in rows:
@@ -241,3 +297,4 @@ READERS: dict[str, Callable[[str, Path], Iterator[Record]]] = {
     ".parquet": _read_parquet,
     ".arrow": _read_arrow,
 }
+TEXTS = (_read_lines, _read_json, _read_table)

@@ -1,37 +1,218 @@
-"""Rewards that ship with the dataset environment, by the names that `reward` accepts."""
+"""Rewards that ship with the dataset environment, by the names that `reward` accepts.
+
+Grader processes load this file by its path, so it imports no module of the product.
+"""
 
 import importlib
 import re
+import unicodedata
 from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
-from importlib.util import find_spec
-
-from common.errors import ConfigError
 
 FINAL = "####"  # The mark of GSM8K before the final answer.
-BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
-NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s*/\s*\d+)?")
-MATH_VERIFY = "reward=math needs math-verify. Install it with: pip install math-verify"
+BRACE = re.compile(r"\\boxed\s{0,9}\{|\\.|[{}]", re.DOTALL)
+LATEX_FRACTION = re.compile(r"\\[dtc]?frac\s?(?:\{([^{}]{1,200})\}\s?\{([^{}]{1,200})\}|(\d)(\d))")
+# Characters between the digits of one number: LaTeX's spaces, narrow spaces and apostrophes.
+GROUPED = re.compile(r"(?<=\d)(?:\\[,!; ]|\{,\}|[\u00a0\u2007\u2009\u202f'\u2019_])(?=\d{3})")
+NUMBER = re.compile(
+    r"(?P<sign>(?<![\w)\]}.])[-+](?:\\?[$€£¥]\s?)?|)"
+    r"(?P<digits>\d[\d.,]*|\.\d+)"
+    r"(?:[eE](?P<power>[-+]?\d+)(?!\w)|"
+    r"\s{0,3}(?:[x\u00d7*\u00b7\u22c5]|\\times|\\cdot)\s{0,3}10\s?(?:\^|\*\*)\s?[{(]?(?P<ten>[-+]?\d+)[)}]?|"
+    r"\s?(?:\^|\*\*)\s?[{(]?(?P<raised>[-+]?\d+)[)}]?|"
+    r"\s{1,3}(?P<part>\d+)\s?/\s?(?P<whole>\d+)(?![\d.,/]*\d)|)"
+    r"(?:\s{0,3}/\s{0,3}(?P<below>[-+]?(?:\d[\d.,]*|\.\d+)))?"
+    r"(?P<percent>\s?\\?%)?"
+)
+EXPONENT = re.compile(r"(?:\^|\*\*)\s?[{(]?[-+]?$")  # Before a number that is an exponent.
+MAX_DIGITS = 100_000  # Digits, or zeros of an exponent, of a number that is compared.
+CHARACTERS = str.maketrans(
+    {
+        **dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d", "-"),
+        **dict.fromkeys("\u2044\u2215\uff0f", "/"),
+        **dict.fromkeys("\u066a\uff05", "%"),
+        **{"\u066b": ".", "\uff0e": ".", "\u066c": ",", "\uff0c": ",", "\uff0b": "+"},
+    }
+)
+SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
+SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+")
+OTHER_DIGIT = re.compile(r"[^\W0-9_]|[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒]")
 
 
 def final_answer(text: str) -> str:
     """Return the text after the last `####`, else in the last `\\boxed{}`, else the whole text."""
-    if FINAL in text:
-        return text.rpartition(FINAL)[2].strip()
-    boxed = BOXED.findall(text)
-    return str(boxed[-1]).strip() if boxed else text.strip()
+    tail = text.rpartition(FINAL)[2]
+    boxed = _last_boxed(tail)
+    return (tail if boxed is None else boxed).strip()
+
+
+def _last_boxed(text: str) -> str | None:
+    """Return the content of the last `\\boxed{}`, with all its braces; None without one."""
+    opened: list[tuple[int, bool]] = []
+    last: tuple[int, int] | None = None
+    for match in BRACE.finditer(text):
+        if match[0].endswith("{") and match[0] != "\\{":
+            opened.append((match.end(), len(match[0]) > 1))
+        elif match[0] == "}" and opened:
+            start, is_boxed = opened.pop()
+            if is_boxed and (last is None or start > last[0]):
+                last = start, match.start()
+    return None if last is None else text[last[0] : last[1]]
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number of a text. A percentage has the value before its sign."""
+
+    value: Fraction
+    is_percent: bool = False
+
+    def equals(self, other: "Number") -> bool:
+        """Return whether both are the same number; "50%" equals both 50 and 0.5."""
+        if self.value == other.value or self.is_percent == other.is_percent:
+            return self.value == other.value
+        percent, plain = (self, other) if self.is_percent else (other, self)
+        return percent.value / 100 == plain.value
 
 
 def last_number(text: str) -> Fraction | None:
-    """Return the last number of a text; None if it has none.
+    """Return the value of the last number of a text; None if it has none that can be read.
 
     Example: "so 1,250.50 in all" is 1250.5.
     """
-    found = NUMBER.findall(text)
-    if not found:
+    number = read_number(text)
+    return None if number is None else number.value
+
+
+def read_number(text: str) -> Number | None:
+    """Return the last number of a text; None if it has none that can be read."""
+    text = plain_digits(text)
+    last: re.Match[str] | None = None
+    for match in NUMBER.finditer(text):
+        is_exponent = EXPONENT.search(text, max(0, match.start() - 4), match.start())
+        if is_exponent is None:
+            last = match
+    if last is None:
         return None
-    whole, _, below = found[-1].replace(",", "").replace(" ", "").partition("/")
-    return Fraction(whole) / int(below) if below and int(below) else Fraction(whole)
+    try:
+        value = _value(last)
+    except (ArithmeticError, ValueError):  # Over the limits, or divided by 0.
+        return None
+    return None if value is None else Number(value, bool(last["percent"]))
+
+
+def plain_digits(text: str) -> str:
+    """Return a text whose digits, signs, fractions and exponents are written in ASCII."""
+    text = ascii_digits(text)
+    text = LATEX_FRACTION.sub(_plain_fraction, text)
+    return GROUPED.sub("", text)
+
+
+def ascii_digits(text: str) -> str:
+    """Return a text with ASCII digits and signs; superscripts become "^2", a half "1/2"."""
+    text = text.translate(CHARACTERS)
+    if text.isascii():
+        return text
+    text = SUPERSCRIPT.sub(lambda m: "^" + m[0].translate(SUPERSCRIPTS), text)
+    return OTHER_DIGIT.sub(_ascii_digit, text)
+
+
+def _ascii_digit(match: re.Match[str]) -> str:
+    """Return the ASCII digit of another script, or the parts of a fraction such as a half."""
+    char = match[0]
+    digit = unicodedata.decimal(char, None)
+    if digit is not None:
+        return str(digit)
+    if not unicodedata.decomposition(char).startswith("<fraction>"):
+        return char
+    share = Fraction(unicodedata.numeric(char)).limit_denominator(10)
+    is_mixed = match.start() and match.string[match.start() - 1].isdigit()
+    return f"{' ' if is_mixed else ''}{share.numerator}/{share.denominator}"
+
+
+def _plain_fraction(match: re.Match[str]) -> str:
+    """Return a fraction of LaTeX as a/b, with a space after the whole part of a mixed number."""
+    above, below = (match[1] or match[3]).strip(), (match[2] or match[4]).strip()
+    is_mixed = match.start() and match.string[match.start() - 1].isdigit()
+    return f"{' ' if is_mixed else ''}{above}/{below}"
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    """Return the value of a match of NUMBER; None if it is no single number.
+
+    Raises: ArithmeticError, ValueError: it is beyond the limits, or divided by 0.
+    """
+    value = _decimal(match["digits"])
+    if value is None:
+        return None
+    for name in ("power", "ten"):
+        if match[name] is not None:
+            value *= _power(Fraction(10), match[name])
+    if match["raised"] is not None:
+        value = _power(value, match["raised"])
+    if match["part"] is not None:
+        value += _fraction(match["part"]) / _fraction(match["whole"])
+    if match["below"] is not None:
+        sign = -1 if match["below"].startswith("-") else 1
+        below = _decimal(match["below"].lstrip("+-"))
+        if below is None:
+            return None
+        value = sign * value / below
+    return -value if match["sign"].startswith("-") else value
+
+
+def _decimal(run: str) -> Fraction | None:
+    """Return a run of digits, points and commas as a number; None: it is none.
+
+    Groups of thousands have commas, or points if a decimal comma or two points show it. A single
+    comma before fewer or more digits is a decimal comma. Other commas separate a list, whose last
+    number counts.
+    """
+    run = run.rstrip(".,")
+    points, commas = run.count("."), run.count(",")
+    if not commas and points <= 1:
+        return _fraction(run)
+    if commas == 1 and points and run.rindex(".") < run.index(","):
+        whole, _, decimals = run.partition(",")
+        return (
+            _fraction(f"{whole.replace('.', '')}.{decimals}") if _is_grouped(whole, ".") else None
+        )
+    if points > 1:
+        return _fraction(run.replace(".", "")) if not commas and _is_grouped(run, ".") else None
+    whole, point, decimals = run.partition(".")
+    if _is_grouped(whole, ","):
+        return _fraction(whole.replace(",", "") + point + decimals)
+    if commas == 1 and not points:
+        return _fraction(run.replace(",", "."))
+    return _fraction(run.rpartition(",")[2])
+
+
+def _is_grouped(whole: str, separator: str) -> bool:
+    """Return whether separators group the digits as thousands, or as lakhs after a comma."""
+    first, *groups = whole.split(separator)
+    sizes = (2, 3) if separator == "," else (3,)
+    is_first = 1 <= len(first) <= 3 and first[0] != "0"
+    is_last = bool(groups) and len(groups[-1]) == 3
+    return is_first and is_last and all(len(group) in sizes for group in groups)
+
+
+def _fraction(digits: str) -> Fraction:
+    """Return decimal digits as a fraction. Raises: ValueError: there are too many."""
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return Fraction(Decimal(digits))  # An int refuses texts of more than 4,300 digits.
+
+
+def _power(base: Fraction, exponent: str) -> Fraction:
+    """Return a power. Raises: ValueError, ArithmeticError: it is too large, or 0 is inverted."""
+    if len(exponent) > 7:
+        raise ValueError(f"an exponent of {len(exponent)} digits")
+    num_bits = base.numerator.bit_length() + base.denominator.bit_length()
+    if num_bits * abs(int(exponent)) > 4 * MAX_DIGITS:
+        raise ValueError(f"the power {exponent} of a number of {num_bits} bits")
+    return base ** int(exponent)
 
 
 def exact_number(completion: str, ground_truth: str) -> float:
@@ -39,10 +220,11 @@ def exact_number(completion: str, ground_truth: str) -> float:
 
     Raises: ValueError: the reference answer holds no number.
     """
-    wanted = last_number(final_answer(str(ground_truth)))
+    wanted = read_number(final_answer(str(ground_truth)))
     if wanted is None:
-        raise ValueError(f"the reference answer {ground_truth!r:.100} holds no number")
-    return float(last_number(final_answer(completion)) == wanted)
+        raise ValueError(f"the reference answer {str(ground_truth)!r:.100} holds no number")
+    found = read_number(final_answer(completion))
+    return float(found is not None and found.equals(wanted))
 
 
 def exact_text(completion: str, ground_truth: str) -> float:
@@ -60,21 +242,14 @@ def math(completion: str, ground_truth: str) -> float:
     """
     library = importlib.import_module("math_verify")
     # Its own time limits use signals, which only the main thread receives.
-    gold = library.parse(f"${final_answer(str(ground_truth))}$", parsing_timeout=None)
+    reference = ascii_digits(final_answer(str(ground_truth)))
+    gold = library.parse(f"${reference}$", parsing_timeout=None)
     if not gold:
         raise ValueError(f"math-verify cannot read the reference answer {ground_truth!r:.100}")
-    given = library.parse(final_answer(completion), parsing_timeout=None)
+    final = ascii_digits(final_answer(completion))
+    is_marked = final != ascii_digits(completion.strip())
+    given = library.parse(f"${final}$" if is_marked else final, parsing_timeout=None)
     return float(library.verify(gold, given, timeout_seconds=None))
-
-
-def built_in(name: str) -> Callable[..., float] | None:
-    """Return a reward by its name; None: there is none.
-
-    Raises: ConfigError: a package is missing.
-    """
-    if name == "math" and find_spec("math_verify") is None:
-        raise ConfigError(MATH_VERIFY)
-    return GRADERS.get(name)
 
 
 GRADERS: dict[str, Callable[..., float]] = {

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from common.config.envs import DatasetOptions
@@ -17,13 +18,23 @@ from envhub.envs.dataset.functions import (
     check_keywords,
     load_function,
 )
-from envhub.envs.dataset.graders import GRADERS, built_in
+from envhub.envs.dataset.graders import GRADERS
 from envhub.envs.dataset.judges.judge import Judge
 from envhub.envs.dataset.judges.options import is_judge
 from envhub.envs.dataset.judges.term import JudgeTerm, judge_term
 from envhub.envs.dataset.records import load_tokenizer
-from envhub.envs.dataset.trl import IDS, LOGS, LoggedMetrics, check_ids, is_of_trl
+from envhub.envs.dataset.trl import (
+    IDS,
+    LOGS,
+    LoggedMetrics,
+    check_ids,
+    is_of_trl,
+    metrics_of,
+    plain_number,
+)
 
+# Names of the number in a returned dictionary: verl and slime, rLLM, EasyR1, OpenRLHF.
+SCORES = ("score", "reward", "overall", "rewards", "scores")
 KEYS = ("function", "weight", "min", "max", "timeout_s", "retries")
 NUMBERS = {  # Allowed values of the numbers of a reward.
     "weight": (-1e6, 1e6),
@@ -32,6 +43,7 @@ NUMBERS = {  # Allowed values of the numbers of a reward.
     "timeout_s": (1e-3, 1e5),
     "retries": (0, 100),
 }
+MATH_VERIFY = "reward=math needs math-verify. Install it with: pip install math-verify"
 BACKOFF_S = 0.5  # Seconds before the first retry. The wait doubles with each retry.
 DIGITS = 9
 Keywords = Mapping[str, Any]
@@ -71,19 +83,33 @@ class RewardTerm:
             own[IDS] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return {name: [value] for name, value in {**columns, **own}.items()}
 
-    def number(self, value: Any) -> float | None:
-        """Return the returned value as a number. Raises: EnvFailure: it is none.
+    def read(self, value: Any) -> tuple[float | None, dict[str, float]]:
+        """Return the number of a returned value, and the metrics beside it. Raises: EnvFailure.
 
+        A dictionary has the number as "score" (verl) or as another name of SCORES. Its other
+        numbers are metrics, and so is the second part of a pair (number, dictionary).
         None: with TRL's signature, [None] means that the function does not apply to the record.
         """
-        if self.is_batched:
-            if not isinstance(value, Sequence) or len(value) != 1:
-                raise EnvFailure(f"returned {value!r:.200}, not a list with one number")
+        extra: Any = {}
+        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping | None):
+            value, extra = value
+        if isinstance(value, Mapping):
+            name = next((name for name in SCORES if name in value), None)
+            if name is None:
+                raise EnvFailure(f"returned {value!r:.200}, which has no 'score'")
+            extra = {key: entry for key, entry in value.items() if key != name}
+            value = value[name]
+        value = plain_number(value)
+        if isinstance(value, (list, tuple)) and len(value) == 1:
             value = value[0]
-            if value is None:
-                return None
-        if hasattr(value, "item") and getattr(value, "ndim", -1) == 0:
-            value = value.item()  # A number of numpy or torch.
+            if value is None and self.is_batched:
+                return None, {}
+        elif self.is_batched and not isinstance(value, (bool, int, float)):
+            raise EnvFailure(f"returned {value!r:.200}, not a list with one number")
+        return self.number(value), metrics_of(self.name, extra or {})
+
+    def number(self, value: Any) -> float:
+        """Return a returned value as a number in the range. Raises: EnvFailure: it is none."""
         if not isinstance(value, (bool, int, float)):
             raise EnvFailure(f"returned {value!r:.200}, which is not a number")
         if not math.isfinite(value):
@@ -117,7 +143,8 @@ class RewardTerm:
         for attempt in range(self.retries + 1):
             try:
                 value = await caller.call(self.user, offered, timeout_s=self.timeout_s)
-                return self.number(value), logged.values
+                number, extra = self.read(value)
+                return number, {**extra, **logged.values}
             except EnvFailure as error:
                 if attempt == self.retries:
                     tries = f" ({attempt + 1} tries)" if attempt else ""
@@ -188,9 +215,17 @@ class RewardSum:
         values = {name: value for name, value in found.items() if value is not None}
         if not values:
             raise EnvFailure(f"no reward applies to {place}: each function returned [None]")
-        total = sum(term.weight * values.get(term.name, 0.0) for term in self.terms)
         costs = {name: cost for _, own in outcomes for name, cost in own.items()}
-        return EpisodeReward(total=self._mapped(total), values=values, costs=costs)
+        return EpisodeReward(total=self._total(values), values=values, costs=costs)
+
+    def _total(self, values: Mapping[str, float]) -> float:
+        """Return the weighted sum, mapped to [0, 1].
+
+        A function that does not apply counts as 0, or as the end of its range next to 0.
+        """
+        neutral = {term.name: min(max(0.0, term.least), term.most) for term in self.terms}
+        chosen = {**neutral, **values}
+        return self._mapped(sum(term.weight * chosen[term.name] for term in self.terms))
 
     def _mapped(self, total: float) -> float:
         """Return a sum of rewards, mapped to [0, 1]."""
@@ -272,7 +307,9 @@ def _function(key: str, reference: str) -> UserFunction:
         return load_function(key, reference)
     if reference == "judge":
         raise ConfigError(f"{key}=judge: set reward.judge.url or reward.judge.path instead")
-    found = built_in(reference)
+    if reference == "math" and find_spec("math_verify") is None:
+        raise ConfigError(MATH_VERIFY)
+    found = GRADERS.get(reference)
     if found is None:
         known = ", ".join(GRADERS)
         raise ConfigError(

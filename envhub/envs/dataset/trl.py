@@ -1,6 +1,8 @@
 """The signature of TRL's reward functions: lists of one value, and functions for logs."""
 
+import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from common.errors import ConfigError
@@ -34,7 +36,28 @@ class LoggedMetrics:
 
     def log_metric(self, name: str, value: Any) -> None:
         """Record a metric. Its name gets the reward's name in front."""
-        self.values[f"reward_{self._name}_{re.sub(r'[^0-9A-Za-z_]', '_', name)}"] = float(value)
+        self.values[_metric_name(self._name, name)] = float(value)
 
     def log_extra(self, column: str, values: Any) -> None:
         """Ignore a column for TRL's table of completions. The journal has all completions."""
+
+
+def metrics_of(reward: str, extra: Mapping[Any, Any]) -> dict[str, float]:
+    """Return the finite numbers that a function returned beside its reward, as metrics."""
+    numbers: dict[str, float] = {}
+    for name, value in extra.items():
+        value = plain_number(value)
+        value = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
+        if isinstance(value, (bool, int, float)) and math.isfinite(value):
+            numbers[_metric_name(reward, str(name))] = float(value)
+    return numbers
+
+
+def plain_number(value: Any) -> Any:
+    """Return a number or an array of numpy or torch in plain types, and other values unchanged."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _metric_name(reward: str, name: str) -> str:
+    """Return the name of a metric of a reward."""
+    return f"reward_{reward}_{re.sub(r'[^0-9A-Za-z_]', '_', name)}"

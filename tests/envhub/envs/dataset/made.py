@@ -63,6 +63,18 @@ def verl(data_source, solution_str, ground_truth, extra_info=None):
     return 1.0 if solution_str.endswith(ground_truth) and data_source == "math_dapo" else 0.0
 
 
+def verl_scores(solution_str, ground_truth):
+    return {"score": float(solution_str == ground_truth), "acc": True, "pred": solution_str}
+
+
+def pair(completion):
+    return 0.5, {"length": len(completion)}
+
+
+def rating_of_others(completions, **kwargs):
+    return [None if completions[0].isdigit() else 3.0]
+
+
 def breaks(completion):
     raise KeyError("lost")
 

@@ -1,5 +1,6 @@
 """Laws of the dataset's files: formats, splits, and errors that name file and line."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -27,6 +28,29 @@ def test_json_list_is_read_also_below_a_name(tmp_path: Path, held: object) -> No
     path = tmp_path / "a.json"
     path.write_text(json.dumps(held), encoding="utf-8")
     assert read(path) == RECORDS
+
+
+def test_json_file_may_hold_lines_and_lines_file_a_list(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.json", RECORDS)
+    assert read(tmp_path / "a.json") == RECORDS
+    (tmp_path / "a.jsonl").write_text("\n" + json.dumps(RECORDS, indent=1), encoding="utf-8")
+    assert read(tmp_path / "a.jsonl") == RECORDS
+    (tmp_path / "b.json").write_text('{"a": 1}\n\n{"a": \n', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"b\.json line 3: not JSON"):
+        read(tmp_path / "b.json")
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", "csv"])
+def test_compressed_text_is_read(tmp_path: Path, ending: str) -> None:
+    rows = 'question,answer\n"1+1, or so?",2\n"a ""b""",c\n'
+    text = rows if ending == "csv" else json.dumps(RECORDS)
+    path = tmp_path / f"a.{ending}.gz"
+    path.write_bytes(gzip.compress(text.encode()))
+    assert read(path) == RECORDS
+    assert read(tmp_path) == RECORDS
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ConfigError, match="cannot be read as UTF-8 text"):
+        read(path)
 
 
 @pytest.mark.parametrize(("ending", "separator"), [("csv", ","), ("tsv", "\t")])

@@ -1,5 +1,6 @@
 """Laws of the reward functions: what they receive, what they return, and how they fail."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from common.errors import ConfigError
 from common.repository import ROOT
 from envhub.env import EnvFailure
 from envhub.envs.dataset.env import check, make_spec
-from envhub.envs.dataset.graders import exact_text, final_answer, last_number
+from envhub.envs.dataset.graders import exact_number, exact_text, final_answer, last_number
 from tests.envhub.envs.dataset.made import DAPO, make, played
 
 
@@ -54,6 +55,44 @@ def test_function_of_trl_may_not_apply_to_a_record(tmp_path: Path) -> None:
 def test_verl_signature_is_accepted_as_it_is(tmp_path: Path) -> None:
     options = make(tmp_path, DAPO, reward="user:verl")
     assert played(options, "it is 16", item=1).reward == 1.0
+
+
+def test_dictionary_of_verl_has_the_score_and_metrics(tmp_path: Path) -> None:
+    result = played(make(tmp_path, reward="user:verl_scores"), "7")
+    named = {name: value for name, value in (result.metrics or {}).items() if name != "reward_s"}
+    assert named == {"reward_verl_scores": 1.0, "reward_verl_scores_acc": 1.0}
+    assert result.reward == 1.0
+    assert played(make(tmp_path, reward="user:verl_scores"), "8").reward == 0.0
+    pair = played(make(tmp_path, reward="user:pair"), "abc")
+    assert (pair.reward, (pair.metrics or {})["reward_pair_length"]) == (0.5, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "reward"),
+    [
+        ({"reward": 0.5, "is_correct": True}, 0.5),
+        ({"overall": 0.5, "format": 1.0}, 0.5),
+        ({"rewards": [0.5]}, 0.5),
+        ([0.5], 0.5),
+        (True, 1.0),
+    ],
+)
+def test_returned_forms_of_other_libraries_are_read(
+    tmp_path: Path, value: object, reward: float
+) -> None:
+    file = tmp_path / "other.py"
+    file.write_text(f"def f(completion):\n    return {value!r}\n", encoding="utf-8")
+    assert played(make(tmp_path, reward=f"{file}:f"), "7").reward == reward
+
+
+def test_rating_that_does_not_apply_leaves_the_others_to_decide(tmp_path: Path) -> None:
+    file = f"{tmp_path}/user.py"
+    rating = {"function": f"{file}:rating_of_others", "min": 1, "max": 5}
+    options = make(tmp_path, reward={"right": f"{file}:right", "rating": rating})
+    # The sum has the range [1, 6]. A rating that does not apply counts as 1.
+    assert played(options, "7").reward == pytest.approx(0.2)
+    assert played(options, "8").reward == 0.0
+    assert played(options, "so").reward == pytest.approx(0.4)
 
 
 def test_weighted_rewards_are_scaled_and_named(tmp_path: Path) -> None:
@@ -140,8 +179,77 @@ def test_last_number_of_a_text_is_read(text: str, number: str | None) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("\u22127", "-7"),
+        ("-$7.50", "-15/2"),
+        ("5-3", "3"),
+        ("1.250,50", "2501/2"),
+        ("1.250.000", "1250000"),
+        ("1,00,000", "100000"),
+        ("1\u202f250", "1250"),
+        (r"1{,}250", "1250"),
+        ("3,5", "7/2"),
+        ("1, 2, 3", "3"),
+        ("\uff11\uff12", "12"),
+        ("\u0663\u066b\u0665", "7/2"),
+        ("1e3", "1000"),
+        (r"2 \times 10^{-3}", "1/500"),
+        ("10\u2075", "100000"),
+        ("25 cm\u00b2", "25"),
+        ("25 m^2", "25"),
+        ("3 1/2", "7/2"),
+        ("3\u00bd", "7/2"),
+        (r"-\frac{1}{2}", "-1/2"),
+        ("7/0", None),
+        ("inf", None),
+        ("1e999999999", None),
+        ("9^99999999", None),
+    ],
+)
+def test_last_number_is_read_as_it_is_written(text: str, number: str | None) -> None:
+    found = last_number(text)
+    assert (None if found is None else str(found)) == number
+
+
+@pytest.mark.parametrize("answer", ["9" * 5000, "1/" + "9" * 5000, "9" * 200_000, "9^9^9^9"])
+def test_answer_of_many_digits_is_wrong(answer: str) -> None:
+    assert exact_number(answer, "7") == 0.0
+    assert exact_text(answer, "7") == 0.0
+
+
+def test_long_numbers_are_compared_exactly() -> None:
+    assert exact_number("9" * 5000, "9" * 5000) == 1.0
+    assert exact_number("9" * 5000, "9" * 4999 + "8") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "reward"),
+    [("50%", "50", 1.0), ("50%", "0.5", 1.0), ("0.5", "50%", 1.0), ("5%", "0.5", 0.0)],
+)
+def test_percentage_equals_its_share(answer: str, reference: str, reward: float) -> None:
+    assert exact_number(answer, reference) == reward
+
+
+@pytest.mark.parametrize("part", ["1,11", "1.", "1 ", "1/", "1^", "-", r"\boxed{", r"\frac{", "1e"])
+def test_long_answer_is_graded_in_linear_time(part: str) -> None:
+    began_s = time.process_time()
+    exact_number(part * (100_000 // len(part)), "7")
+    assert time.process_time() - began_s < 2.0
+
+
+@pytest.mark.parametrize(
     ("text", "answer"),
-    [("a #### 7", "7"), (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"), (" yes ", "yes")],
+    [
+        (r"\boxed{\frac{\sqrt{3}}{2}}", r"\frac{\sqrt{3}}{2}"),
+        (r"\boxed{1}, no, \boxed{\{2\}}", r"\{2\}"),
+        (r"\boxed{\boxed{2}}", "2"),
+        (r"\boxed{3} and \boxed{", "3"),
+        ("#### Result\n\\boxed{4}", "4"),
+        ("a #### 7", "7"),
+        (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (" yes ", "yes"),
+    ],
 )
 def test_final_answer_follows_its_mark(text: str, answer: str) -> None:
     assert final_answer(text) == answer
