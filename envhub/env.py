@@ -14,9 +14,15 @@ ITEM_PATTERN = re.compile(r"(?P<subset>[^-\s]+)-(?P<split>train|test)-(?P<index>
 
 
 class Style(StrEnum):
-    """Wording of observations: short for small models, or identical to AgentGym's."""
+    """Wording of instruction and observations.
+
+    compact: short observations, for policies that were trained on them. instructed: the same
+    observations after an instruction with rules, actions and the form of an answer. agentgym:
+    identical to AgentGym's. `EnvSpec.make` receives compact or agentgym.
+    """
 
     COMPACT = "compact"
+    INSTRUCTED = "instructed"
     AGENTGYM = "agentgym"
 
 
@@ -239,11 +245,14 @@ class EnvSpec:
     """An environment's catalogue entry.
 
     Attributes:
+        instruction: text before the first observation. Without an `instructed` text, that style
+            has the compact one.
         make: builds one episode; an `Env`, or an `AsyncEnv` where `isolation` is not INLINE.
         isolation: where episodes run. In a worker, synchronous calls of different sessions run in
             parallel threads; calls of one session never overlap.
         sessions_per_worker: concurrent episodes of one worker; workers are reused. With TASK:
-            concurrent episodes in the hub.
+            concurrent episodes in the hub. A library that is not thread-safe needs 1. 0: 1 with
+            WORKER, else 64 for an environment outside of the package.
         reward: how the return is computed from the step rewards.
         start_score: the score before the first step: a raw score of 0, mapped to [0, 1].
         takes_any_text: every text is a valid action, such as an answer in words.
@@ -265,7 +274,7 @@ class EnvSpec:
     make: Callable[[Style], Env | AsyncEnv]
     tasks: Mapping[str, TaskSpec] = field(default_factory=dict[str, TaskSpec])  # Tasks by name.
     isolation: Isolation = Isolation.INLINE
-    sessions_per_worker: int = 1
+    sessions_per_worker: int = 0
     max_workers: int = 1  # Worker processes.
     # Limit of resident bytes with child processes; a worker above it is replaced.
     worker_memory_bytes: int = 2 << 30

@@ -139,6 +139,7 @@ async def open_beside_random(
         partial(environments.open, plan.env, plan.item_id, seed=plan.seed),
         own=lambda _: (policy.act, scripted),
         task=("", ""),
+        texts={},
     )
     return await open_seat()
 

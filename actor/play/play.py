@@ -141,7 +141,13 @@ async def _play_once(
     open_session: OpenSession = partial(environments.open, plan.env, plan.item_id, seed=plan.seed)
     task = environments.instruction(plan.env), environments.acknowledgement(plan.env)
     if player.seats is not None:
-        open_session = player.seats.opener(lease, open_session, own=policy_of, task=task)
+        open_session = player.seats.opener(
+            lease,
+            open_session,
+            own=policy_of,
+            task=task,
+            texts=environments.opponent_texts(plan.env),
+        )
     if player.agents is not None:
         return await player.agents.play(
             lease, open_session=open_session, act=act, task=task, may_repeat=False

@@ -1,6 +1,6 @@
 """Interfaces between the episode pool and other players: programs of the user's, opponents."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -45,6 +45,7 @@ class SeatFiller(Protocol):
         *,
         own: Callable[[Lease], tuple[Act, Render]],
         task: tuple[str, str],
+        texts: Mapping[str, str],
     ) -> OpenSession:
         """Return a function that opens a hub's session as the session of the lease's seat."""
         ...

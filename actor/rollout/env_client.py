@@ -462,6 +462,10 @@ class Environments:
         """Return the agent's fixed answer to the instruction; "" if both texts are one message."""
         return self.answers.get(env, {}).get(self.style, "")
 
+    def opponent_texts(self, env: str) -> dict[str, str]:
+        """Return the instruction of each style; {} if observations have AgentGym's wording."""
+        return {} if self.style == "agentgym" else self.instructions.get(env, {})
+
     async def open(self, env: str, item_id: str, *, seed: int) -> HubSession:
         """Start an episode. Raises: EnvError, EnvTimeout."""
         is_quick = env in self.quick

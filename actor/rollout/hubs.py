@@ -107,6 +107,10 @@ class Hubs:
         """Return the agent's fixed answer to the instruction; "" if both texts are one message."""
         return self._answers.get(env, {}).get(self._style, "")
 
+    def opponent_texts(self, env: str) -> dict[str, str]:
+        """Return the instruction of each style; {} if observations have AgentGym's wording."""
+        return {} if self._style == "agentgym" else self._instructions.get(env, {})
+
     def tools(self, env: str) -> list[Any]:
         """Return an environment's tools; [] if its actions are texts."""
         return self._tools.get(env, [])

@@ -199,7 +199,9 @@ class EpisodePool:
         seed = environment_seed(lease)
         open_session = partial(hubs.open, lease.env, lease.item_id, seed=seed)
         task = hubs.instruction(lease.env), hubs.acknowledgement(lease.env)
-        open_session = self._seats.opener(lease, open_session, own=self._policy, task=task)
+        open_session = self._seats.opener(
+            lease, open_session, own=self._policy, task=task, texts=hubs.opponent_texts(lease.env)
+        )
         if self._agents is not None and lease.policy is PolicyKind.MODEL:
             return await self._agents.play(
                 lease, open_session=open_session, act=act, task=task, may_repeat=may_repeat

@@ -174,8 +174,8 @@ def command_help(name: str) -> str:
         "status": "[RUN] [--config NAME|FILE] [key=value ...]",
         "gather": "run.name=NAME [step=N] [FOLDER|URL ...]",
         "new-env": "NAME [to=FOLDER]",
-        "check-env": "NAME|FILE.py:FUNCTION [items=N] [style=compact|agentgym] [key=value ...]",
-        "play": "NAME|FILE.py:FUNCTION [item=ID] [style=compact|agentgym] [key=value ...]",
+        "check-env": "NAME|FILE.py:FUNCTION [items=N] [style=NAME] [key=value ...]",
+        "play": "NAME|FILE.py:FUNCTION [item=ID] [style=NAME] [key=value ...]",
         "recompute": "RUN [--steps a:b] [--json FILE] [--dry-run] [key=value ...]",
         "journal": "RUN list|verify|export|prune [to=FILE] [--format NAME] [keep_gb=N] ...",
     }.get(name, "[--config NAME|FILE] [--dry-run] [key=value ...]")

@@ -258,9 +258,9 @@ class AgentOptions:
         yield from self._contradictions_of_thoughts()
         if self.format is AgentFormat.FUNCTION_CALL:
             law = "must be {} with actor.format=function_call: {}"
-            if envhub.style != "compact":
+            if envhub.style == "agentgym":
                 why = "the instructions of this style demand answers in ReAct's format"
-                yield "envhub.style", envhub.style, law.format("compact", why)
+                yield "envhub.style", envhub.style, law.format("compact or instructed", why)
             if policy.url:
                 yield (
                     "policy.url",

@@ -1,6 +1,7 @@
 """Loader: dataclass defaults, then a YAML file with its `defaults` chain, then overrides."""
 
 import copy
+import json
 import os
 import re
 import tempfile
@@ -47,6 +48,8 @@ def load_config(
         merged = copy.deepcopy(_merged(_Trees(repr(trees), trees)))
         _apply_overrides(merged, overrides)
         _derive(merged, is_dry=is_dry)
+        if merged.envhub.style == "auto":
+            merged.envhub.style = _style_of_policy(merged, root)
         missing = sorted(OmegaConf.missing_keys(merged)) if _may_lack_values(merged) else []
         if missing:
             key = missing[0]
@@ -234,6 +237,36 @@ def _derive(merged: DictConfig, *, is_dry: bool) -> None:
     width = max(1, actor.tensor_parallel_size) * max(1, actor.engines_per_process)
     if actor.num_gpus and actor.num_gpus % width == 0 and actor.num_actors == 1:
         actor.num_actors = actor.num_gpus // width
+
+
+def _style_of_policy(merged: DictConfig, root: Path) -> str:
+    """Return the style of the prompts on which the policy was trained, or `instructed`."""
+    model = merged.model
+    if merged.policy.url or OmegaConf.is_missing(model, "path"):
+        return "instructed"
+    folders = (root / folder for folder in (model.path, model.architecture) if folder)
+    folder = next((path for path in folders if path.is_dir()), None)
+    return "instructed" if folder is None else style_of_model(folder)
+
+
+def style_of_model(folder: Path) -> str:
+    """Return `prompt_style` of a model's config.json, `instructed` without one.
+
+    Other faults of the file have their own checks. Raises: ConfigError: no such style.
+    """
+    path = folder / "config.json"
+    try:
+        settings: Any = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return "instructed"
+    if not isinstance(settings, dict):
+        return "instructed"
+    style = cast(dict[str, Any], settings).get("prompt_style", "instructed")
+    if style not in ("compact", "instructed", "agentgym"):
+        raise ConfigError(
+            f"{path}: prompt_style={show(style)}: expects compact, instructed or agentgym"
+        )
+    return style
 
 
 def _apply_overrides(merged: DictConfig, overrides: Sequence[str]) -> None:

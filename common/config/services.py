@@ -48,7 +48,11 @@ class EnvhubSection:
         "uses the run's token, or none.",
     )
     style: str = knob(
-        "compact", "Selects the wording of observations.", one_of=("compact", "agentgym")
+        "auto",
+        "Selects the wording of instruction and observations. instructed explains the rules, the "
+        "actions and the form of an answer. auto means the prompt_style in config.json of "
+        "model.path, else instructed.",
+        one_of=("auto", "compact", "instructed", "agentgym"),
     )
     session_lease_s: float = seconds(
         600.0, "Closes a session without requests after this many seconds.", ge=1

@@ -17,6 +17,7 @@ from common.text import valid_text
 
 MARK = "Action:"
 REACT = "Answer in this form:\nThought:\nyour thoughts.\n\nAction:\nyour next action"
+BARE = "Answer with one action and nothing else."  # Last line of the style `instructed`.
 CALLS = "Act by calling a tool, one call in each answer."
 TOOL_FORM = """\
 Each turn calls one tool, as JSON after "Action:":
@@ -44,6 +45,8 @@ def worded(kind: AgentFormat, instruction: str) -> str:
     For tool calls, the format replaces a list of tools in the instruction, because the chat
     template lists the tools.
     """
+    if kind is not AgentFormat.PLAIN:
+        instruction = instruction.removesuffix(BARE).rstrip()
     if kind is AgentFormat.PLAIN or (kind is AgentFormat.REACT and MARK in instruction):
         return instruction
     how = REACT if kind is AgentFormat.REACT else CALLS

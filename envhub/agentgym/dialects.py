@@ -113,7 +113,10 @@ def _read_dialects() -> dict[str, Dialect]:
     for name, entry in table["dialects"].items():
         task = entry.pop("task")
         answers = table["answers"][entry["extraction"]]
-        instructions = {style: f"{task}\n{answers[style]}".rstrip() for style in Style}
+        instructions = {
+            style: f"{task}\n{answers.get(style, answers[Style.COMPACT])}".rstrip()
+            for style in Style
+        }
         given = {key: kinds.get(key, _frozen)(value) for key, value in entry.items()}
         dialects[name] = Dialect(name=name, instruction=instructions, **given)
     return dialects

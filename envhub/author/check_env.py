@@ -19,7 +19,7 @@ from envhub.env import Style, UnknownItem
 NUM_ITEMS = 20
 MAX_ITEMS = 10**5
 OTHER_PROCESS_S = 120.0
-USAGE = "check-env NAME|FILE.py:FUNCTION [items=N] [style=compact|agentgym] [key=value ...]"
+USAGE = "check-env NAME|FILE.py:FUNCTION [items=N] [style=NAME] [key=value ...]"
 
 
 def check_env(request: ParsedCommand, *, root: Path, echo: Callable[[str], None]) -> int:
@@ -42,7 +42,7 @@ def options_of(request: ParsedCommand, usage: str) -> tuple[str, Style, int, lis
     """Return the environment, the style, the number of items, and keys of the configuration."""
     words = [word for word in request.overrides if "=" not in word]
     given = dict(word.split("=", 1) for word in request.overrides if "=" in word)
-    style = given.pop("style", "compact")
+    style = given.pop("style", "instructed")
     num = given.pop("items", str(NUM_ITEMS))
     if len(words) != 1:
         raise ConfigError(f"run.py {usage}")
@@ -71,6 +71,7 @@ def findings(
         plays = checks.play_all(driver, items)
         yield from checks.check_items(driver, items)
         yield from checks.check_determinism(driver, plays)
+        yield from checks.check_at_once(driver, plays)
         yield from _elsewhere(driver, name, plays, overrides, root=root)
         yield from episode_checks.check_rewards(spec, plays)
         yield from checks.check_actions(driver, items)
@@ -89,11 +90,12 @@ def _elsewhere(
     if not driver.spec.is_repeatable:
         return
     played = [[each.item_id, each.actions] for each in plays.all]
+    paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
     try:
         found = subprocess.run(
             [sys.executable, "-m", "envhub.author.check_env", name, driver.style, *overrides],
             input=json.dumps(played),
-            env={**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(root)},
+            env={**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(paths)},
             cwd=root,
             capture_output=True,
             encoding="utf-8",

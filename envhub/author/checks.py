@@ -1,15 +1,19 @@
 """Checks of `check-env` that play an environment. Each check returns findings."""
 
+import contextlib
+import inspect
 import random
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from common.errors import EnvError
 from common.text import counted
 from envhub.author.episodes import Driver, RecordedPlay, chance, expert
 from envhub.author.findings import Finding, Grade, Plays, graded
-from envhub.env import EnvSpec, StepResult, UnknownItem, split_item
+from envhub.env import EnvSpec, Isolation, StepResult, UnknownItem, split_item
 
 HOSTILE = (
     "",
@@ -21,6 +25,8 @@ HOSTILE = (
     "\u00e9\U0001f600",
     "x" * 5000,
 )
+MAX_AT_ONCE = 8  # Episodes that run at the same time.
+START_S = 60.0  # Deadline for the start of their threads.
 MAX_ACTIONS = 20  # Maximum number of valid actions tried in one state.
 METHODS = ("reset", "step", "valid_actions", "expert_action", "render", "fingerprint", "close")
 
@@ -142,6 +148,65 @@ def check_determinism(driver: Driver, plays: Plays) -> Iterator[Finding]:
     yield from graded(
         "determinism", problems, f"{counted(len(plays.all), 'episode')} repeated with equal results"
     )
+
+
+def check_at_once(driver: Driver, plays: Plays) -> Iterator[Finding]:
+    """Yield episodes that differ when other episodes run at the same time.
+
+    First the episodes take turns in one thread, then each has a thread of its own, as in a worker.
+    """
+    spec = driver.spec
+    if not spec.is_repeatable:
+        return
+    if spec.isolation is not Isolation.INLINE and spec.sessions_per_worker == 1:
+        yield Finding(Grade.OK, "at once", "a process holds one episode (sessions_per_worker=1)")
+        return
+    alone = plays.all[:MAX_AT_ONCE]
+    runs = [("in turns", _play_in_turns(driver, alone))]
+    has_coroutines = any(inspect.iscoroutinefunction(episode.env.step) for episode in alone)
+    if spec.isolation is Isolation.WORKER and not has_coroutines:
+        runs.append(("in parallel threads", _play_in_threads(driver, alone)))
+    problems = [
+        f"{episode.item_id} differs when {len(alone)} episodes run {manner}; remove the state that "
+        "episodes share, or set sessions_per_worker=1"
+        for manner, outcomes in runs
+        for episode, outcome in zip(alone, outcomes, strict=True)
+        if outcome != compared_part(episode)
+    ]
+    text = f"{counted(len(alone), 'episode')} at once have the results of each alone"
+    yield from graded("at once", problems, text)
+
+
+def _play_in_turns(driver: Driver, alone: Sequence[RecordedPlay]) -> list[list[object]]:
+    """Repeat episodes step by step in turns; return their compared parts."""
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(driver.open(episode.item_id)) for episode in alone]
+        for turn in range(max(len(episode.actions) for episode in alone)):
+            for again, episode in zip(opened, alone, strict=True):
+                if turn < len(episode.actions):
+                    again.step(episode.actions[turn])
+        return [compared_part(again) for again in opened]
+
+
+def _play_in_threads(driver: Driver, alone: Sequence[RecordedPlay]) -> list[list[object]]:
+    """Repeat episodes in a thread each; return their compared parts, or the error's text."""
+    start = threading.Barrier(len(alone))
+
+    def play(episode: RecordedPlay) -> list[object]:
+        other = Driver(driver.spec, driver.style)
+        try:
+            start.wait(timeout=START_S)
+            with other.open(episode.item_id) as again:
+                for action in episode.actions:
+                    again.step(action)
+            return compared_part(again)
+        except EnvError as error:
+            return [str(error)]
+        finally:
+            other.close()
+
+    with ThreadPoolExecutor(len(alone)) as threads:
+        return list(threads.map(play, alone))
 
 
 def compared_part(episode: RecordedPlay) -> list[object]:

@@ -34,6 +34,10 @@ class Driver:
     def __exit__(self, *_: object) -> None:
         if self.spec.stop is not None:
             self.call(self.spec.stop)
+        self.close()
+
+    def close(self) -> None:
+        """End the calls of this driver. The environment's shared resources stay."""
         self._runner.close()
 
     def call(self, work: Callable[[], Any]) -> Any:

@@ -12,7 +12,7 @@ from envhub.author.episodes import Driver, RecordedPlay, spec_of
 from envhub.env import StepResult, UnknownItem
 
 SHOWN = 12  # Maximum number of valid actions in a list.
-USAGE = "play NAME|FILE.py:FUNCTION [item=ID] [style=compact|agentgym] [key=value ...]"
+USAGE = "play NAME|FILE.py:FUNCTION [item=ID] [style=NAME] [key=value ...]"
 KEYS = "Enter an action, or ? (valid actions), ! (the expert's), * (the whole state), q (quit)"
 
 

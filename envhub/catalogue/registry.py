@@ -15,7 +15,7 @@ from typing import Any
 from common.config.envs import EnvsSection, RemoteOptions, own_tasks
 from common.text import known_hint
 from envhub.catalogue.extensions import load_extensions
-from envhub.env import EnvSpec, Isolation
+from envhub.env import EnvSpec, Isolation, Style
 from envhub.errors import UnknownEnv
 from envhub.summed_rewards import with_summed_rewards
 from envhub.tables import read_table
@@ -146,10 +146,24 @@ def _like(default: Any, value: Any) -> Any:
 
 
 def load_spec(name: str, options: EnvsSection, remote: RemoteOptions) -> EnvSpec:
-    """Import an environment and return its specification.
+    """Import an environment and return its specification, with the style `instructed`.
 
     Raises: UnknownEnv: the reference names no module, or no function in the module.
     """
+    spec = _load_spec(name, options, remote)
+    texts = spec.instruction
+    instructed = texts.get(Style.INSTRUCTED) or texts.get(Style.COMPACT, "")
+    make: Any = spec.make
+
+    def make_worded(style: Style) -> Any:
+        """Return an episode. Observations of `instructed` are the compact ones."""
+        return make(Style.COMPACT if style is Style.INSTRUCTED else style)
+
+    return replace(spec, make=make_worded, instruction={**texts, Style.INSTRUCTED: instructed})
+
+
+def _load_spec(name: str, options: EnvsSection, remote: RemoteOptions) -> EnvSpec:
+    """Return the specification as its environment made it, with defaults filled in."""
     if (maker := LIBRARIES.get(name.partition(":")[0])) is not None:
         return import_module(maker).make_spec(name)
     if is_reference(name):
@@ -168,9 +182,12 @@ def load_spec(name: str, options: EnvsSection, remote: RemoteOptions) -> EnvSpec
         for word in (spec.name, *spec.subsets, *ids):  # Messages and files contain these names.
             if not word or not word.isprintable():
                 raise UnknownEnv(f"environment {name!r}: the name {word!r:.100} is not printable")
-        if spec.isolation is Isolation.WORKER:
-            return with_summed_rewards(spec)
-        num_sessions = max(spec.sessions_per_worker, OUTSIDE_SESSIONS_PER_WORKER)
+        if spec.sessions_per_worker < 0:
+            raise UnknownEnv(
+                f"environment {name!r}: sessions_per_worker={spec.sessions_per_worker} is below 0"
+            )
+        is_worker = spec.isolation is Isolation.WORKER
+        num_sessions = spec.sessions_per_worker or (1 if is_worker else OUTSIDE_SESSIONS_PER_WORKER)
         spec = replace(spec, isolation=Isolation.WORKER, sessions_per_worker=num_sessions)
         return with_summed_rewards(spec)
     if name == remote.dialect:

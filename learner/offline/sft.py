@@ -75,6 +75,8 @@ def run(cfg: RunConfig, demonstrations: Path, *, log: Log = ignore) -> Path:
             f"sft.min_reward={sft.min_reward}: no episode of {demonstrations} has this reward."
             " Lower sft.min_reward."
         )
+    if sft.from_scratch or not sft.demonstrations:
+        model.config.prompt_style = cfg.envhub.style
     train(model, newest(rows, sft.max_episodes), sft, cfg.learner, seed=cfg.run.seed, log=log)
     return save_policy(Path(sft.output), model, tokenizer)
 

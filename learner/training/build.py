@@ -47,6 +47,8 @@ def load_start(
         is_skeleton=is_sharded(cfg.learner),
         max_tokens=cfg.actor.max_model_len,
     )
+    if cfg.envhub.style != "auto":  # A saved policy names the prompts of its training.
+        model.config.prompt_style = cfg.envhub.style
     return model, path
 
 

@@ -7,7 +7,7 @@ in no trajectory.
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -27,10 +27,12 @@ from actor.rollout.episode import (
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
 from common.config.curriculum import HorizonUnit
 from common.config.evaluation import AgentFormat, AgentOptions
+from common.config.load import style_of_model
 from common.config.run_config import ActorSection
 from common.config.seats.engines import opponent_role, past_role
 from common.config.seats.options import ENDPOINT, EXPERT, NAMED, PAST, RANDOM, SELF
 from common.errors import ConfigError, EnvError, EnvTimeout
+from common.repository import ROOT
 from common.seeds import draw_seed, environment_seed
 from common.wire.messages import EndReason, EpisodeKind, Lease, PolicyKind, Trajectory
 
@@ -50,7 +52,13 @@ class Seats:
         self._endpoints: dict[str, OpponentEndpoint] = {}
 
     def opener(
-        self, lease: Lease, open_session: OpenHub, *, own: MakePolicy, task: Task
+        self,
+        lease: Lease,
+        open_session: OpenHub,
+        *,
+        own: MakePolicy,
+        task: Task,
+        texts: Mapping[str, str],
     ) -> OpenSession:
         """Return a function that opens the session of a lease, as the session of its seat.
 
@@ -58,6 +66,7 @@ class Seats:
 
         Args:
             own: returns the current policy for a lease, for the opponent `self`.
+            texts: the instruction of each style, for opponents with other prompts than the policy.
         """
 
         async def open_seat() -> EnvSession:
@@ -67,7 +76,7 @@ class Seats:
                     return session
                 with contextlib.suppress(GameOver):
                     game = SharedGame(session, number)
-                    return await self._open_view(game, lease, own, task)
+                    return await self._open_view(game, lease, own, task, texts)
             raise EnvError(
                 f"{MAX_EMPTY_GAMES} games of {lease.env} in a row ended before the seat of the"
                 " episode moved. Its opponent may make illegal moves only"
@@ -81,7 +90,7 @@ class Seats:
             await endpoint.close()
 
     async def _open_view(
-        self, game: SharedGame, lease: Lease, own: MakePolicy, task: Task
+        self, game: SharedGame, lease: Lease, own: MakePolicy, task: Task, texts: Mapping[str, str]
     ) -> SeatView:
         """Start the opponents, and return the view of the leased seat at its first move."""
         async with contextlib.AsyncExitStack() as undo:
@@ -89,6 +98,7 @@ class Seats:
             num_seats = game.session.num_seats
             seat = seat_of(lease, self._cfg.seats.trained, num_seats)
             opponent = opponent_of(lease, self._opponents(lease))
+            task = task_of(opponent, task, texts)
             for other in range(num_seats):
                 if other != seat:
                     self._start_player(game, other, opponent, lease, own, task)
@@ -186,6 +196,21 @@ def opponent_of(lease: Lease, opponents: list[str]) -> str:
 def _draw(word: str, lease: Lease) -> int:
     """Return a number from the stamp of a lease's group, or from its item and sample."""
     return draw_seed(word, environment_seed(lease), lease.item_id)
+
+
+def task_of(opponent: str, task: Task, texts: Mapping[str, str]) -> Task:
+    """Return the instruction for an opponent.
+
+    A model that the run did not train gets the instruction of its own `prompt_style`.
+
+    Args:
+        task: the instruction of the policy.
+        texts: the instruction of each style.
+    """
+    if opponent != ENDPOINT and opponent in NAMED:
+        return task
+    style = "instructed" if opponent == ENDPOINT else style_of_model(ROOT / opponent)
+    return (texts[style], "") if style in texts else task
 
 
 def lease_of_opponent(lease: Lease, seat: int, number: int) -> Lease:

@@ -40,6 +40,9 @@ class Toys:
     def acknowledgement(self, env: str) -> str:
         return self._acknowledgement
 
+    def opponent_texts(self, env: str) -> dict[str, str]:
+        return {}
+
     async def open(self, env: str, item_id: str, *, seed: int) -> Count:
         return Count(self._answers)
 
@@ -128,7 +131,7 @@ def test_demonstrations_alternate_contexts_and_unreturned_branches(tmp_path: Pat
     }
     path = tmp_path / "shown.jsonl"
     with serve(ToyHub().app()) as url:
-        demonstrate(edited(RunConfig(), changes), url, "", path)
+        demonstrate(edited(RunConfig(), {"envhub.style": "compact", **changes}), url, "", path)
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     texts = [[each["value"] for each in record["conversations"]] for record in records]
     call, back = "<branch>go</branch>", "<return>go</return>"

@@ -75,7 +75,7 @@ def shown(url: str, slip_frac: float, path: Path) -> list[tuple[str, bool]]:
         "sft.random_frac": 0.0,
         "sft.num_demonstrations": 8,
     }
-    demonstrate(edited(RunConfig(), changes), url, "", path)
+    demonstrate(edited(RunConfig(), {"envhub.style": "compact", **changes}), url, "", path)
     records = [
         json.loads(line)["conversations"] for line in path.read_text(encoding="utf-8").splitlines()
     ]

@@ -55,6 +55,9 @@ class SeededEnvironments:
 
     acknowledgement = instruction
 
+    def opponent_texts(self, _: str) -> dict[str, str]:
+        return {}
+
     def tools(self, _: str) -> list[Any]:
         return []
 

@@ -7,9 +7,16 @@ import pytest
 
 from common.config.evaluation import ContextKind
 from common.config.learning import Baseline
-from common.config.load import config_as_yaml, list_configs, load_config, without_secrets
+from common.config.load import (
+    config_as_yaml,
+    list_configs,
+    load_config,
+    style_of_model,
+    without_secrets,
+)
 from common.config.run_config import TrainMode
 from common.errors import ConfigError
+from common.repository import ROOT
 from common.store.run_start import save_config
 
 USUAL = {"quickstart", "smoke", "tiny", "textcraft-qwen7b", "code", "selfplay-nim", "teacher"}
@@ -289,3 +296,37 @@ def test_gpus_of_all_engines_give_the_number_of_actors(repository: Path) -> None
 def test_uneven_ranks_are_refused(overrides: list[str], words: str, repository: Path) -> None:
     keys = [f"learner.{each}" for each in overrides]
     assert error_of([MODEL, *keys], repository).startswith(f"learner.{words}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "style"),
+    [
+        (["model.path=configs/policies/tiny"], "compact"),
+        (["model.path={folder}"], "instructed"),
+        (["model.path=org/name"], "instructed"),
+        (
+            [
+                "model.path=configs/policies/tiny",
+                "policy.url=http://127.0.0.1:9/v1",
+                "policy.model=m",
+            ],
+            "instructed",
+        ),
+        (["model.path={folder}", "envhub.style=compact"], "compact"),
+    ],
+)
+def test_prompt_style_follows_the_policy(overrides: list[str], style: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    cfg = load_config(None, [text.format(folder=tmp_path) for text in overrides], root=ROOT)
+    assert cfg.envhub.style == style
+
+
+def test_every_shipped_policy_names_its_prompt_style() -> None:
+    folders = sorted((ROOT / "configs" / "policies").iterdir())
+    assert [style_of_model(folder) for folder in folders] == ["compact"] * len(folders)
+
+
+def test_unknown_prompt_style_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"prompt_style": "short"}', encoding="utf-8")
+    with pytest.raises(ConfigError, match="prompt_style=short: expects compact"):
+        style_of_model(tmp_path)

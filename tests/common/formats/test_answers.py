@@ -7,6 +7,7 @@ from common.config.run_config import ActorSection, PolicySection, RunConfig
 from common.config.services import EnvhubSection
 from common.errors import ConfigError
 from common.formats.answers import (
+    BARE,
     CALLS,
     REACT,
     TEXT_ANSWERS,
@@ -71,6 +72,9 @@ def test_instruction_gains_missing_format_description_once() -> None:
     assert worded(AgentFormat.PLAIN, "Play.") == "Play."
     assert worded(AgentFormat.REACT, "Play.") == f"Play.\n\n{REACT}"
     assert worded(AgentFormat.REACT, "") == REACT
+    assert worded(AgentFormat.PLAIN, f"Play.\n{BARE}") == f"Play.\n{BARE}"
+    assert worded(AgentFormat.REACT, f"Play.\n{BARE}") == f"Play.\n\n{REACT}"
+    assert worded(AgentFormat.FUNCTION_CALL, f"Play.\n{BARE}") == f"Play.\n\n{CALLS}"
     assert worded(AgentFormat.REACT, "Say Action: and it.") == "Say Action: and it."
     assert worded(AgentFormat.FUNCTION_CALL, "Play.") == f"Play.\n\n{CALLS}"
     told = f"Add.\n{TOOL_FORM}\nQuickly."  # of tools that no template lists

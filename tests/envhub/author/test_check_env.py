@@ -79,6 +79,10 @@ def test_example_passes_and_reports_reward_and_success_rules():
         ([('name="sort",', 'name="sort", start_score=1.5,')], "start_score=1.5 is not in [0, 1]"),
         ([("max_turns=8", "max_turns=0")], "subset four: max_turns below 1"),
         ([("item = parse_item(item_id, SUBSETS)", "raise OSError")], "raises: sort: OSError"),
+        (
+            [("self.left", "Sort.left")],
+            "at once: four-train-0 differs when 8 episodes run in turns",
+        ),
     ],
 )
 def test_fault_of_an_environment_is_named(tmp_path, changes: list[tuple[str, str]], words: str):
@@ -89,6 +93,31 @@ def test_fault_of_an_environment_is_named(tmp_path, changes: list[tuple[str, str
         ]
     failures = list(said(found(changed(tmp_path, *changes)), Grade.FAIL))
     assert any(words in failure for failure in failures), failures
+
+
+@pytest.mark.slow
+def test_environment_that_is_not_thread_safe_is_named(tmp_path: Path):
+    """All episodes of a process use one scratch variable during a step."""
+    shared = (
+        "        Sort.scratch = id(self)\n        time.sleep(0.02)\n"
+        "        if Sort.scratch != id(self):\n            self.left.append(0)\n"
+    )
+    word = "        word = action_text(action)"
+    changes = ((word, f"{shared}{word}"), ("import itertools", "import itertools\nimport time"))
+    failures = list(said(found(changed(tmp_path, *changes)), Grade.FAIL))
+    assert any("run in parallel threads" in failure for failure in failures), failures
+    alone = ('name="sort",', 'name="sort", sessions_per_worker=1,')
+    assert list(said(found(changed(tmp_path, *changes, alone)), Grade.FAIL)) == []
+
+
+def test_other_process_finds_the_packages_of_pythonpath(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "library_of_user.py").write_text("", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    imported = ("import itertools", "import itertools\nimport library_of_user")
+    assert list(said(found(changed(tmp_path, imported)), Grade.FAIL)) == []
 
 
 def test_check_notes_rewards_that_only_the_last_step_keeps(tmp_path):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.config.envs import BrowserOptions, EnvsSection, RemoteOptions
+from common.formats.answers import BARE
 from envhub.catalogue.registry import (
     LOADERS,
     REQUIREMENTS,
@@ -15,7 +16,7 @@ from envhub.catalogue.registry import (
     missing_requirements,
     parse_options,
 )
-from envhub.env import Isolation
+from envhub.env import Isolation, Style
 from envhub.errors import UnknownEnv
 from tests.configs import edited
 
@@ -35,6 +36,44 @@ def test_outside_environment_keeps_its_name_and_runs_in_workers():
     assert registry.names == ("faulty", "textcraft")
     spec = registry.spec("faulty")
     assert (spec.isolation, spec.sessions_per_worker) == (Isolation.WORKER, 64)
+
+
+def test_explicit_number_of_sessions_is_kept(tmp_path: Path):
+    path = tmp_path / "alone.py"
+    path.write_text(
+        "from dataclasses import replace\n"
+        "from tests.envhub.outside import make_spec as theirs\n"
+        "def make_spec():\n    return replace(theirs(), sessions_per_worker=1)\n",
+        encoding="utf-8",
+    )
+    spec = Registry([f"{path}:make_spec"]).spec("faulty")
+    assert (spec.isolation, spec.sessions_per_worker) == (Isolation.WORKER, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("babyai", ["go to", "pickup", "toggle and go through"]),
+        ("maze", ["move up", "goal"]),
+        ("nim", ["take N", "wins"]),
+        ("recall", ["turn left", "sign"]),
+        ("rooms", ["go to COLOUR", "key"]),
+        ("searchqa", ["<search>"]),
+        ("sqlgym", ["SELECT"]),
+        ("textcraft", ["craft N ITEM using", "get N ITEM", "inventory"]),
+        ("wordle", ["six guesses", "g if"]),
+    ],
+)
+def test_instructed_style_explains_rules_and_actions(name: str, words: list[str]):
+    spec = Registry([name]).spec(name)
+    assert all(word in spec.instruction[Style.INSTRUCTED] for word in words)
+    assert spec.instruction[Style.INSTRUCTED].endswith(BARE) or spec.instruction[Style.COMPACT]
+
+
+def test_instructed_style_has_the_compact_observations():
+    spec = Registry(["textcraft"]).spec("textcraft")
+    item = "depth2-train-0"
+    assert spec.make(Style.INSTRUCTED).reset(item, 0) == spec.make(Style.COMPACT).reset(item, 0)
 
 
 def test_outside_environment_keeps_its_own_worker_settings():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from actor.play.seats.seats import MAX_EMPTY_GAMES, Seats, opponent_of, seat_of
+from actor.play.seats.seats import MAX_EMPTY_GAMES, Seats, opponent_of, seat_of, task_of
 from actor.rollout.episode import Act, EnvSession, Render, Turn, run_episode
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
 from common.config.run_config import ActorSection
@@ -40,7 +40,11 @@ def played(
             return await run_episode(
                 lease,
                 open_session=seats.opener(
-                    lease, opening(sessions), own=lambda _: own or policy, task=(instruction, "")
+                    lease,
+                    opening(sessions),
+                    own=lambda _: own or policy,
+                    task=(instruction, ""),
+                    texts={},
                 ),
                 act=policy[0],
                 render=policy[1],
@@ -227,7 +231,7 @@ def test_repeated_game_draws_other_moves() -> None:
 
         sessions = [NimSession() for _ in range(MAX_EMPTY_GAMES)]
         with pytest.raises(EnvError):
-            await seats.opener(lease, opening(sessions), own=own, task=("", ""))()
+            await seats.opener(lease, opening(sessions), own=own, task=("", ""), texts={})()
         assert lease.seed not in seeds
 
     asyncio.run(run())
@@ -254,7 +258,7 @@ def test_revoked_episode_stops_its_opponent() -> None:
         episode = run_episode(
             lease,
             open_session=seats.opener(
-                lease, opening([session]), own=lambda _: (wait, Letters()), task=("", "")
+                lease, opening([session]), own=lambda _: (wait, Letters()), task=("", ""), texts={}
             ),
             act=policy[0],
             render=policy[1],
@@ -275,12 +279,20 @@ def test_revoked_episode_stops_its_opponent() -> None:
     assert session.num_closed == 1
 
 
+def test_opponent_with_other_prompts_gets_their_instruction() -> None:
+    texts = {"compact": "", "instructed": "The rules."}
+    assert task_of("url", ("", ""), texts) == ("The rules.", "")
+    assert task_of("configs/policies/tiny-nim", ("The rules.", ""), texts) == ("", "")
+    assert task_of("self", ("Mine.", "Yes."), texts) == ("Mine.", "Yes.")
+    assert task_of("url", ("AgentGym's.", "OK."), {}) == ("AgentGym's.", "OK.")
+
+
 def test_session_without_seats_stays_as_it_is() -> None:
     session: Any = Count([go_on(reward=1.0, done=True)])
 
     async def run() -> None:
         opener = Seats(config_of(trained=[7])).opener(
-            lease_of(), opening([session]), own=lambda _: saying("x"), task=("", "")
+            lease_of(), opening([session]), own=lambda _: saying("x"), task=("", ""), texts={}
         )
         assert await opener() is session
 

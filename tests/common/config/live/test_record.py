@@ -13,7 +13,7 @@ from common.store.run_dir import RunDir
 from common.store.run_start import save_config
 from tests.configs import edited
 
-CFG = edited(RunConfig(), {"model.path": "x", "learner.lr": 1e-4})
+CFG = edited(RunConfig(), {"model.path": "x", "learner.lr": 1e-4, "envhub.style": "compact"})
 NOW = 1_700_000_000.0
 
 
