@@ -5,13 +5,15 @@ Symbols: pi is the policy, q the teacher, S the k tokens that the teacher finds 
     sampled  A = reward_coef * A_reward + coef * (log q - log sg(pi))   of each sampled token
     topk     A = reward_coef * A_reward, and the loss has the term coef * KL with
              KL = sum_S pi * (log pi - log q) + pi_rest * (log pi_rest - log q_rest)
-             where pi_rest = 1 - sum_S pi and q_rest = 1 - sum_S q
+             where pi_rest = 1 - sum_S pi and q_rest = max(1 - sum_S q, 1e-7)
 
 The sampled form is the policy gradient of the reverse KL with a discount of 0: a token is paid for
 its own divergence only. pi is the policy that is updated, so the estimate does not depend on the
 lag of the sampler. The importance weights of the surrogate correct for the sampler.
 The topk form merges all other tokens into one. Its value is therefore at most the whole KL, and 0
-only if both policies agree on S. Its states are those that the sampler visited.
+only if both policies agree on S. Its states are those that the sampler visited. A sum of fp32
+probabilities cannot show a remainder below about 1e-7: such a remainder of the policy counts as 0,
+and such a remainder of the teacher as 1e-7.
 """
 
 import torch
@@ -20,9 +22,11 @@ from torch import Tensor
 from common.config.teaching.teacher import TeacherForm, TeacherSection
 from learner.objective.correction import log_ratio
 
-# A smaller probability of the teacher counts as this one in the topk form.
+# A smaller logprob of the teacher at one token counts as this one in the topk form.
 MIN_LOGPROB = -30.0  # nats
-MIN_REST = 1e-9  # Smallest probability of the remainder; rounding may make it negative.
+# Smallest probability of a remainder. Rounding of fp32 sums hides smaller ones: it turns 9e-9 into
+# 0, whose logarithm would be the largest penalty of all.
+MIN_REST = 1e-7
 
 
 def with_teacher(
@@ -63,8 +67,7 @@ def topk_divergence(support_logprobs: Tensor, teacher_logprobs: Tensor) -> Tenso
         teacher_logprobs: [tokens, k] nats of the teacher at the same tokens.
     """
     log_q = teacher_logprobs.detach()
-    rest_q = (1 - log_q.exp().sum(-1)).clamp(min=0)
-    log_rest_q = rest_q.log().clamp(min=MIN_LOGPROB)
+    log_rest_q = (1 - log_q.exp().sum(-1)).clamp(min=MIN_REST).log()
     rest = (1 - support_logprobs.exp().sum(-1)).clamp(min=MIN_REST)
     inside = support_logprobs.exp() * (support_logprobs - log_q.clamp(min=MIN_LOGPROB))
     return inside.sum(-1) + torch.where(

@@ -80,6 +80,28 @@ def test_gradient_of_topk_is_that_of_the_formula() -> None:
     assert logits.grad[0].tolist() == pytest.approx(right, abs=1e-9)
 
 
+def test_topk_bounds_a_remainder_that_fp32_cannot_show() -> None:
+    """The teacher's remainder is 9e-9, and its fp32 sum of probabilities is 1."""
+    q = torch.tensor([[1.0 - 1e-6 - 9e-9, 1e-6]], dtype=torch.float64).log()
+    pi = torch.tensor([[0.44, 0.2]], dtype=torch.float64).log()
+    right = 0.44 * log(0.44) + 0.2 * log(0.2 / 1e-6) + 0.36 * log(0.36 / 1e-7)
+    for dtype in (torch.float32, torch.float64):  # Precision does not change the value.
+        assert topk_divergence(pi.to(dtype), q.to(dtype)).item() == pytest.approx(right, abs=1e-4)
+
+
+def test_topk_gradient_below_the_smallest_remainder_is_that_of_the_formula() -> None:
+    logits = torch.tensor([[1.0, 0.0, 0.5]], dtype=torch.float64, requires_grad=True)
+    q = torch.tensor([[1.0 - 9e-9, 8e-9]], dtype=torch.float64)
+    kl = topk_divergence(logits.log_softmax(-1)[:, :2], q.log())
+    kl.sum().backward()
+    pi = [float(p) for p in logits.detach().softmax(-1)[0]]
+    gaps = [log(pi[0] / (1 - 9e-9)), log(pi[1] / 8e-9), log(pi[2] / 1e-7)]
+    assert kl.item() == pytest.approx(sum(p * gap for p, gap in zip(pi, gaps, strict=True)))
+    assert logits.grad is not None
+    right = [p * (gap - kl.item()) for p, gap in zip(pi, gaps, strict=True)]
+    assert logits.grad[0].tolist() == pytest.approx(right, abs=1e-9)
+
+
 def test_equal_policies_have_no_divergence() -> None:
     same = torch.tensor([[0.6, 0.3]]).log().requires_grad_()
     kl = topk_divergence(same, same.detach())
