@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from common.text import counted
 from common.wire.messages import Trajectory
 from learner.batch.device_copy import placed
-from learner.batch.experts import Recorded, Routes, place_routes, recorded_of
+from learner.batch.experts import Recorded, Routes, place_routes, recorded_of, unlike_records
 from learner.batch.packing import Packing, pack, packed_rows, padded_width
 
 # Minimal length of a shared prefix; sharing a shorter one costs more than it saves.
@@ -131,8 +131,8 @@ def collate_tokens(
         sequences: each [seq] integer token ids; lengths may differ.
         masks: each [seq] bool, True on tokens to score given all tokens before them.
         shared: only for packing, (count, shared prefix length) for each run of adjacent sequences.
-            The prefix is shorter than each sequence and has no token to score. Empty: no shared
-            prefixes.
+            The prefix is shorter than each sequence, has no token to score, and has equal records.
+            Empty: no shared prefixes.
         recorded: recorded experts of each sequence; None: there are none.
 
     Raises:
@@ -313,12 +313,17 @@ def plan_blocks(
 
 
 def shared_prefix(trajectories: Sequence[Trajectory]) -> int:
-    """Return the length of the common unsampled prefix; 0 for one trajectory or a short prefix."""
+    """Return the length of the common unsampled prefix; 0 for one trajectory or a short prefix.
+
+    The prefix ends where recorded experts differ: one copy of a token can use one record only.
+    """
     ends = [min(int(np.argmax(t.loss_mask)), len(t.token_ids) - 1) for t in trajectories]
     end = min(ends)
     first = trajectories[0].token_ids
     for other in trajectories[1:]:
         unlike = np.flatnonzero(first[:end] != other.token_ids[:end])
+        end = int(unlike[0]) if unlike.size else end
+        unlike = unlike_records(trajectories[0], other, end)
         end = int(unlike[0]) if unlike.size else end
     return end if len(trajectories) > 1 and end >= MIN_SHARED_TOKENS else 0
 

@@ -30,6 +30,16 @@ def recorded_of(trajectories: Sequence[Trajectory]) -> list[Recorded | None] | N
     return [(t.expert_ids, t.expert_mask) if t.expert_mask.size else None for t in trajectories]
 
 
+def unlike_records(first: Trajectory, other: Trajectory, end: int) -> np.ndarray:
+    """Return the positions before `end` at which the records of two trajectories differ."""
+    if not first.expert_mask.size or not other.expert_mask.size:
+        return np.flatnonzero((first if first.expert_mask.size else other).expert_mask[:end])
+    mask = first.expert_mask[:end]
+    is_unlike = mask != other.expert_mask[:end]
+    is_unlike |= mask & (first.expert_ids[:end] != other.expert_ids[:end]).any((1, 2))
+    return np.flatnonzero(is_unlike)
+
+
 def place_routes(
     recorded: Sequence[Recorded | None],
     rows: Sequence[np.ndarray],
@@ -42,6 +52,8 @@ def place_routes(
         recorded: records of each sequence; None: there are none.
         rows: [seq] rows of each sequence in the block.
         num_rows: number of all rows of the block.
+
+    Raises: ValueError: sequences that share a row have unlike records of it.
     """
     first = next(each for each in recorded if each is not None)
     ids = np.zeros((num_rows, *first[0].shape[1:]), dtype=first[0].dtype)
@@ -49,6 +61,9 @@ def place_routes(
     for each, own in zip(recorded, rows, strict=True):
         if each is not None:
             known = own[each[1]]
+            again = mask[known]
+            if not np.array_equal(ids[known[again]], each[0][each[1]][again]):
+                raise ValueError("sequences with unlike records of experts share a prefix")
             ids[known] = each[0][each[1]]
             mask[known] = True
     return Routes(**placed({"ids": ids, "mask": mask}, device))

@@ -12,10 +12,10 @@ from torch import Tensor
 from common.config.compute import Layout, Precision
 from common.config.learning import LearnerSection
 from common.errors import ConfigError
-from learner.batch.batching import collate_tokens
+from learner.batch.batching import Sample, collate_tokens, make_microbatches
 from learner.policy.forward import Networks, Passes
 from learner.policy.model import load_policy
-from tests.learner.builders import make_model
+from tests.learner.builders import make_model, make_trajectory
 from tests.learner.experts import VOCAB, save_experts
 
 ALL = ("qwen3_moe", "mixtral", "gpt_oss", "qwen2_moe", "olmoe", "granitemoe", "deepseek_v3")
@@ -151,6 +151,55 @@ def test_packed_prefix_scores_as_padded_with_records(tmp_path: Path) -> None:
         with torch.no_grad():
             scores.append(passes.score(tokens).logprobs)
     assert (scores[0] - scores[1]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("unlike", ["ids", "mask", "absent"])
+def test_members_with_unlike_records_use_their_own(tmp_path: Path, unlike: str) -> None:
+    """The members differ from token 10 of a prefix of 16: the tokens before it are shared."""
+    save_experts(tmp_path, "qwen3_moe")
+    sequences = sequences_of(20, 24, 22)
+    scored = {}
+    num_positions = {}
+    for layout in (Layout.PADDED, Layout.PACKED):
+        model, passes = passes_of(tmp_path, layout=layout)
+        assert passes.routing is not None
+        samples = []
+        for member, sequence in enumerate(sequences):
+            sequence[:16] = sequences[0][:16]
+            ids = draw_choices(len(sequence), passes.routing)  # Equal in the prefix.
+            mask = np.ones(len(sequence), dtype=bool)
+            if member == 2 and unlike == "ids":
+                ids[10:16] = draw_choices(6, passes.routing, seed=2)
+            elif member == 2:
+                mask[10 if unlike == "mask" else 0 :] = False
+            trajectory = make_trajectory(
+                list(sequence),
+                [int(at >= 16) for at in range(len(sequence))],
+                member=member,
+                expert_ids=ids[:0] if not mask.any() else ids,
+                expert_mask=mask[:0] if not mask.any() else mask,
+            )
+            samples.append(Sample(trajectory=trajectory, advantage=1.0))
+        (micro,) = make_microbatches(
+            samples,
+            range(3),
+            max_tokens=1000,
+            device="cpu",
+            is_packed=passes.is_packed,
+            shares_prefix=True,
+        )
+        order = np.argsort(np.repeat(micro.sample_indices, micro.sample_sizes), kind="stable")
+        logprobs = passes.score(micro.tokens).logprobs[torch.from_numpy(order)]
+        logprobs.sum().backward()
+        gradient = torch.cat([each.grad.flatten() for each in model.parameters()])
+        scored[layout] = logprobs.detach(), gradient
+        is_real = micro.tokens.is_real
+        assert is_real is not None
+        num_positions[layout] = int(is_real.sum())
+    for packed, padded in zip(scored[Layout.PACKED], scored[Layout.PADDED], strict=True):
+        torch.testing.assert_close(packed, padded, atol=1e-4, rtol=1e-3)
+    shared = 0 if unlike == "absent" else 10
+    assert num_positions[Layout.PACKED] == num_positions[Layout.PADDED] - 2 * shared
 
 
 def test_replay_without_experts_is_refused(tmp_path: Path) -> None:
