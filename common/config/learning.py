@@ -30,7 +30,8 @@ class Advantage(StrEnum):
     reinforce_pp: reward, whitened over all tokens of the batch (REINFORCE++, arXiv:2501.03262).
     reinforce_pp_baseline: reward minus the group's mean, then whitened as in reinforce_pp.
     ppo: a critic and generalised advantage estimation (arXiv:1707.06347, arXiv:1506.02438).
-    running: reward minus a running mean of the item, for groups of one (arXiv:2509.13232).
+    running: reward minus a running mean of the item, for groups of one (arXiv:2509.13232). Each
+    seat and opponent has its own means. With reward_level=turn each turn number has, too.
     """
 
     GRPO = "grpo"

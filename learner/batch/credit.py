@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from common.config.learning import Advantage, AlgorithmSection, Baseline, CreditLevel, StateCredit
+from common.formats.seats import role_of
 from common.wire.messages import Trajectory
 from learner.batch.advantage import (
     STD_EPSILON,
@@ -177,36 +178,60 @@ def _state_credit(
 def _samples_against_running_mean(
     members: list[Trajectory], algorithm: AlgorithmSection, baseline: RunningBaseline
 ) -> list[Sample]:
-    """Return samples whose credit is compared with the running mean of their items.
+    """Return samples whose credit is compared with running means of their items.
 
-    At turn level the return after a turn is compared with the expected reward of the episode. At
-    episode level the penalties of turns are centred over all turns of the batch.
+    A mean belongs to one seat and one opponent: they decide an outcome, and the policy does not
+    choose them. The return or the penalty of a turn is compared with those of turns of the same
+    number.
     """
-    is_per_turn = algorithm.reward_level is CreditLevel.TURN
-    returns = [_returns(each, algorithm) for each in members] if is_per_turn else []
-    worth: list[float] = [float(each[0]) if each.size else 0.0 for each in returns]
-    if not is_per_turn:
-        worth = [float(each) for each in _outcomes(members, algorithm)]
-    advantages = baseline.advantages(
-        worth,
-        [f"{each.env}/{each.item_id}" for each in members],
-        [f"{each.env}/{each.item_id.rpartition('-')[0]}" for each in members],
-        memory=algorithm.running_memory,
-        prior=algorithm.running_prior,
-    )
     penalty = algorithm.invalid_action_penalty
+    advantages = np.zeros(len(members), dtype=np.float32)
     turns: list[np.ndarray | None] = [None] * len(members)
-    if is_per_turn:
-        turns = [(each - own).astype(np.float32) for each, own in zip(returns, worth, strict=True)]
-    elif algorithm.invalid_action_level is CreditLevel.TURN and penalty != 0.0:
-        credit = [(-penalty * each.invalid_turns).astype(np.float32) for each in members]
-        everything = np.concatenate(credit)
-        mean = everything.mean() if everything.size else np.float32(0.0)
-        turns = [(each - mean).astype(np.float32) for each in credit]
+    if algorithm.reward_level is CreditLevel.TURN:
+        returns = [_returns(each, algorithm) for each in members]
+        turns = [*_less_running_mean(returns, members, algorithm, baseline, "turn")]
+    else:
+        outcomes = [each[None] for each in _outcomes(members, algorithm).numpy()]
+        less = _less_running_mean(outcomes, members, algorithm, baseline, "")
+        advantages = np.concatenate(less) if less else advantages
+        if algorithm.invalid_action_level is CreditLevel.TURN and penalty != 0.0:
+            costs = [(-penalty * each.invalid_turns).astype(np.float32) for each in members]
+            turns = [*_less_running_mean(costs, members, algorithm, baseline, "penalty of turn")]
     return [
         Sample(trajectory=each, advantage=float(advantage), turn_advantages=own)
         for each, advantage, own in zip(members, advantages, turns, strict=True)
     ]
+
+
+def _less_running_mean(
+    credit: list[np.ndarray],
+    members: list[Trajectory],
+    algorithm: AlgorithmSection,
+    baseline: RunningBaseline,
+    kind: str,
+) -> list[np.ndarray]:
+    """Return credit minus its running means, which this call updates.
+
+    Args:
+        credit: for each member [entry] float32.
+        kind: names the entries, which are numbered turns; "": one entry for the episode.
+    """
+    items: list[str] = []
+    tasks: list[str] = []
+    for own, member in zip(credit, members, strict=True):
+        role = role_of(member.metrics)
+        for number in range(len(own)):
+            where = (f" in seat {role}" if role else "") + (f" {kind} {number}" if kind else "")
+            items.append(f"{member.env}/{member.item_id}{where}")
+            tasks.append(f"{member.env}/{member.item_id.rpartition('-')[0]}{where}")
+    less = baseline.advantages(
+        [float(each) for own in credit for each in own],
+        items,
+        tasks,
+        memory=algorithm.running_memory,
+        prior=algorithm.running_prior,
+    )
+    return np.split(less, np.cumsum([len(own) for own in credit])[:-1]) if credit else []
 
 
 def _outcomes(members: list[Trajectory], algorithm: AlgorithmSection) -> Tensor:

@@ -22,13 +22,15 @@ def state_text(cfg: AlgorithmSection, kind: Baseline) -> str:
 
 
 def running_text(cfg: AlgorithmSection) -> str:
-    """Return the formula of A for advantage=running."""
-    expected = f"running_mean(item; memory={cfg.running_memory:g}, prior={cfg.running_prior:g})"
-    text = f"({credit_text(cfg)} - {expected})"
+    """Return the formula of A for advantage=running; each seat and opponent has its own means."""
+    means = f"memory={cfg.running_memory:g}, prior={cfg.running_prior:g}"
+    is_per_turn = cfg.reward_level is CreditLevel.TURN
+    of = "item, turn" if is_per_turn else "item"
+    text = f"({credit_text(cfg)} - running_mean({of}; {means}))"
     is_on_turns = cfg.invalid_action_level is CreditLevel.TURN
-    is_beside = cfg.reward_level is CreditLevel.EPISODE and is_on_turns
-    if cfg.invalid_action_penalty and is_beside:
-        text += f" - {cfg.invalid_action_penalty:g}*(invalid_turn - mean_batch_turns)"
+    if cfg.invalid_action_penalty and is_on_turns and not is_per_turn:
+        penalty = f"{cfg.invalid_action_penalty:g}"
+        text += f" - {penalty}*(invalid_turn - running_mean(item, turn; {means}))"
     return f"A=rms_per_env({text})" if cfg.normalize_per_env else f"A={text}"
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from actor.rollout.env_client import ExpertHint, HubSession, HubStepResult
 from common.errors import LongstrideError
+from common.formats.seats import seat_metrics
 from common.wire.messages import Trajectory
 
 
@@ -116,14 +117,8 @@ class SeatView:
             reward=reward,
             is_valid=own.is_valid,
             is_success=latest.done and reward >= 1.0,
-            metrics={**latest.metrics, **self._own_metrics(reward)},
+            metrics={**latest.metrics, **seat_metrics(self._seat, self._label, reward)},
         )
-
-    def _own_metrics(self, reward: float) -> dict[str, float]:
-        """Return the reward under the names of the seat and of the opponent."""
-        names = [f"seat_{self._seat}_reward"]
-        names += [f"against_{self._label}_reward"] if self._label else []
-        return dict.fromkeys(names, reward)
 
     async def hint(self) -> ExpertHint:
         """Return the hint for the seat that moves. Raises: EnvError, EnvTimeout."""

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from common.config.learning import Advantage, AlgorithmSection, Baseline, CreditLevel
+from common.formats.seats import seat_metrics
 from common.wire.messages import Trajectory
 from learner.batch.credit import group_has_signal, samples_of, turn_rewards
+from learner.batch.running_baseline import RunningBaseline
 from learner.ingest.group_assembly import Group
 from tests.learner.builders import make_trajectory
 
@@ -242,3 +244,62 @@ def test_baseline_covers_survivors_of_damaged_group() -> None:
     survivors = [member(0, 1.0), member(3, 0.0)]  # Two of four members survive.
     samples = samples_of([Group(group_id="a", members=survivors)], AlgorithmSection())
     assert [s.advantage for s in samples] == [1.0, -1.0]
+
+
+def test_running_mean_belongs_to_a_seat_and_an_opponent() -> None:
+    """Seat 0 wins 9 of 10 games against itself; equal play has no advantage in any seat."""
+    cfg, baseline = AlgorithmSection(advantage=Advantage.RUNNING), RunningBaseline()
+    rng = np.random.default_rng(0)
+    found: dict[str, list[float]] = {"0": [], "1": [], "random": []}
+    for _ in range(400):
+        members = []
+        for number, name in enumerate(found):
+            reward = float(rng.random() < {"0": 0.9, "1": 0.1, "random": 0.6}[name])
+            seat, opponent = (1, name) if name == "random" else (int(name), "self")
+            metrics = seat_metrics(seat, opponent, reward)
+            members.append(replace(member(number, reward), item_id="Game-3", metrics=metrics))
+        samples = samples_of([Group(group_id="g", members=members)], cfg, baseline)
+        for name, sample in zip(found, samples, strict=True):
+            found[name].append(sample.advantage)
+    means = [float(np.mean(each[50:])) for each in found.values()]
+    assert means == pytest.approx([0.0] * 3, abs=0.05)
+
+
+def test_equal_episodes_have_no_advantage_over_running_means_of_turns() -> None:
+    baseline = RunningBaseline()
+    of_turns = AlgorithmSection(
+        advantage=Advantage.RUNNING,
+        reward_level=CreditLevel.TURN,
+        invalid_action_penalty=0.4,
+        invalid_action_level=CreditLevel.TURN,
+    )
+    for cfg in (of_turns, replace(of_turns, reward_level=CreditLevel.EPISODE)):
+        for _ in range(3):
+            members = [
+                replace(turns(n, 1.0, [True, False, False]), turn_scores=np.array([0, 0.25, 1.0]))
+                for n in range(2)
+            ]
+            got = samples_of([Group(group_id="a", members=members)], cfg, baseline)
+            assert [s.token_advantages().tolist() for s in got] == [[0.0] * 3] * 2
+
+
+def test_running_mean_of_a_turn_is_that_of_its_number() -> None:
+    """Of the item: returns 1 1 after turns 1 and 2; of its task also 0. Prior 1, memory .5."""
+    cfg = AlgorithmSection(
+        advantage=Advantage.RUNNING,
+        reward_level=CreditLevel.TURN,
+        running_memory=0.5,
+        running_prior=1.0,
+    )
+    baseline = RunningBaseline()
+
+    def played(item: str, scores: list[float]) -> list[float]:
+        members = [replace(scored(0, scores), item_id=item)]
+        (sample,) = samples_of([Group(group_id="g", members=members)], cfg, baseline)
+        return sample.token_advantages().tolist()
+
+    assert played("T-0", [0.0, 1.0]) == [0.0, 0.0]  # Nothing is known.
+    assert played("T-1", [0.0]) == [-1.0]  # T expects 1 after turn 1.
+    # Turn 1: T expects 1/3 * 1, the item (1 + 1/3) / 2. Turn 2: both expect 1. Turn 3: unknown.
+    expected = [0.5 - 2 / 3, 0.5 - 1.0, 0.0]
+    assert played("T-0", [0.0, 0.0, 0.5]) == pytest.approx(expected)

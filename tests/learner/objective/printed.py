@@ -2,6 +2,7 @@
 # pyright: basic, reportOptionalSubscript=false, reportArgumentType=false, reportAssignmentType=false
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -233,26 +234,28 @@ def _terms(text: str) -> list[str]:
     ]
 
 
-def running_mean(text: str, groups: Groups) -> dict[str, float]:
-    """Return each episode's expected reward from earlier batches, by its id."""
+def running_mean(
+    text: str, groups: Groups, credit_of: Callable[[Trajectory], np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Return the expected credit from earlier batches, by episode, [entry] float64."""
     memory, prior = number(r"memory=([\d.]+)", text), number(r"prior=([\d.]+)", text)
-    credit = text.removeprefix("(").partition(" - running_mean")[0]
-    worth = lambda e: float(np.append(_credit(credit, e), 0.0)[0])  # noqa: E731
-    batches = [[e for g in history(groups) for e in g], [e for g in groups for e in g]]
-    seen = batches[0]
-    found: dict[str, float] = {}
-    for e in batches[1]:
-        task = [worth(x) for x in seen if (x.env, _task(x)) == (e.env, _task(e))]
-        if not task:
-            others = [
-                x for x in batches[1] if (x.env, _task(x)) == (e.env, _task(e)) and x is not e
-            ]
-            found[e.episode_id] = np.mean([worth(x) for x in others]) if others else worth(e)
-            continue
-        item = [worth(x) for x in seen if (x.env, x.item_id) == (e.env, e.item_id)]
-        weights = memory ** np.arange(len(item))[::-1]
-        total = (weights * item).sum() + prior * np.mean(task)
-        found[e.episode_id] = total / (weights.sum() + prior)
+    seen, now = ([e for g in each for e in g] for each in (history(groups), groups))
+    found: dict[str, np.ndarray] = {}
+    for e in now:
+        expected = credit_of(e).astype(np.float64)
+        for k in range(len(expected)):
+            worth = {id(x): credit_of(x)[k] for x in [*seen, *now] if len(credit_of(x)) > k}
+            task = [worth[id(x)] for x in seen if id(x) in worth and _task(x) == _task(e)]
+            others = [x for x in now if id(x) in worth and _task(x) == _task(e) and x is not e]
+            if task:
+                items = [x for x in seen if (x.env, x.item_id) == (e.env, e.item_id)]
+                item = [worth[id(x)] for x in items if id(x) in worth]
+                weights = memory ** np.arange(len(item))[::-1]
+                total = (weights * item).sum() + prior * np.mean(task)
+                expected[k] = total / (weights.sum() + prior)
+            elif others:
+                expected[k] = np.mean([worth[id(x)] for x in others])
+        found[e.episode_id] = expected
     return found
 
 
@@ -268,13 +271,22 @@ def history(groups: Groups) -> Groups:
 def _of_group(term: str, group: list[Trajectory], groups: Groups) -> list[np.ndarray]:
     """Return one term of A for each episode of a group, [num_turns] float64."""
     if "running_mean" in term:
+        penalty = re.match(r"-([\d.e-]+)\*\(invalid_turn - ", term)
         credit = term.removeprefix("(").partition(" - running_mean")[0]
-        expected = running_mean(term, groups)
-        return [_credit(credit, e) - expected[e.episode_id] for e in group]
-    if term.endswith("mean_batch_turns)"):
-        everything = np.concatenate([e.invalid_turns for g in groups for e in g])
-        weight = -float(term.removeprefix("-").partition("*")[0])
-        return [weight * (e.invalid_turns - everything.mean()) for e in group]
+        is_per_turn = "running_mean(item, turn;" in term
+
+        def credit_of(e: Trajectory) -> np.ndarray:
+            if penalty:
+                return -float(penalty[1]) * e.invalid_turns.astype(np.float64)
+            worth = _credit(credit, e)
+            return worth if is_per_turn else worth[:1]
+
+        expected = running_mean(term, groups, credit_of)
+        less = [credit_of(e) - expected[e.episode_id] for e in group]
+        return [
+            each if is_per_turn else np.full(max(e.num_turns, 1), each[0])
+            for e, each in zip(group, less, strict=True)
+        ]
     if coefficient := re.fullmatch(r"-([\d.e-]+)\*\((invalid_turn.*)\)", term):
         credit = [float(coefficient[1]) * -e.invalid_turns.astype(np.float64) for e in group]
         return _less(credit, coefficient[2].partition(" - ")[2])
