@@ -1,9 +1,11 @@
 """Ids of groups, episodes and items, and the names of engines."""
 
 import re
+from collections.abc import Iterable
 
 ENGINE_MARK = "~"  # Character between the name of an actor process and the number of an engine.
 _ENGINE = re.compile(rf"(?P<process>.+){ENGINE_MARK}[1-9][0-9]{{0,3}}")
+_AFTER = re.compile(r"eval-after(?:-(?P<number>[1-9][0-9]{0,6}))?-model")
 _FAR = re.compile(r"(?P<subset>.+)@(?P<low>[0-9]{1,6})\.\.(?P<high>[0-9]{1,6})")
 
 
@@ -30,6 +32,17 @@ def split_episode_id(episode_id: str) -> tuple[str, int]:
     """Return (group id, member). The member is -1 if the id has no valid member number."""
     group_id, _, member = episode_id.rpartition("/")
     return group_id, int(member) if member.isascii() and member.isdigit() else -1
+
+
+def last_after(group_ids: Iterable[str]) -> str | None:
+    """Return the newest evaluation of the model after training; None without one.
+
+    A run that was continued after its end has several.
+
+    Example: ["eval-before-model", "eval-after-model", "eval-after-2-model"] -> the last one.
+    """
+    found = {each: match for each in group_ids if (match := _AFTER.fullmatch(each))}
+    return max(found, key=lambda each: int(found[each]["number"] or 1), default=None)
 
 
 def subset_of(item_id: str) -> str:

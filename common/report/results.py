@@ -7,13 +7,13 @@ from pathlib import Path
 from statistics import fmean
 
 from common.evaluation.intervals import gain_interval, wilson_interval
-from common.ids import subset_of
+from common.ids import last_after, split_episode_id, subset_of
 from common.report.model import Gain, Score, SubsetScore
 from common.store.journal import read_journal
 from common.store.metrics import MetricsLine
 from common.wire.messages import EpisodeKind
 
-EVALS = ("before-model", "after-model", "before-random_valid", "before-expert")
+BEFORE = ("eval-before-model", "eval-before-random_valid", "eval-before-expert")
 MAX_LAG_SHOWN = 8
 
 
@@ -48,8 +48,12 @@ class JournalTotals:
 
 
 def read_totals(folder: Path) -> JournalTotals:
-    """Return the totals of a journal; a repeated episode counts once."""
+    """Return the totals of a journal; a repeated episode counts once.
+
+    Of several evaluations after training, "after-model" is the last one.
+    """
     totals = JournalTotals()
+    groups: defaultdict[str, Evaluation] = defaultdict(Evaluation)
     for _, trajectory in read_journal(folder):
         item = (trajectory.env, trajectory.item_id)
         episode_id = trajectory.episode_id
@@ -58,10 +62,10 @@ def read_totals(folder: Path) -> JournalTotals:
             totals.train_items.add(item)
             continue
         totals.test_items.add(item)
-        name = next((n for n in EVALS if episode_id.startswith(f"eval-{n}/")), None)
-        if name is None:
+        group_id, _ = split_episode_id(episode_id)
+        if group_id not in BEFORE and last_after([group_id]) is None:
             continue
-        evaluation = totals.evaluations[name]
+        evaluation = groups[group_id]
         if trajectory.end_reason.is_infrastructure_failure:
             evaluation.failed |= {episode_id} - evaluation.plays.keys()
             continue
@@ -70,6 +74,11 @@ def read_totals(folder: Path) -> JournalTotals:
         is_success = trajectory.is_success
         play = HeldOutEpisode(item=item, subset=subset, is_success=is_success)
         evaluation.plays.setdefault(episode_id, play)
+    for group_id in BEFORE:
+        if group_id in groups:
+            totals.evaluations[group_id.removeprefix("eval-")] = groups[group_id]
+    if (after := last_after(groups)) is not None:
+        totals.evaluations["after-model"] = groups[after]
     return totals
 
 

@@ -36,6 +36,7 @@ class RunState:
     learner_version: int = -1
     phase: Phase = Phase.EVAL_BEFORE
     is_trained: bool = False  # True if no training step is left.
+    num_continued: int = 0  # Number of times that training was continued after its end.
     last_tick: float = field(default=NEVER, metadata=VOLATILE)  # Time of the core's clock.
 
 

@@ -256,9 +256,30 @@ class SchedulerCore:
             logger.info(
                 "skipped the evaluation before training: the run resumed at version=%d", version
             )
-            self.lifecycle.skip_all("resumed")
+            self._skip_phase("resumed")
 
     # --- phases -------------------------------------------------------------------------------
+
+    def continue_training(self) -> None:
+        """Return from the end of the run to training if it has further steps now.
+
+        An evaluation of the earlier end that is still open is abandoned. The next end has its own
+        evaluation.
+        """
+        run = self.run
+        num_steps = self.parts.gate.train.num_steps
+        if run.phase not in (Phase.EVAL_AFTER, Phase.DONE) or run.version >= num_steps:
+            return
+        logger.info("continuing training version=%d num_steps=%d", run.version, num_steps)
+        self._skip_phase("continued")
+        run.is_trained = False
+        run.num_continued += 1
+        run.phase = Phase.TRAIN
+
+    def _skip_phase(self, cause: str) -> None:
+        """Book the open evaluation episodes of the current phase as failed."""
+        for group_id in self.parts.phases.ids(self.run.phase, self.run.num_continued).values():
+            self.lifecycle.skip(group_id, cause)
 
     def _advance_phase(self) -> None:
         """Enter the next phase, repeatedly, while the current phase has no work left."""
@@ -278,13 +299,17 @@ class SchedulerCore:
             return self.run.is_trained
         if self.phase is Phase.EVAL_AFTER and self.parts.stream.is_open:
             return False  # The evaluation beside training finishes in this phase.
-        return not self.parts.phases.are_open(self.run.phase, self.lifecycle.table)
+        number = self.run.num_continued
+        return not self.parts.phases.are_open(self.phase, self.lifecycle.table, number=number)
 
     def _enter_phase(self) -> None:
         """Open the groups of the current phase."""
         if self.phase is Phase.DONE:
             self.lifecycle.end_training(states=(EpisodePhase.ARRIVED,))
-        for group in self.parts.phases.make(self.run.phase, version=self.run.version):
+        run = self.run
+        for group in self.parts.phases.make(
+            run.phase, number=run.num_continued, version=run.version
+        ):
             self.lifecycle.open(group)
 
     # --- state --------------------------------------------------------------------------------
@@ -327,6 +352,8 @@ class SchedulerCore:
     def status(self) -> dict[str, Any]:
         """Return the state of the run for status.json and the dashboard."""
         return build_status(self.parts, now=self._clock()) | {
-            "progress": self.parts.phases.progress(self.run.phase, self.lifecycle.table),
+            "progress": self.parts.phases.progress(
+                self.phase, self.lifecycle.table, number=self.run.num_continued
+            ),
             "run_epoch": self.run_epoch,
         }

@@ -38,7 +38,7 @@ def resume(core: SchedulerCore, clock: LoopClock, log: EventLog) -> None:
     """Restore the snapshot and replay the messages logged since.
 
     The replay uses the logged times of the earlier process. At the end every lease and every member
-    gets a new deadline.
+    gets a new deadline. A finished run whose configuration has more steps now returns to training.
     """
     saved = log.load()
     if saved is None:
@@ -60,6 +60,7 @@ def resume(core: SchedulerCore, clock: LoopClock, log: EventLog) -> None:
         num_events += 1
     clock.now = time.monotonic()
     core.restore(core.snapshot())
+    core.continue_training()
     logger.info("resumed version=%d phase=%s events=%d", core.version, core.phase, num_events)
 
 

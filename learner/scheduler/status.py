@@ -6,6 +6,7 @@ from typing import Any
 
 import psutil
 
+from common.ids import last_after
 from common.wire.sockets import Router
 from learner.scheduler.components import Components
 from learner.scheduler.evaluation.phases import Phase
@@ -22,8 +23,8 @@ def build_status(parts: Components, *, now: float) -> dict[str, Any]:
     farthest = max(curriculum["distances"].values(), key=lambda each: each["distance"], default={})
     learners = parts.members.report("learner", now)
     groups = parts.success.eval_report()
-    models = {when: groups.get(f"eval-{when}-model") for when in ("before", "after")}
-    success = {when: model["success"] for when, model in models.items() if model}
+    models = {"before": "eval-before-model", "after": last_after(groups)}
+    success = {w: groups[name]["success"] for w, name in models.items() if name in groups}
     return {
         "phase": parts.run.phase.value,
         "version": state.version,

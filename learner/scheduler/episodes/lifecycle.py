@@ -248,9 +248,12 @@ class EpisodeLifecycle:
         settled = Settled(outcome=outcome, cause=cause, is_given_up=True, cell=cell)
         self._settle(group, episode, settled)
 
-    def skip_all(self, cause: str) -> None:
-        """Book every episode without an outcome as failed."""
-        for group, episode in list(self.table.episodes()):
+    def skip(self, group_id: str, cause: str) -> None:
+        """Book the episodes of an evaluation that have no outcome as failed."""
+        group = self.table.groups.get(group_id)
+        if group is None:
+            return
+        for episode in group.episodes:
             if episode.settled is None:
                 self._give_up(group, episode, FAILED, cause)
 

@@ -39,23 +39,35 @@ class PhaseGroups:
     items: list[Item]  # Held-out items.
     catalogue: HubCatalogue
 
-    def make(self, phase: Phase, *, version: int) -> list[GroupRecord]:
-        """Return the groups to open when a phase begins; none outside the evaluations."""
+    def make(self, phase: Phase, *, number: int, version: int) -> list[GroupRecord]:
+        """Return the groups to open when a phase begins; none outside the evaluations.
+
+        Args:
+            number: how often training was continued after its end, so that ids are not reused.
+        """
+        ids = self.ids(phase, number)
         return [
-            heldout_group(_group_id(phase, each), each, self.items, self.catalogue, version=version)
-            for each in self._policies(phase)
+            heldout_group(ids[policy], policy, self.items, self.catalogue, version=version)
+            for policy in self._policies(phase)
         ]
 
-    def are_open(self, phase: Phase, table: GroupTable) -> bool:
-        """True while a group of this phase is being played."""
-        return any(_group_id(phase, each) in table.groups for each in self._policies(phase))
+    def ids(self, phase: Phase, number: int) -> dict[PolicyKind, str]:
+        """Return the ids of the groups of a phase, by policy; `number` as in `make`."""
+        name = phase.value.replace("_", "-")
+        if phase is Phase.EVAL_AFTER and number:
+            name = f"{name}-{number + 1}"
+        return {policy: f"{name}-{policy.value}" for policy in self._policies(phase)}
 
-    def progress(self, phase: Phase, table: GroupTable) -> dict[str, int]:
+    def are_open(self, phase: Phase, table: GroupTable, *, number: int) -> bool:
+        """True while a group of this phase is being played."""
+        return any(group_id in table.groups for group_id in self.ids(phase, number).values())
+
+    def progress(self, phase: Phase, table: GroupTable, *, number: int) -> dict[str, int]:
         """Return how many episodes of a phase are done, and how many there are."""
-        policies = self._policies(phase)
-        groups = [table.groups.get(_group_id(phase, each)) for each in policies]
+        ids = self.ids(phase, number).values()
+        groups = [table.groups.get(group_id) for group_id in ids]
         num_left = sum(len(g.episodes) - g.num_settled for g in groups if g is not None)
-        num_total = len(policies) * len(self.items)
+        num_total = len(ids) * len(self.items)
         return {"num_done": num_total - num_left, "num_total": num_total}
 
     def _policies(self, phase: Phase) -> list[PolicyKind]:
@@ -66,11 +78,6 @@ class PhaseGroups:
             baselines = [PolicyKind.RANDOM_VALID, PolicyKind.EXPERT] if self.cfg.baselines else []
             return [PolicyKind.MODEL, *baselines]
         return [PolicyKind.MODEL] if phase is Phase.EVAL_AFTER and self.cfg.after else []
-
-
-def _group_id(phase: Phase, policy: PolicyKind) -> str:
-    """Return a group id such as "eval-before-model"."""
-    return f"{phase.value.replace('_', '-')}-{policy.value}"
 
 
 def heldout_group(

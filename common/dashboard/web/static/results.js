@@ -37,7 +37,7 @@ export function subsetsCard(found, run, link) {
   const evals = Object.entries(found.evaluations).filter(([name, each]) => /^(before|after)-/.test(name) && each.num);
   const names = [...new Set([...Object.keys(found.subsets), ...evals.flatMap(([, each]) => Object.keys(each.by_subset))])];
   if (!names.length) return null;
-  const last = evals.find(([name]) => name === "after-model")?.[1] || evals.find(([name]) => name === "before-model")?.[1];
+  const last = evals.findLast(([name]) => /^after-(\d+-)?model$/.test(name))?.[1] || evals.find(([name]) => name === "before-model")?.[1];
   const worth = (name) => last?.by_subset[name]?.success ?? found.subsets[name]?.success ?? 1;
   names.sort((a, b) => worth(a) - worth(b));
   const note = (name) => found.report?.notes?.[name] ? h("span", { class: "dim small" }, ` (${visible(found.report.notes[name])})`) : null;

@@ -1,8 +1,11 @@
 """The phases around training."""
 
+import pytest
+
 from common.config.run_config import EvalSection
 from common.wire.messages import EndReason, EpisodeKind, Lease, PolicyKind
 from learner.scheduler.evaluation.phases import Phase
+from tests.configs import edited
 from tests.learner.scheduler.builders import Table, ids, make_config
 
 
@@ -121,3 +124,51 @@ def test_status_shows_progress_of_evaluation() -> None:
     table.arrive(leases[4:])
     assert table.core.phase is Phase.TRAIN
     assert table.core.status()["progress"] == {"num_done": 0, "num_total": 0}
+
+
+def _restarted(table: Table, *, num_steps: int) -> Table:
+    """Return the table of a scheduler that restores the state with another number of steps."""
+    restarted = Table(edited(table.cfg, {"train.num_steps": num_steps}))
+    restarted.core.restore(table.core.snapshot())
+    restarted.core.continue_training()
+    restarted.hello("learner", version=table.core.version)
+    restarted.hello("actor-0", version=table.core.version)
+    return restarted
+
+
+def test_finished_run_with_more_steps_trains_again() -> None:
+    table = _table(before=False)
+    table.step(1, is_last=True)
+    table.arrive(_all(table, version=1))
+    table = _restarted(table, num_steps=2)
+    assert table.core.phase is Phase.TRAIN
+    assert {lease.kind for lease in _all(table, version=1)} == {EpisodeKind.TRAIN}
+    table.step(2, is_last=True)
+    leases = _all(table, version=2)
+    assert {lease.group_id for lease in leases} == {"eval-after-2-model"}
+    table.arrive(leases[:3])
+    table.arrive(leases[3:], end_reason=EndReason.ENV_ERROR)
+    assert table.core.phase is Phase.EVAL_AFTER
+    table.arrive(_all(table, version=2))
+    assert table.core.phase is Phase.DONE
+    assert table.core.status()["eval"]["groups"]["eval-after-2-model"]["num"] == 4
+    assert table.counts()["lost"] == table.counts()["eval"]["lost"] == 0
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_finished_run_without_more_steps_stays_finished(num_steps: int) -> None:
+    table = _table(before=False)
+    table.step(2, is_last=True)
+    table.arrive(_all(table, version=2))
+    assert _restarted(table, num_steps=num_steps).core.phase is Phase.DONE
+
+
+def test_more_steps_abandon_the_open_evaluation_of_the_earlier_end() -> None:
+    table = _table(before=False)
+    table.step(1, is_last=True)
+    table.arrive(_all(table, version=1)[:1])
+    table = _restarted(table, num_steps=2)
+    assert table.core.phase is Phase.TRAIN
+    assert {lease.kind for lease in _all(table, version=1)} == {EpisodeKind.TRAIN}
+    assert table.counts()["eval"]["causes"] == {"failed:continued": 3}
+    assert table.counts()["eval"]["lost"] == 0
