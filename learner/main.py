@@ -45,6 +45,7 @@ SIGNALS = {"policy/entropy": "entropy", "offpolicy/ess_frac": "ess_frac"}
 # Steps between two heap trims on CPU. Untrimmed, the heap grew from 1 to 5.5 GB in 350 steps.
 TRIM_EVERY_STEPS = 10
 FINISH_S = 900.0  # Time limit of the evaluation after the last step, in seconds.
+MOST_INVALID_FRAC = 0.9  # A larger share of invalid actions is a warning.
 
 
 class StopRequested(Exception):
@@ -148,6 +149,7 @@ class Loop:
             learner.publisher, learner.buffer.recent, learner.trainer.score, cfg
         )
         self._is_after_skip = learner.is_after_skip
+        self._is_first_batch = True
         # Metrics of the last step, for the curriculum and the dispatch gate.
         self._signals: dict[str, float] = {}
         self._held_back: list[PublishedWeights] = []  # Unpublished weights, oldest first.
@@ -339,6 +341,9 @@ class Loop:
         rate = metrics.get("train/tokens_per_s", 0.0)
         self._set_status(rss_bytes=rss, tokens_per_s=rate, cpu_s=family_cpu_s())
         learner.metrics.log(self.version, metrics, check=self._check_disk)
+        if self._is_first_batch:
+            warn_of_invalid_actions(metrics.get("episodes/invalid_frac", 0.0), self._cfg)
+            self._is_first_batch = False
         nan = float("nan")
         logger.info(
             "step=%d success=%.3f lag=%.2f loss=%.4f took_s=%.2f waited_s=%.2f",
@@ -445,3 +450,21 @@ class Loop:
         self._set_status(waiting_for="actors: evaluation")
         if not self._learner.buffer.wait_finished(timeout_s=FINISH_S, check=self._check):
             raise LongstrideError(f"The last evaluation did not finish within {FINISH_S:g} s.")
+
+
+def warn_of_invalid_actions(invalid_frac: float, cfg: RunConfig) -> None:
+    """Log a warning if almost all actions of the first batch are invalid."""
+    if invalid_frac <= MOST_INVALID_FRAC:
+        return
+    remedy = (
+        "envhub.style=compact explains no rules; set envhub.style=instructed"
+        if cfg.envhub.style == "compact"
+        else "check actor.format and actor.max_turn_tokens, or begin with `python run.py sft`"
+    )
+    logger.warning(
+        "%.0f %% of the actions in the first batch are invalid, so almost nothing is learnt: %s. "
+        "`python run.py show %s` prints episodes",
+        100 * invalid_frac,
+        remedy,
+        cfg.run.name,
+    )

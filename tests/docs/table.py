@@ -76,6 +76,7 @@ RULES = (
     Rule(PY + r"eval --config agentgym-paper-tables$", How.CONFIG, "wants a model's weights"),
     Rule(PY + r"train env\.dialect=", How.CONFIG, "asks a server of others; envhub/interop"),
     Rule(PY + r"train .envhub\.envs=\[gymnasium", How.CONFIG, "a game of the reader's"),
+    Rule(r"\.venv/bin/python -m pip install -c ", How.NONE, "changes this environment"),
     Rule(r"pip install (trl|uv)", How.NONE, "tests/envhub/interop does, elsewhere"),
     Rule(r"python docs/examples/trl_|vf-eval ", How.NONE, "tests/envhub/interop runs it"),
     Rule(PY + r"simulate\b", How.PARSE, "plays for a minute; tests/learner/simulator"),

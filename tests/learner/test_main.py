@@ -16,7 +16,7 @@ from learner.build import Learner
 from learner.ingest.group_assembly import Group
 from learner.ingest.intake import LearnerStatus
 from learner.ingest.replay_point import ReplayPoint
-from learner.main import Loop, TrainBatch
+from learner.main import Loop, TrainBatch, warn_of_invalid_actions
 from learner.training.checkpoint import Checkpoints
 from learner.training.controller import Decision
 from learner.training.ranks import Ranks
@@ -93,6 +93,22 @@ def test_checkpoint_seconds_appear_in_the_next_steps_metrics(tmp_path: Path) -> 
     before, after = neighbour.lines
     assert "train/checkpoint_s" not in before
     assert 0.0 < after["train/checkpoint_stall_s"] < after["train/checkpoint_s"] < 60.0
+
+
+@pytest.mark.parametrize(
+    ("invalid_frac", "style", "words"),
+    [
+        (0.95, "compact", ["95 %", "set envhub.style=instructed"]),
+        (1.0, "instructed", ["100 %", "actor.format", "actor.max_turn_tokens"]),
+        (0.9, "compact", []),
+    ],
+)
+def test_invalid_actions_of_the_first_batch_are_a_warning_with_the_key(
+    invalid_frac: float, style: str, words: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_invalid_actions(invalid_frac, edited(RunConfig(), {"envhub.style": style}))
+    assert all(word in caplog.text for word in words)
+    assert bool(caplog.records) == bool(words)
 
 
 class Waiting(Neighbour):

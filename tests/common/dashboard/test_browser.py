@@ -314,3 +314,35 @@ def test_views_have_no_serious_axe_findings(
     page.set_viewport_size({"width": 390, "height": 800})
     page.evaluate("localStorage.removeItem('theme')")
     assert found == []
+
+
+# Draws one chart on the page, and returns the colours of its pixels as counts.
+DRAW = """async ([data, bands]) => {
+  const { chart } = await import("/static/charts.js");
+  const card = chart({ title: "t", series: ["x"] }, data, { bands });
+  document.querySelector("main").replaceChildren(card);
+  while (!document.querySelector("main canvas")) await new Promise(requestAnimationFrame);
+  await new Promise(requestAnimationFrame);
+  const canvas = document.querySelector("main canvas");
+  const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  let strong = 0, pale = 0;
+  for (let i = 0; i < pixels.length; i += 4) {
+    const isBlue = pixels[i + 2] > pixels[i] + 60;
+    strong += isBlue && pixels[i + 3] > 200;
+    pale += isBlue && pixels[i + 3] < 100 && pixels[i + 3] > 20;
+  }
+  return [strong, pale];
+}"""
+
+
+def test_chart_draws_a_single_point_and_an_interval_as_a_band(page: Page, url: str) -> None:
+    page.goto(url)
+    expect(page.locator("main section").first).to_be_visible()
+    point, no_band = page.evaluate(DRAW, [{"step": [3], "x": [0.5]}, {}])
+    assert point > 30
+    data = {"step": [0, 1, 2], "x": [0.4, 0.5, 0.6], "low": [0.2] * 3, "high": [0.8] * 3}
+    _, band = page.evaluate(DRAW, [data, {"x": ["low", "high"]}])
+    assert band > 1000 + 10 * no_band
+    legend = page.locator("main .legend li")
+    expect(legend).to_have_count(1)
+    expect(legend).to_contain_text("0.6 [0.2, 0.8]")

@@ -11,37 +11,53 @@ const LABELS = {
 const tail = (name) => name.replace(/^[^/]*\//, "");
 const label = (name, lines) => (lines.filter((each) => tail(each) === tail(name)).length > 1 ? name.replace("/", " ") : tail(name)).replaceAll("_", " ");
 
-export function chart(spec, data, { marks = [], labels = null } = {}) {
+const STEPS = [1, 2, 5].flatMap((digit) => [...Array(9).keys()].map((power) => digit * 10 ** power)).sort((a, b) => a - b);
+
+// `bands` has, for the name of a series, the two columns of its interval.
+export function chart(spec, data, { marks = [], labels = null, bands = {} } = {}) {
   const lines = spec.series.filter((name) => data[name]);
   const legend = h("ul", { class: "legend" });
   const place = h("div", { class: "chart", role: "img", "aria-label": `${spec.title} over steps` });
   const show = (index) => legend.replaceChildren(...lines.map((name, i) => {
     const column = data[name];
     const at = index ?? column.findLastIndex((value) => value != null);
-    return h("li", { title: name, style: { "--c": `var(--${COLORS[i % COLORS.length]})` } }, h("i"), `${labels?.[name] ?? LABELS[name] ?? label(name, lines)} `, h("b", {}, short(column[at])));
+    const [low, high] = (bands[name] ?? []).map((edge) => data[edge][at]);
+    const interval = low != null && high != null ? ` [${short(low)}, ${short(high)}]` : "";
+    return h("li", { title: name, style: { "--c": `var(--${COLORS[i % COLORS.length]})` } }, h("i"), `${labels?.[name] ?? LABELS[name] ?? label(name, lines)} `, h("b", {}, short(column[at])), interval);
   }));
   const card = h("section", { class: "card" }, h("h2", {}, spec.title, spec.unit ? h("span", { class: "dim small" }, ` ${spec.unit}`) : null), place, legend);
   show(null);
   // The width is known once the card is on the page.
-  requestAnimationFrame(() => draw(place, data, lines, marks, spec, show));
+  requestAnimationFrame(() => draw(place, data, lines, marks, spec, show, bands));
   return card;
 }
 
-function draw(place, data, lines, marks, spec, show) {
+function draw(place, data, lines, marks, spec, show, bands) {
   if (!place.isConnected) return;
   const ink = cssColor("dim"), line = cssColor("line"), mark = cssColor("c5");
   const axis = { stroke: ink, grid: { stroke: line, width: 1 }, ticks: { stroke: line, size: 4 }, font: "11px system-ui" };
+  const edges = lines.flatMap((name, i) => (bands[name] ?? []).map((edge) => ({ edge, color: cssColor(COLORS[i % COLORS.length]) })));
+  const columnOf = (edge) => 1 + lines.length + edges.findIndex((each) => each.edge === edge);
   const options = {
-    width: Math.max(200, place.clientWidth), height: 190, legend: { show: false }, scales: { x: { time: false }, y: { range: range(spec.unit === "share") } },
+    width: Math.max(200, place.clientWidth), height: 190, legend: { show: false }, scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: { range: range(spec.unit === "share") } },
     cursor: { points: { size: 6 }, drag: { x: true, y: false } },
-    axes: [{ ...axis, size: 30, space: 50 }, { ...axis, size: 46, values: (_, values) => values.map((v) => short(v)) }],
-    series: [{}, ...lines.map((name, i) => ({ label: name, stroke: cssColor(COLORS[i % COLORS.length]), width: 1.8, spanGaps: true, points: { show: data.step.length < 40, size: 4 } }))],
+    axes: [{ ...axis, size: 30, space: 50, incrs: STEPS }, { ...axis, size: 46, values: (_, values) => values.map((v) => short(v)) }],
+    series: [{},
+      ...lines.map((name, i) => {
+        const color = cssColor(COLORS[i % COLORS.length]), count = data[name].filter((value) => value != null).length;
+        return { label: name, stroke: color, width: 1.8, spanGaps: true, points: { show: count < 40, size: count > 1 ? 5 : 9, fill: color } };
+      }),
+      ...edges.map(({ edge }) => ({ label: edge, width: 0, spanGaps: true, points: { show: false } }))],
+    bands: lines.filter((name) => bands[name]).map((name) => {
+      const [low, high] = bands[name];
+      return { series: [columnOf(high), columnOf(low)], fill: `${edges.find((each) => each.edge === low).color}33` };
+    }),
     hooks: {
       setCursor: [(plot) => show(plot.cursor.idx)],
       draw: [(plot) => drawMarks(plot, marks, mark)],
     },
   };
-  const plot = new window.uPlot(options, [data.step, ...lines.map((name) => data[name])], place);
+  const plot = new window.uPlot(options, [data.step, ...lines.map((name) => data[name]), ...edges.map(({ edge }) => data[edge])], place);
   new ResizeObserver(() => { if (place.clientWidth) plot.setSize({ width: place.clientWidth, height: 190 }); }).observe(place);
 }
 

@@ -28,9 +28,9 @@ function curve(found) {
     const step = name === "before-model" ? 0 : name === "after-model" ? found.step : Number(/^step-(\d+)-model$/.exec(name)?.[1] ?? NaN);
     return { step, each };
   }).filter(({ step, each }) => !Number.isNaN(step) && each.num).sort((a, b) => a.step - b.step);
-  if (at.length < 2) return null;
+  if (!at.length) return null;
   const data = { step: at.map(({ step }) => step), "held-out": at.map(({ each }) => each.success), low: at.map(({ each }) => each.ci95[0]), high: at.map(({ each }) => each.ci95[1]) };
-  return chart({ title: "Held-out success over steps", unit: "share", series: ["held-out", "low", "high"] }, data, { labels: { low: "95 % low", high: "95 % high" } });
+  return chart({ title: "Held-out success over steps", unit: "share", series: ["held-out"] }, data, { bands: { "held-out": ["low", "high"] } });
 }
 
 export function subsetsCard(found, run, link) {

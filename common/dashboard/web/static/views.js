@@ -107,11 +107,11 @@ export async function compareView({ run, runs, params, link }) {
       keys.map(([key, values]) => h("tr", {}, h("td", {}, key), found.runs.map((each) => h("td", { class: "wrap" }, visible(values[each.name])))))) : h("p", { class: "dim" }, "The configurations differ in the run name only."))];
 }
 
-// One line for each pool: the mean over its seeds. Several seeds also get the mean's 95 % interval.
+// One line for each pool: the mean over its seeds. The 95 % interval of several seeds is a band.
 function pooled(spec, series, pools) {
   const name = spec.series[0];
   const steps = [...new Set(pools.flatMap((pool) => pool.names.flatMap((each) => series[each].step || [])))].sort((a, b) => a - b);
-  const data = { step: steps }, labels = {};
+  const data = { step: steps }, labels = {}, bands = {};
   for (const { names, title } of pools) {
     const columns = names.map((each) => new Map((series[each].step || []).map((step, i) => [step, series[each][name]?.[i]])));
     const found = steps.map((step) => columns.map((column) => column.get(step)).filter((value) => value != null));
@@ -120,10 +120,10 @@ function pooled(spec, series, pools) {
     labels[title] = title;
     if (names.length < 2) continue;
     const half = found.map((values, i) => values.length < 2 ? null : 1.96 * Math.sqrt(values.reduce((sum, v) => sum + (v - mean[i]) ** 2, 0) / (values.length - 1) / values.length));
-    for (const [sign, word] of [[-1, "low"], [1, "high"]]) {
+    bands[title] = [[-1, "low"], [1, "high"]].map(([sign, word]) => {
       data[`${title} ${word}`] = mean.map((value, i) => value == null || half[i] == null ? null : value + sign * half[i]);
-      labels[`${title} ${word}`] = `${title}, 95 % ${word}`;
-    }
+      return `${title} ${word}`;
+    });
   }
-  return [{ ...spec, series: Object.keys(labels), title: `${spec.title}: ${name}` }, data, { labels }];
+  return [{ ...spec, series: Object.keys(labels), title: `${spec.title}: ${name}` }, data, { labels, bands }];
 }
