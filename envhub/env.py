@@ -100,7 +100,8 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):  # Construction takes 
         state: a text that is equal exactly for equal states of an item. The next turn is compared
             with other turns taken in the same state. "": the observation is used instead.
         is_truncated: the episode ended (`done`) at a limit of the environment itself, as
-            gymnasium's `truncated`: the task was not finished.
+            gymnasium's `truncated`: the task would have continued, and `reward` is the score so
+            far. An end that has scored the episode is no truncation, also at a limit.
         metrics: named numbers of the episode for the run's metrics, such as parts of its reward.
         seat: the seat that moves next, from 0 on; None after the end, or without seats.
         seat_rewards: the reward of each seat in [0, 1], if the environment has seats. `reward` is

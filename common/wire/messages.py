@@ -28,8 +28,8 @@ class EndReason(StrEnum):
     """Why an episode ended. The first four reasons give valid samples, the rest are failures.
 
     DONE: the environment ended the episode. The next three reasons truncate an unfinished task.
-    HORIZON: the limit of the run. TRUNCATED: a limit of the environment. CONTEXT_FULL: the
-    context of the policy is full.
+    HORIZON: the limit of the run. TRUNCATED: a limit of the environment, before the score was
+    decided. CONTEXT_FULL: the context of the policy is full.
     """
 
     DONE = "done"

@@ -24,7 +24,14 @@ class RemoteEpisode:
         """Return the hash of the first observation, the only part of the state available here."""
         return hashlib.sha256(self._first.encode(errors="surrogatepass")).hexdigest()
 
-    def _result(self, observation: str, *, is_valid: bool, state: str = "") -> StepResult:
+    def _result(
+        self,
+        observation: str,
+        *,
+        is_valid: bool,
+        state: str = "",
+        metrics: dict[str, float] | None = None,
+    ) -> StepResult:
         """Return the result of a step with the episode's current score."""
         self._observation = observation
         return StepResult(
@@ -35,4 +42,5 @@ class RemoteEpisode:
             is_success=self._is_success,
             state=state,
             is_truncated=self._is_truncated,
+            metrics=metrics,
         )

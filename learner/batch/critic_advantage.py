@@ -19,7 +19,8 @@ from learner.batch.credit import end_reward, per_env, turn_rewards, whitened
 from learner.batch.returns import gae, vtrace
 from learner.batch.rows import episodes_of, rows_of
 
-# End reasons after which the task itself would have continued.
+# End reasons after which the task would have continued. An environment that scores an episode at
+# its own limit ends it as DONE.
 CUT_SHORT = (EndReason.HORIZON, EndReason.TRUNCATED, EndReason.CONTEXT_FULL)
 
 

@@ -95,10 +95,13 @@ class DatasetEnv:
             self._messages.append({"role": "user", "content": text})
             reward = self._task.rewards.start_score
             return StepResult(observation=text, reward=reward, done=False, is_valid=True)
-        return await self._scored(completion, text, is_truncated=not is_over)
+        return await self._scored(completion, text, is_limit=not is_over)
 
-    async def _scored(self, completion: str, text: str, *, is_truncated: bool) -> StepResult:
-        """Return the end of the episode with the reward of the answers."""
+    async def _scored(self, completion: str, text: str, *, is_limit: bool) -> StepResult:
+        """Return the end of the episode with the reward of the answers.
+
+        The reward is final also at the limit of turns, so that such an end is no truncation.
+        """
         self._is_done = True
         began_s = time.monotonic()
         keywords, columns = self._offered(completion, None)
@@ -106,13 +109,14 @@ class DatasetEnv:
         metrics = {f"reward_{name}": value for name, value in scored.values.items()}
         metrics |= scored.costs
         metrics["reward_s"] = time.monotonic() - began_s
+        if self._task.step is not None:
+            metrics["at_limit"] = float(is_limit)
         return StepResult(
             observation=text or "The answer was received.",
             reward=scored.total,
             done=True,
             is_valid=True,
             is_success=scored.total >= self._task.success_from,
-            is_truncated=is_truncated,
             metrics=metrics,
         )
 

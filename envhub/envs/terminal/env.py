@@ -125,8 +125,12 @@ class TerminalEnv:
             reward=reward,
             done=True,
             is_valid=is_valid,
-            is_truncated=not is_submitted,
-            metrics={"commands": float(self._num_turns), "commands_s": self._used_s},
+            metrics={
+                "commands": float(self._num_turns),
+                "commands_s": self._used_s,
+                # The tests decide at a limit, too: the reward is final, so this is no truncation.
+                "at_limit": float(not is_submitted),
+            },
         )
 
     async def _shell(self, command: str) -> str | None:

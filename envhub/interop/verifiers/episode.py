@@ -99,8 +99,12 @@ class VerifiersEpisode(RemoteEpisode):
         self._reward = Rewards(self._shared.rule).add(outcome["reward"], is_last=True)
         self._is_done = True
         self._is_success = outcome.get("is_success", self._reward >= 1.0)
-        self._is_truncated = outcome["is_truncated"]
-        return self._result(f"The episode has ended and pays {outcome['reward']:g}.", is_valid=True)
+        # The rubric has scored a trace at a limit, too: the reward is final.
+        return self._result(
+            f"The episode has ended and pays {outcome['reward']:g}.",
+            is_valid=True,
+            metrics={"at_limit": float(outcome["is_truncated"])},
+        )
 
     async def valid_actions(self) -> list[str]:
         """Return a sample answer, and one call of each tool with example arguments."""

@@ -186,14 +186,15 @@ def test_taskset_environment_has_turns_tools_and_its_own_process(tmp_path: Path)
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_episode_at_taskset_limit_is_truncated(tmp_path: Path) -> None:
+def test_episode_at_taskset_limit_has_a_final_score(tmp_path: Path) -> None:
     limit = {"env": {"pupil": {"max_turns": 2}}, "min_reward": -2.0, "max_reward": 2.0}
     spec = Registry([described(tmp_path, "tiny_talk", **limit)]).spec("tasks")
     ring = json.dumps({"tool": "ring", "arguments": {"times": 1}})
     told = play(spec, {"all-train-0": [ring, ring], "all-train-1": ["one", "two"]})
     (_, on, cut), (_, _, end) = told.values()
     assert (spec.start_score, on.reward) == (0.5, 0.5)
-    assert (cut.done, cut.is_truncated, cut.reward) == (True, True, 0.5)
+    assert (cut.done, cut.is_truncated, cut.reward) == (True, False, 0.5)
+    assert [each.metrics for each in (cut, end)] == [{"at_limit": 1.0}, {"at_limit": 0.0}]
     assert (end.done, end.is_truncated, end.reward, end.is_success) == (True, False, 1.0, True)
 
 

@@ -15,13 +15,17 @@ import pytest
 
 from actor.rollout.env_client import Environments, HubClient, HubSession
 from actor.rollout.episode import Turn, run_episode
+from common.config.compute import CriticSection
 from common.config.envs import EnvsSection, RemoteOptions
+from common.config.learning import Advantage, AlgorithmSection
 from common.config.services import EnvhubSection
 from common.wire.codec import pack_record, unpack_record
 from common.wire.messages import EndReason
 from envhub import main
 from envhub.env import EnvFailure, UnknownItem
 from envhub.envs.dataset.env import check, make_spec
+from learner.batch.batching import Sample
+from learner.batch.critic_advantage import with_advantages
 from tests.actor.rollout.playing import LEASE, Letters
 from tests.envhub.envs.dataset.made import GSM8K, make, play, played, run
 
@@ -53,10 +57,12 @@ def test_step_function_answers_until_it_ends(tmp_path: Path) -> None:
     assert not last.is_truncated
 
 
-def test_turn_limit_truncates_and_scores(tmp_path: Path) -> None:
+def test_turn_limit_scores_and_is_no_truncation(tmp_path: Path) -> None:
     options = make(tmp_path, step="step", max_turns=2)
     last = played(options, "wait", "7")
-    assert (last.done, last.is_truncated, last.reward) == (True, True, 1.0)
+    assert (last.done, last.is_truncated, last.reward) == (True, False, 1.0)
+    assert last.metrics is not None
+    assert last.metrics["at_limit"] == 1.0
 
 
 @pytest.mark.parametrize(("value", "words"), [("3", "returned 3, not (text, is_done)")])
@@ -158,7 +164,7 @@ async def _episodes(url: str, *answers: str) -> list[Any]:
                 return await environments.open("dataset", "data-train-0", seed=0)
 
             episode = await run_episode(
-                replace(LEASE, deadline_s=60.0),
+                replace(LEASE, deadline_s=60.0, horizon=9),
                 open_session=opened,
                 act=act,
                 render=Conversation(),
@@ -199,3 +205,23 @@ def test_failing_reward_ends_only_its_episode(tmp_path: Path) -> None:
     assert failed.end_reason.is_infrastructure_failure
     assert "reward breaks failed on record 1 of train.jsonl: KeyError: " in failed.error
     assert (failed.reward, failed.metrics) == (0.0, {})
+
+
+@pytest.mark.slow
+def test_score_at_the_turn_limit_is_the_value_target(tmp_path: Path) -> None:
+    """Reward .5 at the last turn and V(end) .7: the reward is final, so the target is .5."""
+    reward = f"{tmp_path}/user.py:half"
+    with serving(make(tmp_path, reward=reward, step="step", max_turns=2)) as url:
+        (played,) = asyncio.run(_episodes(url, "wait"))
+    assert (played.end_reason, played.num_turns, played.reward) == (EndReason.DONE, 2, 0.5)
+    num_tokens = int(played.loss_mask.sum())
+    got = with_advantages(
+        Sample(trajectory=played, advantage=0.0),
+        values=np.zeros(num_tokens, dtype=np.float32),
+        bootstrap=0.7,
+        log_ratios=np.zeros(num_tokens),
+        algorithm=AlgorithmSection(advantage=Advantage.PPO),
+        critic=CriticSection(gae_lambda=1.0),
+    )
+    assert got.value_targets is not None
+    assert got.value_targets.tolist() == pytest.approx([0.5] * num_tokens)

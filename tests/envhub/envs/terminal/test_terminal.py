@@ -66,14 +66,16 @@ def test_tests_decide_when_the_agent_submits(tmp_path: Path) -> None:
 def test_tests_decide_after_the_last_turn(tmp_path: Path) -> None:
     harbor(tmp_path)
     [last] = played(options_of(tmp_path, max_turns=1), ["echo right > out"])
-    assert (last.reward, last.done, last.is_truncated) == (1.0, True, True)
+    assert (last.reward, last.done, last.is_truncated) == (1.0, True, False)
+    assert last.metrics is not None
+    assert last.metrics["at_limit"] == 1.0
 
 
 def test_time_of_the_agent_ends_the_episode(tmp_path: Path) -> None:
     harbor(tmp_path, settings="[agent]\ntimeout_sec = 0.3\n")
     [last] = played(options_of(tmp_path), ["echo right > out; sleep 600"])
     assert "took longer than 0.3 s" in last.observation
-    assert (last.reward, last.is_truncated) == (1.0, True)
+    assert (last.reward, last.is_truncated) == (1.0, False)
 
 
 def test_shell_keeps_its_directory_and_variables(tmp_path: Path) -> None:
