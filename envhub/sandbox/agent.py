@@ -7,6 +7,9 @@ input, and its end ends all processes of its process namespace.
 As process 1 it receives no signal of the other processes, and it permits no tracing. A filter
 refuses system calls that name it. So the commands can neither stop it, nor slow it down, nor change
 its replies.
+
+The same text is a second program: `confine` runs a command without access to some folders, and
+without power over processes that it did not start.
 """
 
 from __future__ import annotations
@@ -32,6 +35,15 @@ PR_SET_SECCOMP = 22
 PR_SET_NO_NEW_PRIVS = 38
 SECCOMP_MODE_FILTER = 2
 INSTRUCTION_BYTES = 8  # Size of one instruction of a filter.
+# System calls and flags of Landlock. They are the same on all machines.
+LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_APPLY = 444, 445, 446
+LANDLOCK_VERSION_FLAG = 1
+PATH_BENEATH = 1
+FILE_RIGHTS = 0b111  # Execute, write and read a file.
+FOLDER_RIGHTS = 0b1111111111111  # These and those of folders.
+REFER, TRUNCATE = 1 << 13, 1 << 14  # Since versions 2 and 3: link to another folder, truncate.
+SCOPES = 0b11  # Since version 6: no abstract socket and no signal beyond the command's processes.
+CANNOT_RUN = 126  # Exit code of a shell whose command cannot run.
 OUT_OF_MEMORY = b"1000"  # The kernel ends these processes before any other.
 NICENESS = 10  # The processes of the hub have priority.
 DEFAULT_SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ)
@@ -379,8 +391,11 @@ class FilterProgram(ctypes.Structure):
     _fields_ = [("num_instructions", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
 
 
-def install_filter(libc: Any, content: bytes) -> None:
-    """Apply a system call filter to this process and its children. Raises: OSError."""
+def install_filter(libc: Any, filters: dict[str, str]) -> None:
+    """Apply this machine's system call filter to this process and its children. Raises: OSError."""
+    content = base64.b64decode(filters.get(os.uname().machine, ""))
+    if not content:
+        return
     program = FilterProgram(len(content) // INSTRUCTION_BYTES, content)
     for arguments in (
         (PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
@@ -391,18 +406,80 @@ def install_filter(libc: Any, content: bytes) -> None:
             raise OSError(number, f"the system call filter: {os.strerror(number)}")
 
 
+class PathRule(ctypes.Structure):
+    """The kernel's `struct landlock_path_beneath_attr`: rights below a folder."""
+
+    _pack_ = 1
+    _fields_ = [("rights", ctypes.c_uint64), ("folder", ctypes.c_int32)]
+
+
+def close_folders(libc: Any, closed: list[str]) -> None:
+    """Refuse this process and its children the folders, which lie in the root folder.
+
+    With Landlock the kernel also refuses them to trace or signal processes outside of this domain.
+    Raises: OSError: the kernel lacks Landlock.
+    """
+
+    def call(number: int, *arguments: Any) -> int:
+        result = libc.syscall(number, *arguments)
+        if result < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        return result
+
+    version = call(LANDLOCK_CREATE, None, ctypes.c_size_t(0), LANDLOCK_VERSION_FLAG)
+    files = FILE_RIGHTS | (TRUNCATE if version >= 3 else 0)
+    folders = FOLDER_RIGHTS | files | (REFER if version >= 2 else 0)
+    rules = [folders, 0, SCOPES] if version >= 6 else [folders]
+    content = (ctypes.c_uint64 * len(rules))(*rules)
+    ruleset = call(LANDLOCK_CREATE, content, ctypes.c_size_t(ctypes.sizeof(content)), 0)
+    for name in os.listdir("/"):
+        path = f"/{name}"
+        if path in closed or os.path.islink(path):
+            continue
+        opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        rule = PathRule(folders if os.path.isdir(path) else files, opened)
+        call(LANDLOCK_ADD, ruleset, PATH_BENEATH, ctypes.byref(rule), 0)
+        os.close(opened)
+    call(LANDLOCK_APPLY, ruleset, 0)
+    os.close(ruleset)
+
+
+def confine(given: dict[str, Any], argv: list[str]) -> NoReturn:
+    """Become a command without access to folders, variables and other processes."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    with contextlib.suppress(PermissionError):  # It leads a group of processes already.
+        os.setsid()
+    try:
+        libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        close_folders(libc, given["folders"])
+        install_filter(libc, given["filters"])
+    except OSError as error:
+        sys.stderr.write(
+            f"{error.strerror}: no program runs without rights here; this needs Linux"
+            " 5.13 with Landlock\n"
+        )
+        sys.exit(CANNOT_RUN)
+    kept = {k: v for k, v in os.environ.items() if k not in given["variables"]}
+    try:
+        os.execvpe(argv[0], argv, kept)
+    except OSError as error:
+        sys.stderr.write(f"{argv[0]}: {error.strerror}\n")
+        sys.exit(127 if isinstance(error, FileNotFoundError) else CANNOT_RUN)
+
+
 def main() -> NoReturn:
-    """Check that this is the sandbox's first process, and serve."""
+    """Run a command without rights, or serve as the sandbox's first process."""
+    given = json.loads(sys.argv[1])
+    if sys.argv[2:]:
+        confine(given, sys.argv[2:])
     if os.getpid() != 1:
         sys.exit("the sandbox's first process must have the process id 1")
-    limits = json.loads(sys.argv[1])
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    content = base64.b64decode(limits["filters"].get(os.uname().machine, ""))
-    if content:
-        install_filter(libc, content)
-    Agent(limits, libc).serve()
+    install_filter(libc, given["filters"])
+    Agent(given, libc).serve()
 
 
 if __name__ == "__main__":

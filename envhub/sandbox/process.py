@@ -4,7 +4,8 @@ import asyncio
 import base64
 import contextlib
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import shlex
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from envhub.sandbox.interface import (
     check_command,
     check_words,
 )
-from envhub.sandbox.seccomp import AUDIT, filter_program
+from envhub.sandbox.seccomp import AUDIT, filter_program, own_process_program
 
 AGENT = Path(__file__).with_name("agent.py")
 GRACE_S = 60.0  # Seconds beyond the time limit of a command in which the agent must reply.
@@ -57,10 +58,31 @@ def agent_argv(python: str, limits: SandboxLimits, folder: str, path: str = "") 
         path: the agent's file in the sandbox; "" means that the command line has its text.
     """
     folders = [folder, "/tmp", HOME, TESTS, LOGS, "/dev/shm"]
-    filters = {name: base64.b64encode(filter_program(name)).decode() for name in AUDIT}
+    filters = _as_text(filter_program)
     given = json.dumps({**asdict(limits), "folders": folders, "filters": filters})
     code = [path] if path else ["-c", agent_text()]
     return [python, "-I", "-S", *code, given]
+
+
+def confining_script(path: str, variables: Iterable[str]) -> str:
+    """Return a shell script that runs a command without access to the tests and their verdict.
+
+    Args:
+        path: path of the agent's text in the sandbox.
+        variables: names of variables that the command does not get.
+    """
+    given = {
+        "folders": [TESTS, LOGS],
+        "variables": sorted(variables),
+        "filters": _as_text(own_process_program),
+    }
+    words = shlex.join(["python3", "-I", "-S", path, json.dumps(given)])
+    return f'#!/bin/sh\nexec {words} "$@"\n'
+
+
+def _as_text(make: Callable[[str], bytes]) -> dict[str, str]:
+    """Return a system call filter for each machine."""
+    return {name: base64.b64encode(make(name)).decode() for name in AUDIT}
 
 
 def agent_text() -> str:

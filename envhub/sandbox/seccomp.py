@@ -64,6 +64,16 @@ NAMES_FIRST = {
     "setpriority": [(1, FIRST), (0, PRIO_USER)],
     "ioprio_set": [(1, FIRST), (0, IOPRIO_WHO_USER)],
 }
+# Index of the argument that names a process or a group of processes; 0 is the calling one.
+NAMES_PROCESS = {
+    "prlimit64": 0,
+    "sched_setparam": 0,
+    "sched_setscheduler": 0,
+    "sched_setattr": 0,
+    "sched_setaffinity": 0,
+    "setpriority": 1,
+    "ioprio_set": 1,
+}
 NUMBERS = {  # Numbers of these system calls by machine.
     "x86_64": {
         "kill": 62,
@@ -130,24 +140,50 @@ def _refuse_if(code: int, value: int) -> list[bytes]:
 
 
 def filter_program(machine: str) -> bytes:
-    """Return the filter for a machine, such as x86_64; b"" for an unknown one."""
+    """Return the filter of a sandbox for a machine, such as x86_64; b"" for an unknown one."""
     if machine not in AUDIT:
         return b""
-    lines = [
-        _instruction(LOAD, MACHINE_AT),
-        _instruction(EQUAL, AUDIT[machine], 1, 0),
-        _instruction(RETURN, REFUSE),
-        _instruction(LOAD, NUMBER_AT),
-        *_refuse_if(GREATER_EQUAL, X32),
-    ]
+    lines = [*_first_lines(machine), *_refuse_if(GREATER_EQUAL, X32)]
     for number in REFUSED[machine].values():
         lines += _refuse_if(EQUAL, number)
     for name, arguments in NAMES_FIRST.items():
         checks: list[bytes] = []
         for index, value in arguments:
-            checks.append(_instruction(LOAD, ARGUMENTS_AT + ARGUMENT_BYTES * index))
-            checks += _refuse_if(EQUAL, value)
-        checks.append(_instruction(RETURN, ALLOW))
-        lines += [_instruction(EQUAL, NUMBERS[machine][name], 0, len(checks)), *checks]
-    lines.append(_instruction(RETURN, ALLOW))
-    return b"".join(lines)
+            checks += [_load_argument(index), *_refuse_if(EQUAL, value)]
+        lines += _rule(NUMBERS[machine][name], checks)
+    return b"".join([*lines, _instruction(RETURN, ALLOW)])
+
+
+def own_process_program(machine: str) -> bytes:
+    """Return a further filter: limits and priorities change only for the calling process.
+
+    b"" for an unknown machine. Calls that name the process by its id instead of 0 are refused, too.
+    """
+    if machine not in AUDIT:
+        return b""
+    lines = _first_lines(machine)
+    for name, index in NAMES_PROCESS.items():
+        checks = [_load_argument(index), _instruction(EQUAL, 0, 1, 0), _instruction(RETURN, REFUSE)]
+        lines += _rule(NUMBERS[machine][name], checks)
+    return b"".join([*lines, _instruction(RETURN, ALLOW)])
+
+
+def _first_lines(machine: str) -> list[bytes]:
+    """Return the instructions that refuse other machines' calls and load the call's number."""
+    return [
+        _instruction(LOAD, MACHINE_AT),
+        _instruction(EQUAL, AUDIT[machine], 1, 0),
+        _instruction(RETURN, REFUSE),
+        _instruction(LOAD, NUMBER_AT),
+    ]
+
+
+def _load_argument(index: int) -> bytes:
+    """Return the instruction that loads an argument of the call."""
+    return _instruction(LOAD, ARGUMENTS_AT + ARGUMENT_BYTES * index)
+
+
+def _rule(number: int, checks: list[bytes]) -> list[bytes]:
+    """Return the instructions that apply the checks to one system call."""
+    checks = [*checks, _instruction(RETURN, ALLOW)]
+    return [_instruction(EQUAL, number, 0, len(checks)), *checks]

@@ -1,12 +1,17 @@
 """Tasks in a terminal: the agent runs commands in a sandbox, and tests decide at the end."""
 
+import errno
 import hashlib
+import logging
 import math
-from dataclasses import dataclass
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from common.config.envs import EnvsSection, TerminalOptions
 from common.errors import ConfigError
 from envhub.env import EnvFailure, EnvSpec, Isolation, StepResult, Style, SubsetSpec, parse_item
+from envhub.envs.terminal.image import TaskFile
 from envhub.envs.terminal.tasks import TerminalTask, digest_of_tasks, load_tasks_of
 from envhub.envs.terminal.texts import (
     CLEAR,
@@ -29,10 +34,19 @@ from envhub.sandbox.interface import (
     SandboxLimits,
     SandboxRequest,
 )
+from envhub.sandbox.process import agent_text, confining_script
+
+logger = logging.getLogger(__name__)
 
 SUBSET = "tasks"
 SUBMIT = "submit"
 REWARDS = (f"{VERIFIER}/reward.json", f"{VERIFIER}/reward.txt")  # In the order of Harbor.
+REWARD_WORD = b"reward"  # Part of these names.
+# The tests run the agent's programs with the script that this variable names.
+AS_AGENT = "AS_AGENT"
+AS_AGENT_PATH = f"{TESTS}/.as-agent"
+AS_AGENT_CODE = f"{TESTS}/.as-agent.py"
+MISSING = os.strerror(errno.ENOENT)
 MAX_REWARD_BYTES = 100_000
 MAX_OUTPUT_BYTES = 64_000
 CLEAR_TIMEOUT_S = 60.0
@@ -46,14 +60,24 @@ INSTRUCTION = (
 )
 
 
+class UndecidedTests(Exception):
+    """The tests did not decide: they could not run, or their reward cannot be read."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TerminalTasks:
-    """Everything that the episodes share."""
+    """Everything that the episodes share.
 
-    tasks: dict[str, list[TerminalTask]]  # By split.
+    Attributes:
+        tasks: the tasks by split.
+        decided: whether the tests of a task decide without an agent, by the task's name.
+    """
+
+    tasks: dict[str, list[TerminalTask]]
     options: TerminalOptions
     limits: SandboxLimits
     backend: SandboxBackend
+    decided: dict[str, bool] = field(default_factory=dict)
 
     @property
     def subsets(self) -> dict[str, SubsetSpec]:
@@ -65,8 +89,8 @@ class TerminalTasks:
 
     @property
     def longest_s(self) -> float:
-        """The most seconds of a step: a command, and the tests."""
-        return self.options.command_timeout_s + self.options.test_timeout_s + MARGIN_S
+        """The most seconds of a step: a command and the tests, and both again without an agent."""
+        return 2 * (self.options.command_timeout_s + self.options.test_timeout_s + MARGIN_S)
 
 
 class TerminalEnv:
@@ -88,16 +112,23 @@ class TerminalEnv:
         """Return the instruction of an item. Raises: UnknownItem, SandboxFailed."""
         item = parse_item(item_id, self._shared.subsets)
         await self.close()
-        self._task = task = self._shared.tasks[item.split][item.index]
+        task = self._shared.tasks[item.split][item.index]
+        await self._open(task)
+        return f"{task.instruction}\n\nThe work folder is {task.folder}."
+
+    async def _open(self, task: TerminalTask) -> None:
+        """Create a sandbox with the initial files of a task. Raises: EnvFailure."""
+        self._task = task
         self._num_turns = 0
         self._used_s = 0.0
         limits = self._shared.limits
         self._sandbox = await self._shared.backend.create(
             SandboxRequest(limits=limits, folder=task.folder, image=task.image)
         )
-        for file in task.files:
-            await self._put(file.target, file.source.read_bytes(), file.mode)
-        return f"{task.instruction}\n\nThe work folder is {task.folder}."
+        try:
+            await self._put(task.files)
+        except RefusedBySandbox as error:
+            raise EnvFailure(f"a file of the task cannot be written: {error}") from error
 
     async def step(self, action: str) -> StepResult:
         """Run a command, or end the episode with its tests. Raises: EnvFailure."""
@@ -157,15 +188,47 @@ class TerminalEnv:
         return describe(result, limit_s, options.output_chars)
 
     async def _test(self) -> tuple[float, str]:
-        """Return the reward of the tests and a remark. Raises: EnvFailure."""
-        assert self._sandbox is not None
+        """Return the reward of the tests and a remark. Raises: EnvFailure.
+
+        Tests that do not decide give 0 if they decide without the agent.
+        """
         assert self._task is not None
         task = self._task
+        try:
+            return await self._decision(task)
+        except UndecidedTests as error:
+            if task.name not in self._shared.decided:
+                self._shared.decided[task.name] = await self._decides_without_agent(task)
+            if not self._shared.decided[task.name]:
+                raise EnvFailure(f"task {task.name}: {error}") from error
+            logger.warning("tests did not decide, reward is 0 task=%s reason=%s", task.name, error)
+            return 0.0, f"The tests failed: {error}"
+
+    async def _decides_without_agent(self, task: TerminalTask) -> bool:
+        """Return whether the tests decide about the reference solution in a new sandbox.
+
+        Without a solution, about the initial files. Raises: EnvFailure.
+        """
+        fresh = TerminalEnv(self._shared)
+        try:
+            await fresh._open(task)
+            if task.solution is not None:
+                await fresh._shell(task.solution)
+            await fresh._decision(task)
+        except UndecidedTests:
+            return False
+        finally:
+            await fresh.close()
+        return True
+
+    async def _decision(self, task: TerminalTask) -> tuple[float, str]:
+        """Return the reward of the tests and a remark. Raises: UndecidedTests, EnvFailure."""
+        assert self._sandbox is not None
         if not self._shared.options.keeps_processes:
             await self._sandbox.kill()
         cleared = await self._run(["bash", "-c", CLEAR], CLEAR_TIMEOUT_S)
         if not cleared.is_ok:
-            raise EnvFailure(f"{TESTS} cannot be cleared: {cleared.text.strip()[-300:]}")
+            raise UndecidedTests(f"{TESTS} cannot be cleared: {cleared.text.strip()[-300:]}")
         if task.needs_pytest:
             probe = await self._run(["python3", "-I", "-c", "import pytest"], 120.0)
             if not probe.is_ok:
@@ -173,12 +236,33 @@ class TerminalEnv:
                     f"task {task.name}: its tests need pytest, which the sandbox's Python lacks;"
                     " run apt-get install python3-pytest, or add its folder to envs.sandbox.mounts"
                 )
-        for file in task.tests:
-            await self._put(file.target, file.source.read_bytes(), file.mode)
-        limit_s = min(task.test_timeout_s or math.inf, self._shared.options.test_timeout_s)
         variables = {**task.variables, **GUARDED, "TEST_DIR": TESTS, **task.test_variables}
+        try:
+            await self._put(task.tests)
+            if _mentions(AS_AGENT.encode(), task.tests):
+                variables |= await self._put_as_agent(task)
+        except RefusedBySandbox as error:
+            raise UndecidedTests(f"a file of the tests cannot be written: {error}") from error
+        limit_s = min(task.test_timeout_s or math.inf, self._shared.options.test_timeout_s)
         result = await self._run(task.command, limit_s, variables)
         return await self._verdict(task, result)
+
+    async def _put_as_agent(self, task: TerminalTask) -> dict[str, str]:
+        """Write the script that runs the agent's programs, and return its variable.
+
+        Raises: EnvFailure: the kernel cannot run programs without rights. RefusedBySandbox.
+        """
+        assert self._sandbox is not None
+        script = confining_script(AS_AGENT_CODE, {AS_AGENT, "TEST_DIR", *task.test_variables})
+        await self._sandbox.write(AS_AGENT_CODE, agent_text().encode())
+        await self._sandbox.write(AS_AGENT_PATH, script.encode(), mode=0o755)
+        probe = await self._run([AS_AGENT_PATH, "true"], CLEAR_TIMEOUT_S)
+        if not probe.is_ok:
+            raise EnvFailure(
+                f"task {task.name}: its tests run programs of the agent without rights:"
+                f" {probe.text.strip()[-300:]}"
+            )
+        return {AS_AGENT: AS_AGENT_PATH}
 
     async def _run(
         self,
@@ -195,38 +279,43 @@ class TerminalEnv:
         except RefusedBySandbox as error:
             raise EnvFailure(f"{argv[0]} could not start in the sandbox: {error}") from error
 
-    async def _put(self, target: str, content: bytes, mode: int) -> None:
-        """Write a file of the task into the sandbox. Raises: EnvFailure."""
+    async def _put(self, files: Iterable[TaskFile]) -> None:
+        """Write files of the task into the sandbox. Raises: RefusedBySandbox."""
         assert self._sandbox is not None
-        try:
-            await self._sandbox.write(target, content, mode=mode)
-        except RefusedBySandbox as error:
-            raise EnvFailure(f"a file of the task cannot be written: {error}") from error
+        for file in files:
+            await self._sandbox.write(file.target, file.source.read_bytes(), mode=file.mode)
 
     async def _verdict(self, task: TerminalTask, result: CommandResult) -> tuple[float, str]:
-        """Return the reward and a remark. Raises: EnvFailure: the tests did not decide."""
+        """Return the reward and a remark. Raises: UndecidedTests."""
         if result.ended_by is not CommandEnd.EXIT:
             return 0.0, f"The tests failed: their {result.ended_by.value} limit was reached."
-        reward = await self._written_reward(task)
-        if reward is None and result.exit_code in NOT_RUN:
-            output = result.text.strip()[-300:]
-            raise EnvFailure(f"task {task.name}: the tests could not run: {output}")
+        # A reward that no file of the task mentions was written by the agent's programs.
+        mentioned = _mentions(REWARD_WORD, (*task.tests, *task.files))
+        reward = await self._written_reward() if mentioned or task.image else None
         if reward is None:
+            must_write = mentioned and _mentions(VERIFIER.encode(), (*task.tests, *task.files))
+            if result.exit_code in NOT_RUN or (must_write and result.exit_code == 0):
+                output = result.text.strip()[-300:]
+                raise UndecidedTests(
+                    f"the tests gave no reward, with exit code {result.exit_code}: {output}"
+                )
             reward = float(result.exit_code == 0)
         return reward, "The tests passed." if reward >= 1.0 else f"The tests gave {reward:g}."
 
-    async def _written_reward(self, task: TerminalTask) -> float | None:
-        """Return the reward that the tests wrote; None if they wrote none. Raises: EnvFailure."""
+    async def _written_reward(self) -> float | None:
+        """Return the reward that the tests wrote, None without one. Raises: UndecidedTests."""
         assert self._sandbox is not None
         for path in REWARDS:
             try:
                 content = await self._sandbox.read(path, max_bytes=MAX_REWARD_BYTES)
-            except RefusedBySandbox:
-                continue  # Tests without such a file decide by their exit code.
+            except RefusedBySandbox as error:
+                if MISSING in str(error):
+                    continue
+                raise UndecidedTests(str(error)) from error
             try:
                 return reward_of(content.decode("utf-8", errors="replace"))
-            except ValueError as error:
-                raise EnvFailure(f"task {task.name}: {path}: {error}") from error
+            except (ValueError, RecursionError) as error:
+                raise UndecidedTests(f"{path}: {error}") from error
         return None
 
     async def valid_actions(self) -> list[str]:
@@ -257,6 +346,11 @@ class TerminalEnv:
             sandbox = self._sandbox
             self._sandbox = None
             await sandbox.delete()
+
+
+def _mentions(word: bytes, files: Iterable[TaskFile]) -> bool:
+    """Return whether one of the files contains a word."""
+    return any(word in file.source.read_bytes() for file in files)
 
 
 def load_terminal_tasks(options: EnvsSection) -> TerminalTasks:

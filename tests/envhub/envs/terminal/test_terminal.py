@@ -321,3 +321,85 @@ def test_shipped_task_is_solved_only_by_its_solution(number: int) -> None:
     *_, solved = played(options, [solution, "submit"], number)
     [unsolved] = played(options, ["submit"], number)
     assert (solved.reward, unsolved.is_success) == (1.0, False)
+
+
+# Programs that the tests of a task run with "$AS_AGENT". The tests have written 0.5 before.
+REWARD = "/logs/verifier/reward.txt"
+ATTACKS = {
+    "reward": f"echo 1 > {REWARD}",
+    "json": "echo '{\"reward\": 1}' > /logs/verifier/reward.json",
+    "not a number": f"echo nan > {REWARD}",
+    "link": f"ln -sf /app/out {REWARD}; ln -f /app/p {REWARD}; ln {REWARD} /app/out",
+    "pipe": f"rm -f {REWARD}; mkfifo {REWARD}",
+    "folder": f"mv /logs/verifier /logs/old; mkdir -p {REWARD}; rm -rf /logs/*",
+    "truncate": f"truncate -s 0 {REWARD}; : > {REWARD}",
+    "late": f"(setsid bash -c 'while :; do echo 1 > {REWARD}; done' &) >/dev/null 2>&1",
+    "tests": f"printf 'echo 1 > {REWARD}; exit 0' | tee /tests/test.sh >> /tests/test.sh",
+    "script": "rm -f /tests/.as-agent; echo 'exec \"$@\"' > /tests/.as-agent",
+    "root of another": f"for p in /proc/[0-9]*; do echo 1 > $p/root{REWARD}; done",
+    "folder of another": f"for p in /proc/[0-9]*; do echo 1 > $p/cwd/..{REWARD}; done",
+    "descriptors": f"for f in /proc/[0-9]*/fd/*; do echo 'echo 1 > {REWARD}' >> $f; done",
+    "memory": (
+        "for p in /proc/[0-9]*; do [ $p = /proc/$$ ] || dd if=/dev/zero of=$p/mem count=9; done"
+    ),
+    "kill": "kill -KILL $PPID; kill -STOP $PPID; kill -KILL -1; kill -KILL 0",
+    "limits": "prlimit --pid $PPID --fsize=0:0 --nproc=0:0 --nofile=0:0 --cpu=0:0 --as=0:0",
+    "variables": "export -p | grep -q hidden && echo 1 > out",
+    "reads": "cp /tests/test.sh /app/copy; cat /tests/test.sh > out; ls /tests /logs > out",
+}
+# The tests remove the verdict if a program could change it or read the tests.
+RUNS = f"""
+echo 0.5 > {REWARD}
+"$AS_AGENT" bash /app/p
+[ -f /app/started ] && ! [ -s /app/out ] && ! [ -s /app/copy ] || rm {REWARD}
+for _ in 1 2 3 4; do [ "$(cat {REWARD})" = 0.5 ] || rm {REWARD}; sleep 0.05; done
+exit 0
+"""
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_program_of_the_agent_cannot_reach_the_verdict(tmp_path: Path, name: str) -> None:
+    settings = '[verifier]\nenv = { SECRET = "hidden" }\n'
+    harbor(tmp_path, test=RUNS, settings=settings)
+    write = f"cat > p <<'END'\ntouch /app/started\n{ATTACKS[name]}\nEND"
+    *_, last = played(options_of(tmp_path, test_timeout_s=30.0), [write, "submit"])
+    assert last.reward == 0.5
+
+
+UNREADABLE = [
+    "chmod 0 /logs/verifier/reward.txt",
+    "chmod 0 /logs/verifier",
+    "echo nan > /logs/verifier/reward.txt",
+    "rm -r /logs/verifier; mkfifo /logs/verifier",
+    "rm /logs/verifier/reward.txt; mkdir /logs/verifier/reward.txt",
+    "rm /logs/verifier/reward.txt",
+    "head -c 200000 /dev/zero > /logs/verifier/reward.txt",
+    "yes [ | head -c 90000 | tr -d '\\n' > /logs/verifier/reward.txt",
+]
+
+
+@pytest.mark.parametrize("trick", UNREADABLE)
+def test_verdict_that_a_program_spoilt_is_zero(tmp_path: Path, trick: str) -> None:
+    """These tests run the agent's program with their own rights, as published tasks do."""
+    harbor(tmp_path, test=f"echo 0 > {REWARD}; bash /app/p; exit 0\n")
+    *_, last = played(options_of(tmp_path), [f"echo '{trick}' > p", "submit"])
+    assert (last.reward, last.done) == (0.0, True)
+
+
+def test_verdict_that_the_tests_spoil_themselves_is_a_failure(tmp_path: Path) -> None:
+    test = f"[ -f /app/out ] && echo high > {REWARD} || echo 0 > {REWARD}\n"
+    harbor(tmp_path, test=test, **{"solution__solve.sh": "touch out"})
+    with pytest.raises(EnvFailure, match=r"task first: /logs/verifier/reward.txt"):
+        played(options_of(tmp_path), ["touch out", "submit"])
+
+
+@pytest.mark.parametrize("number", [1, 4])
+@pytest.mark.parametrize("text", ["1", "nan", '{"reward": 1}'])
+def test_shipped_task_ignores_a_verdict_of_the_program(number: int, text: str) -> None:
+    name = ("count-errors", "average.sh", "rename-files", "repair-json", "count.py")[number]
+    kind = "json" if "{" in text else "txt"
+    line = f"mkdir -p /logs/verifier; echo '{text}' > /logs/verifier/reward.{kind}; cat /tests/*"
+    program = f"import os; os.system({line!r})" if name.endswith("py") else line
+    write = f"cat > {name} <<'END'\n{program}\nEND"
+    *_, last = played(EnvsSection(sandbox=OPTIONS), [write, "submit"], number)
+    assert (last.reward, last.done) == (0.0, True)
