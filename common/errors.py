@@ -47,6 +47,10 @@ class EnvTimeout(EnvError, TimeoutError):
     """The environment did not answer within its deadline."""
 
 
+class EpisodesFailed(LongstrideError):
+    """Too large a share of the episodes failed. The error ends the run."""
+
+
 class EngineError(LongstrideError):
     """The generation engine failed. The error ends the role."""
 

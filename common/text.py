@@ -33,6 +33,11 @@ def valid_text(text: str) -> str:
     return text
 
 
+def kind_of(error: str) -> str:
+    """Return what errors that differ only in numbers have in common."""
+    return re.sub(r"\d+", "#", error)
+
+
 def counted(num: float, one: str, many: str = "", *, form: str = "") -> str:
     """Return a number with its noun, such as "1 epoch" or "2 epochs".
 

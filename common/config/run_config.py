@@ -211,7 +211,11 @@ class SchedulerSection:
         3, "Counts an episode as failed after it was issued this many times.", ge=1, le=1000
     )
     max_failed_frac: float = knob(
-        0.2, "Ends the run if a larger share of the last 200 episodes failed.", ge=0, le=1
+        0.2,
+        "Ends the run if a larger share of the last 200 episodes failed. 50 episodes are needed, or"
+        " 16 if all failed. Episodes that one outage ends count as one.",
+        ge=0,
+        le=1,
     )
     gate_margin: float = knob(
         1.5,

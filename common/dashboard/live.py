@@ -47,6 +47,7 @@ class LiveDisplay:
         self._logged_s = -math.inf
         self._logged_phase: tuple[object, ...] = ()
         self._logged_progress: tuple[object, ...] = ()
+        self._logged_failures: set[tuple[str, str]] = set()
         self._live: Live | None = None
         self._moved: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
 
@@ -55,7 +56,7 @@ class LiveDisplay:
         if not self.is_live:
             return
         before = (sys.stdout, sys.stderr)
-        self._live = Live(self._panel(), console=self._console, auto_refresh=False)
+        self._live = Live(self._panel(self._read_view()), console=self._console, auto_refresh=False)
         self._live.start(refresh=True)
         for handler in logging.getLogger().handlers:
             if not isinstance(handler, logging.StreamHandler):
@@ -73,10 +74,20 @@ class LiveDisplay:
         if now_s < self._next_s:
             return
         self._next_s = now_s + self._refresh_s
+        view = self._read_view()
+        self._log_failures(view)
         if self._live is not None:
-            self._live.update(self._panel(), refresh=True)
+            self._live.update(self._panel(view), refresh=True)
         elif not self.is_live:
-            self._log(self._read_view(), now_s)
+            self._log(view, now_s)
+
+    def _log_failures(self, view: RunView) -> None:
+        """Log the first error of each kind that fails episodes, above a live panel."""
+        for each in view.status.failures:
+            if (each.cause, each.error) not in self._logged_failures:
+                self._logged_failures.add((each.cause, each.error))
+                text = "episodes fail cause=%s num=%d error=%s"
+                logger.warning(text, words.plain(each.cause), each.num, words.plain(each.error))
 
     def _log(self, view: RunView, now_s: float) -> None:
         """Log a line when the phase changes, every 10 s on progress, and at least every 30 s."""
@@ -95,16 +106,15 @@ class LiveDisplay:
         """Show the final state and release the terminal. A second call has no effect."""
         if self._live is None:
             return
-        self._live.update(self._panel(), refresh=True)
+        self._live.update(self._panel(self._read_view()), refresh=True)
         self._live.stop()
         self._live = None
         for handler, stream in self._moved:
             handler.setStream(stream)
         self._moved.clear()
 
-    def _panel(self) -> Panel:
-        """Return the panel with the newest state."""
-        view = self._read_view()
+    def _panel(self, view: RunView) -> Panel:
+        """Return the panel with a state."""
         parts: list[RenderableType] = [_progress(view), _facts(view)]
         if view.status.actors:
             parts.append(_roles(view))

@@ -47,6 +47,14 @@ class RoleView(BaseModel):
     rss_bytes: int | None = None
 
 
+class FailureView(BaseModel):
+    """Failed episodes of one kind."""
+
+    cause: str
+    error: str  # Error of the first one.
+    num: int
+
+
 class Status(BaseModel):
     """The displayed part of the scheduler's status.json. None: unknown."""
 
@@ -62,6 +70,7 @@ class Status(BaseModel):
     num_open: int | None = Field(default=None, validation_alias=AliasPath("groups", "open"))
     num_ready: int | None = Field(default=None, validation_alias=AliasPath("groups", "ready"))
     notice: str = ""  # Reason why training makes no progress although all roles work.
+    failures: list[FailureView] = []  # The most frequent kind is first.
     ledger: dict[str, Any] = {}
     success: dict[str, float] = {}  # Training success by subset.
     success_before: float | None = Field(default=None, validation_alias=AliasPath("eval", "before"))

@@ -314,6 +314,8 @@ class _Role:
         if not is_start:
             self._may_have_worked = True
         error = self._error
+        if error is not None and error.ends_run:
+            return f"ends the run: {error.text.rstrip('.')}."
         if error is None or (self._may_have_worked if is_start else self._has_worked()):
             return ""
         text = error.text.rstrip(".")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from common.launch.base import EXIT_FAILED, EXIT_NOT_STARTED
 from common.launch.process import ERROR, describe_exit, find_error
+from common.text import kind_of
 
 # Errors of the code or of a library's version. They repeat with certainty.
 CERTAIN = {
@@ -17,6 +18,8 @@ CERTAIN = {
     "ImportError",
     "ModuleNotFoundError",
 }
+# An error that ends the run by its meaning, whatever its cause was.
+FINAL = "EpisodesFailed"
 # Errors that usually repeat. The second one with the same text counts as permanent.
 LIKELY = {
     "RuntimeError",
@@ -54,11 +57,12 @@ class PermanentError:
 
     text: str  # One line.
     is_certain: bool  # False: only if it repeats.
+    ends_run: bool = False  # The role ends the run by this error, also after it has worked.
 
     @property
     def key(self) -> str:
         """The text without numbers, which differ between two starts."""
-        return re.sub(r"\d+", "#", self.text)
+        return kind_of(self.text)
 
 
 def permanent_error(lines: Sequence[str], code: int) -> PermanentError | None:
@@ -84,6 +88,8 @@ def permanent_error(lines: Sequence[str], code: int) -> PermanentError | None:
     number, match = raised[-1]
     kind = match[1]
     line = match[0][match.start(1) :]  # Without the module of the error.
+    if kind == FINAL:
+        return PermanentError(line, is_certain=True, ends_run=True)
     quoted = [line for line in lines[number + 1 :] if line.startswith("  ")]
     text = line.partition(QUOTES)[0] + _cause(quoted)
     is_taken = any(TAKEN.search(line) for line in quoted)

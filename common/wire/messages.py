@@ -251,6 +251,7 @@ class EpisodeSeen:
     end_reason: EndReason
     num_turns: Count
     wall_s: Seconds  # Duration of the episode.
+    error: str = ""  # Reason of an infrastructure failure.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ environments run in threads, one call per session at a time; asynchronous ones i
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 import signal
@@ -18,14 +19,18 @@ from inspect import isawaitable
 from typing import Any
 
 from common.log import configure_logging
+from common.text import kind_of
 from envhub.catalogue.registry import load_spec, parse_options
 from envhub.env import EnvFailure, EnvSpec, ServiceDown, StepResult, Style, UnknownItem
 from envhub.errors import EnvRaised
 from envhub.hosting.env_calls import call_environment
 from envhub.hosting.frames import MAX_FRAME_BYTES, encode_frame, read_frame
 
+logger = logging.getLogger(__name__)
+
 MAX_THREADS = 32
 DETAIL_CHARS = 2000
+MAX_LOGGED = 50  # Kinds of failures that are logged.
 # Errors that are reported as their text alone, without the exception's name.
 REPORTED = (UnknownItem, EnvFailure)
 
@@ -37,6 +42,7 @@ class Host:
         self.name = env_name
         self._spec: EnvSpec | None = None
         self._envs: dict[int, Any] = {}
+        self._logged: set[str] = set()  # Kinds of failures that are in the log.
 
     async def answer(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return the reply to one call: a result or an error with its kind."""
@@ -50,11 +56,19 @@ class Host:
             return {**self.refusal(message, str(error)), "error": "paused"}
         except EnvFailure as error:
             detail = f"{self.name}: {error}"
+            self._log_first(detail, error)
         except EnvRaised as error:
             detail = str(error)
         else:
             return reply | {"result": result}
         return self.refusal(message, detail)
+
+    def _log_first(self, detail: str, error: EnvFailure) -> None:
+        """Log the first failure of each kind, with the place in the user's code that caused it."""
+        kind = kind_of(detail)
+        if kind not in self._logged and len(self._logged) < MAX_LOGGED:
+            self._logged.add(kind)
+            logger.warning("environment failed: %s", detail, exc_info=error.__cause__)
 
     def refusal(self, message: dict[str, Any], detail: str) -> dict[str, Any]:
         """Return the reply for a failed call."""

@@ -354,4 +354,5 @@ def seen_of(trajectory: Trajectory) -> EpisodeSeen:
         end_reason=trajectory.end_reason,
         num_turns=trajectory.num_turns,
         wall_s=trajectory.wall_s,
+        error=trajectory.error if trajectory.end_reason.is_infrastructure_failure else "",
     )

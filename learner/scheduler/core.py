@@ -56,7 +56,7 @@ class SchedulerCore:
 
     Raises (from `handle` and `tick`):
         LedgerError: the ledger does not balance.
-        LongstrideError: from `tick`: too many episodes failed by infrastructure.
+        EpisodesFailed: from `tick`: too many episodes failed by infrastructure.
     """
 
     def __init__(
@@ -114,8 +114,11 @@ class SchedulerCore:
         configure(self.parts, cfg)
         self._advance_phase()
 
-    def tick(self) -> bool:
+    def tick(self, *, is_replay: bool = False) -> bool:
         """Reissue the episodes of dead members and of overdue leases.
+
+        Args:
+            is_replay: the tick is one of an earlier process, which did not end there.
 
         Returns: False, without any effect, if the last tick is less than `TICK_S` ago; else True.
         """
@@ -127,7 +130,8 @@ class SchedulerCore:
         self._advance_phase()
         # The check is not part of `handle`: the learner repeats its reports to every restarted
         # scheduler, so a report that raises would stop each of them.
-        self.lifecycle.failures.check()
+        if not is_replay:
+            self.lifecycle.check_failures()
         return True
 
     # --- members ------------------------------------------------------------------------------

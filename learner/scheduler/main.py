@@ -17,6 +17,7 @@ from common.launch.lock import hold_role
 from common.stall.beacon import beacon_of
 from common.store.disk import if_room
 from common.store.run_dir import RunDir, cut_head, write_atomically, write_json
+from common.store.status.json_files import json_object
 from common.wire.access.lease_mac import lease_key, marked
 from common.wire.config_messages import ConfigChanged, ConfigRequest
 from common.wire.join_messages import FileRequest, HubGoodbye, HubHello, HubNoted, JoinRequest
@@ -87,6 +88,7 @@ class LoopParts:
     ledger_of: tuple[int, Phase] | None = None  # Version and phase of the last ledger.json.
     # Time until which the scheduler keeps serving restarted roles after the end of the run.
     serves_until: float = 0.0
+    launched_at: float | None = None  # Unix time of the launcher's start; None: unknown.
 
 
 def run(cfg: RunConfig, run_dir: RunDir) -> None:
@@ -95,7 +97,8 @@ def run(cfg: RunConfig, run_dir: RunDir) -> None:
     Raises:
         EnvError: no hub that serves the tasks connected in time.
         ConfigError: the hub does not have a task, or an address is in use.
-        LongstrideError: the ledger does not balance, or too many episodes failed.
+        LedgerError: the ledger does not balance.
+        EpisodesFailed: too many episodes failed.
     """
     stop = threading.Event()
     if threading.current_thread() is threading.main_thread():
@@ -185,7 +188,8 @@ def build(
     clock = LoopClock(time.monotonic())
     components = build_components(cfg, catalogue)
     core = SchedulerCore(components, clock=clock, run_epoch=secrets.token_hex(8))
-    resume(core, clock, log)
+    launched_at = json_object(run_dir.launch).get("began_at")
+    resume(core, clock, log, launched_at=launched_at)
     parts = LoopParts(
         core=core,
         clock=clock,
@@ -199,6 +203,7 @@ def build(
         hub_token=keys.hub_token,
         lease_key=lease_key(keys),
         serves_until=clock.now + LAST_WAIT_S,
+        launched_at=launched_at,
     )
     came_meanwhile = disk.write(lambda: log.save(state_of(parts)), log.path)
     core.mark_saved()
@@ -358,7 +363,7 @@ def state_of(parts: LoopParts) -> dict[str, Any]:
     """Return the state that a restarted scheduler resumes from."""
     snapshot = parts.core.snapshot(with_volatile=True)
     state = {"core": snapshot, "time_s": parts.clock.now, "port": parts.router.port}
-    state |= {"change": parts.live.saved()}
+    state |= {"change": parts.live.saved(), "launched_at": parts.launched_at}
     return state | {"hubs": parts.registry.saved_hubs(parts.hub_token)}
 
 

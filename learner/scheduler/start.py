@@ -12,6 +12,7 @@ from common.wire.security import RunKeys
 from common.wire.sockets import Router
 from learner.scheduler.core import SchedulerCore
 from learner.scheduler.event_log import EventLog
+from learner.scheduler.state import restore, save
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +35,17 @@ def own_address(cfg: RunConfig, port: int) -> str:
     return f"tcp://{bracketed(loopback() if host in WILDCARDS else host)}:{port}"
 
 
-def resume(core: SchedulerCore, clock: LoopClock, log: EventLog) -> None:
+def resume(
+    core: SchedulerCore, clock: LoopClock, log: EventLog, *, launched_at: float | None = None
+) -> None:
     """Restore the snapshot and replay the messages logged since.
 
     The replay uses the logged times of the earlier process. At the end every lease and every member
     gets a new deadline. A finished run whose configuration has more steps now returns to training.
+
+    Args:
+        launched_at: Unix time of the launcher's start. The recent failures still count if the
+            earlier process had the same launcher.
     """
     saved = log.load()
     if saved is None:
@@ -54,12 +61,17 @@ def resume(core: SchedulerCore, clock: LoopClock, log: EventLog) -> None:
         if message is None and sender_name == WAKE:
             core.wake()
         elif message is None:
-            core.tick()
+            core.tick(is_replay=True)
         else:
             core.handle(sender_name, message)
         num_events += 1
     clock.now = time.monotonic()
+    lifecycle = core.lifecycle
+    failures = [save(each, with_volatile=True) for each in (lifecycle.failures, lifecycle.kinds)]
     core.restore(core.snapshot())
+    if launched_at is not None and saved.get("launched_at") == launched_at:
+        restore(lifecycle.failures, failures[0])
+        restore(lifecycle.kinds, failures[1])
     core.continue_training()
     logger.info("resumed version=%d phase=%s events=%d", core.version, core.phase, num_events)
 

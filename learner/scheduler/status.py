@@ -48,6 +48,7 @@ def build_status(parts: Components, *, now: float) -> dict[str, Any]:
         "gate": parts.gate.allowed(state).reason if parts.run.phase is Phase.TRAIN else "",
         "notice": parts.notice(now),
         "ledger": parts.lifecycle.ledger_report(),
+        "failures": parts.lifecycle.kinds.report(),
         "success": parts.success.train_report(),
         "eval": {**success, "groups": groups},
         "eval_stream": parts.stream.report(),

@@ -1,17 +1,25 @@
 """The ledger: every issued episode ends in exactly one outcome, or is in flight. None is lost."""
 
+import logging
+import math
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from common.errors import LedgerError, LongstrideError
-from common.wire.messages import EpisodeKind, Outcome
+from common.errors import EpisodesFailed, LedgerError
+from common.launch.permanent_errors import PASSING
+from common.text import counted, kind_of
+from common.wire.messages import EndReason, EpisodeKind, Outcome
 from learner.scheduler.state import FIXED, VOLATILE
+
+logger = logging.getLogger(__name__)
 
 WINDOW = 200  # Episodes over which the share of failures is computed.
 MIN_WINDOW = 50  # Episodes before the share of failures is checked.
+MIN_ALL = 16  # The same if all of them failed.
+MAX_KINDS = 50  # Kinds of failures that are counted apart.
 BURST_S = 10.0  # Most seconds between two failures of one outage.
 OUTAGE_S = 120.0  # Seconds; longer than a hub or a machine needs to restart.
 EVALUATED = "evaluated"
@@ -100,16 +108,63 @@ class Ledger:
         }
 
 
+@dataclass(slots=True, kw_only=True)
+class FailureKind:
+    """Failures whose errors differ only in numbers."""
+
+    cause: str  # End reason of the episodes.
+    error: str  # Error of the first one.
+    num: int = 1
+
+
+@dataclass(slots=True)
+class FailureKinds:
+    """The failures since the start of the run by kind; the first of each kind is logged at once.
+
+    Later ones are logged at 10, 100, 1,000 and so on, with their number.
+    """
+
+    kinds: dict[str, FailureKind] = field(default_factory=dict[str, FailureKind], metadata=VOLATILE)
+
+    def add(self, cause: str, error: str) -> None:
+        """Count a failed episode."""
+        error = " ".join(error.split())
+        name = kind_of(f"{cause}: {error}")
+        if name not in self.kinds and len(self.kinds) >= MAX_KINDS:
+            cause, error, name = "others", "further kinds of errors are not listed", "others"
+        kind = self.kinds.get(name)
+        if kind is None:
+            self.kinds[name] = FailureKind(cause=cause, error=error)
+            logger.warning("episodes fail cause=%s error=%s", cause, error)
+            return
+        kind.num += 1
+        if math.log10(kind.num).is_integer():
+            logger.warning("episodes fail num=%d cause=%s error=%s", kind.num, cause, kind.error)
+
+    def report(self) -> list[dict[str, Any]]:
+        """Return the kinds for status.json, the most frequent first."""
+        return [asdict(kind) for kind in sorted(self.kinds.values(), key=lambda each: -each.num)]
+
+    def most_frequent(self) -> str:
+        """Return the error of the most frequent kind; "" without failures."""
+        return max(self.kinds.values(), key=lambda each: each.num).error if self.kinds else ""
+
+
 @dataclass(slots=True)
 class FailureWindow:
-    """Causes of the most recent failures; an outage counts as one failure. A restart clears them.
+    """Causes of the most recent failures; the episodes that one outage ends count as one failure.
 
-    Failures less than `BURST_S` apart are one outage. A hub that dies fails all of its episodes,
-    which predicts nothing about later ones. An outage longer than `OUTAGE_S` is checked by the
-    failure share of its own episodes.
+    A hub that dies fails all of its episodes, which predicts nothing about later ones. So failures
+    less than `BURST_S` apart are one outage, with two exceptions. An episode that began after the
+    outage did was not ended by the same event, and counts by itself. It does not if its error
+    passes without a change of the run, such as a refused connection or a timeout: an outage
+    of these errors is checked once it has lasted `OUTAGE_S`.
 
-    Example: 118 episodes fail within a second, the next ones end well -> one failure. Every second
-    episode fails for two minutes -> `check` raises.
+    A new start of the run clears the window, a restart of this process does not.
+
+    Example: 118 episodes fail within a second, the next ones end well -> one failure. The first 16
+    episodes fail with an error of the reward, each started later -> `check` raises. Every second
+    episode times out for two minutes -> `check` raises.
     """
 
     max_frac: float = field(metadata=FIXED)  # Largest allowed share of failures.
@@ -124,36 +179,56 @@ class FailureWindow:
         default_factory=Counter[str], metadata=VOLATILE
     )
 
-    def add(self, cause: str) -> None:
-        """Count an episode. `cause` is "" if it did not fail."""
+    def add(self, cause: str, *, error: str = "", started_at: float | None = None) -> None:
+        """Count an episode.
+
+        Args:
+            cause: its end reason or why its lease was lost; "" if it did not fail.
+            error: the error that ended it.
+            started_at: time of its start; None: unknown.
+        """
         is_going_on = self.now - self.failed_at < BURST_S
         if cause and not is_going_on:
             self.began_at = self.now
             self.outage.clear()
-        if not cause or not is_going_on:
+        is_later = started_at is not None and started_at >= self.began_at
+        is_own = bool(error) and is_later and not is_passing(cause, error)
+        if not cause or not is_going_on or is_own:
             self.causes.append(cause)
         if cause:
             self.failed_at = self.now
         self.outage[cause] += 1
 
-    def check(self) -> None:
+    def check(self, *, example: str = "") -> None:
         """Check the share of failed episodes.
 
-        Raises: LongstrideError: too many episodes failed; names the causes.
+        Args:
+            example: error of failed episodes, for the message.
+
+        Raises: EpisodesFailed: too many episodes failed; names the causes.
         """
-        self._check_share(Counter(self.causes), f"of the last {len(self.causes)} episodes")
+        which = f"of the last {counted(len(self.causes), 'episode')}"
+        self._check_share(Counter(self.causes), which, example)
         lasted_s = self.failed_at - self.began_at
         if lasted_s >= OUTAGE_S:
-            num = self.outage.total()
-            self._check_share(self.outage, f"of {num} episodes in an outage of {lasted_s:.0f} s")
+            which = f"of {self.outage.total()} episodes in an outage of {lasted_s:.0f} s"
+            self._check_share(self.outage, which, example)
 
-    def _check_share(self, counts: Counter[str], which: str) -> None:
-        """Raise LongstrideError if too large a share of the episodes has failed."""
+    def _check_share(self, counts: Counter[str], which: str, example: str) -> None:
+        """Raise EpisodesFailed if too large a share of the episodes has failed."""
         failed = {cause: num for cause, num in counts.items() if cause}
         num = counts.total()
         num_failed = sum(failed.values())
-        if num >= MIN_WINDOW and num_failed > self.max_frac * num:
-            raise LongstrideError(
+        least = MIN_ALL if num_failed == num else MIN_WINDOW
+        if num >= least and num_failed > self.max_frac * num:
+            error = f" The most frequent error: {example}" if example else ""
+            raise EpisodesFailed(
                 f"{num_failed} {which} failed by infrastructure, more than"
-                f" scheduler.max_failed_frac={self.max_frac:g}. Causes: {failed}"
+                f" scheduler.max_failed_frac={self.max_frac:g}. Causes: {failed}.{error}"
             )
+
+
+def is_passing(cause: str, error: str) -> bool:
+    """Return whether a failure may pass without a change of the run: a lost peer, or a timeout."""
+    is_late = cause in (EndReason.ENV_TIMEOUT, EndReason.DEADLINE)
+    return is_late or PASSING.search(error) is not None

@@ -19,6 +19,7 @@ from learner.scheduler.episodes.ledger import (
     EVALUATED,
     FAILED,
     EpisodeCounts,
+    FailureKinds,
     FailureWindow,
     Ledger,
 )
@@ -77,6 +78,7 @@ class EpisodeLifecycle:
     num_filtered: int = 0  # Groups without signal since the last step.
     num_leases: int = 0  # Leases granted in the whole run.
     failures: FailureWindow = field(init=False)
+    kinds: FailureKinds = field(default_factory=FailureKinds)
     leases: LeaseIndex = field(default_factory=LeaseIndex, metadata=FIXED)
     # Outcomes not written yet: (episode id, outcome, cause), oldest first.
     news: deque[tuple[str, str, str]] = field(
@@ -154,6 +156,7 @@ class EpisodeLifecycle:
         if is_last:
             self._give_up(*found, FAILED, cause)
             self.failures.add(cause)
+            self.kinds.add(cause, "the lease was lost in all attempts")
         else:
             self._requeue(*found)
 
@@ -189,6 +192,7 @@ class EpisodeLifecycle:
         if episode.state not in (EpisodePhase.QUEUED, EpisodePhase.LEASED):
             return None
         arrived = Arrived(group, episode, episode.actor)
+        started_at = episode.granted_at
         failure = seen.end_reason.value if seen.end_reason.is_infrastructure_failure else ""
         if group.is_train:
             self._move(episode, EpisodePhase.ARRIVED)
@@ -199,7 +203,9 @@ class EpisodeLifecycle:
             self._give_up(group, episode, FAILED, failure)
         else:  # A failure is not a wrong answer, so the episode is played again.
             self._requeue(group, episode)
-        self.failures.add(failure)
+        self.failures.add(failure, error=seen.error, started_at=started_at)
+        if failure:
+            self.kinds.add(failure, seen.error)
         return arrived
 
     def complete(self, message: GroupArrived) -> GroupRecord | None:
@@ -329,6 +335,10 @@ class EpisodeLifecycle:
         self.ledger.num_unknown += 1
         if self.ledger.num_unknown <= 100:
             logger.warning("ignored the report of an unknown episode=%s", shown(episode_id))
+
+    def check_failures(self) -> None:
+        """Raise EpisodesFailed if too large a share of the episodes failed."""
+        self.failures.check(example=self.kinds.most_frequent())
 
     def assert_balanced(self) -> None:
         """Check the ledger. Raises: LedgerError: an episode is lost, or settled twice."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.launch.base import RoleSpec
-from common.launch.permanent_errors import permanent_error
+from common.launch.permanent_errors import PermanentError, permanent_error
 from tests.common.launch.test_launch import STAY, launch, role
 
 TRACE = ["Traceback (most recent call last):", '  File "x.py", line 3, in step']
@@ -30,6 +30,12 @@ def test_permanent_error_is_read_from_the_log(
     error = permanent_error([*TRACE, *lines], code)
     assert error is not None
     assert (error.text, error.is_certain) == (text or lines[0], is_certain)
+
+
+def test_too_many_failures_end_the_run_whatever_their_errors() -> None:
+    text = "EpisodesFailed: 16 of the last 16 episodes failed. The most frequent error: timed out"
+    error = permanent_error([*TRACE, f"common.errors.{text}"], 1)
+    assert error == PermanentError(text, is_certain=True, ends_run=True)
 
 
 def test_native_crash_is_named_by_its_message() -> None:
@@ -158,3 +164,11 @@ def test_different_errors_are_counted_as_restarts(tmp_path: Path) -> None:
     spec = failing(tmp_path, "RuntimeError('a' * len(open(sys.argv[1]).read()))")
     launch([spec], watch=Results(has_worked=False))
     assert num_starts(tmp_path) == 4
+
+
+def test_too_many_failures_are_not_restarted_into(tmp_path: Path) -> None:
+    error = "__import__('common.errors').errors.EpisodesFailed('16 failed: no answer')"
+    spec = failing(tmp_path, error)
+    ending = launch([spec], watch=Results(has_worked=True))
+    assert (num_starts(tmp_path), ending.exit_code) == (1, 1)
+    assert ending.reason.startswith("learner ends the run: EpisodesFailed: 16 failed: no answer.")

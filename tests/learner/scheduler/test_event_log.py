@@ -4,6 +4,7 @@ import json
 import random
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,13 @@ import pytest
 
 from common.errors import ConfigError
 from common.wire.codec import encode
-from common.wire.messages import Lease, Outcome
+from common.wire.messages import EndReason, Lease, Outcome
 from learner.scheduler import event_log
 from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
 from learner.scheduler.event_log import EventLog
 from learner.scheduler.main import LoopClock, resume
-from tests.learner.scheduler.builders import CATALOGUE, Table, make_config
+from tests.learner.scheduler.builders import CATALOGUE, Table, make_config, seen_of
 
 
 class LoggedCore(SchedulerCore):
@@ -34,8 +35,8 @@ class LoggedCore(SchedulerCore):
         self.log.append(self.now.now, sender_name, encode(message))
         return answer
 
-    def tick(self) -> bool:
-        if is_due := super().tick():
+    def tick(self, *, is_replay: bool = False) -> bool:
+        if is_due := super().tick(is_replay=is_replay):
             self.log.append(self.now.now, "", [])
         return is_due
 
@@ -57,10 +58,10 @@ def _table(core: SchedulerCore) -> Table:
     return table
 
 
-def _resumed(folder: Path) -> SchedulerCore:
+def _resumed(folder: Path, *, launched_at: float | None = None) -> SchedulerCore:
     clock = LoopClock(0.0)
     core = SchedulerCore(build_components(make_config(num_steps=1_000), CATALOGUE), clock=clock)
-    resume(core, clock, EventLog(folder))
+    resume(core, clock, EventLog(folder), launched_at=launched_at)
     return core
 
 
@@ -198,3 +199,20 @@ def test_damaged_state_is_named_with_remedy(
     (tmp_path / "scheduler.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"scheduler\.json: damaged.*from a backup"):
         _resumed(tmp_path)
+
+
+def test_failures_count_across_restarts_but_not_across_launches(
+    core: LoggedCore, tmp_path: Path
+) -> None:
+    table = _table(core)
+    table.hello("actor-0")
+    core.log.save({"core": core.snapshot(with_volatile=True), "time_s": 0.0, "launched_at": 7.0})
+    for lease in table.ask("actor-0", 3).leases:
+        seen = seen_of(lease, end_reason=EndReason.ENV_ERROR)
+        table.report(seen=[replace(seen, error="no such file")])
+    core.log.flush()
+    restarted = _resumed(tmp_path, launched_at=7.0).lifecycle
+    assert list(restarted.failures.causes) == ["env_error"] * 3
+    assert [each["num"] for each in restarted.kinds.report()] == [3]
+    launched = _resumed(tmp_path, launched_at=8.0).lifecycle
+    assert (list(launched.failures.causes), launched.kinds.report()) == ([], [])

@@ -1,10 +1,13 @@
 """Every issued episode has exactly one outcome, independent of the first reporter."""
 
+from dataclasses import replace
+
 import pytest
 
-from common.errors import LedgerError, LongstrideError
+from common.errors import EpisodesFailed, LedgerError, LongstrideError
 from common.wire.messages import EndReason, GroupArrived, Outcome
-from learner.scheduler.episodes.ledger import BURST_S, OUTAGE_S
+from learner.scheduler.core import TICK_S
+from learner.scheduler.episodes.ledger import BURST_S, MIN_ALL, OUTAGE_S
 from learner.scheduler.evaluation.phases import Phase
 from tests.learner.scheduler.builders import Table, ids, joined, make_config, outcome_of, seen_of
 
@@ -128,6 +131,64 @@ def test_lasting_outage_ends_run_with_counts() -> None:
         LongstrideError, match=r"87 of 260 episodes in an outage of 258 s .*'env_error': 87"
     ):
         table.core.tick()
+
+
+MISTAKE = "dataset: reward score failed on record 3 of q.jsonl: returned {}, which is not a number"
+
+
+def _fail_one(table: Table, error: str, *, reason: EndReason = EndReason.ENV_ERROR) -> None:
+    """Grant an episode and let it fail in the same second."""
+    (lease,) = table.ask("actor-0", 1).leases
+    table.clock.now += 0.1
+    table.report(seen=[replace(seen_of(lease, end_reason=reason), error=error)])
+
+
+def test_failures_in_a_row_end_run_with_their_error() -> None:
+    table = joined(cfg=make_config(per_step=50, max_failed_frac=0.2))
+    for _ in range(MIN_ALL - 1):
+        _fail_one(table, MISTAKE)
+    assert table.core.tick()
+    table.clock.now += TICK_S
+    _fail_one(table, MISTAKE)
+    with pytest.raises(EpisodesFailed, match=r"16 of the last 16 .* error: dataset: reward score"):
+        table.core.tick()
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        ("POST /v1/sessions: ClientConnectorError: Connection refused", EndReason.ENV_ERROR),
+        ("no answer within 30 s", EndReason.ENV_TIMEOUT),
+    ],
+)
+def test_errors_that_pass_may_last_as_long_as_an_outage(error: str, reason: EndReason) -> None:
+    table = joined(cfg=make_config(per_step=50, max_failed_frac=0.2))
+    for _ in range(60):
+        _fail_one(table, error, reason=reason)
+    assert table.core.tick()
+    for _ in range(60):
+        table.clock.now += 2.0
+        _fail_one(table, error, reason=reason)
+    with pytest.raises(EpisodesFailed, match=r"120 of 120 episodes in an outage"):
+        table.core.tick()
+
+
+def test_first_error_of_each_kind_is_logged_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    table = joined(cfg=make_config(per_step=50))
+    for number in range(10):
+        _fail_one(table, f"reward failed on record {number}")
+    _fail_one(table, "the hub refused\nthe token")
+    logged = [each.message for each in caplog.records if "episodes fail" in each.message]
+    assert logged == [
+        "episodes fail cause=env_error error=reward failed on record 0",
+        "episodes fail num=10 cause=env_error error=reward failed on record 0",
+        "episodes fail cause=env_error error=the hub refused the token",
+    ]
+    kinds = table.core.status()["failures"]
+    assert [(each["error"], each["num"]) for each in kinds] == [
+        ("reward failed on record 0", 10),
+        ("the hub refused the token", 1),
+    ]
 
 
 def test_unbalanced_ledger_raises_with_the_difference() -> None:
