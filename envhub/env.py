@@ -259,6 +259,7 @@ class EnvSpec:
         takes_any_text: every text is a valid action, such as an answer in words.
         seats: number of players that act in turn, see `Env`. Such an environment needs Reward.LAST.
         is_repeatable: equal actions always have equal results and no effect outside the episode.
+        has_references: `expert_action` plays a reference solution, whose return is above 0.
         from_agentgym: maps AgentGym's data index to an item id; raises UnknownItem. None: no
             mapping.
         column_item: the same mapping into the subset of the paper's table; None: `from_agentgym`.
@@ -285,6 +286,7 @@ class EnvSpec:
     takes_any_text: bool = False
     seats: int = 1
     is_repeatable: bool = True
+    has_references: bool = False
     from_agentgym: Callable[[int], str] | None = None
     column_item: Callable[[int], str] | None = None
     note: str = ""

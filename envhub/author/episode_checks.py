@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from common.text import counted
 from envhub.author.checks import max_turns_of
+from envhub.author.episodes import RecordedPlay
 from envhub.author.findings import Finding, Grade, Plays, graded
 from envhub.env import EnvSpec, Reward
 
@@ -66,6 +67,8 @@ def check_players(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:
         failed = next((each.item_id for each in knows if not each.is_solved), "")
         text = f"solves {solved} of {len(knows)}" + (f", but not {failed}" if failed else "")
         yield Finding(Grade.OK if solved == len(knows) else Grade.NOTE, "expert", text)
+    if spec.has_references:
+        yield from _check_references(knows)
     rate = statistics.fmean(each.is_solved for each in plays.by_chance)
     signal = 1 - rate**GROUP - (1 - rate) ** GROUP
     worths = {each.results[-1].reward for each in plays.by_chance if each.results}
@@ -91,6 +94,18 @@ def check_players(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:
                 "episodes lack valid actions before their end",
             ),
         )
+
+
+def _check_references(plays: list[RecordedPlay]) -> Iterator[Finding]:
+    """Yield the reference solutions whose return is 0, with the last observation."""
+    worthless = [
+        each for each in plays if each.is_over and not any(r.reward > 0 for r in each.results)
+    ]
+    if worthless:
+        first = worthless[0]
+        seen = " / ".join(result.observation for result in first.results)
+        text = f"the reference solution has reward 0 in {counted(len(worthless), 'item')}"
+        yield Finding(Grade.FAIL, "expert", f"{text}; {first.item_id} answers {seen!r:.300}")
 
 
 def check_speed(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:

@@ -10,9 +10,8 @@ from envhub.sandbox.apart import run_apart
 from envhub.sandbox.cgroup import Cgroup
 from envhub.sandbox.interface import (
     HOME,
-    LOGS,
     PATH,
-    TESTS,
+    SMALL_FOLDERS,
     VARIABLES,
     SandboxFailed,
     SandboxRequest,
@@ -75,6 +74,8 @@ class Bubblewrap:
         """Return a new sandbox. Raises: SandboxFailed, with the remedy."""
         if not self._program:
             raise SandboxFailed(f"bubblewrap ({NAME}) is missing; run {INSTALL}, or {ELSE}")
+        if request.image or not request.folder:
+            raise SandboxFailed(f"bubblewrap cannot run the image {request.image}; {ELSE}")
         python = find_python(self._options.python)
         files = {**ACCOUNTS, AGENT_PATH: agent_text()}
         descriptors = [_descriptor(text.encode()) for text in files.values()]
@@ -108,10 +109,10 @@ class Bubblewrap:
         argv += ["--proc", "/proc", "--dev", "/dev"]
         small = max(1 << 20, limits.disk_bytes // 4)
         argv += ["--size", str(small), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
-        for folder in (HOME, TESTS, LOGS):
-            argv += ["--size", str(small), "--tmpfs", folder]
-        for folder in dict.fromkeys(["/tmp", request.folder]):
-            argv += ["--size", str(limits.disk_bytes), "--tmpfs", folder]
+        sizes = dict.fromkeys(SMALL_FOLDERS, small) | {"/tmp": limits.disk_bytes}
+        sizes |= {request.folder: limits.disk_bytes}
+        for folder in sorted(sizes):  # A folder that contains another one is mounted before it.
+            argv += ["--size", str(sizes[folder]), "--tmpfs", folder]
         return [*argv, "--remount-ro", "/", "--chdir", "/"]
 
 

@@ -11,6 +11,9 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 HOME = "/home/agent"
 TESTS = "/tests"  # Folder that is empty until the tests of a task are written into it.
 LOGS = "/logs"
+SOLUTION = "/solution"  # Folder for the files of a reference solution.
+SMALL_FOLDERS = (HOME, TESTS, LOGS, SOLUTION)  # Writable folders beside the work folder and /tmp.
+USERS = ("agent", "1000")  # Name and number of the only user that runs commands.
 VARIABLES = {"PATH": PATH, "HOME": HOME, "LANG": "C.UTF-8", "TERM": "dumb", "USER": "agent"}
 MIB = 1 << 20
 MAX_ARGUMENT_BYTES = 100_000  # The kernel accepts 131,072 bytes for one argument.
@@ -54,7 +57,7 @@ class SandboxRequest:
     """A sandbox to create.
 
     Attributes:
-        folder: the work folder, an absolute path.
+        folder: the work folder, an absolute path; "" means the one of the image.
         image: the container image; "" means the one of the configuration. Only containers use it.
     """
 
@@ -92,6 +95,11 @@ class CommandResult:
 
 class Sandbox(Protocol):
     """One sandbox. Its calls never overlap; `delete` may be called at any time."""
+
+    @property
+    def folder(self) -> str:
+        """The work folder."""
+        ...
 
     async def exec(
         self,

@@ -12,8 +12,8 @@ from typing import Any
 
 from envhub.sandbox.cgroup import Cgroup
 from envhub.sandbox.interface import (
-    HOME,
     LOGS,
+    SMALL_FOLDERS,
     TESTS,
     VARIABLES,
     CommandEnd,
@@ -57,7 +57,7 @@ def agent_argv(python: str, limits: SandboxLimits, folder: str, path: str = "") 
     Args:
         path: the agent's file in the sandbox; "" means that the command line has its text.
     """
-    folders = [folder, "/tmp", HOME, TESTS, LOGS, "/dev/shm"]
+    folders = [folder, "/tmp", *SMALL_FOLDERS, "/dev/shm"]
     filters = _as_text(filter_program)
     given = json.dumps({**asdict(limits), "folders": folders, "filters": filters})
     code = [path] if path else ["-c", agent_text()]
@@ -123,6 +123,11 @@ class AgentSandbox:
                 launch.memory.add(process.pid)
             undo.pop_all()
         return found
+
+    @property
+    def folder(self) -> str:
+        """The work folder."""
+        return self._folder
 
     async def exec(
         self,

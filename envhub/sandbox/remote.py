@@ -57,16 +57,24 @@ class RemoteSandboxes:
                 session, "POST", "/v1/sandboxes", timeout_s, self._options.url, json=asdict(request)
             )
             undo.pop_all()
-        return RemoteSandbox(session, self._options.url, answer["id"])
+        return RemoteSandbox(
+            session, self._options.url, answer["id"], answer.get("folder", request.folder)
+        )
 
 
 class RemoteSandbox:
     """One sandbox of a server."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, number: str) -> None:
+    def __init__(self, session: aiohttp.ClientSession, url: str, number: str, folder: str) -> None:
         self._session = session
+        self._folder = folder
         self._url = url
         self._path = f"/v1/sandboxes/{quote(number, safe='')}"
+
+    @property
+    def folder(self) -> str:
+        """The work folder."""
+        return self._folder
 
     async def exec(
         self,

@@ -91,8 +91,11 @@ class SandboxTable:
         self._held: dict[str, Held] = {}
         self._num_opening = 0
 
-    async def create(self, body: CreateBody) -> str:
-        """Return the id of a new sandbox. Raises: HTTPException, SandboxFailed."""
+    async def create(self, body: CreateBody) -> tuple[str, str]:
+        """Return the id and the work folder of a new sandbox.
+
+        Raises: HTTPException, SandboxFailed.
+        """
         if len(self._held) + self._num_opening >= self._capacity:
             raise HTTPException(429, f"all {self._capacity} sandboxes are in use")
         request = SandboxRequest(
@@ -105,7 +108,7 @@ class SandboxTable:
             self._num_opening -= 1
         number = secrets.token_urlsafe(18)
         self._held[number] = Held(sandbox, time.monotonic())
-        return number
+        return number, sandbox.folder
 
     def _lowered(self, asked: dict[str, int]) -> SandboxLimits:
         """Return the requested limits, none above the server's. Raises: HTTPException."""
@@ -201,7 +204,8 @@ def _add_routes(app: FastAPI, table: SandboxTable) -> None:
 
     @app.post("/v1/sandboxes", status_code=201)
     async def create(body: CreateBody) -> dict[str, str]:
-        return {"id": await table.create(body)}
+        number, folder = await table.create(body)
+        return {"id": number, "folder": folder}
 
     @app.post("/v1/sandboxes/{number}/exec")
     async def execute(number: str, body: ExecBody) -> dict[str, Any]:

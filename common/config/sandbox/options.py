@@ -118,6 +118,9 @@ class TerminalOptions:
         False,
         "Keeps the agent's background processes during the tests. They could change the tests.",
     )
+    without_network: bool = knob(
+        False, "Plays a task that asks for a network (network_mode, allow_internet) without one."
+    )
     max_sessions: int = knob(
         16, "Limits the live episodes. Each of them has a sandbox.", ge=1, le=10_000
     )

@@ -169,6 +169,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         worker_memory_bytes=worker_bytes(options.sandbox, own.max_sessions),
         step_timeout_s=own.total_timeout_s + MARGIN_S,
         takes_any_text=True,
+        has_references=True,
         is_repeatable=False,  # A time limit depends on the machine's load.
         content=content,
     )

@@ -1,12 +1,14 @@
 """Tasks in a terminal: the agent runs commands in a sandbox, and tests decide at the end."""
 
+import asyncio
 import errno
 import hashlib
 import logging
 import math
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from common.config.envs import EnvsSection, TerminalOptions
 from common.errors import ConfigError
@@ -52,6 +54,8 @@ MAX_OUTPUT_BYTES = 64_000
 CLEAR_TIMEOUT_S = 60.0
 MARGIN_S = 240.0  # Seconds of a step beyond its commands: start, files and end of the sandbox.
 NOT_RUN = (126, 127)  # Exit codes of a shell whose command does not exist or cannot run.
+# Runs a command in a folder, or in the sandbox's folder if the agent has removed it.
+IN_FOLDER = ("bash", "-c", 'cd "$1" 2>/dev/null; shift; exec "$@"', "bash")
 # The tests do not load packages that the agent has installed for its user.
 GUARDED = {"PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 INSTRUCTION = (
@@ -107,6 +111,7 @@ class TerminalEnv:
         self._sandbox: Sandbox | None = None
         self._num_turns = 0
         self._used_s = 0.0  # Seconds of all commands.
+        self._work = ""  # Directory in which commands start.
 
     async def reset(self, item_id: str, seed: int) -> str:
         """Return the instruction of an item. Raises: UnknownItem, SandboxFailed."""
@@ -114,21 +119,48 @@ class TerminalEnv:
         await self.close()
         task = self._shared.tasks[item.split][item.index]
         await self._open(task)
-        return f"{task.instruction}\n\nThe work folder is {task.folder}."
+        return f"{task.instruction}\n\nThe work folder is {self._work}."
 
     async def _open(self, task: TerminalTask) -> None:
         """Create a sandbox with the initial files of a task. Raises: EnvFailure."""
         self._task = task
         self._num_turns = 0
         self._used_s = 0.0
-        limits = self._shared.limits
+        limits = _lowered(self._shared.limits, task)
         self._sandbox = await self._shared.backend.create(
             SandboxRequest(limits=limits, folder=task.folder, image=task.image)
         )
+        self._work = task.work or self._sandbox.folder
         try:
             await self._put(task.files)
         except RefusedBySandbox as error:
             raise EnvFailure(f"a file of the task cannot be written: {error}") from error
+        await self._prepare(task)
+
+    async def _prepare(self, task: TerminalTask) -> None:
+        """Make the work folder and wait until the task is healthy. Raises: EnvFailure."""
+        assert self._sandbox is not None
+        made = await self._run(["bash", "-c", 'mkdir -p "$1"', "bash", self._work], CLEAR_TIMEOUT_S)
+        if not made.is_ok:
+            raise EnvFailure(f"task {task.name}: {self._work} cannot be made: {made.text[-300:]}")
+        check = task.healthcheck
+        if check is None:
+            return
+        began_s = time.monotonic()
+        num_failed = 0
+        while True:
+            argv = [*IN_FOLDER, self._work, "bash", "-c", check.command]
+            result = await self._run(argv, check.timeout_sec, task.variables, keeps_processes=True)
+            if result.is_ok:
+                return
+            is_starting = time.monotonic() - began_s < check.start_period_sec
+            num_failed += not is_starting
+            if num_failed >= check.retries:
+                output = result.text.strip()[-300:]
+                raise EnvFailure(
+                    f"task {task.name}: environment.healthcheck failed {num_failed} times: {output}"
+                )
+            await asyncio.sleep(check.start_interval_sec if is_starting else check.interval_sec)
 
     async def step(self, action: str) -> StepResult:
         """Run a command, or end the episode with its tests. Raises: EnvFailure."""
@@ -176,7 +208,7 @@ class TerminalEnv:
             limit_s = min(limit_s, max(0.1, self._task.agent_timeout_s - self._used_s))
         try:
             result = await self._sandbox.exec(
-                ["bash", "--noprofile", "--norc", "-c", SHELL, "shell", command],
+                ["bash", "--noprofile", "--norc", "-c", SHELL, "shell", command, self._work],
                 timeout_s=limit_s,
                 max_output_bytes=MAX_OUTPUT_BYTES,
                 variables=self._task.variables,
@@ -244,7 +276,7 @@ class TerminalEnv:
         except RefusedBySandbox as error:
             raise UndecidedTests(f"a file of the tests cannot be written: {error}") from error
         limit_s = min(task.test_timeout_s or math.inf, self._shared.options.test_timeout_s)
-        result = await self._run(task.command, limit_s, variables)
+        result = await self._run([*IN_FOLDER, self._work, *task.command], limit_s, variables)
         return await self._verdict(task, result)
 
     async def _put_as_agent(self, task: TerminalTask) -> dict[str, str]:
@@ -266,15 +298,21 @@ class TerminalEnv:
 
     async def _run(
         self,
-        argv: tuple[str, ...] | list[str],
+        argv: Sequence[str],
         limit_s: float,
-        variables: dict[str, str] | None = None,
+        variables: Mapping[str, str] | None = None,
+        *,
+        keeps_processes: bool = False,
     ) -> CommandResult:
         """Return the result of a command of the environment itself. Raises: EnvFailure."""
         assert self._sandbox is not None
         try:
             return await self._sandbox.exec(
-                argv, timeout_s=limit_s, max_output_bytes=MAX_OUTPUT_BYTES, variables=variables
+                argv,
+                timeout_s=limit_s,
+                max_output_bytes=MAX_OUTPUT_BYTES,
+                variables=variables,
+                keeps_processes=keeps_processes,
             )
         except RefusedBySandbox as error:
             raise EnvFailure(f"{argv[0]} could not start in the sandbox: {error}") from error
@@ -283,7 +321,8 @@ class TerminalEnv:
         """Write files of the task into the sandbox. Raises: RefusedBySandbox."""
         assert self._sandbox is not None
         for file in files:
-            await self._sandbox.write(file.target, file.source.read_bytes(), mode=file.mode)
+            target = os.path.normpath(os.path.join(self._work, file.target))
+            await self._sandbox.write(target, file.source.read_bytes(), mode=file.mode)
 
     async def _verdict(self, task: TerminalTask, result: CommandResult) -> tuple[float, str]:
         """Return the reward and a remark. Raises: UndecidedTests."""
@@ -353,14 +392,32 @@ def _mentions(word: bytes, files: Iterable[TaskFile]) -> bool:
     return any(word in file.source.read_bytes() for file in files)
 
 
+def _lowered(limits: SandboxLimits, task: TerminalTask) -> SandboxLimits:
+    """Return the limits of the configuration, or lower ones of the task."""
+    return replace(
+        limits,
+        memory_bytes=min(limits.memory_bytes, task.memory_bytes or limits.memory_bytes),
+        disk_bytes=min(limits.disk_bytes, task.disk_bytes or limits.disk_bytes),
+    )
+
+
 def load_terminal_tasks(options: EnvsSection) -> TerminalTasks:
     """Return the tasks and the sandbox. Raises: ConfigError."""
     own = options.terminal
     has_images = options.sandbox.backend != "bwrap"
-    tasks = {"train": load_tasks_of("envs.terminal.train", own.train, has_images=has_images)}
-    tasks["test"] = []  # A training task is never reported as held out.
-    if own.eval:
-        tasks["test"] = load_tasks_of("envs.terminal.eval", own.eval, has_images=has_images)
+    tasks: dict[str, list[TerminalTask]] = {}
+    for split, key, folder in (
+        ("train", "envs.terminal.train", own.train),
+        ("test", "envs.terminal.eval", own.eval),
+    ):
+        # Without a folder the split is empty: a training task is never reported as held out.
+        tasks[split] = (
+            []
+            if not folder
+            else load_tasks_of(
+                key, folder, has_images=has_images, without_network=own.without_network
+            )
+        )
     return TerminalTasks(
         tasks=tasks,
         options=own,
@@ -399,6 +456,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         worker_memory_bytes=worker_bytes(options.sandbox, own.max_sessions),
         step_timeout_s=shared.longest_s,
         takes_any_text=True,
+        has_references=True,
         is_repeatable=False,  # Commands read clocks and random numbers.
         content=content,
     )

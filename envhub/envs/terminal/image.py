@@ -1,24 +1,46 @@
-"""The initial files of a task: a Dockerfile's lines that need no build."""
+"""The initial files of a task: a Dockerfile's instructions that need no build."""
 
 import os
+import platform
+import posixpath
 import re
-import shlex
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from common.errors import ConfigError
-from envhub.sandbox.interface import HOME
+from envhub.envs.terminal.dockerfile import (
+    DockerfileError,
+    IgnoreRules,
+    Instruction,
+    expand,
+    pattern_of,
+    read_instructions,
+)
+from envhub.sandbox.interface import HOME, PATH, USERS
 
 DOCKERFILES = ("environment/Dockerfile", "Dockerfile")
 # Folders of the sandbox that cannot be the work folder.
 SYSTEM = (
     *("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc", "proc", "dev", "sys", "run"),
-    *("tests", "logs", "tmp"),
+    *("tests", "logs", "solution", "tmp"),
 )
 FOLDER = "/app"  # Work folder if the Dockerfile names none.
 MAX_BYTES = 256 << 20  # Size of the files of one task.
-BASE_ONLY = ("FROM", "WORKDIR", "COPY", "ADD", "ENV", "CMD", "ENTRYPOINT", "LABEL", "USER", "ARG")
+BUILD = "which only a container's build performs; set docker_image and envs.sandbox.backend=docker"
+# Instructions without an effect on the commands of a task: they describe the image, its own start
+# (a harness replaces CMD), the shell of RUN, or later builds.
+SILENT = ("CMD", "EXPOSE", "LABEL", "MAINTAINER", "ONBUILD", "SHELL", "STOPSIGNAL")
+COPY_FLAGS = ("chmod", "chown", "link")  # All files belong to the sandbox's only user.
+SHELLS = ("sh", "bash", "/bin/sh", "/bin/bash", "/usr/bin/sh", "/usr/bin/bash")
+MACHINE = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
+# Variables of the builder, which an ARG without a value makes visible.
+BUILDER = {
+    f"{side}{name}": value
+    for side in ("TARGET", "BUILD")
+    for name, value in (("OS", "linux"), ("ARCH", MACHINE), ("PLATFORM", f"linux/{MACHINE}"))
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +54,16 @@ class TaskFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskImage:
-    """The result of the supported lines of a Dockerfile."""
+    """The result of the supported instructions of a Dockerfile.
+
+    Attributes:
+        folder: the folder that the commands may write; "" means the work folder of the container's
+            image.
+        work: the directory in which commands start, in `folder`; "" means `folder`.
+    """
 
     folder: str
+    work: str
     files: tuple[TaskFile, ...]
     variables: Mapping[str, str]
 
@@ -42,70 +71,257 @@ class TaskImage:
 def read_image(folder: Path, where: str, *, is_built: bool) -> TaskImage:
     """Return the work folder, files and variables of the Dockerfile, without running it.
 
-    Raises: ConfigError: it has lines that only a build can perform, such as RUN.
+    Args:
+        is_built: a container has the result of the Dockerfile.
+
+    Raises: ConfigError: an instruction that only a build can perform, such as RUN.
     """
     path = next((folder / name for name in DOCKERFILES if (folder / name).is_file()), None)
     if path is None:
         context = folder / "environment"
-        held = tuple(files_below(context, FOLDER, folder, where)) if context.is_dir() else ()
-        return TaskImage(folder=FOLDER, files=held, variables={})
-    work = "/"
-    files: list[TaskFile] = []
-    variables: dict[str, str] = {}
-    for word, rest in _dockerfile_lines(path.read_text(encoding="utf-8")):
-        if word not in BASE_ONLY and not is_built:
-            raise ConfigError(
-                f"{where}: {path.relative_to(folder)} has {word} {rest[:60]!r}, which only a"
-                " container's build performs; set docker_image and envs.sandbox.backend=docker"
-            )
-        if word == "WORKDIR":
-            work = os.path.normpath(os.path.join(work, rest))
-        elif word == "ENV":
-            variables |= dict(part.split("=", 1) for part in shlex.split(rest) if "=" in part)
-        elif word in ("COPY", "ADD") and not is_built:
-            files += _copied(path.parent, rest, work, folder, where)
-    work = FOLDER if work == "/" else work
-    _check_folders(work, files, where)
-    return TaskImage(folder=work, files=tuple(files), variables=variables)
+        target = "." if is_built else FOLDER
+        files = files_below(context, target, folder, where) if context.is_dir() else ()
+        return TaskImage(
+            folder="" if is_built else FOLDER,
+            work="",
+            files=tuple(file for file in files if file.source.name != "docker-compose.yaml"),
+            variables={},
+        )
+    if is_built:
+        return TaskImage(folder="", work="", files=(), variables={})
+    name = path.relative_to(folder)
+    try:
+        text = path.read_text(encoding="utf-8")
+        stage = _Build(path, folder, where).last_stage(read_instructions(text))
+        return _image_of(stage, where)
+    except DockerfileError as error:
+        raise ConfigError(f"{where}: {name}: {error}") from error
 
 
-def _check_folders(work: str, files: list[TaskFile], where: str) -> None:
-    """Raise ConfigError if the sandbox cannot have the work folder, or a file is elsewhere."""
-    if not re.fullmatch(r"/[\w./-]+", work) or work.split("/")[1] in SYSTEM:
+@dataclass(slots=True)
+class _Stage:
+    """The state of a stage of the build."""
+
+    work: str = ""  # "" means that no instruction names one.
+    folders: list[str] = field(default_factory=list[str])  # Work folders and volumes, in order.
+    files: list[TaskFile] = field(default_factory=list[TaskFile])
+    variables: dict[str, str] = field(default_factory=dict[str, str])
+    arguments: dict[str, str] = field(default_factory=dict[str, str])
+
+    def values(self) -> dict[str, str]:
+        """Return the values that instructions see: ENV hides ARG."""
+        return {"PATH": PATH, **self.arguments, **self.variables}
+
+
+class _Build:
+    """Performs instructions in the order of a Dockerfile."""
+
+    def __init__(self, path: Path, folder: Path, where: str) -> None:
+        self._path = path
+        self._folder = folder
+        self._where = where
+        self._globals: dict[str, str] = {}  # ARG before the first FROM.
+        self._stages: dict[str, _Stage] = {}
+        self._context: dict[str, Path] | None = None
+
+    def last_stage(self, instructions: Iterator[Instruction]) -> _Stage:
+        """Return the result of the last stage. Raises: DockerfileError, ConfigError."""
+        stage: _Stage | None = None
+        for instruction in instructions:
+            if instruction.word == "FROM":
+                stage = self._from(instruction)
+            elif stage is None:
+                if instruction.word != "ARG":
+                    raise DockerfileError(f"{instruction} stands before FROM")
+                self._globals |= _arguments(instruction, self._globals, {})
+            else:
+                self._perform(instruction, stage)
+        if stage is None:
+            raise DockerfileError("it has no FROM")
+        return stage
+
+    def _from(self, instruction: Instruction) -> _Stage:
+        """Return a new stage, which may continue an earlier one."""
+        _, plain = instruction.flags()
+        words = [expand(word, self._globals, plain.escape) for word in plain.words()]
+        if len(words) not in (1, 3) or (len(words) == 3 and words[1].lower() != "as"):
+            raise DockerfileError(f"{instruction} is not an image with a name")
+        base = self._stages.get(words[0].lower(), _Stage())
+        stage = replace(
+            base,
+            folders=[*base.folders],
+            files=[*base.files],
+            variables=dict(base.variables),
+            arguments={},
+        )
+        if len(words) == 3:
+            self._stages[words[2].lower()] = stage
+        return stage
+
+    def _perform(self, instruction: Instruction, stage: _Stage) -> None:
+        """Change the stage as an instruction demands. Raises: DockerfileError, ConfigError."""
+        word = instruction.word
+        values = stage.values()
+        if word == "ENV":
+            stage.variables |= _variables(instruction, values)
+        elif word == "ARG":
+            stage.arguments |= _arguments(instruction, values, {**BUILDER, **self._globals})
+        elif word == "WORKDIR":
+            path = expand(instruction.text, values, instruction.escape)
+            stage.work = _joined(stage.work, path)
+            stage.folders.append(stage.work)
+        elif word in ("COPY", "ADD"):
+            stage.files += self._copied(instruction, stage)
+        elif word == "USER":
+            user = expand(instruction.text, values, instruction.escape).partition(":")[0]
+            if user not in USERS:
+                raise DockerfileError(
+                    f"{instruction}: commands run as the user {' or '.join(USERS)} of the sandbox"
+                )
+        elif word == "VOLUME":
+            words = instruction.json_words() or instruction.text.split()
+            folders = [expand(each, values, instruction.escape) for each in words]
+            stage.folders += [_joined("/", each) for each in folders]
+        elif word == "ENTRYPOINT":
+            if not is_shell(instruction.json_words()):
+                raise DockerfileError(f"{instruction}: no program starts before the commands")
+        elif word == "HEALTHCHECK" and instruction.text.upper() == "NONE":
+            pass
+        elif word == "RUN":
+            raise DockerfileError(f"it has {instruction}, {BUILD}")
+        elif word not in SILENT:
+            raise DockerfileError(f"{instruction} is not supported")
+
+    def _copied(self, instruction: Instruction, stage: _Stage) -> Iterator[TaskFile]:
+        """Yield the files of COPY or ADD. Raises: DockerfileError, ConfigError."""
+        flags, plain = instruction.flags()
+        for flag in flags.keys() - COPY_FLAGS:
+            raise DockerfileError(f"{instruction}: --{flag} is not supported")
+        mode = flags.get("chmod", "")
+        if mode and not re.fullmatch(r"0?[0-7]{3}", mode):
+            raise DockerfileError(f"{instruction}: --chmod must be three octal digits")
+        written = plain.json_words() or plain.text.split()
+        words = [expand(word, stage.values(), plain.escape) for word in written]
+        if len(words) < 2:
+            raise DockerfileError(f"{instruction} has no target")
+        *sources, target = words
+        matches = [match for source in sources for match in self._matches(source, instruction)]
+        goal = _joined(stage.work, target)
+        is_folder = len(matches) > 1 or target.endswith(("/", "/.", "/..")) or target in (".", "..")
+        taken = [stage.work or "/", *stage.folders, *(file.target for file in stage.files)]
+        is_folder = is_folder or any(f"{each}/".startswith(f"{goal}/") for each in taken)
+        for name, files in matches:
+            for below, path in files.items():
+                into = f"{goal}/{below}" if below else goal
+                if not below and is_folder:
+                    into = f"{goal}/{posixpath.basename(name)}"
+                if plain.word == "ADD" and not below and tarfile.is_tarfile(path):
+                    raise DockerfileError(f"{instruction} unpacks the archive {name}")
+                [file] = files_below(path, posixpath.normpath(into), self._folder, self._where)
+                yield replace(file, mode=int(mode, 8) if mode else file.mode)
+
+    def _matches(
+        self, source: str, instruction: Instruction
+    ) -> Iterator[tuple[str, dict[str, Path]]]:
+        """Yield each file or folder of a source with its files by their paths below it."""
+        if re.match(r"[a-z+]+://|git@", source):
+            raise DockerfileError(f"{instruction} downloads {source}")
+        if self._context is None:
+            self._context = _context_of(self._path)
+        path = posixpath.normpath("/" + source.lstrip("/"))[
+            1:
+        ]  # The context is the root of all sources.
+        pattern = pattern_of(path)
+        found: dict[str, dict[str, Path]] = {}
+        for name, file in self._context.items():
+            parts = name.split("/")
+            for end in range(len(parts) + 1):
+                begin = "/".join(parts[:end])
+                if pattern.fullmatch(begin):
+                    found.setdefault(begin, {})["/".join(parts[end:])] = file
+                    break
+        if not found and not (self._path.parent / path).is_dir():
+            raise DockerfileError(f"{instruction.word} {source}: no such file")
+        yield from sorted(found.items())
+
+
+def _context_of(path: Path) -> dict[str, Path]:
+    """Return the files of a Dockerfile's folder by their paths, without the ignored ones."""
+    root = path.parent
+    names = (f"{path.name}.dockerignore", ".dockerignore")
+    ignore = next((root / name for name in names if (root / name).is_file()), None)
+    rules = IgnoreRules("" if ignore is None else ignore.read_text(encoding="utf-8"))
+    files = sorted(each for each in root.rglob("*") if each.is_file())
+    context = {each.relative_to(root).as_posix(): each for each in files}
+    return {name: file for name, file in context.items() if not rules.ignores(name)}
+
+
+def _joined(work: str, path: str) -> str:
+    """Return an absolute path; a relative one is below the work folder."""
+    return "/" + posixpath.normpath(posixpath.join(work or "/", path)).lstrip("/")
+
+
+def _variables(instruction: Instruction, values: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of ENV. All of its values see the variables before it."""
+    words = instruction.words()
+    if words and "=" not in words[0]:
+        name, *rest = instruction.text.split(None, 1)
+        if not rest:
+            raise DockerfileError(f"{instruction} has no value")
+        words = [f"{name}={rest[0]}"]
+    found: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        name = expand(name, values, instruction.escape)
+        if not equals or not name:
+            raise DockerfileError(f"{instruction}: {word!r} is not NAME=VALUE")
+        found[name] = expand(value, values, instruction.escape)
+    return found
+
+
+def _arguments(
+    instruction: Instruction, values: Mapping[str, str], defaults: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the variables of ARG; one without a value takes a default of the whole build."""
+    found: dict[str, str] = {}
+    for word in instruction.words():
+        name, equals, value = word.partition("=")
+        name = expand(name, values, instruction.escape)
+        if equals:
+            found[name] = expand(value, {**values, **found}, instruction.escape)
+        elif name in defaults:
+            found[name] = defaults[name]
+    return found
+
+
+def is_shell(command: Sequence[str] | None) -> bool:
+    """Return whether a start command does nothing but run another command."""
+    return command is not None and (not command or (command[0] in SHELLS and len(command) < 3))
+
+
+def _image_of(stage: _Stage, where: str) -> TaskImage:
+    """Return the image of a stage. Raises: ConfigError: the sandbox cannot have its folders."""
+    work = stage.work or FOLDER
+    outside = ("/tmp/", f"{HOME}/")
+    targets = [posixpath.dirname(file.target) for file in stage.files]
+    folders = [f for f in [*stage.folders, *targets] if not f"{f}/".startswith(outside)]
+    root = posixpath.commonpath([work, *folders])
+    if not is_work_folder(work):
         raise ConfigError(f"{where}: WORKDIR {work} is a folder of the system")
-    for file in files:
-        if not file.target.startswith((f"{work}/", "/tmp/", f"{HOME}/")):
-            raise ConfigError(
-                f"{where}: COPY writes {file.target}, which is outside of the work folder {work}"
-            )
+    if not is_work_folder(root):
+        other = next(f for f in folders if not is_work_folder(posixpath.commonpath([work, f])))
+        file = next((f.target for f in stage.files if posixpath.dirname(f.target) == other), other)
+        raise ConfigError(
+            f"{where}: the Dockerfile writes {file}, which is outside of the work folder {work}"
+        )
+    return TaskImage(
+        folder=root, work=work, files=tuple(stage.files), variables=dict(stage.variables)
+    )
 
 
-def _dockerfile_lines(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the instruction and the rest of each line; a backslash continues a line."""
-    kept = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
-    for line in "\n".join(kept).replace("\\\n", " ").splitlines():
-        word, _, rest = line.strip().partition(" ")
-        if word:
-            yield word.upper(), rest.strip()
-
-
-def _copied(context: Path, rest: str, work: str, folder: Path, where: str) -> Iterator[TaskFile]:
-    """Yield the files of a COPY line. Raises: ConfigError: a source is missing."""
-    words = [word for word in shlex.split(rest) if not word.startswith("--")]
-    if len(words) < 2 or "--from" in rest or rest.startswith("["):
-        raise ConfigError(f"{where}: COPY {rest[:80]!r} is not supported")
-    *sources, target = words
-    is_folder = target.endswith(("/", ".")) or len(sources) > 1
-    target = os.path.normpath(os.path.join(work, target))
-    for source in sources:
-        found = sorted(context.glob(source)) if source not in (".", "./") else [context]
-        if not found:
-            raise ConfigError(f"{where}: COPY {source}: no such file")
-        for each in found:
-            into = f"{target}/{each.name}" if each.is_file() and is_folder else target
-            for file in files_below(each, into, folder, where):
-                if file.source.name not in ("Dockerfile", "docker-compose.yaml"):
-                    yield file
+def is_work_folder(path: str) -> bool:
+    """Return whether a path can be the folder that the commands may write."""
+    return bool(re.fullmatch(r"/[\w./ -]+", path)) and path.split("/")[1] not in SYSTEM
 
 
 def files_below(path: Path, target: str, folder: Path, where: str) -> Iterator[TaskFile]:

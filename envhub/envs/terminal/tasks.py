@@ -1,22 +1,32 @@
 """Task folders in the layouts of Harbor (`task.toml`) and Terminal-Bench (`task.yaml`)."""
 
+import base64
 import hashlib
 import re
+import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from common.errors import ConfigError
 from envhub.envs.dataset.files import find_path
-from envhub.envs.terminal.image import TaskFile, files_below, read_image
+from envhub.envs.terminal.image import (
+    DOCKERFILES,
+    FOLDER,
+    TaskFile,
+    TaskImage,
+    files_below,
+    is_work_folder,
+    read_image,
+)
+from envhub.envs.terminal.settings import BENCH, HARBOR, Healthcheck, read_settings
+from envhub.sandbox.interface import SOLUTION
 
-HARBOR = "task.toml"
-BENCH = "task.yaml"
 SOLUTIONS = ("solution/solve.sh", "solution.sh")
+SHELLS = ("sh", "bash", "dash", "zsh")  # Interpreters whose scripts bash runs.
 SCRIPTS = ("tests/test.sh", "tests/run-tests.sh", "run-tests.sh")
 DOWNLOADS = re.compile(
     r"^\s*[^#\n]*\b(apt-get|apk add|pip3? install|uvx|uv pip|npm i|curl|wget)\b", re.M
@@ -28,20 +38,25 @@ class TerminalTask:
     """One task.
 
     Attributes:
-        files: the initial files of the work folder.
+        folder: the folder that the commands may write; "" means the container's work folder.
+        work: the directory in which commands start; "" means `folder`.
+        files: the initial files. A relative target is below the work folder.
         tests: the files of `/tests`, which are written at the end.
         command: the command of the tests.
         pytest: whether the command needs pytest.
-        variables: environment variables of the image.
+        variables: environment variables of all commands.
         test_variables: environment variables of the tests.
         test_timeout_s, agent_timeout_s: limits of the task; None without one.
+        memory_bytes, disk_bytes: limits of the task; None without one.
         solution: the reference solution as a script; None without one.
         image: the container image; "" without one.
+        healthcheck: a command that must succeed before the first one of the agent.
     """
 
     name: str
     instruction: str
     folder: str
+    work: str
     files: tuple[TaskFile, ...]
     tests: tuple[TaskFile, ...]
     command: tuple[str, ...]
@@ -50,16 +65,22 @@ class TerminalTask:
     test_variables: Mapping[str, str]
     test_timeout_s: float | None
     agent_timeout_s: float | None
+    memory_bytes: int | None
+    disk_bytes: int | None
     solution: str | None
     image: str
+    healthcheck: Healthcheck | None
 
 
-def load_tasks_of(key: str, given: str, *, has_images: bool) -> list[TerminalTask]:
+def load_tasks_of(
+    key: str, given: str, *, has_images: bool, without_network: bool = False
+) -> list[TerminalTask]:
     """Return the tasks of a folder, in the order of their names. A task's own folder is one task.
 
     Args:
         key: the setting that named the folder.
         has_images: the sandbox runs container images, so a Dockerfile's commands are not needed.
+        without_network: a task that asks for a network is played without one.
 
     Raises: ConfigError: no task, or a task that cannot be played.
     """
@@ -69,7 +90,11 @@ def load_tasks_of(key: str, given: str, *, has_images: bool) -> list[TerminalTas
     folders = [root] if is_task(root) else sorted(each for each in root.iterdir() if is_task(each))
     if not folders:
         raise ConfigError(f"{key}={given}: no folder in it has a {HARBOR} or {BENCH}")
-    return [load_task_of(folder, f"{key}={given}", has_images=has_images) for folder in folders]
+    where = f"{key}={given}"
+    return [
+        load_task_of(folder, where, has_images=has_images, without_network=without_network)
+        for folder in folders
+    ]
 
 
 def is_task(folder: Path) -> bool:
@@ -87,81 +112,117 @@ def digest_of_tasks(key: str, given: str) -> str:
     return digest.hexdigest()
 
 
-def load_task_of(folder: Path, where: str, *, has_images: bool = False) -> TerminalTask:
+def load_task_of(
+    folder: Path, where: str, *, has_images: bool = False, without_network: bool = False
+) -> TerminalTask:
     """Return the task of a folder. Raises: ConfigError, with the reason."""
     where = f"{where}: task {folder.name}"
     try:
-        settings, instruction = _settings(folder)
-        image = str(_table(settings, "environment").get("docker_image") or "")
-        made = read_image(folder, where, is_built=has_images and bool(image))
+        settings = read_settings(folder, without_network=without_network)
+        image = settings.image if has_images else ""
+        has_dockerfile = any((folder / name).is_file() for name in DOCKERFILES)
+        if settings.image and not has_images and not has_dockerfile:
+            raise ConfigError(
+                f"{HARBOR}: environment.docker_image={settings.image}: bubblewrap runs no images;"
+                " set envs.sandbox.backend=docker or podman"
+            )
+        made = _placed(read_image(folder, where, is_built=bool(image)), settings.work, where)
         command, needs_pytest = _command(folder, where)
         if not has_images:
             _refuse_downloads(folder, where)
-        verifier = _table(settings, "verifier")
-        test_s = verifier.get("timeout_sec", settings.get("max_test_timeout_sec"))
-        agent_s = _table(settings, "agent").get(
-            "timeout_sec", settings.get("max_agent_timeout_sec")
-        )
         return TerminalTask(
             name=folder.name,
-            instruction=instruction,
+            instruction=settings.instruction,
             folder=made.folder,
+            work=made.work,
             files=made.files,
             tests=tuple(_test_files(folder, where)),
             command=command,
             needs_pytest=needs_pytest,
-            variables=made.variables,
-            test_variables={k: str(v) for k, v in _table(verifier, "env").items()},
-            test_timeout_s=None if test_s is None else float(test_s),
-            agent_timeout_s=None if agent_s is None else float(agent_s),
-            solution=_first_text(folder, SOLUTIONS),
+            variables={**made.variables, **settings.variables},
+            test_variables=settings.test_variables,
+            test_timeout_s=settings.test_timeout_s,
+            agent_timeout_s=settings.agent_timeout_s,
+            memory_bytes=settings.memory_bytes,
+            disk_bytes=settings.disk_bytes,
+            solution=_solution(folder, where, settings.solution_variables),
             image=image,
+            healthcheck=settings.healthcheck,
         )
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{where}: {error}") from error
+    except ConfigError as error:
+        text = str(error)
+        raise ConfigError(text if text.startswith(where) else f"{where}: {text}") from error
     except (TypeError, AttributeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"{where}: a value has a wrong type: {error}") from error
 
 
-def _table(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a table of the settings; {} without it."""
-    return settings.get(name) or {}
+def _placed(made: TaskImage, work: str, where: str) -> TaskImage:
+    """Return the image with the work folder of the settings. Raises: ConfigError."""
+    if not work or work == made.work:
+        return made
+    if not work.startswith("/"):
+        raise ConfigError(f"{HARBOR}: environment.workdir={work!r} is no absolute path")
+    if not is_work_folder(work):
+        raise ConfigError(f"{HARBOR}: environment.workdir={work} is a folder of the system")
+    if made.folder and f"{work}/".startswith(f"{made.folder}/"):
+        return replace(made, work=work)
+    if not made.folder or not made.files:
+        return replace(made, folder=work, work=work)
+    if all(file.target.startswith(f"{FOLDER}/") for file in made.files) and not made.work:
+        files = (replace(f, target=work + f.target.removeprefix(FOLDER)) for f in made.files)
+        return replace(made, folder=work, work=work, files=tuple(files))  # No Dockerfile.
+    raise ConfigError(
+        f"{HARBOR}: environment.workdir={work} is outside of the Dockerfile's folder {made.folder}"
+    )
 
 
-def _settings(folder: Path) -> tuple[Mapping[str, Any], str]:
-    """Return the settings and the instruction. Raises: ValueError."""
-    if (folder / HARBOR).is_file():
-        settings = tomllib.loads((folder / HARBOR).read_text(encoding="utf-8"))
-        if (
-            settings.get("steps")
-            or _table(settings, "verifier").get("environment_mode") == "separate"
-        ):
-            raise ConfigError(f"task {folder.name}: several steps, or a separate verifier")
+def _solution(folder: Path, where: str, variables: Mapping[str, str]) -> str | None:
+    """Return the reference solution as one command; None without one. Raises: ConfigError."""
+    path = next((folder / name for name in SOLUTIONS if (folder / name).is_file()), None)
+    if path is None:
+        return None
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+    beside = folder / "solution"
+    files = [*files_below(beside, SOLUTION, folder, where)] if path.parent == beside else []
+    text = path.read_text(encoding="utf-8")
+    if len(files) <= 1 and _is_of_shell(text):
+        return "\n".join([*exports, text])
+    return "\n".join([*exports, *map(_written, files), f"{SOLUTION}/{path.name}"])
+
+
+def _written(file: TaskFile) -> str:
+    """Return the command that writes a file of the solution."""
+    target = shlex.quote(file.target)
+    content = file.source.read_bytes()
+    mode = 0o755 if content.startswith(b"#!") else file.mode
+    lines = [f"mkdir -p {shlex.quote(str(Path(file.target).parent))}"]
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        text = ""
+    if text.endswith("\n") and "\nEOF\n" not in f"\n{text}" and "\0" not in text:
+        lines += [f"cat > {target} <<'EOF'", f"{text}EOF"]
     else:
-        settings = yaml.safe_load((folder / BENCH).read_text(encoding="utf-8")) or {}
-    path = folder / "instruction.md"
-    text = path.read_text(encoding="utf-8") if path.is_file() else settings.get("instruction")
-    if not text:
-        listed = {each.get("key"): each for each in settings.get("descriptions") or []}
-        text = listed.get("base", {}).get("description")
-    if not isinstance(text, str) or not text.strip():
-        raise ConfigError(f"task {folder.name}: no instruction.md, and no instruction in {BENCH}")
-    return settings, text.strip()
+        lines += [f"base64 -d > {target} <<'EOF'", base64.encodebytes(content).decode() + "EOF"]
+    return "\n".join([*lines, f"chmod {mode:o} {target}"])
 
 
-def _first_text(folder: Path, names: tuple[str, ...]) -> str | None:
-    """Return the first of these files that a task has; None: it has none."""
-    found = next((folder / name for name in names if (folder / name).is_file()), None)
-    return None if found is None else found.read_text(encoding="utf-8")
+def _is_of_shell(text: str) -> bool:
+    """Return whether a script is for a shell, as its first line tells."""
+    first = text.split("\n", 1)[0]
+    return not first.startswith("#!") or first.rstrip().split("/")[-1].split()[-1] in SHELLS
 
 
 def _command(folder: Path, where: str) -> tuple[tuple[str, ...], bool]:
     """Return the command of the tests, and whether it needs pytest. Raises: ConfigError."""
     for name in SCRIPTS:
-        if (folder / name).is_file():
-            return ("bash", f"/tests/{Path(name).name}"), False
+        path = folder / name
+        if path.is_file():
+            target = f"/tests/{path.name}"
+            is_of_shell = _is_of_shell(path.read_text(encoding="utf-8"))
+            return ("bash", target) if is_of_shell else (target,), False
     found = sorted((folder / "tests").glob("test_*.py"))
     if not found:
         raise ConfigError(f"{where}: no {', '.join(SCRIPTS)}, and no tests/test_*.py")
@@ -185,7 +246,8 @@ def _refuse_downloads(folder: Path, where: str) -> None:
 
 def _test_files(folder: Path, where: str) -> Iterator[TaskFile]:
     """Yield the files of the tests."""
-    yield from files_below(folder / "tests", "/tests", folder, where)
+    for file in files_below(folder / "tests", "/tests", folder, where):
+        yield replace(file, mode=0o755) if file.source.suffix == ".sh" else file
     script = folder / "run-tests.sh"
     if script.is_file():
         yield TaskFile(source=script, target=f"/tests/{script.name}", mode=0o755)

@@ -41,6 +41,7 @@ ENDS = {
 # The shell keeps its directory and exported variables between commands.
 SHELL = """
 trap '{ printf "cd %q\\n" "$PWD"; export -p; } >/tmp/.shell_state 2>/dev/null' EXIT
+cd "$2" 2>/dev/null
 [ -f /tmp/.shell_state ] && . /tmp/.shell_state 2>/dev/null
 eval "set --; $1"
 """

@@ -9,6 +9,10 @@ import pytest
 
 from common.config.envs import EnvsSection, TerminalOptions
 from common.errors import ConfigError
+from envhub.author.checks import play_all
+from envhub.author.episode_checks import check_players
+from envhub.author.episodes import Driver
+from envhub.author.findings import Grade
 from envhub.env import EnvFailure, StepResult, Style
 from envhub.envs.terminal.env import TerminalEnv, check, make_spec
 from envhub.envs.terminal.tasks import load_tasks_of
@@ -403,3 +407,97 @@ def test_shipped_task_ignores_a_verdict_of_the_program(number: int, text: str) -
     write = f"cat > {name} <<'END'\n{program}\nEND"
     *_, last = played(EnvsSection(sandbox=OPTIONS), [write, "submit"], number)
     assert (last.reward, last.done) == (0.0, True)
+
+
+FOLDERS = """
+[environment]
+workdir = "/data/in"
+env = { PLACE = "here" }
+[solution.env]
+WORD = "it's right"
+"""
+
+
+def test_folder_and_variables_of_the_settings_hold_everywhere(tmp_path: Path) -> None:
+    test = '[ "$(cat out)" = "/data/in here it\'s right" ] && [ -z "$WORD" ]\n'
+    solution = 'echo "$(pwd) $PLACE $WORD" > out\n'
+    docker = "FROM x\nWORKDIR /data\nCOPY a ./\n"
+    harbor(
+        tmp_path,
+        test=test,
+        settings=FOLDERS,
+        environment__Dockerfile=docker,
+        environment__a="",
+        **{"solution__solve.sh": solution},
+    )
+    [task] = load_tasks_of(KEY, str(tmp_path / "tasks"), has_images=False)
+    assert task.solution is not None
+    listed, _, last = played(options_of(tmp_path), ["pwd; ls /data", task.solution, "submit"])
+    assert listed.observation == "/data/in\na\nin"
+    assert last.reward == 1.0
+    *_, last = played(options_of(tmp_path), ["cd /; rm -r /data/in; pwd", "submit"])
+    assert last.reward == 0.0
+
+
+def test_solution_has_its_further_files(tmp_path: Path) -> None:
+    task = harbor(tmp_path)
+    files = {
+        "solve.sh": "#!/usr/bin/env python3\nimport shutil\nshutil.copy('/solution/a/b', 'out')\n",
+        "a/b": "right",
+        "c": "EOF\n```\nAction: x\n",
+    }
+    for name, text in files.items():
+        (task / "solution" / name).parent.mkdir(parents=True, exist_ok=True)
+        (task / "solution" / name).write_text(text, encoding="utf-8")
+    [loaded] = load_tasks_of(KEY, str(tmp_path / "tasks"), has_images=False)
+    assert loaded.solution is not None
+    first, seen, last = played(
+        options_of(tmp_path), [action_of(loaded.solution), "cat /solution/c", "submit"]
+    )
+    assert (first.observation, seen.observation) == ("[no output]", files["c"].rstrip())
+    assert last.reward == 1.0
+
+
+def test_tests_of_another_interpreter_run_in_it(tmp_path: Path) -> None:
+    test = "#!/usr/bin/env python3\nfrom pathlib import Path\nassert Path('out').exists()\n"
+    harbor(tmp_path, test=test)
+    *_, last = played(options_of(tmp_path), ["touch out", "submit"])
+    assert last.reward == 1.0
+
+
+def test_first_command_waits_for_the_health_check(tmp_path: Path) -> None:
+    check = "[ -f /tmp/b ] || { [ -f /tmp/a ] && touch /tmp/b; touch /tmp/a; false; }"
+    settings = f'[environment.healthcheck]\ncommand = "{check}"\ninterval_sec = 0.01\n'
+    harbor(tmp_path, settings=settings)
+    [seen] = played(options_of(tmp_path), ["ls /tmp"])
+    assert seen.observation == "a\nb"
+    harbor(tmp_path, settings=settings + "retries = 2\n")
+    with pytest.raises(EnvFailure, match=r"healthcheck failed 2 times"):
+        played(options_of(tmp_path), ["ls /tmp"])
+
+
+def test_task_lowers_the_limits(tmp_path: Path) -> None:
+    harbor(tmp_path, settings="[environment]\nstorage_mb = 1\nmemory_mb = 100000\n")
+    [seen] = played(options_of(tmp_path), ["df -m --output=size . | tail -n 1"])
+    assert seen.observation.strip() == "1"
+
+
+def test_image_without_a_dockerfile_needs_containers(tmp_path: Path) -> None:
+    harbor(tmp_path, settings='[environment]\ndocker_image = "img:1"\n')
+    [line] = check(options_of(tmp_path))
+    assert "environment.docker_image=img:1: bubblewrap runs no images" in line
+
+
+def test_check_env_fails_for_a_solution_without_a_reward(tmp_path: Path) -> None:
+    need_bubblewrap()
+    task = harbor(tmp_path)
+    (task / "solution").mkdir()
+    for text, grade in (("echo right > out\n", None), ("echo wrong > out\n", Grade.FAIL)):
+        (task / "solution" / "solve.sh").write_text(text, encoding="utf-8")
+        with Driver(make_spec(options_of(tmp_path)), Style.COMPACT) as driver:
+            plays = play_all(driver, ["tasks-train-0"])
+        found = check_players(driver.spec, plays)
+        fails = [each for each in found if each.grade is Grade.FAIL]
+        assert [each.grade for each in fails] == ([grade] if grade else [])
+        if fails:
+            assert "reward 0 in 1 item; tasks-train-0 answers" in fails[0].text
