@@ -4,6 +4,7 @@ Without `data.step` an episode has one turn. With it, the function answers each 
 the episode or `data.max_turns` are over.
 """
 
+import asyncio
 import hashlib
 import json
 import time
@@ -16,7 +17,13 @@ from common.errors import ConfigError
 from common.formats.answers import TEXT_ANSWERS, TOOL_FORM, tools_text
 from envhub.env import EnvFailure, EnvSpec, Isolation, StepResult, Style, SubsetSpec, parse_item
 from envhub.envs.dataset.files import Record
-from envhub.envs.dataset.functions import Caller, UserFunction, check_keywords, load_function
+from envhub.envs.dataset.functions import (
+    OVERRUN_S,
+    Caller,
+    UserFunction,
+    check_keywords,
+    load_function,
+)
 from envhub.envs.dataset.judges.judge import probe_of
 from envhub.envs.dataset.prompts import SUBMIT, Message, Question, read_tools
 from envhub.envs.dataset.records import Dataset, load_dataset
@@ -74,6 +81,7 @@ class DatasetEnv:
         self._messages = list(self._question.messages)
         self._state = {"item_id": item_id, "seed": seed, "num_turns": 0}
         self._is_done = False
+        await self._task.caller.prepare()
         return self._messages[-1]["content"]
 
     def first_messages(self) -> list[Message]:
@@ -135,7 +143,8 @@ class DatasetEnv:
         offered = {**columns, **keywords}
         where = f"data.step={user.reference} failed on {self._place}"
         try:
-            value = await self._task.caller.call(user, offered, timeout_s=self._task.step_timeout_s)
+            limit_s = self._task.step_timeout_s
+            value = (await self._task.caller.call(user, offered, timeout_s=limit_s)).value
         except EnvFailure as error:
             raise EnvFailure(f"{where}: {error}") from error
         if value is None:
@@ -241,6 +250,7 @@ def load_task(section: EnvsSection) -> Task:
     rewards.check(*offered)
     if step is not None:
         check_keywords(f"data.step={options.step}", step, {**offered[1], **offered[0]})
+    functions = [*rewards.functions, *filter(None, [step])]
     subset = SubsetSpec(
         num_train=len(train.numbers),
         num_test=len(dataset.splits["test"].numbers),
@@ -249,7 +259,7 @@ def load_task(section: EnvsSection) -> Task:
     return Task(
         dataset=dataset,
         rewards=rewards,
-        caller=Caller(),
+        caller=Caller(functions, memory_bytes=int(options.worker_memory_gib * 2**29)),
         step=step,
         tools=[*tools, SUBMIT_TOOL] if tools else [],
         subset=subset,
@@ -263,10 +273,15 @@ def make_spec(options: EnvsSection) -> EnvSpec:
     """Return the catalogue entry of the dataset. Raises: ConfigError: it cannot be loaded."""
     own = options.dataset
     task = load_task(options)
-    longest_s = task.rewards.longest_s + (own.reward_timeout_s if task.step else 0.0)
+    longest_s = task.rewards.longest_s
+    if task.step is not None:
+        longest_s += own.reward_timeout_s + OVERRUN_S + task.step.load_s
 
     def make(_: Style) -> DatasetEnv:
         return DatasetEnv(task)
+
+    async def stop() -> None:
+        await asyncio.to_thread(task.caller.close)
 
     return EnvSpec(
         name="dataset",
@@ -283,6 +298,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         is_repeatable=False,  # A reward may ask a server.
         tools=tuple(task.tools),
         content=task.dataset.content,
+        stop=stop,
         service=probe_of(task.rewards.judges),
     )
 

@@ -4,6 +4,7 @@ Grader processes load this file by its path, so it imports no module of the prod
 """
 
 import importlib
+import logging
 import re
 import unicodedata
 from collections.abc import Callable
@@ -241,7 +242,8 @@ def math(completion: str, ground_truth: str) -> float:
     Raises: ValueError: math-verify cannot read the reference answer.
     """
     library = importlib.import_module("math_verify")
-    # Its own time limits use signals, which only the main thread receives.
+    # Its own time limits use signals, which only the main thread receives. The caller has a limit.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # It warns of each call.
     reference = ascii_digits(final_answer(str(ground_truth)))
     gold = library.parse(f"${reference}$", parsing_timeout=None)
     if not gold:
@@ -257,3 +259,4 @@ GRADERS: dict[str, Callable[..., float]] = {
     "exact_text": exact_text,
     "math": math,
 }
+LIBRARIES = {"math": "math_verify"}  # Packages that may take any time for an answer.

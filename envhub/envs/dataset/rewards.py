@@ -1,6 +1,7 @@
 """The rewards of a dataset: their configuration, their calls, and their weighted sum in [0, 1]."""
 
 import asyncio
+import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -12,38 +13,36 @@ from common.config.envs import DatasetOptions
 from common.errors import ConfigError
 from envhub.env import EnvFailure
 from envhub.envs.dataset.functions import (
+    OVERRUN_S,
     Caller,
+    Ungraded,
     UserFunction,
-    as_function,
     check_keywords,
     load_function,
+    shipped_function,
 )
-from envhub.envs.dataset.graders import GRADERS
+from envhub.envs.dataset.graders import GRADERS, LIBRARIES
 from envhub.envs.dataset.judges.judge import Judge
 from envhub.envs.dataset.judges.options import is_judge
 from envhub.envs.dataset.judges.term import JudgeTerm, judge_term
 from envhub.envs.dataset.records import load_tokenizer
-from envhub.envs.dataset.trl import (
-    IDS,
-    LOGS,
-    LoggedMetrics,
-    check_ids,
-    is_of_trl,
-    metrics_of,
-    plain_number,
-)
+from envhub.envs.dataset.trl import IDS, LOGS, check_ids, is_of_trl, metrics_of, plain_number
+
+logger = logging.getLogger(__name__)
 
 # Names of the number in a returned dictionary: verl and slime, rLLM, EasyR1, OpenRLHF.
 SCORES = ("score", "reward", "overall", "rewards", "scores")
-KEYS = ("function", "weight", "min", "max", "timeout_s", "retries")
+KEYS = ("function", "weight", "min", "max", "timeout_s", "timeout_score", "retries")
 NUMBERS = {  # Allowed values of the numbers of a reward.
     "weight": (-1e6, 1e6),
     "min": (-1e6, 1e6),
     "max": (-1e6, 1e6),
     "timeout_s": (1e-3, 1e5),
+    "timeout_score": (-1e6, 1e6),
     "retries": (0, 100),
 }
 MATH_VERIFY = "reward=math needs math-verify. Install it with: pip install math-verify"
+SHIPPED_TIMEOUT_S = 10.0  # Most seconds of a call of a reward that ships.
 BACKOFF_S = 0.5  # Seconds before the first retry. The wait doubles with each retry.
 DIGITS = 9
 Keywords = Mapping[str, Any]
@@ -60,6 +59,8 @@ class RewardTerm:
     most: float
     timeout_s: float
     retries: int
+    # The value of a call that reaches its time limit, or whose process ends. None: it is a failure.
+    timeout_score: float | None = None
     tokenizer: Any = None  # Encodes the answer for functions that name `completion_ids`.
 
     @property
@@ -71,7 +72,8 @@ class RewardTerm:
     def longest_s(self) -> float:
         """The most seconds that the function's calls and the waits between them take."""
         waits_s = BACKOFF_S * (2**self.retries - 1)
-        return self.timeout_s * (1 + self.retries) + waits_s
+        overrun_s = OVERRUN_S + self.user.load_s
+        return (self.timeout_s + overrun_s) * (1 + self.retries) + waits_s
 
     def offered(self, keywords: Keywords, columns: Keywords) -> dict[str, Any]:
         """Return the keywords of a call; with TRL's signature, each is a list of one value."""
@@ -136,17 +138,22 @@ class RewardTerm:
 
         None: the function does not apply to the record.
         """
-        logged = LoggedMetrics(self.name)
         offered = self.offered(keywords, columns)
-        if self.is_batched:
-            offered |= {"log_metric": logged.log_metric, "log_extra": logged.log_extra}
+        is_counted = self.timeout_score is not None
+        counted = {f"reward_{self.name}_timeout": 0.0} if is_counted else {}
         for attempt in range(self.retries + 1):
             try:
-                value = await caller.call(self.user, offered, timeout_s=self.timeout_s)
-                number, extra = self.read(value)
-                return number, {**extra, **logged.values}
+                returned = await caller.call(
+                    self.user, offered, timeout_s=self.timeout_s, takes_logs=self.is_batched
+                )
+                number, extra = self.read(returned.value)
+                return number, {**counted, **extra, **metrics_of(self.name, returned.logged)}
             except EnvFailure as error:
                 if attempt == self.retries:
+                    if isinstance(error, Ungraded) and self.timeout_score is not None:
+                        shown = (self.name, place, self.timeout_score, error)
+                        logger.warning("reward=%s is no match for %s: worth %g reason=%s", *shown)
+                        return self.timeout_score, dict.fromkeys(counted, 1.0)
                     tries = f" ({attempt + 1} tries)" if attempt else ""
                     what = f"reward {self.name} failed on {place}{tries}: {error}"
                     raise EnvFailure(f"{what} ({self.user.reference})") from error
@@ -192,6 +199,11 @@ class RewardSum:
         """Raise ConfigError if a function needs a keyword that is not offered."""
         for term in self.terms:
             term.check(keywords, columns)
+
+    @property
+    def functions(self) -> list[UserFunction]:
+        """The functions among the rewards."""
+        return [term.user for term in self.terms if isinstance(term, RewardTerm)]
 
     @property
     def judges(self) -> list[Judge]:
@@ -289,14 +301,22 @@ def _term(
     most = float(fields.get("max", 1.0))
     if least >= most:
         raise ConfigError(f"reward.{name}.min={least:g}: must be < reward.{name}.max={most:g}")
+    limit_s = options.reward_timeout_s
+    if user.is_shipped:
+        limit_s = min(limit_s, SHIPPED_TIMEOUT_S)
+    score = fields.get("timeout_score", 0.0 if user.is_shipped else None)
+    if score is not None and user.function is None and not least <= score <= most:
+        where = f"reward.{name}.timeout_score={score:g}"
+        raise ConfigError(f"{where}: must be in [{least:g}, {most:g}]")
     return RewardTerm(
         name=name,
         user=user,
         weight=float(fields.get("weight", 1.0)),
         least=least,
         most=most,
-        timeout_s=float(fields.get("timeout_s", options.reward_timeout_s)),
+        timeout_s=float(fields.get("timeout_s", limit_s)),
         retries=int(fields.get("retries", options.reward_retries)),
+        timeout_score=None if score is None or user.function else float(score),
         tokenizer=load_tokenizer(options) if IDS in user.keywords else None,
     )
 
@@ -315,4 +335,4 @@ def _function(key: str, reference: str) -> UserFunction:
         raise ConfigError(
             f"{key}={reference}: expects module:function, file.py:function or one of {known}"
         )
-    return as_function(f"{key}={reference}", reference, found)
+    return shipped_function(reference, found, library=LIBRARIES.get(reference, ""))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.errors import ConfigError
-from envhub.envs.dataset.functions import UserFunction, needed_keywords
+from envhub.envs.dataset.functions import UserFunction
 
 # Keywords that hold a list. A function with one of them has TRL's signature.
 BATCHED = frozenset(("prompts", "completions", "completion_ids"))
@@ -21,25 +21,10 @@ def is_of_trl(user: UserFunction) -> bool:
 
 def check_ids(where: str, user: UserFunction, tokenizer: Any) -> None:
     """Raise ConfigError if a function needs token ids, and no tokenizer is configured."""
-    if IDS in needed_keywords(user) and tokenizer is None:
+    if IDS in user.needed and tokenizer is None:
         raise ConfigError(
             f"{where}: the function needs {IDS!r}; set data.tokenizer, which encodes the answers"
         )
-
-
-class LoggedMetrics:
-    """The functions with which a reward of TRL logs. They collect metrics of the episode."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self.values: dict[str, float] = {}
-
-    def log_metric(self, name: str, value: Any) -> None:
-        """Record a metric. Its name gets the reward's name in front."""
-        self.values[_metric_name(self._name, name)] = float(value)
-
-    def log_extra(self, column: str, values: Any) -> None:
-        """Ignore a column for TRL's table of completions. The journal has all completions."""
 
 
 def metrics_of(reward: str, extra: Mapping[Any, Any]) -> dict[str, float]:

@@ -1,0 +1,212 @@
+"""Laws of the processes in which functions of the user run."""
+
+import asyncio
+import datetime
+import decimal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.repository import ROOT
+from envhub.env import EnvFailure
+from envhub.envs.dataset.functions import Caller, Ungraded, UserFunction, load_function
+from envhub.envs.dataset.grader_process import pack, unpack
+from tests.envhub.envs.dataset.made import make, played, run
+
+FUNCTIONS = """
+import asyncio
+import os
+import re
+import time
+
+
+def right(completion):
+    return completion == "7"
+
+
+def backtracks(completion):
+    return bool(re.fullmatch(r"(a+)+b", completion))
+
+
+async def waits(completion):
+    if completion == "block":
+        time.sleep(60)
+    await asyncio.sleep(0.1)
+    return 1.0
+
+
+def dies(completion):
+    os._exit(3)
+
+
+def allocates(completion):
+    block = bytearray(1 << 29)
+    for i in range(0, len(block), 4096):
+        block[i] = 1
+    time.sleep(60)
+
+
+def counts(completion, state):
+    state["seen"] = {*state.get("seen", set()), completion}
+    state.pop("first", None)
+    return len(state["seen"])
+
+
+def keeps_a_file(completion, state):
+    state["file"] = open(os.devnull)
+
+
+def kinds(record):
+    return {name: type(value).__name__ for name, value in record.items()}
+"""
+LOCKED = "a" * 40  # The pattern of `backtracks` needs hours for it.
+
+
+def loaded(folder: Path, name: str) -> UserFunction:
+    """Return a function of FUNCTIONS."""
+    (folder / "own.py").write_text(FUNCTIONS, encoding="utf-8")
+    return load_function("reward", f"{folder}/own.py:{name}")
+
+
+def test_call_that_holds_the_lock_stops_no_other_call(tmp_path: Path) -> None:
+    function = loaded(tmp_path, "backtracks")
+    caller = Caller([function])
+
+    async def answers() -> tuple[list[Any], float]:
+        await caller.prepare()
+        locked = [
+            asyncio.create_task(caller.call(function, {"completion": LOCKED}, timeout_s=2.0))
+            for _ in range(2)
+        ]
+        await asyncio.sleep(0)
+        began_s = time.monotonic()
+        values = [await caller.call(function, {"completion": "ab"}, timeout_s=9) for _ in range(9)]
+        took_s = time.monotonic() - began_s
+        failures = await asyncio.gather(*locked, return_exceptions=True)
+        return [*(each.value for each in values), *failures], took_s
+
+    try:
+        (*values, first, second), _ = run(answers())
+    finally:
+        caller.close()
+    assert values == [True] * 9
+    assert isinstance(first, Ungraded)
+    assert isinstance(second, Ungraded)
+    assert str(first) == "no answer within 2 s, its time limit"
+
+
+@pytest.mark.slow
+def test_asynchronous_call_that_blocks_is_the_only_one_to_fail(tmp_path: Path) -> None:
+    function = loaded(tmp_path, "waits")
+    caller = Caller([function])
+
+    async def answers() -> list[Any]:
+        texts = ["a", "block", "b", "c"]
+        calls = [caller.call(function, {"completion": text}, timeout_s=5.0) for text in texts]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    try:
+        first, blocked, *others = run(answers())
+    finally:
+        caller.close()
+    assert [first.value, *(each.value for each in others)] == [1.0, 1.0, 1.0]
+    assert isinstance(blocked, Ungraded)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("dies", "it closed its connection"), ("allocates", "its process held more than 0.2 GiB")],
+)
+def test_function_that_ends_its_process_is_named(tmp_path: Path, name: str, words: str) -> None:
+    functions = [loaded(tmp_path, name), loaded(tmp_path, "right")]
+    caller = Caller(functions, memory_bytes=1 << 28)
+
+    async def answers() -> Any:
+        with pytest.raises(Ungraded, match=words):
+            await caller.call(functions[0], {"completion": "7"}, timeout_s=30.0)
+        return (await caller.call(functions[1], {"completion": "7"}, timeout_s=30.0)).value
+
+    try:
+        assert run(answers()) is True
+    finally:
+        caller.close()
+
+
+def test_state_of_an_episode_follows_it_through_processes(tmp_path: Path) -> None:
+    functions = [loaded(tmp_path, "counts"), loaded(tmp_path, "keeps_a_file")]
+    caller = Caller(functions)
+    state: dict[str, Any] = {"first": True}
+
+    async def answers() -> list[Any]:
+        offered = [{"completion": text, "state": state} for text in ("a", "b", "a")]
+        values = [(await caller.call(functions[0], o, timeout_s=9)).value for o in offered]
+        with pytest.raises(EnvFailure, match=r"state\['file'\]: TextIOWrapper cannot be sent"):
+            await caller.call(functions[1], offered[0], timeout_s=9)
+        return values
+
+    try:
+        assert run(answers()) == [1, 2, 2]
+    finally:
+        caller.close()
+    assert state == {"seen": {"a", "b"}}
+
+
+def test_value_of_a_record_keeps_its_type() -> None:
+    record = {
+        "day": datetime.date(2026, 1, 2),
+        "time": datetime.datetime(2026, 1, 2, 3, tzinfo=datetime.UTC),
+        "span": datetime.timedelta(seconds=1.5),
+        "price": decimal.Decimal("1.10"),
+        "bytes": b"\x00\xff",
+        "pairs": [("a", 1)],
+        "large": 10**30,
+        "names": {1: "x", "__kind__": "y"},
+        "text": "\ud800",
+        "none": None,
+    }
+    assert unpack(pack(record)) == record
+    assert {k: type(v) for k, v in unpack(pack(record)).items()} == {
+        k: type(v) for k, v in record.items()
+    }
+
+
+@pytest.mark.parametrize("package", ["common", "actor", "envhub", "tests", "tools"])
+def test_package_of_the_user_is_hidden_by_no_name_of_the_product(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "grade.py").write_text("def f(completion):\n    return 1.0\n")
+    (tmp_path / "own.py").write_text(f"from {package}.grade import f\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert played(make(tmp_path, reward=f"{package}.grade:f"), "7").reward == 1.0
+    assert played(make(tmp_path, reward="own.py:f"), "7").reward == 1.0
+
+
+def test_module_of_the_user_is_hidden_by_no_file_of_the_product(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run.py").write_text("def f(completion):\n    return 1.0\n")
+    (tmp_path / "graders.py").write_text("def f(completion):\n    return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    assert played(make(tmp_path, reward="run:f"), "7").reward == 1.0
+    assert played(make(tmp_path, reward="graders:f"), "7").reward == 1.0
+
+
+def test_function_of_the_user_may_use_the_product(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    code = "from envhub.envs.dataset.graders import exact_number as f\n"
+    file.write_text(code, encoding="utf-8")
+    assert played(make(tmp_path, reward=f"{file}:f"), "it is 7").reward == 1.0
+
+
+def test_time_limit_of_a_function_is_worth_its_score(tmp_path: Path) -> None:
+    loaded(tmp_path, "backtracks")
+    entry = {"function": f"{tmp_path}/own.py:backtracks", "timeout_s": 0.5, "timeout_score": 0.25}
+    result = played(make(tmp_path, reward={"match": entry}), LOCKED)
+    assert result.reward == 0.25
+    assert (result.metrics or {})["reward_match_timeout"] == 1.0
+    quick = played(make(tmp_path, reward={"match": entry}), "ab")
+    assert (quick.reward, (quick.metrics or {})["reward_match_timeout"]) == (1.0, 0.0)
