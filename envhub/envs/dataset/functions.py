@@ -26,7 +26,7 @@ from common.repository import ROOT, working_directory
 from envhub.env import EnvFailure
 from envhub.envs.dataset.files import find_path
 from envhub.envs.dataset.grader_process import (
-    Refused,
+    FunctionRefused,
     pack,
     receive_frame,
     send_frame,
@@ -151,7 +151,7 @@ def shipped_function(reference: str, function: Callable[..., Any], *, library: s
     """Return a function of `graders.py`. One with a library may hang: it needs a process."""
     try:
         signature = signature_of(function)
-    except Refused as error:
+    except FunctionRefused as error:
         raise AssertionError(f"{reference}: {error}") from error
     return UserFunction(
         reference=reference,

@@ -143,7 +143,7 @@ def _receive(connection: socket.socket, length: int) -> bytes:
     return b"".join(parts)
 
 
-class _Call:
+class RunningCall:
     """A call in a thread, which `interrupt` ends with a TimeoutError if it runs Python code."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
@@ -178,7 +178,7 @@ class Grader:
         self._connection = connection
         self._sending = threading.Lock()
         self._functions: dict[str, Callable[..., Any]] = {}
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, RunningCall] = {}
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="reward")
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
@@ -196,14 +196,14 @@ class Grader:
                 if call := self._calls.get(message["call"]):
                     call.interrupt()
             else:
-                call = self._calls[number] = _Call(lambda m=message: self._perform(m))
+                call = self._calls[number] = RunningCall(lambda m=message: self._perform(m))
                 self._threads.submit(self._answer, number, call)
 
     def _send(self, message: dict[str, Any]) -> None:
         with self._sending:
             send_frame(self._connection, message)
 
-    def _answer(self, number: int, call: _Call) -> None:
+    def _answer(self, number: int, call: RunningCall) -> None:
         """Perform a call and send its result or its error."""
         try:
             reply = call()
@@ -221,7 +221,7 @@ class Grader:
             function = _find(message)
             self._functions[message["reference"]] = function
             return {**reply, **signature_of(function)}
-        except Refused as error:
+        except FunctionRefused as error:
             return {**reply, "refused": str(error)}
         except BaseException as error:  # noqa: BLE001 - Code of the user may raise anything.
             name = message["module"]
@@ -253,7 +253,7 @@ class Grader:
         return reply
 
 
-class Refused(Exception):
+class FunctionRefused(Exception):
     """A function cannot be loaded, or cannot be called by keywords."""
 
 
@@ -284,7 +284,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def _find(message: dict[str, Any]) -> Callable[..., Any]:
-    """Return the function of a message. Raises: Refused: the module has none of its name."""
+    """Return the function of a message. Raises: FunctionRefused: there is none."""
     module = _load_file(message["file"]) if message["file"] else _load_module(message["module"])
     found: Any = module
     name = message["name"]
@@ -292,10 +292,10 @@ def _find(message: dict[str, Any]) -> Callable[..., Any]:
         if not hasattr(found, part):
             names = [k for k, v in vars(module).items() if inspect.isroutine(v) and k[0] != "_"]
             listed = f"; it has {', '.join(names[:10])}" if names else ""
-            raise Refused(f"{message['module']} has no function {name!r}{listed}")
+            raise FunctionRefused(f"{message['module']} has no function {name!r}{listed}")
         found = getattr(found, part)
     if not callable(found):
-        raise Refused(f"{name} is {type(found).__name__}, not a function")
+        raise FunctionRefused(f"{name} is {type(found).__name__}, not a function")
     return found
 
 
@@ -319,15 +319,15 @@ def _load_file(file: str) -> ModuleType:
 
 
 def signature_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the keywords of a function. Raises: Refused: it takes none by name."""
+    """Return the keywords of a function. Raises: FunctionRefused: it takes none by name."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
-        raise Refused(f"the function has no readable signature: {error}") from error
+        raise FunctionRefused(f"the function has no readable signature: {error}") from error
     kinds = inspect.Parameter
     bare = [p.name for p in parameters if p.kind is kinds.POSITIONAL_ONLY and p.default is p.empty]
     if bare:
-        raise Refused(f"the parameter {bare[0]!r} is positional only; name keywords")
+        raise FunctionRefused(f"the parameter {bare[0]!r} is positional only; name keywords")
     named = [p for p in parameters if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
     return {
         "keywords": [p.name for p in named],

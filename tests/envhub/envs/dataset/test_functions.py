@@ -177,8 +177,10 @@ def test_package_of_the_user_is_hidden_by_no_name_of_the_product(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
     (tmp_path / package).mkdir()
-    (tmp_path / package / "grade.py").write_text("def f(completion):\n    return 1.0\n")
-    (tmp_path / "own.py").write_text(f"from {package}.grade import f\n")
+    (tmp_path / package / "grade.py").write_text(
+        "def f(completion):\n    return 1.0\n", encoding="utf-8"
+    )
+    (tmp_path / "own.py").write_text(f"from {package}.grade import f\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     assert played(make(tmp_path, reward=f"{package}.grade:f"), "7").reward == 1.0
@@ -188,8 +190,8 @@ def test_package_of_the_user_is_hidden_by_no_name_of_the_product(
 def test_module_of_the_user_is_hidden_by_no_file_of_the_product(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "run.py").write_text("def f(completion):\n    return 1.0\n")
-    (tmp_path / "graders.py").write_text("def f(completion):\n    return 1.0\n")
+    (tmp_path / "run.py").write_text("def f(completion):\n    return 1.0\n", encoding="utf-8")
+    (tmp_path / "graders.py").write_text("def f(completion):\n    return 1.0\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     assert played(make(tmp_path, reward="run:f"), "7").reward == 1.0
     assert played(make(tmp_path, reward="graders:f"), "7").reward == 1.0
