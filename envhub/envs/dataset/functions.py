@@ -55,6 +55,10 @@ class Ungraded(EnvFailure):
     """A call ended by its time limit, by its memory limit, or with its process."""
 
 
+class FunctionError(Exception):
+    """The traceback of an error in the process of a function, for the log."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserFunction:
     """A function of the user with the keywords that it takes."""
@@ -379,7 +383,7 @@ class Caller:
             reply = await self._attempt(message, is_shared=False, timeout_s=timeout_s)
         assert reply is not None  # A call that was alone has a reply, or raises.
         if "error" in reply:
-            raise EnvFailure(reply["error"])
+            raise EnvFailure(reply["error"]) from FunctionError(reply["trace"])
         if state is not None:
             state.update({name: unpack(value) for name, value in reply["changed"].items()})
             for name in reply["removed"]:

@@ -20,6 +20,7 @@ import socket
 import struct
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.machinery import ModuleSpec, PathFinder
@@ -39,6 +40,7 @@ PRODUCT = (
     "scheduler",
     "tools",
 )
+MAX_TRACE_CHARS = 4000
 NUM_THREADS = 64
 KIND = "__kind__"  # Name of the type of a value that JSON lacks.
 TIMES = (datetime.datetime, datetime.date, datetime.time)
@@ -208,7 +210,8 @@ class Grader:
         try:
             reply = call()
         except BaseException as error:  # noqa: BLE001 - Code of the user may raise anything.
-            reply = {"error": f"{type(error).__name__}: {error}"}
+            trace = "".join(traceback.format_exception(error))[-MAX_TRACE_CHARS:]
+            reply = {"error": f"{type(error).__name__}: {error}", "trace": trace}
         self._calls.pop(number, None)
         self._send({"id": number, **reply})
 

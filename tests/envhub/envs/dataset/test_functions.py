@@ -212,3 +212,15 @@ def test_time_limit_of_a_function_is_worth_its_score(tmp_path: Path) -> None:
     assert (result.metrics or {})["reward_match_timeout"] == 1.0
     quick = played(make(tmp_path, reward={"match": entry}), "ab")
     assert (quick.reward, (quick.metrics or {})["reward_match_timeout"]) == (1.0, 0.0)
+
+
+def test_error_of_a_function_has_its_place(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def f(record):\n    return record['unit']\n", encoding="utf-8")
+    function = load_function("reward", f"{tmp_path}/own.py:f")
+    caller = Caller([function])
+    try:
+        with pytest.raises(EnvFailure, match="^KeyError: 'unit'$") as caught:
+            run(caller.call(function, {"record": {}}, timeout_s=9.0))
+    finally:
+        caller.close()
+    assert f'{tmp_path}/own.py", line 2, in f' in str(caught.value.__cause__)
