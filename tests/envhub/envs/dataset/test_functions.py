@@ -215,11 +215,12 @@ def test_time_limit_of_a_function_is_worth_its_score(tmp_path: Path) -> None:
 
 
 def test_error_of_a_function_has_its_place(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("def f(record):\n    return record['unit']\n", encoding="utf-8")
+    code = "def f(record):\n    return record['unit']\n"
+    (tmp_path / "own.py").write_text(code, encoding="utf-8")
     function = load_function("reward", f"{tmp_path}/own.py:f")
     caller = Caller([function])
     try:
-        with pytest.raises(EnvFailure, match="^KeyError: 'unit'$") as caught:
+        with pytest.raises(EnvFailure, match=r"^KeyError: 'unit'$") as caught:
             run(caller.call(function, {"record": {}}, timeout_s=9.0))
     finally:
         caller.close()
