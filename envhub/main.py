@@ -23,6 +23,7 @@ from common.config.run_config import RunConfig
 from common.config.services import EnvhubSection
 from common.errors import ConfigError
 from common.formats.action_size import FIELDS_BYTES, MIB
+from common.http.limits import QuietSocket, limited_protocol
 from common.join.enrol import Joined
 from common.stall.beacon import beacon_of
 from common.store.run_dir import RunDir
@@ -33,7 +34,6 @@ from envhub.catalogue.content import changed_content, contents_of, record_conten
 from envhub.catalogue.registry import Registry, missing_requirements
 from envhub.errors import UnknownEnv
 from envhub.hosting.sessions import Sessions
-from envhub.http.limits import QuietSocket, limited_protocol
 from envhub.http.parts import AgentGymLimits
 from envhub.http.routes import make_app
 from envhub.registration import Registration
@@ -241,7 +241,7 @@ def serve(
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http=limited_protocol(sessions.counts, app.state.refusals),
+        http=limited_protocol(sessions.counts, app.state.refusals, token=app.state.token),
         ws=QuietSocket,
         ws_max_size=app.state.max_action_bytes + FIELDS_BYTES,
         ws_ping_interval=None,  # A client that generates may miss pings; leases expire it instead.

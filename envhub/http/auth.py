@@ -1,6 +1,5 @@
 """Middleware before all routes: the bearer token and the limit on request size."""
 
-import base64
 import hmac
 from urllib.parse import urlsplit
 
@@ -8,8 +7,9 @@ from fastapi import HTTPException, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.formats.action_size import TOGETHER_BYTES
+from common.http.limits import token_in
+from common.http.refusals import REFUSED, Refusals
 from envhub.http.bodies import json_response
-from envhub.http.refusals import REFUSED, Refusals
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 
@@ -89,22 +89,6 @@ class AuthMiddleware:
         if self._token is None or path in OPEN_PATHS:
             return True
         return hmac.compare_digest(token_in(headers.get(b"authorization", b"")), self._token)
-
-
-def token_in(header: bytes) -> bytes:
-    """Return the token of a Bearer header, or the password of a Basic header.
-
-    A client without token support can put the token into its URL: http://any:TOKEN@host:port.
-    """
-    kind, _, value = header.partition(b" ")
-    if kind.lower() == b"bearer":
-        return value
-    if kind.lower() != b"basic":
-        return b""
-    try:
-        return base64.b64decode(value, validate=True).partition(b":")[2]
-    except ValueError:
-        return b""
 
 
 def _limited(receive: Receive, max_bytes: int) -> Receive:

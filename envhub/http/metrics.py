@@ -7,17 +7,17 @@ import psutil
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from common.http.refusals import Refusals
 from common.telemetry.exposition import MetricsPage, counter, gauge
 from envhub.hosting.session import STEP_BUCKETS_S
 from envhub.hosting.sessions import Sessions
-from envhub.http.refusals import Refusals
 
 COUNTS = ("created", "expired", "deleted", "steps", "repeated", "refused", "failed", "repaired")
 CONNECTION_REFUSALS = (
     "large_headers",
     "slow",
     "too_many",
-)  # Refused connections, see `envhub.http.limits`.
+)  # Refused connections, see `common.http.limits`.
 
 
 class HubMetrics(Collector):

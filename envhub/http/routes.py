@@ -14,6 +14,7 @@ from starlette.responses import StreamingResponse
 
 from common.errors import EnvTimeout
 from common.formats.action_size import DEFAULT_ACTION_MIB, FIELDS_BYTES, MIB
+from common.http.refusals import Refusals
 from common.telemetry.exposition import CONTENT_TYPE
 from envhub.catalogue.extensions import load_extensions
 from envhub.catalogue.registry import Registry
@@ -53,7 +54,6 @@ from envhub.http.bodies import (
 )
 from envhub.http.metrics import HubMetrics
 from envhub.http.parts import AgentGymLimits, HubParts
-from envhub.http.refusals import Refusals
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +92,7 @@ def make_app(
     app = FastAPI(title="Longstride environment hub", lifespan=_lifespan_of(sessions))
     app.state.refusals = refusals = Refusals()
     app.state.max_action_bytes = max_action_bytes
+    app.state.token = token
     app.add_middleware(
         AuthMiddleware,
         token=token,

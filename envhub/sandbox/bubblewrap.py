@@ -10,11 +10,16 @@ from envhub.sandbox.apart import run_apart
 from envhub.sandbox.cgroup import Cgroup
 from envhub.sandbox.interface import (
     HOME,
+    LOGS,
     PATH,
     SMALL_FOLDERS,
+    SOLUTION,
+    TESTS,
     VARIABLES,
+    RefusedBySandbox,
     SandboxFailed,
     SandboxRequest,
+    work_folder,
 )
 from envhub.sandbox.process import AgentSandbox, Launch, agent_argv, agent_text
 
@@ -33,6 +38,11 @@ ACCOUNTS = {
     "/etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
 }
 AGENT_PATH = "/run/agent.py"
+# Folders that cannot be the work folder.
+SYSTEM = (
+    *("usr", *LINKS, "etc", "proc", "dev", "sys", "run"),
+    *(folder.split("/")[1] for folder in (TESTS, LOGS, SOLUTION, "/tmp")),
+)
 INSTALL = "apt-get install bubblewrap"
 NAMESPACES = (
     "allow user namespaces (sysctl user.max_user_namespaces=15000, and where the kernel has them"
@@ -71,11 +81,12 @@ class Bubblewrap:
         await sandbox.delete()
 
     async def create(self, request: SandboxRequest) -> AgentSandbox:
-        """Return a new sandbox. Raises: SandboxFailed, with the remedy."""
+        """Return a new sandbox. Raises: SandboxFailed, with the remedy; RefusedBySandbox."""
         if not self._program:
             raise SandboxFailed(f"bubblewrap ({NAME}) is missing; run {INSTALL}, or {ELSE}")
         if request.image or not request.folder:
             raise SandboxFailed(f"bubblewrap cannot run the image {request.image}; {ELSE}")
+        check_work_folder(request.folder)
         python = find_python(self._options.python)
         files = {**ACCOUNTS, AGENT_PATH: agent_text()}
         descriptors = [_descriptor(text.encode()) for text in files.values()]
@@ -114,6 +125,12 @@ class Bubblewrap:
         for folder in sorted(sizes):  # A folder that contains another one is mounted before it.
             argv += ["--size", str(sizes[folder]), "--tmpfs", folder]
         return [*argv, "--remount-ro", "/", "--chdir", "/"]
+
+
+def check_work_folder(folder: str) -> None:
+    """Raise RefusedBySandbox if a new file system cannot be mounted at a folder."""
+    if work_folder(folder) != folder or folder.split("/")[1] in SYSTEM:
+        raise RefusedBySandbox(f"the work folder {folder[:80]!a} is a folder of the system")
 
 
 def _system(mounts: list[str]) -> list[str]:

@@ -1,5 +1,7 @@
 """The sandbox interface: create, exec, write, read, delete, with the limits of a sandbox."""
 
+import posixpath
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -57,7 +59,7 @@ class SandboxRequest:
     """A sandbox to create.
 
     Attributes:
-        folder: the work folder, an absolute path; "" means the one of the image.
+        folder: the work folder, as `work_folder` returns it; "" means the one of the image.
         image: the container image; "" means the one of the configuration. Only containers use it.
     """
 
@@ -185,3 +187,11 @@ def check_words(what: str, words: Sequence[str]) -> None:
             ) from error
         if size > MAX_ARGUMENT_BYTES:
             raise RefusedBySandbox(f"the {what} has {size} bytes, more than {MAX_ARGUMENT_BYTES}")
+
+
+def work_folder(path: str) -> str:
+    """Return the normalised path of a work folder. Raises: RefusedBySandbox: it cannot be one."""
+    folder = "/" + posixpath.normpath(path).lstrip("/")
+    if not path.startswith("/") or re.fullmatch(r"/[\w./-]+", folder) is None:
+        raise RefusedBySandbox(f"the work folder {path[:80]!a} is not the path of a folder")
+    return folder

@@ -16,6 +16,7 @@ import os
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,6 +27,8 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from common.config.sandbox.options import SandboxOptions
+from common.http.limits import limited_protocol
+from common.http.refusals import Refusals
 from common.log import configure_logging
 from envhub.sandbox.backends import limits_of, make_backend
 from envhub.sandbox.interface import (
@@ -35,6 +38,7 @@ from envhub.sandbox.interface import (
     SandboxFailed,
     SandboxLimits,
     SandboxRequest,
+    work_folder,
 )
 
 logger = logging.getLogger(__name__)
@@ -43,6 +47,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_FILE_BYTES = 64 << 20
 MAX_OUTPUT_BYTES = 16 << 20
 MAX_TIMEOUT_S = 24 * 3600.0
+BODY_S = 300.0  # Deadline for the body of a request with the token.
 WATCH_S = 1.0  # Interval between two checks of the leases.
 
 
@@ -52,8 +57,8 @@ class CreateBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     limits: dict[str, int] = Field(default_factory=dict)
-    folder: str = Field(default="/app", pattern=r"^/[\w./-]{1,200}$")
-    image: str = Field(default="", max_length=500)
+    folder: str = Field(default="/app", max_length=200)
+    image: str = Field(default="", max_length=500, pattern=r"^([A-Za-z0-9][!-~]*)?$")
 
 
 class ExecBody(BaseModel):
@@ -99,7 +104,9 @@ class SandboxTable:
         if len(self._held) + self._num_opening >= self._capacity:
             raise HTTPException(429, f"all {self._capacity} sandboxes are in use")
         request = SandboxRequest(
-            limits=self._lowered(body.limits), folder=body.folder, image=body.image
+            limits=self._lowered(body.limits),
+            folder=body.folder and work_folder(body.folder),
+            image=body.image,
         )
         self._num_opening += 1
         try:
@@ -189,6 +196,18 @@ def make_sandbox_app(table: SandboxTable, token: str) -> FastAPI:
 
     _add_routes(app, table)
     return app
+
+
+def server_config(table: SandboxTable, token: str) -> uvicorn.Config:
+    """Return the server's configuration, with limits on clients that do not send the token."""
+    return uvicorn.Config(
+        make_sandbox_app(table, token),
+        loop="asyncio",
+        http=limited_protocol(Counter(), Refusals(), token=token, body_s=BODY_S),
+        ws="none",
+        log_config=None,
+        access_log=False,
+    )
 
 
 def _json(status: int, body: dict[str, str]) -> Response:
@@ -281,10 +300,7 @@ def main() -> None:
     with socket.create_server((given["host"], given["port"])) as listener:
         host, port = listener.getsockname()[:2]
         print(f"sandboxes: http://{host}:{port}", flush=True)  # noqa: T201 - Scripts read it.
-        config = uvicorn.Config(
-            make_sandbox_app(table, token), loop="asyncio", log_config=None, access_log=False
-        )
-        uvicorn.Server(config).run(sockets=[listener])
+        uvicorn.Server(server_config(table, token)).run(sockets=[listener])
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from actor.rollout.env_client import HubClient, HubSession, HubStepResult
 from common.config.envs import EnvsSection, RemoteOptions
 from common.config.services import EnvhubSection
 from common.errors import EnvError
+from common.http.limits import QuietSocket, limited_protocol
 from envhub import main
-from envhub.http.limits import QuietSocket, limited_protocol
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 60.0

@@ -7,6 +7,7 @@ import secrets
 import signal
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from common.host.loopback import family_of, loopback
 from common.wire.addresses import is_loopback
 
 if TYPE_CHECKING:
+    import uvicorn
     from fastapi import FastAPI
 
     from common.dashboard.web.play import PlayService
@@ -151,16 +153,30 @@ def send_metrics(sources: Sources, *, every_s: float) -> int:
     return 0
 
 
+def server_config(app: "FastAPI") -> "uvicorn.Config":
+    """Return the configuration of a server, with limits on silent and slow connections."""
+    import uvicorn
+
+    from common.http.limits import limited_protocol
+    from common.http.refusals import Refusals
+
+    return uvicorn.Config(
+        app,
+        http=limited_protocol(Counter(), Refusals()),
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=1,
+        lifespan="on",
+    )
+
+
 def _run_server(app: "FastAPI", listener: socket.socket) -> None:
     """Serve an application at a socket until a signal ends the server; close the socket."""
     import uvicorn
 
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="on"
-    )
     try:
         with contextlib.suppress(KeyboardInterrupt):
-            uvicorn.Server(config).run(sockets=[listener])
+            uvicorn.Server(server_config(app)).run(sockets=[listener])
     finally:
         listener.close()

@@ -127,14 +127,14 @@ class TerminalEnv:
         self._num_turns = 0
         self._used_s = 0.0
         limits = _lowered(self._shared.limits, task)
-        self._sandbox = await self._shared.backend.create(
-            SandboxRequest(limits=limits, folder=task.folder, image=task.image)
-        )
-        self._work = task.work or self._sandbox.folder
         try:
+            self._sandbox = await self._shared.backend.create(
+                SandboxRequest(limits=limits, folder=task.folder, image=task.image)
+            )
+            self._work = task.work or self._sandbox.folder
             await self._put(task.files)
         except RefusedBySandbox as error:
-            raise EnvFailure(f"a file of the task cannot be written: {error}") from error
+            raise EnvFailure(f"task {task.name} does not fit into the sandbox: {error}") from error
         await self._prepare(task)
 
     async def _prepare(self, task: TerminalTask) -> None:

@@ -13,8 +13,8 @@ import pytest
 
 from common.config.envs import EnvsSection, RemoteOptions
 from common.config.services import EnvhubSection
+from common.http import limits
 from envhub import main
-from envhub.http import limits
 
 HOST = "127.0.0.1"
 
@@ -29,7 +29,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     with socket.create_server((HOST, 0)) as listener:
         config = main.uvicorn.Config(
             app,
-            http=limits.limited_protocol(sessions.counts, app.state.refusals),
+            http=limits.limited_protocol(sessions.counts, app.state.refusals, token="t"),
             ws="none",
             log_config=None,
         )
@@ -85,6 +85,29 @@ def test_idle_connections_block_no_client(port: int, monkeypatch: pytest.MonkeyP
         while int(str(health(port)["num_too_many"])) < 190:  # a hub that is busy ends them later
             assert time.monotonic() < deadline
         assert health(port)["status"] == "ok"
+
+
+ANSWERED = (
+    b"GET /healthz HTTP/1.1\r\nhost: a\r\n\r\n",
+    b"GET /v1/envs HTTP/1.1\r\nhost: a\r\nauthorization: Bearer no\r\n\r\n",
+    b"POST /v1/sessions HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n{",
+)
+
+
+@pytest.mark.parametrize("sent", ANSWERED)
+def test_answered_connections_without_the_token_block_no_client(
+    port: int, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(limits, "REQUEST_S", 30.0)
+    address, own = f"http://{HOST}:{port}", {"Authorization": "Bearer t"}
+    with contextlib.ExitStack() as stack, httpx.Client(headers=own, timeout=20.0) as client:
+        assert client.get(f"{address}/v1/envs").status_code == 200
+        for _ in range(150):
+            stranger = stack.enter_context(socket.create_connection((HOST, port), timeout=5))
+            stranger.sendall(sent)
+            assert stranger.recv(12).startswith(b"HTTP/1.1 ")
+        assert httpx.get(f"{address}/v1/envs", headers=own, timeout=20.0).status_code == 200
+        assert client.get(f"{address}/v1/envs").status_code == 200
 
 
 def step_request(number: int, action: str) -> bytes:

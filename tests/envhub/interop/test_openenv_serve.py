@@ -14,11 +14,11 @@ import pytest
 
 from common.config.envs import EnvsSection, RemoteOptions
 from common.config.services import EnvhubSection
+from common.http.limits import QuietSocket, limited_protocol
 from envhub import main
 from envhub.env import Style
 from envhub.envs.textcraft.env import make_spec
 from envhub.hosting.sessions import Sessions
-from envhub.http.limits import QuietSocket, limited_protocol
 
 T = TypeVar("T")
 TOKEN = "open sesame"

@@ -1,13 +1,16 @@
 """Laws of remote sandboxes: the reference server with bubblewrap, over real HTTP."""
 
 import asyncio
+import contextlib
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import psutil
@@ -15,6 +18,7 @@ import pytest
 import uvicorn
 
 from common.config.sandbox.options import SandboxOptions
+from common.http import limits
 from common.repository import ROOT
 from envhub.sandbox.bubblewrap import Bubblewrap
 from envhub.sandbox.interface import (
@@ -25,7 +29,7 @@ from envhub.sandbox.interface import (
     SandboxRequest,
 )
 from envhub.sandbox.remote import RemoteSandboxes
-from envhub.sandbox.serve import SandboxTable, make_sandbox_app
+from envhub.sandbox.serve import SandboxTable, server_config
 from tests.envhub.sandbox.boxes import LIMITS, OPTIONS, SLEEPER, need_bubblewrap, shell
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -37,10 +41,7 @@ def serving(*, lease_s: float = 600.0, capacity: int = 4) -> Iterator[tuple[str,
     """Yield the URL of a server in a thread, and its table."""
     table = SandboxTable(Bubblewrap(OPTIONS), LIMITS, lease_s=lease_s, capacity=capacity)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        config = uvicorn.Config(
-            make_sandbox_app(table, TOKEN), loop="asyncio", log_config=None, access_log=False
-        )
-        server = uvicorn.Server(config)
+        server = uvicorn.Server(server_config(table, TOKEN))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", table
@@ -127,6 +128,78 @@ def test_server_bounds_sandboxes_and_requests(url: str) -> None:
         return found + created
 
     assert asyncio.run(work()) == [400, 422, 404, 404, 200, 201, 201, 201, 201, 429]
+
+
+@pytest.mark.parametrize(
+    ("folder", "status"),
+    [
+        ("/app/../../x", 201),  # The work folder is /x of the sandbox.
+        ("/app/../../usr/x", 422),
+        ("//usr/x", 422),
+        ("/", 422),
+        ("/app/..", 422),
+        ("/a\n", 422),
+        ("x", 422),
+    ],
+)
+def test_work_folder_stays_in_the_sandbox(url: str, folder: str, status: int) -> None:
+    async def work() -> int:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        async with (
+            aiohttp.ClientSession(headers=headers) as http,
+            http.post(f"{url}/v1/sandboxes", json={"folder": folder}) as answer,
+        ):
+            return answer.status
+
+    name = Path("/", folder.strip("/").rpartition("/")[2])
+    is_there = name.exists()
+    assert asyncio.run(work()) == status
+    assert name.exists() == is_there
+
+
+@pytest.mark.parametrize("image", ["--privileged", "-v/:/host", "a b", "a\n"])
+def test_image_is_no_option_of_the_container_program(url: str, image: str) -> None:
+    async def work() -> int:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        async with (
+            aiohttp.ClientSession(headers=headers) as http,
+            http.post(f"{url}/v1/sandboxes", json={"image": image}) as answer,
+        ):
+            return answer.status
+
+    assert asyncio.run(work()) == 422
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"POST /v1/sandboxes HTTP/1.1\r\nhost: a\r\n",
+        b"GET /healthz HTTP/1.1\r\nhost: a\r\n\r\n",
+        b"POST /v1/sandboxes HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n{",
+    ],
+)
+def test_flood_without_a_token_shuts_no_client_out(
+    monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    need_bubblewrap()
+    monkeypatch.setattr(limits, "MAX_CONNECTIONS", 100)
+    monkeypatch.setenv("SANDBOX_TOKEN", TOKEN)
+    with serving() as (address, _), contextlib.ExitStack() as flood:
+        place = (urlsplit(address).hostname, urlsplit(address).port)
+
+        async def work(sandbox: Sandbox) -> list[str]:
+            texts: list[str] = []
+            for _ in range(3):  # The client's connection is open while the others come.
+                for _ in range(150):
+                    stranger = flood.enter_context(socket.create_connection(place, timeout=5))
+                    with contextlib.suppress(ConnectionError):
+                        stranger.sendall(sent)
+                texts.append((await shell(sandbox, "echo served")).text)
+            return texts
+
+        assert at(address, work) == ["served\n"] * 3
+        assert at(address, work) == ["served\n"] * 3  # A client that comes during the flood.
 
 
 def test_unused_sandbox_ends_with_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,19 +1,26 @@
 """Laws of the metrics of a run for Prometheus."""
 
+import contextlib
 import json
 import os
+import socket
+import threading
 import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import uvicorn
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.dashboard.prometheus.page import make_metrics_app
 from common.dashboard.prometheus.run_metrics import RunMetrics
 from common.dashboard.reading.sources import Sources
+from common.dashboard.web.server import server_config
+from common.http import limits
 from common.launch.lock import hold_run
 from common.store.run_dir import RunDir
 from common.telemetry.exposition import MetricsPage
@@ -206,3 +213,25 @@ def test_metrics_server_requires_its_token(run_dir: RunDir) -> None:
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert value(samples_of(answer.text), "run_up") == 1.0
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /metrics HTTP/1.1\r\nx: ", b"GET / HTTP/1.1\r\n\r\n"])
+def test_flood_of_strangers_shuts_no_scraper_out(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(limits, "MAX_CONNECTIONS", 50)
+    sources = Sources(["a"], runs=run_dir.root.parent)
+    app = make_metrics_app(sources.run_folders, token="swordfish")
+    server = uvicorn.Server(server_config(app))
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        serving = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        serving.start()
+        stack.callback(serving.join)
+        stack.callback(setattr, server, "should_exit", True)
+        for _ in range(100):
+            stranger = socket.create_connection(listener.getsockname(), timeout=5)
+            stack.enter_context(stranger).sendall(sent)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
+        headers = {"authorization": "Bearer swordfish"}
+        assert httpx.get(url, headers=headers, timeout=5.0).status_code == 200

@@ -1,6 +1,8 @@
-"""Limits on connections before authentication: header size, request time and number."""
+"""Limits of HTTP servers on connections before authentication: header size, time and number."""
 
 import asyncio
+import base64
+import hmac
 import logging
 from collections import Counter
 from typing import Any
@@ -8,8 +10,8 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
+from common.http.refusals import REFUSED, Refusals
 from common.wire.access.connections import RESERVED_FILES, raise_file_limit
-from envhub.http.refusals import REFUSED, Refusals
 
 MAX_HEADER_BYTES = 64 * 1024  # Maximum bytes of a request's head with its path.
 REQUEST_S = 20.0  # Deadline for a complete request, from its first byte or from the connection.
@@ -27,8 +29,12 @@ class LimitedProtocol(HttpToolsProtocol):
     counts: Counter[str]
     refusals: Refusals
     max_connections: int
-    unused: dict["LimitedProtocol", None]  # Connections without a complete request yet, in order.
+    token: bytes  # A connection with this token is closed for no other one; b"": there is none.
+    body_s: float | None  # Deadline for the body of a request with the token; None: `REQUEST_S`.
+    # Connections without a request in progress that have not sent the token, the oldest first.
+    unused: dict["LimitedProtocol", None]
 
+    _has_token = False
     _timer: asyncio.TimerHandle | None = None
     _num_bytes = 0
     _is_in_headers = True
@@ -63,19 +69,32 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._is_in_headers = False
+        if self.token and not self._has_token:
+            given = next((v for k, v in self.headers if k == b"authorization"), b"")
+            self._has_token = hmac.compare_digest(token_in(given), self.token)
+        if self._has_token and self.body_s is not None:
+            self._begin(self.body_s)
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         self._end()
-        self.unused.pop(self, None)
+        if not self.cycle or not self.cycle.response_complete:
+            self.unused.pop(self, None)
         self._num_bytes = 0
         self._is_in_headers = True
         super().on_message_complete()
 
-    def _begin(self) -> None:
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        is_idle = self.cycle.response_complete and not self.transport.is_closing()
+        if is_idle and not self._has_token:
+            self.unused.pop(self, None)
+            self.unused[self] = None  # The newest one.
+
+    def _begin(self, limit_s: float | None = None) -> None:
         """Start the timer of the request."""
         self._end()
-        self._timer = self.loop.call_later(REQUEST_S, self._end_slow_request)
+        self._timer = self.loop.call_later(limit_s or REQUEST_S, self._end_slow_request)
 
     def _end(self) -> None:
         """Stop the timer of the request."""
@@ -108,13 +127,45 @@ class QuietSocket(WebSocketsSansIOProtocol):
         self.conn.logger = self.logger
 
 
-def limited_protocol(counts: Counter[str], refusals: Refusals) -> type[HttpToolsProtocol]:
-    """Return the protocol class of one hub's connections; it counts refused clients."""
+def token_in(header: bytes) -> bytes:
+    """Return the token of a Bearer header, or the password of a Basic header.
+
+    A client without token support can put the token into its URL: http://any:TOKEN@host:port.
+    """
+    kind, _, value = header.partition(b" ")
+    if kind.lower() == b"bearer":
+        return value
+    if kind.lower() != b"basic":
+        return b""
+    try:
+        return base64.b64decode(value, validate=True).partition(b":")[2]
+    except ValueError:
+        return b""
+
+
+def limited_protocol(
+    counts: Counter[str],
+    refusals: Refusals,
+    *,
+    token: str | None = None,
+    body_s: float | None = None,
+) -> type[HttpToolsProtocol]:
+    """Return the protocol class of one server's connections; it counts refused clients.
+
+    Args:
+        token: token of the server's clients. Connections that have sent it stay open while others
+            are closed for further ones; None or "": idle connections are closed.
+        body_s: seconds for the body of a request with the token; None: those of any request.
+    """
     limit = raise_file_limit()
-    own = {
-        "counts": counts,
-        "refusals": refusals,
-        "max_connections": min(MAX_CONNECTIONS, limit - min(RESERVED_FILES, limit // 4)),
-        "unused": {},
-    }
-    return type("HubProtocol", (LimitedProtocol,), own)
+
+    class ServerProtocol(LimitedProtocol):
+        """The connections of one server."""
+
+    ServerProtocol.counts = counts
+    ServerProtocol.refusals = refusals
+    ServerProtocol.max_connections = min(MAX_CONNECTIONS, limit - min(RESERVED_FILES, limit // 4))
+    ServerProtocol.unused = {}
+    ServerProtocol.token = (token or "").encode()
+    ServerProtocol.body_s = body_s
+    return ServerProtocol
