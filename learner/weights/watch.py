@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from common.config.run_config import OnStall, RunConfig, TrainMode
-from common.errors import LongstrideError
+from common.errors import ConfigError, LongstrideError
 from learner.weights.prompts import RecentPrompts
 from learner.weights.publisher import EngineCheck, Publisher
 
@@ -14,6 +14,14 @@ logger = logging.getLogger(__name__)
 CHECK_EVERY_S = 30.0  # Seconds without a new version before the engines are checked.
 # Seconds as `CHECK_EVERY_S`, in sync mode: steps may be long, and runs must be reproducible.
 LOCKSTEP_EVERY_S = 600.0
+
+
+class EnginesDiffer(ConfigError):
+    """The engines and the trainer score the same tokens with the same version differently.
+
+    A restarted learner would publish the same weights and repeat the same steps, so the run ends:
+    exit code 2.
+    """
 
 
 class EngineWatch:
@@ -52,12 +60,16 @@ class EngineWatch:
         self._asked_at = time.monotonic()
 
     def check(self) -> None:
-        """Return if engines and trainer agree. Raises: LongstrideError: too many alarms."""
+        """Return if engines and trainer agree. Raises: EnginesDiffer: too many alarms."""
         num_alarms = self._publisher.num_canary_alarms
         if num_alarms >= self._cfg.max_canary_alarms:
-            raise LongstrideError(
+            raise EnginesDiffer(
                 f"The logprobs of engine {self._publisher.worst_engine} and of the trainer differed"
-                f" {num_alarms} times in a row by more than usual; see"
+                f" {num_alarms} times in a row by more than usual"
+                f" (learner.max_canary_alarms={self._cfg.max_canary_alarms}). A restart would"
+                " repeat these steps, so the run ends. If other engines agree, start this actor"
+                " again. Otherwise compute in one precision, such as learner.precision=fp32 with"
+                " model.dtype=float32. If the difference is the engine's noise, raise"
                 f" learner.max_canary_delta={self._cfg.max_canary_delta}."
             )
 
@@ -67,7 +79,7 @@ class EngineWatch:
         Args:
             version: version of the current weights.
 
-        Raises: LongstrideError: as `check`.
+        Raises: EnginesDiffer: as `check`.
         """
         self.check()
         is_first = not self._is_measured and self._recent.is_full

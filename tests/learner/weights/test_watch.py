@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from common.config.run_config import OnStall, RunConfig, RunSection
-from common.errors import LongstrideError
+from common.errors import ConfigError, LongstrideError
 from learner.weights import prompts as prompting
 from learner.weights import watch as watching
 from learner.weights.canary import Canary
@@ -64,8 +64,15 @@ def test_wrong_engine_scores_raise_without_publishing(
     publisher.publish(weights)
     start_actor("good", scores=CANARY_LOGPROBS)
     start_actor("nonsense", scores=[[-3.0, -4.0]] * 4)
-    with pytest.raises(LongstrideError, match=r"engine nonsense .* differed \d times in a row"):
+    # A restart cannot mend it: the launcher does not start a role again after a ConfigError.
+    with pytest.raises(ConfigError, match=r"engine nonsense .* differed \d times") as caught:
         look_on(watch, recent, ["nonsense"], for_s=5.0)
+    for key in (
+        "learner.max_canary_alarms=3",
+        "learner.precision=fp32",
+        "learner.max_canary_delta",
+    ):
+        assert key in str(caught.value)
 
 
 def test_good_engines_are_checked_and_raise_no_alarm(
