@@ -427,7 +427,7 @@ def run_command(command: Command, request: ParsedCommand) -> int:
     if check is not None:
         check(cfg)
     if request.is_dry:
-        return show_config(cfg, has_plan=command.has_plan)
+        return show_config(cfg, request.command, has_plan=command.has_plan)
     run_dir = RunDir(root=ROOT / cfg.run.dir / cfg.run.name)
     if request.probe is not None:
         from common.dashboard.terminal.training import probe
@@ -440,11 +440,13 @@ def run_command(command: Command, request: ParsedCommand) -> int:
     return command.run(cfg, run_dir)
 
 
-def show_config(cfg: RunConfig, *, has_plan: bool) -> int:
-    """Print the resolved configuration, the memory plan and the objective; return the exit code."""
+def show_config(cfg: RunConfig, command: str, *, has_plan: bool) -> int:
+    """Print the resolved configuration, memory plan, precision and objective; return exit code."""
+    from common.checks.precision import precision_lines
     from learner.objective.dead_settings import summary_lines
 
     lines = memory_lines(cfg) if has_plan else []
+    lines += precision_lines(command, cfg, ROOT)
     lines += summary_lines(cfg.algorithm, cfg.learner)
     lines += cfg.curriculum.warnings(cfg.horizon)
     return commands.echo(

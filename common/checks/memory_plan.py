@@ -22,6 +22,7 @@ from common.checks.memory_parts import (
     times,
 )
 from common.checks.model_shape import ModelShape, read_shape
+from common.checks.precision import choose_precision
 from common.checks.served.allocation import served_engines
 from common.checks.served.engine import ServedEngine
 from common.config.compute import Moments, Offload, OptimizerKind
@@ -192,6 +193,10 @@ def plan_here(cfg: RunConfig, root: Path) -> list[MemoryBudget]:
     """
     shape = read_shape(root / cfg.model.path)
     found = gpus()
+    num_gpus = len(_named_gpus(cfg) if is_elsewhere(cfg) else found)
+    is_cuda = trains_on_gpu(cfg, num_gpus=num_gpus)
+    precision, _ = choose_precision(cfg.learner, root / cfg.model.path, is_cuda=is_cuda)
+    cfg = replace(cfg, learner=replace(cfg.learner, precision=precision))
     if is_elsewhere(cfg):
         return _with_served(cfg, root, plan_named(cfg, shape), _named_gpus(cfg))
     try:

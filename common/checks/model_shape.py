@@ -147,21 +147,21 @@ def _count_params(folder: Path, *, is_tied: bool) -> int:
     """
     total = 0
     for path in weight_files(folder):
-        for name, entry in _entries(path).items():
+        for name, entry in weight_entries(path)[1].items():
             if not (is_tied and name == "lm_head.weight"):
                 total += math.prod(entry["shape"])
     return total
 
 
-def _entries(path: Path) -> dict[str, Any]:
-    """Return the header of a safetensors file by the names of its tensors."""
+def weight_entries(path: Path) -> tuple[int, dict[str, Any]]:
+    """Return the offset of the data in a safetensors file, and its header by names of tensors."""
     with path.open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))
         if size > path.stat().st_size:
             raise ValueError(f"{path.name}: the header is longer than the file")
         header: dict[str, Any] = json.loads(file.read(size))
     header.pop("__metadata__", None)
-    return header
+    return 8 + size, header
 
 
 def weight_files(folder: Path, names: Iterable[str] | None = None) -> list[Path]:
@@ -211,11 +211,10 @@ def check_weights(folder: Path, *, key: str, shown: str) -> None:
     for path in weight_files(folder):
         try:
             # The last tensor ends with the file.
-            stored = [each for each in _entries(path).values() if "data_offsets" in each]
+            start, header = weight_entries(path)
+            stored = [each for each in header.values() if "data_offsets" in each]
             ends = [int(each["data_offsets"][1]) for each in stored]
-            with path.open("rb") as file:
-                (size,) = struct.unpack("<Q", file.read(8))
-            missing = 8 + size + max(ends, default=0) - path.stat().st_size
+            missing = start + max(ends, default=0) - path.stat().st_size
             problem = f"lacks its last {counted(missing, 'byte', form=',')}" if missing > 0 else ""
         except (ValueError, KeyError, TypeError, AttributeError, struct.error):
             problem = "has no header of safetensors"

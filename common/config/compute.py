@@ -85,10 +85,11 @@ class ShardPlace(StrEnum):
 class Precision(StrEnum):
     """Precision of the forward and backward passes; the master weights are fp32.
 
-    auto: bf16 if the device has bf16 units, else fp32. On a CPU with one rank and
-    train.mode=async, both are timed at the run's start (about 0.1 s). The faster one is then used
-    for the whole run if the difference exceeds 20 %. With train.mode=sync nothing is timed, so
-    that such runs repeat bit for bit.
+    auto: bf16 if the device has bf16 units, else fp32. On a CPU it is also fp32 for a checkpoint
+    of bf16 numbers if rounding would hide an update of the learning rate from more than half of its
+    weights. The choice is made before the start and is never timed. --dry-run, the log, and
+    report.html show it with its reason. bf16 rounds the weights for each pass; an update below half
+    a unit of bf16 is hidden until it has added up, see train/vanished_update_frac.
     """
 
     AUTO = "auto"
@@ -115,8 +116,8 @@ class Attention(StrEnum):
 
     fused: flash attention on CUDA (for packed sequences in bf16), else torch's scaled dot product
     attention. products: plain matrix products, which store the probabilities of all token pairs.
-    auto: fused on CUDA. On a CPU the faster one, timed as for learner.precision; products if the
-    difference is small.
+    auto: fused on CUDA. On a CPU with one rank and train.mode=async, the faster one of a timing at
+    the run's start (about 0.1 s); products if the difference is below 20 %.
     """
 
     AUTO = "auto"

@@ -129,6 +129,7 @@ class Report:
     eval_curve: list[CurvePoint]
     mode: str
     seed: int
+    precision: str  # Precision of the learner's passes and its reason; "" if it never started.
     steps: int
     episodes: int  # Episodes issued for training.
     wall_s: float | None

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from common.checks.precision import recorded_precision
 from common.config.envs import own_tasks
 from common.config.run_config import RunConfig
 from common.dashboard.reading.run_source import RunSource
@@ -101,6 +102,7 @@ def build_report(
         eval_curve=eval_curve(run_dir.journal),
         mode=cfg.train.mode.value,
         seed=cfg.run.seed,
+        precision=recorded_precision(run_dir.precision),
         steps=int(peak(lines, "step") or 0),
         episodes=(ledger or {}).get("issued", len(totals.train_episodes)),
         wall_s=wall_s if wall_s is not None else peak(lines, "time_s"),

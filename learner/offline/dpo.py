@@ -124,7 +124,7 @@ def train(
     The reference is the initial model. It scores all pairs once, before the first update, so that
     memory holds one network only.
     """
-    learner = choose_offline_compute(model, learner)
+    learner = choose_offline_compute(model, learner, cfg)
     reference = _score_pairs(model, pairs, cfg, learner)  # [pair, 2]
     generator = torch.Generator().manual_seed(seed)
 

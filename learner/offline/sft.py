@@ -108,7 +108,7 @@ def train(
     log: Log = ignore,
 ) -> list[float]:
     """Train in place; return the mean loss of every epoch (nats per trained token)."""
-    learner = choose_offline_compute(model, learner)
+    learner = choose_offline_compute(model, learner, cfg)
     generator = torch.Generator().manual_seed(seed)
     # The schedule needs the number of steps, and an epoch's batches depend on its order.
     epochs = [

@@ -21,9 +21,10 @@ from learner.policy.finite import TrainingDiverged
 from learner.policy.kernels.attention import use_attention
 from learner.policy.kernels.compiling import compile_parts, naming_compiler
 from learner.policy.model import Scoring, load_policy, pick_device, token_logprobs
-from learner.policy.precision import frozen_dtype, uses_bf16
+from learner.policy.precision import frozen_dtype, settled_precision, uses_bf16
 from learner.policy.selfcheck import check_policy
 from learner.training.optimizers.optimizer import make_optimizer
+from learner.training.vanished import VanishedUpdates
 
 logger = logging.getLogger(__name__)
 
@@ -68,15 +69,24 @@ def load_start(
     return model, tokenizer
 
 
-def choose_offline_compute(model: PreTrainedModel, learner: LearnerSection) -> LearnerSection:
-    """Configure the computation of the model; return the section with its layout resolved.
+def choose_offline_compute(
+    model: PreTrainedModel, learner: LearnerSection, cfg: SftSection | DpoSection | None = None
+) -> LearnerSection:
+    """Configure the computation of the model; return the section with its values resolved.
 
     From now on the model's passes draw no random numbers. Its scores are compared with those of its
     own forward pass.
 
+    Args:
+        cfg: the section with the rates of the training; None: those of the learner.
+
     Raises: ConfigError: packing is configured and not possible; scores differ by more than
         rounding; compilation is configured and not available.
     """
+    rates = learner if cfg is None else replace(learner, lr=cfg.lr, muon_lr=cfg.muon_lr)
+    precision, reason = settled_precision(rates, model.device, path=model.name_or_path or "")
+    logger.info("learner.precision: %s (%s)", precision.value, reason)
+    learner = replace(learner, precision=precision)
     make_deterministic(model)
     is_packed = use_attention([model], model.device.type, learner.layout, learner.attention)
     check_policy(model, _scoring_settings(model, learner), is_packed=is_packed)
@@ -128,6 +138,7 @@ def train_epochs(
             row, or in all of an epoch. A single such step is skipped and changes nothing.
     """
     optimizer = make_optimizer(model, replace(learner, lr=cfg.lr, muon_lr=cfg.muon_lr))
+    vanished = VanishedUpdates(model, is_bf16=uses_bf16(learner, model.device))
     epochs: list[dict[str, float]] = []
     step, started, num_bad = 0, time.monotonic(), 0
     make_deterministic(model)
@@ -138,11 +149,14 @@ def train_epochs(
             optimizer.set_lr_scale(lr_scale(step))
             found, is_good = _gradient(model, parts, loss_of, max_grad_norm)
             if is_good:
+                vanished.begin()
                 optimizer.step()
+                hidden = vanished.share(lr=optimizer.lr)
                 for name, value in found.items():
                     sums[name] += value
                 here = max(found.get(WEIGHT, 0.0), 1.0)
                 means = {name: value / here for name, value in found.items() if name != WEIGHT}
+                means |= {"train/vanished_update_frac": hidden}
                 log({**means, "epoch": float(epoch + 1), "lr_scale": lr_scale(step)})
             optimizer.zero_grad()
             step = step + 1

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from learner.policy.lora import ADAPTED, ADAPTER, adapted_layers
+from learner.policy.precision import on_grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +33,28 @@ class _Change:
         """Return `weight` + scale * B A in fp32, for each expert."""
         a = _whole(a).float()
         b = _whole(b).float()
+        weight = _whole(weight).float()
         if self.num_experts:
-            a = a.reshape(self.num_experts, -1, a.shape[-1])  # [expert, rank, input]
-            b = b.reshape(b.shape[0], -1, self.num_experts)  # [output, rank, expert]
-            order = "ore,eri->eoi" if self.is_output_first else "ore,eri->eio"
-            return _whole(weight).float() + torch.einsum(order, b, a) * self.scale
-        return _whole(weight).float() + b @ a * self.scale
+            return torch.baddbmm(weight, *self._of_experts(a, b), alpha=self.scale)
+        return weight + b @ a * self.scale
+
+    def computed(self, weight: Tensor, a: Tensor, b: Tensor, *, is_bf16: bool) -> Tensor:
+        """Return the sum of what the forward pass uses, in fp32.
+
+        The pass computes the sums for experts itself, by this operation in the weight's dtype. A
+        linear layer has no such sum: the results of its three products are added.
+        """
+        if self.num_experts:
+            left, right = self._of_experts(a.to(weight.dtype), b.to(weight.dtype))
+            return torch.baddbmm(weight, left, right, alpha=self.scale).float()
+        factors = (on_grid(each) if is_bf16 else each for each in (weight, a, b))
+        return self.added(*factors)
+
+    def _of_experts(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the factors of each expert's change, in the order of its weight's axes."""
+        a = a.reshape(self.num_experts, -1, a.shape[-1])  # [expert, rank, input]
+        b = b.reshape(b.shape[0], -1, self.num_experts).permute(2, 0, 1)  # [expert, output, rank]
+        return (b, a) if self.is_output_first else (a.mT, b.mT)
 
 
 class LastMerged:
@@ -52,15 +69,24 @@ class Merged:
     """A live weight with its adapter, merged when it is read. It is not sharded."""
 
     def __init__(
-        self, weight: Tensor, factors: tuple[Tensor, Tensor], change: _Change, last: LastMerged
+        self,
+        weight: Tensor,
+        factors: tuple[Tensor, Tensor],
+        change: _Change,
+        last: LastMerged,
+        *,
+        is_bf16: bool,
     ) -> None:
         self.shape = weight.shape
         self.dtype = torch.float32
         self.device = weight.device
+        # True: the forward pass has no such weight, only its parts.
+        self.is_sum = not change.num_experts
         self._weight = weight
         self._factors = factors
         self._change = change
         self._last = last
+        self._is_bf16 = is_bf16
 
     def numel(self) -> int:
         return self._weight.numel()
@@ -71,7 +97,8 @@ class Merged:
         key = (id(self), *(each._version for each in tensors))
         if self._last.key != key:
             self._last.numbers = None  # Frees the memory before the next merge.
-            self._last.numbers = self._change.added(self._weight, *self._factors).flatten()
+            made = self._change.computed(self._weight, *self._factors, is_bf16=self._is_bf16)
+            self._last.numbers = made.flatten()
             self._last.key = key
         assert self._last.numbers is not None
         return self._last.numbers
@@ -91,10 +118,15 @@ def merged_tensors(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tu
         yield plain, tensor if change is None else change.merged(tensor.detach(), state)
 
 
-def live_merged(model: nn.Module) -> Iterator[tuple[str, Tensor | Merged]]:
+def live_merged(
+    model: nn.Module, *, is_bf16: bool = False
+) -> Iterator[tuple[str, Tensor | Merged]]:
     """Yield (transformers name, live weight), tied weights once.
 
     A weight with an adapter is merged when it is read.
+
+    Args:
+        is_bf16: merge what a pass in bf16 uses.
     """
     changes = _changes(model)
     state = model.state_dict(keep_vars=True)
@@ -107,7 +139,10 @@ def live_merged(model: nn.Module) -> Iterator[tuple[str, Tensor | Merged]]:
         plain = ADAPTED.sub(".", name)
         change = changes.get(plain)
         bare = tensor.detach()
-        yield plain, bare if change is None else Merged(bare, change.factors(state), change, last)
+        if change is None:
+            yield plain, bare
+        else:
+            yield plain, Merged(bare, change.factors(state), change, last, is_bf16=is_bf16)
 
 
 def _changes(model: nn.Module) -> dict[str, _Change]:

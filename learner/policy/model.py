@@ -31,6 +31,7 @@ from learner.policy.kernels.head import (
 from learner.policy.loading import META, give_memory, load_network, take_memory
 from learner.policy.lora import adapter_tensors, adapts_experts, add_adapters, has_adapters
 from learner.policy.merging import Merged, live_merged
+from learner.policy.precision import round_all_factors
 
 
 def pick_device(name: str) -> torch.device:
@@ -143,7 +144,7 @@ class Scoring:
     chunk_tokens: int  # Rows of the vocabulary projection in memory at once.
     autocast: bool  # True: compute in bf16 over fp32 weights.
     temperature: float = 1.0  # Sampling temperature; logits are divided by it, as in the sampler.
-    # Dtype of the projection under autocast: that of the engine.
+    # Dtype of the projection under autocast: that of the engine. The weights are bf16 numbers.
     head_dtype: torch.dtype = torch.bfloat16
 
 
@@ -174,6 +175,8 @@ def _run(body: nn.Module, tokens: TokenBatch, *, autocast: bool, **outputs: bool
     """Run a network without its head over a block; return transformers' output."""
     device_type = tokens.token_ids.device.type
     set_routes(body, tokens.routes)
+    if autocast:
+        round_all_factors(body)
     packed: dict[str, Any] = {}
     if tokens.packing is not None:
         packed = {"position_ids": tokens.position_ids, "packing": tokens.packing}
@@ -204,7 +207,7 @@ def hidden_logprobs(
         support_ids: [tokens, k] further tokens to score at each position; None: none.
     """
     dtype = how.head_dtype if how.autocast else torch.float32
-    logits_of = logits_function(model, dtype)
+    logits_of = logits_function(model, dtype, is_rounded=how.autocast)
 
     logprobs: list[Tensor] = []
     entropies: list[Tensor] = []
@@ -259,18 +262,23 @@ def _score_rows(
     return logprobs, -(log_softmax.exp() * log_softmax).sum(-1), support
 
 
-def published_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor | Merged | Stored]]:
+def published_tensors(
+    model: PreTrainedModel, *, is_bf16: bool = False
+) -> Iterator[tuple[str, Tensor | Merged | Stored]]:
     """Yield (name in a checkpoint, live tensor or this rank's shard) that engines need.
 
     These are the adapters if the model has any, otherwise all weights, tied ones once. Adapters of
     experts are merged into their weights, because engines do not take them.
+
+    Args:
+        is_bf16: merge what a pass in bf16 uses.
 
     Raises: ConfigError: as `stored_tensors`.
     """
     if has_adapters(model) and not adapts_experts(model):
         yield from adapter_tensors(model)
         return
-    yield from stored_tensors(model, dict(live_merged(model))).items()
+    yield from stored_tensors(model, dict(live_merged(model, is_bf16=is_bf16))).items()
 
 
 def whole(tensor: Tensor) -> Tensor:

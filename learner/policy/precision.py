@@ -1,29 +1,52 @@
 """The learner's arithmetic: bf16 over fp32 master weights, or fp32 throughout.
 
-CPUs without bf16 units emulate it, which is slower than fp32. Some tensors stay in fp32 in both:
-vectors, the rows of routers, and the decay rates and convolutions of recurrent layers. A rounded
-number there changes the choice of experts, or grows from token to token. These tensors are a
-thousandth of a network.
+Some tensors are stored, gathered and sent in fp32 in both: vectors, the rows of routers, and the
+decay rates and convolutions of recurrent layers. They are a thousandth of a network. A pass in bf16
+rounds those of them that are factors of a product, as autocast does, and all other tensors.
+
+A version for the engines has the numbers that the pass uses (`rounded_names`). Otherwise an engine
+in fp32 would follow updates that the pass does not see, and its samples would come from another
+policy than the gradient.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from math import prod
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from common.checks.machine import has_bf16_units
+from common.checks.precision import PrecisionChoice, choose_precision
 from common.config.compute import Precision
 from common.config.learning import LearnerSection
+from learner.policy.experts.weights import holds_experts
 
+_ENTERED = "rounding_modes"  # Attribute of a module: the modes of its current calls.
 MAX_WIDTH = 16  # Product of the shorter axes: states of Mamba have 16 numbers, convolutions 4.
 
 
+def settled_precision(
+    learner: LearnerSection, device: torch.device, *, path: str
+) -> PrecisionChoice:
+    """Return the configured precision, or that of the rule for a checkpoint and these rates.
+
+    Args:
+        path: folder of the checkpoint to start from; "": new weights.
+    """
+    folder = Path(path) if path else None
+    has_units = precision_by_rule(device.type) is Precision.BF16
+    is_cuda = device.type == "cuda"
+    return choose_precision(learner, folder, is_cuda=is_cuda, has_units=has_units)
+
+
 def uses_bf16(learner: LearnerSection, device: torch.device) -> bool:
-    """Return whether to compute in bf16; auto follows the rule."""
+    """Return whether to compute in bf16; auto is what the device has units for."""
     if learner.precision is Precision.AUTO:
         return precision_by_rule(device.type) is Precision.BF16
     return learner.precision is Precision.BF16
@@ -58,6 +81,101 @@ def exact_names(network: nn.Module, shapes: Mapping[str, Sequence[int]]) -> set[
         for name, shape in shapes.items()
         if stays_exact(shape, num_experts) or listed.search(name)
     }
+
+
+def rounded_names(network: nn.Module, shapes: Mapping[str, Sequence[int]]) -> set[str]:
+    """Return the names of a network's tensors that a pass in bf16 rounds to bf16.
+
+    These are the tensors that do not stay in fp32, and factors of products that do: autocast rounds
+    biases, convolutions and the rows of routers. Norms, decay rates and corrections remain.
+
+    Args:
+        shapes: shapes of the tensors by name.
+    """
+    exact = exact_names(network, shapes)
+    return {name for name in shapes if name not in exact or _is_factor(name, shapes)}
+
+
+def _is_factor(name: str, shapes: Mapping[str, Sequence[int]]) -> bool:
+    """Return whether a tensor is the weight or the bias of a layer whose weight is a matrix."""
+    owner, _, kind = name.rpartition(".")
+    return kind in ("weight", "bias") and len(shapes.get(f"{owner}.weight", ())) > 1
+
+
+class RoundedFactors(TorchFunctionMode):
+    """Rounds factors to bf16 that autocast leaves in fp32.
+
+    Autocast knows neither the rows of tables nor the products of stacked experts, and some routers
+    turn it off. Sharded weights are gathered in bf16, so several ranks would compute another
+    function than one rank.
+    """
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        named = kwargs or {}
+        match getattr(func, "__name__", ""):
+            case "embedding":
+                return on_grid(func(*args, **named))
+            case "linear":
+                rows, *factors = args
+                named = {key: _rounded(each) for key, each in named.items()}
+                return func(rows, *map(_rounded, factors), **named)
+            case "_grouped_mm" | "grouped_mm_fallback":
+                states, weights, *others = args
+                both = (states.to(torch.bfloat16), weights.to(torch.bfloat16))
+                return func(*both, *others, **named).to(states.dtype)
+            case _:
+                return func(*args, **named)
+
+
+def _rounded(each: Any) -> Any:
+    return on_grid(each) if isinstance(each, Tensor) else each
+
+
+def on_grid(weight: Tensor) -> Tensor:
+    """Return a weight rounded to bf16, in its own dtype. Its gradient is that of the result."""
+    return weight.to(torch.bfloat16).to(weight.dtype)
+
+
+def round_all_factors(network: nn.Module) -> None:
+    """Let tables, stacked experts and routers of a network follow autocast, like other products.
+
+    A second call changes nothing. Without autocast their results are the same as before.
+    """
+    for module in network.modules():
+        is_odd = isinstance(module, nn.Embedding) or holds_experts(module) or _is_router(module)
+        if is_odd and not hasattr(module, _ENTERED):
+            setattr(module, _ENTERED, [])
+            module.register_forward_pre_hook(_enter)
+            module.register_forward_hook(_leave, always_call=True)
+
+
+def _is_router(module: nn.Module) -> bool:
+    """Return whether a module multiplies by a matrix in its own code, as routers do."""
+    weight = module._parameters.get("weight")
+    is_plain = isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
+    return weight is not None and weight.ndim > 1 and not is_plain
+
+
+def _enter(module: nn.Module, _: object) -> None:
+    """Begin to round, if autocast is active on the module's device."""
+    device_type = next(module.parameters()).device.type
+    mode = RoundedFactors() if torch.is_autocast_enabled(device_type) else None
+    getattr(module, _ENTERED).append(mode)
+    if mode is not None:
+        mode.__enter__()
+
+
+def _leave(module: nn.Module, _: object, __: object) -> None:
+    """End what `_enter` began."""
+    mode = getattr(module, _ENTERED).pop()
+    if mode is not None:
+        mode.__exit__(None, None, None)
 
 
 def stays_exact(shape: Sequence[int], num_experts: Iterable[int]) -> bool:

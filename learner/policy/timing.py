@@ -1,8 +1,9 @@
 """Chooses the fastest compute configuration of a machine by a short timing, once per run.
 
-On a CPU the timing compares the arithmetic, the layout of sequences and the attention kernels.
-Their results differ by rounding. A configuration is rejected if its log-probabilities differ from
-the plain one's by more than `learner.max_canary_delta`.
+On a CPU the timing compares layouts of sequences and attention kernels. Their results differ by
+rounding. A configuration is rejected if its log-probabilities differ from the plain one's by more
+than `learner.max_canary_delta`. The precision changes what is learnt, so a rule chooses it before;
+see `common/checks/precision.py`.
 """
 
 import logging
@@ -26,7 +27,7 @@ from learner.batch.batching import TokenBatch, collate_tokens
 from learner.policy.kernels.attention import attention_by_rule, packing_problem, use_attention
 from learner.policy.loading import is_unloaded
 from learner.policy.model import Scoring, pick_device, token_logprobs, vocabulary_size
-from learner.policy.precision import precision_by_rule
+from learner.policy.precision import settled_precision
 
 logger = logging.getLogger(__name__)
 
@@ -105,19 +106,21 @@ def choose_compute(
     if file.exists():
         return _kept(learner, file, is_open)
     timings: dict[str, float] = {}
+    device = pick_device(learner.device)
+    precision, reason = settled_precision(learner, device, path=model.name_or_path or "")
+    logger.info("learner.precision: %s (%s)", precision.value, reason)
+    learner = replace(learner, precision=precision)
     config, num_threads = config_by_rule(learner, model), max(1, learner.num_threads)
     is_open["layout"] &= not packing_problem(model)
-    is_cpu = pick_device(learner.device).type == "cpu"
     # A network that is sharded later cannot be timed.
-    if is_cpu and not is_repeatable and not is_unloaded(model):
+    if device.type == "cpu" and not is_repeatable and not is_unloaded(model):
         num_tokens = int(min(max(max_seq_tokens / 4, MIN_TOKENS), MAX_TOKENS))
         timer = measure or partial(time_configs, num_tokens=num_tokens)
-        for stage in (_precisions, _kernels):
-            configs = stage(config, is_open)
-            if len(configs) > 1:
-                timed = timer(model, configs)
-                config = fastest(timed, rule=config, max_delta=learner.max_canary_delta)
-                timings |= {each.name: round(1e3 * t.seconds, 3) for each, t in timed.items()}
+        configs = _kernels(config, is_open)
+        if len(configs) > 1:
+            timed = timer(model, configs)
+            config = fastest(timed, rule=config, max_delta=learner.max_canary_delta)
+            timings |= {each.name: round(1e3 * t.seconds, 3) for each, t in timed.items()}
         if is_open["num_threads"]:
             num_threads = best_threads(model, config, num_cores, num_tokens=num_tokens)
     found = replace(
@@ -130,16 +133,20 @@ def choose_compute(
     shown = ", ".join(f"{name} {ms:.1f} ms" for name, ms in timings.items())
     summary = _shown(settled(found), is_open)
     logger.info("chose compute settings: %s; timings: %s", summary, shown or "none")
-    write_json(file, settled(found) | {"cpu_ms": timings})
+    write_json(file, settled(found) | {"precision_reason": reason, "cpu_ms": timings})
     return found
 
 
 def _kept(learner: LearnerSection, file: Path, is_open: Mapping[str, bool]) -> LearnerSection:
-    """Return the section with the values of the run's first start."""
+    """Return the section with the values of the run's first start.
+
+    A precision that was configured since then replaces that of the file, which the report names.
+    """
     # A run of a version without this choice was padded and used the rule's kernels.
     earlier = settled(replace(learner, layout=Layout.PADDED, num_threads=1))
     earlier["attention"] = attention_by_rule(pick_device(learner.device).type).value
-    kept = earlier | read_json(file, {}, remedy=_REMEDY)
+    first = read_json(file, {}, remedy=_REMEDY)
+    kept = earlier | first
     own = settled(learner)
     try:
         found = with_settled(learner, {n: kept[n] if is_open[n] else own[n] for n in own})
@@ -147,6 +154,10 @@ def _kept(learner: LearnerSection, file: Path, is_open: Mapping[str, bool]) -> L
         raise ConfigError(f"{file}: damaged ({error}); {_REMEDY}") from error
     summary = _shown(settled(found), is_open)
     logger.info("using the compute settings of this run's first start: %s", summary)
+    if found.precision.value != kept["precision"]:
+        reason = "learner.precision is set since a later start"
+        changed = {"precision": found.precision.value, "precision_reason": reason}
+        write_json(file, first | changed)
     return found
 
 
@@ -168,24 +179,16 @@ def _shown(plain: Mapping[str, Any], is_open: Mapping[str, bool]) -> str:
 
 
 def config_by_rule(learner: LearnerSection, model: PreTrainedModel) -> ComputeConfig:
-    """Return the configured values, and the device's rules in place of auto."""
-    device_type = pick_device(learner.device).type
-    precision = learner.precision
+    """Return the configured values, and the rules in place of auto."""
+    device = pick_device(learner.device)
+    precision, _ = settled_precision(learner, device, path=model.name_or_path or "")
     layout = learner.layout
     attention = learner.attention
-    if precision is Precision.AUTO:
-        precision = precision_by_rule(device_type)
     if layout is Layout.AUTO:
         layout = Layout.PADDED if packing_problem(model) else Layout.PACKED
     if attention is Attention.AUTO:
-        attention = attention_by_rule(device_type)
+        attention = attention_by_rule(device.type)
     return ComputeConfig(precision, layout, attention)
-
-
-def _precisions(config: ComputeConfig, is_open: Mapping[str, bool]) -> list[ComputeConfig]:
-    """Return the configuration in each precision that the settings leave open."""
-    kinds = (Precision.BF16, Precision.FP32) if is_open["precision"] else (config.precision,)
-    return [replace(config, precision=kind) for kind in kinds]
 
 
 def _kernels(config: ComputeConfig, is_open: Mapping[str, bool]) -> list[ComputeConfig]:

@@ -37,6 +37,7 @@ from learner.training.step_metrics import (
     routing_metrics,
     volume_metrics,
 )
+from learner.training.vanished import VanishedUpdates
 from learner.weights.exact import policy_weights
 from learner.weights.source import Gathering, LiveWeights
 
@@ -99,6 +100,8 @@ class Trainer:
         self._critic_optimizer = (
             None if self._critic is None else make_critic_optimizer(self._critic, cfg)
         )
+        is_bf16 = self._gradients.passes.scoring.autocast
+        self._vanished = VanishedUpdates(self._model, is_bf16=is_bf16, ranks=self._ranks)
         self._controller = Controller(cfg.controller, max_ahead_steps=settings.max_ahead_steps)
         # Modules by their names in a checkpoint.
         self._modules: dict[str, nn.Module] = {"model": self._model}
@@ -171,7 +174,7 @@ class Trainer:
             return self._digester.standing(self._frozen)
 
     def live_weights(self, *, ask: Callable[[bytes], object] | None = None) -> LiveWeights:
-        """Return the policy's tensors as published, tied ones once.
+        """Return the policy's tensors as published, with the numbers of the forward pass.
 
         The tensors are read from the weights themselves, sharded or not; `before_update` guards
         them.
@@ -186,7 +189,8 @@ class Trainer:
             assert ranks.publish_group is not None
             device = torch.device(ranks.publish_device)
             gathering = Gathering(ranks.publish_group, ranks.index, device, ask)
-        return policy_weights(self._model, self._engine_dtype, gathering=gathering)
+        is_bf16 = self._gradients.passes.scoring.autocast
+        return policy_weights(self._model, self._engine_dtype, is_bf16=is_bf16, gathering=gathering)
 
     def carry_out(self, order: RankOperation) -> None:
         """Run an order of rank 0 on this rank."""
@@ -270,6 +274,7 @@ class Trainer:
         overlap = Overlap(math.nan, math.nan)
         updates: list[Update] = []
         parts = self._minibatches(batch)
+        self._vanished.begin()
         self._digester.prepared(batch.samples, parts)
         for part in parts:
             self._zero_grad()
@@ -287,7 +292,10 @@ class Trainer:
         self.num_batches += 1
         self._count_bad(updates, batch)
         self.digests = self._digester.finish(f"{decision} {self._controller.state_dict()}")
+        vanished = self._vanished.share(lr=self._optimizer.lr)
         metrics = self._metrics(batch, updates, decision, time.perf_counter() - started_s)
+        if any(update.is_good for update in updates):
+            metrics["train/vanished_update_frac"] = vanished
         answered |= {f"offpolicy/{name}": value for name, value in overlap._asdict().items()}
         metrics |= {name: value for name, value in answered.items() if math.isfinite(value)}
         return TrainResult(metrics=metrics, decision=decision)

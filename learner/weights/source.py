@@ -52,6 +52,7 @@ class Piece(NamedTuple):
 
     weight: Tensor | Merged  # The weight, or this rank's shard of it.
     dtype: torch.dtype  # Dtype in which it is sent.
+    is_rounded: bool  # True: its numbers are rounded to bf16 first.
     rank: int
     first: int  # Index of the first number in the flat whole weight.
     count: int
@@ -82,6 +83,7 @@ class LiveWeights:
         dtype: torch.dtype | None,
         *,
         exact: Collection[str] = (),
+        rounded: Collection[str] = (),
         gathering: Gathering | None = None,
     ) -> None:
         """Wrap tensors: DTensors on a mesh [shard] or [copy, shard], plain ones, or ranges of both.
@@ -89,6 +91,7 @@ class LiveWeights:
         Args:
             dtype: dtype in which floating-point tensors are sent; None: each in its own.
             exact: names of the tensors that are sent in their own dtype in any case.
+            rounded: names of the tensors whose numbers are rounded to bf16 before any other cast.
         """
         named = list(named)
         layout = [
@@ -99,6 +102,7 @@ class LiveWeights:
         self.specs, self.total_bytes = lay_out(layout)
         self._dtypes = [tensor.dtype for _, tensor in layout]
         self._runs = [_runs_of(tensor) for _, tensor in named]
+        self._is_rounded = [name in rounded for name, _ in named]
         self._offsets = [spec.offset_bytes for spec in self.specs]
         self._gathering = gathering
         self._stage: Tensor | None = None  # [num_bytes] uint8 on the weights' device.
@@ -212,6 +216,7 @@ class LiveWeights:
             if first_byte >= stop_byte:
                 continue
             dtype = self._dtypes[index]
+            is_rounded = self._is_rounded[index]
             first = (first_byte - spec.offset_bytes) // dtype.itemsize
             stop = (stop_byte - spec.offset_bytes) // dtype.itemsize
             at = spec.offset_bytes - start  # Byte offset of the tensor's first number.
@@ -222,13 +227,18 @@ class LiveWeights:
                     end = min(wanted[1], high)
                     if begin < end:
                         place = at + (begin - offset) * dtype.itemsize
-                        yield Piece(weight, dtype, rank, begin, end - begin, place)
+                        yield Piece(weight, dtype, is_rounded, rank, begin, end - begin, place)
                 first -= count
                 stop -= count
                 at += count * dtype.itemsize
 
     def _local(self, piece: Piece) -> Tensor:
-        """Return the numbers [count] of a piece that this rank holds."""
+        """Return the numbers [count] of a piece that this rank holds, as they are sent."""
+        numbers = self._masters(piece)
+        return numbers.to(torch.bfloat16) if piece.is_rounded else numbers
+
+    def _masters(self, piece: Piece) -> Tensor:
+        """Return the numbers [count] of a piece as this rank holds them."""
         tensor = piece.weight
         if isinstance(tensor, Merged):
             return tensor.numbers()[piece.first : piece.first + piece.count]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from common.checks.precision import recorded_precision
 from common.cpu import cpu_seconds
 from common.dashboard.reading.run_source import RunSource
 from common.dashboard.verdict import Bottleneck
@@ -33,6 +34,7 @@ CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Loss", "", ("loss/*",)),
     ("Clipped and masked tokens", "share", ("policy/clipped_frac", "policy/masked_frac")),
     ("Gradient norm", "", ("train/grad_norm",)),
+    ("Updates hidden by rounding to bf16", "share", ("train/vanished_update_frac",)),
     ("Tokens per second", "tokens/s", ("actor/tokens_per_s", "train/tokens_per_s")),
     ("Seconds of a step", "s", ("wait/batch_s", "train/step_s", "publish/total_s")),
     (
@@ -88,7 +90,7 @@ def overview(run: RunSource) -> dict[str, Any]:
         "charts": charts(run.metrics.columns),
         "report": json_object(run.run_dir.report),
         "selection": json_object(run.run_dir.selection),
-        "settings": _settings(run.config()),
+        "settings": _settings(run.config()) | _precision(run),
         "cpu": cpu_seconds(run.run_dir),
     }
 
@@ -100,6 +102,12 @@ def _settings(config: Mapping[str, Any]) -> dict[str, str]:
     tasks = [as_map(each) for each in listed]
     named = [f"{each.get('weight', 1)} x {each.get('subset') or each.get('env')}" for each in tasks]
     return {"tasks": ", ".join(named)} | {key: flat[key] for key in SETTINGS if key in flat}
+
+
+def _precision(run: RunSource) -> dict[str, str]:
+    """Return the precision that the learner has settled, with its reason."""
+    found = recorded_precision(run.run_dir.precision)
+    return {"learner.precision": found} if found else {}
 
 
 def _lags(run: RunSource) -> dict[str, float]:

@@ -6,7 +6,7 @@ states.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from common.errors import ConfigError
+from learner.policy.precision import RoundedFactors, on_grid
 
 PROBE_TOKENS = 8
 SCALES = (1.0, 100.0)  # Factors of the probed states: a cap of logits changes only large ones.
@@ -26,16 +27,20 @@ _OWN = "has_own_logits"
 Logits = Callable[[Tensor], Tensor]  # [tokens, hidden] -> [tokens, vocab]
 
 
-def logits_function(model: PreTrainedModel, dtype: torch.dtype) -> Logits:
+def logits_function(model: PreTrainedModel, dtype: torch.dtype, *, is_rounded: bool) -> Logits:
     """Return the function from states to logits, which computes in `dtype`.
 
     Cast weights are kept by the function, so that chunks do not cast them again.
+
+    Args:
+        is_rounded: round the weights to bf16 in any case, as the rest of a pass in bf16.
     """
     if getattr(model, _OWN, False):
-        return lambda rows: own_logits(model, rows, dtype)
+        return lambda rows: own_logits(model, rows, dtype, is_rounded=is_rounded)
     head: Any = model.get_output_embeddings()
-    weight = head.weight.to(dtype)  # [vocab, hidden]
-    bias = None if getattr(head, "bias", None) is None else head.bias.to(dtype)
+    cast = on_grid if is_rounded else lambda each: each
+    weight = cast(head.weight).to(dtype)  # [vocab, hidden]
+    bias = None if getattr(head, "bias", None) is None else cast(head.bias).to(dtype)
     return lambda rows: F.linear(rows.to(dtype), weight, bias)
 
 
@@ -51,7 +56,9 @@ def trunk_of(model: PreTrainedModel) -> PreTrainedModel:
     return trunk
 
 
-def own_logits(model: PreTrainedModel, rows: Tensor, dtype: torch.dtype) -> Tensor:
+def own_logits(
+    model: PreTrainedModel, rows: Tensor, dtype: torch.dtype, *, is_rounded: bool = False
+) -> Tensor:
     """Return the logits [tokens, vocab] of a network whose trunk has returned `rows`."""
     head: Any = model.get_output_embeddings()
     is_bf16 = dtype is torch.bfloat16
@@ -60,6 +67,7 @@ def own_logits(model: PreTrainedModel, rows: Tensor, dtype: torch.dtype) -> Tens
     with (
         _returning(trunk_of(model), states) as calls,
         torch.autocast(states.device.type, dtype=torch.bfloat16, enabled=is_bf16),
+        RoundedFactors() if is_rounded else nullcontext(),
     ):
         logits = model(input_ids=ids, use_cache=False).logits[0]
     if not calls:

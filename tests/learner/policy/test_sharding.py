@@ -71,3 +71,25 @@ def test_two_ranks_in_bf16_train_vectors_as_one(tmp_path: Path) -> None:
         # A few gradients near zero have another sign, and Adam's first step another direction.
         differ = (weights[name] - weights_of_two[name]).abs() > 1e-3
         assert differ.float().mean() < 0.2, name
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt2"])
+def test_two_ranks_in_bf16_publish_the_numbers_of_one(tmp_path: Path, family: str) -> None:
+    path = save_network(family, tmp_path)
+    still = ControllerSection(skip_step=False)
+    learner = LearnerSection(
+        device="cpu", precision=Precision.BF16, rank_timeout_s=120.0, controller=still
+    )
+    cfg = RunConfig(model=ModelSection(path=str(path), dtype="float32"), learner=learner)
+    found: list[dict[str, torch.Tensor]] = []
+    for num_ranks in (1, 2):
+        own = replace(cfg, learner=replace(learner, num_ranks=num_ranks))
+        with trainer_of(own) as (trainer, workers):
+            found.append(tensors_of(trainer.live_weights(ask=workers.ask_for_part)))
+            shown = trainer.train_on(make_samples(), version=0).metrics
+            assert 0.9 < shown["train/vanished_update_frac"] <= 1.0
+    alone, both = found
+    assert alone.keys() == both.keys()
+    for name, each in alone.items():
+        assert torch.equal(each, both[name]), name
+        assert "norm" in name or "ln_" in name or torch.equal(each, each.bfloat16().float()), name

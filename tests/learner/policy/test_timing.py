@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from common.checks.precision import recorded_precision
 from common.config.compute import Attention, Layout, Precision
 from common.config.learning import LearnerSection
 from learner.policy import timing
@@ -63,24 +64,39 @@ def settle(file: Path, clock: Clock, *, is_repeatable: bool = False, **keys: Any
     return ComputeConfig(found.precision, found.layout, found.attention)
 
 
-@pytest.mark.parametrize("precision", [BF16, FP32])
 @pytest.mark.parametrize("layout", [Layout.PACKED, Layout.PADDED])
 @pytest.mark.parametrize("attention", [Attention.PRODUCTS, Attention.FUSED])
 def test_fastest_configuration_overrides_the_rules(
-    tmp_path: Path, precision: Precision, layout: Layout, attention: Attention
+    tmp_path: Path, layout: Layout, attention: Attention
 ) -> None:
-    clock = Clock(**dict.fromkeys((precision.value, layout.value, attention.value), 0.1))
+    clock = Clock(**dict.fromkeys((layout.value, attention.value), 0.1))
     file = tmp_path / "precision.json"
-    assert settle(file, clock) == ComputeConfig(precision, layout, attention)
-    slower = Clock(**dict.fromkeys((precision.value, layout.value, attention.value), 9.0))
-    assert settle(file, slower) == ComputeConfig(
-        precision, layout, attention
-    )  # The run keeps its choice.
+    expected = ComputeConfig(precision_by_rule("cpu"), layout, attention)
+    assert settle(file, clock) == expected
+    slower = Clock(**dict.fromkeys((layout.value, attention.value), 9.0))
+    assert settle(file, slower) == expected  # The run keeps its choice.
     assert not slower.asked
 
 
+def test_timing_never_chooses_the_precision(tmp_path: Path) -> None:
+    for name in ("bf16", "fp32"):
+        clock = Clock(**{name: 0.001})
+        found = settle(tmp_path / f"{name}.json", clock)
+        assert found.precision is precision_by_rule("cpu")
+        assert {way.precision for way in clock.asked} == {found.precision}
+
+
+def test_file_has_the_precision_and_its_reason(tmp_path: Path) -> None:
+    file = tmp_path / "precision.json"
+    settle(file, Clock(), precision=BF16)
+    assert recorded_precision(file) == "bf16 (learner.precision is set)"
+    settle(file, Clock(), precision=FP32)
+    assert recorded_precision(file) == "fp32 (learner.precision is set since a later start)"
+    assert settle(file, Clock()).precision is FP32  # The run keeps its choice.
+
+
 def test_configured_values_hold_without_timing(tmp_path: Path) -> None:
-    clock = Clock(fp32=9.0, padded=9.0)
+    clock = Clock(padded=9.0)
     chosen = settle(tmp_path / "a.json", clock, precision=FP32, layout=Layout.PADDED)
     assert (chosen.precision, chosen.layout) == (FP32, Layout.PADDED)
     assert {way.layout for way in clock.asked} == {Layout.PADDED}

@@ -1,0 +1,203 @@
+"""Laws of a version's numbers: they are those that the learner's forward pass uses."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, Mamba2Config, Mamba2ForCausalLM
+
+from common.config.compute import LoraSection, Precision
+from common.config.learning import AlgorithmSection, ControllerSection, LearnerSection
+from learner.policy.forward import Networks
+from learner.policy.model import load_policy
+from learner.training.step import TrainerSettings
+from learner.training.trainer import Trainer
+from learner.weights.delta import VersionKeeper
+from learner.weights.snapshot import PublishedWeights
+from tests.learner.builders import make_model, make_model_with_adapters, make_samples, tensors_of
+from tests.learner.experts import make_experts, save_experts
+
+IDS = [[5, 9, 17, 30, 41, 8, 7, 12, 6, 33, 25, 19], [3, 44, 2, 11, 29, 13, 40]]
+BELOW_HALF = 0x7000  # In units of the last place of fp32: 7/16 of a unit of bf16.
+
+
+def trainer_of(
+    model: Any, precision: Precision, *, dtype: str = "float32", lr: float = 1e-5
+) -> Trainer:
+    """Return a trainer for engines in `dtype`, which accepts samples of other policies."""
+    learner = LearnerSection(
+        device="cpu",
+        precision=precision,
+        lr=lr,
+        warmup_steps=0,
+        controller=ControllerSection(skip_step=False),
+    )
+    settings = TrainerSettings(
+        learner=learner, algorithm=AlgorithmSection(), num_steps=100, engine_dtype=dtype
+    )
+    return Trainer(settings, Networks(policy=model))
+
+
+@torch.no_grad()
+def lay_on_grid(model: Any) -> Any:
+    """Round the weights to bf16 numbers, as a checkpoint in bf16 has them."""
+    for each in model.parameters():
+        each.copy_(each.bfloat16().float())
+    return model
+
+
+def is_on_grid(each: Tensor) -> bool:
+    return torch.equal(each, each.bfloat16().to(each.dtype))
+
+
+def make(kind: str) -> Any:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 50, "num_hidden_layers": 1, "initializer_range": 0.2}
+    match kind:
+        case "tied":
+            return make_model(is_tied=True)
+        case "biases and positions":
+            still: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+            gpt2 = GPT2Config(n_embd=32, n_head=2, n_positions=64, **still, **sizes)
+            return GPT2LMHeadModel(gpt2).train()
+        case "recurrent":
+            heads: dict[str, Any] = {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 32}
+            return Mamba2ForCausalLM(Mamba2Config(hidden_size=32, **heads, **sizes)).train()
+        case "dense":
+            return make_model()
+    return make_experts(kind)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["dense", "tied", "biases and positions", "recurrent", "qwen3_moe", "mixtral", "gpt_oss"],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_change_that_a_bf16_pass_rounds_away_is_not_published(kind: str, dtype: str) -> None:
+    model = lay_on_grid(make(kind))
+    trainer = trainer_of(model, Precision.BF16, dtype=dtype)
+    source = trainer.live_weights()
+    before, scores = tensors_of(source), trainer.score(IDS)
+    kinds = {"seen": 0, "hidden": 0}
+    for name, weight in model.named_parameters():
+        old = weight.detach().clone()
+        with torch.no_grad():  # Away from zero, by less than half a unit.
+            bits = weight.view(torch.int32) + BELOW_HALF
+            weight.copy_(torch.where(weight == 0, weight, bits.view(torch.float32)))
+        after = tensors_of(source)
+        is_sent = any(not torch.equal(each, before[key]) for key, each in after.items())
+        is_seen = trainer.score(IDS) != scores
+        # The pass may use a number whose small change has no effect on these scores.
+        assert is_sent or not is_seen, name
+        if is_sent:
+            assert weight.ndim == 1 or "mixer" in name or "experts" in name, name
+        kinds["seen" if is_sent else "hidden"] += 1
+        with torch.no_grad():
+            weight.copy_(old)
+    assert min(kinds.values()) > 0
+
+
+def engine_scores(engine: Any, version: dict[str, Tensor]) -> Tensor:
+    """Return the logprobs of an engine in fp32 with the weights of a version."""
+    missing, unexpected = engine.load_state_dict(version, strict=False)
+    assert not unexpected
+    assert not [name for name in missing if "lm_head" not in name]
+    found = []
+    with torch.no_grad():
+        for row in IDS:
+            logits = engine(input_ids=torch.tensor([row])).logits[0, :-1].float()
+            found.append(logits.log_softmax(-1).gather(1, torch.tensor(row[1:])[:, None])[:, 0])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize(("precision", "limit"), [(Precision.BF16, 0.02), (Precision.FP32, 1e-5)])
+def test_canary_of_a_bf16_checkpoint_stays_flat(precision: Precision, limit: float) -> None:
+    model, engine = lay_on_grid(make_model()), make_model().eval()
+    trainer = trainer_of(model, precision)
+    source = trainer.live_weights()
+    deltas: list[float] = []
+    first = engine_scores(engine, tensors_of(source))
+    for version in range(21):
+        ours = torch.tensor([each for row in trainer.score(IDS) for each in row])
+        version_now = tensors_of(source)
+        deltas.append((engine_scores(engine, version_now) - ours).abs().mean().item())
+        if precision is Precision.BF16:
+            assert all(is_on_grid(each) for each in version_now.values() if each.ndim > 1)
+        trainer.train_on(make_samples(seed=version), version=version)
+    assert deltas[0] < limit
+    assert max(deltas) < deltas[0] + limit / 20
+    moved = (engine_scores(engine, tensors_of(source)) - first).abs().mean()
+    assert moved > (1e-3 if precision is Precision.FP32 else 0.0)
+
+
+def test_pass_in_fp32_publishes_the_masters() -> None:
+    trainer = trainer_of(make_model(), Precision.FP32)
+    masters = dict(trainer._model.named_parameters())
+    for name, each in tensors_of(trainer.live_weights()).items():
+        assert torch.equal(each, masters[name])
+
+
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP32])
+def test_adapters_are_published_as_the_pass_uses_them(precision: Precision) -> None:
+    model = make_model_with_adapters()
+    trainer = trainer_of(model, precision)
+    found = tensors_of(trainer.live_weights())
+    masters = {name: each for name, each in model.named_parameters() if ".lora_" in name}
+    assert len(found) == len(masters)
+    for each, master in zip(found.values(), masters.values(), strict=True):
+        used = master.bfloat16().float() if precision is Precision.BF16 else master
+        assert torch.equal(each, used)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP32])
+def test_engine_with_merged_experts_computes_the_same(
+    tmp_path: Path, kind: str, precision: Precision
+) -> None:
+    save_experts(tmp_path, kind)
+    lora = LoraSection(rank=4, targets=["experts"])
+    torch.manual_seed(1)
+    model = load_policy(str(tmp_path), device="cpu", gradient_checkpointing=False, lora=lora)
+    for name, each in model.named_parameters():
+        if ".lora_" in name:
+            torch.nn.init.normal_(each, std=0.1)
+    trainer = trainer_of(model, precision)
+    version = tensors_of(trainer.live_weights())
+    plain = load_policy(str(tmp_path), device="cpu", gradient_checkpointing=False)
+    receiver = trainer_of(plain, precision)
+    before = tensors_of(receiver.live_weights())
+    for (name, each), target in zip(version.items(), before.values(), strict=True):
+        assert each.shape == target.shape, name
+    with torch.no_grad():
+        for weight, offset, number in _places(receiver, version):
+            weight.reshape(-1)[offset : offset + number.numel()].copy_(number.flatten())
+    assert receiver.score(IDS) == trainer.score(IDS)
+    assert all(torch.equal(a, version[n]) for n, a in tensors_of(receiver.live_weights()).items())
+
+
+def _places(receiver: Trainer, version: dict[str, Tensor]):
+    """Yield each range of a weight in memory, with the numbers of the version that belong there."""
+    source = receiver.live_weights()
+    for spec, runs in zip(source.specs, source._runs, strict=True):
+        flat, at = version[spec.name].flatten(), 0
+        for weight, offset, count in runs:
+            yield weight, offset, flat[at : at + count]
+            at += count
+
+
+def test_changes_between_versions_are_those_of_the_pass() -> None:
+    model = lay_on_grid(make_model())
+    trainer = trainer_of(model, Precision.BF16, dtype="bfloat16", lr=1e-6)
+    source, keeper = trainer.live_weights(), VersionKeeper()
+    keeper.keep(PublishedWeights(version=0, source=source))
+    before = {name: each.detach().clone() for name, each in model.named_parameters()}
+    trainer.train_on(make_samples(), version=0)
+    kept = keeper.keep(PublishedWeights(version=1, source=source))
+    sent = tensors_of(kept.whole.source)
+    for name, each in model.named_parameters():
+        assert not torch.equal(each, before[name])
+        assert torch.equal(sent[name], each if each.ndim == 1 else each.bfloat16())
+    assert kept.changed_frac is not None
+    assert 0 < kept.changed_frac < 0.05
