@@ -2,6 +2,7 @@
 
 Segments are consecutive in an episode's arrays. Each begins with the context of its first turn.
 That context is masked from the loss, so every sampled token is trained in exactly one segment.
+The last segment may be the prompt of a turn that was not played, for a critic (`split_end`).
 `segment_starts` holds the index of each segment's first token; the first is 0.
 """
 
@@ -47,7 +48,27 @@ def segments_of(trajectory: Trajectory) -> list[slice]:
 
 
 def as_rows(trajectory: Trajectory) -> list[Trajectory]:
-    """Return each segment as a one-segment trajectory. Fields of the episode are unchanged."""
+    """Return each segment as a one-segment trajectory. Fields of the episode are unchanged.
+
+    The prompt after the last turn is left out, see `split_end`.
+    """
+    return split_end(trajectory)[0]
+
+
+def split_end(trajectory: Trajectory) -> tuple[list[Trajectory], Trajectory | None]:
+    """Return the training rows, and the segment of the prompt after the last turn, or None.
+
+    An episode that was cut short for a critic may end with a segment that has no sampled token: the
+    prompt of the next turn, where the critic reads the value of the end.
+    """
+    parts = _parts(trajectory)
+    if len(parts) > 1 and not parts[-1].loss_mask.any():
+        return parts[:-1], parts[-1]
+    return parts, None
+
+
+def _parts(trajectory: Trajectory) -> list[Trajectory]:
+    """Return each segment as a one-segment trajectory."""
     if len(trajectory.segment_starts) < 2:
         return [trajectory]
     return [
@@ -125,9 +146,11 @@ def refusal_of_asides(trajectory: Trajectory) -> str:
 
 def refusal_of_segments(trajectory: Trajectory) -> str:
     """Return why the segments cannot be trained as rows; "" if they can."""
-    for number, part in enumerate(segments_of(trajectory)):
+    parts = segments_of(trajectory)
+    for number, part in enumerate(parts):
         mask = trajectory.loss_mask[part]
-        if mask[0] or not mask.any():
+        is_end = 0 < number == len(parts) - 1  # As in `split_end`.
+        if mask[0] or not (mask.any() or is_end):
             what = "begins with a sampled token" if mask[0] else "has no sampled token"
             return f"segment {number} {what}"
     return ""

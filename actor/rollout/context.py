@@ -154,9 +154,14 @@ class Tape:
             while self.asides and self.asides[-2] > cut:
                 del self.asides[-3:]
 
-    def end(self, last_turn: int) -> None:
-        """Drop an unanswered segment; assign tokens sampled after the last turn to that turn."""
-        self.drop_unanswered()
+    def end(self, last_turn: int, *, keeps_next: bool = False) -> None:
+        """Assign tokens after the last turn to that turn.
+
+        Args:
+            keeps_next: keep an unanswered segment, the prompt that would have followed.
+        """
+        if not keeps_next:
+            self.drop_unanswered()
         first = bisect_right(self.turn_ids, last_turn)  # The turns never decrease.
         self.turn_ids[first:] = [last_turn] * (len(self.turn_ids) - first)
 
@@ -307,10 +312,12 @@ class History:
             ask: samples a turn of the policy on the tape's context.
             reflects: ask the policy for a reflection before that turn.
         """
-        self.max_prompt = self._widest - reflects * self._aside_tokens
-        self._demand = REFLECT if reflects else ""
-        if not await self._continue(observation, taken, turn, ask):
-            return False
+        self._expect(reflects)
+        if not self._extend(observation, taken, turn):
+            if self._kind is not ContextKind.SUMMARY:
+                return False
+            if not await self._start_summary(observation, taken, turn, ask):
+                return False
         if reflects:
             start = self.tape.num_in_context
             await self._think(Aside.REFLECTION, turn, ask)
@@ -318,8 +325,40 @@ class History:
                 self._turns[-1].shown += self.tape.context[start:]
         return True
 
-    async def _continue(self, observation: str, taken: Turn, turn: int, ask: Ask) -> bool:
-        """Append the observation, or start a new segment; False if the context is full."""
+    def last(self, observation: str, taken: Turn, turn: int, *, reflects: bool = False) -> None:
+        """Show the observation after the last turn as the next prompt would, as far as it fits.
+
+        A critic reads the value of the episode's end there, so the prompt has a form that is
+        trained. Cuts and repairs of the observation are not counted.
+        """
+        is_tried = bool(self._turns) and self._turns[-1].answer is taken.token_ids
+        if not is_tried and self._shows(observation, taken, turn, reflects=reflects):
+            return
+        context = self.tape.context
+        if self._keeps is not KeepThinking.ALL:
+            before = [each for each in self._turns if each.answer is not taken.token_ids]
+            context = self._without_thoughts(self._page, [*before, Step(taken.token_ids, [])])
+        room = min(self._room.max_tokens - len(context), self._half)
+        ids = self._fitted_again(observation, taken, room=room)
+        if ids is not None:
+            self.tape.show([*context, *ids], turn)
+
+    def _shows(self, observation: str, taken: Turn, turn: int, *, reflects: bool) -> bool:
+        """Show an observation without counting it; return False if it does not fit."""
+        self._expect(reflects)
+        counted = self.observations
+        self.observations = Observations()
+        is_shown = self._extend(observation, taken, turn)
+        self.observations = counted
+        return is_shown
+
+    def _expect(self, reflects: bool) -> None:
+        """Set the limit and the ending of the next observation."""
+        self.max_prompt = self._widest - reflects * self._aside_tokens
+        self._demand = REFLECT if reflects else ""
+
+    def _extend(self, observation: str, taken: Turn, turn: int) -> bool:
+        """Append the observation, or slide the window; False if the context is full."""
         encode = self._answering(taken)
         ids = self.observations.fitted(observation, encode, max_tokens=self._half)
         if ids is None:
@@ -334,11 +373,7 @@ class History:
             elif self.tape.num_in_context + len(ids) <= self.max_prompt:
                 self.tape.observe(ids, turn)
                 return True
-        if self._kind is ContextKind.WINDOW:
-            return self._slide(observation, taken, turn)
-        if self._kind is ContextKind.SUMMARY:
-            return await self._start_summary(observation, taken, turn, ask)
-        return False
+        return self._kind is ContextKind.WINDOW and self._slide(observation, taken, turn)
 
     async def _think(self, kind: Aside, turn: int, ask: Ask) -> Turn:
         """Sample a plan or a reflection, then ask for an action; the environment gets neither."""
@@ -377,12 +412,6 @@ class History:
             context += [*shown, *answer]
             shown = step.shown
         return [*context, *shown]
-
-    def last(self, observation: str, taken: Turn, turn: int) -> None:
-        """Append the observation after the last turn, as far as it fits. A cut is not counted."""
-        encode = observing(self._render, taken)
-        room = self._room.max_tokens - self.tape.num_in_context
-        self.tape.observe(Observations().fitted(observation, encode, max_tokens=room) or [], turn)
 
     def _slide(self, observation: str, taken: Turn, turn: int) -> bool:
         """Start a segment with the first message and the newest turns; False if it does not fit."""

@@ -187,7 +187,8 @@ async def run_episode(
             the episode ends or continues with a smaller context, as `options` define.
         turn_tokens: maximum number of tokens that one turn samples.
         may_repeat: the caller replays the episode when its hub is lost, so that it is no failure.
-        keeps_last: append the last observation of an episode that is cut short, for a critic.
+        keeps_last: append the prompt after the last turn of an episode that is cut short, for a
+            critic.
 
     Raises: EnvPaused. HubLost: if `may_repeat`.
     """
@@ -272,22 +273,22 @@ async def _turns(
         # A misplaced branch or return is sent to the environment and counts as invalid.
         is_read = action is not None and not history.is_own(text)
         play.answered(action or "", result, time.monotonic() - answered, is_read=is_read)
+        reflects = play.is_to_reflect(room.options)
+        seen = result.observation if action else explained(render, taken.token_ids, result)
         if result.done:
             if result.is_truncated and play.keeps_last:
-                history.last(result.observation, taken, turn)
+                history.last(seen, taken, turn, reflects=reflects)
             break
-        reflects = play.is_to_reflect(room.options)
         if may_go_on(room.turn_tokens * (1 + reflects)):
-            seen = result.observation if action else explained(render, taken.token_ids, result)
             if await history.go_on(seen, taken, turn + 1, ask, reflects=reflects):
                 if may_go_on(room.turn_tokens):
                     continue
                 break  # The summary used up the rest of the horizon.
             play.end = EndReason.CONTEXT_FULL
         if play.keeps_last:  # No turn follows this observation, so the policy never receives it.
-            history.last(result.observation, taken, turn)
+            history.last(seen, taken, turn, reflects=reflects)
         break
-    history.tape.end(play.num_turns - 1)
+    history.tape.end(play.num_turns - 1, keeps_next=play.keeps_last)
 
 
 def trajectory_of(lease: Lease, play: EpisodeState, *, actor: str, wall_s: float) -> Trajectory:

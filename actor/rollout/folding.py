@@ -90,6 +90,15 @@ class Folding(History):
             self._close(turn)
         return True
 
+    def last(self, observation: str, taken: Turn, turn: int, *, reflects: bool = False) -> None:
+        self._latest = observation
+        if self._call is None:
+            super().last(observation, taken, turn, reflects=reflects)
+            return
+        is_last = self._call.num_turns + 1 >= self._most
+        if is_last or not self._shows(observation, taken, turn, reflects=reflects):
+            self._close(turn)
+
     def _open(self, taken: Turn, turn: int) -> bool:
         """Begin a branch if it fits, and the segment after it as well."""
         call = _Call(self.tape.context, taken)

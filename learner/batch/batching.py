@@ -46,6 +46,8 @@ class Sample:
     teacher_ids: np.ndarray | None = None  # [tokens, k] int32, the teacher's most probable tokens
     teacher_top: np.ndarray | None = None  # [tokens, k] float32 nats of the teacher at these
     row: int = 0  # Row number within the episode, whose rows are adjacent.
+    # The prompt after the last turn of the episode, if it is a segment of its own, on the last row.
+    end: Trajectory | None = None
     # Sampled tokens in all rows of the episode; 0: this row is the only one.
     num_episode_tokens: int = 0
 
@@ -317,7 +319,10 @@ def shared_prefix(trajectories: Sequence[Trajectory]) -> int:
 
     The prefix ends where recorded experts differ: one copy of a token can use one record only.
     """
-    ends = [min(int(np.argmax(t.loss_mask)), len(t.token_ids) - 1) for t in trajectories]
+    ends = [
+        min(int(np.argmax(np.append(t.loss_mask, True))), len(t.token_ids) - 1)
+        for t in trajectories
+    ]
     end = min(ends)
     first = trajectories[0].token_ids
     for other in trajectories[1:]:

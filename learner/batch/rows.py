@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.segments import as_rows, joined
+from common.segments import joined, split_end
 from learner.batch.batching import MicroBatch, Sample
 
 BySample = dict[int, Tensor]  # Entries of each sample by its index, without gradient.
@@ -24,15 +24,16 @@ _PER_TOKEN = ("own_advantages", "value_targets", "values", "state_marks", *_OF_T
 def rows_of(samples: Sequence[Sample]) -> list[Sample]:
     """Return the samples of all segments in order; those of an episode are adjacent.
 
-    A segment without a sampled token trains nothing and is omitted.
+    A segment without a sampled token trains nothing and is omitted. The prompt after the last turn
+    is the `end` of the episode's last row.
     """
     return [row for sample in samples for row in _rows(sample)]
 
 
 def _rows(sample: Sample) -> list[Sample]:
     """Return a sample as one sample for each of its segments with sampled tokens."""
-    parts = as_rows(sample.trajectory)
-    if len(parts) == 1:
+    parts, end = split_end(sample.trajectory)
+    if len(parts) == 1 and end is None:
         return [sample]
     counts = [int(part.loss_mask.sum()) for part in parts]
     cuts = np.cumsum(counts)[:-1]
@@ -46,6 +47,7 @@ def _rows(sample: Sample) -> list[Sample]:
             sample,
             trajectory=parts[number],
             row=row,
+            end=end if number == kept[-1] else None,
             num_episode_tokens=sum(counts),
             **{name: column[number] for name, column in columns.items()},
         )
@@ -63,12 +65,27 @@ def episodes_of(rows: Sequence[Sample]) -> list[Sample]:
     return [
         replace(
             own[0],
-            trajectory=joined([row.trajectory for row in own]),
+            trajectory=joined([*(row.trajectory for row in own), *([end] if end else [])]),
+            end=None,
             num_episode_tokens=0,
             **_teacher_columns(own),
         )
-        for own in members
+        for own, end in ((own, own[-1].end) for own in members)
     ]
+
+
+def with_ends(samples: Sequence[Sample]) -> tuple[list[Sample], dict[int, int]]:
+    """Return the rows followed by the ends of episodes as rows, and the place of each row's end.
+
+    The value of an episode's end is read at the last token of the returned place.
+    """
+    ends = {index: each.end for index, each in enumerate(samples) if each.end is not None}
+    found = [*samples]
+    places: dict[int, int] = {}
+    for index, end in ends.items():
+        places[index] = len(found)
+        found.append(Sample(trajectory=end, advantage=0.0))
+    return found, places
 
 
 def _teacher_columns(rows: Sequence[Sample]) -> dict[str, np.ndarray]:

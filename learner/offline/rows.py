@@ -73,12 +73,13 @@ def read_rows(
                 mask=own.loss_mask,
                 is_success=t.is_success,
                 segment=segment,
-                num_segments=max(len(t.segment_starts), 1),
+                num_segments=len(parts),
                 episode=t.episode_id,
             )
             for _, t in read_journal(folder)
             if _is_usable(t)
-            for segment, own in enumerate(as_rows(t))
+            for parts in [as_rows(t)]
+            for segment, own in enumerate(parts)
         ]
     elif path.is_file():
         rows = _rows_of_file(path, tokenizer, keep_thinking)

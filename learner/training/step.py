@@ -19,7 +19,7 @@ from learner.batch.batching import (
 )
 from learner.batch.critic_advantage import Scored, advantages_from_critic
 from learner.batch.device_copy import placed
-from learner.batch.rows import BySample, by_sample, in_order, with_advantage
+from learner.batch.rows import BySample, by_sample, in_order, with_advantage, with_ends
 from learner.objective.correction import (
     Overlap,
     anchor_and_weights,
@@ -122,28 +122,33 @@ class Gradients:
             return batch
         values: BySample = {}
         ends: BySample = {}
-        for micro in self._microbatches(samples, range(len(samples))):
+        places: dict[int, int] = {}
+        scored_rows = samples
+        if critic is not None:
+            scored_rows, places = with_ends(samples)
+        for micro in self._microbatches(scored_rows, range(len(scored_rows))):
             with torch.no_grad():
                 scores = self.passes.score(micro.tokens, with_values=critic is not None)
                 known = self.passes.score_by_reference(micro.tokens)
             if known is not None:
-                batch.reference.update(by_sample(micro, known))
-            batch.before.update(by_sample(micro, scores.logprobs))
+                batch.reference.update(_of_rows(by_sample(micro, known), len(samples)))
+            batch.before.update(_of_rows(by_sample(micro, scores.logprobs), len(samples)))
             if scores.values is not None and scores.end_values is not None:
                 values |= by_sample(micro, scores.values)
                 ends |= dict(zip(micro.sample_indices, scores.end_values.split(1), strict=True))
         with torch.no_grad():
-            for tokens in self._idle(samples, range(len(samples))):
+            for tokens in self._idle(scored_rows, range(len(scored_rows))):
                 self.passes.score(tokens, with_values=critic is not None)
                 self.passes.score_by_reference(tokens)
         if is_second:
             batch.trusted.update(self._trusted(batch))
         if critic is None:
             return batch
-        sizes = [sample.num_sampled_tokens for sample in samples]
+        sizes = [sample.num_sampled_tokens for sample in scored_rows]
+        of_ends = self._whole(ends, [1] * len(scored_rows)).numpy()
         scored = Scored(
             values=self._whole(values, sizes).numpy(),
-            end_values=self._whole(ends, [1] * len(samples)).numpy(),
+            end_values=of_ends[[places.get(index, index) for index in range(len(samples))]],
             logprobs=self.before(batch).numpy(),
         )
         samples = advantages_from_critic(samples, scored, self._algorithm, self._cfg.critic)
@@ -342,3 +347,8 @@ class Gradients:
             for index, part in zip(known, joined, strict=True):
                 whole[int(ends[index]) - sizes[index] : int(ends[index])] = part
         return self._ranks.sum_shares(whole)
+
+
+def _of_rows(parts: BySample, num_rows: int) -> BySample:
+    """Return the entries of training rows, without those of the ends of episodes."""
+    return {index: part for index, part in parts.items() if index < num_rows}

@@ -84,6 +84,24 @@ def test_window_trains_on_exactly_its_prompts(turns: int, length: int, seed: int
     assert all(len(prompt) + 2 <= 130 for prompt, _ in policy.asked)
 
 
+@pytest.mark.parametrize("reflect_every", [0, 2])
+@pytest.mark.parametrize("length", [1, 30, 500])
+@pytest.mark.parametrize("turns", [1, 5])
+def test_critic_reads_the_end_of_a_window_at_the_next_prompt(
+    turns: int, length: int, reflect_every: int
+) -> None:
+    options = AgentOptions(context=WINDOW, context_turns=turns, reflect_every=reflect_every)
+    how: dict[str, Any] = {"max_tokens": 400, "text": "o" * length}
+    _, whole = outgrown(options, **how)
+    for horizon in range(1, 12):
+        lease = replace(LEASE, horizon=horizon)
+        got, policy = outgrown(options, lease=lease, keeps_last=True, **how)
+        start = got.segment_starts[-1] if got.segment_starts.size else 0
+        assert got.token_ids[start:].tolist() == whole.asked[len(policy.asked)][0]
+        assert refused(got, 400) == ""
+        assert turns_of(got) == policy.asked
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("length", [1, 100, 2000])
 @pytest.mark.parametrize("learns", [True, False])

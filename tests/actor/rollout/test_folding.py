@@ -86,6 +86,22 @@ def test_subagent_starts_with_first_message_and_call() -> None:
     assert rows_of(got)[1] == f"first{LEFT_OUT}!{CALL}.{OPENED}y."
 
 
+@pytest.mark.parametrize("said", [("x", CALL, "y", "z", RETURN, "w"), ("x", CALL, *"yzwu")])
+@pytest.mark.parametrize("kind", [FOLD, SUBAGENT])
+def test_critic_reads_the_end_at_the_prompt_after_it(
+    kind: ContextKind, said: tuple[str, ...]
+) -> None:
+    """The prompt of the answer after the last turn, also in a branch and where one is ended."""
+    options = AgentOptions(context=kind, branch_instruction="!", branch_turns=2)
+    _, _, prompts = told(*said, num_turns=said.count(CALL) + 3, options=options)
+    for horizon in (1, 2, 3):
+        got, _, asked = told(*said, num_turns=horizon, options=options, keeps_last=True)
+        start = got.segment_starts[-1] if got.segment_starts.size else 0
+        assert got.token_ids[start:].tolist() == prompts[len(asked)]
+        assert refused(got, 400) == ""
+        assert [prompt for prompt, _ in turns_of(got)] == asked
+
+
 @pytest.mark.parametrize("kind", [FOLD, SUBAGENT])
 def test_branch_without_return_is_ended(kind: ContextKind) -> None:
     options = AgentOptions(context=kind, branch_instruction="!", branch_turns=2)

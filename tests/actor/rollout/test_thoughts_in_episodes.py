@@ -17,7 +17,7 @@ from common.config.load import load_config
 from common.errors import ConfigError
 from common.repository import ROOT
 from common.segments import as_rows, refusal_of_segments
-from common.wire.messages import Trajectory
+from common.wire.messages import EndReason, Trajectory
 from tests.actor.agents.endpoint import ByHeart, endpoint
 from tests.actor.formats.trl_templates import tokenizer_of
 from tests.actor.rollout.playing import LEASE, Count, go_on, play
@@ -34,18 +34,27 @@ def turns(renderer: Renderer, texts: Sequence[str]) -> list[Turn]:
     return found
 
 
-def played(keep: KeepThinking, **how: Any) -> tuple[Trajectory, list[str], list[str]]:
+def played(
+    keep: KeepThinking,
+    *,
+    horizon: int = 3,
+    keeps_last: bool = False,
+    text: str = "ab",
+    max_tokens: int = 2_000,
+    **how: Any,
+) -> tuple[Trajectory, list[str], list[str]]:
     """Return the trajectory, the actions that the environment received, and the prompts."""
-    session = Count([go_on()] * 3)
+    session = Count([replace(go_on(), observation=text)] * 3)
     options = AgentOptions(format=AgentFormat.REACT, keep_thinking=keep, **how)
     prompts: list[list[int]] = []
     got = play(
         session,
-        lease=replace(LEASE, horizon=3),
+        lease=replace(LEASE, horizon=horizon),
+        keeps_last=keeps_last,
         turns=turns(THINKER, SAID),
         prompts=prompts,
         render=THINKER,
-        max_tokens=2_000,
+        max_tokens=max_tokens,
         turn_tokens=50,
         options=options,
     )
@@ -88,6 +97,38 @@ def test_each_answer_is_trained_once_behind_its_own_prompt(
         shown = [THINKER.shown(row.token_ids[:start].tolist()) for start in starts]
         assert set(shown) <= set(prompts), "an answer follows the prompt that sampled it"
     assert learnt == [i for each in answers for i in each]
+
+
+@pytest.mark.parametrize("context", [ContextKind.FULL, ContextKind.WINDOW])
+@pytest.mark.parametrize("keep", KeepThinking)
+def test_critic_reads_the_end_at_the_form_of_the_next_prompt(
+    keep: KeepThinking, context: ContextKind
+) -> None:
+    _, _, prompts = played(keep, context=context)
+    for horizon in (1, 2):
+        got, _, asked = played(keep, horizon=horizon, keeps_last=True, context=context)
+        assert (got.num_turns, len(asked)) == (horizon, horizon)
+        last = got.token_ids[got.segment_starts[-1] if got.segment_starts.size else 0 :]
+        assert THINKER.shown(last.tolist()) == prompts[horizon]
+        assert not got.loss_mask[-1]
+        assert refusal_of_segments(got) == ""
+        plain, _, _ = played(keep, horizon=horizon, context=context)
+        rows = as_rows(got)
+        assert sum(int(row.loss_mask.sum()) for row in rows) == int(plain.loss_mask.sum())
+        assert all(row.loss_mask.any() for row in rows)
+
+
+def test_end_that_does_not_fit_is_cut_behind_answers_without_thoughts() -> None:
+    keep = KeepThinking.NONE
+    whole, _, _ = played(keep, horizon=1, keeps_last=True)
+    last = whole.token_ids[whole.segment_starts[-1] :]
+    text = "y" * 3_000
+    got, _, _ = played(keep, keeps_last=True, text=text, max_tokens=len(last) + 60)
+    assert (got.end_reason, got.num_turns) == (EndReason.CONTEXT_FULL, 1)
+    shown = THINKER.shown(got.token_ids[got.segment_starts[-1] :].tolist())
+    assert "Why a?" not in shown
+    assert "[cut here: " in shown
+    assert len(got.token_ids[got.segment_starts[-1] :]) <= len(last) + 60
 
 
 def test_invalid_call_reaches_the_policy_as_a_reason() -> None:

@@ -139,6 +139,48 @@ def test_segmented_episode_has_the_same_gradient(name: str, max_tokens: int) -> 
     assert (whole - in_rows).abs().max() < 1e-5  # The weights moved by 1e-1.
 
 
+def prompt_after(whole: Trajectory) -> Trajectory:
+    """Return the whole history and three tokens of a last observation, which train nothing."""
+    num = len(whole.token_ids)
+    none = np.zeros(num + 3, dtype=np.int32)
+    return replace(
+        whole,
+        token_ids=np.append(whole.token_ids, [3, 5, 7]).astype(np.int32),
+        loss_mask=none.astype(bool),
+        logprobs=none.astype(np.float32),
+        versions=none - 1,
+        turn_ids=none + whole.num_turns - 1,
+    )
+
+
+@pytest.mark.parametrize("max_tokens", [10_000, 24])
+@pytest.mark.parametrize("turns", [(), (2,)])
+def test_value_of_the_end_is_read_in_its_own_segment(
+    turns: tuple[int, ...], max_tokens: int
+) -> None:
+    """The last prompt, as a segment, repeats the history: the episode is that of one segment."""
+    algorithm = ALGORITHMS["ppo, turn rewards, reference"]
+    open_end: dict[str, Any] = {"end_reason": EndReason.HORIZON, "reward": 0.25}
+    won, whole = played(0, 4), played(1, 4, **open_end)
+    seen = replace(prompt_after(whole), loss_mask=np.append(whole.loss_mask, [False] * 3))
+    seen = replace(seen, logprobs=np.append(whole.logprobs, np.zeros(3, dtype=np.float32)))
+    seen = replace(seen, versions=np.append(whole.versions, np.full(3, -1, dtype=np.int32)))
+    seen = replace(seen, turn_ids=np.append(whole.turn_ids, np.full(3, 3, dtype=np.int32)))
+    own = joined([*as_rows(cut(whole, *turns)), prompt_after(whole)])
+    assert refusal(own, learner_version=0, max_group_size=2, vocab_size=VOCAB) == ""
+    assert len(as_rows(own)) == len(turns) + 1
+    found = [
+        gradient_step(
+            samples_of([Group(group_id="g0", members=[won, each])], algorithm),
+            algorithm,
+            max_tokens=max_tokens,
+        )
+        for each in (seen, own, whole)
+    ]
+    assert (found[0] - found[1]).abs().max() < 1e-5
+    assert (found[0] - found[2]).abs().max() > 1e-3
+
+
 def test_credit_passes_between_segments() -> None:
     # Two turns in two segments, paid 1 at the end; V = 0.5, then 0.75; lambda 1:
     # delta = 0.75 - 0.5 and 1 - 0.75, so A = 0.5 and 0.25; the first row's end is unused.
