@@ -200,7 +200,16 @@ def check_roles(cfg: RunConfig) -> None:
     from learner.start_checks import check_networks
 
     check_actor(cfg, ROOT)
+    check_prompts(cfg)
     check_networks(cfg, ROOT)
+
+
+def check_prompts(cfg: RunConfig) -> str:
+    """Check that first prompts fit into the context; return a sentence about their lengths."""
+    from actor.formats import checks
+    from envhub.command import first_prompts
+
+    return checks.check_prompts(cfg, ROOT, first_prompts(cfg))
 
 
 def check_train_dry(cfg: RunConfig) -> None:
@@ -231,12 +240,15 @@ def check_evolve(cfg: RunConfig) -> None:
 
     checks.check_evolve(cfg, ROOT, missing=missing_for(cfg))
     check_actor(cfg, ROOT)
+    check_prompts(cfg)
 
 
 def check_evaluation(cfg: RunConfig) -> None:
     from actor.play import settings
 
     settings.check_evaluation(cfg, ROOT, missing=missing_for(cfg, is_to_train=False))
+    if not cfg.policy.url:
+        check_prompts(cfg)
 
 
 def check_engine(cfg: RunConfig) -> None:
@@ -362,7 +374,7 @@ def author(request: ParsedCommand) -> int:
     if request.command == "new-env":
         return scaffold.new_env(request, root=ROOT, echo=print)
     if request.command == "check-env":
-        return check_env.check_env(request, root=ROOT, echo=print_now)
+        return check_env.check_env(request, root=ROOT, echo=print_now, check_prompts=check_prompts)
     return play.play(request, root=ROOT, echo=print_now, lines=sys.stdin)
 
 

@@ -1,13 +1,15 @@
 """Commands for environments: serve a standalone hub, list tasks, check requirements."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from common.config.curriculum import TaskSection, subsets_in_use, why_not_far
 from common.config.load import config_as_yaml, load_config, without_secrets
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
+from common.formats.turns import FirstPrompt
 from common.launch.commands import on_loopback
 from common.log import configure_logging
 from common.repository import ROOT
@@ -23,6 +25,7 @@ from envhub.catalogue.registry import (
     is_reference,
     missing_requirements,
 )
+from envhub.env import Style
 
 SHORT_KEYS = {"port": "envhub.port", "host": "envhub.host", "token": "envhub.token"}
 
@@ -105,6 +108,30 @@ def examine(cfg: RunConfig, *, is_to_train: bool = True) -> tuple[list[str], lis
     wrong = _wrong_tasks(cfg, registry, is_to_train=is_to_train)
     folder = RunDir(root=ROOT / cfg.run.dir / cfg.run.name).root
     return lacking, wrong or changed_content(folder, contents_of(registry))
+
+
+def first_prompts(cfg: RunConfig) -> Iterator[FirstPrompt]:
+    """Yield the first prompts that a run's environments have before the start.
+
+    There are none for an external hub, and none for environments that cannot run here.
+
+    Raises: ConfigError: a prompt cannot be made.
+    """
+    if cfg.envhub.url:
+        return
+    names = {task.env for task in cfg.tasks}
+    usable = [name for name in sorted({*names, *cfg.envhub.envs}) if not _lacking([name], cfg)]
+    registry = Registry(usable, cfg.envs, cfg.env)
+    style = Style(cfg.envhub.style)
+    for spec in (registry.spec(name) for name in registry.names if name in names):
+        tools = [{**each} for each in spec.tools]
+        for prompt in spec.prompts() if spec.prompts is not None else ():
+            yield replace(
+                prompt,
+                instruction=spec.instruction.get(style, ""),
+                acknowledgement=spec.acknowledgement.get(style, ""),
+                tools=tools,
+            )
 
 
 def _wrong_tasks(cfg: RunConfig, registry: Registry, *, is_to_train: bool) -> list[str]:

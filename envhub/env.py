@@ -1,13 +1,14 @@
 """The environment interface: `Env`, `EnvSpec`, step results and item ids."""
 
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from common.formats.turns import FirstPrompt
 from common.text import known_hint
 
 ITEM_PATTERN = re.compile(r"(?P<subset>[^-\s]+)-(?P<split>train|test)-(?P<index>[0-9]{1,9})")
@@ -264,6 +265,8 @@ class EnvSpec:
             mapping.
         column_item: the same mapping into the subset of the paper's table; None: `from_agentgym`.
         note: remark printed with every table row; "" where the tasks match the name.
+        prompts: yields the first prompt of every item, for an environment that has them before the
+            start. They are then never cut: a run whose context is too small for one is refused.
         content: digests of the files and settings that determine the items, by the key that names
             them. A run continues only with equal ones.
     """
@@ -290,6 +293,7 @@ class EnvSpec:
     from_agentgym: Callable[[int], str] | None = None
     column_item: Callable[[int], str] | None = None
     note: str = ""
+    prompts: Callable[[], Iterator[FirstPrompt]] | None = None
     content: Mapping[str, str] = field(default_factory=dict[str, str])
     paper: PaperSet | None = None
     # Tools as {"name", "description", "parameters": JSON schema} each. With tools, an action is

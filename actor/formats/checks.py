@@ -1,14 +1,26 @@
 """Checks of a model's tokenizer before the start; an actor makes the same ones."""
 
+import logging
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from actor.formats.tools import load_renderer, make_renderer
+from actor.rollout.context import Room
+from actor.rollout.episode import opening
+from actor.rollout.folding import history_of
 from actor.rollout.render import Renderer
 from common.config.evaluation import AgentFormat
 from common.config.run_config import RunConfig
-from common.errors import ConfigError
+from common.errors import ConfigError, EnvError
+from common.formats.answers import worded
 from common.formats.chat_template import fix_prompts
+from common.formats.turns import FirstPrompt
+from common.text import counted
+
+logger = logging.getLogger(__name__)
+
+FRAME_TOKENS = 64  # Tokens of a chat template around a further message, at most.
 
 
 def check_rendering(cfg: RunConfig, root: Path) -> None:
@@ -46,3 +58,81 @@ def _load_quickly(folder: Path) -> Any:
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     finally:
         logging.set_verbosity(before)
+
+
+def check_prompts(cfg: RunConfig, root: Path, prompts: Iterable[FirstPrompt]) -> str:
+    """Check that first prompts fit into the context; return a sentence about their lengths.
+
+    Short prompts are not encoded, except for the first one, because a token has at least one byte.
+    Without a tokenizer at `model.path` the result is "".
+
+    Raises: ConfigError: a prompt does not fit, or the chat template refuses it.
+    """
+    folder = root / cfg.model.path
+    if not (folder / "tokenizer.json").is_file():
+        return ""
+    fix_prompts(cfg.model, root)
+    renderer = renderer_of(folder, cfg.actor.format)
+    actor = cfg.actor
+    room = Room(max_tokens=actor.max_model_len, turn_tokens=actor.max_turn_tokens, options=actor)
+    most = history_of(renderer, room).first_room
+    num = 0
+    too_long: dict[str, tuple[FirstPrompt, int]] = {}
+    for num, prompt in enumerate(prompts, 1):
+        render = renderer.of(prompt.env, prompt.tools)
+        text, encode = _opening(cfg, render, prompt)
+        frame = len(render.first_prompt("x")) + FRAME_TOKENS * len(prompt.messages)
+        num_bytes = len(text.encode()) + len(prompt.text.encode())
+        if num > 1 and num_bytes + frame <= most:
+            continue
+        try:
+            num_tokens = len(history_of(render, room).demanding(encode)(text))
+        except EnvError as error:
+            raise ConfigError(f"{prompt.place}: {error}") from error
+        if num_tokens > most:
+            too_long[prompt.place] = (prompt, num_tokens)
+    if refused := {k: each for k, each in too_long.items() if not each[0].may_be_cut}:
+        raise ConfigError(_too_long(cfg, folder, list(refused.values()), num=num, most=most))
+    for prompt, num_tokens in too_long.values():
+        logger.warning(
+            "the first observation of %s has %d tokens and is cut to %d, with the mark [cut here]:"
+            " raise actor.max_model_len=%d",
+            *(prompt.place, num_tokens, most, actor.max_model_len),
+        )
+    return f"{counted(num, 'first prompt')} within {most} tokens" if not too_long else ""
+
+
+def _opening(
+    cfg: RunConfig, render: Renderer, prompt: FirstPrompt
+) -> tuple[str, Callable[[str], list[int]]]:
+    """Return the message with the first observation, and its encoder."""
+    return opening(
+        render,
+        str(prompt.messages[-1]["content"]),
+        messages=prompt.messages[:-1],
+        instruction=worded(cfg.actor.format, prompt.instruction),
+        acknowledgement=prompt.acknowledgement,
+    )
+
+
+def _too_long(
+    cfg: RunConfig, folder: Path, prompts: list[tuple[FirstPrompt, int]], *, num: int, most: int
+) -> str:
+    """Return the error about prompts that do not fit, with the remedies."""
+    from tokenizers import Tokenizer
+
+    actor = cfg.actor
+    place, longest = max(((each.place, tokens) for each, tokens in prompts), key=lambda e: e[1])
+    encode = Tokenizer.from_file(str(folder / "tokenizer.json")).encode
+    lengths = [len(encode(each.text).ids) for each, _ in prompts]
+    text = (
+        f"actor.max_model_len={actor.max_model_len}: {len(prompts)} of"
+        f" {counted(num, 'first prompt')} have more than the {most} tokens that fit beside a turn"
+        f" of actor.max_turn_tokens={actor.max_turn_tokens}; {place} has {longest}. Use"
+        f" actor.max_model_len={longest + actor.max_model_len - most}"
+    )
+    if min(lengths) > 1:
+        tokenizer = cfg.model.path
+        remedy = f"data.max_length={min(lengths) - 1} data.tokenizer={tokenizer}"
+        text += f", or leave these records out with {remedy}"
+    return text

@@ -267,6 +267,15 @@ class History:
             self._aside_tokens = room_of_aside(render, room.turn_tokens)
         self._demand = ""  # Text that is appended to the current observation.
 
+    @property
+    def first_room(self) -> int:
+        """Maximum number of tokens of the first prompt."""
+        return self._widest - self._room.options.plan * self._aside_tokens
+
+    def demanding(self, encode: Encode) -> Encode:
+        """Return the encoder of the first message, with the request for a plan if it is due."""
+        return partial(_ending, encode, PLAN if self._room.options.plan else "")
+
     async def begin(self, text: str, encode: Encode, ask: Ask) -> bool:
         """Show the first message, cut to its room; return False if not even a part of it fits.
 
@@ -274,8 +283,8 @@ class History:
         in all segments.
         """
         does_plan = self._room.options.plan
-        self.max_prompt = self._widest - does_plan * self._aside_tokens
-        demanded = partial(_ending, encode, PLAN if does_plan else "")
+        self.max_prompt = self.first_room
+        demanded = self.demanding(encode)
         self._first = text, lambda cut, end: encode(cut + end)
         ids = self.observations.fitted(text, demanded, max_tokens=self.max_prompt)
         self._page = ids or []

@@ -136,18 +136,25 @@ def first_text(instruction: str, observation: str) -> str:
     return f"{instruction}\n\n{observation}" if instruction else observation
 
 
-def _opening(
-    render: Render, session: EnvSession, instruction: str, acknowledgement: str
+def opening(
+    render: Render,
+    observation: str,
+    *,
+    messages: list[dict[str, str]],
+    instruction: str,
+    acknowledgement: str,
 ) -> tuple[str, Callable[[str], list[int]]]:
-    """Return the message with the first observation, and its encoder."""
-    messages: list[dict[str, str]] = getattr(session, "first_messages", [])
+    """Return the message with the first observation, and its encoder.
+
+    Args:
+        messages: the messages before the first observation.
+    """
     if messages and isinstance(render, Conversing):
-        text = first_text(instruction, session.first_observation)
-        return text, partial(_opened, render, messages)
+        return first_text(instruction, observation), partial(_opened, render, messages)
     if acknowledgement:
         before = instruction, acknowledgement
-        return session.first_observation, partial(render.first_prompt, before=before)
-    return first_text(instruction, session.first_observation), render.first_prompt
+        return observation, partial(render.first_prompt, before=before)
+    return first_text(instruction, observation), render.first_prompt
 
 
 def _opened(render: Conversing, messages: list[dict[str, str]], text: str) -> list[int]:
@@ -202,7 +209,13 @@ async def run_episode(
         async with record_end_reason(play, lease, may_repeat=may_repeat):
             session = await open_session()
             play.begin(session)
-            text, encode = _opening(render, session, task, acknowledgement)
+            text, encode = opening(
+                render,
+                session.first_observation,
+                messages=getattr(session, "first_messages", []),
+                instruction=task,
+                acknowledgement=acknowledgement,
+            )
             play.env_s = time.monotonic() - started
             if not await play.history.begin(text, encode, partial(play.ask, act, session)):
                 raise ContextFull(

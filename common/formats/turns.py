@@ -28,6 +28,25 @@ RenderTurns = Callable[[Sequence[Message], bool], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FirstPrompt:
+    """The texts that an episode begins with, as its environment gives them."""
+
+    env: str
+    place: str  # The record or the item, for messages.
+    messages: list[Message]  # The last one is the first observation.
+    instruction: str = ""  # It comes before the first observation.
+    # The agent's answer to the instruction; "": both texts are one message.
+    acknowledgement: str = ""
+    tools: Sequence[Message] = ()
+    may_be_cut: bool = False  # A page, which may lose its end, and no question.
+
+    @property
+    def text(self) -> str:
+        """All messages as one text, as `data.max_length` measures it."""
+        return "\n".join(str(each["content"]) for each in self.messages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Turns:
     """Text of a chat template around and between messages.
 

@@ -6,15 +6,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 
 from common.config.command_line import ParsedCommand
+from common.config.load import load_config, override_value
+from common.config.run_config import RunConfig
 from common.errors import ConfigError, EnvError
 from envhub.author import checks, episode_checks
 from envhub.author.episodes import Driver, RecordedPlay, spec_of
 from envhub.author.findings import Finding, Grade, Plays
 from envhub.author.seat_checks import check_seats
-from envhub.env import Style, UnknownItem
+from envhub.env import EnvSpec, Style, UnknownItem
 
 NUM_ITEMS = 20
 MAX_ITEMS = 10**5
@@ -22,8 +25,18 @@ OTHER_PROCESS_S = 120.0
 USAGE = "check-env NAME|FILE.py:FUNCTION [items=N] [style=NAME] [key=value ...]"
 
 
-def check_env(request: ParsedCommand, *, root: Path, echo: Callable[[str], None]) -> int:
+def check_env(
+    request: ParsedCommand,
+    *,
+    root: Path,
+    echo: Callable[[str], None],
+    check_prompts: Callable[[RunConfig], str],
+) -> int:
     """Print a line for each finding; return the exit code: 1 if a check fails.
+
+    Args:
+        check_prompts: returns a sentence about the lengths of first prompts, or raises
+            ConfigError.
 
     Raises: ConfigError: no such environment, or a wrong option.
     """
@@ -31,11 +44,38 @@ def check_env(request: ParsedCommand, *, root: Path, echo: Callable[[str], None]
     failed = False
     spec = spec_of(name, overrides)
     with Driver(spec, style) as driver:
-        for finding in findings(driver, name, num, overrides, root=root):
+        all_findings = findings(driver, name, num, overrides, root=root)
+        if spec.prompts is not None:
+            found = prompt_lengths(spec, name, overrides, check_prompts, root=root)
+            all_findings = chain(all_findings, found)
+        for finding in all_findings:
             failed = failed or finding.grade is Grade.FAIL
             echo(f"{finding.grade.value:<5}{finding.name:<12}{finding.text}")
     echo("Fix each line marked FAIL before a run." if failed else "No check failed.")
     return 1 if failed else 0
+
+
+def prompt_lengths(
+    spec: EnvSpec,
+    name: str,
+    overrides: list[str],
+    check_prompts: Callable[[RunConfig], str],
+    *,
+    root: Path,
+) -> Iterator[Finding]:
+    """Yield whether all first prompts fit into the context of the given model."""
+    if override_value(overrides, "model.path") is None:
+        text = "lengths are not checked; give model.path=FOLDER and actor.max_model_len=TOKENS"
+        yield Finding(Grade.NOTE, "prompts", text)
+        return
+    task = f"tasks=[{{env: {spec.name}, subset: {next(iter(spec.subsets))}}}]"
+    own = [] if name == spec.name else [f"envhub.envs=[{json.dumps(name)}]"]
+    cfg = load_config(None, [task, *own, *overrides], root=root)
+    try:
+        text = check_prompts(cfg) or f"model.path={cfg.model.path} has no tokenizer.json"
+        yield Finding(Grade.OK, "prompts", text)
+    except ConfigError as error:
+        yield Finding(Grade.FAIL, "prompts", str(error))
 
 
 def options_of(request: ParsedCommand, usage: str) -> tuple[str, Style, int, list[str]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from common.config.load import load_config
+from common.config.load import load_config, override_value
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
@@ -126,7 +126,9 @@ def spec_of(name: str, overrides: list[str]) -> EnvSpec:
 
     Raises: ConfigError: no such environment, it cannot be loaded, or a requirement is missing.
     """
-    cfg = load_config(None, ["model.path=unset", *overrides], root=ROOT)
+    has_model = override_value(overrides, "model.path") is not None
+    unset = [] if has_model else ["model.path=unset"]
+    cfg = load_config(None, [*unset, *overrides], root=ROOT)
     if missing := missing_requirements([name], cfg.envs, cfg.env):
         raise ConfigError("; ".join(missing))
     loading = call_environment(name, lambda: _load(name, cfg), passes=(UnknownEnv,))

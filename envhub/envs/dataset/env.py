@@ -297,6 +297,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         takes_any_text=True,
         is_repeatable=False,  # A reward may ask a server.
         tools=tuple(task.tools),
+        prompts=task.dataset.first_prompts,
         content=task.dataset.content,
         stop=stop,
         service=probe_of(task.rewards.judges),

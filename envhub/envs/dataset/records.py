@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 from common.config.envs import DatasetOptions
 from common.errors import ConfigError
+from common.formats.turns import FirstPrompt
 from common.text import counted
 from envhub.envs.dataset.files import (
     Record,
@@ -61,6 +62,13 @@ class Dataset:
         """Return the question of an item. Raises: ConfigError: a template fails on its record."""
         own = self.splits[split]
         return self.prompts.make(own.record(index), own.place(index))
+
+    def first_prompts(self) -> Iterator[FirstPrompt]:
+        """Yield the prompt of every item. Raises: ConfigError: a template fails on its record."""
+        for name, split in self.splits.items():
+            for index in range(len(split.numbers)):
+                messages = [{**each} for each in self.question(name, index).messages]
+                yield FirstPrompt(env="dataset", place=split.place(index), messages=messages)
 
     def samples(self) -> list[str]:
         """Return a few reference answers, different from each other."""

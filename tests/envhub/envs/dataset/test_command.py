@@ -54,3 +54,22 @@ def test_presets_for_gpus_have_the_problems_of_the_preset() -> None:
         assert [task.env for task in cfg.tasks] == ["dataset"]
         assert cfg.envs.dataset.train == "configs/data/arithmetic"
         assert cfg.horizon.stages[0] >= cfg.envs.dataset.max_turns
+
+
+@pytest.mark.slow
+def test_prompt_longer_than_the_context_is_refused_and_named_by_check_env(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = {"question": "Tom has 3 pens. " * 40 + "How many?", "answer": "120"}
+    data = write_lines(tmp_path / "mine.jsonl", [*GSM8K, long])
+    own = (f"data.train={data}", "data.eval_size=1")
+    why = "1 of 4 first prompts have more than the 112 tokens that fit"
+    refused = refusal(capsys, *own)
+    assert why in refused
+    assert "record 4 of mine.jsonl" in refused
+    check = ["check-env", "dataset", "items=1", *own, "reward=exact_number"]
+    model = "model.path=configs/policies/tiny-arithmetic"
+    assert run.main([*check, model, "actor.max_model_len=128", "actor.max_turn_tokens=16"]) == 1
+    assert f"FAIL prompts     actor.max_model_len=128: {why}" in capsys.readouterr().out
+    assert run.main([*check, model, "actor.max_model_len=4096"]) == 0
+    assert "4 first prompts within" in capsys.readouterr().out
