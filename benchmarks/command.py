@@ -26,6 +26,8 @@ SUITES = {  # Name on the command line: module and function.
     "end2end": "runs.end_to_end:run_suite",
     "tail": "runs.end_to_end:run_tail",
     "chaos": "chaos.suite:run_suite",
+    "chaos-delta": "chaos.suite:run_delta",
+    "chaos-adapters": "chaos.suite:run_adapters",
     "chaos-short": "chaos.suite:run_short",
     CONFORMANCE: "conformance.suite:run_suite",
 }

@@ -38,6 +38,16 @@ def kind_of(error: str) -> str:
     return re.sub(r"\d+", "#", error)
 
 
+def is_file_name(text: str) -> bool:
+    """Return whether a text names a file or folder in another one, and is no path."""
+    return text not in ("", ".", "..") and "/" not in text and text.isprintable()
+
+
+def is_path_inside(text: str) -> bool:
+    """Return whether a text is a relative path that stays in its folder."""
+    return all(map(is_file_name, text.split("/")))
+
+
 def counted(num: float, one: str, many: str = "", *, form: str = "") -> str:
     """Return a number with its noun, such as "1 epoch" or "2 epochs".
 

@@ -144,8 +144,23 @@ def test_chat_templates_are_rendered_in_one_place() -> None:
     assert found == {"common/formats/chat_template.py"}
 
 
-def test_pickle_is_imported_nowhere() -> None:
-    assert _importers("pickle") | _importers("cloudpickle") | _importers("dill") == set()
+def test_pickle_is_imported_only_by_the_restricted_reader() -> None:
+    assert _importers("pickle") == {"learner/training/pickled_index.py"}
+    assert _importers("cloudpickle") | _importers("dill") == set()
+
+
+def test_ranks_exchange_no_objects() -> None:
+    """torch pickles what its collectives of objects and its own checkpoints send."""
+    called = {
+        _name(path): node.attr
+        for path in SOURCES
+        for node in nodes_of(path)
+        if isinstance(node, ast.Attribute)
+        and node.attr.endswith(("gather_object", "_object_list", "scatter_object"))
+    }
+    assert called == {}
+    library = "torch.distributed.checkpoint"
+    assert [p for p in SOURCES if any(n.startswith(library) for n in _imported(p))] == []
 
 
 HTTP_MODULES = {

@@ -37,7 +37,7 @@ class Fault:
         return f"{self.kind.value}: {self.role.value}" if self.role else self.kind.value
 
 
-CONNECTED = (Role.SCHEDULER, Role.LEARNER, Role.ACTOR, Role.HUB)
+CONNECTED = (Role.SCHEDULER, Role.LEARNER, Role.RANK, Role.ACTOR, Role.HUB)
 ALL_FAULTS = (
     *(Fault(FaultType.KILL, role) for role in Role),
     *(Fault(FaultType.STOP, role) for role in Role),

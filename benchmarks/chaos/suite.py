@@ -32,7 +32,13 @@ MAX_STEP_S = 180.0  # Limit of the time to the next step. A run that exceeds it 
 START_S = 300.0
 MINUTE_S = 60.0
 MIN_ETTR = 0.85  # Minimum ETTR at one fault a minute.
-MEDIAN_S = {Role.SCHEDULER: 5.0, Role.HUB: 5.0, Role.LEARNER: 15.0, Role.ACTOR: 15.0}
+MEDIAN_S = {
+    Role.SCHEDULER: 5.0,
+    Role.HUB: 5.0,
+    Role.LEARNER: 15.0,
+    Role.RANK: 15.0,
+    Role.ACTOR: 15.0,
+}
 P95_FACTOR = 3.0
 LEGEND = (
     "Recovery: from the end of a fault until the role does its part again; a learner when it\n"
@@ -58,6 +64,21 @@ USUAL = CampaignSize(
     num_steps=420,
     every_s=4.0,
     settings=tuple(each for each in TRAINING_ALONE if each != "eval.after=false"),
+)
+# Updates this small change few of the weights' 16 bits, as those of a large policy.
+SMALL_STEPS = ("learner.optimizer=adamw", "learner.lr=1e-5")
+TWO_RANKS = (*TRAINING_ALONE, "learner.num_ranks=2")
+DELTA = CampaignSize(
+    config="quickstart",
+    num_steps=120,
+    every_s=4.0,
+    settings=(*TWO_RANKS, *SMALL_STEPS, "learner.publish=delta", "model.dtype=bfloat16"),
+)
+ADAPTERS = CampaignSize(
+    config="quickstart",
+    num_steps=120,
+    every_s=4.0,
+    settings=(*TWO_RANKS, "learner.optimizer=adamw", "learner.lora.rank=8"),
 )
 SHORT = CampaignSize(
     config="smoke",
@@ -120,6 +141,16 @@ class CampaignLog:
 def run_suite(table: BenchTable) -> None:
     """Inject a fault into a quickstart of 420 steps every four seconds, in half an hour."""
     measure(table, USUAL)
+
+
+def run_delta(table: BenchTable) -> None:
+    """Inject the same faults while two ranks of the learner send changes of versions."""
+    measure(table, DELTA)
+
+
+def run_adapters(table: BenchTable) -> None:
+    """Inject the same faults while two ranks of the learner train adapters."""
+    measure(table, ADAPTERS)
 
 
 def run_short(table: BenchTable) -> None:

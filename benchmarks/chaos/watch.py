@@ -49,7 +49,7 @@ class StepObserver:
             num_steps: number of steps at that time.
         """
         match role:
-            case Role.LEARNER:
+            case Role.LEARNER | Role.RANK:
                 return self.poll_steps() > num_steps
             case Role.SCHEDULER:
                 return _written_s(self.run_dir.status) > since

@@ -9,13 +9,15 @@ import psutil
 
 _ROLE = re.compile(r"run\.py (\w+)")
 ENGINE_TITLE = "EngineCore"
+RANK_CODE = "multiprocessing.spawn"  # A part of the command line of a rank, not of its helpers.
 
 
 class Role(StrEnum):
-    """A role of a run. An engine is a separate process below its actor."""
+    """A role of a run. An engine is a process below its actor, a rank one below its learner."""
 
     SCHEDULER = "scheduler"
     LEARNER = "learner"
+    RANK = "rank"
     ACTOR = "actor"
     ENGINE = "engine"
     HUB = "envhub"
@@ -40,6 +42,9 @@ def _role_of(process: psutil.Process) -> Role | None:
         return Role.ENGINE
     parent = process.parent()
     named = _ROLE.search(" ".join(words))
+    if named is None and RANK_CODE in " ".join(words) and parent is not None:
+        above = _ROLE.search(" ".join(parent.cmdline()))
+        return Role.RANK if above is not None and above[1] == Role.LEARNER else None
     # The process is a fork of its parent.
     if named is None or (parent is not None and parent.cmdline() == words):
         return None

@@ -36,7 +36,7 @@ COMMANDS = {
 STUDIES = ("algorithms", "staleness", "teacher", "horizon", "peer")
 SUITES = (
     "learner, weights, delta, actor, scheduler, transport, engines, envhub, end2end, tail, chaos,"
-    " chaos-short, conformance, gpu, gpu-small, "
+    " chaos-delta, chaos-adapters, chaos-short, conformance, gpu, gpu-small, "
 ) + ", ".join(STUDIES)
 
 

@@ -9,6 +9,7 @@ import zmq
 
 from common.errors import LongstrideError, WireError
 from common.join.files import SUFFIXES
+from common.text import is_path_inside
 from common.wire.codec import decode, encode
 from common.wire.rank_messages import FileOp, RankFile, RankFileAnswer
 from common.wire.security import RunKeys
@@ -17,7 +18,7 @@ from common.wire.sockets import connect_dealer
 ANSWER_S = 60.0  # Timeout of an answer. The disk of rank 0's node may be busy.
 LOOK_S = 0.25
 PART_BYTES = 4_000_000
-MORE_NAMES = (".metadata", "COMPLETE")  # Small files of a checkpoint beside those with a suffix.
+MARKER = "COMPLETE"  # A small file of a checkpoint without a suffix.
 MAX_SMALL_BYTES = 256 << 20  # Largest file that a node copies; weights are read by parts.
 
 
@@ -57,8 +58,10 @@ class RankFiles:
     def mirror(self, remote: str, folder: Path) -> None:
         """Copy the small files below a remote folder, which holds a model or a checkpoint."""
         for name in self.names(remote):
-            if not name.endswith(SUFFIXES) and Path(name).name not in MORE_NAMES:
+            if not name.endswith(SUFFIXES) and Path(name).name != MARKER:
                 continue
+            if not is_path_inside(name):
+                raise LongstrideError(f"{remote}: {name!r} is not a path in this folder")
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             with target.open("wb") as out:

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from common.errors import ConfigError
 from common.repository import ROOT
 from common.store.run_dir import read_json, write_json
-from common.text import counted
+from common.text import counted, is_file_name
 
 MANIFEST = "shards.json"
 TENSORS = "state"  # Folder of a checkpoint for the files of all ranks.
@@ -73,8 +73,11 @@ def read_manifest(checkpoint: Path) -> list[ShardFile]:
     except ValidationError as error:
         text = f"damaged, {error.errors()[0]['msg']}; {remedy_without(checkpoint)}"
         raise ConfigError(f"{path}: {text}") from error
-    if wrong := [each.name for each in files if Path(each.name).name != each.name]:
+    if wrong := [each.name for each in files if not is_file_name(each.name)]:
         raise ConfigError(f"{path}: damaged, {wrong[0]!r} is not a plain file name")
+    # A node makes a folder with the name of the recorded one.
+    if wrong := [each.path for each in files if not is_file_name(Path(each.path).parent.name)]:
+        raise ConfigError(f"{path}: damaged, {wrong[0]!r} is not the path of a file in a folder")
     return files
 
 

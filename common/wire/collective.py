@@ -99,36 +99,11 @@ class BroadcastGroup:
         try:
             self._group = make_process_group(prefixed, place)
             if not is_nccl:
-                self._prove(store, place)
+                limit = min(self._timeout, timedelta(seconds=PROOF_TIMEOUT_S))
+                prove_members(self._group, store, f"proof/{epoch}", timeout=limit)
         except (RuntimeError, ValueError) as error:
             what = f"no process group epoch={epoch} rank={place.rank}"
             raise WeightSyncError(f"{what}: {error}") from error
-
-    def _prove(self, store: dist.Store, place: CollectiveMember) -> None:
-        """Exchange a proof of membership between each pair of ranks, before the first transfer.
-
-        gloo accepts the first process that connects. NCCL needs no proof: its id, which members
-        read from the store, is a shared secret.
-
-        Raises: WeightSyncError: a process outside the group occupies a rank.
-        """
-        name = f"proof/{self.epoch}"
-        rank = place.rank
-        size = place.world_size
-        if rank == 0:
-            store.set(name, secrets.token_hex(32))
-        secret = store.get(name)
-        proofs = [_proof(secret, rank, other) for other in range(size)]
-        sent = torch.frombuffer(bytearray(b"".join(proofs)), dtype=torch.uint8)
-        came = torch.zeros_like(sent)
-        options = dist.AllToAllOptions()
-        timeout = min(self._timeout, timedelta(seconds=PROOF_TIMEOUT_S))
-        options.timeout = timeout
-        work = self._group.alltoall_base(came, sent, [], [], options)
-        Broadcast(work, timeout, self._failed).wait()
-        for other, proof in enumerate(came.view(size, PROOF_BYTES)):
-            if not hmac.compare_digest(bytes(proof.tolist()), _proof(secret, other, rank)):
-                raise WeightSyncError(f"a process outside the group connected as rank {other}")
 
     def broadcast(self, buffer: Tensor) -> None:
         """Send (rank 0) or receive `buffer` [num_bytes] uint8 in place."""
@@ -175,6 +150,38 @@ class BroadcastGroup:
             self._group.abort()
         except RuntimeError:  # gloo raises if a peer has already disconnected.
             return
+
+
+def prove_members(group: Any, store: dist.Store, name: str, *, timeout: timedelta) -> None:
+    """Exchange a proof of membership between each pair of ranks of a group of gloo.
+
+    gloo accepts the first process that connects. NCCL needs no proof: its id, which members
+    read from the store, is a shared secret.
+
+    Args:
+        group: the group of gloo, before its first transfer.
+        store: the rendezvous, which only members can read.
+        name: name of the group in the store.
+
+    Raises: WeightSyncError: a process outside the group occupies a rank, or a rank is silent.
+    """
+    rank = group.rank()
+    size = group.size()
+    if rank == 0:
+        store.set(name, secrets.token_hex(32))
+    secret = store.get(name)
+    proofs = [_proof(secret, rank, other) for other in range(size)]
+    sent = torch.frombuffer(bytearray(b"".join(proofs)), dtype=torch.uint8)
+    came = torch.zeros_like(sent)
+    options = dist.AllToAllOptions()
+    options.timeout = timeout
+    try:
+        group.alltoall_base(came, sent, [], [], options).wait(timeout)
+    except RuntimeError as error:
+        raise WeightSyncError(f"a rank has not proved its membership: {error}") from error
+    for other, proof in enumerate(came.view(size, PROOF_BYTES)):
+        if not hmac.compare_digest(bytes(proof.tolist()), _proof(secret, other, rank)):
+            raise WeightSyncError(f"a process outside the group connected as rank {other}")
 
 
 def _proof(secret: bytes, sender: int, receiver: int) -> bytes:

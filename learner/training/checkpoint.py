@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from common.config.learning import LearnerSection
 from common.errors import ConfigError, LongstrideError
@@ -194,7 +193,7 @@ class Checkpoints:
                 sync_tree(partial)
                 self._replace(folder, partial)
                 self._remove_old()
-            except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+            except (OSError, RuntimeError, SafetensorError, LongstrideError) as error:
                 self._give_up(partial, error)
                 return None
             self._took_s = self._now() - started

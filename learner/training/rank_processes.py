@@ -29,7 +29,7 @@ from common.log import configure_logging
 from common.quick_exit import leave
 from common.stall.stacks import tell_stacks
 from common.wire.addresses import is_loopback
-from common.wire.collective import interface_of
+from common.wire.collective import interface_of, prove_members
 from common.wire.rendezvous.client import GroupStore, StoreConnection
 from common.wire.rendezvous.server import StorePlace
 from common.wire.weight_group import lower_priority
@@ -224,16 +224,21 @@ def meet(cfg: RunConfig, rank: int, meeting: Meeting, device: torch.device) -> R
             world_size=num_ranks,
             timeout=timedelta(seconds=timeout_s),
         )
+        _prove(dist.group.WORLD, store, "all", timeout_s=timeout_s)
         shape = (num_ranks // cfg.learner.shard_ranks, cfg.learner.shard_ranks)
         dims = slice(shape[0] == 1, None)  # A single copy has a mesh of one dimension.
         mesh = init_device_mesh(device.type, shape[dims], mesh_dim_names=("copy", "shard")[dims])
+        for number, part in enumerate(mesh.get_all_groups()):
+            _prove(part, store, f"mesh-{number}", timeout_s=timeout_s)
         group = dist.new_group()
         assert isinstance(group, dist.ProcessGroup)  # This rank is a member of the group.
+        _prove(group, store, "publish", timeout_s=timeout_s)
         rows = None
         if cfg.learner.sequence_ranks > 1:
             limit = timedelta(seconds=timeout_s)
             rows, _ = dist.new_subgroups(cfg.learner.sequence_ranks, timeout=limit)
             assert isinstance(rows, dist.ProcessGroup)  # This rank is a member of the group.
+            _prove(rows, store, "rows", timeout_s=timeout_s)
         files = LOCAL
         if meeting.files is not None:
             files = RemoteWeightFiles(RankFiles(meeting.files), meeting.files.mirrored)
@@ -246,12 +251,24 @@ def meet(cfg: RunConfig, rank: int, meeting: Meeting, device: torch.device) -> R
             home=meeting.home,
             writes_home=cfg.learner.checkpoint_shards is ShardPlace.OWN_NODE,
         )
+        _prove(ranks.saving, store, "saving", timeout_s=timeout_s)
     except (RuntimeError, WeightSyncError) as error:
         raise LongstrideError(
             f"learner rank {rank} of {num_ranks} could not join the process group: {error}"
         ) from error
     ranks.store = store  # torch references only the C++ part of the store.
     return ranks
+
+
+def _prove(group: dist.ProcessGroup | None, store: Store, name: str, *, timeout_s: float) -> None:
+    """Prove the membership of all ranks over the connections of a group, before its first use.
+
+    Raises: WeightSyncError: a process outside the group occupies a rank.
+    """
+    assert isinstance(group, dist.ProcessGroup)  # This rank is a member of the group.
+    ranks = "-".join(map(str, dist.get_process_group_ranks(group)))
+    gloo = group._get_backend(torch.device("cpu"))
+    prove_members(gloo, store, f"proof/{name}/{ranks}", timeout=timedelta(seconds=timeout_s))
 
 
 def _serve_rank(
@@ -287,7 +304,8 @@ def _serve_rank(
         threading.Thread(target=_serve_weights, args=serving, daemon=True).start()
         while True:
             kind, version, must_train, must_skip, num_bytes = json.loads(pipe.recv_bytes())
-            payload = ranks.receive(num_bytes) if num_bytes else b""
+            with ranks.in_touch("the broadcast of an order"):
+                payload = ranks.receive(num_bytes) if num_bytes else b""
             trainer.carry_out(RankOperation(kind, version, must_train, must_skip, payload))
     except (EOFError, BrokenPipeError):  # The process that started this rank has ended.
         leave(0)

@@ -2,10 +2,13 @@
 
 import json
 import logging
+import os
 import shutil
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch
@@ -14,6 +17,8 @@ import torch.distributed as dist
 from common.config.learning import LearnerSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
+from common.join.shards import TENSORS
+from common.quick_exit import leave
 from common.store.run_dir import RunDir
 from common.wire.rank_messages import RankChannel
 from learner.policy.model import pick_device
@@ -22,8 +27,51 @@ from learner.training.build import is_sharded
 from learner.training.node_server import NodeServer
 from learner.training.rank_processes import Meeting, RankProcesses, RankWorker, meet
 from learner.training.ranks import RankOperation, Ranks
+from learner.training.storage import convert_pickled_index
 
 logger = logging.getLogger(__name__)
+
+ABORT_S = 30.0  # Seconds for the main thread to end after a rank. It may wait in a collective.
+
+
+class LossWatch(threading.Thread):
+    """A thread that ends this process if it still waits for a rank that has ended.
+
+    Not every broken connection ends a collective: NCCL, and gloo at times, wait for their timeout.
+
+    Waits for: the end of a rank, then `ABORT_S`.
+    Unblocked by: `stop`.
+    """
+
+    def __init__(
+        self,
+        sentinels: Sequence[int],
+        *,
+        abort_s: float = ABORT_S,
+        end_process: Callable[[], object] = lambda: leave(1),
+    ) -> None:
+        """Watch the processes with these sentinels."""
+        super().__init__(name="learner-ranks", daemon=True)
+        self._sentinels = sentinels
+        self._abort_s = abort_s
+        self._end_process = end_process
+        self._reader, self._writer = os.pipe()
+        self.start()
+
+    def run(self) -> None:
+        """Watch until stopped."""
+        found = wait([*self._sentinels, self._reader])
+        if self._reader not in found and not wait([self._reader], self._abort_s):
+            logger.error("ending this process, which waits for a rank that has ended")
+            self._end_process()
+
+    def stop(self) -> None:
+        """End the watch. A second call has no effect."""
+        if self._writer >= 0:
+            os.close(self._writer)  # The other end of the pipe becomes readable.
+            self._writer = -1
+            self.join()
+            os.close(self._reader)
 
 
 class RankWorkers:
@@ -62,6 +110,7 @@ class RankWorkers:
         self._device = pick_device(cfg.learner.device)
         self._folder: Path | None = None
         self._server: NodeServer | None = None
+        self._watch: LossWatch | None = None
         self._processes = RankProcesses(cfg, [], checkpoint, Meeting())
         self.is_over = False  # True: the run ends with this process, and so do the other nodes.
         if not is_sharded(cfg.learner):
@@ -69,6 +118,8 @@ class RankWorkers:
         self._check_devices()
         if cfg.learner.num_nodes > 1:
             assert run_dir is not None
+            if checkpoint is not None:
+                convert_pickled_index(checkpoint / TENSORS)
             self._server = NodeServer(cfg, run_dir, checkpoint)
             self._meeting = self._server.meeting
         else:
@@ -76,6 +127,7 @@ class RankWorkers:
             self._meeting = Meeting(folder=str(self._folder))
         ours = range(1, cfg.learner.local_ranks)
         self._processes = RankProcesses(cfg, ours, checkpoint, self._meeting)
+        self._watch = LossWatch([each.process.sentinel for each in self._workers])
 
     def _check_devices(self) -> None:
         """Check that each rank here has a GPU of its own. Raises: ConfigError."""
@@ -151,6 +203,8 @@ class RankWorkers:
 
     def stop(self) -> None:
         """End all ranks: close their pipes, and kill each process that does not exit in time."""
+        if self._watch is not None:
+            self._watch.stop()
         if self._server is not None:
             self._server.close(RankChannel.FINISH if self.is_over else RankChannel.STOP)
         self._processes.stop()

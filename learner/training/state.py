@@ -1,10 +1,9 @@
 """A trainer's tensors by name: copied and written during training, and read back.
 
-Source: torch.distributed.checkpoint. Each rank writes its shards, any number of ranks reads them.
+Each rank writes its shards, and any number of ranks reads them.
 """
 
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -12,24 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import (
-    DefaultSavePlanner,
-    create_default_local_load_plan,
-)
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from common.errors import ConfigError
 from learner.policy.lora import trained_state
+from learner.policy.weight_files import LOCAL
 from learner.training.optimizers.optimizer import BLOCK
 from learner.training.ranks import Ranks
 from learner.training.shards.collect import find_shards
-from learner.training.storage import TensorReader, TensorWriter
-
-# A single rank needs no torch.distributed.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+from learner.training.storage import DTYPES, files_needed, read_index, read_state, write_state
 
 # Name prefix of optimizer state; the parameter's name and the state's key follow.
 MOMENTS = "optimizer."
@@ -62,16 +53,11 @@ class StateWriter:
     def _write(self, copies: dict[str, Tensor], folder: Path) -> dict[str, Tensor] | None:
         """Write the copies of all ranks; return the copies of a single rank."""
         ranks = self._ranks
-        is_alone = ranks.saving is None
         home = ranks.home if ranks.writes_home and ranks.files.is_remote else None
         if home is not None and ranks.local_index == 0:
             home.remove_old(folder, ranks.files.names)
-        writer = TensorWriter(folder, files=ranks.files, home=home)
-        # Each rank reads the tensors that all ranks share. Rank 0's node can send parts of files.
-        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=ranks.writes_home)
-        group = ranks.saving
-        save(copies, storage_writer=writer, planner=planner, process_group=group, no_dist=is_alone)
-        return copies if is_alone else None
+        write_state(copies, folder, ranks, home=home)
+        return copies if ranks.saving is None else None
 
     @torch.no_grad()
     def copy(self, state: Mapping[str, Tensor]) -> None:
@@ -180,13 +166,11 @@ def restore(
     Raises: ConfigError: the tensors belong to another model or optimizer, or a file is missing.
     """
     ranks = ranks or Ranks()
-    metadata = TensorReader(folder).read_metadata()
-    saved = metadata.state_dict_metadata
+    saved = read_index(folder)
     weights = _weights(modules)
     others = {name for name in saved if not name.startswith(MOMENTS)}
     if others != weights.keys() or any(
-        list(saved[name].size) != list(each.shape)  # pyright: ignore - of a tensor
-        for name, each in weights.items()
+        saved[name].shape != tuple(each.shape) for name, each in weights.items()
     ):
         raise ConfigError(
             f"{folder}: the saved weights do not fit this model; resume with the model.path and"
@@ -205,11 +189,8 @@ def restore(
             " learner.num_ranks must also be the same."
         )
     own = {name: each.detach() for name, each in live.items()}
-    plan = create_default_local_load_plan(own, metadata)
-    needed = {metadata.storage_data[item.storage_index].relative_path for item in plan.items}
-    places = find_shards(folder, needed, ranks)
-    reader = TensorReader(folder, files=ranks.files, places=places)
-    load(own, storage_reader=reader, no_dist=True)
+    places = find_shards(folder, files_needed(saved, own), ranks)
+    read_state(folder, saved, own, ranks.files, places=places)
 
 
 def _make_moments(
@@ -230,16 +211,11 @@ def _make_moments(
 
 
 def read_weights(folder: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name without prefix, whole tensor on the host) of the saved weights.
-
-    One load reads all of them: each load reads and plans the names of the whole checkpoint, which
-    is as much work as a few megabytes. Adapters have many small tensors.
-    """
+    """Yield (name without prefix, whole tensor on the host) of the saved weights."""
     found = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)  # pyright: ignore
-        for name, entry in TensorReader(folder).read_metadata().state_dict_metadata.items()
-        if name.startswith(f"{prefix}.")
+        name: each for name, each in read_index(folder).items() if name.startswith(f"{prefix}.")
     }
-    load(dict(found), storage_reader=TensorReader(folder), no_dist=True)  # It fills them in place.
-    for name, whole in found.items():
+    wholes = {n: torch.empty(each.shape, dtype=DTYPES[each.dtype]) for n, each in found.items()}
+    read_state(folder, found, wholes, LOCAL)
+    for name, whole in wholes.items():
         yield name.removeprefix(f"{prefix}."), whole

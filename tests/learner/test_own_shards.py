@@ -76,7 +76,7 @@ def test_own_files_of_nodes_resume_like_sent_ones(tmp_path: Path) -> None:
     with two_nodes(own_node(cfg), tmp_path / "own", key) as run:
         folder, onward = begin(run)
         assert_equal(onward, expected)
-        assert names(folder / "state") == [".metadata", "__0_0.bin", "__1_0.bin"]
+        assert names(folder / "state") == ["__0_0.bin", "__1_0.bin", "tensors.json"]
         (ours,) = disk.glob("*/*")
         assert names(ours) == ["__2_0.bin", "__3_0.bin"]
         assert [each.node for each in read_manifest(folder)] == [1, 1]

@@ -1,14 +1,22 @@
 """Laws of several learner ranks, with real processes over gloo."""
 
+import contextlib
+import json
+import multiprocessing
 import os
 import signal
+import socket
+import struct
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -22,7 +30,8 @@ from common.wire.transfer.changes import apply_changes
 from learner.policy.finite import WeightsNotFinite
 from learner.training.build import load_start, make_trainer
 from learner.training.checkpoint import Checkpoints
-from learner.training.rank_workers import RankWorkers
+from learner.training.rank_processes import Meeting, meet
+from learner.training.rank_workers import LossWatch, RankWorkers
 from learner.training.ranks import deal
 from learner.training.trainer import Trainer
 from learner.weights.delta import VersionKeeper
@@ -217,6 +226,99 @@ def test_hanging_or_dead_rank_is_named_and_blocks_no_rank(life: Life) -> None:
     assert life.hung_for_s < 30.0
     assert "learner rank 1 ended with exit code -9" in life.dead[0]
     assert "learner rank 1 ended" in life.dead[1]
+
+
+def meet_and_exchange(cfg: RunConfig, rank: int, meeting: Meeting, pipe: Connection) -> None:
+    """Join the group of two ranks when asked; send what this rank has received, or its error."""
+    pipe.send_bytes(b"ready")
+    pipe.recv_bytes()
+    try:
+        ranks = meet(cfg, rank, meeting, torch.device("cpu"))
+        pipe.send_bytes(json.dumps(ranks.exchange({"rank": rank})).encode())
+    except LongstrideError as error:
+        pipe.send_bytes(str(error).encode())
+
+
+def strangers_at(pid: int) -> list[socket.socket]:
+    """Connect to each port of a rank, like gloo's pairs: the first eight bytes name the pair."""
+    found: list[socket.socket] = []
+    for each in psutil.Process(pid).net_connections(kind="tcp"):
+        if each.status == psutil.CONN_LISTEN:
+            for number in range(8):
+                connection = socket.create_connection(each.laddr, timeout=5)
+                connection.sendall(struct.pack("<q", number))
+                found.append(connection)
+    return found
+
+
+def read_all(connection: socket.socket) -> bytes:
+    connection.settimeout(0.1)
+    came = b""
+    with connection, contextlib.suppress(OSError):
+        while part := connection.recv(1 << 16):
+            came += part
+    return came
+
+
+@pytest.mark.slow
+def test_process_without_key_is_no_rank(tmp_path: Path) -> None:
+    """gloo accepts the first process that connects to the port of rank 0."""
+    cfg = replace(RunConfig(), learner=LearnerSection(num_ranks=2, rank_timeout_s=5.0))
+    meeting = Meeting(folder=str(tmp_path))
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(2)]
+    strangers: list[socket.socket] = []
+    processes = [
+        context.Process(target=meet_and_exchange, args=(cfg, rank, meeting, pipes[rank][1]))
+        for rank in range(2)
+    ]
+    try:
+        for process, (ours, _) in zip(processes, pipes, strict=True):
+            process.start()
+            assert ours.poll(120.0)
+            assert ours.recv_bytes() == b"ready"
+        pipes[0][0].send_bytes(b"join")
+        deadline = time.monotonic() + 120.0
+        while not strangers and time.monotonic() < deadline:
+            assert processes[0].pid is not None
+            strangers = strangers_at(processes[0].pid)
+        pipes[1][0].send_bytes(b"join")
+        results: list[bytes] = []
+        for ours, _ in pipes:
+            assert ours.poll(120.0)
+            results.append(ours.recv_bytes())
+        assert strangers
+        assert b'"rank"' not in b"".join(map(read_all, strangers))
+        assert b"a rank has not proved its membership" in results[0], results
+        assert b"could not join the process group" in results[1], results
+    finally:
+        for stranger in strangers:
+            stranger.close()
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+                process.join(10)
+
+
+def test_process_that_waits_for_a_dead_rank_ends() -> None:
+    ended = threading.Event()
+    reader, writer = os.pipe()
+    watch = LossWatch([reader], abort_s=0.05, end_process=ended.set)
+    os.close(writer)  # The sentinel of a process that ends.
+    assert ended.wait(10.0)
+    watch.stop()
+    os.close(reader)
+
+
+def test_process_that_ends_its_ranks_is_not_ended() -> None:
+    ended = threading.Event()
+    reader, writer = os.pipe()
+    watch = LossWatch([reader], abort_s=60.0, end_process=ended.set)
+    os.close(writer)
+    watch.stop()
+    assert not watch.is_alive()
+    assert not ended.is_set()
+    os.close(reader)
 
 
 def test_samples_are_distributed_by_cost() -> None:

@@ -1,18 +1,21 @@
 """Laws of a trainer's tensors on disk: any number of ranks reads what any number has written."""
 
+import contextlib
+import json
 import os
+import pickle
 import resource
+import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
@@ -21,9 +24,11 @@ from common.config.learning import LearnerSection
 from common.errors import ConfigError
 from learner.policy.critic import make_critic
 from learner.policy.sharding import shard
+from learner.training import storage
 from learner.training.optimizers.optimizer import make_critic_optimizer, make_optimizer
 from learner.training.ranks import Ranks
 from learner.training.state import StateWriter, live_tensors, read_weights, restore
+from learner.training.storage import convert_pickled_index
 from tests.bounds import at_most
 from tests.learner.builders import make_model
 from tests.learner.policy.test_loading import rank_of
@@ -99,22 +104,122 @@ def test_written_copies_are_those_on_the_disk(tmp_path: Path) -> None:
     assert (name, found.tolist()) == ("a", [0, 1, 2])
 
 
-def test_saved_weights_are_read_in_one_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class Planted:
+    """A value whose pickle writes a file when it is read."""
+
+    def __init__(self, marker: Path) -> None:
+        self._marker = marker
+
+    def __reduce__(self) -> Any:
+        return Path.write_text, (self._marker, "executed")
+
+
+@pytest.mark.parametrize("where", ["whole", "entry", "key", "state of a class"])
+def test_pickle_in_the_index_of_a_checkpoint_executes_nothing(tmp_path: Path, where: str) -> None:
+    save({"model.a": torch.ones(2)}, checkpoint_id=tmp_path / "state", no_dist=True)
+    file = tmp_path / "state" / ".metadata"
+    metadata: Any = pickle.loads(file.read_bytes())
+    planted: Any = Planted(tmp_path / "marker")
+    match where:
+        case "whole":
+            metadata = planted
+        case "entry":
+            metadata.state_dict_metadata["model.a"] = planted
+        case "key":
+            metadata.storage_data[planted] = 1
+        case _:
+            metadata.state_dict_metadata["model.a"].chunks[0].sizes = planted
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(
+        ConfigError, match=r"\.metadata: damaged, it names pathlib\.Path\.write_text"
+    ):
+        dict(read_weights(tmp_path / "state", "model"))
+    assert not (tmp_path / "marker").exists()
+
+
+def test_bytes_among_the_tensors_of_a_checkpoint_execute_nothing(tmp_path: Path) -> None:
+    """torch unpickles an entry of bytes when it loads the checkpoint."""
+    planted: Any = Planted(tmp_path / "marker")
+    save({"model.a": planted}, checkpoint_id=tmp_path / "state", no_dist=True)
+    with pytest.raises(ConfigError, match="BytesStorageMetadata"):
+        dict(read_weights(tmp_path / "state", "model"))
+    assert not (tmp_path / "marker").exists()
+
+
+def test_checkpoint_of_an_older_version_is_read(tmp_path: Path) -> None:
+    """The index names the classes of that version, of which `StoredTensor` had five fields."""
+    save({"model.a": torch.tensor([[5.0, 6.0]])}, checkpoint_id=tmp_path / "state", no_dist=True)
+    file = tmp_path / "state" / ".metadata"
+    metadata: Any = pickle.loads(file.read_bytes())
+    (key,) = metadata.storage_data
+    old = OldStoredTensor("__0_0.bin", 0, 8, torch.float32, (1, 2))
+    metadata.storage_data = {key: old}
+    with as_stored_tensor():
+        file.write_bytes(pickle.dumps(metadata))
+    (tmp_path / "state" / "__0_0.bin").write_bytes(struct.pack("<2f", 1.5, -2.0))
+    ((name, found),) = read_weights(tmp_path / "state", "model")
+    assert (name, found.tolist()) == ("a", [[1.5, -2.0]])
+    convert_pickled_index(tmp_path / "state")
+    file.unlink()
+    ((name, found),) = read_weights(tmp_path / "state", "model")
+    assert (name, found.tolist()) == ("a", [[1.5, -2.0]])
+
+
+@dataclass(frozen=True, slots=True)
+class OldStoredTensor:
+    """The class `StoredTensor` of an older version."""
+
+    relative_path: str
+    offset: int
+    length: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@contextlib.contextmanager
+def as_stored_tensor() -> Iterator[None]:
+    """Give `OldStoredTensor` the name that it had in its version."""
+    before = storage.StoredTensor
+    OldStoredTensor.__module__ = storage.__name__
+    OldStoredTensor.__qualname__ = OldStoredTensor.__name__ = "StoredTensor"
+    storage.StoredTensor = OldStoredTensor  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        storage.StoredTensor = before
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"file": "../a"}, "not a plain file name"),
+        ({"file": "/etc/passwd"}, "not a plain file name"),
+        ({"offsets": [1]}, "outside of the tensor"),
+        ({"offsets": [-1]}, "greater than or equal to 0"),
+        ({"shape": [2, 1]}, "number of dimensions"),
+        ({"num_bytes": 4}, "not the bytes of a part"),
+    ],
+)
+def test_index_with_a_wrong_part_is_refused(
+    tmp_path: Path, change: dict[str, Any], reason: str
 ) -> None:
-    tensors = {f"model.{number}": torch.full((2,), float(number)) for number in range(50)}
-    StateWriter(Ranks()).start(tensors, tmp_path).result(60)
-    plans = [0]
-    read = FileSystemReader.read_metadata
+    StateWriter(Ranks()).start({"model.a": torch.ones(2)}, tmp_path / "state").result(60)
+    file = tmp_path / "state" / "tensors.json"
+    index = json.loads(file.read_text())
+    index["model.a"]["parts"][0] |= change
+    file.write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=reason):
+        dict(read_weights(tmp_path / "state", "model"))
 
-    def counted(reader: FileSystemReader, *args: Any, **kwargs: Any) -> Any:
-        plans[0] += 1
-        return read(reader, *args, **kwargs)
 
-    monkeypatch.setattr(FileSystemReader, "read_metadata", counted)
-    found = dict(read_weights(tmp_path, "model"))
-    assert [each.tolist() for each in found.values()] == [[n, n] for n in range(50)]
-    assert plans[0] == 2  # For the names, and in the load.
+def test_index_that_lacks_a_part_is_refused(tmp_path: Path) -> None:
+    StateWriter(Ranks()).start({"model.a": torch.ones(2)}, tmp_path / "state").result(60)
+    file = tmp_path / "state" / "tensors.json"
+    index = json.loads(file.read_text())
+    index["model.a"]["parts"] = []
+    file.write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="lacks parts of"):
+        dict(read_weights(tmp_path / "state", "model"))
 
 
 def test_tensors_of_the_standard_writer_are_read(tmp_path: Path) -> None:
@@ -147,7 +252,7 @@ def test_file_with_lost_bytes_is_refused(tmp_path: Path) -> None:
     StateWriter(Ranks()).start({"model.a": torch.ones(3)}, tmp_path).result(60)
     (file,) = tmp_path.glob("*.bin")
     os.truncate(file, 11)
-    with pytest.raises(CheckpointException, match="ends within a tensor"):
+    with pytest.raises(ConfigError, match="ends within a tensor"):
         dict(read_weights(tmp_path, "model"))
 
 

@@ -42,7 +42,7 @@ def test_split_checkpoint_loads_from_the_disk_of_its_node(tmp_path: Path) -> Non
     folder = save(tmp_path, 3, value=5.0)
     (file,) = read_manifest(folder)
     assert Path(file.path) == tmp_path / "disk" / "step-000003-a1" / file.name
-    assert sorted(each.name for each in (folder / TENSORS).iterdir()) == [".metadata"]
+    assert sorted(each.name for each in (folder / TENSORS).iterdir()) == ["tensors.json"]
     assert newest_checkpoint(tmp_path / "run") == folder
     assert load(folder, tmp_path) == 5.0
 
