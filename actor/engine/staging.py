@@ -12,7 +12,7 @@ from torch import Tensor
 
 from actor.engine.memory.version_memory import Copy, OwnCopy, VersionMemory, consumed, whole_bytes
 from common.errors import LongstrideError, WeightSyncError
-from common.wire.collective import views
+from common.wire.collective import check_layout, views
 from common.wire.transfer.changes import apply_changes, digest_of_whole
 from common.wire.transfer.node_copy import CopyUnreachable, NodeCopy
 from common.wire.weight_group import TransferCancelled, WeightGroup, lower_priority
@@ -130,6 +130,7 @@ class Staging:
         state = Staged(is_done=True, error="staging failed; the engine's log contains the error")
         try:
             self._end_transfer(before)
+            check_layout(offer)
             copy, seconds = self._take(taken)
             self.memory.shown = copy.buffer
             if self._prepare is not None:

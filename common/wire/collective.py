@@ -10,6 +10,7 @@ new group, and the default process group stays as it is. CUDA uses NCCL, the CPU
 
 import hashlib
 import hmac
+import math
 import os
 import secrets
 import socket
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from common.errors import WeightSyncError
 from common.wire.addresses import is_loopback
-from common.wire.weight_messages import TensorSpec
+from common.wire.weight_messages import TensorSpec, WeightsOffer
 
 CPU = torch.device("cpu")
 PROOF_BYTES = 16
@@ -248,6 +249,31 @@ def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[TensorSpec], in
         )
         offset += aligned(num_bytes)
     return specs, offset
+
+
+def check_layout(offer: WeightsOffer) -> None:
+    """Check the sizes and positions in an offer. Raises: WeightSyncError: names what is wrong."""
+    if offer.bucket_bytes < 1 or not 0 <= offer.rank <= offer.world_size:
+        raise WeightSyncError(
+            f"offer of version {offer.version}: buckets of {offer.bucket_bytes} bytes, rank"
+            f" {offer.rank} of {offer.world_size}"
+        )
+    end = 0
+    for spec in offer.tensors:
+        dtype = getattr(torch, spec.dtype, None)
+        is_there = spec.offset_bytes >= end and spec.offset_bytes % ALIGN_BYTES == 0
+        if (
+            not isinstance(dtype, torch.dtype)
+            or min(spec.shape, default=0) < 0
+            or spec.num_bytes != math.prod(spec.shape) * dtype.itemsize
+            or not is_there
+        ):
+            raise WeightSyncError(f"offer of version {offer.version}: impossible tensor {spec}")
+        end = spec.offset_bytes + spec.num_bytes
+    if not offer.tensors or (offer.base < 0 and end > offer.total_bytes):
+        raise WeightSyncError(
+            f"offer of version {offer.version}: tensors of {end} bytes in {offer.total_bytes}"
+        )
 
 
 def aligned(num_bytes: int) -> int:

@@ -4,7 +4,15 @@ import io
 import logging
 
 from common.log import FORMAT, PlainFormatter
-from common.text import counted, json_bytes, known_hint, log_text, near_hint
+from common.text import (
+    counted,
+    is_file_name,
+    is_path_inside,
+    json_bytes,
+    known_hint,
+    log_text,
+    near_hint,
+)
 
 
 def test_noun_agrees_with_its_number() -> None:
@@ -14,6 +22,15 @@ def test_noun_agrees_with_its_number() -> None:
     assert counted(3, "copy", "copies") == "3 copies"
     assert counted(1200, "group is", "groups are", form=",") == "1,200 groups are"
     assert counted(1.0, "core", form="g") == "1 core"
+
+
+def test_paths_that_leave_their_folder_are_recognized() -> None:
+    assert is_file_name("a..b")
+    assert is_file_name(".metadata")
+    assert not any(map(is_file_name, ("", ".", "..", "a/b", "/a", "a\0", "a\n")))
+    assert is_path_inside("a/b.c")
+    assert is_path_inside("a")
+    assert not any(map(is_path_inside, ("", "/a", "../a", "a/../b", "a//b", "a/", "./a")))
 
 
 def test_only_similar_names_are_suggested() -> None:

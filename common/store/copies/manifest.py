@@ -9,14 +9,15 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import PurePosixPath
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from common.config.knobs import FILE_NAME
 from common.errors import ConfigError
 from common.join.shards import MANIFEST as SHARDS
 from common.store.segments import JournalPosition
+from common.text import is_path_inside
 
 FORMAT = 1
 FOLDER = "manifests"
@@ -126,9 +127,10 @@ def decode(name: str, content: bytes) -> CopyManifest | None:
         found = _MANIFEST.validate_json(content)
     except (ValidationError, ValueError, AttributeError) as error:
         raise ConfigError(f"{name}: not a manifest of a copy ({error!r:.200})") from error
+    if not FILE_NAME.fits(found.run):
+        raise ConfigError(f"{name}: the name of the run {found.run!r} must be {FILE_NAME.phrase}")
     for path, file in found.files.items():
-        parts = PurePosixPath(path).parts
-        is_inside = bool(parts) and ".." not in parts and not path.startswith("/")
+        is_inside = is_path_inside(path)
         has_digests = all(_DIGEST.fullmatch(part.digest) for part in file.parts)
         if not is_inside or not has_digests or sum(p.size for p in file.parts) != file.size:
             raise ConfigError(f"{name}: the entry {path!r} is not valid")

@@ -133,12 +133,12 @@ def apply_changes(buffer: Tensor, packed: Tensor, *, words_at_a_time: int = PATC
     Args:
         words_at_a_time: a multiple of 8, which bounds the temporary memory.
 
-    Raises: WeightSyncError: the changes are those of a version with another size.
+    Raises: WeightSyncError: the bytes are no changes, or those of a version with another size. The
+        buffer may then have a part of them.
     """
     words = buffer.view(torch.int64)
-    header = cast(list[int], packed[:HEADER_BYTES].view(torch.int64).tolist())  # pyright: ignore
-    num_changed, num_far = header
     codes_at = HEADER_BYTES + -(-words.numel() // 8)
+    num_changed, num_far = _header_of(packed)
     values_at = _aligned(codes_at + num_changed)
     if packed.numel() != _aligned(values_at + 2 * num_far):
         raise WeightSyncError(
@@ -151,15 +151,32 @@ def apply_changes(buffer: Tensor, packed: Tensor, *, words_at_a_time: int = PATC
         part = words[first : first + words_at_a_time]
         bits = mask[first // 8 : -(-(first + part.numel()) // 8)]
         rows = _unpacked(bits, width=1).view(-1).nonzero().squeeze(1)
+        if rows.numel() > codes.numel() or (rows.numel() and int(rows[-1]) >= part.numel()):
+            raise WeightSyncError("damaged changes: their mask has more words than their header")
         entries = part[rows].view(torch.int16).view(-1, ENTRIES)
         steps = _unpacked(codes[: rows.numel()], width=2)
         entries += (steps == 1).to(torch.int16) - (steps == 3).to(torch.int16)
         is_far = steps == FAR
         num_values = int(is_far.sum())
+        if num_values > values.numel():
+            raise WeightSyncError("damaged changes: they lack values of their codes")
         entries[is_far] = values[:num_values]
         part[rows] = entries.view(torch.int64).squeeze(1)
         codes = codes[rows.numel() :]
         values = values[num_values:]
+    if codes.numel() or values.numel():
+        raise WeightSyncError("damaged changes: their mask has fewer words than their header")
+
+
+def _header_of(packed: Tensor) -> tuple[int, int]:
+    """Return the numbers of changed words and of values. Raises: WeightSyncError: impossible."""
+    if packed.numel() < HEADER_BYTES:
+        raise WeightSyncError(f"damaged changes: {packed.numel()} bytes have no header")
+    header = cast(list[int], packed[:HEADER_BYTES].view(torch.int64).tolist())  # pyright: ignore
+    num_changed, num_far = header
+    if not 0 <= num_far <= ENTRIES * num_changed:
+        raise WeightSyncError(f"damaged changes: {num_far} values for {num_changed} words")
+    return num_changed, num_far
 
 
 def digest_of_whole(buffer: Tensor) -> str:

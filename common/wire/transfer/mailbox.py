@@ -20,6 +20,7 @@ from torch import Tensor
 
 from common.errors import WeightSyncError
 from common.store.disk import with_room
+from common.text import is_file_name
 from common.wire.rendezvous.client import GroupStore
 from common.wire.transfer.buckets import NUM_SLOTS
 
@@ -77,6 +78,8 @@ class FolderStorage:
     def fetch(self, where: str, part: Tensor) -> None:
         """Read a part. Raises: WeightSyncError: the file is missing or incomplete."""
         path = self._folder / where
+        if not is_file_name(where):
+            raise WeightSyncError(f"{where!r} is not the name of a bucket")
         try:
             with path.open("rb") as file:
                 num_read = file.readinto(cast(Any, part.numpy()))

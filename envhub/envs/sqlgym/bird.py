@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from common.text import is_file_name
 from envhub.env import EnvFailure, ItemId, SubsetSpec
 from envhub.envs.sqlgym.problems import Problem, SchemaView, TableView
 from envhub.envs.sqlgym.query import open_file
@@ -46,6 +47,8 @@ class Bird:
         name = row["db_id"]
         if name not in part.schemas:
             raise EnvFailure(f"BIRD's {FOLDERS[item.split]}_tables.json lacks database {name!r}")
+        if not is_file_name(name):
+            raise EnvFailure(f"BIRD's question names the database {name!r}, which is a path")
         path = part.databases / name / f"{name}.sqlite"
         if not path.is_file():
             raise EnvFailure(f"BIRD's database {path.name} is missing")

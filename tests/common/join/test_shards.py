@@ -45,6 +45,10 @@ def test_manifest_keeps_its_files(tmp_path: Path) -> None:
         '{"files": [{"name": "a"}]}',
         '{"files": [{"name": "../a", "node": 1, "host": "b", "address": "c", "path": "/d",'
         ' "num_bytes": 1, "sha256": "e"}]}',
+        '{"files": [{"name": "..", "node": 1, "host": "b", "address": "c", "path": "/d/a",'
+        ' "num_bytes": 1, "sha256": "e"}]}',
+        '{"files": [{"name": "a", "node": 1, "host": "b", "address": "c", "path": "/d/../a",'
+        ' "num_bytes": 1, "sha256": "e"}]}',
     ],
 )
 def test_damaged_manifest_is_refused(tmp_path: Path, text: str) -> None:

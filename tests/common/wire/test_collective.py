@@ -3,6 +3,7 @@
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,12 +16,14 @@ from common.wire.collective import (
     ALIGN_BYTES,
     BroadcastGroup,
     CollectiveMember,
+    check_layout,
     choose_interface,
     interface_of,
     lay_out,
     views,
 )
-from tests.common.wire.meeting import Meeting
+from common.wire.weight_messages import WeightsOffer
+from tests.common.wire.meeting import NOWHERE, Meeting
 
 HOST = "127.0.0.1"
 
@@ -155,3 +158,37 @@ def test_store_listens_only_on_its_given_host() -> None:
     meeting.store().set("key", "value")
     assert meeting.store().get("key") == b"value"
     meeting.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": "load"}, "impossible tensor"),
+        ({"dtype": "nothing"}, "impossible tensor"),
+        ({"shape": [-2, -2]}, "impossible tensor"),
+        ({"num_bytes": 12}, "impossible tensor"),
+        ({"offset_bytes": 8}, "impossible tensor"),
+        ({"offset_bytes": 1 << 40}, "tensors of 1099511627792 bytes in 16"),
+    ],
+)
+def test_offer_with_an_impossible_tensor_is_refused(change: dict[str, Any], reason: str) -> None:
+    specs, num_bytes = lay_out([("weight", torch.zeros(2, 2))])
+    offer = WeightsOffer(
+        **NOWHERE,
+        version=1,
+        group_epoch=1,
+        rank=1,
+        world_size=2,
+        transport="gloo",
+        folder="",
+        timeout_s=1.0,
+        tensors=specs,
+        total_bytes=num_bytes,
+        bucket_bytes=64,
+        canary_token_ids=[],
+    )
+    check_layout(offer)
+    with pytest.raises(WeightSyncError, match=reason):
+        check_layout(replace(offer, tensors=[replace(specs[0], **change)]))
+    with pytest.raises(WeightSyncError, match="buckets of 0 bytes"):
+        check_layout(replace(offer, bucket_bytes=0))

@@ -173,3 +173,23 @@ def test_rank_reads_its_rows_over_the_network(tmp_path: Path) -> None:
                 service.write(str(model / "x.safetensors"), 0, b"x")
         finally:
             service.close()
+
+
+class HostileFiles(RankFiles):
+    """A file service that lists a file outside of the folder."""
+
+    def names(self, folder: str) -> list[str]:
+        return ["../evil.json"]
+
+
+def test_file_service_cannot_name_a_file_outside_the_folder(tmp_path: Path) -> None:
+    keys = create_keys(tmp_path / "keys")
+    place = FilePlace(address="tcp://127.0.0.1:1", keys=keys, mirrored={})
+    service = HostileFiles(place)
+    try:
+        with pytest.raises(
+            LongstrideError, match=r"'\.\./evil\.json' is not a path in this folder"
+        ):
+            service.mirror("/model", tmp_path / "mirror")
+    finally:
+        service.close()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -84,6 +85,20 @@ def test_manifest_cannot_name_a_file_outside_the_run(copy: Path, tmp_path: Path)
         with pytest.raises(ConfigError, match="is not valid"):
             fetch(str(copy), tmp_path / "b", echo=quiet)
         bad.unlink()
+
+
+@pytest.mark.parametrize("run", ["../evil", "/etc/evil", "..", ".evil", "", "a/b", "latest"])
+def test_manifest_cannot_name_a_run_outside_the_folder(
+    copy: Path, tmp_path: Path, run: str
+) -> None:
+    (path,) = (copy / FOLDER).iterdir()
+    found = decode(path.name, path.read_bytes())
+    assert found is not None
+    content = replace(found, number=9, run=run).encode()
+    (copy / FOLDER / file_name(9, content)).write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(f"the name of the run {run!r} must be")):
+        fetch(str(copy), tmp_path / "b", echo=quiet)
+    assert not (tmp_path / "evil").exists()
 
 
 def test_manifest_of_another_format_is_refused(copy: Path, tmp_path: Path) -> None:

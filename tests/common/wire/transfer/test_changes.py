@@ -103,3 +103,41 @@ def test_changes_of_another_size_are_refused() -> None:
     with pytest.raises(WeightSyncError, match="do not belong to a version of 8000"):
         apply_changes(larger, packer.packed())
     assert not larger.any()
+
+
+@pytest.mark.parametrize("num_words", [2, 8, 64])
+def test_damaged_changes_are_refused(num_words: int) -> None:
+    """Each damaged byte gives the error of the transfer, or a version with another digest."""
+    old = random_entries(4 * num_words, seed=1).view(torch.uint8)
+    new = random_entries(4 * num_words, seed=2).view(torch.uint8)
+    packer, _ = changes_of(old, new)
+    packed = packer.packed()
+    num_refused = 0
+    damaged = [packed[:length].clone() for length in range(len(packed))]
+    for at in range(len(packed)):
+        for value in (0, 1, 127, 128, 255):
+            damaged.append(packed.clone())
+            damaged[-1][at] = value
+    for each in damaged:
+        buffer = old.clone()
+        try:
+            apply_changes(buffer, each)
+        except WeightSyncError:
+            num_refused += 1
+    assert num_refused > len(packed)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "reason"),
+    [
+        ([-1, 0], "0 values for -1 words"),
+        ([1, -4], "-4 values for 1 words"),
+        ([1, 5], "5 values for 1 words"),
+        ([1 << 62, 0], "do not belong to a version"),
+    ],
+)
+def test_impossible_header_of_changes_is_refused(numbers: list[int], reason: str) -> None:
+    packed = torch.zeros(64, dtype=torch.uint8)
+    packed[:HEADER] = torch.tensor(numbers).view(torch.uint8)
+    with pytest.raises(WeightSyncError, match=reason):
+        apply_changes(flat([1, 2, 3, 4, 5, 6, 7, 8]), packed)

@@ -5,7 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
+from common.errors import WeightSyncError
 from common.wire.rendezvous.client import GroupStore, StoreConnection
 from common.wire.transfer import mailbox
 from common.wire.transfer.mailbox import FolderStorage, Mailbox
@@ -37,6 +39,15 @@ def mailbox_of(meeting: Meeting, folder: Path, *, rank: int, shelf: FolderStorag
         timeout_s=TIMEOUT_S,
         is_left=lambda: False,
     )
+
+
+def test_member_cannot_name_a_file_outside_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "secret").write_bytes(b"1234")
+    part = torch.zeros(4, dtype=torch.uint8)
+    with pytest.raises(WeightSyncError, match="not the name of a bucket"):
+        FolderStorage(str(tmp_path / "shared"), 1).fetch("../secret", part)
+    assert not part.any()
 
 
 def test_sender_ends_after_its_receiver_lets_go(tmp_path: Path) -> None:
