@@ -2,13 +2,21 @@
 
 The settings are the run's date, its own template and the variables of the template. They are fixed
 once in each process.
+
+A template is a program of the model's author. Jinja's sandbox keeps it from the machine, and a time
+limit ends it.
 """
 
+import ctypes
 import json
+import os
 import re
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, datetime
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -19,6 +27,8 @@ FILES = ("chat_template.jinja", "tokenizer_config.json")  # Files that may conta
 DATE_STRING = "%d %b %Y"  # Format of `date_string` in Llama's templates.
 CLOCK = "strftime_now"
 DATE = "date_string"
+MAX_RENDER_S = 10.0  # CPU time of one text. A template needs milliseconds.
+POLL_S = 0.5  # Seconds between two checks of the running templates.
 # A template with its own default for `date_string` keeps it, as in other inference servers.
 _HAS_DEFAULT = re.compile(rf"\b{DATE}\s+is\s+(not\s+)?defined|\b{DATE}\s*\|\s*(default|d)\b")
 
@@ -44,6 +54,83 @@ class _Process:
 
 
 _process = _Process()
+
+
+class _TooLong(BaseException):
+    """Raised in a thread whose template exceeds its time. No handler of errors catches it."""
+
+
+class _RenderWatch(threading.Thread):
+    """A thread that ends templates which exceed their CPU time.
+
+    Waits for: a template to begin, then `POLL_S`.
+    Unblocked by: nothing; it is a daemon.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="templates", daemon=True)
+        self._lock = threading.Lock()
+        self._running: dict[int, tuple[int, float]] = {}  # CPU clock and its time, by thread.
+        self._has_work = threading.Event()
+        self._too_long: set[str] = set()  # Templates that were ended once.
+
+    def rendered(self, template: str, render: Callable[[], str], *, limit_s: float) -> str:
+        """Return the result of `render`. Raises: ConfigError: it exceeds its CPU time."""
+        error = ConfigError(
+            f"the chat template computes for more than {limit_s:g} s; repair it, or give another"
+            " one (model.chat_template)"
+        )
+        if template in self._too_long:
+            raise error
+        try:
+            return self._watched(render, limit_s=limit_s)
+        except _TooLong:
+            self._too_long.add(template)
+            raise error from None
+
+    def _watched(self, render: Callable[[], str], *, limit_s: float) -> str:
+        """Return the result of `render`. Raises: _TooLong."""
+        thread = threading.get_ident()
+        clock = time.pthread_getcpuclockid(thread)
+        with self._lock:
+            self._running[thread] = (clock, time.clock_gettime(clock) + limit_s)
+        self._has_work.set()
+        is_raised = False
+        try:
+            return render()
+        except _TooLong:
+            is_raised = True
+            raise
+        finally:
+            with self._lock:
+                is_ended = self._running.pop(thread, None) is None
+            if is_ended and not is_raised:
+                time.sleep(0)  # The exception is raised here, and not in later code.
+
+    def run(self) -> None:
+        """Watch for the life of the process."""
+        while True:
+            self._has_work.wait()
+            time.sleep(POLL_S)
+            with self._lock:
+                if not self._running:
+                    self._has_work.clear()
+                for thread, (clock, until) in [*self._running.items()]:
+                    if time.clock_gettime(clock) > until:
+                        del self._running[thread]
+                        raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+                        raise_in(ctypes.c_ulong(thread), ctypes.py_object(_TooLong))
+
+
+@cache
+def _render_watch() -> _RenderWatch:
+    """Return the watch of this process."""
+    watch = _RenderWatch()
+    watch.start()
+    return watch
+
+
+os.register_at_fork(after_in_child=_render_watch.cache_clear)
 
 
 def today() -> str:
@@ -145,6 +232,7 @@ def render_chat(
     tools: Sequence[Any] | None = None,
     add_generation_prompt: bool = True,
     day: str = "",
+    limit_s: float = MAX_RENDER_S,
 ) -> str:
     """Return the text of a conversation from the tokenizer's chat template.
 
@@ -154,21 +242,28 @@ def render_chat(
 
     Args:
         day: YYYY-MM-DD; "": the date of this process.
+        limit_s: limit of the CPU time.
+
+    Raises: ConfigError: the template exceeds it; errors of the template.
     """
     own = getattr(tokenizer, "chat_template", None)
     # transformers selects one of several named templates by the tools.
     template = _process.template if isinstance(own, dict) else template_of(tokenizer)
-    return str(
-        tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **({} if template in ("", own) else {"chat_template": template}),
-            **_process.variables,
-            **_date_of(tokenizer, day or prompt_date()),
+
+    def render() -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **({} if template in ("", own) else {"chat_template": template}),
+                **_process.variables,
+                **_date_of(tokenizer, day or prompt_date()),
+            )
         )
-    )
+
+    return _render_watch().rendered(template or json.dumps(own), render, limit_s=limit_s)
 
 
 def _date_of(tokenizer: Any, day: str) -> dict[str, Any]:

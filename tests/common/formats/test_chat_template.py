@@ -2,6 +2,7 @@
 
 import datetime
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import transformers.utils.chat_template_utils as theirs
 
 from actor.rollout.render import Renderer
+from common.errors import ConfigError
 from common.exchange.framing import Framing
 from common.formats import chat_template
 from common.formats.chat_template import fix_date, names_date, prompt_date, render_chat
@@ -119,3 +121,24 @@ def test_template_that_names_a_date_is_recognised(tmp_path: Path) -> None:
     assert not names_date(ROOT / "configs" / "policies" / "tiny")
     (tmp_path / "chat_template.jinja").write_text(ASKED["llama"], encoding="utf-8")
     assert names_date(tmp_path)
+
+
+ENDLESS = "{% set all = range(9999) %}" + "{% for a in all %}" * 9 + "{% endfor %}" * 9
+
+
+def test_endless_template_is_ended_and_named() -> None:
+    tokenizer = dated(ENDLESS)
+    for _ in range(2):  # It is not tried again.
+        with pytest.raises(
+            ConfigError, match=r"computes for more than 0\.1 s.*model\.chat_template"
+        ):
+            render_chat(tokenizer, SAYS, limit_s=0.1)
+    assert "Today: hello" in render_chat(dated("hello"), SAYS, limit_s=0.1)
+
+
+def test_endless_template_ends_in_each_thread() -> None:
+    tokenizers = [dated(f"{ENDLESS}{number}") for number in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(render_chat, each, SAYS, limit_s=0.1) for each in tokenizers]
+        assert all(isinstance(each.exception(60), ConfigError) for each in asked)
+        assert pool.submit(lambda: sum(range(1_000_000))).result(60) > 0

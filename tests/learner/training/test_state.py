@@ -205,9 +205,9 @@ def test_index_with_a_wrong_part_is_refused(
 ) -> None:
     StateWriter(Ranks()).start({"model.a": torch.ones(2)}, tmp_path / "state").result(60)
     file = tmp_path / "state" / "tensors.json"
-    index = json.loads(file.read_text())
+    index = json.loads(file.read_text(encoding="utf-8"))
     index["model.a"]["parts"][0] |= change
-    file.write_text(json.dumps(index))
+    file.write_text(json.dumps(index), encoding="utf-8")
     with pytest.raises(ConfigError, match=reason):
         dict(read_weights(tmp_path / "state", "model"))
 
@@ -215,9 +215,9 @@ def test_index_with_a_wrong_part_is_refused(
 def test_index_that_lacks_a_part_is_refused(tmp_path: Path) -> None:
     StateWriter(Ranks()).start({"model.a": torch.ones(2)}, tmp_path / "state").result(60)
     file = tmp_path / "state" / "tensors.json"
-    index = json.loads(file.read_text())
+    index = json.loads(file.read_text(encoding="utf-8"))
     index["model.a"]["parts"] = []
-    file.write_text(json.dumps(index))
+    file.write_text(json.dumps(index), encoding="utf-8")
     with pytest.raises(ConfigError, match="lacks parts of"):
         dict(read_weights(tmp_path / "state", "model"))
 
