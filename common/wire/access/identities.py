@@ -17,6 +17,7 @@ from typing import Any
 from common.errors import ConfigError
 from common.ids import process_of
 from common.store.run_dir import write_atomically
+from common.text import is_file_name
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +164,8 @@ def add_identity(folder: Path, identity: Identity) -> None:
     prefix = identity.name.partition("-")[0]
     is_ours = prefix in RESERVED or (prefix == RANKS) != (identity.role == "learner")
     is_ours = is_ours or process_of(identity.name) != identity.name  # Its process has the key.
-    if identity.role not in RIGHTS or is_ours or not 0 < len(identity.name) <= MAX_NAME_CHARS:
+    is_name = is_file_name(identity.name) and len(identity.name) <= MAX_NAME_CHARS
+    if identity.role not in RIGHTS or is_ours or not is_name:
         raise ConfigError(
             f"cannot issue a key for {identity.name[:80]!r} ({identity.role[:20]!r}): the role or"
             " the name is not allowed"
