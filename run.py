@@ -23,12 +23,12 @@ try:
     from common.config.command_line import ParsedCommand, parse
     from common.config.load import config_as_yaml, without_secrets
     from common.config.run_config import Launcher, RunConfig
-    from common.errors import ConfigError, NotStarted
+    from common.errors import ConfigError, NotStarted, TrialFailed
     from common.host.process_settings import complete_process_settings, start_with_plain_settings
     from common.http.environment import keep_loopback_direct
     from common.launch import commands
-    from common.launch.base import EXIT_NOT_STARTED
-    from common.log import configure_logging
+    from common.launch.base import EXIT_FAILED, EXIT_NOT_STARTED
+    from common.log import configure_logging, kept_in
     from common.memory import choose_allocators
     from common.repository import ROOT
     from common.store.run_dir import RunDir
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from common.join.enrol import Joined
     from common.launch.base import RoleStarter
 
+logger = logging.getLogger(__name__)
 print_now = partial(print, flush=True)
 load_without_model = partial(requested.load_named, root=ROOT)
 load_named = partial(commands.load_with_model, root=ROOT)
@@ -65,6 +66,12 @@ def start_roles(cfg: RunConfig, run_dir: RunDir) -> AbstractContextManager["Role
 def train(cfg: RunConfig, run_dir: RunDir) -> int:
     from common.dashboard.terminal.training import TerminalObserver
 
+    with kept_in(run_dir.logs / "launcher.log", __name__, "actor.formats", "envhub.author"):
+        try:
+            try_episodes(cfg)
+        except TrialFailed as error:
+            logger.error("the run does not start: %s", error)
+            raise
     observer = TerminalObserver(cfg, run_dir)
     return commands.train(cfg, run_dir, root=ROOT, start_roles=start_roles, observer=observer)
 
@@ -212,6 +219,17 @@ def check_prompts(cfg: RunConfig) -> str:
     return checks.check_prompts(cfg, ROOT, first_prompts(cfg))
 
 
+def try_episodes(cfg: RunConfig) -> None:
+    """Play the begin of an episode of each task, and render its first prompt.
+
+    Raises: TrialFailed: an episode failed. ConfigError: the chat template refuses a prompt.
+    """
+    from actor.formats import checks
+    from envhub.author.trial import try_episodes
+
+    checks.check_prompts(cfg, ROOT, try_episodes(cfg))
+
+
 def check_train_dry(cfg: RunConfig) -> None:
     """Check a run that may be for another machine: ignore the requirements that this one lacks."""
     from common.checks import preflight
@@ -220,6 +238,7 @@ def check_train_dry(cfg: RunConfig) -> None:
     lacking, mistakes = examine(cfg)
     preflight.check_dry(cfg, ROOT, missing=lacking, mistakes=mistakes)
     check_roles(cfg)
+    try_episodes(cfg)
 
 
 def check_sft(cfg: RunConfig) -> None:
@@ -494,6 +513,9 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         print(f"error: {log_text(' '.join(str(error).split()))}", file=sys.stderr)
         return 2
+    except TrialFailed as error:
+        print(f"error: {log_text(' '.join(str(error).split()))}", file=sys.stderr)
+        return EXIT_FAILED
     except NotStarted as error:
         logging.exception("the process ended before its start was complete")
         print(f"error: {error}", file=sys.stderr)

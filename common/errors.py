@@ -47,6 +47,10 @@ class EnvTimeout(EnvError, TimeoutError):
     """The environment did not answer within its deadline."""
 
 
+class TrialFailed(LongstrideError):
+    """The episode that is tried before the start failed (exit code 1)."""
+
+
 class EpisodesFailed(LongstrideError):
     """Too large a share of the episodes failed. The error ends the run."""
 

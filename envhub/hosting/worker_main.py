@@ -94,7 +94,7 @@ class Host:
 
     async def _step(self, message: dict[str, Any]) -> dict[str, Any]:
         env = self._envs[message["session"]]
-        return _as_json(await self._run(env.step, message["action"]))
+        return as_json(await self._run(env.step, message["action"]))
 
     async def _hint(self, message: dict[str, Any]) -> list[Any]:
         """Return the valid actions and the expert's action."""
@@ -135,7 +135,7 @@ class Host:
         return await result if isawaitable(result) else result
 
 
-def _as_json(result: StepResult) -> dict[str, Any]:
+def as_json(result: StepResult) -> dict[str, Any]:
     """Return a step's result in plain types. Raises: ValueError: the reward is not in [0, 1]."""
     reward = float(result.reward)
     if not (math.isfinite(reward) and 0.0 <= reward <= 1.0):

@@ -98,7 +98,9 @@ class RewardTerm:
         if isinstance(value, Mapping):
             name = next((name for name in SCORES if name in value), None)
             if name is None:
-                raise EnvFailure(f"returned {value!r:.200}, which has no 'score'")
+                raise EnvFailure(
+                    f"returned {value!r:.200}, which is not a number and has no 'score'"
+                )
             extra = {key: entry for key, entry in value.items() if key != name}
             value = value[name]
         value = plain_number(value)
