@@ -130,7 +130,8 @@ def _stored_on_grid(folder: Path) -> _Stored | None:
             with path.open("rb") as file:
                 for entry in header.values():
                     count = min(math.prod(entry["shape"]), SAMPLED)
-                    if len(entry["shape"]) < 2 or entry["dtype"] not in ("BF16", "F32"):
+                    is_read = entry.get("dtype") in ("BF16", "F32") and "data_offsets" in entry
+                    if len(entry["shape"]) < 2 or not is_read:
                         continue
                     widths.append(int(entry["shape"][-1]))
                     file.seek(start + entry["data_offsets"][0])

@@ -234,3 +234,25 @@ def test_no_conversation_is_an_error(tmp_path: Path) -> None:
     cfg = RunConfig(sft=TINY, learner=LearnerSection(device="cpu"))
     with pytest.raises(ConfigError, match=r"sft\.demonstrations=.*no episode has a token"):
         sft.run(cfg, path)
+
+
+def test_bf16_checkpoint_is_tuned_in_fp32_and_hidden_updates_are_measured(tmp_path: Path) -> None:
+    save_policy(tmp_path, make_policy(TINY, TOKENIZER, seed=0).bfloat16(), TOKENIZER)
+    small = replace(TINY, num_epochs=1, lr=3e-5, muon_lr=3e-5)
+    hidden: dict[Precision, list[float]] = {}
+    for precision in (Precision.AUTO, Precision.BF16):
+        learner = LearnerSection(device="cpu", precision=precision)
+        model, _ = load_start(str(tmp_path), learner)
+        found = hidden.setdefault(precision, [])
+        log = found.append
+        sft.train(
+            model,
+            rows_of(*CORPUS),
+            small,
+            learner,
+            seed=0,
+            log=lambda each, log=log: log(each["train/vanished_update_frac"]),
+        )
+    assert set(hidden[Precision.AUTO]) == {0.0}
+    assert hidden[Precision.BF16]
+    assert min(hidden[Precision.BF16]) > 0.5
