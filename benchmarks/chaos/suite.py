@@ -70,13 +70,13 @@ SMALL_STEPS = ("learner.optimizer=adamw", "learner.lr=1e-5")
 TWO_RANKS = (*TRAINING_ALONE, "learner.num_ranks=2")
 DELTA = CampaignSize(
     config="quickstart",
-    num_steps=120,
+    num_steps=50,
     every_s=4.0,
     settings=(*TWO_RANKS, *SMALL_STEPS, "learner.publish=delta", "model.dtype=bfloat16"),
 )
 ADAPTERS = CampaignSize(
     config="quickstart",
-    num_steps=120,
+    num_steps=50,
     every_s=4.0,
     settings=(*TWO_RANKS, "learner.optimizer=adamw", "learner.lora.rank=8"),
 )

@@ -21,7 +21,16 @@ from benchmarks.chaos.clock import make_clock
 from benchmarks.chaos.connections import reset_connections
 from benchmarks.chaos.faults import FaultyRun, NotPossible
 from benchmarks.chaos.plan import ALL_FAULTS, Fault, FaultType, deal
-from benchmarks.chaos.suite import SHORT, USUAL, CampaignLog, CampaignSize, InjectedFault, quantile
+from benchmarks.chaos.suite import (
+    ADAPTERS,
+    DELTA,
+    SHORT,
+    USUAL,
+    CampaignLog,
+    CampaignSize,
+    InjectedFault,
+    quantile,
+)
 from benchmarks.chaos.watch import StepObserver
 from benchmarks.runs.roles import Role, roles_below
 from common.store.run_dir import RunDir
@@ -205,7 +214,36 @@ def test_temporary_faults_end_with_their_time(tmp_path: Path) -> None:
             child.kill()
 
 
-@pytest.mark.parametrize("size", [SHORT, USUAL], ids=["short", "usual"])
+RANKS = """
+import multiprocessing
+import time
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    child = context.Process(target=time.sleep, args=(600,), daemon=True)
+    child.start()
+    print(child.pid, flush=True)
+    child.join()
+"""
+
+
+def test_rank_is_found_below_its_learner(tmp_path: Path) -> None:
+    """The process that tracks resources for multiprocessing is no rank."""
+    script = tmp_path / "run.py"
+    script.write_text(RANKS, encoding="utf-8")
+    argv = [sys.executable, str(script), "learner"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, encoding="utf-8") as child:
+        rank = int(read_line(child))
+        try:
+            found = roles_below(os.getpid())
+            assert [each.pid for each in found[Role.LEARNER]] == [child.pid]
+            assert [each.pid for each in found[Role.RANK]] == [rank]
+        finally:
+            psutil.Process(rank).kill()
+            child.kill()
+
+
+@pytest.mark.parametrize("size", [SHORT, USUAL, DELTA, ADAPTERS])
 def test_no_size_gives_a_setting_twice(size: CampaignSize) -> None:
     """A run refuses a key that is given twice, after the suite has waited for it."""
     keys = [setting.partition("=")[0] for setting in (*size.settings, "train.num_steps=1")]
