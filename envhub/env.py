@@ -152,7 +152,11 @@ class Env(Protocol):
     """One live episode. Its calls never overlap; a call before `reset` may raise.
 
     An environment may also have a method `first_messages()`, called after `reset`. It returns the
-    messages before the first observation, as {"role": ..., "content": text} each.
+    messages before the first observation, as {"role": ..., "content": text} each. The assistant's
+    may have "tool_calls" as in OpenAI's API, and results of tools have the role "tool".
+
+    If items have tools of their own, `EnvSpec.tools` is empty, and a method `item_tools()`, called
+    after `reset`, returns the tools of the item in the form of `EnvSpec.tools`.
 
     In an environment with seats (`EnvSpec.seats`), several players act in turn. Seat 0 moves first,
     and `StepResult.seat` names the seat that moves next. An observation is for that seat: it holds

@@ -1,5 +1,6 @@
 """Function calling with the model's own chat template: tools in prompts, calls in answers."""
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,6 +22,7 @@ from common.formats.turns import USER, Message
 
 Read = Callable[[list[int]], tuple[str, str | None]]
 MAX_NAME_CHARS = 64
+MAX_RENDERERS = 256  # Lists of tools whose measured templates are kept.
 
 
 def make_renderer(tokenizer: Any, kind: AgentFormat) -> Renderer:
@@ -102,7 +104,7 @@ class ToolRenderer(Renderer):
         self._own = [{"type": "function", "function": dict(each)} for each in tools]
         self._tools = self._own or [tool_of(env)]
         self._names = [str(each["function"]["name"]) for each in self._tools]
-        self._by_env: dict[str, ToolRenderer] = {}
+        self._by_tools: dict[str, ToolRenderer] = {}
         super().__init__(tokenizer)
         if isinstance(self.calls, str):
             raise ConfigError(f"actor.format=function_call: model.path: {self.calls}")
@@ -151,16 +153,23 @@ class ToolRenderer(Renderer):
 
     def of(self, env: str, tools: Sequence[Message] = ()) -> Renderer:
         """Return the renderer of an environment's episodes, whose actions may call `tools`."""
-        if env not in self._by_env:
-            self._by_env[env] = ToolRenderer(self._tokenizer, env=env, tools=tools)
-        return self._by_env[env]
+        key = json.dumps([env, *tools], sort_keys=True)
+        if key not in self._by_tools:
+            if len(self._by_tools) >= MAX_RENDERERS:  # Items may have tools of their own.
+                del self._by_tools[next(iter(self._by_tools))]
+            self._by_tools[key] = ToolRenderer(self._tokenizer, env=env, tools=tools)
+        return self._by_tools[key]
 
     def without_tools(self) -> Renderer:
         """Return the renderer of conversations without tools."""
         return Renderer(self._tokenizer)
 
-    def opened(self, messages: list[dict[str, str]], text: str) -> list[int]:
-        """Return the ids of messages and a user's message after them; see `of_messages`."""
+    def opened(self, messages: list[dict[str, Any]], text: str) -> list[int]:
+        """Return the ids of messages and a user's message after them; see `of_messages`.
+
+        Raises: ValueError: the chat template refuses or drops one of them.
+        """
+        self.check_shown(messages, tools=self._tools)
         asked = {"role": "user", "content": text}
         return self.of_messages([*messages, asked], tools=self._tools)
 

@@ -102,7 +102,7 @@ class AnswerDependent(Protocol):
 class Conversing(Protocol):
     """A renderer of conversations that begin with several messages."""
 
-    def opened(self, messages: list[dict[str, str]], text: str) -> list[int]: ...
+    def opened(self, messages: list[dict[str, Any]], text: str) -> list[int]: ...
 
 
 @dataclass(slots=True)

@@ -27,6 +27,8 @@ from actor.rollout.batches import (
 )
 from actor.rollout.presence import LifeSigns, answers, stay
 from common.errors import EnvError, EnvTimeout, HubLost
+from common.formats.calls import as_call, each_text
+from common.formats.thoughts import FIELDS
 from common.http.sessions import open_session
 from common.text import counted, json_bytes, valid_text
 
@@ -152,6 +154,7 @@ class HubClient(BearerClient):
         session.first_state = str(reply.get("state") or "")
         session.start_score = score_of(reply, "start_score", path=path, absent=0.0)
         session.first_messages = _messages_of(reply, path=path)
+        session.tools = _tools_of(reply, path=path)
         if "num_seats" in reply:
             session.num_seats = field_of(reply, "num_seats", int, path=path)
             session.first_seat = seat_of(reply, session.num_seats, path=path)
@@ -302,12 +305,39 @@ def seat_of(reply: Any, num_seats: int, *, path: str) -> int:
     return seat
 
 
-def _messages_of(reply: Any, *, path: str) -> list[dict[str, str]]:
+def _messages_of(reply: Any, *, path: str) -> list[dict[str, Any]]:
     """Return the messages before the first observation. Raises: EnvError: they are malformed."""
-    found: list[dict[str, str]] = []
+    found: list[dict[str, Any]] = []
     for each in reply.get("messages") or []:
-        texts = {name: field_of(each, name, str, path=path) for name in ("role", "content")}
-        found.append({name: valid_text(text) for name, text in texts.items()})
+        message = {name: field_of(each, name, str, path=path) for name in ("role", "content")}
+        for name in ("tool_call_id", "name", FIELDS[0]):
+            if name in each:
+                message[name] = field_of(each, name, str, path=path)
+        if "tool_calls" in each:
+            calls = field_of(each, "tool_calls", list, path=path)
+            message["tool_calls"] = [_call_of(call, path=path) for call in calls]
+        found.append(each_text(message, valid_text))
+    return found
+
+
+def _call_of(call: Any, *, path: str) -> dict[str, Any]:
+    """Return a past call of a tool. Raises: EnvError: it is malformed."""
+    function = field_of(call, "function", dict, path=path)
+    name = field_of(function, "name", str, path=path)
+    number = {"id": field_of(call, "id", str, path=path)} if "id" in call else {}
+    return {**number, **as_call(name, field_of(function, "arguments", dict, path=path))}
+
+
+def _tools_of(reply: Any, *, path: str) -> list[dict[str, Any]]:
+    """Return the tools of an item; [] if it has none. Raises: EnvError: they are malformed."""
+    found: list[dict[str, Any]] = []
+    for each in reply.get("tools") or []:
+        tool: dict[str, Any] = {
+            "name": field_of(each, "name", str, path=path),
+            "description": field_of(each, "description", str, path=path),
+            "parameters": field_of(each, "parameters", dict, path=path),
+        }
+        found.append(each_text(tool, valid_text))
     return found
 
 
@@ -343,7 +373,8 @@ class HubSession:
         self.first_observation = observation
         self.first_state = ""  # "" if the environment reports no state.
         self.start_score = 0.0
-        self.first_messages: list[dict[str, str]] = []  # They precede the first observation.
+        self.first_messages: list[dict[str, Any]] = []  # They precede the first observation.
+        self.tools: list[dict[str, Any]] = []  # Of the item; []: those of its environment.
         self.num_seats = 1  # Number of players that act in turn.
         self.first_seat = 0  # The seat that moves first.
 

@@ -6,18 +6,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from actor.formats.tools import Read, explained, reader_of
+from actor.formats.tools import Read, explained, reader_of, rendering
 from actor.rollout.context import Conversing, History, Render, Room, Turn
 from actor.rollout.env_client import ExpertHint, HubStepResult
 from actor.rollout.folding import history_of
 from common.config.curriculum import HorizonUnit
 from common.config.evaluation import AgentOptions
 from common.errors import EnvError, EnvPaused, EnvTimeout, HubLost
-from common.formats.answers import MARK, worded
+from common.formats.answers import MARK, tools_instruction, worded
 from common.states import action_number, state_number
 from common.text import valid_text
 from common.wire.messages import EndReason, Lease, Trajectory
@@ -140,7 +140,7 @@ def opening(
     render: Render,
     observation: str,
     *,
-    messages: list[dict[str, str]],
+    messages: list[dict[str, Any]],
     instruction: str,
     acknowledgement: str,
 ) -> tuple[str, Callable[[str], list[int]]]:
@@ -157,7 +157,7 @@ def opening(
     return first_text(instruction, observation), render.first_prompt
 
 
-def _opened(render: Conversing, messages: list[dict[str, str]], text: str) -> list[int]:
+def _opened(render: Conversing, messages: list[dict[str, Any]], text: str) -> list[int]:
     """Return the ids of an item's messages. Raises: EnvError: the chat template refuses them."""
     try:
         return render.opened(messages, text)
@@ -208,6 +208,11 @@ async def run_episode(
     try:
         async with record_end_reason(play, lease, may_repeat=may_repeat):
             session = await open_session()
+            if tools := getattr(session, "tools", []):
+                render = rendering(render, lease.env, tools)
+                task = worded(options.format, first_text(tools_instruction(tools), instruction))
+                read = reader_of(render, options.format, is_whole=False)
+                play.history = history_of(render, room)
             play.begin(session)
             text, encode = opening(
                 render,

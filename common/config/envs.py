@@ -261,8 +261,8 @@ class DatasetOptions:
     )
     tools: str = knob(
         "",
-        "Names the column, or the JSON file, with the tools that the agent may call. data.step "
-        "answers the calls.",
+        "Names the column, or the JSON file, with the tools that the agent may call. Records may "
+        "have tools of their own. data.step answers the calls; without it, a call is the answer.",
     )
     step: str = knob(
         "",

@@ -66,6 +66,12 @@ def tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def tools_instruction(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return the instruction of an environment with tools: their list, and the form of a call."""
+    listed = tools_text([{"input_schema": each.get("parameters"), **each} for each in tools])
+    return f"{listed}\n{TOOL_FORM}{TEXT_ANSWERS}"
+
+
 def read_react(text: str, *, is_whole: bool = False) -> str | None:
     """Return the text after the only `Action:` of an answer; None: not exactly one action.
 

@@ -23,6 +23,8 @@ from common.formats.thoughts import FIELDS
 from common.formats.turn_ends import TurnEnd
 from common.formats.turns import ASSISTANT, USER, Message, Turns
 
+SHOWN_MARK = "shownmark"  # Begin of texts that show whether a template drops a part.
+
 
 class ChatRenderer(MeasuredTemplate):
     """Encodes observations for one tokenizer.
@@ -84,8 +86,12 @@ class ChatRenderer(MeasuredTemplate):
             return list(self._known(self._before_first, shown, self._after_first))
         return self.conversation([*before, text])
 
-    def opened(self, messages: list[dict[str, str]], text: str) -> list[int]:
-        """Return the ids of messages and a user's message after them; see `of_messages`."""
+    def opened(self, messages: list[dict[str, Any]], text: str) -> list[int]:
+        """Return the ids of messages and a user's message after them; see `of_messages`.
+
+        Raises: ValueError: the chat template refuses or drops one of them.
+        """
+        self.check_shown(messages)
         return self.of_messages([*messages, {"role": "user", "content": text}])
 
     def conversation(self, texts: Sequence[str]) -> list[int]:
@@ -182,6 +188,40 @@ class ChatRenderer(MeasuredTemplate):
         Raises: ValueError: the chat template refuses it; the message gives the reason.
         """
         return self._control.encode(self._safely(messages, tools))
+
+    def check_shown(
+        self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        """Check that the chat template shows the text and the calls of each message.
+
+        Each text is replaced by one that occurs nowhere else; it must be in the rendered prompt.
+
+        Raises: ValueError: the template drops a part; the message names it.
+        """
+        marked: list[Message] = []
+        marks: list[tuple[str, str]] = []
+        for number, message in enumerate(messages, 1):
+            made = dict(message)
+            where = f"message {number} ({message['role']})"
+            if message["content"]:
+                made["content"] = f"{SHOWN_MARK}{number}content"
+                marks.append((made["content"], f"{where}: content"))
+            calls: list[Message] = []
+            for at, call in enumerate(message.get("tool_calls", [])):
+                name = f"{SHOWN_MARK}{number}call{at}end"
+                arguments = {f"{name}argument": f"{name}value"}
+                calls.append({**call, "function": {"name": name, "arguments": arguments}})
+                marks += [(name, f"{where}: tool_calls"), (f"{name}value", f"{where}: tool_calls")]
+            marked.append({**made, "tool_calls": calls} if calls else made)
+        if not marks:
+            return
+        text = self._safely([*marked, {"role": "user", "content": USER}], tools)
+        lost = next((what for mark, what in marks if mark not in text), None)
+        if lost is not None:
+            raise ValueError(
+                f"the chat template drops {lost}; give another template (model.chat_template), or"
+                " remove that part of the record"
+            )
 
     def after_calls(
         self,

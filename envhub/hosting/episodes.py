@@ -31,7 +31,8 @@ class HostedEpisode(Protocol):
     is_instant: bool  # A step never yields to the event loop, so it is atomic without a lock.
     worker: Worker | None  # The worker process that runs the episode; None for local episodes.
     first_state: str  # State at the start of the episode; "" if the environment has no states.
-    first_messages: list[dict[str, str]]  # See `Env`; [] if the environment has none.
+    first_messages: list[dict[str, Any]]  # See `Env`; [] if the environment has none.
+    item_tools: list[dict[str, Any]]  # See `Env`; [] if all items have the environment's tools.
 
     async def open(self, item_id: str, seed: int) -> str: ...
     async def step(self, action: str) -> StepResult: ...
@@ -60,7 +61,8 @@ class LocalEpisode:
         self._style = style
         self._timeout_s = timeout_s
         self._env: Any = None
-        self.first_messages: list[dict[str, str]] = []
+        self.first_messages: list[dict[str, Any]] = []
+        self.item_tools: list[dict[str, Any]] = []
 
     async def open(self, item_id: str, seed: int) -> str:
         """Make the environment and begin the episode."""
@@ -70,6 +72,8 @@ class LocalEpisode:
             self.first_state = await self._call(self._env.state_text)
         if hasattr(self._env, "first_messages"):
             self.first_messages = await self._call(self._env.first_messages)
+        if hasattr(self._env, "item_tools"):
+            self.item_tools = await self._call(self._env.item_tools)
         return observation
 
     async def step(self, action: str) -> StepResult:
@@ -125,14 +129,15 @@ class WorkerEpisode:
         self._style = style
         self._timeout_s = timeout_s
         self._number = next(_numbers)
-        self.first_messages: list[dict[str, str]] = []
+        self.first_messages: list[dict[str, Any]] = []
+        self.item_tools: list[dict[str, Any]] = []
 
     async def open(self, item_id: str, seed: int) -> str:
         """Reserve a worker and begin the episode there."""
         self.worker = await self._pool.take()
         start = {"style": self._style.value, "item_id": item_id, "seed": seed}
         opened = await self._call("open", **start)
-        observation, self.first_state, self.first_messages = opened
+        observation, self.first_state, self.first_messages, self.item_tools = opened
         return observation
 
     async def step(self, action: str) -> StepResult:

@@ -235,7 +235,12 @@ class Sessions:
         session = self._live.find(session_id)
         return session.episode.first_state if session is not None else ""
 
-    def first_messages(self, session_id: str) -> list[dict[str, str]]:
+    def item_tools(self, session_id: str) -> list[dict[str, Any]]:
+        """Return the tools of a session's item; [] if all items have the environment's tools."""
+        session = self._live.find(session_id)
+        return session.episode.item_tools if session is not None else []
+
+    def first_messages(self, session_id: str) -> list[dict[str, Any]]:
         """Return the messages before the first observation of a session; [] if there are none."""
         session = self._live.find(session_id)
         return session.episode.first_messages if session is not None else []

@@ -83,14 +83,17 @@ class Host:
         return os.getpid()
 
     async def _open(self, message: dict[str, Any]) -> list[Any]:
-        """Begin an episode; return its observation, state and first messages."""
+        """Begin an episode; return its observation, state, first messages and own tools."""
         assert self._spec is not None
         env: Any = self._spec.make(Style(message["style"]))
         self._envs[message["session"]] = env
         observation = str(await self._run(env.reset, message["item_id"], message["seed"]))
         state = str(await self._run(env.state_text)) if hasattr(env, "state_text") else ""
-        has_messages = hasattr(env, "first_messages")
-        return [observation, state, await self._run(env.first_messages) if has_messages else []]
+        messages, tools = [
+            await self._run(getattr(env, name)) if hasattr(env, name) else []
+            for name in ("first_messages", "item_tools")
+        ]
+        return [observation, state, messages, tools]
 
     async def _step(self, message: dict[str, Any]) -> dict[str, Any]:
         env = self._envs[message["session"]]

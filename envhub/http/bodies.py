@@ -66,7 +66,8 @@ class BatchStepRequest(StepRequest, CloseRequest):
 class Created(BaseModel):
     """A new session; `state` as in `Stepped`; `start_score` is the reward before the first step.
 
-    `messages` precede the observation, which is the user's next message. An environment with
+    `messages` precede the observation, which is the user's next message. `tools` are the item's, if
+    its environment has other tools for each item. An environment with
     several players has `num_seats`, and `seat` is the one that moves first.
     """
 
@@ -74,7 +75,8 @@ class Created(BaseModel):
     observation: str
     state: str = ""
     start_score: float = Field(default=0.0, ge=0, le=1)
-    messages: list[dict[str, str]] = []
+    messages: list[dict[str, Any]] = []
+    tools: list[dict[str, Any]] = []
     seat: int | None = None
     num_seats: int | None = None
 
@@ -141,7 +143,8 @@ class CreatedEntry(Entry):
     observation: str | None = None
     state: str | None = None
     start_score: float | None = None
-    messages: list[dict[str, str]] | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
     seat: int | None = None
     num_seats: int | None = None
 

@@ -323,6 +323,8 @@ async def _create(sessions: Sessions, body: CreateRequest) -> dict[str, Any]:
         "start_score": sessions.start_score(body.env),
     }
     created |= {"messages": messages} if messages else {}
+    tools = sessions.item_tools(session_id)
+    created |= {"tools": tools} if tools else {}
     num_seats = sessions.registry.spec(body.env).seats
     return created | ({"seat": 0, "num_seats": num_seats} if num_seats > 1 else {})
 

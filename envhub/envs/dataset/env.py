@@ -8,13 +8,12 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from common.config.envs import EnvsSection
 from common.errors import ConfigError
-from common.formats.answers import TEXT_ANSWERS, TOOL_FORM, tools_text
+from common.formats.answers import tools_instruction
 from envhub.env import EnvFailure, EnvSpec, Isolation, StepResult, Style, SubsetSpec, parse_item
 from envhub.envs.dataset.files import Record
 from envhub.envs.dataset.functions import (
@@ -25,7 +24,7 @@ from envhub.envs.dataset.functions import (
     load_function,
 )
 from envhub.envs.dataset.judges.judge import probe_of
-from envhub.envs.dataset.prompts import SUBMIT, Message, Question, read_tools
+from envhub.envs.dataset.prompts import SUBMIT, Message, Question, read_tools, tools_of, value_at
 from envhub.envs.dataset.records import Dataset, load_dataset
 from envhub.envs.dataset.rewards import RewardSum, load_rewards
 
@@ -51,7 +50,8 @@ class Task:
     rewards: RewardSum
     caller: Caller
     step: UserFunction | None
-    tools: list[dict[str, Any]]
+    tools: list[dict[str, Any]]  # Tools of all items; []: none, or the items have their own.
+    tools_column: str  # The column with the tools of an item; "": the items have none.
     subset: SubsetSpec
     step_timeout_s: float
     success_from: float
@@ -78,6 +78,8 @@ class DatasetEnv:
             self._question = self._task.dataset.question(item.split, item.index)
         except ConfigError as error:
             raise EnvFailure(str(error)) from error
+        self._tools = self._tools_of_item()
+        self._call: dict[str, Any] | None = None
         self._messages = list(self._question.messages)
         self._state = {"item_id": item_id, "seed": seed, "num_turns": 0}
         self._is_done = False
@@ -88,15 +90,28 @@ class DatasetEnv:
         """Return the messages before the last one of the prompt."""
         return self._question.messages[:-1]
 
+    def item_tools(self) -> list[dict[str, Any]]:
+        """Return the tools of the item; [] if all items have the same."""
+        return self._tools if self._task.tools_column else []
+
+    def _tools_of_item(self) -> list[dict[str, Any]]:
+        """Return the tools that the episode's answers may call."""
+        if not self._task.tools_column:
+            return self._task.tools
+        held = value_at(self._record, self._task.tools_column) or []
+        tools = tools_of(held, f"data.tools={self._task.tools_column}: {self._place}")
+        return with_submit(tools, has_step=self._task.step is not None)
+
     async def step(self, action: str) -> StepResult:
         """Record an answer; at the end of the episode, return its reward. Raises: EnvFailure."""
         if self._is_done:
             raise RuntimeError("step before reset, or after the episode has ended")
         self._state["num_turns"] += 1
         completion, call = self._parsed(action)
+        self._call = call
         self._messages.append({"role": "assistant", "content": completion})
         text, is_over = "", True
-        if self._task.step is not None and not (self._task.tools and call is None):
+        if self._task.step is not None and not (self._tools and call is None):
             text, is_over = await self._answered(self._task.step, completion, call)
         is_last = self._state["num_turns"] >= self._task.subset.max_turns
         if not is_over and not is_last:
@@ -112,7 +127,7 @@ class DatasetEnv:
         """
         self._is_done = True
         began_s = time.monotonic()
-        keywords, columns = self._offered(completion, None)
+        keywords, columns = self._offered(completion, self._call)
         scored = await self._task.rewards.score(self._task.caller, keywords, columns, self._place)
         metrics = {f"reward_{name}": value for name, value in scored.values.items()}
         metrics |= scored.costs
@@ -130,7 +145,7 @@ class DatasetEnv:
 
     def _parsed(self, action: str) -> tuple[str, dict[str, Any] | None]:
         """Return the answer, and the call of a tool that it makes; None: it calls none."""
-        call = tool_call_of(action) if self._task.tools else None
+        call = tool_call_of(action) if self._tools else None
         if call is not None and call["tool"] == SUBMIT:
             return str(call["arguments"].get("answer", "")), None
         return action, call
@@ -172,7 +187,7 @@ class DatasetEnv:
 
     async def render(self) -> str:
         """Return the conversation as text."""
-        return "\n\n".join(f"{each['role']}: {each['content']}" for each in self._messages)
+        return "\n\n".join(map(_shown, self._messages))
 
     async def fingerprint(self) -> str:
         """Return a digest of the prompt and the reference answer."""
@@ -214,6 +229,17 @@ def offered_keywords(
     return keywords, {**names, **columns}
 
 
+def _shown(message: Message) -> str:
+    """Return a message as text for people."""
+    calls = [json.dumps(each["function"]) for each in message.get("tool_calls", [])]
+    return "\n".join([f"{message['role']}: {message['content']}", *calls])
+
+
+def with_submit(tools: list[dict[str, Any]], *, has_step: bool) -> list[dict[str, Any]]:
+    """Return tools with the one that ends an episode of several turns."""
+    return [*tools, SUBMIT_TOOL] if tools and has_step else tools
+
+
 def tool_call_of(action: str) -> dict[str, Any] | None:
     """Return {"tool", "arguments"} of an action; None: it is no call."""
     text = action.rpartition("Action:")[2].strip()
@@ -243,7 +269,10 @@ def load_task(section: EnvsSection) -> Task:
     rewards = load_rewards(options, run_dir=section.run_dir)
     step = load_function("data.step", options.step) if options.step else None
     train = dataset.splits["train"]
-    tools = read_tools(options, train.records)
+    tools, tools_column = read_tools(options, train.records, name=train.name)
+    held_out = dataset.splits["test"]
+    if tools_column and held_out.records is not train.records:
+        read_tools(options, held_out.records, name=held_out.name)
     question = dataset.question("train", 0)
     messages = [*question.messages, {"role": "assistant", "content": ""}]
     offered = offered_keywords(train.record(0), question, messages, {}, "", None)
@@ -261,7 +290,8 @@ def load_task(section: EnvsSection) -> Task:
         rewards=rewards,
         caller=Caller(functions, memory_bytes=int(options.worker_memory_gib * 2**29)),
         step=step,
-        tools=[*tools, SUBMIT_TOOL] if tools else [],
+        tools=with_submit(tools, has_step=step is not None),
+        tools_column=tools_column,
         subset=subset,
         step_timeout_s=options.reward_timeout_s,
         success_from=options.success_from,
@@ -304,9 +334,6 @@ def make_spec(options: EnvsSection) -> EnvSpec:
     )
 
 
-def instruction_of(tools: list[Mapping[str, Any]] | list[dict[str, Any]]) -> str:
+def instruction_of(tools: list[dict[str, Any]]) -> str:
     """Return the list of tools with the form of a call; "" without tools."""
-    if not tools:
-        return ""
-    listed = tools_text([{**each, "input_schema": each["parameters"]} for each in tools])
-    return f"{listed}\n{TOOL_FORM}{TEXT_ANSWERS}"
+    return tools_instruction(tools) if tools else ""

@@ -1,6 +1,7 @@
 """Makes the messages of a record: columns, templates, the system prompt and the tools."""
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +11,11 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from common.config.envs import DatasetOptions
 from common.errors import ConfigError
+from common.formats.calls import as_call, read_arguments
 from envhub.envs.dataset.files import Record, find_path
 from envhub.envs.dataset.graders import final_answer
+
+logger = logging.getLogger(__name__)
 
 PROMPTS = ("prompt", "messages", "question", "problem", "instruction", "input")
 ANSWERS = (
@@ -28,7 +32,10 @@ ROLES = ("system", "user", "assistant", "tool")
 TEXT_FILES = (".txt", ".md", ".jinja", ".j2")
 SUBMIT = "submit"  # The tool that ends an episode with an answer.
 
-Message = dict[str, str]
+# A message: role, content, and for tools "tool_calls", "tool_call_id" and "name".
+Message = dict[str, Any]
+SHOWN = ("tool_calls", "tool_call_id", "name", "reasoning_content")
+NOT_SHOWN = ("function_call", "audio", "images", "image", "image_url", "video")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +53,15 @@ class Question:
 
 
 def value_at(record: Record, column: str) -> Any:
-    """Return the value of a column; a dot enters an object. None: the record has none."""
+    """Return the value of a column; a dot enters an object or a list. None: there is none."""
     if column in record:
         return record[column]
     held: Any = record
     for part in column.split("."):
-        held = held.get(part) if isinstance(held, dict) else None
+        if isinstance(held, list) and part.isdecimal():
+            held = held[int(part)] if int(part) < len(held) else None
+        else:
+            held = held.get(part) if isinstance(held, dict) else None
     return held
 
 
@@ -82,6 +92,8 @@ class PromptMaker:
         if not isinstance(value, (str, list)):
             kind = type(value).__name__
             raise ConfigError(f"{place}: the prompt is {kind}, not a text or a list of messages")
+        if isinstance(value, list):
+            _messages(value, place)
 
     def raw_prompt(self, record: Record) -> str:
         """Return the prompt column as text, to compare records."""
@@ -94,7 +106,9 @@ class PromptMaker:
         answer = value_at(record, self._answer) if self._answer else None
         messages = _messages(value, place) if isinstance(value, list) else [_user(value)]
         if messages[-1]["role"] == "assistant":
-            answer = messages.pop()["content"] if answer is None else answer
+            last = messages.pop()
+            reference = last["content"] or [call["function"] for call in last.get("tool_calls", [])]
+            answer = reference if answer is None else answer
         if not messages or messages[-1]["role"] != "user":
             raise ConfigError(f"{place}: the last message of the prompt must be the user's")
         if not self._is_plain:
@@ -137,12 +151,49 @@ def _messages(value: Sequence[Any], place: str) -> list[Message]:
         where = f"{place}: message {number} of the prompt"
         if not isinstance(each, dict) or each.get("role") not in ROLES:
             raise ConfigError(f"{where} needs a role of {', '.join(ROLES)}")
+        for name in NOT_SHOWN:
+            if each.get(name):
+                raise ConfigError(f"{where} has {name!r}, which cannot be shown")
+        calls = _calls(each.get("tool_calls"), where)
         content = each.get("content")
+        if content is None and calls:
+            content = ""  # Many templates would write a null as "None".
         if isinstance(content, list) and all(_is_text_part(part) for part in content):
             content = "".join(part["text"] for part in content)
         if not isinstance(content, str):
             raise ConfigError(f"{where} has the content {content!r:.80}, which is not text")
-        found.append({"role": each["role"], "content": content})
+        message: Message = {"role": each["role"], "content": content}
+        fields = {**each, "tool_calls": calls}
+        for name in SHOWN:
+            if not fields.get(name):
+                continue
+            if name != "tool_calls" and not isinstance(fields[name], str):
+                raise ConfigError(f"{where} has {name}={fields[name]!r:.80}, which is not text")
+            message[name] = fields[name]
+        found.append(message)
+    return found
+
+
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Return the calls of a message as chat templates read them. Raises: ConfigError."""
+    if not calls:
+        return []
+    if not isinstance(calls, list):
+        raise ConfigError(f"{where} has tool_calls={calls!r:.80}, which is not a list")
+    found: list[dict[str, Any]] = []
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ConfigError(f"{where} has the call {call!r:.80}, which has no name of a function")
+        try:
+            arguments = read_arguments(function.get("arguments") or {})
+        except ValueError as error:
+            raise ConfigError(
+                f"{where} has a call of {function['name']!r} whose arguments are no JSON object:"
+                f" {error}"
+            ) from error
+        number = {"id": str(call["id"])} if call.get("id") else {}
+        found.append({**number, **as_call(function["name"], arguments)})
     return found
 
 
@@ -196,55 +247,86 @@ def render(key: str, template: Template, shown: Mapping[str, Any], place: str) -
         raise ConfigError(f"{key}: the template fails on {place}: {error} ({columns})") from error
 
 
-def read_tools(options: DatasetOptions, records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Return the tools as {"name", "description", "parameters"}; [] without tools.
+def read_tools(
+    options: DatasetOptions, records: Sequence[Record], *, name: str
+) -> tuple[list[dict[str, Any]], str]:
+    """Return the tools as {"name", "description", "parameters"}, and a column of the records.
 
-    Raises: ConfigError: the tools are malformed, or differ between records.
+    With a column, each record has its own tools. Without it, all have the returned ones.
+
+    Args:
+        name: the file of the records, for error messages.
+
+    Raises: ConfigError: the tools of a record are malformed.
     """
     given = options.tools
+    where = f"data.tools={given}"
     if not given:
-        return []
-    if not options.step:
-        raise ConfigError(f"data.tools={given}: needs data.step, which answers the calls")
+        if _looks_like_tools(records[0].get("tools")):
+            logger.warning("dataset: tools of the records are not used; set data.tools=tools")
+        return [], ""
     if given.endswith(".json"):
         path = find_path("data.tools", given)
         try:
             held = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ConfigError(f"data.tools={given}: not JSON: {error}") from error
-        return [_tool(f"data.tools={given}", each) for each in _list_of(given, held)]
-    first = value_at(records[0], given)
+            raise ConfigError(f"{where}: not JSON: {error}") from error
+        return tools_of(held, where), ""
+    first = next((tools for each in records if (tools := value_at(each, given))), None)
     if first is None:
-        raise ConfigError(_no_column("data.tools", given, records[0]))
-    for number, record in enumerate(records, 1):
-        if value_at(record, given) != first:
-            raise ConfigError(
-                f"data.tools={given}: record {number} has other tools than record 1; all records"
-                " of a run have the same tools"
-            )
-    return [_tool(f"data.tools={given}", each) for each in _list_of(given, first)]
+        if value_at(records[0], given) is None:
+            raise ConfigError(_no_column("data.tools", given, records[0]))
+        raise ConfigError(f"{where}: expects a list of tools; no record has one")
+    values = [value_at(record, given) for record in records]
+    if all(value == first for value in values):
+        return tools_of(first, where), ""
+    for number, value in enumerate(values, 1):
+        tools_of(value or [], f"{where}: record {number} of {name}")
+    return [], given
 
 
-def _list_of(given: str, held: Any) -> list[Any]:
+def _looks_like_tools(value: Any) -> bool:
+    """Return whether a value is a list of tools, or the JSON text of one."""
+    try:
+        return bool(value) and bool(tools_of(value, ""))
+    except ConfigError:
+        return False
+
+
+def tools_of(held: Any, where: str) -> list[dict[str, Any]]:
     """Return a list of tools, which may be JSON text. Raises: ConfigError."""
     if isinstance(held, str):
         try:
             held = json.loads(held)
         except ValueError as error:
-            raise ConfigError(f"data.tools={given}: not JSON: {error}") from error
-    if not isinstance(held, list) or not held:
-        raise ConfigError(f"data.tools={given}: expects a list of tools")
-    return held
+            raise ConfigError(f"{where}: not JSON: {error}") from error
+    if not isinstance(held, list):
+        raise ConfigError(f"{where}: expects a list of tools")
+    tools = [_tool(where, tool) for tool in held]
+    names = [tool["name"] for tool in tools]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"{where}: has the tool {min(twice)!r} twice")
+    return tools
 
 
 def _tool(where: str, tool: Any) -> dict[str, Any]:
     """Return a tool with its name, description and parameters. Raises: ConfigError."""
     own = tool.get("function", tool) if isinstance(tool, dict) else None
-    if not isinstance(own, dict) or not isinstance(own.get("name"), str):
-        raise ConfigError(f"{where}: a tool needs a name")
-    empty = {"type": "object", "properties": {}}
+    if not isinstance(own, dict) or not isinstance(own.get("name"), str) or not own["name"]:
+        raise ConfigError(f"{where}: a tool needs a name; one is {tool!r:.80}")
+    names = ("parameters", "input_schema", "inputSchema")
+    schema = next((own[name] for name in names if own.get(name)), {})
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except ValueError as error:
+            raise ConfigError(f"{where}: parameters of {own['name']}: not JSON: {error}") from error
+    if not isinstance(schema, dict):
+        raise ConfigError(f"{where}: parameters of {own['name']} are no JSON schema")
+    if "properties" not in schema and all(isinstance(each, dict) for each in schema.values()):
+        schema = {"type": "object", "properties": schema}  # Some sets list the arguments alone.
     return {
         "name": own["name"],
         "description": str(own.get("description") or ""),
-        "parameters": own.get("parameters") or empty,
+        "parameters": schema,
     }

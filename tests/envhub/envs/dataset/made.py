@@ -124,6 +124,10 @@ def tool_step(call):
     return str(call["arguments"]["a"] + call["arguments"]["b"]), False
 
 
+def called(call, answer):
+    return float(call is not None and call["tool"] == answer)
+
+
 NUMBER = 3
 """
 

@@ -13,19 +13,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actor.formats.tools import make_renderer
 from actor.rollout.env_client import Environments, HubClient, HubSession
 from actor.rollout.episode import Turn, run_episode
 from common.config.compute import CriticSection
 from common.config.envs import EnvsSection, RemoteOptions
+from common.config.evaluation import AgentFormat, AgentOptions
 from common.config.learning import Advantage, AlgorithmSection
 from common.config.services import EnvhubSection
 from common.wire.codec import pack_record, unpack_record
 from common.wire.messages import EndReason
 from envhub import main
-from envhub.env import EnvFailure, UnknownItem
-from envhub.envs.dataset.env import check, make_spec
+from envhub.env import EnvFailure, Style, UnknownItem
+from envhub.envs.dataset.env import DatasetEnv, check, make_spec
 from learner.batch.batching import Sample
 from learner.batch.critic_advantage import with_advantages
+from tests.actor.formats.trl_templates import tokenizer_of
 from tests.actor.rollout.playing import LEASE, Letters
 from tests.envhub.envs.dataset.made import GSM8K, make, play, played, run
 
@@ -96,7 +99,7 @@ def test_tool_calls_reach_the_step_function(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tools", "step", "words"),
     [
-        (TOOLS, "", "data.tools=tools: needs data.step"),
+        (TOOLS * 2, "", "data.tools=tools: has the tool 'add' twice"),
         ([{"name": 3}], "tool_step", "a tool needs a name"),
         ("[", "tool_step", "data.tools=tools: not JSON"),
         ([], "tool_step", "expects a list of tools"),
@@ -108,10 +111,97 @@ def test_wrong_tools_are_refused(tmp_path: Path, tools: Any, step: str, words: s
     assert words in line
 
 
-def test_records_with_different_tools_are_refused(tmp_path: Path) -> None:
-    records = [{**each, "tools": TOOLS * (1 + i)} for i, each in enumerate(GSM8K)]
+def tool(name: str) -> dict[str, Any]:
+    return {"name": name, "parameters": {"city": {"type": "string"}}}
+
+
+def test_records_have_tools_of_their_own(tmp_path: Path) -> None:
+    tools: list[Any] = [TOOLS, json.dumps([tool("look")]), None]
+    records = [{**each, "tools": own} for each, own in zip(GSM8K, tools, strict=True)]
+    spec = make_spec(make(tmp_path, records, tools="tools", step="tool_step"))
+    assert spec.tools == ()
+
+    async def tools_of(item: int) -> list[dict[str, Any]]:
+        env = spec.make(Style.COMPACT)
+        assert isinstance(env, DatasetEnv)
+        await env.reset(f"data-train-{item}", 0)
+        return env.item_tools()
+
+    names = [[each["name"] for each in run(tools_of(item))] for item in range(3)]
+    assert names == [["add", "submit"], ["look", "submit"], []]
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    assert run(tools_of(1))[0]["parameters"] == schema
+    call = json.dumps({"tool": "add", "arguments": {"a": 3, "b": 4}})
+    options = make(tmp_path, records, tools="tools", step="tool_step")
+    assert played(options, call).observation == "7"
+
+
+def test_call_of_a_tool_may_be_the_answer(tmp_path: Path) -> None:
+    records = [{**each, "tools": TOOLS, "answer": "add"} for each in GSM8K]
+    options = make(tmp_path, records, tools="tools", reward="user:called")
+    assert [each["name"] for each in make_spec(options).tools] == ["add"]
+    assert played(options, '{"tool": "add", "arguments": {"a": 1}}').reward == 1.0
+    assert played(options, "7").reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("tools", "words"),
+    [
+        ([{"name": 3}], "record 2 of train.jsonl: a tool needs a name"),
+        ("[", "record 2 of train.jsonl: not JSON"),
+        ([{"name": "a", "parameters": "x"}], "record 2 of train.jsonl: parameters of a: not JSON"),
+    ],
+)
+def test_wrong_tools_of_a_record_are_named(tmp_path: Path, tools: Any, words: str) -> None:
+    records = [{**each, "tools": TOOLS if i != 1 else tools} for i, each in enumerate(GSM8K)]
     (line,) = check(make(tmp_path, records, tools="tools", step="tool_step"))
-    assert "record 2 has other tools than record 1" in line
+    assert words in line
+
+
+CALLS = [{"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"a": 1}'}}]
+SHOWN_CALLS = [{"id": "c", "type": "function", "function": {"name": "look", "arguments": {"a": 1}}}]
+
+
+@pytest.mark.parametrize("content", [None, "", "I look."])
+def test_calls_of_a_prompt_reach_the_agent(tmp_path: Path, content: str | None) -> None:
+    prompt = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": content, "tool_calls": CALLS, "refusal": None},
+        {"role": "tool", "tool_call_id": "c", "content": "a key"},
+        {"role": "user", "content": "so?"},
+    ]
+
+    async def opened() -> list[Any]:
+        env = make_spec(make(tmp_path, [{"prompt": prompt, "answer": "4"}])).make(Style.COMPACT)
+        assert isinstance(env, DatasetEnv)
+        await env.reset("data-train-0", 0)
+        return env.first_messages()
+
+    assert run(opened()) == [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": content or "", "tool_calls": SHOWN_CALLS},
+        {"role": "tool", "content": "a key", "tool_call_id": "c"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"content": None}, "has the content None, which is not text"),
+        ({"function_call": {"name": "look"}}, "has 'function_call', which cannot be shown"),
+        ({"tool_calls": {"name": "look"}}, "which is not a list"),
+        ({"tool_calls": [{"function": {}}]}, "which has no name of a function"),
+        ({"tool_calls": [{"name": "a", "arguments": "{"}]}, "a call of 'a' whose arguments are no"),
+    ],
+)
+def test_message_that_cannot_be_shown_is_named(
+    tmp_path: Path, fields: dict[str, Any], words: str
+) -> None:
+    message = {"role": "assistant", "content": "", **fields}
+    prompt = [{"role": "user", "content": "a"}, message, {"role": "user", "content": "b"}]
+    (line,) = check(make(tmp_path, [{"prompt": prompt, "answer": "4"}]))
+    assert "record 1 of train.jsonl: message 2 of the prompt" in line
+    assert words in line
 
 
 def test_unknown_item_is_refused(tmp_path: Path) -> None:
@@ -194,6 +284,48 @@ def test_actor_plays_a_dataset_at_a_real_hub(tmp_path: Path) -> None:
         "reward_style": 0.5,
     }
     assert np.isfinite(right.metrics["reward_s"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AgentFormat.FUNCTION_CALL, AgentFormat.REACT])
+def test_actor_calls_the_tools_of_the_item(tmp_path: Path, kind: AgentFormat) -> None:
+    tokenizer = tokenizer_of("qwen2_5")
+    records = [{**each, "tools": [tool(name)]} for each, name in zip(GSM8K, "abc", strict=True)]
+    options = make(tmp_path, [{**r, "answer": "b"} for r in records], tools="tools")
+    object.__setattr__(options.dataset, "reward", f"{tmp_path}/user.py:called")
+    call = '<tool_call>\n{"name": "b", "arguments": {"city": "x"}}\n</tool_call>'
+    if kind is AgentFormat.REACT:
+        call = 'Thought: Look.\nAction: {"tool": "b", "arguments": {"city": "x"}}'
+    ids = tokenizer.encode(f"{call}<|im_end|>", add_special_tokens=False)
+
+    async def played_item(url: str, item: int) -> Any:
+        async with HubClient(url, token=None, timeout_s=60.0) as hub:
+            environments = await Environments.of(hub, style="compact")
+
+            async def act(_: list[int], __: object) -> Turn:
+                return Turn(ids, [0.0] * len(ids), [0] * len(ids))
+
+            return await run_episode(
+                replace(LEASE, deadline_s=60.0, horizon=9, env="dataset"),
+                open_session=lambda: environments.open("dataset", f"data-train-{item}", seed=0),
+                act=act,
+                render=make_renderer(tokenizer, kind).of("dataset"),
+                instruction=environments.instruction("dataset"),
+                max_tokens=4000,
+                turn_tokens=100,
+                actor="actor-0",
+                options=AgentOptions(format=kind),
+            )
+
+    with serving(options) as url:
+        other, own = (asyncio.run(played_item(url, item)) for item in (0, 1))
+    prompt = tokenizer.decode(own.token_ids[~own.loss_mask])
+    assert '"b"' in prompt or "- b:" in prompt
+    assert '"a"' not in prompt
+    assert "- a:" not in prompt
+    assert (own.reward, own.end_reason) == (1.0, EndReason.DONE)
+    # ReAct's reader passes any call to the environment, whose reward compares the name.
+    assert other.reward == (0.0 if kind is AgentFormat.FUNCTION_CALL else 1.0)
 
 
 @pytest.mark.slow
