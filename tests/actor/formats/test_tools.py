@@ -12,6 +12,7 @@ from common.config.evaluation import AgentFormat
 from common.errors import ConfigError
 from common.formats.calls import as_call
 from tests.actor.formats.templates import BODY, CALLERS, TOOLS
+from tests.actor.formats.trl_templates import tokenizer_of
 from tests.actor.rollout.test_render import CHATML, COMPACT, make_chatml
 
 CALLING = CALLERS["qwen"]
@@ -136,3 +137,29 @@ def test_compact_template_supports_no_tools() -> None:
     make_renderer(COMPACT, AgentFormat.REACT)
     with pytest.raises(ConfigError, match=r"function_call.*does not render the tools"):
         make_renderer(COMPACT, AgentFormat.FUNCTION_CALL)
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "words"),
+    [
+        ("qwen2_5", "I look.", ""),
+        ("phi3", "", r"drops message 2 \(assistant\): tool_calls"),
+        ("llama3_1", "I look.", r"drops message 2 \(assistant\): content"),
+    ],
+)
+def test_template_that_drops_a_part_of_a_prompt_is_refused(
+    template: str, content: str, words: str
+) -> None:
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": content, "tool_calls": [as_call("look", {"a": 1})]},
+        {"role": "tool", "content": "a key"},
+        {"role": "assistant", "content": "so"},
+    ]
+    tokenizer = tokenizer_of(template)
+    render = Renderer(tokenizer)
+    if words:
+        with pytest.raises(ValueError, match=words):
+            render.opened(messages, "and?")
+    else:
+        assert '"look"' in tokenizer.decode(render.opened(messages, "and?"))
