@@ -130,7 +130,7 @@ def first_prompts(cfg: RunConfig) -> Iterator[FirstPrompt]:
                 prompt,
                 instruction=spec.instruction.get(style, ""),
                 acknowledgement=spec.acknowledgement.get(style, ""),
-                tools=tools,
+                tools=prompt.tools or tools,
             )
 
 

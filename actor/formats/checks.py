@@ -1,5 +1,6 @@
 """Checks of a model's tokenizer before the start; an actor makes the same ones."""
 
+import json
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -7,13 +8,13 @@ from typing import Any
 
 from actor.formats.tools import load_renderer, make_renderer
 from actor.rollout.context import Room
-from actor.rollout.episode import opening
+from actor.rollout.episode import first_text, opening
 from actor.rollout.folding import history_of
 from actor.rollout.render import Renderer
 from common.config.evaluation import AgentFormat
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, EnvError
-from common.formats.answers import worded
+from common.formats.answers import tools_instruction, worded
 from common.formats.chat_template import fix_prompts
 from common.formats.turns import FirstPrompt
 from common.text import counted
@@ -78,13 +79,23 @@ def check_prompts(cfg: RunConfig, root: Path, prompts: Iterable[FirstPrompt]) ->
     most = history_of(renderer, room).first_room
     num = 0
     too_long: dict[str, tuple[FirstPrompt, int]] = {}
+    shapes = set[str]()
     for num, prompt in enumerate(prompts, 1):
-        render = renderer.of(prompt.env, prompt.tools)
+        # A renderer of tools measures the template, which takes longer than the prompts of others.
+        is_close = num == 1 or not prompt.has_own_tools or _tools_bytes(prompt) > most // 2
+        render = renderer.of(prompt.env, prompt.tools if is_close else ())
+        if (shape := _shape_of(prompt)) not in shapes:
+            shapes.add(shape)
+            _check_shown(render, prompt)
         text, encode = _opening(cfg, render, prompt)
         frame = len(render.first_prompt("x")) + FRAME_TOKENS * len(prompt.messages)
         num_bytes = len(text.encode()) + len(prompt.text.encode())
+        num_bytes += _tools_bytes(prompt) if prompt.has_own_tools else 0
         if num > 1 and num_bytes + frame <= most:
             continue
+        if not is_close:
+            render = renderer.of(prompt.env, prompt.tools)
+            text, encode = _opening(cfg, render, prompt)
         try:
             num_tokens = len(history_of(render, room).demanding(encode)(text))
         except EnvError as error:
@@ -102,6 +113,35 @@ def check_prompts(cfg: RunConfig, root: Path, prompts: Iterable[FirstPrompt]) ->
     return f"{counted(num, 'first prompt')} within {most} tokens" if not too_long else ""
 
 
+def _shape_of(prompt: FirstPrompt) -> str:
+    """Return the roles of the messages before the last, and which of their fields are set."""
+    parts = [
+        [each["role"], bool(each["content"]), len(each.get("tool_calls", []))]
+        for each in prompt.messages[:-1]
+    ]
+    return json.dumps(parts)
+
+
+def _check_shown(render: Renderer, prompt: FirstPrompt) -> None:
+    """Check that the chat template shows each message. Raises: ConfigError: it drops one."""
+    if len(prompt.messages) > 1:
+        try:
+            render.check_shown(prompt.messages[:-1])
+        except ValueError as error:
+            raise ConfigError(f"{prompt.place}: {error}") from error
+
+
+def _tools_bytes(prompt: FirstPrompt) -> int:
+    """Return an upper bound of the bytes with which a prompt shows its tools."""
+    return 2 * len(json.dumps(list(prompt.tools)))
+
+
+def _instruction(prompt: FirstPrompt) -> str:
+    """Return the text before the first observation, with the tools of the item."""
+    own = tools_instruction(prompt.tools) if prompt.has_own_tools else ""
+    return first_text(own, prompt.instruction) if own else prompt.instruction
+
+
 def _opening(
     cfg: RunConfig, render: Renderer, prompt: FirstPrompt
 ) -> tuple[str, Callable[[str], list[int]]]:
@@ -110,7 +150,7 @@ def _opening(
         render,
         str(prompt.messages[-1]["content"]),
         messages=prompt.messages[:-1],
-        instruction=worded(cfg.actor.format, prompt.instruction),
+        instruction=worded(cfg.actor.format, _instruction(prompt)),
         acknowledgement=prompt.acknowledgement,
     )
 

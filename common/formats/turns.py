@@ -38,6 +38,7 @@ class FirstPrompt:
     # The agent's answer to the instruction; "": both texts are one message.
     acknowledgement: str = ""
     tools: Sequence[Message] = ()
+    has_own_tools: bool = False  # The tools are the item's, not its environment's.
     may_be_cut: bool = False  # A page, which may lose its end, and no question.
 
     @property

@@ -8,12 +8,15 @@ import asyncio
 import hashlib
 import json
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from common.config.envs import EnvsSection
 from common.errors import ConfigError
 from common.formats.answers import tools_instruction
+from common.formats.turns import FirstPrompt
 from envhub.env import EnvFailure, EnvSpec, Isolation, StepResult, Style, SubsetSpec, parse_item
 from envhub.envs.dataset.files import Record
 from envhub.envs.dataset.functions import (
@@ -57,6 +60,14 @@ class Task:
     success_from: float
     samples: list[str]  # Valid actions for random play.
 
+    def tools_of(self, record: Record, place: str) -> list[dict[str, Any]]:
+        """Return the tools that the answers to a record may call."""
+        if not self.tools_column:
+            return self.tools
+        held = value_at(record, self.tools_column) or []
+        tools = tools_of(held, f"data.tools={self.tools_column}: {place}")
+        return with_submit(tools, has_step=self.step is not None)
+
 
 class DatasetEnv:
     """One episode: a prompt, one or several answers, and the reward of the last one."""
@@ -78,7 +89,7 @@ class DatasetEnv:
             self._question = self._task.dataset.question(item.split, item.index)
         except ConfigError as error:
             raise EnvFailure(str(error)) from error
-        self._tools = self._tools_of_item()
+        self._tools = self._task.tools_of(self._record, self._place)
         self._call: dict[str, Any] | None = None
         self._messages = list(self._question.messages)
         self._state = {"item_id": item_id, "seed": seed, "num_turns": 0}
@@ -93,14 +104,6 @@ class DatasetEnv:
     def item_tools(self) -> list[dict[str, Any]]:
         """Return the tools of the item; [] if all items have the same."""
         return self._tools if self._task.tools_column else []
-
-    def _tools_of_item(self) -> list[dict[str, Any]]:
-        """Return the tools that the episode's answers may call."""
-        if not self._task.tools_column:
-            return self._task.tools
-        held = value_at(self._record, self._task.tools_column) or []
-        tools = tools_of(held, f"data.tools={self._task.tools_column}: {self._place}")
-        return with_submit(tools, has_step=self._task.step is not None)
 
     async def step(self, action: str) -> StepResult:
         """Record an answer; at the end of the episode, return its reward. Raises: EnvFailure."""
@@ -299,6 +302,16 @@ def load_task(section: EnvsSection) -> Task:
     )
 
 
+def first_prompts(task: Task) -> Iterator[FirstPrompt]:
+    """Yield the prompt of every item. Raises: ConfigError: a template fails on its record."""
+    for prompt, record in task.dataset.first_prompts():
+        if task.tools_column:
+            tools = task.tools_of(record, prompt.place)
+            yield replace(prompt, tools=tools, has_own_tools=bool(tools))
+        else:
+            yield prompt
+
+
 def make_spec(options: EnvsSection) -> EnvSpec:
     """Return the catalogue entry of the dataset. Raises: ConfigError: it cannot be loaded."""
     own = options.dataset
@@ -327,7 +340,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         takes_any_text=True,
         is_repeatable=False,  # A reward may ask a server.
         tools=tuple(task.tools),
-        prompts=task.dataset.first_prompts,
+        prompts=partial(first_prompts, task),
         content=task.dataset.content,
         stop=stop,
         service=probe_of(task.rewards.judges),

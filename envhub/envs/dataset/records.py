@@ -63,12 +63,13 @@ class Dataset:
         own = self.splits[split]
         return self.prompts.make(own.record(index), own.place(index))
 
-    def first_prompts(self) -> Iterator[FirstPrompt]:
-        """Yield the prompt of every item. Raises: ConfigError: a template fails on its record."""
+    def first_prompts(self) -> Iterator[tuple[FirstPrompt, Record]]:
+        """Yield the prompt and the record of every item. Raises: ConfigError: a template fails."""
         for name, split in self.splits.items():
             for index in range(len(split.numbers)):
                 messages = [{**each} for each in self.question(name, index).messages]
-                yield FirstPrompt(env="dataset", place=split.place(index), messages=messages)
+                prompt = FirstPrompt(env="dataset", place=split.place(index), messages=messages)
+                yield prompt, split.record(index)
 
     def samples(self) -> list[str]:
         """Return a few reference answers, different from each other."""
