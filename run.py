@@ -282,6 +282,14 @@ def load_evaluation(request: ParsedCommand) -> RunConfig:
     return settings.load_evaluation(request, root=ROOT)
 
 
+def load_sft(request: ParsedCommand) -> RunConfig:
+    from learner.offline.checks import check_model_is_used
+
+    cfg = load_named(request)
+    check_model_is_used(request, cfg)
+    return cfg
+
+
 def load_any_version(request: ParsedCommand) -> RunConfig:
     from common.dashboard.terminal.any_version import load_of_any_version
 
@@ -306,7 +314,7 @@ COMMANDS = {
     "train": Command(
         run=train, check=check_train, check_dry=check_train_dry, has_plan=True, log_name="launcher"
     ),
-    "sft": Command(run=sft, check=check_sft, log_name="sft", keeps_date=True),
+    "sft": Command(run=sft, load=load_sft, check=check_sft, log_name="sft", keeps_date=True),
     "dpo": Command(run=dpo, check=check_dpo, log_name="dpo", keeps_date=False),
     "evolve": Command(run=evolve, check=check_evolve, log_name="evolve", keeps_date=True),
     "merge": Command(run=merge, load=load_joined, log_name="merge"),
@@ -473,13 +481,14 @@ def run_command(command: Command, request: ParsedCommand) -> int:
 
 def show_config(cfg: RunConfig, command: str, *, has_plan: bool) -> int:
     """Print the resolved configuration, memory plan, precision and objective; return exit code."""
-    from common.checks.precision import precision_lines
+    from common.checks.precision import rate_lines
     from learner.objective.dead_settings import summary_lines
 
     lines = memory_lines(cfg) if has_plan else []
-    lines += precision_lines(command, cfg, ROOT)
-    lines += summary_lines(cfg.algorithm, cfg.learner)
-    lines += cfg.curriculum.warnings(cfg.horizon)
+    lines += rate_lines(command, cfg, ROOT)
+    if command not in ("sft", "dpo", "evolve"):  # They have objectives of their own.
+        lines += summary_lines(cfg.algorithm, cfg.learner)
+        lines += cfg.curriculum.warnings(cfg.horizon)
     return commands.echo(
         config_as_yaml(without_secrets(cfg)) + "".join(f"# {line}\n" for line in lines)
     )

@@ -29,7 +29,7 @@ from common.config.run_config import ActorSection, RunConfig
 from common.errors import ConfigError, EnvError, LongstrideError
 from common.evaluation.planned import PlannedEpisode
 from common.ids import subset_of
-from common.launch.hub import serve_hub
+from common.launch.hub import command_part, serve_hub
 from common.launch.lock import hold_run
 from common.store.run_dir import RunDir
 from common.text import counted
@@ -62,9 +62,7 @@ def evaluate(
     make_agents: MakeAgents | None = None,
 ) -> int:
     """Play held-out items with one policy, write and print the tables; return the exit code."""
-    # The hub has its own directory, so that a run can be evaluated while it trains.
-    hub_cfg = replace(cfg, run=replace(cfg.run, dir=f"{cfg.run.dir}/{cfg.run.name}", name="eval"))
-    hub_dir = RunDir(root=run_dir.root / "eval")
+    hub_cfg, hub_dir = command_part(cfg, run_dir, "eval")
     with (
         hold_run(hub_dir.root, name="eval"),
         serve_hub(hub_cfg, hub_dir, root=root) as (url, token),

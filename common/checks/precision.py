@@ -16,6 +16,7 @@ from common.checks.machine import has_bf16_units, has_cuda
 from common.checks.model_shape import weight_entries, weight_files
 from common.config.compute import OptimizerKind, Precision
 from common.config.learning import LearnerSection
+from common.config.offline import describe_rates
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.store.status.json_files import json_object
@@ -77,22 +78,27 @@ def choose_precision(
     return PrecisionChoice(Precision.FP32, f"{why}: the checkpoint has bf16 numbers")
 
 
-def precision_lines(command: str, cfg: RunConfig, root: Path) -> list[str]:
-    """Return the choice of a training command on this machine, for `--dry-run`."""
-    folder: Path | None = root / cfg.model.path
-    match command:
-        case "train":
-            learner = cfg.learner
-        case "sft" | "evolve":
-            learner = replace(cfg.learner, lr=cfg.sft.lr, muon_lr=cfg.sft.muon_lr)
-            folder = None if command == "sft" and cfg.sft.from_scratch else folder
-        case "dpo":
-            learner = replace(cfg.learner, lr=cfg.dpo.lr, muon_lr=cfg.dpo.muon_lr)
-        case _:
-            return []
+def rate_lines(command: str, cfg: RunConfig, root: Path) -> list[str]:
+    """Return the precision and the rates of a training command on this machine, for `--dry-run`."""
+    section = {
+        "train": None,
+        "sft": cfg.sft,
+        "evolve": replace(cfg.sft, from_scratch=False),
+        "dpo": cfg.dpo,
+    }
+    if command not in section:
+        return []
+    offline = section[command]
+    learner = cfg.learner if offline is None else offline.rated(cfg.learner)
+    is_new = command == "sft" and cfg.sft.from_scratch
     is_cuda = learner.device.startswith("cuda") or (learner.device == "auto" and has_cuda())
-    found = choose_precision(learner, folder, is_cuda=is_cuda)
-    return [f"learner.precision: {found.precision.value} ({found.reason})"]
+    folder = None if is_new else root / cfg.model.path
+    choice = choose_precision(learner, folder, is_cuda=is_cuda)
+    lines = [f"learner.precision: {choice.precision.value} ({choice.reason})"]
+    if offline is not None:
+        start = "new weights" if is_new else f"start model.path={cfg.model.path}"
+        lines.append(f"{command}: {describe_rates(learner)} ({start})")
+    return lines
 
 
 def recorded_precision(file: Path) -> str:

@@ -1,9 +1,33 @@
 """Options of SFT, DPO, AgentEvol and the simulator."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from common.config.compute import OptimizerKind
 from common.config.evaluation import ContextKind
 from common.config.knobs import NAME, PATH, knob
+from common.config.learning import LearnerSection
+
+CHECKPOINT_MUON_LR = 3e-4
+OPTIMIZERS = ("auto", "adamw", "muon")
+
+
+def _rated(
+    learner: LearnerSection,
+    section: "SftSection | DpoSection",
+    *,
+    usual: tuple[OptimizerKind, float, float],
+) -> LearnerSection:
+    """Return the learner with the configured rates; the usual ones replace `auto` and 0."""
+    kind = usual[0] if section.optimizer == "auto" else OptimizerKind(section.optimizer)
+    lr = section.lr or usual[1]
+    return replace(learner, optimizer=kind, lr=lr, muon_lr=section.muon_lr or usual[2])
+
+
+def describe_rates(learner: LearnerSection) -> str:
+    """Return the optimizer and its rates as text."""
+    is_muon = learner.optimizer is OptimizerKind.MUON
+    muon = f" muon_lr={learner.muon_lr:g}" if is_muon else ""
+    return f"optimizer={learner.optimizer} lr={learner.lr:g}{muon}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,17 +74,24 @@ class SftSection:
         le=1,
     )
     batch_tokens: int = knob(4096, "Sets the number of tokens of one optimizer step.", ge=1)
+    optimizer: str = knob(
+        "auto",
+        "Selects the optimizer. auto means learner.optimizer for a policy that is made from "
+        "scratch, and adamw for a checkpoint.",
+        one_of=OPTIMIZERS,
+    )
     lr: float = knob(
-        1e-3,
-        "Sets the learning rate. With learner.optimizer=muon, it holds for embeddings, head and "
-        "norms.",
-        gt=0,
+        0.0,
+        "Sets the learning rate. With muon, it holds for embeddings, head and norms. 0 chooses "
+        "1e-3 for a policy that is made from scratch, 2e-5 for a checkpoint, 2e-4 for adapters.",
+        ge=0,
         le=10,
     )
     muon_lr: float = knob(
-        0.02,
-        "With learner.optimizer=muon, sets the learning rate of the hidden matrices.",
-        gt=0,
+        0.0,
+        "With muon, sets the learning rate of the hidden matrices. 0 chooses 0.02 for a policy "
+        "that is made from scratch, and 3e-4 for a checkpoint.",
+        ge=0,
         le=10,
     )
     hidden_size: int = knob(
@@ -97,8 +128,16 @@ class SftSection:
         le=10**7,
     )
     from_scratch: bool = knob(
-        True, "Makes a new tokenizer and new weights. `false` starts from model.path."
+        False, "Makes a new tokenizer and new weights. `false` starts from model.path."
     )
+
+    def rated(self, learner: LearnerSection) -> LearnerSection:
+        """Return the learner with the optimizer and the rates for the kind of start."""
+        usual = (learner.optimizer, 1e-3, 0.02)
+        if not self.from_scratch:
+            lr = 2e-4 if learner.lora.rank else 2e-5
+            usual = (OptimizerKind.ADAMW, lr, CHECKPOINT_MUON_LR)
+        return _rated(learner, self, usual=usual)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +147,9 @@ class DpoSection:
     data: str = knob(
         "", "Names a run directory with a journal, or a file in AgentTraj format with rewards."
     )
-    output: str = knob("runs/dpo-policy", "Names the folder of the policy.", form=PATH)
+    output: str = knob(
+        "", "Names the folder of the policy. Empty means runs/<name>/policy.", form=PATH, also=""
+    )
     beta: float = knob(
         0.1, "Sets the strength of the penalty for leaving the reference policy.", gt=0, le=1000
     )
@@ -141,20 +182,30 @@ class DpoSection:
     )
     batch_pairs: int = knob(16, "Sets the number of pairs of one optimizer step.", ge=1)
     num_epochs: int = knob(1, "Passes over the pairs this many times.", ge=1)
-    lr: float = knob(5e-7, "Sets the learning rate of AdamW.", gt=0, le=10)
+    optimizer: str = knob("auto", "Selects the optimizer. auto means adamw.", one_of=OPTIMIZERS)
+    lr: float = knob(
+        0.0, "Sets the learning rate of AdamW. 0 chooses 5e-7, and 5e-6 for adapters.", ge=0, le=10
+    )
     muon_lr: float = knob(
-        3e-4,
-        "With learner.optimizer=muon, sets the learning rate of the hidden matrices.",
-        gt=0,
+        0.0,
+        "With muon, sets the learning rate of the hidden matrices. 0 chooses 3e-4.",
+        ge=0,
         le=10,
     )
+
+    def rated(self, learner: LearnerSection) -> LearnerSection:
+        """Return the learner with the optimizer and the rates; the start is a checkpoint."""
+        lr = 5e-6 if learner.lora.rank else 5e-7
+        return _rated(learner, self, usual=(OptimizerKind.ADAMW, lr, CHECKPOINT_MUON_LR))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvolveSection:
     """AgentEvol: sample, keep successful episodes, train, repeat (arXiv:2406.04151)."""
 
-    output: str = knob("runs/evolve-policy", "Names the folder of the policies.", form=PATH)
+    output: str = knob(
+        "", "Names the folder of the policy. Empty means runs/<name>/policy.", form=PATH, also=""
+    )
     num_iterations: int = knob(
         3, "Samples episodes and trains on them this many times.", ge=1, le=10**4
     )

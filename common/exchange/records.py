@@ -75,19 +75,75 @@ def _json_records(path: Path) -> list[object]:
     return records
 
 
-def as_conversation(record: Record, place: str) -> Record:
-    """Return a record in AgentTraj's format. Input is this format, messages, or an ATIF document.
+def preference_of(record: object, place: str) -> tuple[Record, Record] | None:
+    """Return the chosen and the rejected episode of a preference; None for another record.
 
-    Raises: ConfigError: the record has an unknown format.
+    A preference has TRL's fields `chosen` and `rejected`, as texts or as lists of messages, after
+    `prompt`. Without `prompt` both lists begin with the same messages. Answers of the prompt have
+    weight 0. Both episodes have the same item, and the rewards 1 and 0.
+
+    Raises: ConfigError: a field is missing or malformed; names it.
     """
+    if not isinstance(record, dict) or not {"chosen", "rejected"} <= record.keys():
+        return None
+    prompt = _messages_of(record.get("prompt", []), "user", f"{place}: 'prompt'")
+    chosen = _messages_of(record["chosen"], "assistant", f"{place}: 'chosen'")
+    rejected = _messages_of(record["rejected"], "assistant", f"{place}: 'rejected'")
+    if not prompt:
+        pairs = zip(chosen, rejected, strict=False)
+        num = next((i for i, (a, b) in enumerate(pairs) if a != b), 0)
+        prompt, chosen, rejected = chosen[:num], chosen[num:], rejected[num:]
+    if not prompt:
+        raise ConfigError(
+            f"{place}: 'prompt' is missing, and 'chosen' and 'rejected' begin with other messages"
+        )
+    about = {"item_id": str(record.get("item_id", place)), "tools": record.get("tools")}
+    before = [{**message, "weight": 0} for message in prompt]
+    return (
+        {**about, "messages": [*before, *chosen], "reward": 1.0},
+        {**about, "messages": [*before, *rejected], "reward": 0.0},
+    )
+
+
+def _messages_of(value: object, role: str, what: str) -> list[Record]:
+    """Return messages; a text is one message of the role. Raises: ConfigError."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if not (isinstance(value, list) and all(map(_is_map, value))):
+        raise ConfigError(f"{what} is {type(value).__name__}; give a text or a list of messages")
+    return list(value)
+
+
+def as_conversation(record: Record, place: str) -> Record:
+    """Return a record in AgentTraj's format.
+
+    Input is this format, messages, a prompt with its completion, or an ATIF document.
+
+    Raises: ConfigError: the record has an unknown format; names the formats.
+    """
+    if {"chosen", "rejected"} <= record.keys():
+        raise ConfigError(
+            f"{place}: a record with 'chosen' and 'rejected' is a preference; give it as dpo.data"
+        )
+    if {"prompt", "completion"} <= record.keys() and "messages" not in record:
+        prompt = _messages_of(record["prompt"], "user", f"{place}: 'prompt'")
+        completion = _messages_of(record["completion"], "assistant", f"{place}: 'completion'")
+        before = [{**message, "weight": 0} for message in prompt]
+        record = {**record, "messages": [*before, *completion]}
     if isinstance(record.get("steps"), list):
         conversation = [_message(each, "source", "message", place) for each in record["steps"]]
         about = _about(record, place)
     elif isinstance(record.get("messages"), list):
         conversation = [_message(each, "role", "content", place) for each in record["messages"]]
         about = record
-    else:
+    elif "conversations" in record:
         return record
+    else:
+        raise ConfigError(
+            f"{place}: no known format. A record has 'messages', 'prompt' and 'completion',"
+            " 'conversations' (AgentTraj) or 'steps' (ATIF); for dpo.data also 'prompt', 'chosen'"
+            f" and 'rejected'. This one has {sorted(map(str, record))}"
+        )
     found = {"conversations": conversation, **{k: about[k] for k in _ABOUT if k in about}}
     tools = record.get("tools")
     if tools is not None and not (isinstance(tools, list) and all(map(_is_map, tools))):

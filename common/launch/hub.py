@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +23,16 @@ from common.wire.security import create_keys
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
+
+
+def command_part(cfg: RunConfig, run_dir: RunDir, command: str) -> tuple[RunConfig, RunDir]:
+    """Return the config and the folder `runs/NAME/COMMAND` of a command beside a run.
+
+    Its hub, configuration, metrics and episodes are there, so that a run of the same name can
+    train, or start later with other settings.
+    """
+    run = replace(cfg.run, dir=f"{cfg.run.dir}/{cfg.run.name}", name=command)
+    return replace(cfg, run=run), RunDir(root=run_dir.root / command)
 
 
 @contextlib.contextmanager

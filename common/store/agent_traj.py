@@ -61,7 +61,13 @@ def read_conversations(path: Path) -> list[Conversation]:
     """
     if not path.exists():
         raise ConfigError(f"sft.demonstrations={path}: no such file")
-    found = [_conversation(record, place) for place, record in read_records(path)]
+    return valid_conversations(
+        [conversation_of(record, place) for place, record in read_records(path)], path
+    )
+
+
+def valid_conversations(found: list[Conversation], path: Path) -> list[Conversation]:
+    """Return conversations without unpaired surrogates. The number of repairs is logged."""
     read = [
         replace(each, messages=list(map(_valid, each.messages)), tools=_valid_values(each.tools))
         for each in found
@@ -89,7 +95,7 @@ def _valid_values(values: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return each_text(values, valid_text)
 
 
-def _conversation(record: object, place: str) -> Conversation:
+def conversation_of(record: object, place: str) -> Conversation:
     """Return the conversation of a record. Raises: ConfigError: it is malformed."""
     if isinstance(record, dict):
         record = as_conversation(record, place)

@@ -57,6 +57,7 @@ class RunDir:
     stalls = _Below("stalls")  # Reports of stalled roles.
     finished = _Below("finished.json")  # Exists only after the last step.
     report = _Below("report.json")
+    demonstrations = _Below("demonstrations.jsonl")  # Conversations that `sft` collected.
     keys = _Below("keys")  # Key files with mode 0600.
     addresses = _Below("addresses")  # Addresses on which roles listen.
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from common.checks.machine import GIB, check_compiler, memory_bytes
 from common.checks.preflight import check, check_disk, check_model
 from common.checks.trainable import check_trainable
+from common.config.command_line import ParsedCommand
 from common.config.compute import Offload
+from common.config.load import override_value
 from common.config.offline import SftSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
@@ -41,6 +43,16 @@ def check_sft(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> Non
         )
     check_disk(root / cfg.run.dir / cfg.run.name)
     check_base(cfg, root)
+
+
+def check_model_is_used(request: ParsedCommand, cfg: RunConfig) -> None:
+    """Check that `sft` reads a model that its command line names. Raises: ConfigError."""
+    folder = override_value(request.overrides, "model.path")
+    if folder is not None and cfg.sft.from_scratch:
+        raise ConfigError(
+            f"model.path={folder}: sft.from_scratch=true makes new weights and reads no model. Give"
+            " sft.from_scratch=false to train this model"
+        )
 
 
 def check_base(cfg: RunConfig, root: Path) -> None:

@@ -11,8 +11,10 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.evaluation.planned import PlannedEpisode
 from common.join.shards import check_whole
-from common.launch.hub import serve_hub
+from common.launch.hub import command_part, serve_hub
+from common.store.metrics import MetricsWriter
 from common.store.run_dir import RunDir
+from common.store.run_start import save_config
 from common.store.wandb_sink import WandbSink
 from learner.offline import dpo, evolve, sft
 from learner.offline.heldout import plan_heldout
@@ -30,32 +32,40 @@ PlayGiven = Callable[[RunConfig, Sequence[PlannedEpisode], str, str, Path], None
 
 @contextmanager
 def _logged(cfg: RunConfig, run_dir: RunDir, job: str) -> Generator[Log]:
-    """Yield a function that logs an optimizer step's metrics to a separate wandb run of the job."""
-    sink = WandbSink(run_dir, cfg, job=job)
+    """Yield a function that logs the metrics of an optimizer step.
+
+    They appear in metrics.jsonl of the command's folder, and in a wandb run of the job.
+    """
+    run_dir.root.mkdir(parents=True, exist_ok=True)
+    save_config(cfg, run_dir.config)
+    metrics = MetricsWriter(run_dir, [WandbSink(run_dir, cfg, job=job)])
     numbers = itertools.count(1)
     try:
-        yield lambda found: sink.log(next(numbers), {f"{job}/{k}": v for k, v in found.items()})
+        yield lambda found: metrics.log(next(numbers), {f"{job}/{k}": v for k, v in found.items()})
     finally:
-        sink.close()
+        metrics.close()
 
 
 def make_policy(cfg: RunConfig, run_dir: RunDir, *, root: Path, collect: Collect) -> int:
     """Train on demonstrations, collected first if none are given; return the exit code."""
     output = cfg.sft.output or str(run_dir.root / "policy")
     cfg = replace(cfg, sft=replace(cfg.sft, output=output))
+    cfg, part = command_part(cfg, run_dir, "sft")
     path = Path(cfg.sft.demonstrations)
     if not cfg.sft.demonstrations:
-        path = run_dir.root / "demonstrations.jsonl"
-        with serve_hub(cfg, run_dir, root=root) as (url, token):
+        path = part.demonstrations
+        with serve_hub(cfg, part, root=root) as (url, token):
             collect(cfg, url, token, path)
-    with _logged(cfg, run_dir, "sft") as log:
+    with _logged(cfg, part, "sft") as log:
         print(f"policy: {sft.run(cfg, path, log=log)}")
     return 0
 
 
 def prefer(cfg: RunConfig, run_dir: RunDir) -> int:
     """Train on pairs of episodes; return the exit code."""
-    with _logged(cfg, run_dir, "dpo") as log:
+    output = cfg.dpo.output or str(run_dir.root / "policy")
+    cfg, part = command_part(replace(cfg, dpo=replace(cfg.dpo, output=output)), run_dir, "dpo")
+    with _logged(cfg, part, "dpo") as log:
         print(f"policy: {dpo.run(cfg, log=log)}")
     return 0
 
@@ -82,13 +92,17 @@ def merge(cfg: RunConfig, run_dir: RunDir) -> int:
 
 def play_and_imitate(cfg: RunConfig, run_dir: RunDir, *, root: Path, play: PlayGiven) -> int:
     """Play episodes and train on the successful ones, in iterations; return the exit code."""
-    with serve_hub(cfg, run_dir, root=root) as (url, token):
+    output = cfg.evolve.output or str(run_dir.root / "policy")
+    cfg, part = command_part(
+        replace(cfg, evolve=replace(cfg.evolve, output=output)), run_dir, "evolve"
+    )
+    with serve_hub(cfg, part, root=root) as (url, token):
         catalogue = _catalogue_of(cfg, url, token)
 
         def play_iteration(now: RunConfig, iteration: int, folder: Path) -> None:
             play(now, evolve.plan_episodes(now, catalogue, iteration), url, token, folder)
 
-        with _logged(cfg, run_dir, "evolve") as log:
+        with _logged(cfg, part, "evolve") as log:
             policy = evolve.run(cfg, run_dir.root, play=play_iteration, log=log)
     print(f"policy: {policy}")
     return 0

@@ -144,7 +144,7 @@ def train(
         )
         sums = {
             "loss": losses.detach().sum().item(),
-            "accuracy": float((margins > 0).sum()),
+            "accuracy": (margins.sign() + 1).sum().item() / 2,  # An equal margin counts as half.
             "margin": margins.detach().sum().item(),
             WEIGHT: float(len(part)),
         }

@@ -71,6 +71,7 @@ def run(cfg: RunConfig, run_root: Path, *, play: Play, log: Log = ignore) -> Pat
         ConfigError: no episode so far is good enough to be kept.
     """
     tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True)
+    section = replace(cfg.sft, from_scratch=False)  # The rates are those of a checkpoint.
     kept: list[Row] = []
     newest = cfg.model.path
     for iteration in range(cfg.evolve.num_iterations):
@@ -104,7 +105,7 @@ def run(cfg: RunConfig, run_root: Path, *, play: Play, log: Log = ignore) -> Pat
                 }
             )
             seed = cfg.run.seed + iteration
-            sft.train(model, kept, cfg.sft, cfg.learner, seed=seed, log=log)
+            sft.train(model, kept, section, cfg.learner, seed=seed, log=log)
             save_policy(policy, model, tokenizer)
         newest = str(policy)
     whole = replace(cfg.learner, lora=FULL)  # Adapters are already merged.

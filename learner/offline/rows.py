@@ -9,11 +9,16 @@ import numpy as np
 
 from common.config.evaluation import KeepThinking
 from common.errors import ConfigError
-from common.exchange.records import read_records, tokens_of
+from common.exchange.records import preference_of, read_records, tokens_of
 from common.exchange.writing import TRAIN_ITEM
 from common.formats.chat_template import fingerprint
 from common.segments import as_rows
-from common.store.agent_traj import Conversation, read_conversations
+from common.store.agent_traj import (
+    Conversation,
+    conversation_of,
+    read_conversations,
+    valid_conversations,
+)
 from common.store.journal import read_journal
 from common.wire.messages import EpisodeKind, PolicyKind, Trajectory
 from learner.batch.batching import TokenBatch, collate_tokens
@@ -82,7 +87,7 @@ def read_rows(
             for segment, own in enumerate(parts)
         ]
     elif path.is_file():
-        rows = _rows_of_file(path, tokenizer, keep_thinking)
+        rows = _rows_of_file(path, tokenizer, keep_thinking, key=key)
     else:
         raise ConfigError(f"{key}={path}: expected a run directory or a file")
     rows = [
@@ -126,10 +131,14 @@ def _is_continued(before: Row, row: Row) -> bool:
     return is_same and before.segment < row.segment
 
 
-def _rows_of_file(path: Path, tokenizer: Any, keep: KeepThinking) -> list[Row]:
+def _rows_of_file(path: Path, tokenizer: Any, keep: KeepThinking, *, key: str) -> list[Row]:
     """Return the token ids of a file if all records have them; else tokenize its conversations."""
     own = fingerprint(tokenizer)
-    found = [tokens_of(record, place, fingerprint=own) for place, record in read_records(path)]
+    records = read_records(path)
+    if key == "dpo.data" and (preferences := _preferences(records, path)):
+        writer = AnswerWriter(tokenizer)
+        return [row for each in preferences for row in rows_of_conversation(each, writer, keep)]
+    found = [tokens_of(record, place, fingerprint=own) for place, record in records]
     if not found or not all(found):
         writer = AnswerWriter(tokenizer)
         conversations = read_conversations(path)
@@ -156,6 +165,27 @@ def _rows_of_file(path: Path, tokenizer: Any, keep: KeepThinking) -> list[Row]:
             " (--format sft)."
         )
     return rows
+
+
+def _preferences(records: Sequence[tuple[str, object]], path: Path) -> list[Conversation]:
+    """Return both episodes of each preference; [] if the file has none.
+
+    Raises: ConfigError: a record is malformed, or only some are preferences.
+    """
+    pairs = [(place, preference_of(record, place)) for place, record in records]
+    if not any(pair for _, pair in pairs):
+        return []
+    episodes: list[Conversation] = []
+    for place, pair in pairs:
+        if pair is None:
+            raise ConfigError(
+                f"{place}: 'chosen' and 'rejected' are missing; other records have them"
+            )
+        episodes += [
+            conversation_of(episode, f"{place}, {name}")
+            for name, episode in zip(("chosen", "rejected"), pair, strict=True)
+        ]
+    return valid_conversations(episodes, path)
 
 
 def _is_usable(trajectory: Trajectory) -> bool:

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from common.config.compute import Layout
 from common.config.learning import LearnerSection
-from common.config.offline import DpoSection, SftSection
+from common.config.offline import DpoSection, SftSection, describe_rates
 from learner.offline.rows import Row, token_batch
 from learner.policy.determinism import make_deterministic
 from learner.policy.finite import TrainingDiverged
@@ -83,7 +83,7 @@ def choose_offline_compute(
     Raises: ConfigError: packing is configured and not possible; scores differ by more than
         rounding; compilation is configured and not available.
     """
-    rates = learner if cfg is None else replace(learner, lr=cfg.lr, muon_lr=cfg.muon_lr)
+    rates = learner if cfg is None else cfg.rated(learner)
     precision, reason = settled_precision(rates, model.device, path=model.name_or_path or "")
     logger.info("learner.precision: %s (%s)", precision.value, reason)
     learner = replace(learner, precision=precision)
@@ -137,7 +137,9 @@ def train_epochs(
         TrainingDiverged: losses or gradients were not finite in `learner.max_bad_steps` steps in a
             row, or in all of an epoch. A single such step is skipped and changes nothing.
     """
-    optimizer = make_optimizer(model, replace(learner, lr=cfg.lr, muon_lr=cfg.muon_lr))
+    rated = cfg.rated(learner)
+    logger.info("%s", describe_rates(rated))
+    optimizer = make_optimizer(model, rated)
     vanished = VanishedUpdates(model, is_bf16=uses_bf16(learner, model.device))
     epochs: list[dict[str, float]] = []
     step, started, num_bad = 0, time.monotonic(), 0

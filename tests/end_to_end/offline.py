@@ -14,7 +14,13 @@ from learner.policy.model import Scoring, load_policy, token_logprobs
 from tests.end_to_end.runs import REPOSITORY
 
 BASE = REPOSITORY / "configs/policies/tiny"
-RATES = ("sft.num_epochs=4", "sft.batch_tokens=1024", "sft.lr=1e-3", "sft.muon_lr=5e-3")
+RATES = (
+    "sft.num_epochs=4",
+    "sft.batch_tokens=1024",
+    "sft.optimizer=muon",
+    "sft.lr=1e-3",
+    "sft.muon_lr=5e-3",
+)
 
 
 def run(folder: Path, command: str, *overrides: str) -> str:

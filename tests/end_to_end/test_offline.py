@@ -52,6 +52,7 @@ def test_dpo_prefers_the_successes_of_journal_pairs(evolved: Path, tmp_path: Pat
         "dpo.max_pairs_per_item=1",
         f"dpo.max_pairs={num_trained}",
         "dpo.num_epochs=6",
+        "dpo.optimizer=muon",
         "dpo.lr=3e-4",
         "dpo.muon_lr=2e-3",
         f"dpo.output={tmp_path}/policy",

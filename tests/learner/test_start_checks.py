@@ -86,7 +86,8 @@ def test_adapters_of_unknown_layers_start_nothing(
 def test_adapters_from_scratch_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["sft", "--config", "smoke", "learner.lora.rank=4", "learner.optimizer=adamw"]
+    argv = ["sft", "--config", "smoke", "sft.from_scratch=true"]
+    argv += ["learner.lora.rank=4", "learner.optimizer=adamw"]
     error = refusal(capsys, tmp_path, [*argv, f"sft.output={tmp_path / 'made'}"])
     assert "learner.lora.rank=4: sft.from_scratch=true" in error
 

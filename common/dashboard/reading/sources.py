@@ -7,10 +7,12 @@ from pathlib import Path
 from common.dashboard.reading.conversations import ConversationFile
 from common.dashboard.reading.run_source import RunSource
 from common.errors import ConfigError
+from common.store.run_dir import RunDir
 
 Source = RunSource | ConversationFile
 MAX_RUNS = 200  # Maximum number of runs of a folder. The newest runs are kept.
 RUN_FILES = ("config.yaml", "journal", "metrics.jsonl")
+PARTS = ("eval", "sft", "dpo", "evolve", "iteration-*")  # Folders of commands within a run's.
 
 
 def is_run(folder: Path) -> bool:
@@ -18,15 +20,25 @@ def is_run(folder: Path) -> bool:
     return folder.is_dir() and any((folder / name).exists() for name in RUN_FILES)
 
 
+def parts_of(folder: Path) -> list[Path]:
+    """Return the folders of the commands beside a run, the most recently changed first."""
+    parts = [part for pattern in PARTS for part in folder.glob(pattern) if is_run(part)]
+    return sorted(parts, key=lambda part: -part.stat().st_mtime)
+
+
 def find_run(word: str, *, runs: Path) -> Path:
     """Return the folder of a run, given its name or path.
+
+    Without a training run of this name, it is the newest part: an evaluation, for example.
 
     Raises: ConfigError: there is no such run; lists known runs.
     """
     for path in (runs / word, Path(word)):
         if is_run(path):
             return path.resolve()
-    known = sorted(each.name for each in runs.glob("*") if is_run(each))
+        if parts := parts_of(path):
+            return parts[0].resolve()
+    known = sorted(folder.name for folder in runs.glob("*") if is_run(folder) or parts_of(folder))
     hint = f"Its runs are: {', '.join(known[:8])}." if known else "The folder has no runs."
     raise ConfigError(f"{word}: no run of this name in {runs}. {hint}")
 
@@ -38,6 +50,9 @@ def open_source(word: str, *, runs: Path, cache: Path | None = None) -> Source:
         _check_conversations(path)
         return ConversationFile(path.resolve(), name=path.name)
     root = find_run(word, runs=runs)
+    demonstrations = RunDir(root=root).demonstrations
+    if demonstrations.is_file() and not (root / "journal").exists():
+        return ConversationFile(demonstrations, name=word)
     return RunSource(root, name=root.name, cache=cache)
 
 
@@ -79,11 +94,16 @@ class Sources:
         """Return all sources, the most recently changed first."""
         if self._is_all:
             folders = [each for each in self._runs.glob("*") if not each.is_symlink()]
-            found = [each for each in folders if is_run(each)]
+            found = [path for folder in folders for path in (folder, *parts_of(folder))]
+            found = [path for path in found if is_run(path)]
             for path in sorted(found, key=lambda each: -each.stat().st_mtime)[:MAX_RUNS]:
-                if path.name not in self._known:
-                    known = RunSource(path.resolve(), name=path.name, cache=self._cache)
-                    self._known[path.name] = known
+                name = path.relative_to(self._runs).as_posix()
+                if name not in self._known:
+                    self._known[name] = RunSource(path.resolve(), name=name, cache=self._cache)
+                demonstrations = RunDir(root=path).demonstrations
+                if demonstrations.is_file() and f"{name}/demonstrations" not in self._known:
+                    source = ConversationFile(demonstrations, name=f"{name}/demonstrations")
+                    self._known[source.name] = source
             gone = [name for name, each in self._known.items() if not each.path.exists()]
             for name in gone:
                 del self._known[name]

@@ -32,6 +32,8 @@ CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Importance ratio: noise and drift", "nats", ("offpolicy/noise_*", "offpolicy/drift_*")),
     ("KL to the sampling policy", "nats", ("policy/kl_sampler", "policy/kl_*")),
     ("Loss", "", ("loss/*",)),
+    ("Loss of training on examples", "nats", ("sft/loss", "dpo/loss", "evolve/loss")),
+    ("Pairs with the chosen episode first", "share", ("dpo/accuracy",)),
     ("Clipped and masked tokens", "share", ("policy/clipped_frac", "policy/masked_frac")),
     ("Gradient norm", "", ("train/grad_norm",)),
     ("Updates hidden by rounding to bf16", "share", ("train/vanished_update_frac",)),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.checks.precision import choose_precision, precision_lines, recorded_precision
+from common.checks.precision import choose_precision, rate_lines, recorded_precision
 from common.config.compute import OptimizerKind, Precision
 from common.config.learning import LearnerSection
 from common.config.run_config import ModelSection, RunConfig, SftSection
@@ -67,9 +67,9 @@ def test_dry_run_names_the_precision_of_each_training(stored: Path) -> None:
         model=ModelSection(path=str(stored)), learner=LearnerSection(device="cpu"), sft=sft
     )
     for command in ("train", "sft", "dpo", "evolve"):
-        (line,) = precision_lines(command, cfg, Path())
+        (line,) = rate_lines(command, cfg, Path())
         assert line.startswith("learner.precision: fp32 (")
-    assert precision_lines("eval", cfg, Path()) == []
+    assert rate_lines("eval", cfg, Path()) == []
 
 
 def test_report_reads_the_precision_and_its_reason(tmp_path: Path) -> None:

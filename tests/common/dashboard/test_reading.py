@@ -18,7 +18,7 @@ from common.dashboard.reading.index_cache import MIN_ROWS
 from common.dashboard.reading.query import find, page
 from common.dashboard.reading.rows import FLOATS, INTS, NAMES, EpisodeRows
 from common.dashboard.reading.run_source import RunSource
-from common.dashboard.reading.sources import Sources, open_source
+from common.dashboard.reading.sources import Sources, find_run, open_source
 from common.dashboard.reading.tokens import TokenTexts
 from common.dashboard.web.overview import overview
 from common.dashboard.web.results import samples
@@ -422,3 +422,19 @@ def test_long_episode_opens_within_150_ms(tmp_path: Path) -> None:
         json.dumps(source.episode("g0000000/0"))
         seconds.append(time.thread_time() - started)
     assert min(seconds) < 0.15
+
+
+def test_evaluation_and_examples_of_a_name_are_shown(tmp_path: Path) -> None:
+    make_run(tmp_path / "a" / "eval", 3)
+    part = tmp_path / "b" / "sft"
+    part.mkdir(parents=True)
+    (part / "config.yaml").write_text("run: {name: sft}\n", encoding="utf-8")
+    (part / "demonstrations.jsonl").write_text(
+        '{"conversations": [{"from": "gpt", "loss": true, "value": "go"}]}\n', encoding="utf-8"
+    )
+    assert find_run("a", runs=tmp_path) == tmp_path / "a" / "eval"
+    source = open_source("b", runs=tmp_path)
+    source.refresh(budget_s=9.0)
+    assert len(source.rows.ids) == 1
+    names = {source.name for source in Sources([], runs=tmp_path).list_all()}
+    assert names == {"a/eval", "b/sft", "b/sft/demonstrations"}

@@ -57,7 +57,11 @@ def test_record_without_item_id_is_read(tmp_path: Path) -> None:
     [
         ('{"conversations": [', "record 2 is not JSON"),
         (42, "record 2: 'conversations' must be a list"),
-        ({"item_id": "x"}, "record 2: .conversations. must be a list"),
+        (
+            {"item_id": "x"},
+            "record 2: no known format. A record has 'messages'.* one has .'item_id'.$",
+        ),
+        ({"chosen": "a", "rejected": "b"}, "record 2: .* is a preference; give it as dpo.data"),
         ({"conversations": "hello"}, "record 2: .conversations. must be a list"),
         ({"conversations": ["hello"]}, "record 2: a message is str"),
         ({"conversations": [{"from": "system", "value": ""}]}, "record 2: a message needs 'from'"),

@@ -3,6 +3,7 @@
 from common.config.run_config import SftSection
 
 TINY = SftSection(
+    from_scratch=True,
     hidden_size=32,
     num_layers=1,
     num_heads=2,

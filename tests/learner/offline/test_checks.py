@@ -22,7 +22,7 @@ def configure(model: Path, repository: Path, *overrides: str) -> RunConfig:
 
 
 def test_new_policy_beyond_the_memory_is_refused(model: Path, repository: Path) -> None:
-    sizes = ("sft.hidden_size=65536", "sft.num_layers=1000", "sft.output=")
+    sizes = ("sft.from_scratch=true", "sft.hidden_size=65536", "sft.num_layers=1000", "sft.output=")
     with pytest.raises(ConfigError, match=r"^sft\.hidden_size=65536: with sft\.num_layers=1000"):
         check_sft(configure(model, repository, *sizes), repository)
 

@@ -1,6 +1,9 @@
 """Laws of direct preference optimisation."""
 
+import json
 from math import exp, log
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,9 +12,11 @@ import torch
 from common.config.compute import Precision
 from common.config.learning import LearnerSection
 from common.config.offline import DpoSection
+from common.errors import ConfigError
 from learner.offline import dpo
 from learner.offline.dpo import Pair, make_pairs, preference_loss
-from learner.offline.rows import Row
+from learner.offline.rows import Row, read_rows
+from learner.offline.scratch import make_tokenizer
 from learner.policy.finite import TrainingDiverged
 from tests.learner.builders import make_model, make_model_with_adapters
 
@@ -112,3 +117,53 @@ def test_batch_parts_train_like_the_whole() -> None:
         dpo.train(model, pairs, cfg, learner, seed=0)
         found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert (found[0] - found[1]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "2+2?", "chosen": "4", "rejected": "5"},
+        {
+            "prompt": [{"role": "user", "content": "2+2?"}],
+            "chosen": [{"role": "assistant", "content": "4"}],
+            "rejected": [{"role": "assistant", "content": "5"}],
+        },
+        {
+            "chosen": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}],
+            "rejected": [
+                {"role": "user", "content": "2+2?"},
+                {"role": "assistant", "content": "5"},
+            ],
+        },
+    ],
+)
+def test_preferences_of_trl_are_pairs(record: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(f"{json.dumps(record)}\n" * 2, encoding="utf-8")
+    tokenizer = make_tokenizer(["2+2? 4 5"] * 8, vocab_size=300)
+    rows = read_rows(path, tokenizer=tokenizer, max_tokens=99, key="dpo.data")
+    pairs = make_pairs(rows, DpoSection(), seed=0)
+    assert len(pairs) == 2
+    for pair in pairs:
+        trained = [
+            tokenizer.decode(row.token_ids[row.mask]) for row in (pair.chosen, pair.rejected)
+        ]
+        assert trained == ["4<|end|>", "5<|end|>"]
+        assert pair.chosen.item_id == pair.rejected.item_id
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"prompt": "a", "chosen": 1, "rejected": "b"}', "record 1: 'chosen' is int; give a text"),
+        ('{"chosen": "a", "rejected": "b"}', "record 1: 'prompt' is missing"),
+        ('{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": "a"}', "record 2: 'chosen'"),
+        ('{"question": "a"}', "for dpo.data also 'prompt', 'chosen' and 'rejected'.*'question'"),
+    ],
+)
+def test_malformed_preference_is_named(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(text, encoding="utf-8")
+    tokenizer = make_tokenizer(["a b c"] * 8, vocab_size=300)
+    with pytest.raises(ConfigError, match=words):
+        read_rows(path, tokenizer=tokenizer, max_tokens=99, key="dpo.data")

@@ -1,19 +1,24 @@
 """Laws of supervised fine-tuning."""
 
+import copy
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import SequentialSampler
+from transformers import AutoTokenizer, Trainer, TrainingArguments
 
-from common.config.compute import Layout, LoraSection, Precision
+from common.config.compute import Layout, LoraSection, OptimizerKind, Precision
 from common.config.learning import LearnerSection
+from common.config.offline import DpoSection, SftSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.store.agent_traj import Conversation, Message
@@ -125,6 +130,93 @@ def test_rate_ends_at_a_tenth_in_the_last_step(length: int, num_steps: int) -> N
     assert rates == pytest.approx(expected)
     assert rates[-1] == pytest.approx(0.1)
     assert sum(each < 0.11 for each in rates) == 1
+
+
+class Sequential(Trainer):
+    """transformers' training loop over given batches, in their order."""
+
+    def _get_train_sampler(self, *_: Any) -> SequentialSampler:
+        return SequentialSampler(cast(Any, self.train_dataset))
+
+
+@pytest.mark.slow
+def test_training_equals_the_loop_of_transformers(tmp_path: Path) -> None:
+    rows = rows_of(*CORPUS)
+    learner = LearnerSection(weight_decay=0.0, precision=Precision.FP32)
+    cfg = replace(TINY, num_epochs=3, optimizer="adamw", lr=1e-3, batch_tokens=64)
+    start = make_policy(TINY, TOKENIZER, seed=0)
+    ours, theirs = copy.deepcopy(start), copy.deepcopy(start)
+    steps: list[dict[str, float]] = []
+    sft.train(ours, rows, cfg, learner, seed=0, log=steps.append)
+
+    generator = torch.Generator().manual_seed(0)
+    parts = [
+        part
+        for _ in range(cfg.num_epochs)
+        for part in sft.batches(rows, batch_tokens=cfg.batch_tokens, generator=generator)
+    ]
+    optimizer = torch.optim.AdamW(
+        theirs.parameters(), lr=1e-3, betas=(learner.beta1, learner.beta2), weight_decay=0.0
+    )
+    scales = [step["lr_scale"] for step in steps]
+    schedule = LambdaLR(optimizer, lambda step: scales[min(step, len(scales) - 1)])
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=1,
+        num_train_epochs=1,
+        max_grad_norm=1.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = Sequential(
+        model=theirs,
+        args=arguments,
+        train_dataset=cast(Any, [labelled(part) for part in parts]),
+        data_collator=lambda batches: batches[0],
+        optimizers=(optimizer, schedule),
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses == pytest.approx([step["loss"] for step in steps], abs=2e-4)
+    for name, tensor in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], tensor, atol=1e-4, rtol=1e-3)
+
+
+def labelled(rows: Sequence[Row]) -> dict[str, Tensor]:
+    """Return rows as a padded batch of transformers: labels of the trained tokens only."""
+    width = max(len(row.token_ids) for row in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    labels, attention = torch.full_like(ids, -100), torch.zeros_like(ids)
+    for row, (own_ids, own_labels, own_attention) in zip(
+        rows, zip(ids, labels, attention, strict=True), strict=True
+    ):
+        size = len(row.token_ids)
+        own_ids[:size] = torch.from_numpy(row.token_ids.astype(np.int64))
+        own_labels[:size] = torch.where(torch.from_numpy(row.mask), own_ids[:size], -100)
+        own_attention[:size] = 1
+    return {"input_ids": ids, "labels": labels, "attention_mask": attention}
+
+
+@pytest.mark.parametrize(
+    ("section", "learner", "expected"),
+    [
+        (SftSection(from_scratch=True), {"optimizer": "muon"}, ("muon", 1e-3, 0.02)),
+        (SftSection(), {"optimizer": "muon"}, ("adamw", 2e-5, 3e-4)),
+        (SftSection(), {"lora": LoraSection(rank=4)}, ("adamw", 2e-4, 3e-4)),
+        (SftSection(optimizer="muon", lr=1e-2, muon_lr=0.1), {}, ("muon", 1e-2, 0.1)),
+        (DpoSection(), {"optimizer": "muon"}, ("adamw", 5e-7, 3e-4)),
+        (DpoSection(lr=1e-6), {"lora": LoraSection(rank=4)}, ("adamw", 1e-6, 3e-4)),
+    ],
+)
+def test_rates_follow_the_kind_of_start(
+    section: SftSection | DpoSection, learner: dict[str, Any], expected: tuple[str, float, float]
+) -> None:
+    learner = {**learner, "optimizer": OptimizerKind(learner.get("optimizer", "adamw"))}
+    rated = section.rated(LearnerSection(**learner))
+    assert (rated.optimizer, rated.lr, rated.muon_lr) == expected
 
 
 @pytest.mark.slow
