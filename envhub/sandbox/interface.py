@@ -192,6 +192,6 @@ def check_words(what: str, words: Sequence[str]) -> None:
 def work_folder(path: str) -> str:
     """Return the normalised path of a work folder. Raises: RefusedBySandbox: it cannot be one."""
     folder = "/" + posixpath.normpath(path).lstrip("/")
-    if not path.startswith("/") or re.fullmatch(r"/[\w./-]+", folder) is None:
+    if not path.startswith("/") or re.fullmatch(r"/[\w./ -]+", folder) is None:
         raise RefusedBySandbox(f"the work folder {path[:80]!a} is not the path of a folder")
     return folder

@@ -4,11 +4,12 @@ import asyncio
 import base64
 import contextlib
 import json
+import os
 import shlex
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from envhub.sandbox.cgroup import Cgroup
 from envhub.sandbox.interface import (
@@ -30,6 +31,7 @@ AGENT = Path(__file__).with_name("agent.py")
 GRACE_S = 60.0  # Seconds beyond the time limit of a command in which the agent must reply.
 END_S = 10.0  # Seconds in which a killed sandbox must have ended.
 MAX_ERROR_BYTES = 4096
+ARCHIVE = "/tmp/.image.tar"  # Place of the archive of an image's work folder.
 WRITE_BYTES = 1 << 20  # Size of one part of a file in a request.
 MAX_PART_BYTES = 32 << 20  # Size of one reply's part of a file.
 TRUNCATED = b"\n[%d bytes were left out here]\n"
@@ -43,12 +45,14 @@ class Launch:
         options: more arguments of `asyncio.create_subprocess_exec`.
         remove: called after the process has ended, for example to remove a container.
         memory: a control group for the processes; None: the agent's own limits hold.
+        variables: environment variables of all commands.
     """
 
     argv: Sequence[str]
     options: Mapping[str, Any]
     remove: Callable[[], Awaitable[object]] | None = None
     memory: Cgroup | None = None
+    variables: Mapping[str, str] = field(default_factory=lambda: VARIABLES)
 
 
 def agent_argv(python: str, limits: SandboxLimits, folder: str, path: str = "") -> list[str]:
@@ -146,7 +150,7 @@ class AgentSandbox:
             op="exec",
             argv=list(argv),
             folder=folder or self._folder,
-            variables={**VARIABLES, **(variables or {})},
+            variables={**self._launch.variables, **(variables or {})},
             seconds=timeout_s,
             max_output=max_output_bytes,
             keep=keeps_processes,
@@ -168,6 +172,19 @@ class AgentSandbox:
             part = base64.b64encode(content[start : start + WRITE_BYTES]).decode()
             fields = {"path": path, "content": part, "mode": mode, "append": start > 0}
             await self._ask(0.0, op="write", **fields)
+
+    async def unpack(self, archive: IO[bytes]) -> None:
+        """Write the files of a tar archive with one folder into the work folder.
+
+        Raises: RefusedBySandbox: they do not fit; SandboxFailed.
+        """
+        start = 0
+        while part := os.pread(archive.fileno(), WRITE_BYTES, start):
+            content = base64.b64encode(part).decode()
+            fields = {"path": ARCHIVE, "content": content, "mode": 0o600, "append": start > 0}
+            await self._ask(0.0, op="write", **fields)
+            start += len(part)
+        await self._ask(0.0, op="unpack", path=ARCHIVE, folder=self._folder)
 
     async def read(self, path: str, *, max_bytes: int) -> bytes:
         """Return a regular file; see `Sandbox.read`."""

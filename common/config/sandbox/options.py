@@ -52,7 +52,7 @@ class SandboxOptions:
         form=PATH,
     )
     image: str = knob(
-        "python:3.12-slim", "Names the image of containers. It must contain Python 3.8 or newer."
+        "python:3.12-slim", "Names the image of containers whose task names none. It needs bash."
     )
     url: str = knob("", "Names the URL of the sandbox server.", form=URL, also="")
     token_env: str = knob(

@@ -458,6 +458,15 @@ def test_solution_has_its_further_files(tmp_path: Path) -> None:
     assert last.reward == 1.0
 
 
+def test_dockerfile_holds_in_the_sandbox(tmp_path: Path) -> None:
+    docker = (
+        'FROM x\nENV PATH="/my app/bin:$PATH" A="b c"\nWORKDIR /my app\nCOPY --chmod=755 t bin/\n'
+    )
+    harbor(tmp_path, environment__Dockerfile=docker, environment__t="#!/bin/sh\necho t $A\n")
+    [seen] = played(options_of(tmp_path), ["pwd; t"])
+    assert seen.observation == "/my app\nt b c"
+
+
 def test_tests_of_another_interpreter_run_in_it(tmp_path: Path) -> None:
     test = "#!/usr/bin/env python3\nfrom pathlib import Path\nassert Path('out').exists()\n"
     harbor(tmp_path, test=test)
