@@ -218,7 +218,8 @@ def _optimizer_part(learner: LearnerSection, shape: ModelShape) -> Part:
 def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> list[Part]:
     """Return estimates. Exact numbers depend on the kernels that torch selects.
 
-    On a CPU, attention is computed with plain products that store the scores of all token pairs.
+    On a CPU, attention is computed with plain products that store the scores of all token pairs. So
+    is that of a few families on a GPU.
     """
     learner = cfg.learner
     longest = -(-cfg.actor.max_model_len // learner.sequence_ranks)
@@ -241,7 +242,7 @@ def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> li
         Part("activations", tokens * per_token * width, f"{how} x {width} B"),
         Part("logits", 3 * 4 * rows * shape.vocab, logits),
     ]
-    if not is_cuda:
+    if not is_cuda or shape.stores_scores:
         layers = 1 if learner.gradient_checkpointing else shape.layers
         pairs = 3 * shape.heads * cfg.actor.max_model_len  # Scores, softmax, and its cast.
         depth = counted(layers, "layer")

@@ -19,6 +19,19 @@ INDEX = "model.safetensors.index.json"
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
+# Families that torch's fused attention cannot serve; a cap of the scores is a further reason.
+NOT_FUSED = (
+    "bloom",
+    "deepseek_v4",
+    "gpt_oss",
+    "gptj",
+    "granite_swa",
+    "granitemoe_swa",
+    "hy_v4",
+    "mimo_v2_flash",
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """The sizes of a checkpoint that determine its memory."""
@@ -35,6 +48,8 @@ class ModelShape:
     dtype: str
     experts: int = 0  # Experts of a layer; 0: the feed-forward layers have none.
     expert_units: int = 0  # Units of one expert.
+    # The learner stores the attention scores of all pairs of tokens on a GPU, too.
+    stores_scores: bool = False
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Return the bytes of one token in the key-value cache of all layers."""
@@ -85,6 +100,8 @@ def read_shape(folder: Path) -> ModelShape:
             experts=experts,
             expert_units=int(width) if experts else 0,
             vocab=int(text["vocab_size"]),
+            stores_scores=bool(text.get("attn_logit_softcapping"))
+            or text.get("model_type") in NOT_FUSED,
             context_tokens=0
             if _is_stretched(text)
             else int(text.get("max_position_embeddings") or 0),

@@ -50,7 +50,6 @@ def make_critic(
             cfg.path or policy_path,
             is_skeleton=is_unloaded(policy),
             dtype=torch.float32,
-            attn_implementation="eager",
             max_tokens=max_tokens,
         )
     critic = Critic(policy.config.hidden_size, trunk)

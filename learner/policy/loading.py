@@ -32,13 +32,13 @@ def load_network(
     *,
     is_skeleton: bool,
     dtype: torch.dtype,
-    attn_implementation: str,
     max_tokens: int | None = None,
 ) -> PreTrainedModel:
     """Return the network at `path`, whole or without memory for its weights.
 
-    Its passes draw no random numbers. The states of a sequence do not depend on the lengths of its
-    neighbours.
+    It computes attention by its own formula, "eager", which every family has; `use_attention`
+    chooses another. Its passes draw no random numbers. The states of a sequence do not depend on
+    the lengths of its neighbours.
 
     Args:
         auto_class: AutoModelForCausalLM or another auto class of transformers.
@@ -51,7 +51,7 @@ def load_network(
     """
     # cuDNN's attention keeps a plan for each new length, so memory would grow without end.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    how: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
+    how: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
     with _refusing(path):
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         zero_dropout_rates(config)
@@ -66,6 +66,25 @@ def load_network(
     fix_rotary(model, path, max_tokens=max_tokens)
     make_deterministic(model)
     return model
+
+
+def attention_addition(model: PreTrainedModel) -> str:
+    """Return an addition to attention that the configuration or the weights show; "" if none."""
+    softcap = getattr(model.config, "attn_logit_softcapping", None)
+    if softcap:
+        return f"attn_logit_softcapping={softcap}"
+    has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
+    return "attention with sinks" if has_sinks else ""
+
+
+def set_plain_attention(model: PreTrainedModel, *, is_fused: bool) -> None:
+    """Set the attention of transformers for padded sequences, "sdpa" or "eager".
+
+    Torch's fused attention ("sdpa") serves only families that support it and whose formula has no
+    addition: transformers ignores a cap or sinks there.
+    """
+    can_fuse = model._supports_sdpa and not attention_addition(model)
+    model.config._attn_implementation = "sdpa" if is_fused and can_fuse else "eager"
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from learner.policy.kernels.head import (
     trunk_of,
     use_own_logits,
 )
-from learner.policy.loading import META, give_memory, load_network, take_memory
+from learner.policy.loading import META, give_memory, load_network, set_plain_attention, take_memory
 from learner.policy.lora import adapter_tensors, adapts_experts, add_adapters, has_adapters
 from learner.policy.merging import Merged, live_merged
 from learner.policy.precision import round_all_factors
@@ -75,16 +75,15 @@ def load_policy(
         )
     check_kind(Path(path))
     check_trainable(Path(path))
-    is_cuda = torch.device(device).type == "cuda"
-    # On one CPU core, bf16: plain matrix products 20-24k tokens/s, the fused kernel 13-16k.
     model = load_network(
         AutoModelForCausalLM,
         path,
         is_skeleton=is_skeleton,
         dtype=base_dtype if lora.rank or is_frozen else torch.float32,
-        attn_implementation="sdpa" if is_cuda else "eager",
         max_tokens=max_tokens,
     )
+    # On one CPU core, bf16: plain matrix products 20-24k tokens/s, the fused kernel 13-16k.
+    set_plain_attention(model, is_fused=torch.device(device).type == "cuda")
     if lora.rank:
         if is_skeleton:  # The memory is never used: peft puts adapters on the device of their base.
             give_memory(model, torch.device("cpu"))

@@ -1,10 +1,11 @@
 """The start check: compares the learner's log-probabilities with the network's own.
 
-A few fixed sequences are scored in four ways: by the network's plain forward pass, one by one; by
-the learner's path, one by one; by the same path in one block; and in that block a second time. All
-four scores must agree within rounding. The check needs no list of model families. It detects random
-numbers in a pass, logits that change after the head, and sequences that attend to each other within
-a block.
+A few fixed sequences are scored in four ways: by the network's plain forward pass with its own
+formula of attention, one by one; by the learner's path, one by one; by the same path in one block;
+and in that block a second time. All four scores must agree within rounding. The check needs no list
+of model families. It detects random numbers in a pass, logits that change after the head, kernels
+of attention that omit a part of the formula, and sequences that attend to each other within a
+block.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -215,12 +216,14 @@ def plain_logprobs(model: PreTrainedModel, tokens: TokenBatch, *, autocast: bool
 
 @contextmanager
 def own_attention(network: nn.Module) -> Iterator[None]:
-    """Use transformers' own attention in the network's transformers within the context."""
+    """Use the network's own formula of attention, "eager", within the context.
+
+    Fused kernels of transformers ignore additions that they lack, so they are checked against it.
+    """
     models = [each for each in network.modules() if isinstance(each, PreTrainedModel)]
     before = [each.config._attn_implementation for each in models]
-    for model, name in zip(models, before, strict=True):
-        is_ours = str(name).startswith("packed")
-        model.config._attn_implementation = "eager" if is_ours else name
+    for model in models:
+        model.config._attn_implementation = "eager"
     try:
         yield
     finally:

@@ -30,7 +30,7 @@ from learner.policy.kernels.sequence import (
     repeated_heads,
     rows_of_heads,
 )
-from learner.policy.loading import is_unloaded
+from learner.policy.loading import attention_addition, is_unloaded, set_plain_attention
 from learner.policy.model import Scoring, flat_hidden, token_logprobs, vocabulary_size
 from learner.policy.selfcheck import PackingRefused, make_probe, own_attention, packing_difference
 
@@ -42,7 +42,7 @@ _FULL = "full_attention"
 _SLIDING = "sliding_attention"
 PACKABLE = {_FULL, _SLIDING}  # Kinds of layers.
 # Additions of other families to attention; both kernels would have to implement each of them.
-UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+UNSUPPORTED = ("softcap", "s_aux", "position_bias", "indices", "block_indices")
 # cuDNN is absent: it keeps a plan for each new length, so memory would grow without end.
 SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -66,7 +66,7 @@ def packing_problem(network: nn.Module) -> str:
             )
         if not model._supports_attention_backend:
             return f"{type(model).__name__} has its own attention implementation"
-        if addition := _addition(model):
+        if addition := attention_addition(model):
             return f"{config.model_type} has {addition}, which packing does not support"
     for model in _outermost(network):
         if model not in _measured and not is_unloaded(model):
@@ -74,15 +74,6 @@ def packing_problem(network: nn.Module) -> str:
         if _measured.get(model):
             return _measured[model]
     return ""
-
-
-def _addition(model: PreTrainedModel) -> str:
-    """Return an addition to attention that the configuration or the weights show; "" if none."""
-    softcap = getattr(model.config, "attn_logit_softcapping", None)
-    if softcap:
-        return f"attn_logit_softcapping={softcap}"
-    has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
-    return "attention with sinks" if has_sinks else ""
 
 
 def _outermost(network: nn.Module) -> Iterator[PreTrainedModel]:
@@ -199,6 +190,9 @@ def use_attention(
 ) -> bool:
     """Set the attention of all transformers in the networks; auto follows the rules.
 
+    Padded sequences of a family that torch's fused attention cannot serve use the network's own
+    formula.
+
     Returns: whether sequences are to be packed.
 
     Raises: ConfigError: as `check_attention`.
@@ -208,11 +202,29 @@ def use_attention(
     is_packed = layout is not Layout.PADDED and not problem
     if attention is Attention.AUTO:
         attention = attention_by_rule(device_type)
-    is_fused = attention is Attention.FUSED
-    name = _packed_name(attention) if is_packed else ("sdpa" if is_fused else "eager")
-    for network in networks:
-        _set_attention(network, name)
+    for model in (each for network in networks for each in _transformers(network)):
+        if is_packed:
+            model.config._attn_implementation = _packed_name(attention)
+        else:
+            set_plain_attention(model, is_fused=attention is Attention.FUSED)
+            _warn_eager(model, attention)
     return is_packed
+
+
+def _warn_eager(model: PreTrainedModel, attention: Attention) -> None:
+    """Log once for a family that torch's fused attention cannot serve."""
+    name = type(model).__name__
+    if attention is Attention.FUSED and model.config._attn_implementation == "eager":
+        if name not in _warned:
+            reason = attention_addition(model) or "an attention implementation of its own"
+            logger.warning(
+                "learner.attention=fused: %s has %s, which torch's fused attention lacks. Padded"
+                " sequences use the network's own formula, whose memory grows with the square of"
+                " their length",
+                name,
+                reason,
+            )
+        _warned.add(name)
 
 
 def _transformers(network: nn.Module) -> Iterator[PreTrainedModel]:
@@ -298,7 +310,7 @@ def _one_by_one(
     )
     with sdpa_kernel(SDPA_BACKENDS):
         found = [out for each in parts for out in _one_fused(*each, scaling, window)]
-    return torch.cat(found, 2).transpose(1, 2)
+    return torch.cat(found, 2).transpose(1, 2).contiguous()  # Some families view the result.
 
 
 def _one_fused(

@@ -258,6 +258,17 @@ def test_divided_rows_need_the_memory_of_a_slice(shape: ModelShape, repository: 
     assert found[1] == 2 * found[2] == 4 * found[4]  # 16384, 8192 and 4096 tokens
 
 
+def test_scores_of_a_capped_attention_take_memory_on_a_gpu(
+    tmp_path: Path, repository: Path
+) -> None:
+    cfg = configure(repository, "learner.device=cuda")
+    label = "attention scores, at most"
+    for cap in (None, 50.0):
+        own = read_shape(write_model(tmp_path / f"{cap}", attn_logit_softcapping=cap))
+        gpu, *_ = make_plan(cfg, own, on=(H100,), host_bytes=0)
+        assert (label in sizes(gpu)) == (cap is not None)
+
+
 def test_small_gpu_is_refused_with_offload_estimate(shape: ModelShape, repository: Path) -> None:
     told = ["learner.device=cuda", "actor.num_actors=0", "learner.max_tokens_per_microbatch=2048"]
     cfg = configure(repository, *told)

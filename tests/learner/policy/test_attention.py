@@ -254,6 +254,52 @@ def test_additions_to_attention_are_known_without_weights(family: str, reason: s
         use_attention([model], "cpu", Layout.PACKED, Attention.AUTO)
 
 
+# Families that transformers cannot give to torch's fused attention, and two that it can.
+UNFUSED = {
+    **{"bloom": {"n_head": 2, "n_layer": 1}, "gptj": {"n_embd": 16, "n_head": 2, "n_layer": 1}},
+    **{"gpt_oss": {"num_local_experts": 2}, "granitemoe_swa": {"num_local_experts": 2}},
+    "mimo_v2_flash": {},
+    **{"granite_swa": {}, "mamba": {}, "mamba2": {"num_heads": 4, "head_dim": 8, "n_groups": 1}},
+    **{"gemma2": {"head_dim": 8}, "vaultgemma": {"head_dim": 8}},
+}
+
+
+@pytest.mark.parametrize("family", [*UNFUSED, "llama", "qwen3"])
+def test_families_load_for_a_gpu_with_the_attention_they_have(family: str, tmp_path: Path) -> None:
+    sizes = FAMILY_SIZES | {"num_hidden_layers": 1} | UNFUSED.get(family, {})
+    AutoConfig.for_model(family, **sizes).save_pretrained(tmp_path)
+    model = load_policy(
+        str(tmp_path), device="cuda", gradient_checkpointing=False, is_skeleton=True
+    )
+    expected = "eager" if family in UNFUSED else "sdpa"
+    assert model.config._attn_implementation == expected
+    use_attention([model], "cuda", Layout.PADDED, Attention.AUTO)
+    assert model.config._attn_implementation == expected
+
+
+@pytest.mark.parametrize("cap", [2.0, 50.0])
+@pytest.mark.parametrize("family", ["gemma2", "vaultgemma"])
+def test_fused_attention_keeps_the_cap_of_scores(family: str, cap: float) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        family, **FAMILY_SIZES, num_hidden_layers=2, head_dim=8, attn_logit_softcapping=cap
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for name, weight in model.named_parameters():
+        if "q_proj" in name or "k_proj" in name:
+            torch.nn.init.normal_(weight, std=4.0)
+    ids = torch.arange(3, 15)[None]
+    with torch.no_grad():
+        model.config._attn_implementation = "sdpa"
+        lost = model(input_ids=ids).logits
+        use_attention([model], "cpu", Layout.PADDED, Attention.FUSED)
+        fused = model(input_ids=ids).logits
+        use_attention([model], "cpu", Layout.PADDED, Attention.PRODUCTS)
+        own = model(input_ids=ids).logits
+    assert fused.equal(own)
+    assert (lost - own).abs().max() > 1e-3
+
+
 def test_unsupported_attention_arguments_are_refused() -> None:
     tensors = inputs(torch.float32)
     packing = packing_of(LENGTHS)

@@ -236,6 +236,18 @@ def test_layout_found_wrong_after_loading_is_padded_or_refused(
     assert "learner.layout=auto: sequences are padded" in caplog.text
 
 
+def test_start_check_compares_with_the_networks_own_attention(tmp_path: Path) -> None:
+    """Transformers' fused attention ignores the cap of Gemma 2; the check notices it."""
+    config = AutoConfig.for_model("gemma2", **SMALL, head_dim=8, attn_logit_softcapping=0.5)
+    model = load(save(config, tmp_path))
+    use_attention([model], "cpu", Layout.PADDED, Attention.FUSED)
+    check_policy(model, EXACT, is_packed=False)
+    model.config._attn_implementation = "sdpa"
+    with pytest.raises(ScoresDiffer, match="network's own forward pass"):
+        check_policy(model, EXACT, is_packed=False)
+    assert model.config._attn_implementation == "sdpa"
+
+
 @pytest.mark.parametrize("layout", [Layout.PADDED, Layout.PACKED])
 def test_bf16_rounding_is_no_difference(layout: Layout) -> None:
     model = make_model().eval()
