@@ -179,7 +179,8 @@ class Containers:
         if code != 0:
             if not re.search(r"could not (be )?f(i|ou)nd|no such", output, re.IGNORECASE):
                 raise SandboxFailed(f"its folder {folder} cannot be read: {output}")
-            archive.truncate(0)
+            archive.seek(0)
+            archive.truncate()
             tarfile.TarFile(fileobj=archive, mode="w").close()  # An archive without files.
 
     async def _started(

@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,17 @@ def test_image_that_cannot_be_served_is_named(
             played(write_task(tmp_path, image), ["pwd"])
     finally:
         remove(image)
+
+
+def test_folder_that_an_image_lacks_is_empty(bare: str) -> None:
+    async def work() -> bytes:
+        sandbox = await Containers(replace(OPTIONS, image=bare)).create(SandboxRequest())
+        argv = ["bash", "-c", "touch new; ls -A $PWD"]
+        result = await sandbox.exec(argv, timeout_s=60.0, max_output_bytes=1000)
+        await sandbox.delete()
+        return result.output
+
+    assert asyncio.run(work()) == b"new\n"
 
 
 def test_absent_image_is_named(bare: str) -> None:
