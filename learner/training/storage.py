@@ -125,13 +125,13 @@ def write_state(
     Raises: OSError, ShardNotWritten: a rank cannot write its file; RankLost; LongstrideError:
         another fault of a rank.
     """
-    ours: list[_Block] = []
+    own_blocks: list[_Block] = []
     for name, tensor in state.items():
         region = region_of(tensor)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        ours.append((name, dtype, tuple(tensor.shape), region.offsets, region.shape))
+        own_blocks.append((name, dtype, tuple(tensor.shape), region.offsets, region.shape))
     with ranks.in_touch("the plan of a checkpoint"):
-        blocks = [[_as_block(block) for block in rank] for rank in ranks.exchange(ours)]
+        blocks = [[_as_block(block) for block in rank] for rank in ranks.exchange(own_blocks)]
     # Each rank reads the tensors that all ranks share. Rank 0's node can send parts of files.
     written = _divide(blocks, to_lowest=ranks.writes_home)
     parts = [
@@ -180,11 +180,11 @@ def _num_bytes(dtype: str, shape: Sequence[int]) -> int:
 
 def _index_of(written: Iterable[Iterable[_Block]]) -> StateIndex:
     """Return the index of the files that hold the blocks of each rank one after another."""
-    found: StateIndex = {}
+    index: StateIndex = {}
     for rank, blocks in enumerate(written):
         start = 0
         for name, dtype, shape, offsets, part_shape in blocks:
-            tensor = found.setdefault(name, StoredTensor(dtype=dtype, shape=shape, parts=[]))
+            tensor = index.setdefault(name, StoredTensor(dtype=dtype, shape=shape, parts=[]))
             num_bytes = _num_bytes(dtype, part_shape)
             tensor.parts.append(
                 TensorPart(
@@ -196,7 +196,7 @@ def _index_of(written: Iterable[Iterable[_Block]]) -> StateIndex:
                 )
             )
             start += num_bytes
-    return found
+    return index
 
 
 def _written(
@@ -333,10 +333,10 @@ def read_state(
                 source = _read(files, path, part, stored.dtype)
             except (EOFError, FileNotFoundError) as error:
                 raise ConfigError(f"{error}; {remedy_without(folder.parent)}") from error
-            held = Region(part.offsets, part.shape)
-            shared = region.overlap(held)
+            stored_region = Region(part.offsets, part.shape)
+            shared = region.overlap(stored_region)
             assert shared is not None
-            shared.within(target, region).copy_(shared.within(source, held))
+            shared.within(target, region).copy_(shared.within(source, stored_region))
             num_filled += math.prod(shared.shape)
         if num_filled < target.numel():
             raise _damaged(folder / INDEX, f"it lacks parts of {name!r}")
@@ -348,10 +348,12 @@ def _read(files: WeightFiles, path: Path, part: TensorPart, dtype: str) -> Tenso
     files.read(path, part.start, _bytes_of(content))
     if not part.is_archive:
         return content.view(DTYPES[dtype]).view(part.shape)
-    found = torch.load(io.BytesIO(content.numpy().tobytes()), map_location="cpu", weights_only=True)
-    if not isinstance(found, Tensor) or tuple(found.shape) != part.shape:
+    tensor = torch.load(
+        io.BytesIO(content.numpy().tobytes()), map_location="cpu", weights_only=True
+    )
+    if not isinstance(tensor, Tensor) or tuple(tensor.shape) != part.shape:
         raise _damaged(path, "a part has another shape than its index")
-    return found
+    return tensor
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
