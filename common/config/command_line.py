@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import yaml
 
-from common.config.load import list_configs
+from common.config.load import list_configs, word_with_home
 from common.errors import ConfigError
 from common.repository import git_revision
 from common.text import near_hint
@@ -76,7 +76,7 @@ def parse(argv: Sequence[str], *, root: Path) -> ParsedCommand:
     Raises: ConfigError: an unknown flag or command.
     """
     parser = _make_parser(root)
-    asked = parser.parse_intermixed_args(argv)
+    asked = parser.parse_intermixed_args(list(map(word_with_home, argv)))
     if asked.version:
         _print_and_exit(version_text(root))
     words: list[str] = asked.words

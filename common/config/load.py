@@ -23,6 +23,8 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.text import counted, near_hint
 
+# The start of a path in the home of a user, perhaps after a kind as in yaml:~/tasks.yaml.
+HOME = re.compile(r"(?P<kind>[a-z]\w*:)?(?=~[\w.-]*(?:/|$))")
 _DEFAULTS = "defaults"  # The only YAML key outside of the schema.
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # The one in C is five times as fast.
 
@@ -108,6 +110,28 @@ def load_received(text: str, overrides: Sequence[str], *, root: Path) -> RunConf
         file.write(text)
         file.flush()
         return load_config(file.name, overrides, root=root)
+
+
+def with_home(value: Any) -> Any:
+    """Return a value of a configuration with `~/` at the start of its texts as the home.
+
+    A shell expands `~` only at the start of a word, so not in run.dir=~/runs.
+    """
+    if isinstance(value, str):
+        found = HOME.match(value)
+        at = len(value) if found is None else found.end()
+        return value[:at] + os.path.expanduser(value[at:])
+    if isinstance(value, list):
+        return [with_home(item) for item in cast(list[Any], value)]
+    if isinstance(value, dict):
+        return {key: with_home(item) for key, item in cast(dict[Any, Any], value).items()}
+    return value
+
+
+def word_with_home(word: str) -> str:
+    """Return a word of the command line, also key=value, with `~/` as the home."""
+    name, equals, value = word.partition("=")
+    return f"{name}={with_home(value)}" if equals else str(with_home(word))
 
 
 def list_configs(root: Path) -> list[str]:
@@ -212,7 +236,7 @@ def _read(path: Path) -> tuple[Any, dict[str, Any]]:
     sections = cast(dict[Any, Any], tree)
     base = sections.pop(_DEFAULTS, None)
     try:
-        return base, conform(expand_sections(sections), RunConfig, key="")
+        return base, with_home(conform(expand_sections(sections), RunConfig, key=""))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
@@ -282,6 +306,7 @@ def _apply_overrides(merged: DictConfig, overrides: Sequence[str]) -> None:
             raise ConfigError(f"{override}: {key} is given twice, first as {seen[name]}")
         seen[name] = override
         value = raw if kind is str else conform(parse_value(raw, key), kind, key=key)
+        value = with_home(value)
         _add_user_section(merged, name, shown=override)
         OmegaConf.update(merged, name, value, merge=True)
         _unfreeze(OmegaConf.select(merged, name.partition(".")[0]))  # It may have new nodes.

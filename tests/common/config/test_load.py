@@ -12,7 +12,9 @@ from common.config.load import (
     list_configs,
     load_config,
     style_of_model,
+    with_home,
     without_secrets,
+    word_with_home,
 )
 from common.config.run_config import TrainMode
 from common.errors import ConfigError
@@ -330,3 +332,26 @@ def test_unknown_prompt_style_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"prompt_style": "short"}', encoding="utf-8")
     with pytest.raises(ConfigError, match="prompt_style=short: expects compact"):
         style_of_model(tmp_path)
+
+
+def test_home_is_expanded_in_every_path(
+    tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/a")
+    file = tmp_path / "a.yaml"
+    file.write_text("run: {dir: ~/runs}\nreward: {r: ~/g.py:f}\n", encoding="utf-8")
+    overrides = ["model.path=~/tiny", "data.train=~/d.jsonl", "envhub.envs=[~/e.py:make]"]
+    cfg = load_config(str(file), overrides, root=repository)
+    assert (cfg.run.dir, cfg.model.path) == ("/home/a/runs", "/home/a/tiny")
+    assert (cfg.envs.dataset.train, cfg.envhub.envs) == ("/home/a/d.jsonl", ["/home/a/e.py:make"])
+    assert cfg.envs.dataset.reward == {"r": "/home/a/g.py:f"}
+    values = ["~", "a~/b", "~ 5", "yaml:~/x"]
+    assert with_home(values) == ["/home/a", "a~/b", "~ 5", "yaml:/home/a/x"]
+    words = ["--config=~/a.yaml", "--key=~/k", "show", "x=~/y", "~/z"]
+    assert list(map(word_with_home, words)) == [
+        "--config=/home/a/a.yaml",
+        "--key=/home/a/k",
+        "show",
+        "x=/home/a/y",
+        "/home/a/z",
+    ]
