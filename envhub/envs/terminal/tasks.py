@@ -128,8 +128,8 @@ def load_task_of(
             )
         made = _placed(read_image(folder, where, is_built=bool(image)), settings.work, where)
         command, needs_pytest = _command(folder, where)
-        if not has_images:
-            _refuse_downloads(folder, where)
+        if not (image and without_network):
+            _refuse_downloads(folder, where, image)
         return TerminalTask(
             name=folder.name,
             instruction=settings.instruction,
@@ -232,15 +232,18 @@ def _command(folder: Path, where: str) -> tuple[tuple[str, ...], bool]:
     return ("python3", "-I", "-m", "pytest", *options, *paths), True
 
 
-def _refuse_downloads(folder: Path, where: str) -> None:
+def _refuse_downloads(folder: Path, where: str, image: str) -> None:
     """Raise ConfigError if the tests need a network, which the sandbox does not have."""
+    remedy = "give it tests without downloads, or an image with the programs"
+    remedy += (
+        f" (envs.sandbox.backend=docker{', envs.terminal.without_network=true' * bool(image)})"
+    )
     for name in SCRIPTS:
         path = folder / name
         if path.is_file() and (found := DOWNLOADS.search(path.read_text(encoding="utf-8"))):
             raise ConfigError(
                 f"{where}: {name} downloads ({found[0].strip()[:60]}), and the sandbox has no"
-                " network; give it tests without downloads, or an image with the programs"
-                " (envs.sandbox.backend=docker)"
+                f" network; {remedy}"
             )
 
 

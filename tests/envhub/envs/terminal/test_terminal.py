@@ -293,6 +293,15 @@ def test_task_that_cannot_be_played_is_named(
         make_spec(options_of(tmp_path))
 
 
+def test_tests_of_an_image_that_download_need_a_permission(tmp_path: Path) -> None:
+    harbor(tmp_path, test="apt-get update\n", settings='[environment]\ndocker_image = "img:1"\n')
+    folder = str(tmp_path / "tasks")
+    with pytest.raises(ConfigError, match=r"downloads \(apt-get\).*without_network=true"):
+        load_tasks_of(KEY, folder, has_images=True)
+    [task] = load_tasks_of(KEY, folder, has_images=True, without_network=True)
+    assert task.image == "img:1"
+
+
 def test_no_training_task_is_held_out(tmp_path: Path) -> None:
     need_bubblewrap()
     harbor(tmp_path)
