@@ -7,6 +7,7 @@ Each command is a plain function here. It imports its implementation when it is 
 import gc
 import logging
 import os
+import select
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -42,6 +43,8 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from common.join.enrol import Joined
     from common.launch.base import RoleStarter
+
+EXIT_OUTPUT_CLOSED = 141  # As of a program that SIGPIPE ends.
 
 logger = logging.getLogger(__name__)
 print_now = partial(print, flush=True)
@@ -264,8 +267,10 @@ def check_evolve(cfg: RunConfig) -> None:
 
 def check_evaluation(cfg: RunConfig) -> None:
     from actor.play import settings
+    from common.checks import preflight
 
     settings.check_evaluation(cfg, ROOT, missing=missing_for(cfg, is_to_train=False))
+    preflight.warn_of_unread_keys(cfg)
     if not cfg.policy.url:
         check_prompts(cfg)
 
@@ -507,6 +512,16 @@ def memory_lines(cfg: RunConfig) -> list[str]:
     return [*lines, *preview_lines(cfg, ROOT)]
 
 
+def has_lost_output() -> bool:
+    """Return whether the reader of the output, such as `head`, has ended; drop further output."""
+    poller = select.poll()
+    poller.register(sys.stdout.fileno(), 0)
+    if not any(events & select.POLLERR for _, events in poller.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
+
+
 def main(argv: list[str]) -> int:
     """Return the exit code of the command line."""
     try:
@@ -532,6 +547,11 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        if not has_lost_output():
+            logging.exception("the process ended with an error")
+            return EXIT_FAILED
+        return EXIT_OUTPUT_CLOSED
     except Exception:  # The only broad handler of a role: its log holds the traceback.
         logging.exception("the process ended with an error")
         return 1
@@ -539,4 +559,9 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     start_with_plain_settings()
-    sys.exit(main(sys.argv[1:]))
+    exit_code = main(sys.argv[1:])
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        exit_code = EXIT_OUTPUT_CLOSED if has_lost_output() else EXIT_FAILED
+    sys.exit(exit_code)

@@ -6,7 +6,7 @@ import platform
 import shutil
 import socket
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from common.checks.engine_args_memory import kv_bytes_per_token
@@ -19,6 +19,7 @@ from common.checks.model_shape import ModelShape, check_heads, check_weights, re
 from common.checks.served.teacher import check_teacher
 from common.checks.trainable import check_trainable
 from common.config.compute import Offload
+from common.config.envs import DatasetOptions
 from common.config.load import list_configs
 from common.config.run_config import ActorSection, Launcher, Resume, RunConfig
 from common.errors import ConfigError
@@ -157,6 +158,24 @@ def _check_tasks(cfg: RunConfig) -> None:
     if not cfg.tasks:
         raise ConfigError("tasks=[]: a run needs at least one task: tasks=[{env: e, subset: s}]")
     check_training(cfg)
+    warn_of_unread_keys(cfg)
+
+
+def warn_of_unread_keys(cfg: RunConfig) -> None:
+    """Warn about keys of a dataset that no task reads."""
+    if "dataset" in {task.env for task in cfg.tasks} | {*cfg.envhub.envs}:
+        return
+    defaults = DatasetOptions()
+    for each in fields(DatasetOptions):
+        value = getattr(cfg.envs.dataset, each.name)
+        if value != getattr(defaults, each.name):
+            key = "reward" if each.name == "reward" else f"data.{each.name}"
+            logger.warning(
+                "%s=%s has no effect: no task reads it. A dataset needs"
+                " tasks=[{env: dataset, subset: data}], which --config dataset sets",
+                key,
+                value,
+            )
 
 
 def _check_other_models(cfg: RunConfig, root: Path) -> None:

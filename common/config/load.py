@@ -48,7 +48,7 @@ def load_config(
     try:
         trees = [] if config is None else _read_trees(find_config(config, root=root), root)
         merged = copy.deepcopy(_merged(_Trees(repr(trees), trees)))
-        _apply_overrides(merged, overrides)
+        seen = _apply_overrides(merged, overrides)
         _derive(merged, is_dry=is_dry)
         if merged.envhub.style == "auto":
             merged.envhub.style = _style_of_policy(merged, root)
@@ -57,6 +57,8 @@ def load_config(
             key = missing[0]
             _, key_field = declared(key, shown=key)
             raise ConfigError(f"{key} is not set: give {key}=... ({key_field.metadata['text']})")
+        if "groups.min_size" not in seen and not any("min_size" in _groups(each) for each in trees):
+            merged.groups.min_size = max(1, min(merged.groups.min_size, merged.groups.size))
         choices = [task for task in merged.tasks if "|" in task.env]
         if choices:
             envs = cast(EnvsSection, OmegaConf.to_object(merged.envs))
@@ -188,7 +190,7 @@ def override_value(overrides: Sequence[str], key: str) -> str | None:
     for override in overrides:
         name, equals, value = override.partition("=")
         if equals and dotted(name.strip()) == key:
-            return value
+            return parse_text(value)
     return None
 
 
@@ -293,8 +295,12 @@ def style_of_model(folder: Path) -> str:
     return style
 
 
-def _apply_overrides(merged: DictConfig, overrides: Sequence[str]) -> None:
-    """Set the overrides in the merged configuration. Raises: ConfigError."""
+def _groups(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    return tree.get("groups") or {}
+
+
+def _apply_overrides(merged: DictConfig, overrides: Sequence[str]) -> dict[str, str]:
+    """Set the overrides in the merged configuration; return them by key. Raises: ConfigError."""
     seen: dict[str, str] = {}
     for override in overrides:
         key, equals, raw = override.partition("=")
@@ -305,11 +311,12 @@ def _apply_overrides(merged: DictConfig, overrides: Sequence[str]) -> None:
         if name in seen:
             raise ConfigError(f"{override}: {key} is given twice, first as {seen[name]}")
         seen[name] = override
-        value = raw if kind is str else conform(parse_value(raw, key), kind, key=key)
+        value = parse_text(raw) if kind is str else conform(parse_value(raw, key), kind, key=key)
         value = with_home(value)
         _add_user_section(merged, name, shown=override)
         OmegaConf.update(merged, name, value, merge=True)
         _unfreeze(OmegaConf.select(merged, name.partition(".")[0]))  # It may have new nodes.
+    return seen
 
 
 def _add_user_section(merged: DictConfig, name: str, *, shown: str) -> None:
@@ -354,6 +361,17 @@ def _children(node: Any) -> list[Any]:
     if isinstance(content, dict):
         return list(cast(dict[Any, Any], content).values())
     return cast(list[Any], content) if isinstance(content, list) else []
+
+
+def parse_text(raw: str) -> str:
+    """Return an override's text; the quotes around a whole value are taken off, as in YAML."""
+    if raw[:1] not in ("'", '"') or raw[:1] != raw[-1:]:
+        return raw
+    try:
+        parsed: object = yaml.safe_load(raw)
+    except yaml.YAMLError:  # The quotes belong to parts of the text.
+        return raw
+    return parsed if isinstance(parsed, str) else raw
 
 
 def parse_value(raw: str, key: str) -> Any:

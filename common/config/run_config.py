@@ -156,7 +156,8 @@ class GroupsSection:
     )
     min_size: int = knob(
         4,
-        "Discards a group of which failures leave fewer episodes than this.",
+        "Discards a group of which failures leave fewer episodes than this. A smaller size is the"
+        " default instead.",
         ge=1,
         le=4096,
         must="be at most size",

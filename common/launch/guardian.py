@@ -62,11 +62,14 @@ class Guardian:
             self._process.wait(CLOSE_S)
 
     def _send_line(self, line: str) -> None:
-        """Send a line to the guardian process, if it is still alive."""
-        assert self._process.stdin is not None
-        if self._process.poll() is None:
-            self._process.stdin.write(line.encode())
-            self._process.stdin.flush()
+        """Send a line to the guardian process, unless it has ended, is closed or ends just now."""
+        stdin = self._process.stdin
+        assert stdin is not None
+        if stdin.closed or self._process.poll() is not None:
+            return
+        with contextlib.suppress(BrokenPipeError):
+            stdin.write(line.encode())
+            stdin.flush()
 
 
 def shared_guardian() -> Guardian:

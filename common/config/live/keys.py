@@ -11,7 +11,7 @@ from typing import Any, cast
 from common.config.compute import OptimizerKind
 from common.config.curriculum import HorizonKind
 from common.config.keys import conform, declared, dotted
-from common.config.load import parse_value
+from common.config.load import parse_text, parse_value
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.wire.config_messages import LiveConfig
@@ -116,7 +116,9 @@ def with_values(cfg: RunConfig, values: Mapping[str, str]) -> RunConfig:
         held = tree
         for name in above:
             held = held.setdefault(name, {})
-        held[last] = text if kind is str else conform(parse_value(text, key), kind, key=key)
+        held[last] = (
+            parse_text(text) if kind is str else conform(parse_value(text, key), kind, key=key)
+        )
     return _replaced(cfg, tree)
 
 

@@ -139,12 +139,13 @@ def status(cfg: RunConfig, run_dir: RunDir) -> int:
 
 
 def probe(cfg: RunConfig, run_dir: RunDir, kind: str) -> int:
-    """Print whether a run is `live` or `ready`, or why not; return 0 if it is, else 1."""
+    """Print whether a run is `live`, `ready` or finished, or why not; return 0 if it is, else 1."""
     if kind == "live":
         reason = why_not_live(run_dir)
     else:
         reason = why_not_ready(run_dir, _view(cfg, run_dir))
-    print(f"{run_dir.root}: {f'not {kind}: {reason}' if reason else kind}")
+    state = "finished" if run_dir.finished.exists() else kind
+    print(f"{run_dir.root}: {f'not {kind}: {reason}' if reason else state}")
     return 1 if reason else 0
 
 

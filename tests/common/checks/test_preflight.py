@@ -10,7 +10,13 @@ import pytest
 
 from common.checks.machine import compiler_problem, has_cuda
 from common.checks.model_shape import read_shape, weight_files
-from common.checks.preflight import check, check_devices, check_model, on_this_machine
+from common.checks.preflight import (
+    check,
+    check_devices,
+    check_model,
+    on_this_machine,
+    warn_of_unread_keys,
+)
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
@@ -280,3 +286,17 @@ def test_run_directory_has_one_launcher(tmp_path: Path) -> None:
         pass
     with hold_run(tmp_path, name="a"):
         pass
+
+
+def test_key_of_a_dataset_without_its_task_is_named(
+    repository: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_unread_keys(
+        load_config("smoke", ["reward=x.py:f", "data.eval_size=3"], root=repository)
+    )
+    named = [each.getMessage().partition(" has no effect")[0] for each in caplog.records]
+    assert named == ["data.eval_size=3", "reward=x.py:f"]
+    caplog.clear()
+    warn_of_unread_keys(load_config("dataset", ["reward=x.py:f"], root=repository))
+    warn_of_unread_keys(load_config("smoke", [], root=repository))
+    assert caplog.records == []

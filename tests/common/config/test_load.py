@@ -7,6 +7,7 @@ import pytest
 
 from common.config.evaluation import ContextKind
 from common.config.learning import Baseline
+from common.config.live.keys import with_values
 from common.config.load import (
     config_as_yaml,
     list_configs,
@@ -85,6 +86,29 @@ def test_enum_is_given_by_its_value(repository: Path) -> None:
 def test_text_is_taken_as_it_is_written(repository: Path) -> None:
     cfg = load_config(None, [MODEL, "run.name=007", "actor.name=on"], root=repository)
     assert (cfg.run.name, cfg.actor.name) == ("007", "on")
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        ('"A text."', "A text."),
+        ("'it''s'", "it's"),
+        ('"a\\nb"', "a\nb"),
+        ('"a" and "b"', '"a" and "b"'),
+        ('"', '"'),
+        ('say "a"', 'say "a"'),
+    ],
+)
+def test_quotes_around_a_whole_text_are_taken_off(raw: str, text: str, repository: Path) -> None:
+    cfg = load_config(None, [MODEL, f"data.system={raw}"], root=repository)
+    assert cfg.envs.dataset.system == text
+    assert with_values(cfg, {"data.system": raw}).envs.dataset.system == text
+
+
+@pytest.mark.parametrize(("size", "min_size"), [(1, 1), (2, 2), (4, 4), (8, 4), (64, 4)])
+def test_default_of_min_size_follows_size(size: int, min_size: int) -> None:
+    words = ["model.path=x", "algorithm.advantage=reinforce_pp", f"groups.size={size}"]
+    assert load_config(None, words, root=ROOT).groups.min_size == min_size
 
 
 def test_one_field_of_one_task_is_overridable(repository: Path) -> None:

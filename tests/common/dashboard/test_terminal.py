@@ -158,3 +158,12 @@ def test_status_shows_the_ledger_and_the_limit(tmp_path: Path) -> None:
     lines = details(load_config("smoke", [], root=ROOT), run_dir)
     assert lines[0].startswith("episodes: issued 41 = trained 4 + filtered 4 + stale 0 + failed 1")
     assert lines[-1].startswith("limit: ")
+
+
+@pytest.mark.slow
+def test_closed_output_ends_a_command_without_a_traceback() -> None:
+    command = f"{sys.executable} run.py help reference | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, capture_output=True, encoding="utf-8", check=False
+    )
+    assert (done.returncode, done.stderr) == (141, "")

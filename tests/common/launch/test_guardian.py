@@ -40,3 +40,17 @@ def test_hung_guardian_is_killed_in_time(monkeypatch: pytest.MonkeyPatch) -> Non
     os.kill(pid, signal.SIGSTOP)
     keeper.close()
     assert not psutil.pid_exists(pid)
+
+
+def test_closed_guardian_ignores_late_entries() -> None:
+    keeper = Guardian()
+    keeper.close()
+    keeper.add_mark("a")
+    keeper.remove_mark("a")
+
+
+def test_entry_for_a_guardian_that_was_just_killed_is_dropped() -> None:
+    keeper = Guardian()
+    os.kill(keeper._process.pid, signal.SIGKILL)
+    keeper.add_mark("a" * 100_000)
+    keeper.close()
