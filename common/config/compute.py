@@ -300,9 +300,15 @@ class CriticSection:
     coef: float = knob(
         0.5, "With kind=head, sets the weight of the value loss in the total loss.", ge=0, le=1000
     )
-    clip: float = knob(0.2, "Limits how far a value may move in a step. 0 sets no limit.", ge=0)
+    clip: float = knob(
+        0.2,
+        "Clips the change of a value within a step in the critic's loss. 0 clips nothing.",
+        ge=0,
+    )
     warmup_steps: int = knob(0, "Trains only the critic in this many first steps of the run.", ge=0)
-    gae_lambda: float = knob(1.0, "Sets lambda of generalised advantage estimation.", ge=0, le=1)
+    gae_lambda: float = knob(
+        1.0, "Sets lambda of generalised advantage estimation and of V-trace.", ge=0, le=1
+    )
     timestep: Timestep = knob(
         Timestep.TURN, "Selects the time step of advantage estimation: a turn, or a sampled token."
     )

@@ -70,7 +70,7 @@ class Aggregation(StrEnum):
 
 
 class CreditLevel(StrEnum):
-    """Receiver of a reward or penalty: the whole episode, or its turn (and the turns before)."""
+    """Receiver of a reward or penalty: the whole episode, or its turn."""
 
     EPISODE = "episode"
     TURN = "turn"
@@ -184,8 +184,8 @@ class AlgorithmSection:
     )
     reward_level: CreditLevel = knob(
         CreditLevel.EPISODE,
-        "Selects where a reward is credited: to the whole `episode`, or to its `turn` and the "
-        "turns before.",
+        "Selects where a reward is credited: to the whole `episode`, or to its `turn`, and to the "
+        "turns before it by turn_discount.",
     )
     turn_discount: float = knob(1.0, "Discounts rewards by this factor per turn.", gt=0, le=1)
     state_credit: StateCredit = knob(
@@ -215,7 +215,7 @@ class AlgorithmSection:
     running_memory: float = knob(
         0.9,
         "With advantage=running, multiplies the weight of earlier rewards by this factor at each "
-        "new reward of the item.",
+        "new reward of the item, and for the task in each batch.",
         ge=0,
         lt=1,
     )
@@ -233,8 +233,8 @@ class AlgorithmSection:
     )
     invalid_action_level: CreditLevel = knob(
         CreditLevel.EPISODE,
-        "Selects where the penalty is credited: to the whole `episode`, or to its `turn` and the "
-        "turns before.",
+        "Selects where the penalty is credited: to the whole `episode`, or to its `turn`. The "
+        "turns before it share it only with reward_level=turn, advantage=ppo or state_credit.",
     )
     policy_loss: PolicyLoss = knob(PolicyLoss.PPO, "Selects the surrogate loss of the policy.")
     clip_low: float = knob(
@@ -251,7 +251,10 @@ class AlgorithmSection:
         gt=1,
     )
     dppo_delta: float = knob(
-        0.2, "With policy_loss=dppo, masks a token whose probability changed by more.", gt=0
+        0.2,
+        "With policy_loss=dppo, masks a token whose probability has moved by more in the direction "
+        "of its advantage.",
+        gt=0,
     )
     correction: Correction = knob(
         Correction.TOKEN_TIS,
@@ -266,10 +269,15 @@ class AlgorithmSection:
         5.0, "With correction=icepop, masks tokens whose ratio rho is larger.", gt=1
     )
     geometric_low: float = knob(
-        0.99, "With correction=geometric, masks episodes whose mean ratio is smaller.", gt=0, lt=1
+        0.99,
+        "With correction=geometric, masks episodes whose geometric mean of rho is smaller.",
+        gt=0,
+        lt=1,
     )
     geometric_high: float = knob(
-        1.01, "With correction=geometric, masks episodes whose mean ratio is larger.", gt=1
+        1.01,
+        "With correction=geometric, masks episodes whose geometric mean of rho is larger.",
+        gt=1,
     )
     m2_threshold: float = knob(
         0.04, "With correction=second_moment, bounds the batch mean of (log rho)^2.", gt=0, le=400
@@ -302,7 +310,8 @@ class AlgorithmSection:
     )
     router_aux_coef: float = knob(
         0.0,
-        "Sets the weight of the routers' load-balancing loss of a mixture of experts. 0 turns it "
+        "Sets the weight of the routers' load-balancing loss of a mixture of experts. The loss of "
+        "a step is the mean over microbatches, so it depends on their size and layout. 0 turns it "
         "off.",
         ge=0,
         le=1000,
@@ -356,7 +365,11 @@ class LearnerSection(RankKeys):
     beta1: float = knob(0.9, "Sets AdamW's decay of the first moment.", ge=0, lt=1)
     beta2: float = knob(0.95, "Sets AdamW's decay of the second moment.", ge=0, lt=1)
     weight_decay: float = knob(
-        0.01, "Decays the weights per step by this factor times the learning rate.", ge=0, le=100
+        0.01,
+        "Decays the policy's matrices, and all weights of a critic, per update by this factor "
+        "times their learning rate. Norms and biases of the policy do not decay.",
+        ge=0,
+        le=100,
     )
     warmup_steps: int = knob(
         10, "Raises the learning rate to its value over this many first steps.", ge=0
@@ -387,7 +400,9 @@ class LearnerSection(RankKeys):
         "Selects the precision of the forward and backward passes. The master weights are fp32.",
     )
     layout: Layout = knob(
-        Layout.AUTO, "Selects a microbatch's memory layout. The gradient does not depend on it."
+        Layout.AUTO,
+        "Selects a microbatch's memory layout. The gradient does not depend on it, except for "
+        "rounding and the term of algorithm.router_aux_coef.",
     )
     attention: Attention = knob(Attention.AUTO, "Selects the attention kernels of the learner.")
     shared_prefix: bool = knob(
@@ -407,7 +422,10 @@ class LearnerSection(RankKeys):
         0, "Sets the CPU threads of each rank. 0 uses spare cores.", ge=0, le=1024
     )
     max_lag_steps: int = knob(
-        4, "Limits the lag of a trajectory's oldest token. Older trajectories are stale.", ge=0
+        4,
+        "Limits the lag of a trajectory's oldest token. Older trajectories are stale. "
+        "scheduler.max_stretch may widen the limit for long episodes.",
+        ge=0,
     )
     hold_back_steps: int = knob(
         0,
@@ -416,7 +434,10 @@ class LearnerSection(RankKeys):
         must="be at most max_lag_steps",
     )
     batch_timeout_s: float = seconds(
-        1800.0, "Ends the run if no batch is complete within these seconds.", gt=0
+        1800.0,
+        "Logs an error if no batch is complete and no episode has arrived for these seconds. The "
+        "learner then waits on, or ends with run.on_stall=stop.",
+        gt=0,
     )
     publish_timeout_s: float = seconds(
         120.0, "Limits the seconds in which a version must be published.", gt=0
@@ -436,8 +457,8 @@ class LearnerSection(RankKeys):
     )
     max_canary_delta: float = knob(
         0.05,
-        "Scales the limit of the canary prompts' mean |delta logprob|. It is 4 times the engine's "
-        "first differences, at least 0.4 and at most 4 times this value.",
+        "Scales the limit of the canary prompts' mean |delta logprob|. The limit is 4 times the "
+        "engine's first differences, but at least 0.4 times and at most 4 times this value.",
         gt=0,
         le=1000,
     )

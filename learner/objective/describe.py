@@ -113,7 +113,7 @@ def objective_text(algorithm: AlgorithmSection, learner: LearnerSection) -> str:
     if algorithm.advantage is Advantage.PPO and learner.critic.kind is CriticKind.HEAD:
         body += f" - {learner.critic.coef:g}*VL"
     if algorithm.router_aux_coef:
-        body += f" - {algorithm.router_aux_coef:g}*LB"
+        body += f" - {algorithm.router_aux_coef:g}*mean_microbatches LB"
     return f"maximise {mean} {body}; {', '.join(law for law in laws if law)}"
 
 
