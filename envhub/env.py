@@ -11,6 +11,8 @@ import msgspec
 from common.formats.turns import FirstPrompt
 from common.text import known_hint
 
+# A label before an action. An escaped line break before it lies in a string, as a quote does.
+LABEL = re.compile(r"""(?<!["'])(?<!\\n)Action:""")
 ITEM_PATTERN = re.compile(r"(?P<subset>[^-\s]+)-(?P<split>train|test)-(?P<index>[0-9]{1,9})")
 
 
@@ -343,5 +345,9 @@ def parse_item(item_id: str, subsets: Mapping[str, SubsetSpec]) -> ItemId:
 
 
 def action_text(text: str) -> str:
-    """Return the text after the last `Action:`, or the whole text, stripped."""
-    return text.rpartition("Action:")[2].strip()
+    """Return the text after the last `Action:`, or the whole text, stripped.
+
+    After a quote or an escaped line break, `Action:` is a part of a string of the action.
+    """
+    labels = [label.end() for label in LABEL.finditer(text)]
+    return text[labels[-1] if labels else 0 :].strip()

@@ -112,7 +112,8 @@ def parse_json(text: str) -> dict[str, Any]:
 
     Raises: BadAction.
     """
-    found = action_text(text)
+    whole = text.strip()
+    found = whole if whole.startswith("{") else action_text(text)
     start = found.find("{")
     end = found.rfind("}")
     try:

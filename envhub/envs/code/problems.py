@@ -8,7 +8,16 @@ from typing import Any
 from common.errors import ConfigError
 from envhub.envs.dataset.files import digest_of, files_of, find_path, read_records
 
-FENCE = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+OPENING = re.compile(
+    r"^(?:(?P<indent>[ \t]*)|[^`\n]*(?=`))(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>\w*)[^`\n]*$",
+    re.M,
+)
+# A comment, a string, or a line that may end a block. Fences in strings are parts of the code.
+TOKEN = re.compile(
+    r"""\#.*|^[ \t]*(?P<fence>`{3,}|~{3,})[ \t\r]*$|[\"]{3}(?:[^\\]|\\[\s\S])*?[\"]{3}"""
+    r"""|[']{3}(?:[^\\]|\\[\s\S])*?[']{3}|"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'""",
+    re.M,
+)
 SPLITS = {"envs.code.train": "train", "envs.code.eval": "test"}
 
 
@@ -42,8 +51,25 @@ class CodeProblem:
 
 def code_of(answer: str) -> str:
     """Return the last fenced block of Python of an answer, or else the whole answer."""
-    blocks = [code for language, code in FENCE.findall(answer) if language.lower() in PYTHON]
+    blocks: list[str] = []
+    at = 0
+    while (opening := OPENING.search(answer, at)) is not None:
+        content, at = _block(answer, opening)
+        if opening["language"].lower() in PYTHON:
+            indent = len(opening["indent"] or "")
+            blocks.append(re.sub(rf"(?m)^[ \t]{{0,{indent}}}", "", content))
     return blocks[-1] if blocks else answer
+
+
+def _block(answer: str, opening: re.Match[str]) -> tuple[str, int]:
+    """Return the content of a block, and the place of its end."""
+    fence = opening["fence"]
+    start = min(opening.end() + 1, len(answer))
+    for token in TOKEN.finditer(answer, start):
+        if (token["fence"] or "").startswith(fence):
+            return answer[start : token.start()], token.end()
+    # The answer was cut, or its last line has code and the fence.
+    return answer[start:].rstrip().removesuffix(fence), len(answer)
 
 
 PYTHON = ("", "python", "python3", "py")

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from envhub.env import action_text
 from envhub.interop.texts import BadAction, check_sendable, parse_json, parse_tool_call
 
 
@@ -39,3 +40,22 @@ def test_json_without_call_has_reason(text: str) -> None:
 def test_json_with_many_digits_is_a_bad_action() -> None:
     with pytest.raises(BadAction, match="no JSON"):
         parse_json(f'{{"a": {"9" * 5000}}}')
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("Thought: x\nAction: go", "go"),
+        ("Thought: x.Action: go", "go"),
+        ("Action: a Action: b", "b"),
+        ("SELECT 'Action: x'", "SELECT 'Action: x'"),
+        ('say "a\\nAction: b"', 'say "a\\nAction: b"'),
+    ],
+)
+def test_label_in_a_string_belongs_to_the_action(text: str, action: str) -> None:
+    assert action_text(text) == action
+
+
+def test_label_in_a_field_belongs_to_the_action() -> None:
+    assert parse_json('{"a": "go. Action: b"}') == {"a": "go. Action: b"}
+    assert parse_json('Thought: x\nAction: {"a": "Action: b"}') == {"a": "Action: b"}

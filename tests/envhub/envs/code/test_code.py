@@ -149,6 +149,22 @@ def test_code_is_the_last_block_of_python() -> None:
     assert code_of("a = 1") == "a = 1"
 
 
+DOCSTRING = 'def f():\n    """\n    ```\n    x\n    ```\n    """\n    return 1\n'
+STRING = "s = '''\n```sh\nls\n```\n'''\nt = \"```\"  # it's ```\n"
+
+
+@pytest.mark.parametrize("code", [DOCSTRING, STRING])
+@pytest.mark.parametrize(
+    "answer", ["```python\n{}```", "It's\n~~~py\n{}~~~\n", "````\n{}````", "```python\n{}\n#"]
+)
+def test_fences_in_strings_are_parts_of_the_code(answer: str, code: str) -> None:
+    assert code_of(answer.replace("{}", code)).rstrip("\n#") == code.rstrip()
+
+
+def test_indented_block_loses_its_indent_only() -> None:
+    assert code_of("1. Body:\n  ```python\n    return 1\n  ```") == "  return 1\n"
+
+
 @pytest.mark.parametrize(
     ("record", "words"),
     [
