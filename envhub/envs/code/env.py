@@ -15,6 +15,7 @@ from envhub.sandbox.interface import CommandEnd, SandboxBackend, SandboxLimits, 
 
 SUBSET = "problems"
 HARNESS = Path(__file__).with_name("harness.py")
+PROGRAM = Path(__file__).with_name("program.py")
 GIVEN = "/tmp/given.json"
 MAX_CODE_BYTES = 1 << 20
 MAX_OUTPUT_BYTES = 1 << 20
@@ -87,6 +88,9 @@ class CodeEnv:
         mark = secrets.token_hex(16)
         given = {"program": program, "setup": problem.setup, "tests": problem.tests}
         given |= {"seconds": options.timeout_s, "mark": mark}
+        given |= {"head": problem.head, "entry_point": problem.entry_point}
+        given |= {"tested": problem.tested}
+        given |= {"runner": PROGRAM.read_text(encoding="utf-8")}
         sandbox = await self._task.backend.create(SandboxRequest(limits=self._task.limits))
         try:
             await sandbox.write(GIVEN, json.dumps(given).encode())

@@ -1,5 +1,7 @@
 """Programming problems in the formats of MBPP and HumanEval."""
 
+import ast
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ TOKEN = re.compile(
     r"""|[']{3}(?:[^\\]|\\[\s\S])*?[']{3}|"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'""",
     re.M,
 )
+CALLED = re.compile(r"\bassert\s+(?:not\s+)?\(?([A-Za-z_]\w*)\(")
 SPLITS = {"envs.code.train": "train", "envs.code.eval": "test"}
 
 
@@ -39,6 +42,19 @@ class CodeProblem:
     setup: str
     tests: tuple[str, ...]
     solution: str | None
+
+    @property
+    def tested(self) -> list[str]:
+        """The functions and classes that an answer must define: those of the reference code."""
+        if self.entry_point:
+            return [self.entry_point]
+        with contextlib.suppress(SyntaxError):
+            kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+            body = ast.parse(self.solution or "").body
+            names = [node.name for node in body if isinstance(node, kinds)]
+            if names:
+                return names
+        return sorted({name for test in self.tests for name in CALLED.findall(test)})
 
     def program(self, answer: str) -> str:
         """Return the code of an answer, completed by the head of the problem if necessary."""

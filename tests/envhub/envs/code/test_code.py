@@ -103,6 +103,179 @@ def test_answer_without_a_solution_gives_no_reward(mbpp: EnvsSection, answer: st
     assert (result.reward, result.done) == (0.0, True)
 
 
+ANY = """
+class Any_(BASE):
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __bool__(self): return True
+    def __abs__(self): return self
+    def __sub__(self, other): return self
+    def __lt__(self, other): return True
+    def __hash__(self): return 0
+def double(n): return Any_()
+"""
+
+
+# Answers that deceive their tests, by what they use. `double` of 0 may be right.
+CHEATS = {
+    "list": """
+class E(list):
+    def __eq__(self, o): return True
+def double(n): return E()
+""",
+    "frames": """
+import sys
+def double(n):
+    f = sys._getframe()
+    while f:
+        for v in list(f.f_locals.values()):
+            if 'assert' in repr(v): return 4
+        f = f.f_back
+    return 2 * n if n == 99 else None
+""",
+    "collector": """
+import gc
+def double(n):
+    texts = [o for o in gc.get_objects() if isinstance(o, dict)]
+    return 4 if any('assert double' in str(o.get('tests')) for o in texts) else None
+""",
+    "builtins": """
+import builtins
+builtins.AssertionError = None
+builtins.all = lambda x: True
+def double(n): return 0 if n else None
+""",
+    "json": """
+import json
+json.dumps = lambda m: '{"value": true}'
+def double(n): return 1
+""",
+    "reference": """
+import json
+json.dumps = lambda m: '{"value": {"remote": 0}}'
+def double(n): return 1
+""",
+    "descriptors": """
+import sys, os
+for fd in range(3, 99):
+    try: os.write(fd, b'1' * 99)
+    except OSError: pass
+def double(n): return 1
+""",
+    "memory": """
+import os, glob
+for path in glob.glob('/proc/[0-9]*'):
+    for name in ('mem', 'fd/1', 'environ'):
+        try:
+            if b'assert' in open(path + '/' + name, 'rb').read(1 << 20): answer = 4
+        except OSError: pass
+def double(n): return answer
+""",
+    "signals": """
+import os, signal
+for pid in range(1, 400):
+    try: os.kill(pid, signal.SIGKILL)
+    except OSError: pass
+def double(n): return 2 * n if n == 99 else 0
+""",
+    "object": ANY.replace("BASE", "object"),
+    "integer": ANY.replace("BASE", "int"),
+}
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_answer_that_deceives_the_tests_is_not_solved(mbpp: EnvsSection, cheat: str) -> None:
+    assert answered(mbpp, CHEATS[cheat]).reward in (0.0, pytest.approx(1 / 3))
+
+
+READER = """
+import os
+result = 'closed'
+for pid in filter(str.isdigit, os.listdir('/proc')):
+    if int(pid) in (os.getpid(), 1): continue
+    for name in ('mem', 'environ', 'fd/0', 'fd/3'):
+        try:
+            open(f'/proc/{pid}/{name}', 'rb').close()
+            result = name
+        except OSError: pass
+def double(n):
+    return 2 * n if result == 'closed' else result
+"""
+
+
+def test_memory_of_the_tests_is_closed_to_the_program(mbpp: EnvsSection) -> None:
+    assert answered(mbpp, READER).observation == "3 of 3 tests passed."
+
+
+KINDS = {
+    "text": "Write functions.",
+    "code": """
+import math
+from math import isclose
+from collections import Counter
+
+
+class Node:
+    def __init__(self, value):
+        self.value = value
+        self.next = None
+
+
+def last(node):
+    while node.next is not None:
+        node = node.next
+    return node.value
+
+
+def sort(values):
+    values.sort()
+
+
+def count(text):
+    return Counter(text)
+
+
+def sum(a, b):
+    return a + b
+
+
+def each(f, values):
+    return map(f, values)
+
+
+def fails(n):
+    raise ValueError('no')
+
+
+def kinds():
+    return (1, [2.5, None], {'a': {1, 2}}, b'x', 10**30, 1 + 2j, float('inf'))
+""",
+    "test_setup_code": "a = Node(1)\na.next = Node(2)",
+    "test_list": [
+        "assert last(a) == 2",
+        "a = [3, 1, 2]\nsort(a)\nassert a == [1, 2, 3]",
+        "assert count('aab') == {'a': 2, 'b': 1} and isclose(1.0, 1.0) and math.pi > 3",
+        "assert sum(2, 3) == 5",
+        "assert list(each(lambda n: n + 1, [1, 2])) == [2, 3]",
+        """
+try:
+    fails(1)
+except ValueError as error:
+    assert str(error) == 'no'
+else:
+    assert 0
+""",
+        "assert kinds() == (1, [2.5, None], {'a': {1, 2}}, b'x', 10**30, 1 + 2j, float('inf'))",
+    ],
+}
+
+
+def test_values_functions_and_objects_pass_between_test_and_program(tmp_path: Path) -> None:
+    need_bubblewrap()
+    options = options_of(tmp_path, [KINDS])
+    assert answered(options, KINDS["code"]).observation == "7 of 7 tests passed."
+
+
 def test_time_limit_of_a_test_fails_only_that_test(tmp_path: Path) -> None:
     need_bubblewrap()
     options = options_of(tmp_path, [MBPP], reward="share", timeout_s=3.0)
