@@ -48,7 +48,7 @@ def make_coding(runner: str) -> dict[str, Any]:
     return names
 
 
-class Link:
+class ProgramLink:
     """The calls of a test into the program."""
 
     def __init__(self, connection: socket.socket, coding: dict[str, Any]) -> None:
@@ -132,7 +132,7 @@ class Remote:
     __slots__ = ("_link", "_number")
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, link: Link, number: int) -> None:
+    def __init__(self, link: ProgramLink, number: int) -> None:
         object.__setattr__(self, "_link", link)
         object.__setattr__(self, "_number", number)
 
@@ -163,7 +163,7 @@ class RemoteIterator:
 
     __slots__ = ("_link", "_number")
 
-    def __init__(self, link: Link, number: int) -> None:
+    def __init__(self, link: ProgramLink, number: int) -> None:
         self._link = link
         self._number = number
 
@@ -180,7 +180,7 @@ class RemoteIterator:
         raise ProgramError("an object of the program has no truth value")
 
 
-def link_of(remote: Any) -> Link:
+def link_of(remote: Any) -> ProgramLink:
     return object.__getattribute__(remote, "_link")
 
 
@@ -208,7 +208,9 @@ def refill(own: Any, changed: Any) -> None:
         own.update(changed)
 
 
-def names_of(link: Link, reply: Any, given: dict[str, Any], tested: list[str]) -> dict[str, Any]:
+def names_of(
+    link: ProgramLink, reply: Any, given: dict[str, Any], tested: list[str]
+) -> dict[str, Any]:
     """Return the names of the program for a test, without those in `given`.
 
     A built-in name counts only if it is one of the tested functions. A module, and what the program
@@ -285,7 +287,7 @@ def perform(order: dict[str, Any], test: str, connection: socket.socket, writing
             os.dup2(nothing, target)
         sys.argv = ["test.py"]
         import_all(order["setup"] + "\n" + test)
-        link = Link(connection, make_coding(order["runner"]))
+        link = ProgramLink(connection, make_coding(order["runner"]))
         started = {"source": order["program"], "setup": order["setup"]}
         reply = link.ask("start", **started)
         names: dict[str, Any] = {"__name__": "__main__"}
