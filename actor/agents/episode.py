@@ -73,6 +73,7 @@ class AgentEpisode:
         self._taken: Turn | None = None  # The last answer.
         self._is_left = False  # The agent has left.
         self._complaint = ""  # The error that the agent reported.
+        self._excess = ""  # By how much the last request exceeded the context.
         self._turn = asyncio.Lock()
         play.begin(session)
 
@@ -114,6 +115,7 @@ class AgentEpisode:
             if self.is_full:
                 need = f"The prompt has {len(ids)} tokens, the answer up to {self._turn_tokens}"
                 reason = f"{need}; the maximum context length is {self._max_tokens} tokens"
+                self._excess = reason
                 raise ApiError(400, "context_length_exceeded", reason, "messages")
             tape.show(ids, turn)
             taken, stop = self._cut(await self._play.ask(self._act, self._session), asked)
@@ -216,7 +218,7 @@ class AgentEpisode:
         if self.is_full and not self.is_over:  # Independent of the agent's reaction to that error.
             if self.has_sampled:
                 self._close_rows()
-            raise ContextFull("the agent's last request exceeded the context length")
+            raise ContextFull(f"the agent's request exceeds the context: {self._excess}")
         if (death or self._complaint) and not self.is_over:
             raise PolicyFailed(death or f"the agent reported an error: {self._complaint}")
         if not self.has_sampled:

@@ -246,8 +246,10 @@ async def record_end_reason(
     try:
         async with asyncio.timeout(lease.deadline_s) as deadline:
             yield
-    except ContextFull:
+    except ContextFull as error:
         play.end = EndReason.CONTEXT_FULL
+        if not any(play.history.tape.loss_mask):  # The learner refuses it with this reason.
+            play.error = f"{error}; raise actor.max_model_len"
     except PolicyFailed as error:
         play.end, play.error = EndReason.ABORTED, str(error)
     except EnvTimeout as error:

@@ -239,6 +239,7 @@ class EpisodeOutcome:
     episode_id: Id
     outcome: Outcome
     cause: str  # "" or a short reason: "zero_variance", "lag", "env_error", ...
+    error: str = ""  # Why the learner refused the episode.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,7 +288,8 @@ class Trajectory(EpisodeIdentity):
 
     actor: Id
     end_reason: EndReason
-    error: str  # "" unless end_reason is an infrastructure failure
+    # Reason of an infrastructure failure, or why the context was full before the first turn.
+    error: str
     reward: float  # [0, 1], reward of the last step.
     is_success: bool  # The environment reported the task as solved.
     num_turns: Count

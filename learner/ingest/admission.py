@@ -236,7 +236,8 @@ def _refusal_of_tokens(trajectory: Trajectory, learner_version: int, vocab_size:
     if not mask.any():
         # An evaluation item whose first page leaves no room for a turn counts as unsolved.
         is_unplayed = trajectory.kind == "eval" and trajectory.end_reason is EndReason.CONTEXT_FULL
-        return "" if is_unplayed else "the trajectory has no sampled token"
+        why = f": {trajectory.error}" if trajectory.error else ""
+        return "" if is_unplayed else f"the trajectory has no sampled token{why}"
     if mask[0]:
         return "the first token is marked as sampled, but it has no predecessor"
     turns = trajectory.turn_ids[mask]

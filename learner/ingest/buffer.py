@@ -133,12 +133,12 @@ class TrajectoryBuffer:
             self._index.move_end(end)
             self._changed.notify_all()
 
-    def add_refused(self, trajectory: Trajectory) -> None:
+    def add_refused(self, trajectory: Trajectory, reason: str) -> None:
         """Complete the group of a refused episode without that episode."""
         if trajectory.kind is not EpisodeKind.TRAIN:
             return
         failed = EpisodeOutcome(
-            episode_id=trajectory.episode_id, outcome=Outcome.FAILED, cause="refused"
+            episode_id=trajectory.episode_id, outcome=Outcome.FAILED, cause="refused", error=reason
         )
         with self._changed:
             outcomes, groups = self._groups.give_up(trajectory.group_id, trajectory.member)

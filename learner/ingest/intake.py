@@ -201,7 +201,7 @@ class Intake(threading.Thread):
         elif verdict.is_forged:  # The named episode continues; only the sender is counted.
             self._router.note_refused(sender, verdict.refusal)
         elif verdict.refusal:
-            self._buffer.add_refused(trajectory)
+            self._buffer.add_refused(trajectory, verdict.refusal)
         else:
             self._admission.admit(trajectory)
         return verdict

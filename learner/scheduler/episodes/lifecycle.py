@@ -242,6 +242,10 @@ class EpisodeLifecycle:
                 else:
                     self.table.replace_closed(report.episode_id, settled)
         elif found:
+            if report.error:
+                started_at = found[1].granted_at
+                self.failures.add(cause, error=report.error, started_at=started_at)
+                self.kinds.add(cause, f"the learner refused an episode: {report.error}")
             self._settle(*found, settled)
         else:
             self._unknown(report.episode_id)

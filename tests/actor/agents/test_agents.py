@@ -226,6 +226,7 @@ def test_oversized_first_message_ends_as_context_full() -> None:
     got = played("ask([{'role': 'user', 'content': 'far ' * 2000}])")
     assert got.end_reason is EndReason.CONTEXT_FULL
     assert "without a request" not in got.error
+    assert "request exceeds the context: The prompt has" in got.error
 
 
 def test_environment_failure_ends_episode_as_env_error(tmp_path: Path) -> None:

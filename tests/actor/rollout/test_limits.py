@@ -82,8 +82,9 @@ def test_first_page_without_room_leaves_item_unsolved() -> None:
     assert (got.end_reason, got.num_turns, got.is_success) == (EndReason.CONTEXT_FULL, 0, False)
     assert refusal(got, learner_version=6, max_group_size=2) == ""
     got = replace(got, kind=EpisodeKind.TRAIN)
-    assert (
-        refusal(got, learner_version=6, max_group_size=2) == "the trajectory has no sampled token"
+    assert refusal(got, learner_version=6, max_group_size=2) == (
+        "the trajectory has no sampled token: even the beginning of the first observation does not"
+        " fit into the context; raise actor.max_model_len"
     )
 
 

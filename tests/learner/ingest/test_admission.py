@@ -130,3 +130,12 @@ def test_trajectory_beyond_microbatch_limit_is_refused() -> None:
         assert refusal(trajectory, **limits, max_tokens=4) == ""
         reason = refusal(trajectory, **limits, max_tokens=3)
         assert reason.startswith("a segment has 4 tokens, more than a microbatch of 3 (learner.max")
+
+
+def test_episode_whose_first_prompt_does_not_fit_is_refused_with_its_reason() -> None:
+    empty = replace(
+        make_trajectory([], []),
+        end_reason=EndReason.CONTEXT_FULL,
+        error="the agent's request exceeds the context: The prompt has 9,000 tokens",
+    )
+    assert judge(empty) == f"the trajectory has no sampled token: {empty.error}"

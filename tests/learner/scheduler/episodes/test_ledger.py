@@ -154,6 +154,17 @@ def test_failures_in_a_row_end_run_with_their_error() -> None:
         table.core.tick()
 
 
+def test_refused_episodes_end_run_with_their_reason() -> None:
+    table = joined(cfg=make_config(per_step=50, max_failed_frac=0.2))
+    for _ in range(MIN_ALL):
+        (lease,) = table.ask("actor-0", 1).leases
+        table.clock.now += 0.1
+        refused = outcome_of(lease.episode_id, Outcome.FAILED, "refused")
+        table.report(outcomes=[replace(refused, error="no token was sampled: the prompt is long")])
+    with pytest.raises(EpisodesFailed, match="refused an episode: no token was sampled"):
+        table.core.tick()
+
+
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
