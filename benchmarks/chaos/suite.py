@@ -72,7 +72,13 @@ DELTA = CampaignSize(
     config="quickstart",
     num_steps=50,
     every_s=4.0,
-    settings=(*TWO_RANKS, *SMALL_STEPS, "learner.publish=delta", "model.dtype=bfloat16"),
+    settings=(
+        *TWO_RANKS,
+        *SMALL_STEPS,
+        "learner.publish=delta",
+        "learner.weights_transport=gloo",  # Memory that engines map has whole versions.
+        "model.dtype=bfloat16",
+    ),
 )
 ADAPTERS = CampaignSize(
     config="quickstart",
@@ -314,6 +320,12 @@ def add_end(table: BenchTable, run_dir: RunDir, *, num_steps: int, campaign: Cam
     issued = max(1, ledger["issued"])
     table.figure("episodes issued again", ledger["reissued"] / issued, "of all", f"{issued} issued")
     table.figure("episodes failed", ledger["failed"] / issued, "of all")
+    sent = [
+        step["publish/bytes"] for step in read_lines(run_dir.metrics) if "publish/bytes" in step
+    ]
+    if sent:
+        note = f"at most {max(sent) / 1e6:.2f} MB"
+        table.figure("sent for a version, median", statistics.median(sent) / 1e6, "MB", note)
     after = read_json(run_dir.root / "report.json").get("after")
     if after:
         table.figure("held-out success", after["success"], "")
