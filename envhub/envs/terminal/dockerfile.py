@@ -103,10 +103,10 @@ def _escape(lines: list[str]) -> str:
 
 def _instruction(line: str, escape: str) -> Instruction:
     word, *rest = line.split(None, 1)
-    found = Instruction(word=word.upper(), text=rest[0] if rest else "", escape=escape)
-    if found.word in ("ADD", "COPY", "RUN") and HEREDOC.search(found.text):
-        raise DockerfileError(f"{found} has a here-document")
-    return found
+    instruction = Instruction(word=word.upper(), text=rest[0] if rest else "", escape=escape)
+    if instruction.word in ("ADD", "COPY", "RUN") and HEREDOC.search(instruction.text):
+        raise DockerfileError(f"{instruction} has a here-document")
+    return instruction
 
 
 def expand(text: str, values: Mapping[str, str], escape: str = "\\") -> str:

@@ -232,17 +232,17 @@ class _Build:
             1:
         ]  # The context is the root of all sources.
         pattern = pattern_of(path)
-        found: dict[str, dict[str, Path]] = {}
+        matches: dict[str, dict[str, Path]] = {}
         for name, file in self._context.items():
             parts = name.split("/")
             for end in range(len(parts) + 1):
                 begin = "/".join(parts[:end])
                 if pattern.fullmatch(begin):
-                    found.setdefault(begin, {})["/".join(parts[end:])] = file
+                    matches.setdefault(begin, {})["/".join(parts[end:])] = file
                     break
-        if not found and not (self._path.parent / path).is_dir():
+        if not matches and not (self._path.parent / path).is_dir():
             raise DockerfileError(f"{instruction.word} {source}: no such file")
-        yield from sorted(found.items())
+        yield from sorted(matches.items())
 
 
 def _context_of(path: Path) -> dict[str, Path]:
@@ -269,29 +269,29 @@ def _variables(instruction: Instruction, values: Mapping[str, str]) -> dict[str,
         if not rest:
             raise DockerfileError(f"{instruction} has no value")
         words = [f"{name}={rest[0]}"]
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")
         name = expand(name, values, instruction.escape)
         if not equals or not name:
             raise DockerfileError(f"{instruction}: {word!r} is not NAME=VALUE")
-        found[name] = expand(value, values, instruction.escape)
-    return found
+        variables[name] = expand(value, values, instruction.escape)
+    return variables
 
 
 def _arguments(
     instruction: Instruction, values: Mapping[str, str], defaults: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the variables of ARG; one without a value takes a default of the whole build."""
-    found: dict[str, str] = {}
+    arguments: dict[str, str] = {}
     for word in instruction.words():
         name, equals, value = word.partition("=")
         name = expand(name, values, instruction.escape)
         if equals:
-            found[name] = expand(value, {**values, **found}, instruction.escape)
+            arguments[name] = expand(value, {**values, **arguments}, instruction.escape)
         elif name in defaults:
-            found[name] = defaults[name]
-    return found
+            arguments[name] = defaults[name]
+    return arguments
 
 
 def is_shell(command: Sequence[str] | None) -> bool:

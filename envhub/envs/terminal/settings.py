@@ -251,8 +251,10 @@ def _is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
 def _harbor(folder: Path, *, without_network: bool) -> TaskSettings:
     """Return the settings of task.toml and instruction.md."""
     settings = tomllib.loads((folder / HARBOR).read_text(encoding="utf-8"))
-    asks = {name for name, rule in HARBOR_FIELDS.items() if without_network and rule is NETWORK}
-    fields = {**HARBOR_FIELDS, **dict.fromkeys(asks, DESCRIPTION)}
+    network_fields = {
+        name for name, rule in HARBOR_FIELDS.items() if without_network and rule is NETWORK
+    }
+    fields = {**HARBOR_FIELDS, **dict.fromkeys(network_fields, DESCRIPTION)}
     check_fields(settings, fields, HARBOR)
     schema = settings.get("schema_version", settings.get("version", SCHEMAS[-1]))
     if schema not in SCHEMAS:
@@ -345,20 +347,20 @@ def _variables(table: Mapping[str, Any], name: str) -> dict[str, str]:
 
     Raises: ConfigError: it is not set.
     """
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for key, value in (table.get("env") or {}).items():
         if not isinstance(value, str):
             raise ConfigError(f"{HARBOR}: {name}.env.{key}={value!r} is not a text")
         template = TEMPLATE.fullmatch(value)
         if template is None:
-            found[key] = value
+            variables[key] = value
         elif (host := os.environ.get(template[1], template[2])) is not None:
-            found[key] = host
+            variables[key] = host
         else:
             raise ConfigError(
                 f"{HARBOR}: {name}.env.{key} needs the variable {template[1]}; set it"
             )
-    return found
+    return variables
 
 
 def _healthcheck(table: Mapping[str, Any]) -> Healthcheck:
@@ -375,9 +377,6 @@ def _with_compose(settings: TaskSettings, path: Path, folder: Path) -> TaskSetti
     """Return the settings with those of docker-compose.yaml. Raises: ConfigError."""
     file = path.relative_to(folder).as_posix()
     compose = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    for key, value in compose.items():
-        if key not in ("services", "version", "name") and not key.startswith("x-") and value:
-            raise ConfigError(f"{file}: {key} is not supported: tasks have one container")
     services = compose.get("services") or {}
     if further := [name for name in services if name not in MAIN_SERVICES]:
         raise ConfigError(
@@ -385,6 +384,9 @@ def _with_compose(settings: TaskSettings, path: Path, folder: Path) -> TaskSetti
         )
     if len(services) > 1:
         raise ConfigError(f"{file}: the task has two containers, {' and '.join(services)}")
+    for key, value in compose.items():
+        if key not in ("services", "version", "name") and not key.startswith("x-") and value:
+            raise ConfigError(f"{file}: {key} is not supported: tasks have one container")
     for name, service in services.items():
         settings = _with_service(settings, service or {}, f"{file}: services.{name}")
     return settings
@@ -419,15 +421,15 @@ def _with_service(settings: TaskSettings, service: Mapping[str, Any], where: str
 
 def _joined(settings: TaskSettings, service: Mapping[str, Any], where: str) -> TaskSettings:
     """Return the settings with the service's variables and directory. Raises: ConfigError."""
-    given = service.get("environment") or {}
-    if isinstance(given, list):  # A name without a value is a variable of this process.
-        pairs = [str(each).partition("=") for each in given]
-        given = {name: value if equals else None for name, equals, value in pairs}
+    environment = service.get("environment") or {}
+    if isinstance(environment, list):  # A name without a value is a variable of this process.
+        pairs = [str(each).partition("=") for each in environment]
+        environment = {name: value if equals else None for name, equals, value in pairs}
     variables = {
         str(name): _interpolated(
             f"${{{name}}}" if value is None else str(value), f"{where}.environment.{name}"
         )
-        for name, value in given.items()
+        for name, value in environment.items()
     }
     work = _interpolated(service.get("working_dir") or "", f"{where}.working_dir")
     return replace(

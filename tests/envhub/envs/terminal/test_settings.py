@@ -247,7 +247,10 @@ def test_compose_file_of_one_container_is_obeyed(
 @pytest.mark.parametrize(
     ("service", "words"),
     [
-        ("db: {image: postgres}", "the task has further containers (db), and a sandbox is one"),
+        (
+            "db: {image: postgres}\nvolumes: {key: }",
+            "the task has further containers (db), and a sandbox is one",
+        ),
         ("client: {}", "the task has two containers, main and client"),
         ("main: {command: ./serve}", "services.main.command='./serve': no program runs beside"),
         ("main: {entrypoint: /start.sh}", "entrypoint='/start.sh': no program starts first"),
@@ -257,6 +260,7 @@ def test_compose_file_of_one_container_is_obeyed(
         ("main: {volumes: ['./a:/a']}", "volumes: './a:/a' is not supported"),
         ("main: {user: root}", "services.main: user='root' is not supported"),
         ("main: {privileged: true}", "services.main: privileged=True is not supported"),
+        ("main: {}\nnetworks: {a: {internal: true}}", "networks is not supported: tasks have one"),
         ("main: {depends_on: [db]}", "the field depends_on is unknown or not supported"),
         ("main: {environment: {A: '${LONGSTRIDE_LOST}'}}", "needs the variable LONGSTRIDE_LOST"),
     ],
