@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -10,6 +11,8 @@ from common.formats.action_size import TOGETHER_BYTES, most_bytes
 from common.text import counted
 
 SESSION_PATH = "/v1/sessions/"
+MAX_CHARS = 900  # Longest part of a hub's reason in an error.
+_SESSION = re.compile(rf"(?<=^{SESSION_PATH})(?!(step|close)$)[^/]+")
 FULL = 429
 TOO_LARGE = 413
 PAUSED = 424
@@ -189,14 +192,23 @@ def field_of(reply: Any, name: str, *kinds: type, path: str) -> Any:
     return value
 
 
+def route_of(method: str, path: str) -> str:
+    """Return a request for messages, without its session, so that equal failures are equal texts.
+
+    Example: ("POST", "/v1/sessions/x1y2/step") -> "POST /v1/sessions/ID/step".
+    """
+    return f"{method} {_SESSION.sub('ID', path)}"
+
+
 def failure_of(method: str, path: str, status: int, text: str) -> EnvError | None:
     """Return the error that an HTTP status stands for; None for a success."""
+    where = route_of(method, path)
     if status == 504:
-        return EnvTimeout(f"{method} {path}: {text:.300}")
+        return EnvTimeout(f"{where}: {text:.{MAX_CHARS}}")
     if status == TOO_LARGE and path.startswith((SESSION_PATH, STEP.path)):
-        return ActionTooLarge(f"{method} {path}: {text:.300}")
+        return ActionTooLarge(f"{where}: {text:.{MAX_CHARS}}")
     is_gone = status == 404 and path.startswith((SESSION_PATH, STEP.path))
     if status == PAUSED:
         return EnvPaused(f"{text:.500}")
     kind = HubLost if is_gone or status == 503 else EnvError
-    return kind(f"{method} {path}: HTTP {status} {text:.300}") if status >= 400 else None
+    return kind(f"{where}: HTTP {status} {text:.{MAX_CHARS}}") if status >= 400 else None

@@ -16,7 +16,6 @@ import aiohttp
 from actor.rollout.batches import (
     CLOSE,
     OPEN,
-    PAUSED,
     SESSION_PATH,
     STEP,
     ActionTooLarge,
@@ -24,6 +23,7 @@ from actor.rollout.batches import (
     Batches,
     failure_of,
     field_of,
+    route_of,
 )
 from actor.rollout.presence import LifeSigns, answers, stay
 from common.errors import EnvError, EnvTimeout, HubLost
@@ -237,10 +237,10 @@ class HubClient(BearerClient):
             failure = f"no answer within {self._timeout_s:g} s; {failure}"
             is_awake = not self._signs.are_missing(within_s=self._timeout_s)
             if await self.answers() and is_awake:
-                raise EnvTimeout(f"{method} {path}: {failure}") from error
+                raise EnvTimeout(f"{route_of(method, path)}: {failure}") from error
         self.is_lost = True
         tries = counted(max(1, num_lost), "try", "tries")
-        lost = HubLost(f"{method} {path}: {failure}, {tries}")
+        lost = HubLost(f"{route_of(method, path)}: {failure}, {tries}")
         self._on_lost(lost)
         raise lost
 
@@ -259,19 +259,22 @@ class HubClient(BearerClient):
                 text += part
                 if len(text) > MAX_ANSWER_BYTES:
                     raise AnswerTooLarge(
-                        f"{method} {path}: the answer has more than {MAX_ANSWER_BYTES} bytes"
+                        f"{route_of(method, path)}: the answer has more than"
+                        f" {MAX_ANSWER_BYTES} bytes"
                     )
             if response.status == 429:
                 wait_s = retry_after_s(response.headers, default_s=1.0)
                 await asyncio.sleep(max(MIN_RETRY_S, wait_s))
                 return None
-            shown = repr(bytes(text[:300])) if response.status != PAUSED else detail_of(text)
+            shown = detail_of(text)
             if failure := failure_of(method, path, response.status, shown):
                 raise failure
             try:
                 return (json.loads(text) if text else {}) or {}  # None is reserved for a 429.
             except (ValueError, RecursionError) as error:
-                raise EnvError(f"{method} {path}: the answer is not JSON: {shown}") from error
+                raise EnvError(
+                    f"{route_of(method, path)}: the answer is not JSON: {shown}"
+                ) from error
 
 
 def _payload_of(body: bytes) -> bytes | io.BytesIO:

@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 
 from actor.rollout import env_client
+from actor.rollout.batches import failure_of, route_of
 from actor.rollout.env_client import Environments, ExpertHint, HubClient, HubStepResult
 from common.errors import EnvError, EnvTimeout, HubLost
 from common.http.listening import stop_accepting
@@ -221,6 +222,15 @@ def test_hub_refusal_raises_without_retry(status: int, error: type[EnvError], te
         assert type(raised.value) is error
 
     assert len(check(law, script=(200, status)).requests) == 2
+
+
+def test_errors_of_two_sessions_have_the_same_text() -> None:
+    failures = [
+        failure_of("POST", path, 500, "no levels")
+        for path in ("/v1/sessions/x1y2/step", "/v1/sessions/Zz-9_0/step")
+    ]
+    assert [*map(str, failures)] == ["POST /v1/sessions/ID/step: HTTP 500 no levels"] * 2
+    assert route_of("POST", "/v1/sessions/step") == "POST /v1/sessions/step"
 
 
 def test_silent_hub_raises_a_timeout() -> None:
