@@ -29,11 +29,8 @@ def has_unread_bytes(transport: asyncio.Transport) -> bool:
         return unsent > 0
 
 
-def keep_alive(transport: asyncio.Transport) -> None:
+def keep_alive(descriptor: int) -> None:
     """Let the system end a connection whose client has become unreachable without an end."""
-    descriptor = _descriptor(transport)
-    if descriptor is None:
-        return
     with socket.socket(fileno=os.dup(descriptor)) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)

@@ -5,16 +5,16 @@ It has no framework between parser and handler, because an agent sends two reque
 
 import asyncio
 import re
-import sys
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import cast
+from typing import Any, cast
 
 import httptools
 
-from actor.agents.delivered import has_unread_bytes, keep_alive
+from actor.agents.delivered import has_unread_bytes
+from actor.agents.strangers import Stranger, Strangers
 from actor.api.requests import ApiError
 from common.formats.action_size import DEFAULT_ACTION_MIB, FIELDS_BYTES, MIB
 
@@ -99,16 +99,17 @@ class Answering:
     failed: Callable[[AgentRequest, BaseException], bytes]
     # Raises ApiError for a request whose body is not read, because its key is invalid.
     admit: Callable[[AgentRequest], object] | None = None
-    max_strangers: int = sys.maxsize  # Maximum number of connections without a valid key.
+    strangers: Strangers = field(default_factory=Strangers)
     connections: set["AgentConnection"] = field(default_factory=set["AgentConnection"])
-    strangers: set["AgentConnection"] = field(default_factory=set["AgentConnection"])
 
 
 class AgentConnection(asyncio.Protocol):
     """One agent's connection. An invalid request is answered with an error, never ignored."""
 
-    def __init__(self, answering: Answering) -> None:
+    def __init__(self, answering: Answering, stranger: Stranger | None = None) -> None:
+        """`stranger`: the connection, if it has counted as one before; None: it is new."""
         self._answering = answering
+        self._stranger = stranger
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
         self._request: AgentRequest | None = None  # The request that is arriving.
@@ -120,18 +121,19 @@ class AgentConnection(asyncio.Protocol):
         self._task: asyncio.Task[bytes] | None = None
         self._answered_last: AgentRequest | None = None  # No further request has begun since.
         self._answered_at = 0.0
-        self._stranger_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        shared = self._answering
-        shared.connections.add(self)
-        if shared.max_strangers < sys.maxsize:
-            keep_alive(self._transport)
-            shared.strangers.add(self)
-            self._stranger_timer = self._loop.call_later(BODY_S, self._transport.abort)
-            if len(shared.strangers) > shared.max_strangers:
-                self._transport.abort()
+        self._answering.connections.add(self)
+        if self._stranger is None:
+            self._stranger = self._answering.strangers.add(
+                self._transport.get_extra_info("peername"), self._descriptor, self._transport.abort
+            )
+
+    def _descriptor(self) -> int:
+        """Return the descriptor of the connection, -1 once it is closed."""
+        place: Any = self._transport.get_extra_info("socket")
+        return -1 if place is None or self._transport.is_closing() else place.fileno()
 
     def eof_received(self) -> None:
         """Record whether the client has left without reading the last answer."""
@@ -151,10 +153,8 @@ class AgentConnection(asyncio.Protocol):
         self._end(400, "incomplete_body", "the request body is incomplete")
 
     def _forget_stranger(self) -> None:
-        self._answering.strangers.discard(self)
-        if self._stranger_timer is not None:
-            self._stranger_timer.cancel()
-            self._stranger_timer = None
+        if self._stranger is not None:
+            self._stranger.forget()
 
     def close(self) -> None:
         """Close the connection and cancel the answer in progress."""
@@ -164,6 +164,8 @@ class AgentConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes. Invalid HTTP is answered with a 400."""
+        if self._stranger is not None:
+            self._stranger.note_bytes()
         # On an upgrade header (to HTTP/2, for example) the parser would skip the body.
         if b"pgrade:" in data:
             data = UPGRADE.sub(b"\r\nx-grade:", data)

@@ -9,7 +9,6 @@ machine only, unless `actor.agents.host` names another address.
 import asyncio
 import json
 import logging
-import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from actor.agents.listener import BACKLOG, listen
 from actor.agents.messages_api import MESSAGES_API, anthropic_error
 from actor.agents.repeats import Repeats
 from actor.agents.responses_api import RESPONSES_API
+from actor.agents.strangers import MAX_STRANGERS, Strangers, TlsServer
 from actor.api.chat_api import CHAT_API, COMPLETION_API
 from actor.api.requests import Api, ApiError, PolicyRequest, event_text, invalid, openai_error
 from actor.rollout.episode import PolicyFailed
@@ -34,7 +34,6 @@ from common.wire.addresses import is_loopback
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 1.0
-MAX_STRANGERS = 512  # Connections without a valid key, if other machines can connect.
 ANTHROPIC = "/v1/messages"
 APIS = {
     "/v1/chat/completions": CHAT_API,
@@ -90,29 +89,35 @@ class AgentServer:
             answer=self._answer,
             failed=self._failed,
             admit=self._admit,
-            max_strangers=sys.maxsize if is_private else MAX_STRANGERS,
+            strangers=Strangers() if is_private else Strangers(most=MAX_STRANGERS),
         )
         self._listening: asyncio.Server | None = None
+        self._encrypting: TlsServer | None = None
 
     async def start(self) -> None:
         """Listen. Raises: ConfigError: the address, the port or the certificate cannot be used."""
         listener = listen(self._options, num_ports=self._num_ports)
-        self._listening = await asyncio.get_running_loop().create_server(
-            lambda: AgentConnection(self._answering),
-            sock=listener.socket,
-            backlog=BACKLOG,
-            ssl=listener.tls,
-        )
+        make = partial(AgentConnection, self._answering)
+        if listener.tls is not None:
+            strangers = self._answering.strangers
+            self._encrypting = TlsServer(listener.socket, listener.tls, strangers, make)
+        else:
+            self._listening = await asyncio.get_running_loop().create_server(
+                make, sock=listener.socket, backlog=BACKLOG
+            )
         self.url = listener.url
 
     async def close(self) -> None:
         """Stop listening. Pending requests get no answer."""
+        if self._encrypting is not None:
+            await self._encrypting.close()
         if self._listening is not None:
             await stop_accepting(each.fileno() for each in self._listening.sockets)
             self._listening.close()
-            await asyncio.sleep(0)  # New connections call `connection_made`.
-            for each in list(self._answering.connections):
-                each.close()
+        await asyncio.sleep(0)  # New connections call `connection_made`.
+        for each in list(self._answering.connections):
+            each.close()
+        if self._listening is not None:
             async with asyncio.timeout(CLOSE_S):
                 await self._listening.wait_closed()
 

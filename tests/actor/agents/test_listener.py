@@ -1,16 +1,19 @@
 """Laws of the agents' endpoint for other machines: its address, encryption and strangers."""
 
 import asyncio
+import contextlib
 import socket
 import ssl
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
+import uvloop
 
-from actor.agents import http, server
+from actor.agents import server, strangers
 from actor.agents.listener import OUTSIDE, listen
 from common.checks.preflight import check_agent
 from common.config.evaluation import AgentServerOptions
@@ -110,12 +113,19 @@ def test_agent_samples_over_tls_with_a_trusted_certificate() -> None:
 def test_stranger_without_a_key_holds_no_body_and_no_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http, "BODY_S", 0.5)
+    monkeypatch.setattr(strangers, "FIRST_BYTE_S", 0.3)
+    monkeypatch.setattr(strangers, "KEY_S", 0.3)
 
     async def run() -> None:
         async with endpoint(ByHeart(["go"]), options=PUBLIC) as at:
             async with connected(at) as silent:
                 assert await silent.is_closed()
+            place = urlsplit(at.server.url)
+            reader, slow = await asyncio.open_connection(place.hostname, place.port)
+            slow.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\n")
+            with contextlib.suppress(ConnectionResetError):
+                assert await reader.read() == b""
+            slow.close()
             body = b"x" * (1 << 20)
             status, told = await at.post(CHAT, body, key="wrong")
             assert (status, told["error"]["code"]) == (401, "invalid_api_key")
@@ -130,11 +140,96 @@ def test_number_of_strangers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     async def run() -> None:
         async with endpoint(ByHeart(["go"]), options=PUBLIC) as at:
             assert (await at.post(CHAT, ASKED))[0] == 200
-            async with connected(at), connected(at), connected(at) as third:
-                assert await third.is_closed()
+            async with connected(at) as first, connected(at), connected(at):
+                assert await first.is_closed()
                 assert (await at.post(CHAT, ASKED))[0] == 200  # It is no stranger.
 
     asyncio.run(run())
+
+
+class Peer:
+    """A connection of an address, for `Strangers`."""
+
+    def __init__(self, address: str, counted: strangers.Strangers) -> None:
+        self.is_closed = False
+        self.stranger = counted.add((address, 1), lambda: -1, self.close)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_flood_of_one_address_closes_its_own_connections() -> None:
+    async def run() -> None:
+        counted = strangers.Strangers(most=6, most_of_address=4)
+        honest = Peer("10.0.0.1", counted)
+        flood = [Peer("10.0.0.2", counted) for _ in range(9)]
+        assert [each.is_closed for each in flood] == [True] * 5 + [False] * 4
+        others = [Peer("10.0.0.3", counted) for _ in range(3)]  # The total is reached.
+        assert [each.is_closed for each in flood] == [True] * 7 + [False] * 2
+        assert not honest.is_closed
+        for each in (honest, *flood, *others):
+            each.stranger.forget()
+
+    asyncio.run(run())
+
+
+def test_address_of_a_client_is_its_network() -> None:
+    assert strangers.network_of(("10.0.0.1", 5)) == "10.0.0.1"
+    assert strangers.network_of(("::ffff:10.0.0.1", 5, 0, 0)) == "10.0.0.1"
+    one, other = (strangers.network_of((f"2001:db8::{each}", 5, 0, 0)) for each in "12")
+    assert one == other == "2001:db8::/64"
+    assert strangers.network_of(("fe80::1%eth0", 5, 0, 0)) == "fe80::/64"
+    assert strangers.network_of(None) == "unknown"
+
+
+FLOODS = {
+    "silent": b"",
+    "half a head": b"POST /v1/chat/completions HTTP/1.1\r\nhost: ",
+    "half a handshake": b"\x16\x03\x01\x02\x00\x01\x00",
+    "wrong key": b"GET /v1/models HTTP/1.1\r\nhost: a\r\nauthorization: Bearer x\r\n\r\n",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_tls", [False, True])
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+@pytest.mark.parametrize("sent", FLOODS.values(), ids=FLOODS)
+def test_flood_shuts_no_client_with_a_key_out(
+    sent: bytes, loop: Callable[[], asyncio.AbstractEventLoop], has_tls: bool
+) -> None:
+    """The client has the flood's address: the hardest case."""
+    scheme = "https" if has_tls else "http"
+    tls: dict[str, Any] = {}
+    if has_tls:
+        tls = {"tls_certificate": CERTIFICATE, "tls_key": KEY}
+    options = AgentServerOptions(host="0.0.0.0", advertise=scheme + "://127.0.0.1:{port}", **tls)
+    trust = ssl.create_default_context(cafile=CERTIFICATE)
+
+    async def run() -> None:
+        async with endpoint(ByHeart(["go"]), options=options) as at:
+            place = urlsplit(at.server.url)
+            headers = {"authorization": f"Bearer {at.episode.key}"}
+            with contextlib.ExitStack() as flood:
+                for _ in range(3):
+                    for _ in range(strangers.MAX_OF_ADDRESS):
+                        peer = socket.create_connection((place.hostname, place.port), timeout=20)
+                        flood.enter_context(peer)
+                        with contextlib.suppress(ConnectionError):
+                            peer.sendall(sent)
+                        await asyncio.sleep(0)
+                    async with (
+                        aiohttp.ClientSession() as client,
+                        client.get(
+                            f"{at.server.url}/v1/models",
+                            headers=headers,
+                            ssl=trust,
+                            timeout=aiohttp.ClientTimeout(total=20),
+                        ) as answer,
+                    ):
+                        assert answer.status == 200
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(run())
 
 
 @pytest.mark.parametrize(
