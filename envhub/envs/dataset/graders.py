@@ -216,6 +216,13 @@ def _power(base: Fraction, exponent: str) -> Fraction:
     return base ** int(exponent)
 
 
+def last_match(pattern: str, text: str) -> str:
+    """Return the last match of a regular expression, or its only group; "" for none."""
+    expression = re.compile(pattern)
+    texts = [match[expression.groups] for match in expression.finditer(text)]
+    return str(texts[-1] or "") if texts else ""
+
+
 def exact_number(completion: str, ground_truth: str) -> float:
     """Return 1 if the answer's last number equals that of the reference, else 0.
 

@@ -22,7 +22,7 @@ from envhub.envs.dataset.functions import (
     shipped_function,
 )
 from envhub.envs.dataset.graders import GRADERS, LIBRARIES
-from envhub.envs.dataset.judges.judge import Judge
+from envhub.envs.dataset.judges.judge import SEARCH, Judge
 from envhub.envs.dataset.judges.options import is_judge
 from envhub.envs.dataset.judges.term import JudgeTerm, judge_term
 from envhub.envs.dataset.records import load_tokenizer
@@ -204,8 +204,9 @@ class RewardSum:
 
     @property
     def functions(self) -> list[UserFunction]:
-        """The functions among the rewards."""
-        return [term.user for term in self.terms if isinstance(term, RewardTerm)]
+        """The functions among the rewards, and the search for the patterns of judges."""
+        users = [term.user for term in self.terms if isinstance(term, RewardTerm)]
+        return [*users, SEARCH] if any(each.rubric.pattern for each in self.judges) else users
 
     @property
     def judges(self) -> list[Judge]:

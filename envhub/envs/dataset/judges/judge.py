@@ -15,6 +15,8 @@ from common.http.model_endpoint import Refused, RequestCost, Unanswered, key_fro
 from common.store.run_dir import RunDir
 from common.text import counted
 from envhub.env import EnvFailure, ServiceDown
+from envhub.envs.dataset.functions import Caller, Ungraded, shipped_function
+from envhub.envs.dataset.graders import last_match
 from envhub.envs.dataset.judges.client import JudgeEndpoint
 from envhub.envs.dataset.judges.options import JudgeOptions
 from envhub.envs.dataset.judges.rubric import Rubric, Unparsed
@@ -50,6 +52,10 @@ class Cost(RequestCost):
             f"reward_{name}_unparsed": float(self.unparsed),
             f"reward_{name}_unanswered": float(self.unanswered),
         }
+
+
+SEARCH = shipped_function("last_match", last_match, library="re")
+SEARCH_TIMEOUT_S = 2.0  # Seconds in which the pattern of the user must be found.
 
 
 class Judge:
@@ -112,10 +118,13 @@ class Judge:
         found = self._run_dir.find_address(self.options.role) if self._run_dir else None
         return found or ""
 
-    async def ask(self, offered: Mapping[str, Any], place: str) -> tuple[float, Cost]:
+    async def ask(
+        self, caller: Caller, offered: Mapping[str, Any], place: str
+    ) -> tuple[float, Cost]:
         """Return the score of an answer in [0, 1], and its cost.
 
         Args:
+            caller: searches the pattern of the user in a process that can be ended.
             offered: the keywords of a reward function.
             place: the record, for error messages.
 
@@ -132,12 +141,12 @@ class Judge:
         request = self._body(messages, options.temperature)
         key = key_of([options.url, options.path, self._model_stamp, request])
         if options.cache:
-            if (kept := self._kept_score(key)) is not None:
+            if (kept := await self._kept_score(caller, key)) is not None:
                 return kept, Cost(cached=1)
             if (asking := self._asking.get(key)) is not None:
                 score, _ = await asyncio.shield(asking)
                 return score, Cost(cached=1)
-        asking = asyncio.create_task(self._ask_in_time(key, messages))
+        asking = asyncio.create_task(self._ask_in_time(caller, key, messages))
         self._asking[key] = asking
         asking.add_done_callback(lambda done: self._forget(key, done))
         return await asyncio.shield(asking)
@@ -149,22 +158,35 @@ class Judge:
         if not done.cancelled():
             done.exception()  # The error is known, so asyncio does not log it.
 
-    def _kept_score(self, key: str) -> float | None:
+    async def _kept_score(self, caller: Caller, key: str) -> float | None:
         """Return the score of a kept answer; None: there is none, or the rule has changed."""
         kept = self.store.find(key)
         if kept is None:
             return None
         try:
-            return self.rubric.score(kept.text)
+            return await self._read(caller, kept.text)
         except Unparsed:  # The rule has changed since.
             return None
 
-    async def _ask_in_time(self, key: str, messages: list[dict[str, str]]) -> tuple[float, Cost]:
+    async def _read(self, caller: Caller, answer: str) -> float:
+        """Return the score of an answer. Raises: Unparsed: it has none."""
+        if not self.rubric.pattern:
+            return self.rubric.score(answer)
+        offered = {"pattern": self.rubric.pattern, "text": self.rubric.searched(answer)}
+        try:
+            found = await caller.call(SEARCH, offered, timeout_s=SEARCH_TIMEOUT_S)
+        except Ungraded as error:
+            raise Unparsed(f"the search for {self.rubric.pattern!r}: {error}") from error
+        return self.rubric.score(answer, matched=str(found.value))
+
+    async def _ask_in_time(
+        self, caller: Caller, key: str, messages: list[dict[str, str]]
+    ) -> tuple[float, Cost]:
         """Return a score and its cost. Raises: ServiceDown: the requests take too long."""
         cost = Cost()
         try:
             async with asyncio.timeout(self.longest_s), self._slots:
-                score = await self._score(key, messages, cost)
+                score = await self._score(caller, key, messages, cost)
         except TimeoutError as error:
             num = counted(self.options.concurrency, "request")
             text = f"at most {num} at once is too few"
@@ -173,7 +195,9 @@ class Judge:
         self._num_unanswered = 0
         return score, cost
 
-    async def _score(self, key: str, messages: list[dict[str, str]], cost: Cost) -> float:
+    async def _score(
+        self, caller: Caller, key: str, messages: list[dict[str, str]], cost: Cost
+    ) -> float:
         """Return a score; failed requests are repeated. Raises: ServiceDown, EnvFailure."""
         failure = ""
         temperature = self.options.temperature
@@ -181,7 +205,7 @@ class Judge:
             is_last = attempt == self.options.retries
             try:
                 answer = await self._call(self._body(messages, temperature), cost)
-                score = self.rubric.score(answer.text)
+                score = await self._read(caller, answer.text)
             except Unanswered as error:
                 self._num_unanswered += 1
                 if is_last:

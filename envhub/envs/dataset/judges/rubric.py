@@ -14,6 +14,7 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.text import valid_text
+from envhub.envs.dataset.graders import last_match
 from envhub.envs.dataset.judges.options import JudgeOptions
 from envhub.envs.dataset.prompts import compile_template, read_text, render
 
@@ -104,14 +105,32 @@ class Rubric:
         texts = {"system": self._system, "user": text}
         return [{"role": role, "content": valid_text(text)} for role, text in texts.items()]
 
-    def score(self, answer: str) -> float:
-        """Return the score of an answer, mapped to [0, 1]. Raises: Unparsed: it has none."""
+    @property
+    def pattern(self) -> str:
+        """The regular expression of the user, which may take any time; "" without one."""
+        return self._options.pattern
+
+    def searched(self, answer: str) -> str:
+        """Return the part of an answer that is searched: its end, without thoughts."""
+        return without_thoughts(answer[-MAX_ANSWER_CHARS:])
+
+    def score(self, answer: str, *, matched: str | None = None) -> float:
+        """Return the score of an answer, mapped to [0, 1].
+
+        Args:
+            matched: the last match of `pattern`; None: it is searched here.
+
+        Raises: Unparsed: the answer has no score.
+        """
         options = self._options
-        answer = without_thoughts(answer[-MAX_ANSWER_CHARS:])
+        answer = self.searched(answer)
         if options.json:
             value = self._number(find_field(answer, options.json))
         elif self._pattern is not None:
-            value = self._number(self._matched(answer, self._pattern))
+            text = last_match(self._pattern.pattern, answer) if matched is None else matched
+            if not text:
+                raise Unparsed(f"no match of {self._pattern.pattern!r}")
+            value = self._number(text)
         else:
             value = self._mentioned(answer)
         if not math.isfinite(value) or not options.min <= value <= options.max:
@@ -131,13 +150,6 @@ class Rubric:
             raise Unparsed("no match of 'Score: N'")
         mention = (marked or plain)[-1]
         return self._read(answer, mention.end())
-
-    def _matched(self, answer: str, pattern: re.Pattern[str]) -> str:
-        """Return the text of the last match. Raises: Unparsed: there is none."""
-        texts = [match[pattern.groups] for match in pattern.finditer(answer)]
-        if not texts or texts[-1] is None:
-            raise Unparsed(f"no match of {pattern.pattern!r}")
-        return str(texts[-1])
 
     def _number(self, found: Any) -> float:
         """Return a found value as a number. Raises: Unparsed: it is none."""

@@ -36,8 +36,7 @@ class JudgeTerm:
         self, caller: Caller, keywords: Keywords, columns: Keywords, place: str
     ) -> tuple[float, dict[str, float]]:
         """Return the score and its cost as metrics. Raises: ServiceDown, EnvFailure."""
-        del caller  # It calls functions. A request waits in the event loop.
-        score, cost = await self.judge.ask({**columns, **keywords}, place)
+        score, cost = await self.judge.ask(caller, {**columns, **keywords}, place)
         return score, cost.as_metrics(self.name)
 
 

@@ -99,6 +99,12 @@ def test_answer_without_a_score_is_a_named_failure(
     assert words in str(caught.value)
 
 
+def test_pattern_that_takes_for_ever_is_no_score(tmp_path: Path, serve: Serve) -> None:
+    judge = serve("a" * 40)
+    with pytest.raises(EnvFailure, match="no answer within 2 s, its time limit"):
+        played(options_of(tmp_path, judge, pattern=r"(a+)+b"), "7")
+
+
 def test_answer_without_a_score_is_asked_for_again(tmp_path: Path, serve: Serve) -> None:
     judge = serve("hm", "Score: 9")
     result = played(options_of(tmp_path, judge, retries=1), "7")
