@@ -140,7 +140,12 @@ class TerminalEnv:
     async def _prepare(self, task: TerminalTask) -> None:
         """Make the work folder and wait until the task is healthy. Raises: EnvFailure."""
         assert self._sandbox is not None
-        made = await self._run(["bash", "-c", 'mkdir -p "$1"', "bash", self._work], CLEAR_TIMEOUT_S)
+        argv = ["bash", "-c", 'mkdir -p "$1"', "bash", self._work]
+        try:
+            made = await self._run(argv, CLEAR_TIMEOUT_S)
+        except EnvFailure as error:
+            where = f"task {task.name}" + f", image {task.image}" * bool(task.image)
+            raise EnvFailure(f"{where}: {error}; commands need bash") from error
         if not made.is_ok:
             raise EnvFailure(f"task {task.name}: {self._work} cannot be made: {made.text[-300:]}")
         check = task.healthcheck

@@ -10,7 +10,7 @@ import pytest
 
 from common.config.envs import EnvsSection, TerminalOptions
 from common.config.sandbox.options import SandboxOptions
-from envhub.env import StepResult, Style
+from envhub.env import EnvFailure, StepResult, Style
 from envhub.envs.terminal.env import TerminalEnv, make_spec
 from envhub.sandbox.containers import Containers
 from envhub.sandbox.interface import SandboxFailed, SandboxRequest
@@ -167,6 +167,15 @@ def test_image_that_cannot_be_served_is_named(
     image = build(tmp_path, "odd", f"FROM {bare}\n{lines}\n")
     try:
         with pytest.raises(SandboxFailed, match=rf"podman image {image}: .*{words}"):
+            played(write_task(tmp_path, image), ["pwd"])
+    finally:
+        remove(image)
+
+
+def test_image_without_bash_is_named(tmp_path: Path, bare: str) -> None:
+    image = build(tmp_path, "odd", f"FROM {bare}\nRUN rm -f /bin/bash /usr/bin/bash\n")
+    try:
+        with pytest.raises(EnvFailure, match=rf"task first, image {image}: .*commands need bash"):
             played(write_task(tmp_path, image), ["pwd"])
     finally:
         remove(image)
