@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from common.config.envs import EnvsSection, RemoteOptions, own_tasks
+from common.repository import ROOT
 from common.text import known_hint
 from envhub.catalogue.extensions import load_extensions
 from envhub.env import EnvSpec, Isolation, Style
@@ -211,15 +212,27 @@ def _import_outside(module: str) -> ModuleType:
         try:
             return import_module(module)
         except ModuleNotFoundError as error:
-            raise UnknownEnv(f"environment {module!r}: {error}") from error
+            raise UnknownEnv(f"environment {module!r}: {error}{_taken(error)}") from error
     path = Path(module)
     spec = importlib.util.spec_from_file_location(f"outside_{path.stem}", path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise UnknownEnv(f"environment {module!r}: no such file (from {Path.cwd()})")
     loaded = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = loaded  # Dataclasses search for their module in `sys.modules`.
-    spec.loader.exec_module(loaded)
+    try:
+        spec.loader.exec_module(loaded)
+    except ModuleNotFoundError as error:
+        if not _taken(error):
+            raise
+        raise UnknownEnv(f"environment {module!r}: {error}{_taken(error)}") from error
     return loaded
+
+
+def _taken(error: ModuleNotFoundError) -> str:
+    """Return that a missing module has a name of the product; "" if it has another one."""
+    name = (error.name or "").partition(".")[0]
+    is_taken = bool(name) and any((ROOT / each).exists() for each in (name, f"{name}.py"))
+    return f"; {name!r} is a name of this project, give your package another one" * is_taken
 
 
 def _entry(spec: EnvSpec) -> dict[str, Any]:

@@ -176,3 +176,13 @@ def test_local_requirements_do_not_apply_to_remote_environments(needy):
     needy(Requirement(what="a moon", binaries=("no-such-binary",), remedy="apt install moon"))
     remote = RemoteOptions(url="http://h:1", dialect="needy")
     assert missing_requirements(["needy"], None, remote) == []
+
+
+def test_package_with_a_name_of_the_product_is_refused_by_name(tmp_path: Path):
+    taken = "'common' is a name of this project, give your package another one"
+    with pytest.raises(UnknownEnv, match=taken):
+        Registry(["common.grade_of_mine:make"]).spec("x")
+    path = tmp_path / "own.py"
+    path.write_text("from common.grade_of_mine import make\n", encoding="utf-8")
+    with pytest.raises(UnknownEnv, match=taken):
+        Registry([f"{path}:make"])
