@@ -47,7 +47,8 @@ def choose_precision(
 ) -> PrecisionChoice:
     """Return the configured precision, or that of the rule.
 
-    The rule of a CPU: bf16 if it has bf16 units, but fp32 for a checkpoint of bf16 numbers if
+    The rule of a CPU: bf16 if it has bf16 units. But fp32 for adapters, whose small share of a
+    layer's result is lost when the sum is rounded. And fp32 for a checkpoint of bf16 numbers if
     rounding would hide an update from more than half of its weights. An update of AdamW is about
     the learning rate, one of Muon its rate by the root of the width. It is hidden from a weight
     whose half unit is larger: a 512th to a 256th of the weight.
@@ -67,6 +68,11 @@ def choose_precision(
     if not has_units:
         return PrecisionChoice(Precision.FP32, f"the {device} has no bf16 units")
     units = f"the {device} has bf16 units"
+    if learner.lora.rank:
+        why = "rounding to bf16 hides small changes by adapters from the results of their layers"
+        if is_cuda:
+            return PrecisionChoice(Precision.BF16, f"{units}; {why}, as engines in bf16 do")
+        return PrecisionChoice(Precision.FP32, why)
     stored = None if folder is None else _stored_on_grid(folder)
     if stored is None:
         return PrecisionChoice(Precision.BF16, units)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common.checks.precision import choose_precision, rate_lines, recorded_precision
-from common.config.compute import OptimizerKind, Precision
+from common.config.compute import LoraSection, OptimizerKind, Precision
 from common.config.learning import LearnerSection
 from common.config.run_config import ModelSection, RunConfig, SftSection
 from tests.learner.builders import make_model
@@ -52,6 +52,13 @@ def test_checkpoint_of_bf16_numbers_is_found_in_fp32_files_too(tmp_path: Path) -
     assert chosen(tmp_path / "trained", lr=1e-5).precision is FP32
     make_model().save_pretrained(tmp_path / "own")
     assert chosen(tmp_path / "own", lr=1e-5).precision is BF16
+
+
+def test_adapters_train_in_fp32_on_a_cpu(stored: Path) -> None:
+    lora = LoraSection(rank=4)
+    for folder in (stored, None):
+        assert chosen(folder, lora=lora, lr=1e-2).precision is FP32
+        assert chosen(folder, lora=lora, lr=1e-2, is_cuda=True).precision is BF16
 
 
 def test_rule_follows_the_device_without_such_a_checkpoint(stored: Path) -> None:
