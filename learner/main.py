@@ -343,6 +343,7 @@ class Loop:
         learner.metrics.log(self.version, metrics, check=self._check_disk)
         if self._is_first_batch:
             warn_of_invalid_actions(metrics.get("episodes/invalid_frac", 0.0), self._cfg)
+            warn_of_cuts(metrics.get("episodes/cut_observations_mean", 0.0), self._cfg)
             self._is_first_batch = False
         nan = float("nan")
         logger.info(
@@ -450,6 +451,17 @@ class Loop:
         self._set_status(waiting_for="actors: evaluation")
         if not self._learner.buffer.wait_finished(timeout_s=FINISH_S, check=self._check):
             raise LongstrideError(f"The last evaluation did not finish within {FINISH_S:g} s.")
+
+
+def warn_of_cuts(num_cut: float, cfg: RunConfig) -> None:
+    """Log a warning if observations of the first batch were cut, which may hide their end."""
+    if num_cut:
+        logger.warning(
+            "%.2g observations of an episode in the first batch were cut to fit into the context"
+            " (mark [cut here]); raise actor.max_model_len=%d",
+            num_cut,
+            cfg.actor.max_model_len,
+        )
 
 
 def warn_of_invalid_actions(invalid_frac: float, cfg: RunConfig) -> None:

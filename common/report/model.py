@@ -132,6 +132,7 @@ class Report:
     precision: str  # Precision of the learner's passes and its reason; "" if it never started.
     steps: int
     episodes: int  # Episodes issued for training.
+    cut_observations: float | None  # Mean per episode; None if unknown.
     wall_s: float | None
     tokens_per_s: TokenRates
     peak_memory_bytes: PeakMemory

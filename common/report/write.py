@@ -105,6 +105,7 @@ def build_report(
         precision=recorded_precision(run_dir.precision),
         steps=int(peak(lines, "step") or 0),
         episodes=(ledger or {}).get("issued", len(totals.train_episodes)),
+        cut_observations=mean(lines, "episodes/cut_observations_mean"),
         wall_s=wall_s if wall_s is not None else peak(lines, "time_s"),
         tokens_per_s=TokenRates(
             actor=mean(lines, "actor/tokens_per_s"), learner=mean(lines, "train/tokens_per_s")

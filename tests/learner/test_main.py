@@ -16,7 +16,7 @@ from learner.build import Learner
 from learner.ingest.group_assembly import Group
 from learner.ingest.intake import LearnerStatus
 from learner.ingest.replay_point import ReplayPoint
-from learner.main import Loop, TrainBatch, warn_of_invalid_actions
+from learner.main import Loop, TrainBatch, warn_of_cuts, warn_of_invalid_actions
 from learner.training.checkpoint import Checkpoints
 from learner.training.controller import Decision
 from learner.training.ranks import Ranks
@@ -109,6 +109,14 @@ def test_invalid_actions_of_the_first_batch_are_a_warning_with_the_key(
     warn_of_invalid_actions(invalid_frac, edited(RunConfig(), {"envhub.style": style}))
     assert all(word in caplog.text for word in words)
     assert bool(caplog.records) == bool(words)
+
+
+@pytest.mark.parametrize(("num_cut", "words"), [(0.0, ""), (0.25, "0.25 observations of an")])
+def test_cut_observations_of_the_first_batch_are_a_warning_with_the_key(
+    num_cut: float, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_cuts(num_cut, RunConfig())
+    assert (words in caplog.text, "actor.max_model_len" in caplog.text) == (True, bool(words))
 
 
 class Waiting(Neighbour):

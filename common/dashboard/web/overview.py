@@ -19,6 +19,7 @@ CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Truncation", "share", ("episodes/truncated_frac", "episodes/context_full_frac")),
     ("Reward", "", ("reward/mean",)),
     ("Turns and invalid actions", "", ("episodes/turns_mean", "episodes/invalid_frac")),
+    ("Cut observations of an episode", "", ("episodes/cut_observations_mean",)),
     ("Distance of the items", "turns of the expert", ("distance/value", "distance/mean")),
     ("Entropy", "nats", ("policy/entropy",)),
     ("Mutual information of prompt and answer", "nats", ("policy/mutual_information",)),
