@@ -74,7 +74,7 @@ def test_dry_run_names_the_precision_of_each_training(stored: Path) -> None:
         model=ModelSection(path=str(stored)), learner=LearnerSection(device="cpu"), sft=sft
     )
     for command in ("train", "sft", "dpo", "evolve"):
-        (line,) = rate_lines(command, cfg, Path())
+        line, *_ = rate_lines(command, cfg, Path())
         assert line.startswith("learner.precision: fp32 (")
     assert rate_lines("eval", cfg, Path()) == []
 
