@@ -139,6 +139,10 @@ def test_charts_have_data_and_ledger_links_work(page: Page) -> None:
     expect(page.locator("tbody tr")).to_have_count(4)
 
 
+def test_badge_of_an_ended_run_is_not_live(page: Page) -> None:
+    expect(page.locator("#live")).to_have_text("stopped")
+
+
 def test_keyboard_replays_episode_and_reaches_group(page: Page) -> None:
     page.goto(page.url.partition("#")[0] + "#episode?run=a&id=g0000000/0")
     expect(page.locator(".turn")).to_have_count(4)

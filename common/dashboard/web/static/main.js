@@ -69,6 +69,8 @@ function drawShell(name, params, run) {
   const way = (id) => (id !== name && last.get(id)?.run === run?.name && last.get(id)?.hash) || link(id, { run: run?.name });
   replace(document.getElementById("nav"), tabs.map(([id, title]) =>
     h("a", { href: way(id), "aria-current": id === active ? "page" : null }, title)));
+  selected = run;
+  showConnection();
   document.title = `${run ? run.name + " · " : ""}Longstride`;
 }
 
@@ -108,7 +110,14 @@ window.addEventListener("hashchange", () => {
 draw();
 
 const chip = document.getElementById("live");
-function tell(text, css) { chip.textContent = text; chip.className = `chip ${css}`; }
+let connection = ["connecting", ""], selected = null;
+function tell(text, css) { connection = [text, css]; showConnection(); }
+// A run that has ended is not live, although the page is connected.
+function showConnection() {
+  const [text, css] = connection, isOver = selected?.kind === "run" && ["finished", "stopped"].includes(selected.state);
+  chip.textContent = text === "live" && isOver ? selected.state : text;
+  chip.className = `chip ${css}`;
+}
 if (isReport) tell("report", "");
 else {
   const events = new EventSource("api/events");
