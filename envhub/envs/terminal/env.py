@@ -133,12 +133,15 @@ class TerminalEnv:
             )
             self._work = task.work or self._sandbox.folder
             await self._put(task.files)
+            await self._prepare(task)
         except RefusedBySandbox as error:
             raise EnvFailure(f"task {task.name} does not fit into the sandbox: {error}") from error
-        await self._prepare(task)
 
     async def _prepare(self, task: TerminalTask) -> None:
-        """Make the work folder and wait until the task is healthy. Raises: EnvFailure."""
+        """Make the work folder and wait until the task is healthy.
+
+        Raises: EnvFailure, RefusedBySandbox.
+        """
         assert self._sandbox is not None
         argv = ["bash", "-c", 'mkdir -p "$1"', "bash", self._work]
         try:
@@ -263,31 +266,36 @@ class TerminalEnv:
         assert self._sandbox is not None
         if not self._shared.options.keeps_processes:
             await self._sandbox.kill()
+        try:
+            variables = await self._put_tests(task)
+            limit_s = min(task.test_timeout_s or math.inf, self._shared.options.test_timeout_s)
+            result = await self._run([*IN_FOLDER, self._work, *task.command], limit_s, variables)
+        except RefusedBySandbox as error:
+            raise UndecidedTests(f"the tests cannot start: {error}") from error
+        return await self._verdict(task, result)
+
+    async def _put_tests(self, task: TerminalTask) -> dict[str, str]:
+        """Write the tests, and return their variables. Raises: UndecidedTests, RefusedBySandbox."""
         cleared = await self._run(["bash", "-c", CLEAR], CLEAR_TIMEOUT_S)
         if not cleared.is_ok:
             raise UndecidedTests(f"{TESTS} cannot be cleared: {cleared.text.strip()[-300:]}")
         if task.needs_pytest:
             probe = await self._run(["python3", "-I", "-c", "import pytest"], 120.0)
             if not probe.is_ok:
-                raise EnvFailure(
-                    f"task {task.name}: its tests need pytest, which the sandbox's Python lacks;"
-                    " run apt-get install python3-pytest, or add its folder to envs.sandbox.mounts"
+                raise UndecidedTests(
+                    "the tests need pytest, which the sandbox's Python lacks; run apt-get install"
+                    " python3-pytest, or add its folder to envs.sandbox.mounts"
                 )
         variables = {**task.variables, **GUARDED, "TEST_DIR": TESTS, **task.test_variables}
-        try:
-            await self._put(task.tests)
-            if _mentions(AS_AGENT.encode(), task.tests):
-                variables |= await self._put_as_agent(task)
-        except RefusedBySandbox as error:
-            raise UndecidedTests(f"a file of the tests cannot be written: {error}") from error
-        limit_s = min(task.test_timeout_s or math.inf, self._shared.options.test_timeout_s)
-        result = await self._run([*IN_FOLDER, self._work, *task.command], limit_s, variables)
-        return await self._verdict(task, result)
+        await self._put(task.tests)
+        if _mentions(AS_AGENT.encode(), task.tests):
+            variables |= await self._put_as_agent(task)
+        return variables
 
     async def _put_as_agent(self, task: TerminalTask) -> dict[str, str]:
         """Write the script that runs the agent's programs, and return its variable.
 
-        Raises: EnvFailure: the kernel cannot run programs without rights. RefusedBySandbox.
+        Raises: UndecidedTests: the kernel cannot run programs without rights. RefusedBySandbox.
         """
         assert self._sandbox is not None
         script = confining_script(AS_AGENT_CODE, {AS_AGENT, "TEST_DIR", *task.test_variables})
@@ -295,9 +303,8 @@ class TerminalEnv:
         await self._sandbox.write(AS_AGENT_PATH, script.encode(), mode=0o755)
         probe = await self._run([AS_AGENT_PATH, "true"], CLEAR_TIMEOUT_S)
         if not probe.is_ok:
-            raise EnvFailure(
-                f"task {task.name}: its tests run programs of the agent without rights:"
-                f" {probe.text.strip()[-300:]}"
+            raise UndecidedTests(
+                f"the tests run programs of the agent without rights: {probe.text.strip()[-300:]}"
             )
         return {AS_AGENT: AS_AGENT_PATH}
 
@@ -309,18 +316,15 @@ class TerminalEnv:
         *,
         keeps_processes: bool = False,
     ) -> CommandResult:
-        """Return the result of a command of the environment itself. Raises: EnvFailure."""
+        """Return the result of a command of the environment itself. Raises: RefusedBySandbox."""
         assert self._sandbox is not None
-        try:
-            return await self._sandbox.exec(
-                argv,
-                timeout_s=limit_s,
-                max_output_bytes=MAX_OUTPUT_BYTES,
-                variables=variables,
-                keeps_processes=keeps_processes,
-            )
-        except RefusedBySandbox as error:
-            raise EnvFailure(f"{argv[0]} could not start in the sandbox: {error}") from error
+        return await self._sandbox.exec(
+            argv,
+            timeout_s=limit_s,
+            max_output_bytes=MAX_OUTPUT_BYTES,
+            variables=variables,
+            keeps_processes=keeps_processes,
+        )
 
     async def _put(self, files: Iterable[TaskFile]) -> None:
         """Write files of the task into the sandbox. Raises: RefusedBySandbox."""

@@ -399,6 +399,26 @@ def test_verdict_that_a_program_spoilt_is_zero(tmp_path: Path, trick: str) -> No
     assert (last.reward, last.done) == (0.0, True)
 
 
+@pytest.mark.parametrize(
+    "trick",
+    ["chmod 0 /app", "chmod 0 /app /tmp ~ /tests /logs", "mkdir -p /logs/a/b; chmod 0 /logs/a"],
+)
+def test_folder_that_the_agent_closes_is_no_failure_of_the_sandbox(
+    tmp_path: Path, trick: str
+) -> None:
+    harbor(tmp_path)
+    *_, last = played(options_of(tmp_path), [trick, "submit"])
+    assert (last.reward, last.done) == (0.0, True)
+
+
+def test_processes_that_the_agent_keeps_cannot_avoid_a_verdict(tmp_path: Path) -> None:
+    harbor(tmp_path)
+    loop = "while :; do mkdir -p /tests/x/y /logs/x/y; done 2>/dev/null &"
+    options = options_of(tmp_path, keeps_processes=True, test_timeout_s=60.0)
+    *_, last = played(options, [loop, "submit"])
+    assert (last.reward, last.done) == (0.0, True)
+
+
 def test_verdict_that_the_tests_spoil_themselves_is_a_failure(tmp_path: Path) -> None:
     test = f"[ -f /app/out ] && echo high > {REWARD} || echo 0 > {REWARD}\n"
     harbor(tmp_path, test=test, **{"solution__solve.sh": "touch out"})
