@@ -1,6 +1,7 @@
 """Laws of tasks with an image, in containers of Podman. They need Podman and an image of Debian."""
 
 import asyncio
+import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from envhub.sandbox.containers import Containers
 from envhub.sandbox.interface import SandboxFailed, SandboxRequest
 
 BASE = "localhost/debian:12"
-IMAGE = "localhost/longstride-test"
+IMAGE = f"localhost/longstride-test-{os.getpid()}"  # Test processes do not share images.
 OPTIONS = SandboxOptions(backend="podman", disk_mib=16, memory_mib=256, start_timeout_s=300.0)
 DOCKERFILE = f"""
 FROM {BASE}
