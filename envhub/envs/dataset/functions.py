@@ -400,13 +400,22 @@ class Caller:
         process = await self._take(is_shared=is_shared)
         try:
             return await self._watched(process, message, timeout_s)
+        except asyncio.CancelledError:  # The function still runs, so the process is not free.
+            self._discard(process)
+            asyncio.get_running_loop().run_in_executor(self._threads, process.end)
+            raise
         finally:
             process.num_running -= 1
             process.is_shared = process.is_shared and process.num_running > 0
-            if process.failure and process in self._processes:
-                self._processes.remove(process)
+            if process.failure:
+                self._discard(process)
             async with self._num_free:
                 self._num_free.notify()
+
+    def _discard(self, process: GraderProcess) -> None:
+        """Give no further calls to a process."""
+        if process in self._processes:
+            self._processes.remove(process)
 
     async def _watched(
         self, process: GraderProcess, message: dict[str, Any], timeout_s: float

@@ -225,3 +225,21 @@ def test_error_of_a_function_has_its_place(tmp_path: Path) -> None:
     finally:
         caller.close()
     assert f'{tmp_path}/own.py", line 2, in f' in str(caught.value.__cause__)
+
+
+def test_process_of_a_cancelled_call_gets_no_further_call(tmp_path: Path) -> None:
+    function = loaded(tmp_path, "backtracks")
+    caller = Caller([function])
+
+    async def answers() -> Any:
+        await caller.prepare()
+        locked = asyncio.create_task(caller.call(function, {"completion": LOCKED}, timeout_s=60.0))
+        await asyncio.sleep(0)
+        locked.cancel()
+        await asyncio.wait([locked])
+        return (await caller.call(function, {"completion": "ab"}, timeout_s=20.0)).value
+
+    try:
+        assert run(answers()) is True
+    finally:
+        caller.close()
