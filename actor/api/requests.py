@@ -145,7 +145,7 @@ def unsupported(name: str, value: object, why: str = "", *, param: str | None = 
 @cache
 def log_ignored(name: str, reason: str) -> None:
     """Log that a field of requests has no effect; each field and reason once per process."""
-    logger.info("ignored a field of agents' requests field=%s reason=%s", name, reason)
+    logger.info("ignored a field of requests field=%s reason=%s", name, reason)
 
 
 def check_fields(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from fastapi import FastAPI
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import (
     WeightTransferInitRequest,
@@ -30,6 +31,7 @@ from actor.engine.staging import Staged, failure_of
 from actor.engine.start import is_eager, shut_down_llm, start_llm
 from actor.engine.whole_turns import turn_params
 from actor.rollout.episode import Turn
+from actor.rollout.render import Renderer
 from common.config.compute import FULL, LoraSection
 from common.config.run_config import ActorSection, AtUpdate, ModelSection
 from common.errors import EngineError, WeightSyncError
@@ -46,6 +48,7 @@ REPORT_S = 1.0  # Seconds for the other workers to report, once one has failed.
 # First and last interval in seconds between two polls of the staging.
 FIRST_POLL_S = 0.005
 LAST_POLL_S = 0.1
+DEATH_POLL_S = 0.5  # Seconds between two checks of an engine that only serves.
 
 
 class Engine:
@@ -198,6 +201,18 @@ class Engine:
     def _adapter(self) -> LoRARequest | None:
         """The adapter of every request; None before the first version."""
         return self._named if self._takes_adapters and self.version >= 0 else None
+
+    def make_app(self, renderer: Renderer, *, name: str) -> FastAPI:
+        """Return a server of OpenAI's and Anthropic's APIs, which samples from this engine."""
+        from actor.engine.openai_app import make_app  # The import takes seconds.
+
+        return make_app(self._llm, renderer, self._cfg, name=name, adapter=self._adapter)
+
+    async def wait_for_death(self) -> None:
+        """Wait until the engine can sample no more. Raises: EngineError: it died."""
+        while not self._llm.errored:
+            await asyncio.sleep(DEATH_POLL_S)
+        raise EngineError(f"engine died: {await self._watch.describe_death()}")
 
     def take_adapter_at(self, folder: Path) -> None:
         """Sample with the adapter in a folder, written by peft, instead of a published one."""

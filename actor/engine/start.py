@@ -38,6 +38,8 @@ from actor.engine.whole_turns import send_whole_turns
 from common.config.compute import FULL, EnforceEager, LoraSection
 from common.config.run_config import ActorSection, ModelSection
 from common.errors import ConfigError, EngineError
+from common.host.process_settings import is_set_by_user
+from common.launch.roles import ONE_THREAD
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ PROGRESS_S = 15.0  # Seconds between two log lines about a start.
 # Only whole blocks are reused, so each turn recomputes the tokens after the last one. vLLM's
 # default on a CPU is 128.
 CPU_BLOCK_TOKENS = 32
+BINDING = ("VLLM_CPU_OMP_THREADS_BIND", ONE_THREAD["VLLM_CPU_OMP_THREADS_BIND"])
 WHOLE_TOKENS = 8_192  # Tokens of a step when prompts are not computed in chunks.
 
 
@@ -140,6 +143,20 @@ def _merged(adapters: dict[str, Any], experts: dict[str, Any]) -> dict[str, Any]
     return adapters | experts | ({key: both} if both else {})
 
 
+def use_threads_of_a_run() -> None:
+    """Give an engine on a CPU the threads that the launcher gives an actor.
+
+    Several threads that are bound to cores wait for each other at every layer. Beside a busy core
+    an answer then takes ten times as long. OMP_NUM_THREADS of the user's own shell is kept.
+    """
+    if not current_platform.is_cpu():
+        return
+    if not is_set_by_user(os.environ):
+        os.environ.update(ONE_THREAD)
+    os.environ.setdefault(*BINDING)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
+
+
 def start_llm(
     model: ModelSection,
     cfg: ActorSection,
@@ -157,6 +174,7 @@ def start_llm(
         ConfigError: vLLM refuses the arguments, so a retry cannot succeed.
         EngineError: the processes did not start; the message names the exit and the last lines.
     """
+    use_threads_of_a_run()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(cfg.kv_cache_gib))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(max(1, int(cfg.start_timeout_s))))

@@ -1,5 +1,6 @@
 """Reads HTTP requests for chat completions, and answers errors of HTTP as the API does."""
 
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -34,6 +35,10 @@ async def with_api_errors(request: web.Request, handler: Handler) -> web.StreamR
         return web.json_response(body, status=error.status, headers=allowed)
 
 
-def is_of_a_page(request: web.Request) -> bool:
-    """Return whether the request may come from a website in a browser (DNS rebinding included)."""
-    return "origin" in request.headers or request.url.host not in (IPV4, IPV6, "localhost")
+def is_of_a_page(headers: Mapping[str, str], host: str | None) -> bool:
+    """Return whether a request may come from a website in a browser (DNS rebinding included).
+
+    Args:
+        host: the host that the request names.
+    """
+    return "origin" in headers or host not in (IPV4, IPV6, "localhost")

@@ -1,10 +1,11 @@
-"""Serves chat completions on this machine: from a checkpoint, or from a running actor."""
+"""Serves a policy on this machine: a checkpoint by vLLM's server, or a running actor's engine."""
 
 import asyncio
 import contextlib
 import hmac
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -14,8 +15,12 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import uvicorn
 from aiohttp import web
-from transformers import AutoTokenizer
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.types import Message, Receive, Scope, Send
+from transformers import AutoConfig, AutoTokenizer
 
 from actor.api.chat_api import CHAT_API, choices_reply
 from actor.api.history import check_thoughts, matched
@@ -44,6 +49,12 @@ if TYPE_CHECKING:
 
 ADAPTERS = "adapter_config.json"
 EVENTS = "text/event-stream"
+OTHER_ORIGIN = "requests from pages of other origins need an API key"
+MAX_BODY_BYTES = 64 << 20  # A prompt of token ids is longer than its text.
+MOST_LOGPROBS = 1024  # Most probable tokens at each position, at most.
+FITTED = -1  # vLLM lowers `max_model_len` to the largest that the KV cache holds.
+START_POLL_S = 0.01
+NO_WORD = re.compile(r"[^\w.-]+", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +73,7 @@ class Chat:
         try:
             self.check_access(request)
             body = await read_body(request)
-            asked = CHAT_API.read({**body, "n": None})
+            asked = CHAT_API.read({**body, **dict.fromkeys(("n", "temperature", "seed"))})
             reply = await self._reply(asked, read_sampling(body, self.actor))
         except ApiError as error:
             return web.json_response(openai_error(error), status=error.status)
@@ -148,11 +159,17 @@ class Chat:
 
     def check_access(self, request: web.Request) -> None:
         """Check the key of a request. Raises: ApiError."""
-        credentials = request.headers.get("authorization", "").encode(errors="surrogateescape")
-        if self.key and not hmac.compare_digest(credentials, f"Bearer {self.key}".encode()):
-            raise ApiError(401, "invalid_api_key", "wrong API key")
-        if not self.key and is_of_a_page(request):
-            raise ApiError(403, "forbidden", "requests from pages of other origins need an API key")
+        check_key(self.key, request.headers.get("authorization", ""))
+        if not self.key and is_of_a_page(request.headers, request.url.host):
+            raise ApiError(403, "forbidden", OTHER_ORIGIN)
+
+
+def check_key(key: str, *credentials: str) -> None:
+    """Check that one of the values of headers holds the key, if there is one. Raises: ApiError."""
+    right = key.encode()
+    sent = [each.removeprefix("Bearer ").encode(errors="surrogateescape") for each in credentials]
+    if key and not any([hmac.compare_digest(each, right) for each in sent]):
+        raise ApiError(401, "invalid_api_key", "wrong API key")
 
 
 def bound(port: int) -> socket.socket:
@@ -217,7 +234,7 @@ async def serve_engine(
 
 
 def serve(cfg: RunConfig, run_dir: RunDir) -> int:
-    """Serve chat completions with the policy at `model.path` until a signal; return 0.
+    """Serve the APIs of OpenAI and Anthropic with the policy at `model.path` until a signal.
 
     The environment variable named by `policy.api_key_env` holds the key that requests must carry.
 
@@ -251,7 +268,7 @@ async def _serve(
     *,
     past_of: RunDir | None,
 ) -> None:
-    """Start the engine, and serve chat completions until a signal arrives.
+    """Start the engine, and serve it until a signal arrives.
 
     Args:
         past_of: the run whose past version is served; it ends when another one is due.
@@ -261,10 +278,9 @@ async def _serve(
     folder = Path(cfg.model.path)
     base, lora = base_of(folder)
     renderer = Renderer(AutoTokenizer.from_pretrained(folder, local_files_only=True))
-    renderer.check_room(cfg.actor)
     engine = await Engine.start(
         replace(cfg.model, path=str(base)),
-        cfg.actor,
+        with_context(cfg, folder),
         end_of_turn_ids=renderer.end_of_turn_ids,
         seed=cfg.run.seed,
         lora=lora,
@@ -273,29 +289,120 @@ async def _serve(
     engine.version = 0
     if lora.rank:
         engine.take_adapter_at(folder)
-    chat = Chat(
-        engine=engine,
-        renderer=renderer,
-        actor=cfg.actor,
-        key=key,
-        name=lambda _: f"{cfg.run.name}, {cfg.model.label}",
-        numbers=count(1),
-    )
+    name = model_id(cfg)
+    app = engine.make_app(renderer, name=name)
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     try:
-        async with listening(chat, place) as url:
-            print(f"policy: {url}", flush=True)  # noqa: T201 - the command's output
+        async with serving(app, place, key=key) as url:
+            print(f"policy: {url} model={name}", flush=True)  # noqa: T201 - the command's output
             async with part.published(url) if part else contextlib.nullcontext():
-                await _end(ended, past_of, after_s=cfg.policy.past_every_s)
+                await _end(engine, ended, past_of, after_s=cfg.policy.past_every_s)
     finally:
         engine.shut_down()
 
 
-async def _end(ended: asyncio.Event, past_of: RunDir | None, *, after_s: float) -> None:
-    """Wait for a signal, or until another past version is due. The launcher then restarts it."""
+def with_context(cfg: RunConfig, folder: Path) -> ActorSection:
+    """Return the settings of an engine that serves the whole context of the model.
+
+    The engine of a role keeps `actor.max_model_len`, for which the run has planned the memory.
+    """
+    args = {"logprobs_mode": "raw_logprobs", "max_logprobs": MOST_LOGPROBS}
+    if cfg.policy.max_model_len or cfg.policy.role:
+        most = cfg.policy.max_model_len or cfg.actor.max_model_len
+        return replace(cfg.actor, max_model_len=most, engine_args=args | cfg.actor.engine_args)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+    most = getattr(config, "max_position_embeddings", None) or cfg.actor.max_model_len
+    args["max_model_len"] = FITTED
+    return replace(cfg.actor, max_model_len=most, engine_args=args | cfg.actor.engine_args)
+
+
+def model_id(cfg: RunConfig) -> str:
+    """Return the id of the served model: the run's name and the model's label, as one word."""
+    return NO_WORD.sub("-", f"{cfg.run.name}-{cfg.model.label}").strip("-")
+
+
+class GuardedApp:
+    """A server that answers requests only with its key, and none of a website without a key."""
+
+    def __init__(self, app: FastAPI, key: str) -> None:
+        self._app = app
+        self._key = key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or refuse it in the API's form."""
+        if scope["type"] == "http":
+            request = Request(scope)
+            try:
+                self._check(request)
+            except ApiError as error:
+                refusal = JSONResponse(openai_error(error), status_code=error.status)
+                await refusal(scope, receive, send)
+                return
+        num_bytes = 0
+
+        async def receive_within_limit() -> Message:
+            """Return the next message; a body of unknown size ends at the limit."""
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            return message if num_bytes <= MAX_BODY_BYTES else {"type": "http.disconnect"}
+
+        await self._app(scope, receive_within_limit, send)
+
+    def _check(self, request: Request) -> None:
+        """Check the key and the size of a request. Raises: ApiError."""
+        headers = request.headers
+        check_key(self._key, headers.get("authorization", ""), headers.get("x-api-key", ""))
+        if not self._key and is_of_a_page(headers, request.url.hostname):
+            raise ApiError(403, "forbidden", OTHER_ORIGIN)
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length) > MAX_BODY_BYTES:
+            text = f"the body has more than {MAX_BODY_BYTES} bytes"
+            raise ApiError(413, "request_entity_too_large", text)
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to this process."""
+
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # pyright: ignore
+        return contextlib.nullcontext()
+
+
+@contextlib.asynccontextmanager
+async def serving(app: FastAPI, place: socket.socket, *, key: str) -> AsyncGenerator[str]:
+    """Serve requests inside the context; yield the address."""
+    config = uvicorn.Config(
+        GuardedApp(app, key),
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=1,
+    )
+    server = _Server(config)
+    app.state.server = server
+    task = asyncio.create_task(server.serve(sockets=[place]))
+    try:
+        while not server.started and not task.done():
+            await asyncio.sleep(START_POLL_S)
+        host, port = place.getsockname()[:2]
+        yield f"http://{bracketed(host)}:{port}/v1"
+    finally:
+        server.should_exit = True
+        await task
+
+
+async def _end(
+    engine: "Engine", ended: asyncio.Event, past_of: RunDir | None, *, after_s: float
+) -> None:
+    """Wait for a signal, or until another past version is due. The launcher then restarts it.
+
+    Raises: EngineError: the engine died.
+    """
     waits: list[asyncio.Task[Any]] = [asyncio.create_task(ended.wait())]
+    waits.append(asyncio.create_task(engine.wait_for_death()))
     if past_of is not None:
         waits.append(asyncio.create_task(newer_version(past_of, after_s=after_s)))
     done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

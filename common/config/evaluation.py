@@ -362,6 +362,13 @@ class PolicySection:
         ge=0,
         le=65535,
     )
+    max_model_len: int = knob(
+        0,
+        "Sets the context of the command `serve` in tokens, for prompt and answer together. 0 "
+        "takes the model's whole context, as far as the KV cache (actor.kv_cache_gib) holds it. "
+        "With policy.role, 0 takes actor.max_model_len.",
+        ge=0,
+    )
     role: str = knob(
         "",
         "Names the role that the command `serve` has in the run `run.name`. The run then finds its "

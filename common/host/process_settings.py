@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 USER_VARIABLES = ("LOGNAME", "USER", "LNAME", "USERNAME")  # `getpass.getuser` reads these.
 
+THREADS = "OMP_NUM_THREADS"
+
 
 def start_with_plain_settings() -> None:
     """Start this program again if its locale or its path would break libraries.
@@ -71,8 +73,18 @@ def complete_process_settings(environ: MutableMapping[str, str]) -> None:
     environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if loopback() == IPV6:  # gloo resolves the host name, which has an IPv4 address only.
         environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if cores_here() < len(os.sched_getaffinity(0)):  # Libraries ignore a container's quota.
-        environ.setdefault("OMP_NUM_THREADS", str(num_cores()))
+    if _has_quota():  # Libraries ignore a container's quota.
+        environ.setdefault(THREADS, str(num_cores()))
+
+
+def is_set_by_user(environ: MutableMapping[str, str]) -> bool:
+    """Return whether OMP_NUM_THREADS is set, and not by `complete_process_settings`."""
+    threads = environ.get(THREADS)
+    return threads is not None and not (_has_quota() and threads == str(num_cores()))
+
+
+def _has_quota() -> bool:
+    return cores_here() < len(os.sched_getaffinity(0))
 
 
 def name_user(environ: MutableMapping[str, str]) -> None:
