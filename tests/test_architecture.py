@@ -30,6 +30,7 @@ SATELLITES = (  # Folders and files that no training run needs; `run.py` or a re
     "common/store/journal_command.py",
     "common/store/wandb_sink.py",
     "actor/agents",
+    "actor/engine/openai_app.py",
     "actor/api",
     "actor/formats/preview.py",
     "actor/play",

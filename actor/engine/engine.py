@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from fastapi import FastAPI
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import (
     WeightTransferInitRequest,
@@ -31,7 +30,6 @@ from actor.engine.staging import Staged, failure_of
 from actor.engine.start import is_eager, shut_down_llm, start_llm
 from actor.engine.whole_turns import turn_params
 from actor.rollout.episode import Turn
-from actor.rollout.render import Renderer
 from common.config.compute import FULL, LoraSection
 from common.config.run_config import ActorSection, AtUpdate, ModelSection
 from common.errors import EngineError, WeightSyncError
@@ -198,15 +196,19 @@ class Engine:
         return self._llm.model_config.get_vocab_size()
 
     @property
-    def _adapter(self) -> LoRARequest | None:
+    def adapter(self) -> LoRARequest | None:
         """The adapter of every request; None before the first version."""
         return self._named if self._takes_adapters and self.version >= 0 else None
 
-    def make_app(self, renderer: Renderer, *, name: str) -> FastAPI:
-        """Return a server of OpenAI's and Anthropic's APIs, which samples from this engine."""
-        from actor.engine.openai_app import make_app  # The import takes seconds.
+    @property
+    def llm(self) -> AsyncLLM:
+        """vLLM's engine, for a server that samples by itself."""
+        return self._llm
 
-        return make_app(self._llm, renderer, self._cfg, name=name, adapter=self._adapter)
+    @property
+    def options(self) -> ActorSection:
+        """The settings with which the engine started."""
+        return self._cfg
 
     async def wait_for_death(self) -> None:
         """Wait until the engine can sample no more. Raises: EngineError: it died."""
@@ -259,7 +261,7 @@ class Engine:
                 sampling = self._sampling_params(max_tokens, seed, temperature=temperature)
                 # All outputs are taken: a generator that is left before its end aborts the request.
                 answers = self._llm.generate(
-                    prompt, sampling, request_id, lora_request=self._adapter
+                    prompt, sampling, request_id, lora_request=self.adapter
                 )
                 for output in [each async for each in answers if each.finished]:
                     return self._turn(output, await self._experts_of(request_id))
@@ -289,7 +291,7 @@ class Engine:
                     request_id,
                     prompt,
                     self._sampling_params(max_tokens, seeds[request_id]),
-                    lora_request=self._adapter,
+                    lora_request=self.adapter,
                 )
             await self._llm.resume_generation()
             outputs = {
@@ -491,7 +493,7 @@ class Engine:
         )
         async with self._bounded(f"scoring {request_id}", self._cfg.turn_timeout_s):
             async for output in self._llm.generate(
-                tokens_input(token_ids), params, request_id, lora_request=self._adapter
+                tokens_input(token_ids), params, request_id, lora_request=self.adapter
             ):
                 if output.finished:
                     steps = cast(list[Any], output.prompt_logprobs or [])

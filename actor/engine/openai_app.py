@@ -52,8 +52,8 @@ from actor.api.chat_api import CHAT, CHAT_API, CHAT_IGNORED
 from actor.api.history import matched
 from actor.api.prompts import encode_messages
 from actor.api.requests import ApiError, arguments_text, check_fields
+from actor.engine.engine import Engine
 from actor.rollout.render import Renderer
-from common.config.run_config import ActorSection
 from common.formats.calls import CallForm
 
 logger = logging.getLogger(__name__)
@@ -309,23 +309,14 @@ def replace_missing_backend() -> None:
         sys.modules[ENFORCER] = stand_in
 
 
-def make_app(
-    llm: AsyncLLM,
-    renderer: Renderer,
-    cfg: ActorSection,
-    *,
-    name: str,
-    adapter: LoRARequest | None = None,
-) -> FastAPI:
-    """Return the server of an engine.
+def make_app(engine: Engine, renderer: Renderer, *, name: str) -> FastAPI:
+    """Return the server of an engine with the API's id of its model.
 
-    Args:
-        cfg: its temperature, `top_p` and `top_k` apply to requests without their own.
-        name: the id of the model.
-        adapter: the adapter of all requests; None: there is none.
+    The engine's settings of temperature, `top_p` and `top_k` apply to requests without their own.
     """
     replace_missing_backend()
-    client: Any = AdapterClient(llm, adapter)
+    llm, cfg = engine.llm, engine.options
+    client: Any = AdapterClient(llm, engine.adapter)
     parser = parser_of(renderer)
     models = ServedModel(client, [BaseModelPath(name=name, model_path=name)])
     online = PolicyRenderer(

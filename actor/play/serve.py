@@ -38,6 +38,7 @@ from common.config.compute import FULL, LoraSection
 from common.config.run_config import ActorSection, RunConfig
 from common.errors import ConfigError, EngineError
 from common.host.loopback import family_of, loopback
+from common.http.embedded import EmbeddedServer
 from common.http.listening import stop_accepting
 from common.stall.beacon import beacon_of
 from common.store.run_dir import RunDir
@@ -174,11 +175,17 @@ def check_key(key: str, *credentials: str) -> None:
 
 def bound(port: int) -> socket.socket:
     """Return a socket bound to a port of this machine; 0: a free port. Raises: ConfigError."""
+    host = loopback()
+    # asyncio sets TCP_NODELAY only if the protocol is given. Without it, small answers are delayed.
+    place = socket.socket(family_of(host), socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        host = loopback()
-        return socket.create_server((host, port), family=family_of(host))
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        place.bind((host, port))
+        place.listen()
     except OSError as error:
+        place.close()
         raise ConfigError(f"policy.port={port}: {error.strerror}") from error
+    return place
 
 
 @contextlib.asynccontextmanager
@@ -274,6 +281,7 @@ async def _serve(
         past_of: the run whose past version is served; it ends when another one is due.
     """
     from actor.engine.engine import Engine  # Imported here, because it loads vLLM.
+    from actor.engine.openai_app import make_app
 
     folder = Path(cfg.model.path)
     base, lora = base_of(folder)
@@ -290,7 +298,7 @@ async def _serve(
     if lora.rank:
         engine.take_adapter_at(folder)
     name = model_id(cfg)
-    app = engine.make_app(renderer, name=name)
+    app = make_app(engine, renderer, name=name)
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
@@ -363,13 +371,6 @@ class GuardedApp:
             raise ApiError(413, "request_entity_too_large", text)
 
 
-class _Server(uvicorn.Server):
-    """A server that leaves signals to this process."""
-
-    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # pyright: ignore
-        return contextlib.nullcontext()
-
-
 @contextlib.asynccontextmanager
 async def serving(app: FastAPI, place: socket.socket, *, key: str) -> AsyncGenerator[str]:
     """Serve requests inside the context; yield the address."""
@@ -381,7 +382,7 @@ async def serving(app: FastAPI, place: socket.socket, *, key: str) -> AsyncGener
         lifespan="off",
         timeout_graceful_shutdown=1,
     )
-    server = _Server(config)
+    server = EmbeddedServer(config)
     app.state.server = server
     task = asyncio.create_task(server.serve(sockets=[place]))
     try:

@@ -3,14 +3,14 @@
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import uvicorn
 
 from common.config.envs import BrowserOptions
 from common.host.loopback import family_of, loopback
+from common.http.embedded import EmbeddedServer
 from common.wire.addresses import bracketed
 from envhub.env import EnvFailure
 from envhub.web.browser import BrowserHost, host_rules
@@ -18,14 +18,6 @@ from envhub.web.browser import BrowserHost, host_rules
 logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 3.0
-
-
-class _Server(uvicorn.Server):
-    """A server that does not install signal handlers."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class LocalSite:
@@ -40,7 +32,7 @@ class LocalSite:
         config = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=1
         )
-        self._server = _Server(config)
+        self._server = EmbeddedServer(config)
         self._task: asyncio.Task[None] | None = None
         self.address = f"{bracketed(host)}:{self._socket.getsockname()[1]}"
 

@@ -91,7 +91,10 @@ RULES = (
 )
 
 # Packages that are not installed with the product; what a block does with them is only compiled.
-FOREIGN = {"openenv": "tests/envhub/interop runs it, in an environment of its own"}
+FOREIGN = {
+    "openai": "tests/actor/engine/test_openai_app.py sends such requests",
+    "openenv": "tests/envhub/interop runs it, in an environment of its own",
+}
 
 
 def rule_of(command: str) -> Rule | None:
