@@ -111,8 +111,9 @@ class PolicyRenderer(OnlineRenderer):
         why = self.policy.calls
         if request.tools and request.tool_choice != "none" and isinstance(why, str):
             raise VLLMValidationError(f"tools: {why}", parameter="tools")
-        ends = [*(request.stop_token_ids or []), *self.policy.end_of_turn_ids]
-        request.stop_token_ids = list(dict.fromkeys(ends))
+        if not request.ignore_eos:
+            ends = [*(request.stop_token_ids or []), *self.policy.end_of_turn_ids]
+            request.stop_token_ids = list(dict.fromkeys(ends))
         rendered: Any = await super().render_chat(request, skip_mm_cache=skip_mm_cache)
         if not isinstance(rendered, ErrorResponse) and self._is_plain(request):
             prompt: dict[str, Any] = rendered[1][0]
