@@ -68,8 +68,16 @@ def agent_argv(python: str, limits: SandboxLimits, folder: str, path: str = "") 
     return [python, "-I", "-S", *code, given]
 
 
+# Runs the interpreter of the sandbox's first process, because an image may have none in its PATH.
+CONFINING = """#!/usr/bin/env bash
+mapfile -d '' -t words < /proc/1/cmdline
+for ((n = 0; n < ${#words[@]}; n++)); do [ "${words[n]}" = -I ] && break; done
+[ $n -lt ${#words[@]} ] || { words=(python3); n=1; }
+"""
+
+
 def confining_script(path: str, variables: Iterable[str]) -> str:
-    """Return a shell script that runs a command without access to the tests and their verdict.
+    """Return a script of bash that runs a command without access to the tests and their verdict.
 
     Args:
         path: path of the agent's text in the sandbox.
@@ -80,8 +88,8 @@ def confining_script(path: str, variables: Iterable[str]) -> str:
         "variables": sorted(variables),
         "filters": _as_text(own_process_program),
     }
-    words = shlex.join(["python3", "-I", "-S", path, json.dumps(given)])
-    return f'#!/bin/sh\nexec {words} "$@"\n'
+    words = shlex.join(["-I", "-S", path, json.dumps(given)])
+    return f'{CONFINING}exec "${{words[@]:0:n}}" {words} "$@"\n'
 
 
 def _as_text(make: Callable[[str], bytes]) -> dict[str, str]:

@@ -15,6 +15,7 @@ from envhub.env import EnvFailure, StepResult, Style
 from envhub.envs.terminal.env import TerminalEnv, make_spec
 from envhub.sandbox.containers import Containers
 from envhub.sandbox.interface import SandboxFailed, SandboxRequest
+from envhub.sandbox.process import agent_text, confining_script
 
 BASE = "localhost/debian:12"
 IMAGE = f"localhost/longstride-test-{os.getpid()}"  # Test processes do not share images.
@@ -180,6 +181,32 @@ def test_image_without_bash_is_named(tmp_path: Path, bare: str) -> None:
             played(write_task(tmp_path, image), ["pwd"])
     finally:
         remove(image)
+
+
+@pytest.mark.parametrize("image", ["bare", "with_python"])
+def test_program_without_rights_reaches_neither_tests_nor_first_process(
+    image: str, request: pytest.FixtureRequest
+) -> None:
+    async def work() -> list[str]:
+        options = replace(OPTIONS, image=request.getfixturevalue(image))
+        sandbox = await Containers(options).create(SandboxRequest())
+        await sandbox.write("/tests/agent.py", agent_text().encode())
+        script = confining_script("/tests/agent.py", [])
+        await sandbox.write("/tests/as-agent", script.encode(), mode=0o755)
+        texts: list[str] = []
+        for command in (
+            "echo .5 > /logs/x; /tests/as-agent bash -c 'echo 1 > /logs/x; echo ran'; cat /logs/x",
+            "/tests/as-agent cat /tests/as-agent",
+            "prlimit --pid 1 --nofile=1:1 && echo changed",
+            "renice -n 5 -p 1 && echo changed",
+        ):
+            argv = ["bash", "-c", f"({command}) 2>/dev/null"]
+            result = await sandbox.exec(argv, timeout_s=60.0, max_output_bytes=1000)
+            texts.append(result.text)
+        await sandbox.delete()
+        return texts
+
+    assert asyncio.run(work()) == ["ran\n.5\n", "", "", ""]
 
 
 def test_folder_that_an_image_lacks_is_empty(bare: str) -> None:
