@@ -27,3 +27,8 @@ def hint(completion: str, ground_truth: str, state: dict[str, Any]) -> tuple[str
     shown = state.get("num_shown", 0) + 1
     state["num_shown"] = shown
     return f"No. It begins with {ground_truth[:shown]}.", False
+
+
+def calls(call: dict[str, Any] | None, answer: str) -> float:
+    """Return 1 if the answer calls the right tool, or none where none fits."""
+    return float((call or {"tool": ""})["tool"] == answer)
