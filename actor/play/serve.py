@@ -288,7 +288,7 @@ async def _serve(
     renderer = Renderer(AutoTokenizer.from_pretrained(folder, local_files_only=True))
     engine = await Engine.start(
         replace(cfg.model, path=str(base)),
-        with_context(cfg, folder),
+        with_context(cfg, base),
         end_of_turn_ids=renderer.end_of_turn_ids,
         seed=cfg.run.seed,
         lora=lora,
@@ -311,8 +311,11 @@ async def _serve(
         engine.shut_down()
 
 
-def with_context(cfg: RunConfig, folder: Path) -> ActorSection:
+def with_context(cfg: RunConfig, weights: Path) -> ActorSection:
     """Return the settings of an engine that serves the whole context of the model.
+
+    Args:
+        weights: the folder of the base model, which has its config.json.
 
     The engine of a role keeps `actor.max_model_len`, for which the run has planned the memory.
     """
@@ -320,7 +323,7 @@ def with_context(cfg: RunConfig, folder: Path) -> ActorSection:
     if cfg.policy.max_model_len or cfg.policy.role:
         most = cfg.policy.max_model_len or cfg.actor.max_model_len
         return replace(cfg.actor, max_model_len=most, engine_args=args | cfg.actor.engine_args)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+    config = AutoConfig.from_pretrained(weights, local_files_only=True).get_text_config()
     most = getattr(config, "max_position_embeddings", None) or cfg.actor.max_model_len
     args["max_model_len"] = FITTED
     return replace(cfg.actor, max_model_len=most, engine_args=args | cfg.actor.engine_args)

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from actor.play.chat_endpoints import ChatEndpoint, endpoint_path, find_endpoint
 from actor.play.endpoint import Endpoint
-from actor.play.serve import Chat, base_of, bound, listening, serve_engine
+from actor.play.serve import Chat, base_of, bound, listening, model_id, serve_engine, with_context
 from actor.rollout.episode import ContextFull, PolicyFailed, Turn
 from actor.rollout.render import Renderer
 from common.config.evaluation import PolicySection
@@ -356,6 +356,28 @@ def test_running_actor_serves_chat_and_cleans_up(tmp_path: Path) -> None:
             assert await find_endpoint(tmp_path) is None  # it would change what the run samples
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "context", "is_fitted"),
+    [
+        ([], 2048, True),  # The tiny policy's own.
+        (["policy.max_model_len=300"], 300, False),
+        (["policy.role=teacher", "actor.max_model_len=400"], 400, False),
+    ],
+)
+def test_served_context_is_the_models_own(
+    overrides: list[str], context: int, is_fitted: bool
+) -> None:
+    cfg = load_config("quickstart", overrides, root=ROOT)
+    actor = with_context(cfg, ROOT / "configs" / "policies" / "tiny")
+    assert actor.max_model_len == context
+    assert ("max_model_len" in actor.engine_args) == is_fitted
+
+
+def test_model_id_is_one_word() -> None:
+    cfg = load_config("quickstart", ["run.name=a", "model.source=org/Model-1B@main"], root=ROOT)
+    assert model_id(cfg) == "a-org-Model-1B"
 
 
 def test_adapters_are_served_with_their_base_weights(tmp_path: Path) -> None:
