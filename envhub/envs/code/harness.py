@@ -28,6 +28,7 @@ import sys
 from typing import Any, NoReturn
 
 PR_SET_DUMPABLE = 4
+KILLED_S = 5.0  # Seconds until a killed program has ended.
 MODULES = frozenset(getattr(sys, "stdlib_module_names", ())) or None
 
 
@@ -274,7 +275,8 @@ def run_test(order: dict[str, Any], test: str) -> bool:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     os.waitpid(tester, 0)
-    program.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        program.wait(timeout=KILLED_S)
     return has_passed
 
 
