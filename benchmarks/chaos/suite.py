@@ -36,7 +36,7 @@ MEDIAN_S = {
     Role.SCHEDULER: 5.0,
     Role.HUB: 5.0,
     Role.LEARNER: 15.0,
-    Role.RANK: 15.0,
+    Role.RANK: 30.0,  # Each loss of a rank is a new start of the learner with all ranks.
     Role.ACTOR: 15.0,
 }
 P95_FACTOR = 3.0
