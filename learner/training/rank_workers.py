@@ -70,7 +70,7 @@ class LossWatch(threading.Thread):
         if self._writer >= 0:
             os.close(self._writer)  # The other end of the pipe becomes readable.
             self._writer = -1
-            self.join()
+            self.join(self._abort_s)
             os.close(self._reader)
 
 

@@ -40,7 +40,17 @@ SECTIONS = {  # Sections of the configuration that each role needs.
         "log",
     ),
     "envhub": ("run", "tasks", "scheduler", "actor", "envhub", "env", "envs", "log"),
-    "learner": ("run", "train", "model", "algorithm", "scheduler", "learner", "actor", "log"),
+    "learner": (
+        "run",
+        "train",
+        "model",
+        "algorithm",
+        "scheduler",
+        "learner",
+        "actor",
+        "envhub",
+        "log",
+    ),
 }
 KEY_CHARS = 40  # Characters of a key in Z85.
 # Keys of a section that are not sent: secrets and values of this machine.

@@ -53,7 +53,7 @@ def test_catalogue_gives_sizes_turns_and_instructions(hub):
     catalogue = hub.client.get("/v1/envs").json()
     pickup = {"num_train": 1_000_000, "num_test": 1_000, "max_turns": 6}
     assert catalogue["babyai"]["subsets"]["PickupLoc"] == pickup
-    assert set(catalogue["textcraft"]["instruction"]) == {"compact", "agentgym"}
+    assert set(catalogue["textcraft"]["instruction"]) == {"compact", "instructed", "agentgym"}
     assert "Thought:" in catalogue["textcraft"]["instruction"]["agentgym"]
 
 

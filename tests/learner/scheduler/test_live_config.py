@@ -48,7 +48,7 @@ from tests.learner.scheduler.catalogue_server import serve_catalogue
 from tests.learner.scheduler.test_main import Role
 
 WAIT_S = 60.0
-CFG = edited(make_config(num_steps=10, per_step=1), {"model.path": "x"})
+CFG = edited(make_config(num_steps=10, per_step=1), {"model.path": "x", "envhub.style": "compact"})
 CHANGE = ConfigRequest(request="r1", old={"learner.lr": "1e-06"}, new={"learner.lr": "2e-05"})
 
 

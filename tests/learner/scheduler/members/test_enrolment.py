@@ -17,7 +17,7 @@ CODE = {
     "envhub": ("envhub",),
     "learner": ("learner/node.py", "learner/node_service.py", "learner/training", "learner/policy"),
 }
-COMMANDS = ("actor/play/", "envhub/command.py")
+COMMANDS = ("actor/play/", "envhub/author/", "envhub/command.py")
 
 
 def files_of(role: str) -> Iterator[Path]:
