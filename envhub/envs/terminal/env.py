@@ -146,7 +146,7 @@ class TerminalEnv:
         argv = ["bash", "-c", 'mkdir -p "$1"', "bash", self._work]
         try:
             made = await self._run(argv, CLEAR_TIMEOUT_S)
-        except EnvFailure as error:
+        except (EnvFailure, RefusedBySandbox) as error:
             where = f"task {task.name}" + f", image {task.image}" * bool(task.image)
             raise EnvFailure(f"{where}: {error}; commands need bash") from error
         if not made.is_ok:
