@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from common.join.enrol import Joined
     from common.launch.base import RoleStarter
 
-EXIT_OUTPUT_CLOSED = 141  # As of a program that SIGPIPE ends.
+EXIT_OUTPUT_CLOSED = 141  # The code of a program that SIGPIPE ends.
 
 logger = logging.getLogger(__name__)
 print_now = partial(print, flush=True)

@@ -41,8 +41,8 @@ def last_after(group_ids: Iterable[str]) -> str | None:
 
     Example: ["eval-before-model", "eval-after-model", "eval-after-2-model"] -> the last one.
     """
-    found = {each: match for each in group_ids if (match := _AFTER.fullmatch(each))}
-    return max(found, key=lambda each: int(found[each]["number"] or 1), default=None)
+    matches = {group_id: match for group_id in group_ids if (match := _AFTER.fullmatch(group_id))}
+    return max(matches, key=lambda group_id: int(matches[group_id]["number"] or 1), default=None)
 
 
 def subset_of(item_id: str) -> str:

@@ -149,7 +149,7 @@ def refusal_of_segments(trajectory: Trajectory) -> str:
     parts = segments_of(trajectory)
     for number, part in enumerate(parts):
         mask = trajectory.loss_mask[part]
-        is_end = 0 < number == len(parts) - 1  # As in `split_end`.
+        is_end = 0 < number == len(parts) - 1  # `split_end` returns it.
         if mask[0] or not (mask.any() or is_end):
             what = "begins with a sampled token" if mask[0] else "has no sampled token"
             return f"segment {number} {what}"

@@ -112,11 +112,11 @@ class AgentServer:
         if self._encrypting is not None:
             await self._encrypting.close()
         if self._listening is not None:
-            await stop_accepting(each.fileno() for each in self._listening.sockets)
+            await stop_accepting(connection.fileno() for connection in self._listening.sockets)
             self._listening.close()
         await asyncio.sleep(0)  # New connections call `connection_made`.
-        for each in list(self._answering.connections):
-            each.close()
+        for connection in list(self._answering.connections):
+            connection.close()
         if self._listening is not None:
             async with asyncio.timeout(CLOSE_S):
                 await self._listening.wait_closed()

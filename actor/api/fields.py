@@ -94,8 +94,8 @@ def read_tools(body: dict[str, Any], *, schema: str, inner: str = "") -> list[di
         if not isinstance(named, dict) or not isinstance(name, str) or not name:
             raise invalid(f"{place}: must have a name", "tools")
         shown_fields = {"name", "description", schema, *([inner, "custom"] if inner else [])}
-        for each in (tool, named) if inner else (tool,):
-            check_part(each, place, shown_fields, ignored=TOOL_LABELS, refused=TOOL_REFUSED)
+        for part in (tool, named) if inner else (tool,):
+            check_part(part, place, shown_fields, ignored=TOOL_LABELS, refused=TOOL_REFUSED)
         parameters = FREEFORM if is_freeform else named.get(schema)
         parameters = parameters or {"type": "object", "properties": {}}
         if not isinstance(parameters, dict):
@@ -103,7 +103,7 @@ def read_tools(body: dict[str, Any], *, schema: str, inner: str = "") -> list[di
         description = str(named.get("description") or "")
         shown = {"name": name, "description": description, "parameters": parameters}
         found.append({"type": "function", "function": each_text(shown, valid_text)})
-    names = [each["function"]["name"] for each in found]
+    names = [part["function"]["name"] for part in found]
     if (double := next((n for n in namespace_of(body) if names.count(n) > 1), None)) is not None:
         raise invalid(f"tools: two tools have the name {double:.80}", "tools")
     return [] if choice in ("none", {"type": "none"}) else found

@@ -402,10 +402,10 @@ async def _report_failure(request: Request, error: Exception) -> JSONResponse:
 async def _show_model(model: str, raw_request: Request) -> JSONResponse:
     """Return the model by its id."""
     listed = await raw_request.app.state.openai_serving_models.show_available_models()
-    for each in listed.data:
-        if each.id == model:
-            return JSONResponse(each.model_dump())
-    ids = ", ".join(each.id for each in listed.data)
+    for model_card in listed.data:
+        if model_card.id == model:
+            return JSONResponse(model_card.model_dump())
+    ids = ", ".join(model_card.id for model_card in listed.data)
     error = {"message": f"model {model:.80}: the only model is {ids}", "type": "not_found_error"}
     error |= {"param": "model", "code": "model_not_found"}
     return JSONResponse({"error": error}, status_code=404)

@@ -138,8 +138,8 @@ def _tools_bytes(prompt: FirstPrompt) -> int:
 
 def _instruction(prompt: FirstPrompt) -> str:
     """Return the text before the first observation, with the tools of the item."""
-    own = tools_instruction(prompt.tools) if prompt.has_own_tools else ""
-    return first_text(own, prompt.instruction) if own else prompt.instruction
+    of_record = tools_instruction(prompt.tools) if prompt.has_own_tools else ""
+    return first_text(of_record, prompt.instruction) if of_record else prompt.instruction
 
 
 def _opening(

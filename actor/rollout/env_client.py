@@ -310,7 +310,7 @@ def seat_of(reply: Any, num_seats: int, *, path: str) -> int:
 
 def _messages_of(reply: Any, *, path: str) -> list[dict[str, Any]]:
     """Return the messages before the first observation. Raises: EnvError: they are malformed."""
-    found: list[dict[str, Any]] = []
+    checked: list[dict[str, Any]] = []
     for each in reply.get("messages") or []:
         message = {name: field_of(each, name, str, path=path) for name in ("role", "content")}
         for name in ("tool_call_id", "name", FIELDS[0]):
@@ -319,8 +319,8 @@ def _messages_of(reply: Any, *, path: str) -> list[dict[str, Any]]:
         if "tool_calls" in each:
             calls = field_of(each, "tool_calls", list, path=path)
             message["tool_calls"] = [_call_of(call, path=path) for call in calls]
-        found.append(each_text(message, valid_text))
-    return found
+        checked.append(each_text(message, valid_text))
+    return checked
 
 
 def _call_of(call: Any, *, path: str) -> dict[str, Any]:
@@ -333,15 +333,15 @@ def _call_of(call: Any, *, path: str) -> dict[str, Any]:
 
 def _tools_of(reply: Any, *, path: str) -> list[dict[str, Any]]:
     """Return the tools of an item; [] if it has none. Raises: EnvError: they are malformed."""
-    found: list[dict[str, Any]] = []
+    checked: list[dict[str, Any]] = []
     for each in reply.get("tools") or []:
         tool: dict[str, Any] = {
             "name": field_of(each, "name", str, path=path),
             "description": field_of(each, "description", str, path=path),
             "parameters": field_of(each, "parameters", dict, path=path),
         }
-        found.append(each_text(tool, valid_text))
-    return found
+        checked.append(each_text(tool, valid_text))
+    return checked
 
 
 def _metrics_of(reply: Any, *, path: str) -> dict[str, float]:
@@ -377,7 +377,7 @@ class HubSession:
         self.first_state = ""  # "" if the environment reports no state.
         self.start_score = 0.0
         self.first_messages: list[dict[str, Any]] = []  # They precede the first observation.
-        self.tools: list[dict[str, Any]] = []  # Of the item; []: those of its environment.
+        self.tools: list[dict[str, Any]] = []  # Tools of the item; []: those of its environment.
         self.num_seats = 1  # Number of players that act in turn.
         self.first_seat = 0  # The seat that moves first.
 

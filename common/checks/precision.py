@@ -22,8 +22,8 @@ from common.errors import ConfigError
 from common.store.status.json_files import json_object
 
 SAMPLED = 1 << 10  # Numbers of each matrix that the rule reads.
-# Mean distance from the grid, in units, below which a checkpoint lies on it. It is 1/4 for numbers
-# that were made in fp32.
+# Mean distance from the grid, in units, below which a checkpoint lies on it. Numbers that were made
+# in fp32 have a mean distance of 1/4.
 NEAR_GRID = 1 / 8
 MAX_HIDDEN = 0.5  # Share of the weights from which rounding may hide an update.
 
@@ -148,8 +148,8 @@ def _stored_on_grid(folder: Path) -> _Stored | None:
                     widths.append(int(entry["shape"][-1]))
                     file.seek(start + entry["data_offsets"][0])
                     if entry["dtype"] == "BF16":
-                        found = np.fromfile(file, dtype="<u2", count=count)
-                        parts.append(found.astype(np.uint32) << 16)
+                        halves = np.fromfile(file, dtype="<u2", count=count)
+                        parts.append(halves.astype(np.uint32) << 16)
                     else:
                         parts.append(np.fromfile(file, dtype="<u4", count=count))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:

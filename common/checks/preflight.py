@@ -166,10 +166,10 @@ def warn_of_unread_keys(cfg: RunConfig) -> None:
     if "dataset" in {task.env for task in cfg.tasks} | {*cfg.envhub.envs}:
         return
     defaults = DatasetOptions()
-    for each in fields(DatasetOptions):
-        value = getattr(cfg.envs.dataset, each.name)
-        if value != getattr(defaults, each.name):
-            key = "reward" if each.name == "reward" else f"data.{each.name}"
+    for field in fields(DatasetOptions):
+        value = getattr(cfg.envs.dataset, field.name)
+        if value != getattr(defaults, field.name):
+            key = "reward" if field.name == "reward" else f"data.{field.name}"
             logger.warning(
                 "%s=%s has no effect: no task reads it. A dataset needs"
                 " tasks=[{env: dataset, subset: data}], which --config dataset sets",

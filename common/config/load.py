@@ -120,8 +120,8 @@ def with_home(value: Any) -> Any:
     A shell expands `~` only at the start of a word, so not in run.dir=~/runs.
     """
     if isinstance(value, str):
-        found = HOME.match(value)
-        at = len(value) if found is None else found.end()
+        home = HOME.match(value)
+        at = len(value) if home is None else home.end()
         return value[:at] + os.path.expanduser(value[at:])
     if isinstance(value, list):
         return [with_home(item) for item in cast(list[Any], value)]

@@ -83,11 +83,13 @@ class LiveDisplay:
 
     def _log_failures(self, view: RunView) -> None:
         """Log the first error of each kind that fails episodes, above a live panel."""
-        for each in view.status.failures:
-            if (each.cause, each.error) not in self._logged_failures:
-                self._logged_failures.add((each.cause, each.error))
+        for failure in view.status.failures:
+            if (failure.cause, failure.error) not in self._logged_failures:
+                self._logged_failures.add((failure.cause, failure.error))
                 text = "episodes fail cause=%s num=%d error=%s"
-                logger.warning(text, words.plain(each.cause), each.num, words.plain(each.error))
+                logger.warning(
+                    text, words.plain(failure.cause), failure.num, words.plain(failure.error)
+                )
 
     def _log(self, view: RunView, now_s: float) -> None:
         """Log a line when the phase changes, every 10 s on progress, and at least every 30 s."""

@@ -14,7 +14,7 @@ def seat_metrics(seat: int, opponent: str, reward: float) -> dict[str, float]:
 
 def role_of(metrics: dict[str, float]) -> str:
     """Return a name of the seat and the opponent that metrics record; "" without seats."""
-    found = [
+    parts = [
         match[1] for kind in (_SEAT, _OPPONENT) for match in map(kind.fullmatch, metrics) if match
     ]
-    return "/".join(found)
+    return "/".join(parts)

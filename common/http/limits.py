@@ -70,8 +70,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._is_in_headers = False
         if self.token and not self._has_token:
-            given = next((v for k, v in self.headers if k == b"authorization"), b"")
-            self._has_token = hmac.compare_digest(token_in(given), self.token)
+            credentials = next((v for k, v in self.headers if k == b"authorization"), b"")
+            self._has_token = hmac.compare_digest(token_in(credentials), self.token)
         if self._has_token and self.body_s is not None:
             self._begin(self.body_s)
         super().on_headers_complete()

@@ -66,15 +66,15 @@ def read_conversations(path: Path) -> list[Conversation]:
     )
 
 
-def valid_conversations(found: list[Conversation], path: Path) -> list[Conversation]:
+def valid_conversations(conversations: list[Conversation], path: Path) -> list[Conversation]:
     """Return conversations without unpaired surrogates. The number of repairs is logged."""
     read = [
         replace(each, messages=list(map(_valid, each.messages)), tools=_valid_values(each.tools))
-        for each in found
+        for each in conversations
     ]
     num_broken = sum(
         a != b
-        for was, now in zip(found, read, strict=True)
+        for was, now in zip(conversations, read, strict=True)
         for a, b in zip(was.messages, now.messages, strict=True)
     )
     if num_broken:

@@ -252,7 +252,7 @@ def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[TensorSpec], in
 
 
 def check_layout(offer: WeightsOffer) -> None:
-    """Check the sizes and positions in an offer. Raises: WeightSyncError: names what is wrong."""
+    """Check the sizes and positions in an offer. Raises: WeightSyncError: one is invalid."""
     if offer.bucket_bytes < 1 or not 0 <= offer.rank <= offer.world_size:
         raise WeightSyncError(
             f"offer of version {offer.version}: buckets of {offer.bucket_bytes} bytes, rank"

@@ -46,8 +46,8 @@ def check_env(
     with Driver(spec, style) as driver:
         all_findings = findings(driver, name, num, overrides, root=root)
         if spec.prompts is not None:
-            found = prompt_lengths(spec, name, overrides, check_prompts, root=root)
-            all_findings = chain(all_findings, found)
+            lengths = prompt_lengths(spec, name, overrides, check_prompts, root=root)
+            all_findings = chain(all_findings, lengths)
         for finding in all_findings:
             failed = failed or finding.grade is Grade.FAIL
             echo(f"{finding.grade.value:<5}{finding.name:<12}{finding.text}")
@@ -69,8 +69,8 @@ def prompt_lengths(
         yield Finding(Grade.NOTE, "prompts", text)
         return
     task = f"tasks=[{{env: {spec.name}, subset: {next(iter(spec.subsets))}}}]"
-    own = [] if name == spec.name else [f"envhub.envs=[{json.dumps(name)}]"]
-    cfg = load_config(None, [task, *own, *overrides], root=root)
+    environment = [] if name == spec.name else [f"envhub.envs=[{json.dumps(name)}]"]
+    cfg = load_config(None, [task, *environment, *overrides], root=root)
     try:
         text = check_prompts(cfg) or f"model.path={cfg.model.path} has no tokenizer.json"
         yield Finding(Grade.OK, "prompts", text)

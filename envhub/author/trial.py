@@ -43,8 +43,8 @@ Note = Callable[[str], None]  # Receives what the trial does next.
 def try_episodes(cfg: RunConfig) -> list[FirstPrompt]:
     """Play the begin of one episode of each task; return the first prompts.
 
-    An environment at `envhub.url` is not tried, and neither is one that cannot run here, or whose
-    service, such as a judge of this run, does not answer yet. The log names them.
+    An environment is not tried if it is at `envhub.url` or cannot run here. One whose service, such
+    as a judge of this run, does not answer yet is not tried either. The log names them.
 
     Raises: TrialFailed: the environment or the reward failed, ended its process, or took longer
         than a call may take; names the item and the error.
@@ -162,9 +162,9 @@ def _try_apart(cfg: RunConfig, specs: dict[str, EnvSpec]) -> list[FirstPrompt]:
                 return [FirstPrompt(**each) for each in last["prompts"]]
             if "error" in last:
                 raise TrialFailed(last["error"])
-            how = describe_exit(process.poll() or 0)
+            end = describe_exit(process.poll() or 0)
             why = find_error(process.log_tail(max_lines=TAIL_LINES))
-            raise TrialFailed(f"{last.get('doing', what)} ended its process: {how}: {why}")
+            raise TrialFailed(f"{last.get('doing', what)} ended its process: {end}: {why}")
 
 
 @contextmanager

@@ -113,11 +113,11 @@ def parse_json(text: str) -> dict[str, Any]:
     Raises: BadAction.
     """
     whole = text.strip()
-    found = whole if whole.startswith("{") else action_text(text)
-    start = found.find("{")
-    end = found.rfind("}")
+    candidate = whole if whole.startswith("{") else action_text(text)
+    start = candidate.find("{")
+    end = candidate.rfind("}")
     try:
-        parsed = json.loads(found[start : end + 1]) if 0 <= start < end else None
+        parsed = json.loads(candidate[start : end + 1]) if 0 <= start < end else None
     except (ValueError, RecursionError) as error:
         raise BadAction(f"The action is no JSON: {error}") from error
     if not isinstance(parsed, dict):

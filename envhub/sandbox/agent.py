@@ -460,7 +460,7 @@ def close_folders(libc: Any, closed: list[str]) -> None:
     os.close(ruleset)
 
 
-def confine(given: dict[str, Any], argv: list[str]) -> NoReturn:
+def confine(settings: dict[str, Any], argv: list[str]) -> NoReturn:
     """Become a command without access to folders, variables and other processes."""
     libc = ctypes.CDLL(None, use_errno=True)
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
@@ -468,17 +468,17 @@ def confine(given: dict[str, Any], argv: list[str]) -> NoReturn:
         os.setsid()
     try:
         libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        close_folders(libc, given["folders"])
-        install_filter(libc, given["filters"])
+        close_folders(libc, settings["folders"])
+        install_filter(libc, settings["filters"])
     except OSError as error:
         sys.stderr.write(
             f"{error.strerror}: no program runs without rights here; this needs Linux"
             " 5.13 with Landlock\n"
         )
         sys.exit(CANNOT_RUN)
-    kept = {k: v for k, v in os.environ.items() if k not in given["variables"]}
+    environment = {k: v for k, v in os.environ.items() if k not in settings["variables"]}
     try:
-        os.execvpe(argv[0], argv, kept)
+        os.execvpe(argv[0], argv, environment)
     except OSError as error:
         sys.stderr.write(f"{argv[0]}: {error.strerror}\n")
         sys.exit(127 if isinstance(error, FileNotFoundError) else CANNOT_RUN)
@@ -486,16 +486,16 @@ def confine(given: dict[str, Any], argv: list[str]) -> NoReturn:
 
 def main() -> NoReturn:
     """Run a command without rights, or serve as the sandbox's first process."""
-    given = json.loads(sys.argv[1])
+    settings = json.loads(sys.argv[1])
     if sys.argv[2:]:
-        confine(given, sys.argv[2:])
+        confine(settings, sys.argv[2:])
     if os.getpid() != 1:
         sys.exit("the sandbox's first process must have the process id 1")
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    install_filter(libc, given["filters"])
-    Agent(given, libc).serve()
+    install_filter(libc, settings["filters"])
+    Agent(settings, libc).serve()
 
 
 if __name__ == "__main__":

@@ -192,9 +192,9 @@ class Containers:
         """
         errors: list[str] = []
         if image.name not in self._without_python:
-            own = Python(words=[self._options.python or "python3"])
+            python = Python(words=[self._options.python or "python3"])
             try:
-                return await self._started_with(own, request, image, folder)
+                return await self._started_with(python, request, image, folder)
             except SandboxFailed as error:
                 errors.append(f"with its own Python: {error}")
         try:

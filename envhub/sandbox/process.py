@@ -63,9 +63,9 @@ def agent_argv(python: str, limits: SandboxLimits, folder: str, path: str = "") 
     """
     folders = [folder, "/tmp", *SMALL_FOLDERS, "/dev/shm"]
     filters = _as_text(filter_program)
-    given = json.dumps({**asdict(limits), "folders": folders, "filters": filters})
+    settings = json.dumps({**asdict(limits), "folders": folders, "filters": filters})
     code = [path] if path else ["-c", agent_text()]
-    return [python, "-I", "-S", *code, given]
+    return [python, "-I", "-S", *code, settings]
 
 
 # Runs the interpreter of the sandbox's first process, because an image may have none in its PATH.
@@ -83,12 +83,12 @@ def confining_script(path: str, variables: Iterable[str]) -> str:
         path: path of the agent's text in the sandbox.
         variables: names of variables that the command does not get.
     """
-    given = {
+    settings = {
         "folders": [TESTS, LOGS],
         "variables": sorted(variables),
         "filters": _as_text(own_process_program),
     }
-    words = shlex.join(["-I", "-S", path, json.dumps(given)])
+    words = shlex.join(["-I", "-S", path, json.dumps(settings)])
     return f'{CONFINING}exec "${{words[@]:0:n}}" {words} "$@"\n'
 
 

@@ -218,20 +218,20 @@ def _less_running_mean(
     """
     items: list[str] = []
     tasks: list[str] = []
-    for own, member in zip(credit, members, strict=True):
+    for entries, member in zip(credit, members, strict=True):
         role = role_of(member.metrics)
-        for number in range(len(own)):
+        for number in range(len(entries)):
             where = (f" in seat {role}" if role else "") + (f" {kind} {number}" if kind else "")
             items.append(f"{member.env}/{member.item_id}{where}")
             tasks.append(f"{member.env}/{member.item_id.rpartition('-')[0]}{where}")
     less = baseline.advantages(
-        [float(each) for own in credit for each in own],
+        [float(entry) for entries in credit for entry in entries],
         items,
         tasks,
         memory=algorithm.running_memory,
         prior=algorithm.running_prior,
     )
-    return np.split(less, np.cumsum([len(own) for own in credit])[:-1]) if credit else []
+    return np.split(less, np.cumsum([len(entries) for entries in credit])[:-1]) if credit else []
 
 
 def _outcomes(members: list[Trajectory], algorithm: AlgorithmSection) -> Tensor:

@@ -64,13 +64,13 @@ def episodes_of(rows: Sequence[Sample]) -> list[Sample]:
         members[-1].append(sample)
     return [
         replace(
-            own[0],
-            trajectory=joined([*(row.trajectory for row in own), *([end] if end else [])]),
+            rows[0],
+            trajectory=joined([*(row.trajectory for row in rows), *([end] if end else [])]),
             end=None,
             num_episode_tokens=0,
-            **_teacher_columns(own),
+            **_teacher_columns(rows),
         )
-        for own, end in ((own, own[-1].end) for own in members)
+        for rows, end in ((rows, rows[-1].end) for rows in members)
     ]
 
 
@@ -80,12 +80,12 @@ def with_ends(samples: Sequence[Sample]) -> tuple[list[Sample], dict[int, int]]:
     The value of an episode's end is read at the last token of the returned place.
     """
     ends = {index: each.end for index, each in enumerate(samples) if each.end is not None}
-    found = [*samples]
+    rows = [*samples]
     places: dict[int, int] = {}
     for index, end in ends.items():
-        places[index] = len(found)
-        found.append(Sample(trajectory=end, advantage=0.0))
-    return found, places
+        places[index] = len(rows)
+        rows.append(Sample(trajectory=end, advantage=0.0))
+    return rows, places
 
 
 def _teacher_columns(rows: Sequence[Sample]) -> dict[str, np.ndarray]:

@@ -41,7 +41,9 @@ def _logged(cfg: RunConfig, run_dir: RunDir, job: str) -> Generator[Log]:
     metrics = MetricsWriter(run_dir, [WandbSink(run_dir, cfg, job=job)])
     numbers = itertools.count(1)
     try:
-        yield lambda found: metrics.log(next(numbers), {f"{job}/{k}": v for k, v in found.items()})
+        yield lambda values: metrics.log(
+            next(numbers), {f"{job}/{k}": v for k, v in values.items()}
+        )
     finally:
         metrics.close()
 

@@ -138,8 +138,8 @@ def _rows_of_file(path: Path, tokenizer: Any, keep: KeepThinking, *, key: str) -
     if key == "dpo.data" and (preferences := _preferences(records, path)):
         writer = AnswerWriter(tokenizer)
         return [row for each in preferences for row in rows_of_conversation(each, writer, keep)]
-    found = [tokens_of(record, place, fingerprint=own) for place, record in records]
-    if not found or not all(found):
+    tokens = [tokens_of(record, place, fingerprint=own) for place, record in records]
+    if not tokens or not all(tokens):
         writer = AnswerWriter(tokenizer)
         conversations = read_conversations(path)
         return [row for each in conversations for row in rows_of_conversation(each, writer, keep)]
@@ -154,7 +154,7 @@ def _rows_of_file(path: Path, tokenizer: Any, keep: KeepThinking, *, key: str) -
             num_segments=each.num_segments,
             episode=each.episode_id,
         )
-        for each in found
+        for each in tokens
         if each
     ]
     largest = max(int(row.token_ids.max(initial=0)) for row in rows)

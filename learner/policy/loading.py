@@ -51,15 +51,19 @@ def load_network(
     """
     # cuDNN's attention keeps a plan for each new length, so memory would grow without end.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    how: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
     with _refusing(path):
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         zero_dropout_rates(config)
         if is_skeleton:
-            model = _skeleton(auto_class, config, how)
+            model = _skeleton(auto_class, config, dtype)
         else:
             model, report = auto_class.from_pretrained(
-                path, config=config, **how, local_files_only=True, output_loading_info=True
+                path,
+                config=config,
+                dtype=dtype,
+                attn_implementation="eager",
+                local_files_only=True,
+                output_loading_info=True,
             )
             _check_complete(report["missing_keys"], path)
             _check_tied(model, path)
@@ -153,10 +157,10 @@ def _not_tied(name: str, source: str, path: str) -> ConfigError:
     )
 
 
-def _skeleton(auto_class: Any, config: Any, how: dict[str, Any]) -> PreTrainedModel:
+def _skeleton(auto_class: Any, config: Any, dtype: torch.dtype) -> PreTrainedModel:
     """Return a network whose weights have no memory; its constant buffers have values."""
     with META:
-        model = auto_class.from_config(config, **how)
+        model = auto_class.from_config(config, dtype=dtype, attn_implementation="eager")
     _compute_constants(model)
     return model
 

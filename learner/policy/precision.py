@@ -133,8 +133,8 @@ class RoundedFactors(TorchFunctionMode):
                 return func(*args, **named)
 
 
-def _rounded(each: Any) -> Any:
-    return on_grid(each) if isinstance(each, Tensor) else each
+def _rounded(value: Any) -> Any:
+    return on_grid(value) if isinstance(value, Tensor) else value
 
 
 def on_grid(weight: Tensor) -> Tensor:

@@ -146,19 +146,21 @@ def _kept(learner: LearnerSection, file: Path, is_open: Mapping[str, bool]) -> L
     earlier = settled(replace(learner, layout=Layout.PADDED, num_threads=1))
     earlier["attention"] = attention_by_rule(pick_device(learner.device).type).value
     first = read_json(file, {}, remedy=_REMEDY)
-    kept = earlier | first
-    own = settled(learner)
+    recorded = earlier | first
+    configured = settled(learner)
     try:
-        found = with_settled(learner, {n: kept[n] if is_open[n] else own[n] for n in own})
+        section = with_settled(
+            learner, {n: recorded[n] if is_open[n] else configured[n] for n in configured}
+        )
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{file}: damaged ({error}); {_REMEDY}") from error
-    summary = _shown(settled(found), is_open)
+    summary = _shown(settled(section), is_open)
     logger.info("using the compute settings of this run's first start: %s", summary)
-    if found.precision.value != kept["precision"]:
+    if section.precision.value != recorded["precision"]:
         reason = "learner.precision is set since a later start"
-        changed = {"precision": found.precision.value, "precision_reason": reason}
+        changed = {"precision": section.precision.value, "precision_reason": reason}
         write_json(file, first | changed)
-    return found
+    return section
 
 
 def settled(learner: LearnerSection) -> dict[str, Any]:

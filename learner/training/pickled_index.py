@@ -63,8 +63,8 @@ def read_pickled_index(path: Path) -> dict[str, Any]:
     """
     try:
         with path.open("rb") as file:
-            found: Any = _IndexUnpickler(file).load()
-        return dict(_tensors(found))
+            index: Any = _IndexUnpickler(file).load()
+        return dict(_tensors(index))
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: missing; {remedy_without(path.parents[1])}") from error
     # A damaged pickle raises errors of any of these types.

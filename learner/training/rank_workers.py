@@ -60,8 +60,8 @@ class LossWatch(threading.Thread):
 
     def run(self) -> None:
         """Watch until stopped."""
-        found = wait([*self._sentinels, self._reader])
-        if self._reader not in found and not wait([self._reader], self._abort_s):
+        ready = wait([*self._sentinels, self._reader])
+        if self._reader not in ready and not wait([self._reader], self._abort_s):
             logger.error("ending this process, which waits for a rank that has ended")
             self._end_process()
 

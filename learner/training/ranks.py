@@ -122,9 +122,9 @@ class Ranks:
         dist.all_gather(sizes, torch.tensor([len(content)]), group=self.saving)
         longest = int(max(sizes))
         sent = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8)
-        found = [torch.empty_like(sent) for _ in sizes]
-        dist.all_gather(found, sent, group=self.saving)
-        return [json.loads(each.numpy().tobytes()) for each in found]
+        gathered = [torch.empty_like(sent) for _ in sizes]
+        dist.all_gather(gathered, sent, group=self.saving)
+        return [json.loads(each.numpy().tobytes()) for each in gathered]
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum over the ranks of a tensor that has the same shape on each."""

@@ -75,17 +75,17 @@ class VanishedUpdates:
         is_hidden = is_changed & self._is_rounded & (now.bfloat16() == before.bfloat16())
         counts = torch.stack([(self._shares * each).sum() for each in (is_hidden, is_changed)])
         num_hidden, num_changed = self._ranks.sum(counts).tolist()
-        found = num_hidden / max(num_changed, 1.0)
-        if found > LIMIT and not self._is_high:
+        hidden = num_hidden / max(num_changed, 1.0)
+        if hidden > LIMIT and not self._is_high:
             logger.warning(
                 "train/vanished_update_frac=%.2f: rounding to bf16 hides this share of the updates"
                 " from the forward pass until they add up (learning rate %.1e). Set"
                 " learner.precision=fp32, or raise the learning rate.",
-                found,
+                hidden,
                 lr,
             )
-        self._is_high = found > LIMIT
-        return found
+        self._is_high = hidden > LIMIT
+        return hidden
 
 
 def _local(weight: Tensor) -> Tensor:

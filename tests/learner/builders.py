@@ -10,14 +10,17 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from common.config.compute import LoraSection, Precision
-from common.config.learning import LearnerSection
+from common.config.learning import AlgorithmSection, ControllerSection, LearnerSection
 from common.config.run_config import ModelSection, RunConfig
 from common.wire.collective import views
 from common.wire.messages import Trajectory
 from learner.batch.batching import Sample
 from learner.ingest.group_assembly import GroupAssembly
+from learner.policy.forward import Networks
 from learner.policy.lora import add_adapters
 from learner.simulator.synthetic import synthetic_trajectory
+from learner.training.step import TrainerSettings
+from learner.training.trainer import Trainer
 from learner.weights.source import WeightSource, copied
 
 VOCAB = 50
@@ -128,3 +131,20 @@ def tensors_of(source: WeightSource) -> dict[str, Tensor]:
     """Return a source's tensors, copied, by name."""
     copy = copied(source)
     return dict(views(copy.buffer, copy.specs))
+
+
+def trainer_of(
+    model: Any, precision: Precision, *, dtype: str = "float32", lr: float = 1e-5
+) -> Trainer:
+    """Return a trainer for engines in `dtype`, which accepts samples of other policies."""
+    learner = LearnerSection(
+        device="cpu",
+        precision=precision,
+        lr=lr,
+        warmup_steps=0,
+        controller=ControllerSection(skip_step=False),
+    )
+    settings = TrainerSettings(
+        learner=learner, algorithm=AlgorithmSection(), num_steps=100, engine_dtype=dtype
+    )
+    return Trainer(settings, Networks(policy=model))

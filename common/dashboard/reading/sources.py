@@ -31,15 +31,15 @@ def find_run(word: str, *, runs: Path) -> Path:
 
     Without a training run of this name, it is the newest part: an evaluation, for example.
 
-    Raises: ConfigError: there is no such run; lists known runs.
+    Raises: ConfigError: there is no such run; lists the runs that exist.
     """
     for path in (runs / word, Path(word)):
         if is_run(path):
             return path.resolve()
         if parts := parts_of(path):
             return parts[0].resolve()
-    known = sorted(folder.name for folder in runs.glob("*") if is_run(folder) or parts_of(folder))
-    hint = f"Its runs are: {', '.join(known[:8])}." if known else "The folder has no runs."
+    names = sorted(folder.name for folder in runs.glob("*") if is_run(folder) or parts_of(folder))
+    hint = f"Its runs are: {', '.join(names[:8])}." if names else "The folder has no runs."
     raise ConfigError(f"{word}: no run of this name in {runs}. {hint}")
 
 
@@ -94,9 +94,9 @@ class Sources:
         """Return all sources, the most recently changed first."""
         if self._is_all:
             folders = [each for each in self._runs.glob("*") if not each.is_symlink()]
-            found = [path for folder in folders for path in (folder, *parts_of(folder))]
-            found = [path for path in found if is_run(path)]
-            for path in sorted(found, key=lambda each: -each.stat().st_mtime)[:MAX_RUNS]:
+            paths = [path for folder in folders for path in (folder, *parts_of(folder))]
+            paths = [path for path in paths if is_run(path)]
+            for path in sorted(paths, key=lambda each: -each.stat().st_mtime)[:MAX_RUNS]:
                 name = path.relative_to(self._runs).as_posix()
                 if name not in self._known:
                     self._known[name] = RunSource(path.resolve(), name=name, cache=self._cache)

@@ -109,8 +109,8 @@ def _settings(config: Mapping[str, Any]) -> dict[str, str]:
 
 def _precision(run: RunSource) -> dict[str, str]:
     """Return the precision that the learner has settled, with its reason."""
-    found = recorded_precision(run.run_dir.precision)
-    return {"learner.precision": found} if found else {}
+    precision = recorded_precision(run.run_dir.precision)
+    return {"learner.precision": precision} if precision else {}
 
 
 def _lags(run: RunSource) -> dict[str, float]:

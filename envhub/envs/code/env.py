@@ -86,14 +86,14 @@ class CodeEnv:
         """Return how many tests pass, and the limit that ended them; "" if none did."""
         options = self._task.options
         mark = secrets.token_hex(16)
-        given = {"program": program, "setup": problem.setup, "tests": problem.tests}
-        given |= {"seconds": options.timeout_s, "mark": mark}
-        given |= {"head": problem.head, "entry_point": problem.entry_point}
-        given |= {"tested": problem.tested}
-        given |= {"runner": PROGRAM.read_text(encoding="utf-8")}
+        message = {"program": program, "setup": problem.setup, "tests": problem.tests}
+        message |= {"seconds": options.timeout_s, "mark": mark}
+        message |= {"head": problem.head, "entry_point": problem.entry_point}
+        message |= {"tested": problem.tested}
+        message |= {"runner": PROGRAM.read_text(encoding="utf-8")}
         sandbox = await self._task.backend.create(SandboxRequest(limits=self._task.limits))
         try:
-            await sandbox.write(GIVEN, json.dumps(given).encode())
+            await sandbox.write(GIVEN, json.dumps(message).encode())
             harness = HARNESS.read_text(encoding="utf-8")
             result = await sandbox.exec(
                 ["python3", "-I", "-c", harness, GIVEN],

@@ -60,24 +60,24 @@ class ProgramLink:
     def encode(self, value: Any) -> Any:
         """Return a value for the program. Functions of the test stay here and are called back."""
 
-        def refer(each: Any) -> Any:
-            if type(each) in (Remote, RemoteIterator):
-                return {"remote": number_of(each)}
-            if callable(each):
-                self.callbacks[id(each)] = each
-                return {"callback": id(each)}
-            raise ProgramError(f"{type(each).__name__} cannot be passed to the program")
+        def refer(value: Any) -> Any:
+            if type(value) in (Remote, RemoteIterator):
+                return {"remote": number_of(value)}
+            if callable(value):
+                self.callbacks[id(value)] = value
+                return {"callback": id(value)}
+            raise ProgramError(f"{type(value).__name__} cannot be passed to the program")
 
         return self.coding["encode"](value, refer)
 
     def decode(self, value: Any) -> Any:
         """Return a value of the program, made of plain types and references."""
 
-        def resolve(each: dict[str, Any]) -> Any:
-            if "callback" in each:
-                return self.callbacks[each["callback"]]
-            kind = RemoteIterator if each.get("iterates") else Remote
-            return kind(self, int(each["remote"]))
+        def resolve(reference: dict[str, Any]) -> Any:
+            if "callback" in reference:
+                return self.callbacks[reference["callback"]]
+            kind = RemoteIterator if reference.get("iterates") else Remote
+            return kind(self, int(reference["remote"]))
 
         return self.coding["decode"](value, resolve)
 
@@ -99,9 +99,9 @@ class ProgramLink:
         named = {name: self.encode(each) for name, each in keywords.items()}
         reply = self.ask("call", number=number, arguments=sent, keywords=named)
         # Python 3.8 has no `strict`.
-        for own, changed in zip(arguments, reply.get("arguments", [])):  # noqa: B905
+        for argument, changed in zip(arguments, reply.get("arguments", [])):  # noqa: B905
             if changed is not None:
-                refill(own, self.decode(changed))
+                refill(argument, self.decode(changed))
         return self.decode(reply["value"])
 
     def _called_back(self, reply: Any) -> Any:
@@ -198,21 +198,21 @@ def error_of(name: str, text: str) -> Exception:
     return ProgramError(f"{name}: {text}")
 
 
-def refill(own: Any, changed: Any) -> None:
+def refill(value: Any, changed: Any) -> None:
     """Give a list, dictionary or set of the test the content that the program left in it."""
-    if type(own) is not type(changed):
+    if type(value) is not type(changed):
         return
-    if type(own) is list:
-        own[:] = changed
-    elif type(own) in (dict, set):
-        own.clear()
-        own.update(changed)
+    if type(value) is list:
+        value[:] = changed
+    elif type(value) in (dict, set):
+        value.clear()
+        value.update(changed)
 
 
 def names_of(
-    link: ProgramLink, reply: Any, given: dict[str, Any], tested: list[str]
+    link: ProgramLink, reply: Any, taken: dict[str, Any], tested: list[str]
 ) -> dict[str, Any]:
-    """Return the names of the program for a test, without those in `given`.
+    """Return the names of the program for a test, without those in `taken`.
 
     A built-in name counts only if it is one of the tested functions. A module, and what the program
     imports from one under its own name, is imported here.
@@ -220,7 +220,7 @@ def names_of(
     names: dict[str, Any] = {}
     for name, entry in reply["names"].items():
         is_taken = hasattr(builtins, name) and name not in tested
-        if is_taken or name in given or name.startswith("__"):
+        if is_taken or name in taken or name.startswith("__"):
             continue
         module = entry.get("module")
         if module is None:
@@ -229,8 +229,8 @@ def names_of(
         if MODULES is not None and module.split(".")[0] not in MODULES:
             continue
         with contextlib.suppress(ImportError, AttributeError):
-            found = importlib.import_module(module)
-            names[name] = found if entry.get("whole") else getattr(found, name)
+            imported = importlib.import_module(module)
+            names[name] = imported if entry.get("whole") else getattr(imported, name)
     return names
 
 

@@ -40,11 +40,11 @@ def encode(value, refer):
         return {kind.__name__: value.hex()}
     if kind is range:
         return {"range": [value.start, value.stop, value.step]}
-    for name, known in SEQUENCES.items():
-        if kind is known:
+    for name, exact in SEQUENCES.items():
+        if kind is exact:
             return {name: [encode(each, refer) for each in value]}
-    for name, known in MAPS.items():
-        if kind is known:
+    for name, exact in MAPS.items():
+        if kind is exact:
             return {name: [[encode(k, refer), encode(v, refer)] for k, v in value.items()]}
     return refer(value)
 
@@ -57,19 +57,19 @@ def decode(value, resolve):
         raise ValueError("no value")
     if "remote" in value or "callback" in value:
         return resolve(value)
-    ((name, held),) = value.items()
+    ((name, content),) = value.items()
     if name == "int":
-        return int(held, 16)
+        return int(content, 16)
     if name == "complex":
-        return complex(*map(float, held))
+        return complex(*map(float, content))
     if name in ("bytes", "bytearray"):
-        return (bytes if name == "bytes" else bytearray).fromhex(held)
+        return (bytes if name == "bytes" else bytearray).fromhex(content)
     if name == "range":
-        start, stop, step = map(int, held)
+        start, stop, step = map(int, content)
         return range(start, stop, step)
     if name in SEQUENCES:
-        return SEQUENCES[name]([decode(each, resolve) for each in held])
-    pairs = {decode(k, resolve): decode(v, resolve) for k, v in held}
+        return SEQUENCES[name]([decode(each, resolve) for each in content])
+    pairs = {decode(k, resolve): decode(v, resolve) for k, v in content}
     return pairs if name == "defaultdict" else MAPS[name](pairs)
 
 
@@ -107,21 +107,21 @@ class Program:
         self.objects = []
 
     def encode(self, value):
-        def refer(each):
-            if isinstance(each, Callback):
-                return {"callback": each.number}
-            if hasattr(each, "tolist"):
-                return self.encode(each.tolist())  # A number or an array of numpy.
-            self.objects.append(each)
-            return {"remote": len(self.objects) - 1, "iterates": hasattr(each, "__next__")}
+        def refer(value):
+            if isinstance(value, Callback):
+                return {"callback": value.number}
+            if hasattr(value, "tolist"):
+                return self.encode(value.tolist())  # A number or an array of numpy.
+            self.objects.append(value)
+            return {"remote": len(self.objects) - 1, "iterates": hasattr(value, "__next__")}
 
         return encode(value, refer)
 
     def decode(self, value):
-        def resolve(each):
-            if "callback" in each:
-                return Callback(self, each["callback"])
-            return self.objects[each["remote"]]
+        def resolve(reference):
+            if "callback" in reference:
+                return Callback(self, reference["callback"])
+            return self.objects[reference["remote"]]
 
         return decode(value, resolve)
 
@@ -144,19 +144,19 @@ class Program:
         op = message["op"]
         if op == "start":
             return self.start(message)
-        held = self.objects[message["number"]]
+        target = self.objects[message["number"]]
         if op == "call":
             arguments = [self.decode(each) for each in message["arguments"]]
             keywords = {k: self.decode(v) for k, v in message["keywords"].items()}
-            value = self.encode(held(*arguments, **keywords))
+            value = self.encode(target(*arguments, **keywords))
             changed = [self.encode(a) if type(a) in (list, dict, set) else None for a in arguments]
             return {"value": value, "arguments": changed}
         if op == "get":
-            return {"value": self.encode(getattr(held, message["name"]))}
+            return {"value": self.encode(getattr(target, message["name"]))}
         if op == "set":
-            setattr(held, message["name"], self.decode(message["value"]))
+            setattr(target, message["name"], self.decode(message["value"]))
             return {}
-        for value in held:
+        for value in target:
             return {"value": self.encode(value)}
         return {"ends": True}
 

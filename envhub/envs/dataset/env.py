@@ -64,8 +64,8 @@ class Task:
         """Return the tools that the answers to a record may call."""
         if not self.tools_column:
             return self.tools
-        held = value_at(record, self.tools_column) or []
-        tools = tools_of(held, f"data.tools={self.tools_column}: {place}")
+        listed = value_at(record, self.tools_column) or []
+        tools = tools_of(listed, f"data.tools={self.tools_column}: {place}")
         return with_submit(tools, has_step=self.step is not None)
 
 

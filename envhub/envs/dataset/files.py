@@ -65,16 +65,18 @@ def files_of(key: str, path: Path, split: str) -> list[Path]:
         path = path / split
     if (path / ENTRIES).is_file() and (path / "state.json").is_file():
         return _saved_files(where, path)
-    found = sorted(each for each in path.rglob("*") if suffix_of(each) in READERS)
-    if not found:
+    files = sorted(each for each in path.rglob("*") if suffix_of(each) in READERS)
+    if not files:
         known = ", ".join(READERS)
         raise ConfigError(f"{where}: the folder has no file of a known format ({known})")
-    own = [each for each in found if _is_of(split, each.relative_to(path))]
-    if not own and any(_is_of(other, each.relative_to(path)) for other in NAMED for each in found):
-        names = ", ".join(str(each.relative_to(path)) for each in found[:5])
+    of_split = [each for each in files if _is_of(split, each.relative_to(path))]
+    if not of_split and any(
+        _is_of(other, each.relative_to(path)) for other in NAMED for each in files
+    ):
+        names = ", ".join(str(each.relative_to(path)) for each in files[:5])
         raise ConfigError(f"{where}: no file of the split {split!r}; the files are {names}")
-    _check_parts(where, split, [each.relative_to(path) for each in own])
-    return own or found
+    _check_parts(where, split, [each.relative_to(path) for each in of_split])
+    return of_split or files
 
 
 def _check_parts(where: str, split: str, files: list[Path]) -> None:
@@ -101,8 +103,8 @@ def has_split(path: Path, split: str) -> bool:
         return False
     if (path / SPLITS).is_file():
         return split in json.loads((path / SPLITS).read_text(encoding="utf-8"))["splits"]
-    found = [each for each in path.rglob("*") if suffix_of(each) in READERS]
-    return any(_is_of(split, each.relative_to(path)) for each in found)
+    files = [each for each in path.rglob("*") if suffix_of(each) in READERS]
+    return any(_is_of(split, each.relative_to(path)) for each in files)
 
 
 NAMED = ("train", "test", "validation", "valid", "dev", "eval")
@@ -183,10 +185,10 @@ def _read_lines(where: str, path: Path) -> Iterator[Record]:
 def _list_in(text: str) -> list[Any] | None:
     """Return a JSON list that begins with an object; None if the text is none."""
     try:
-        held = json.loads(text)
+        parsed = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return held if isinstance(held, list) and held and isinstance(held[0], dict) else None
+    return parsed if isinstance(parsed, list) and parsed and isinstance(parsed[0], dict) else None
 
 
 def _objects(where: str, records: list[Any]) -> Iterator[Record]:
@@ -216,21 +218,21 @@ def _read_json(where: str, path: Path) -> Iterator[Record]:
     with _open_text(path) as file:
         text = file.read()
     try:
-        held = json.loads(text)
+        parsed = json.loads(text)
     except (ValueError, RecursionError) as error:
         if _begins_with_record(text):
             yield from _read_lines(where, path)
             return
         raise ConfigError(f"{where}: not JSON: {error}") from error
-    if isinstance(held, dict):  # One list under any name, as in {"data": [...]}.
-        lists = [each for each in held.values() if isinstance(each, list)]
-        held = lists[0] if len(lists) == 1 else held
-    if not isinstance(held, list):
+    if isinstance(parsed, dict):  # One list under any name, as in {"data": [...]}.
+        lists = [each for each in parsed.values() if isinstance(each, list)]
+        parsed = lists[0] if len(lists) == 1 else parsed
+    if not isinstance(parsed, list):
         raise ConfigError(
             f"{where}: expects a list of objects, an object with one such list, or one object in"
             " each line"
         )
-    yield from _objects(where, held)
+    yield from _objects(where, parsed)
 
 
 def _begins_with_record(text: str) -> bool:

@@ -195,7 +195,7 @@ class GraderProcess:
         self.failure = ""  # Why it has ended; "" while it is usable.
         self._replies: dict[int, Future[dict[str, Any]]] = {}
         self._numbers = itertools.count()
-        self._lock = threading.Lock()  # Of `failure` and `_replies`.
+        self._lock = threading.Lock()  # Protects `failure` and `_replies`.
         self._sending = threading.Lock()
         self._pinged_s = 0.0  # Time of a ping without an answer. 0: there is none.
         self._socket, theirs = socket.socketpair()

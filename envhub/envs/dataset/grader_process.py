@@ -289,17 +289,17 @@ async def _awaited(value: Any) -> Any:
 def _find(message: dict[str, Any]) -> Callable[..., Any]:
     """Return the function of a message. Raises: FunctionRefused: there is none."""
     module = _load_file(message["file"]) if message["file"] else _load_module(message["module"])
-    found: Any = module
+    target: Any = module
     name = message["name"]
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(target, part):
             names = [k for k, v in vars(module).items() if inspect.isroutine(v) and k[0] != "_"]
             listed = f"; it has {', '.join(names[:10])}" if names else ""
             raise FunctionRefused(f"{message['module']} has no function {name!r}{listed}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise FunctionRefused(f"{name} is {type(found).__name__}, not a function")
-    return found
+        target = getattr(target, part)
+    if not callable(target):
+        raise FunctionRefused(f"{name} is {type(target).__name__}, not a function")
+    return target
 
 
 def _load_module(name: str) -> ModuleType:
@@ -368,8 +368,8 @@ def order_path(folders: list[str], product: str) -> None:
     others = [entry for entry in sys.path if str(Path(entry or ".").resolve()) not in product_names]
     is_package = [Path(entry).name in ("site-packages", "dist-packages") for entry in others]
     place = is_package.index(True) if True in is_package else len(others)
-    own = [folder for folder in folders if folder not in others]
-    sys.path[:] = [*others[:place], *own, *others[place:], product]
+    added = [folder for folder in folders if folder not in others]
+    sys.path[:] = [*others[:place], *added, *others[place:], product]
     sys.meta_path.insert(0, UserFirst(folders))
 
 

@@ -231,8 +231,8 @@ def exact_number(completion: str, ground_truth: str) -> float:
     wanted = read_number(final_answer(str(ground_truth)))
     if wanted is None:
         raise ValueError(f"the reference answer {str(ground_truth)!r:.100} holds no number")
-    found = read_number(final_answer(completion))
-    return float(found is not None and found.equals(wanted))
+    number = read_number(final_answer(completion))
+    return float(number is not None and number.equals(wanted))
 
 
 def exact_text(completion: str, ground_truth: str) -> float:
@@ -257,8 +257,8 @@ def math(completion: str, ground_truth: str) -> float:
         raise ValueError(f"math-verify cannot read the reference answer {ground_truth!r:.100}")
     final = ascii_digits(final_answer(completion))
     is_marked = final != ascii_digits(completion.strip())
-    given = library.parse(f"${final}$" if is_marked else final, parsing_timeout=None)
-    return float(library.verify(gold, given, timeout_seconds=None))
+    answer = library.parse(f"${final}$" if is_marked else final, parsing_timeout=None)
+    return float(library.verify(gold, answer, timeout_seconds=None))
 
 
 GRADERS: dict[str, Callable[..., float]] = {

@@ -56,13 +56,13 @@ def value_at(record: Record, column: str) -> Any:
     """Return the value of a column; a dot enters an object or a list. None: there is none."""
     if column in record:
         return record[column]
-    held: Any = record
+    value: Any = record
     for part in column.split("."):
-        if isinstance(held, list) and part.isdecimal():
-            held = held[int(part)] if int(part) < len(held) else None
+        if isinstance(value, list) and part.isdecimal():
+            value = value[int(part)] if int(part) < len(value) else None
         else:
-            held = held.get(part) if isinstance(held, dict) else None
-    return held
+            value = value.get(part) if isinstance(value, dict) else None
+    return value
 
 
 class PromptMaker:
@@ -180,7 +180,7 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
         return []
     if not isinstance(calls, list):
         raise ConfigError(f"{where} has tool_calls={calls!r:.80}, which is not a list")
-    found: list[dict[str, Any]] = []
+    read: list[dict[str, Any]] = []
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -193,8 +193,8 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
                 f" {error}"
             ) from error
         number = {"id": str(call["id"])} if call.get("id") else {}
-        found.append({**number, **as_call(function["name"], arguments)})
-    return found
+        read.append({**number, **as_call(function["name"], arguments)})
+    return read
 
 
 def _is_text_part(part: Any) -> bool:
@@ -293,16 +293,16 @@ def _looks_like_tools(value: Any) -> bool:
         return False
 
 
-def tools_of(held: Any, where: str) -> list[dict[str, Any]]:
+def tools_of(tools_value: Any, where: str) -> list[dict[str, Any]]:
     """Return a list of tools, which may be JSON text. Raises: ConfigError."""
-    if isinstance(held, str):
+    if isinstance(tools_value, str):
         try:
-            held = json.loads(held)
+            tools_value = json.loads(tools_value)
         except ValueError as error:
             raise ConfigError(f"{where}: not JSON: {error}") from error
-    if not isinstance(held, list):
+    if not isinstance(tools_value, list):
         raise ConfigError(f"{where}: expects a list of tools")
-    tools = [_tool(where, tool) for tool in held]
+    tools = [_tool(where, tool) for tool in tools_value]
     names = [tool["name"] for tool in tools]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"{where}: has the tool {min(twice)!r} twice")

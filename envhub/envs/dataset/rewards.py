@@ -332,10 +332,10 @@ def _function(key: str, reference: str) -> UserFunction:
         raise ConfigError(f"{key}=judge: set reward.judge.url or reward.judge.path instead")
     if reference == "math" and find_spec("math_verify") is None:
         raise ConfigError(MATH_VERIFY)
-    found = GRADERS.get(reference)
-    if found is None:
+    grader = GRADERS.get(reference)
+    if grader is None:
         known = ", ".join(GRADERS)
         raise ConfigError(
             f"{key}={reference}: expects module:function, file.py:function or one of {known}"
         )
-    return shipped_function(reference, found, library=LIBRARIES.get(reference, ""))
+    return shipped_function(reference, grader, library=LIBRARIES.get(reference, ""))

@@ -73,7 +73,7 @@ class TerminalTask:
 
 
 def load_tasks_of(
-    key: str, given: str, *, has_images: bool, without_network: bool = False
+    key: str, path: str, *, has_images: bool, without_network: bool = False
 ) -> list[TerminalTask]:
     """Return the tasks of a folder, in the order of their names. A task's own folder is one task.
 
@@ -84,13 +84,13 @@ def load_tasks_of(
 
     Raises: ConfigError: no task, or a task that cannot be played.
     """
-    root = find_path(key, given)
+    root = find_path(key, path)
     if not root.is_dir():
-        raise ConfigError(f"{key}={given}: not a folder of tasks")
+        raise ConfigError(f"{key}={path}: not a folder of tasks")
     folders = [root] if is_task(root) else sorted(each for each in root.iterdir() if is_task(each))
     if not folders:
-        raise ConfigError(f"{key}={given}: no folder in it has a {HARBOR} or {BENCH}")
-    where = f"{key}={given}"
+        raise ConfigError(f"{key}={path}: no folder in it has a {HARBOR} or {BENCH}")
+    where = f"{key}={path}"
     return [
         load_task_of(folder, where, has_images=has_images, without_network=without_network)
         for folder in folders
@@ -210,7 +210,7 @@ def _written(file: TaskFile) -> str:
 
 
 def _is_of_shell(text: str) -> bool:
-    """Return whether a script is for a shell, as its first line tells."""
+    """Return whether the first line of a script names a shell, or no program."""
     first = text.split("\n", 1)[0]
     return not first.startswith("#!") or first.rstrip().split("/")[-1].split()[-1] in SHELLS
 

@@ -240,14 +240,14 @@ def reward_of(text: str) -> float:
 
     Raises: ValueError: it is no number in [0, 1], or it has several rewards.
     """
-    held = json.loads(text)
-    if isinstance(held, dict):
-        if not held or not all(isinstance(each, (int, float)) for each in held.values()):
+    parsed = json.loads(text)
+    if isinstance(parsed, dict):
+        if not parsed or not all(isinstance(each, (int, float)) for each in parsed.values()):
             raise ValueError(f"the rewards are {text.strip()[:80]!r}, not numbers")
-        if "reward" not in held and len(held) > 1:
-            names = ", ".join(map(str, held))
+        if "reward" not in parsed and len(parsed) > 1:
+            names = ", ".join(map(str, parsed))
             raise ValueError(f"it has several rewards ({names[:80]}), and none is named reward")
-        held = held["reward"] if "reward" in held else next(iter(held.values()))
-    if isinstance(held, bool) or not isinstance(held, (int, float)) or not 0 <= held <= 1:
+        parsed = parsed["reward"] if "reward" in parsed else next(iter(parsed.values()))
+    if isinstance(parsed, bool) or not isinstance(parsed, (int, float)) or not 0 <= parsed <= 1:
         raise ValueError(f"the reward is {text.strip()[:80]!r}, not a number in [0, 1]")
-    return float(held)
+    return float(parsed)

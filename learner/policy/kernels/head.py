@@ -38,7 +38,7 @@ def logits_function(model: PreTrainedModel, dtype: torch.dtype, *, is_rounded: b
     if getattr(model, _OWN, False):
         return lambda rows: own_logits(model, rows, dtype, is_rounded=is_rounded)
     head: Any = model.get_output_embeddings()
-    cast = on_grid if is_rounded else lambda each: each
+    cast = on_grid if is_rounded else lambda value: value
     weight = cast(head.weight).to(dtype)  # [vocab, hidden]
     bias = None if getattr(head, "bias", None) is None else cast(head.bias).to(dtype)
     return lambda rows: F.linear(rows.to(dtype), weight, bias)

@@ -27,30 +27,21 @@ from common.wire.messages import Rejected
 
 logger = logging.getLogger(__name__)
 
+_SAMPLING_AND_TRAINING = (
+    "run",
+    "train",
+    "model",
+    "algorithm",
+    "scheduler",
+    "learner",
+    "actor",
+    "envhub",
+    "log",
+)
 SECTIONS = {  # Sections of the configuration that each role needs.
-    "actor": (
-        "run",
-        "train",
-        "model",
-        "algorithm",
-        "scheduler",
-        "learner",
-        "actor",
-        "envhub",
-        "log",
-    ),
+    "actor": _SAMPLING_AND_TRAINING,
     "envhub": ("run", "tasks", "scheduler", "actor", "envhub", "env", "envs", "log"),
-    "learner": (
-        "run",
-        "train",
-        "model",
-        "algorithm",
-        "scheduler",
-        "learner",
-        "actor",
-        "envhub",
-        "log",
-    ),
+    "learner": _SAMPLING_AND_TRAINING,
 }
 KEY_CHARS = 40  # Characters of a key in Z85.
 # Keys of a section that are not sent: secrets and values of this machine.

@@ -100,7 +100,7 @@ COMPLETION_ROWS: dict[str, Row] = SAMPLING | {
 RESPONSES_ROWS: dict[str, Row] = LABELS | {
     "access_programs": (R, {"cyber": {}}),
     "background": (R, True),
-    "client_metadata": (I, {"session": "1"}),  # Of Codex.
+    "client_metadata": (I, {"session": "1"}),  # Codex sends it.
     "context_management": (I, [{"type": "compaction", "compact_threshold": 9000}]),
     "conversation": (R, "conv_1"),
     "image": (R, {"detail": "low"}),
@@ -151,7 +151,7 @@ MESSAGES_ROWS: dict[str, Row] = {
     "tools": (H, [NAMED]),
     "user_profile_id": (I, "u"),
     "workspace_id": (I, "w"),
-    # Of earlier versions.
+    # Earlier versions of the API had these.
     "temperature": (I, 0.0),
     "top_k": (I, 5),
     "top_p": (I, 0.5),

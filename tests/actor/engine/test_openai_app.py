@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # The import takes a second.
 READY_S = 300.0
 SAID: Any = [{"role": "user", "content": "goal: go"}]
 CALL = '<tool_call>\n{"name": "look", "arguments": {"where": "up"}}\n</tool_call>'
-CONTEXT = 2048  # Of the tiny policy's config.json.
+CONTEXT = 2048  # The tiny policy's config.json has it.
 FREE = {"ignore_eos": True, "temperature": 1.0}
 
 
@@ -153,7 +153,7 @@ def test_completion_scores_its_echoed_prompt(client: "OpenAI") -> None:
     first, second = reply.choices
     assert first.text.startswith("move")
     assert second.text.startswith("turn left")
-    values = second.logprobs.token_logprobs if second.logprobs else []
+    values = (second.logprobs and second.logprobs.token_logprobs) or []
     assert values[0] is None
     assert all(each <= 0 for each in values[1:])
 
@@ -212,7 +212,9 @@ def test_streamed_calls_equal_those_of_the_whole_answer(size: int) -> None:
 
     kind = parser_of(RENDERER)
     assert kind is not None
-    request = ChatCompletionRequest(messages=SAID, tools=[TOOL], tool_choice="auto")
+    fields = {"messages": SAID, "tools": [TOOL], "tool_choice": "auto"}
+    request: Any = ChatCompletionRequest.model_validate(fields)
+    tokenizer: Any = TOKENIZER
     for answer, text, calls in (
         (f"I look.\n{CALL}", "I look.", [("look", {"where": "up"})]),
         (f"{CALL}\n{CALL}", "", [("look", {"where": "up"})] * 2),
@@ -220,7 +222,7 @@ def test_streamed_calls_equal_those_of_the_whole_answer(size: int) -> None:
         ("a list [1, 2] and <b> more, which goes on " * 3, None, []),
         ("<tool_call>\n{broken", "<tool_call>\n{broken", []),
     ):
-        parser = kind(TOKENIZER, request.tools)
+        parser = kind(tokenizer, request.tools)
         pieces = [answer[i : i + size] for i in range(0, len(answer), size)]
         content, found = "", []
         for number, piece in enumerate(pieces):

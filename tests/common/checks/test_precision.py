@@ -17,7 +17,7 @@ BF16, FP32 = Precision.BF16, Precision.FP32
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Path:
-    make_model().to(torch.bfloat16).save_pretrained(tmp_path)
+    make_model().bfloat16().save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -42,7 +42,7 @@ def test_muon_reaches_half_a_unit_by_its_rate_over_the_root_of_the_width(stored:
 
 
 def test_checkpoint_of_bf16_numbers_is_found_in_fp32_files_too(tmp_path: Path) -> None:
-    model = make_model().to(torch.bfloat16).float()
+    model = make_model().bfloat16().float()
     model.save_pretrained(tmp_path / "again")
     assert chosen(tmp_path / "again", lr=1e-5).precision is FP32
     with torch.no_grad():

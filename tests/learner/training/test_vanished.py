@@ -8,12 +8,8 @@ import torch
 from torch import nn
 
 from common.config.compute import Precision
-from common.config.learning import AlgorithmSection, ControllerSection, LearnerSection
-from learner.policy.forward import Networks
-from learner.training.step import TrainerSettings
-from learner.training.trainer import Trainer
 from learner.training.vanished import SAMPLED, VanishedUpdates
-from tests.learner.builders import make_model, make_model_with_adapters, make_samples
+from tests.learner.builders import make_model, make_model_with_adapters, make_samples, trainer_of
 
 UNIT = 2.0**-7  # The distance of bf16 numbers between 1 and 2.
 
@@ -63,15 +59,7 @@ def test_large_weights_are_sampled_in_proportion() -> None:
 
 
 def trained(model: Any, precision: Precision, lr: float) -> float:
-    learner = LearnerSection(
-        device="cpu",
-        precision=precision,
-        lr=lr,
-        warmup_steps=0,
-        controller=ControllerSection(skip_step=False),
-    )
-    settings = TrainerSettings(learner=learner, algorithm=AlgorithmSection(), num_steps=10)
-    trainer = Trainer(settings, Networks(policy=model))
+    trainer = trainer_of(model, precision, lr=lr)
     return trainer.train_on(make_samples(), version=0).metrics["train/vanished_update_frac"]
 
 

@@ -1,5 +1,6 @@
 """Laws of a version's numbers: they are those that the learner's forward pass uses."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,35 +10,21 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, Mamba2Config, Mamba2ForCausalLM
 
 from common.config.compute import LoraSection, Precision
-from common.config.learning import AlgorithmSection, ControllerSection, LearnerSection
-from learner.policy.forward import Networks
 from learner.policy.model import load_policy
-from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer
 from learner.weights.delta import VersionKeeper
 from learner.weights.snapshot import PublishedWeights
-from tests.learner.builders import make_model, make_model_with_adapters, make_samples, tensors_of
+from tests.learner.builders import (
+    make_model,
+    make_model_with_adapters,
+    make_samples,
+    tensors_of,
+    trainer_of,
+)
 from tests.learner.experts import make_experts, save_experts
 
 IDS = [[5, 9, 17, 30, 41, 8, 7, 12, 6, 33, 25, 19], [3, 44, 2, 11, 29, 13, 40]]
 BELOW_HALF = 0x7000  # In units of the last place of fp32: 7/16 of a unit of bf16.
-
-
-def trainer_of(
-    model: Any, precision: Precision, *, dtype: str = "float32", lr: float = 1e-5
-) -> Trainer:
-    """Return a trainer for engines in `dtype`, which accepts samples of other policies."""
-    learner = LearnerSection(
-        device="cpu",
-        precision=precision,
-        lr=lr,
-        warmup_steps=0,
-        controller=ControllerSection(skip_step=False),
-    )
-    settings = TrainerSettings(
-        learner=learner, algorithm=AlgorithmSection(), num_steps=100, engine_dtype=dtype
-    )
-    return Trainer(settings, Networks(policy=model))
 
 
 @torch.no_grad()
@@ -177,7 +164,7 @@ def test_engine_with_merged_experts_computes_the_same(
     assert all(torch.equal(a, version[n]) for n, a in tensors_of(receiver.live_weights()).items())
 
 
-def _places(receiver: Trainer, version: dict[str, Tensor]):
+def _places(receiver: Trainer, version: dict[str, Tensor]) -> Iterator[tuple[Any, int, Tensor]]:
     """Yield each range of a weight in memory, with the numbers of the version that belong there."""
     source = receiver.live_weights()
     for spec, runs in zip(source.specs, source._runs, strict=True):

@@ -141,8 +141,8 @@ class Judge:
         request = self._body(messages, options.temperature)
         key = key_of([options.url, options.path, self._model_stamp, request])
         if options.cache:
-            if (kept := await self._kept_score(caller, key)) is not None:
-                return kept, Cost(cached=1)
+            if (stored := await self._kept_score(caller, key)) is not None:
+                return stored, Cost(cached=1)
             if (asking := self._asking.get(key)) is not None:
                 score, _ = await asyncio.shield(asking)
                 return score, Cost(cached=1)
@@ -174,10 +174,10 @@ class Judge:
             return self.rubric.score(answer)
         offered = {"pattern": self.rubric.pattern, "text": self.rubric.searched(answer)}
         try:
-            found = await caller.call(SEARCH, offered, timeout_s=SEARCH_TIMEOUT_S)
+            reply = await caller.call(SEARCH, offered, timeout_s=SEARCH_TIMEOUT_S)
         except Ungraded as error:
             raise Unparsed(f"the search for {self.rubric.pattern!r}: {error}") from error
-        return self.rubric.score(answer, matched=str(found.value))
+        return self.rubric.score(answer, matched=str(reply.value))
 
     async def _ask_in_time(
         self, caller: Caller, key: str, messages: list[dict[str, str]]

@@ -229,7 +229,7 @@ def find_field(answer: str, field: str) -> Any:
     while start >= 0 and num_braces < MAX_BRACES:
         end = start + 1
         try:
-            held, end = decoder.raw_decode(answer, start)
+            parsed, end = decoder.raw_decode(answer, start)
         except (ValueError, RecursionError) as error:
             num_braces += 1
             failure = f"not JSON: {error}"
@@ -237,8 +237,8 @@ def find_field(answer: str, field: str) -> Any:
             end = closings.get(start, len(answer) if is_cut else start + 1)
         else:
             for part in field.split("."):
-                held = held.get(part) if isinstance(held, dict) else None
-            value = value if held is None else held
+                parsed = parsed.get(part) if isinstance(parsed, dict) else None
+            value = value if parsed is None else parsed
         start = answer.find("{", end)
     if value is None:
         raise Unparsed(failure or f"no JSON object with the field {field!r}")
