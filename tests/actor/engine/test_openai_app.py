@@ -42,8 +42,8 @@ def served(folder: Path, *overrides: str) -> Iterator[tuple[str, str]]:
     assert server.stdout is not None
     try:
         for line in map(bytes.decode, server.stdout):
-            if found := re.match(r"policy: (\S+) model=(\S+)", line):
-                yield found[1], found[2]
+            if printed := re.match(r"policy: (\S+) model=(\S+)", line):
+                yield printed[1], printed[2]
                 break
         else:
             raise EngineError(log.read_text(encoding="utf-8")[-2_000:])
@@ -64,8 +64,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str
 def client(address: tuple[str, str]) -> "Iterator[OpenAI]":
     from openai import OpenAI
 
-    with OpenAI(base_url=address[0], api_key="k", max_retries=0, timeout=120) as found:
-        yield found
+    with OpenAI(base_url=address[0], api_key="k", max_retries=0, timeout=120) as connected:
+        yield connected
 
 
 def create(client: "OpenAI", **fields: Any) -> Any:
@@ -178,12 +178,12 @@ def test_server_requires_its_key(address: tuple[str, str]) -> None:
     import asyncio
 
     async def statuses() -> list[int]:
-        found: list[int] = []
+        codes: list[int] = []
         async with aiohttp.ClientSession() as http:
             for headers in ({}, {"authorization": "Bearer x"}, {"x-api-key": "k"}):
                 async with http.get(f"{address[0]}/models", headers=headers) as reply:
-                    found.append(reply.status)
-        return found
+                    codes.append(reply.status)
+        return codes
 
     assert asyncio.run(statuses()) == [401, 401, 200]
 
@@ -224,13 +224,13 @@ def test_streamed_calls_equal_those_of_the_whole_answer(size: int) -> None:
     ):
         parser = kind(tokenizer, request.tools)
         pieces = [answer[i : i + size] for i in range(0, len(answer), size)]
-        content, found = "", []
+        content, streamed = "", []
         for number, piece in enumerate(pieces):
             is_last = number + 1 == len(pieces)
             delta = parser.parse_delta(piece, [number], request, [1], finished=is_last)
             content += (delta.content or "") if delta else ""
-            found += (delta.tool_calls or []) if delta else []
+            streamed += (delta.tool_calls or []) if delta else []
         assert content.strip() == (answer if text is None else text).strip()
-        named = [(each.function.name, json.loads(each.function.arguments)) for each in found]
+        named = [(each.function.name, json.loads(each.function.arguments)) for each in streamed]
         assert named == calls
-        assert [each.index for each in found] == list(range(len(calls)))
+        assert [each.index for each in streamed] == list(range(len(calls)))

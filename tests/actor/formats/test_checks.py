@@ -39,12 +39,14 @@ def test_prompt_that_loses_its_question_is_refused() -> None:
         check_prompts(cfg, ROOT, [SHORT, LONG])
     text = str(refusal.value)
     assert "record 2 of q.jsonl" in text
-    found = re.search(r"Use actor.max_model_len=(\d+), or .* with data.max_length=(\d+)", text)
-    assert found is not None
-    assert int(found[2]) > 112
-    assert check_prompts(_config(int(found[1])), ROOT, [SHORT, LONG]).startswith("2 first prompts")
+    remedies = re.search(r"Use actor.max_model_len=(\d+), or .* with data.max_length=(\d+)", text)
+    assert remedies is not None
+    assert int(remedies[2]) > 112
+    assert check_prompts(_config(int(remedies[1])), ROOT, [SHORT, LONG]).startswith(
+        "2 first prompts"
+    )
     with pytest.raises(ConfigError, match="record 2 of"):
-        check_prompts(_config(int(found[1]) - 1), ROOT, [SHORT, LONG])
+        check_prompts(_config(int(remedies[1]) - 1), ROOT, [SHORT, LONG])
 
 
 def test_first_page_may_be_cut_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:

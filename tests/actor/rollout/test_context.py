@@ -91,11 +91,11 @@ def test_critic_reads_the_end_of_a_window_at_the_next_prompt(
     turns: int, length: int, reflect_every: int
 ) -> None:
     options = AgentOptions(context=WINDOW, context_turns=turns, reflect_every=reflect_every)
-    how: dict[str, Any] = {"max_tokens": 400, "text": "o" * length}
-    _, whole = outgrown(options, **how)
+    text = "o" * length
+    _, whole = outgrown(options, max_tokens=400, text=text)
     for horizon in range(1, 12):
         lease = replace(LEASE, horizon=horizon)
-        got, policy = outgrown(options, lease=lease, keeps_last=True, **how)
+        got, policy = outgrown(options, lease=lease, keeps_last=True, max_tokens=400, text=text)
         start = got.segment_starts[-1] if got.segment_starts.size else 0
         assert got.token_ids[start:].tolist() == whole.asked[len(policy.asked)][0]
         assert refused(got, 400) == ""

@@ -41,11 +41,11 @@ def played(
     keeps_last: bool = False,
     text: str = "ab",
     max_tokens: int = 2_000,
-    **how: Any,
+    **agent: Any,
 ) -> tuple[Trajectory, list[str], list[str]]:
     """Return the trajectory, the actions that the environment received, and the prompts."""
     session = Count([replace(go_on(), observation=text)] * 3)
-    options = AgentOptions(format=AgentFormat.REACT, keep_thinking=keep, **how)
+    options = AgentOptions(format=AgentFormat.REACT, keep_thinking=keep, **agent)
     prompts: list[list[int]] = []
     got = play(
         session,

@@ -235,9 +235,9 @@ def test_rank_is_found_below_its_learner(tmp_path: Path) -> None:
     with subprocess.Popen(argv, stdout=subprocess.PIPE, encoding="utf-8") as child:
         rank = int(read_line(child))
         try:
-            found = roles_below(os.getpid())
-            assert [each.pid for each in found[Role.LEARNER]] == [child.pid]
-            assert [each.pid for each in found[Role.RANK]] == [rank]
+            roles = roles_below(os.getpid())
+            assert [each.pid for each in roles[Role.LEARNER]] == [child.pid]
+            assert [each.pid for each in roles[Role.RANK]] == [rank]
         finally:
             psutil.Process(rank).kill()
             child.kill()

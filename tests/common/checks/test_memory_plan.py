@@ -264,8 +264,8 @@ def test_scores_of_a_capped_attention_take_memory_on_a_gpu(
     cfg = configure(repository, "learner.device=cuda")
     label = "attention scores, at most"
     for cap in (None, 50.0):
-        own = read_shape(write_model(tmp_path / f"{cap}", attn_logit_softcapping=cap))
-        gpu, *_ = make_plan(cfg, own, on=(H100,), host_bytes=0)
+        capped = read_shape(write_model(tmp_path / f"{cap}", attn_logit_softcapping=cap))
+        gpu, *_ = make_plan(cfg, capped, on=(H100,), host_bytes=0)
         assert (label in sizes(gpu)) == (cap is not None)
 
 

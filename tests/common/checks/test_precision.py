@@ -29,9 +29,9 @@ def chosen(folder: Path | None, *, is_cuda: bool = False, has_units: bool = True
 def test_bf16_checkpoint_trains_in_fp32_unless_the_rate_is_large(
     stored: Path, lr: float, expected: Precision
 ) -> None:
-    found = chosen(stored, lr=lr)
-    assert found.precision is expected
-    assert f"{lr:.1e}" in found.reason
+    choice = chosen(stored, lr=lr)
+    assert choice.precision is expected
+    assert f"{lr:.1e}" in choice.reason
     assert chosen(stored, lr=lr, is_cuda=True).precision is BF16
 
 

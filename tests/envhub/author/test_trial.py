@@ -78,15 +78,15 @@ def make_spec():
 def _dataset(tmp_path: Path, reward: str) -> RunConfig:
     (tmp_path / "q.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}\n' * 3, encoding="utf-8")
     (tmp_path / "own.py").write_text(REWARDS, encoding="utf-8")
-    own = [f"data.train={tmp_path}/q.jsonl", "data.eval_size=1"]
-    return load_config("dataset", [*own, f"reward={tmp_path}/own.py:{reward}"], root=ROOT)
+    overrides = [f"data.train={tmp_path}/q.jsonl", "data.eval_size=1"]
+    return load_config("dataset", [*overrides, f"reward={tmp_path}/own.py:{reward}"], root=ROOT)
 
 
 def _door(tmp_path: Path, *, reset: str = "pass", step: str = "pass") -> RunConfig:
     path = tmp_path / "door.py"
     path.write_text(ENVIRONMENT.format(reset=reset, step=step), encoding="utf-8")
-    own = ["tasks=[{env: door, subset: all}]", f"envhub.envs=['{path}:make_spec']"]
-    return load_config("smoke", own, root=ROOT)
+    overrides = ["tasks=[{env: door, subset: all}]", f"envhub.envs=['{path}:make_spec']"]
+    return load_config("smoke", overrides, root=ROOT)
 
 
 @pytest.mark.slow

@@ -99,14 +99,14 @@ def test_answered_connections_without_the_token_block_no_client(
     port: int, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
     monkeypatch.setattr(limits, "REQUEST_S", 30.0)
-    address, own = f"http://{HOST}:{port}", {"Authorization": "Bearer t"}
-    with contextlib.ExitStack() as stack, httpx.Client(headers=own, timeout=20.0) as client:
+    address, headers = f"http://{HOST}:{port}", {"Authorization": "Bearer t"}
+    with contextlib.ExitStack() as stack, httpx.Client(headers=headers, timeout=20.0) as client:
         assert client.get(f"{address}/v1/envs").status_code == 200
         for _ in range(150):
             stranger = stack.enter_context(socket.create_connection((HOST, port), timeout=5))
             stranger.sendall(sent)
             assert stranger.recv(12).startswith(b"HTTP/1.1 ")
-        assert httpx.get(f"{address}/v1/envs", headers=own, timeout=20.0).status_code == 200
+        assert httpx.get(f"{address}/v1/envs", headers=headers, timeout=20.0).status_code == 200
         assert client.get(f"{address}/v1/envs").status_code == 200
 
 

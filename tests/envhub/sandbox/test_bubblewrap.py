@@ -191,8 +191,10 @@ def test_programs_change_the_first_process_in_nothing() -> None:
 
 
 def test_processes_may_change_their_own_limits() -> None:
-    own = "prlimit --pid $$ --nofile=20:20 && ulimit -n && renice -n 12 -p $$ && ionice -c 3 -p $$"
-    [result] = results_of([own])
+    command = (
+        "prlimit --pid $$ --nofile=20:20 && ulimit -n && renice -n 12 -p $$ && ionice -c 3 -p $$"
+    )
+    [result] = results_of([command])
     assert (result.text.splitlines()[0], result.exit_code) == ("20", 0)
 
 

@@ -21,16 +21,16 @@ def verdict(program: bytes, machine: int, number: int, arguments: tuple[int, ...
     """Return the value of a filter, computed as the kernel does."""
     fields = {0: number, 4: machine, 16: arguments[0], 24: arguments[1]}
     lines = list(struct.iter_unpack("=HBBI", program))
-    held, place = 0, 0
+    loaded, place = 0, 0
     while True:
         code, if_true, if_false, value = lines[place]
         place += 1
         if code == 0x20:
-            held = fields[value]
+            loaded = fields[value]
         elif code == 0x06:
             return value
         else:
-            is_true = held == value if code == 0x15 else held >= value
+            is_true = loaded == value if code == 0x15 else loaded >= value
             place += if_true if is_true else if_false
 
 

@@ -250,18 +250,18 @@ def test_running_mean_belongs_to_a_seat_and_an_opponent() -> None:
     """Seat 0 wins 9 of 10 games against itself; equal play has no advantage in any seat."""
     cfg, baseline = AlgorithmSection(advantage=Advantage.RUNNING), RunningBaseline()
     rng = np.random.default_rng(0)
-    found: dict[str, list[float]] = {"0": [], "1": [], "random": []}
+    advantages: dict[str, list[float]] = {"0": [], "1": [], "random": []}
     for _ in range(400):
         members = []
-        for number, name in enumerate(found):
+        for number, name in enumerate(advantages):
             reward = float(rng.random() < {"0": 0.9, "1": 0.1, "random": 0.6}[name])
             seat, opponent = (1, name) if name == "random" else (int(name), "self")
             metrics = seat_metrics(seat, opponent, reward)
             members.append(replace(member(number, reward), item_id="Game-3", metrics=metrics))
         samples = samples_of([Group(group_id="g", members=members)], cfg, baseline)
-        for name, sample in zip(found, samples, strict=True):
-            found[name].append(sample.advantage)
-    means = [float(np.mean(each[50:])) for each in found.values()]
+        for name, sample in zip(advantages, samples, strict=True):
+            advantages[name].append(sample.advantage)
+    means = [float(np.mean(each[50:])) for each in advantages.values()]
     assert means == pytest.approx([0.0] * 3, abs=0.05)
 
 

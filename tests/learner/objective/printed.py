@@ -240,7 +240,7 @@ def running_mean(
     """Return the expected credit from earlier batches, by episode, [entry] float64."""
     memory, prior = number(r"memory=([\d.]+)", text), number(r"prior=([\d.]+)", text)
     seen, now = ([e for g in each for e in g] for each in (history(groups), groups))
-    found: dict[str, np.ndarray] = {}
+    advantages: dict[str, np.ndarray] = {}
     for e in now:
         expected = credit_of(e).astype(np.float64)
         for k in range(len(expected)):
@@ -255,8 +255,8 @@ def running_mean(
                 expected[k] = total / (weights.sum() + prior)
             elif others:
                 expected[k] = np.mean([worth[id(x)] for x in others])
-        found[e.episode_id] = expected
-    return found
+        advantages[e.episode_id] = expected
+    return advantages
 
 
 def _task(e: Trajectory) -> tuple[str, str]:

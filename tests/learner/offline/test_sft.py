@@ -335,8 +335,8 @@ def test_bf16_checkpoint_is_tuned_in_fp32_and_hidden_updates_are_measured(tmp_pa
     for precision in (Precision.AUTO, Precision.BF16):
         learner = LearnerSection(device="cpu", precision=precision)
         model, _ = load_start(str(tmp_path), learner)
-        found = hidden.setdefault(precision, [])
-        log = found.append
+        shares = hidden.setdefault(precision, [])
+        log = shares.append
         sft.train(
             model,
             rows_of(*CORPUS),

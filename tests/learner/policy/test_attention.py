@@ -295,9 +295,9 @@ def test_fused_attention_keeps_the_cap_of_scores(family: str, cap: float) -> Non
         use_attention([model], "cpu", Layout.PADDED, Attention.FUSED)
         fused = model(input_ids=ids).logits
         use_attention([model], "cpu", Layout.PADDED, Attention.PRODUCTS)
-        own = model(input_ids=ids).logits
-    assert fused.equal(own)
-    assert (lost - own).abs().max() > 1e-3
+        capped = model(input_ids=ids).logits
+    assert fused.equal(capped)
+    assert (lost - capped).abs().max() > 1e-3
 
 
 def test_unsupported_attention_arguments_are_refused() -> None:

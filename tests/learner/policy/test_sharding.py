@@ -81,14 +81,14 @@ def test_two_ranks_in_bf16_publish_the_numbers_of_one(tmp_path: Path, family: st
         device="cpu", precision=Precision.BF16, rank_timeout_s=120.0, controller=still
     )
     cfg = RunConfig(model=ModelSection(path=str(path), dtype="float32"), learner=learner)
-    found: list[dict[str, torch.Tensor]] = []
+    versions: list[dict[str, torch.Tensor]] = []
     for num_ranks in (1, 2):
-        own = replace(cfg, learner=replace(learner, num_ranks=num_ranks))
-        with trainer_of(own) as (trainer, workers):
-            found.append(tensors_of(trainer.live_weights(ask=workers.ask_for_part)))
+        settings = replace(cfg, learner=replace(learner, num_ranks=num_ranks))
+        with trainer_of(settings) as (trainer, workers):
+            versions.append(tensors_of(trainer.live_weights(ask=workers.ask_for_part)))
             shown = trainer.train_on(make_samples(), version=0).metrics
             assert 0.9 < shown["train/vanished_update_frac"] <= 1.0
-    alone, both = found
+    alone, both = versions
     assert alone.keys() == both.keys()
     for name, each in alone.items():
         assert torch.equal(each, both[name]), name

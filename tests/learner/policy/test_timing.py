@@ -81,9 +81,9 @@ def test_fastest_configuration_overrides_the_rules(
 def test_timing_never_chooses_the_precision(tmp_path: Path) -> None:
     for name in ("bf16", "fp32"):
         clock = Clock(**{name: 0.001})
-        found = settle(tmp_path / f"{name}.json", clock)
-        assert found.precision is precision_by_rule("cpu")
-        assert {way.precision for way in clock.asked} == {found.precision}
+        section = settle(tmp_path / f"{name}.json", clock)
+        assert section.precision is precision_by_rule("cpu")
+        assert {way.precision for way in clock.asked} == {section.precision}
 
 
 def test_file_has_the_precision_and_its_reason(tmp_path: Path) -> None:

@@ -166,19 +166,19 @@ def test_value_of_the_end_is_read_in_its_own_segment(
     seen = replace(seen, logprobs=np.append(whole.logprobs, np.zeros(3, dtype=np.float32)))
     seen = replace(seen, versions=np.append(whole.versions, np.full(3, -1, dtype=np.int32)))
     seen = replace(seen, turn_ids=np.append(whole.turn_ids, np.full(3, 3, dtype=np.int32)))
-    own = joined([*as_rows(cut(whole, *turns)), prompt_after(whole)])
-    assert refusal(own, learner_version=0, max_group_size=2, vocab_size=VOCAB) == ""
-    assert len(as_rows(own)) == len(turns) + 1
-    found = [
+    apart = joined([*as_rows(cut(whole, *turns)), prompt_after(whole)])
+    assert refusal(apart, learner_version=0, max_group_size=2, vocab_size=VOCAB) == ""
+    assert len(as_rows(apart)) == len(turns) + 1
+    values = [
         gradient_step(
             samples_of([Group(group_id="g0", members=[won, each])], algorithm),
             algorithm,
             max_tokens=max_tokens,
         )
-        for each in (seen, own, whole)
+        for each in (seen, apart, whole)
     ]
-    assert (found[0] - found[1]).abs().max() < 1e-5
-    assert (found[0] - found[2]).abs().max() > 1e-3
+    assert (values[0] - values[1]).abs().max() < 1e-5
+    assert (values[0] - values[2]).abs().max() > 1e-3
 
 
 def test_credit_passes_between_segments() -> None:

@@ -157,12 +157,12 @@ def test_checkpoint_of_an_older_version_is_read(tmp_path: Path) -> None:
     with as_stored_tensor():
         file.write_bytes(pickle.dumps(metadata))
     (tmp_path / "state" / "__0_0.bin").write_bytes(struct.pack("<2f", 1.5, -2.0))
-    ((name, found),) = read_weights(tmp_path / "state", "model")
-    assert (name, found.tolist()) == ("a", [[1.5, -2.0]])
+    ((name, weight),) = read_weights(tmp_path / "state", "model")
+    assert (name, weight.tolist()) == ("a", [[1.5, -2.0]])
     convert_pickled_index(tmp_path / "state")
     file.unlink()
-    ((name, found),) = read_weights(tmp_path / "state", "model")
-    assert (name, found.tolist()) == ("a", [[1.5, -2.0]])
+    ((name, weight),) = read_weights(tmp_path / "state", "model")
+    assert (name, weight.tolist()) == ("a", [[1.5, -2.0]])
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,12 +25,12 @@ def network(weight: torch.Tensor, *, num_norms: int = 0) -> nn.Module:
 
 
 def moved(model: nn.Module, *changes: torch.Tensor | float) -> float:
-    found = VanishedUpdates(model, is_bf16=True)
-    found.begin()
+    meter = VanishedUpdates(model, is_bf16=True)
+    meter.begin()
     with torch.no_grad():
         for each, change in zip(model.parameters(), changes, strict=True):
             each += change
-    return found.share(lr=1e-5)
+    return meter.share(lr=1e-5)
 
 
 def test_share_counts_changed_weights_with_the_same_rounded_value() -> None:
@@ -51,10 +51,10 @@ def test_large_weights_are_sampled_in_proportion() -> None:
     torch.manual_seed(0)
     model = network(torch.ones(1000, 700), num_norms=70_000)
     change = torch.where(torch.rand(1000, 700) < 0.25, 1e-5, UNIT)
-    found = VanishedUpdates(model, is_bf16=True)
-    found.begin()
-    assert found._before is not None
-    assert len(found._before) < 3 * SAMPLED
+    meter = VanishedUpdates(model, is_bf16=True)
+    meter.begin()
+    assert meter._before is not None
+    assert len(meter._before) < 3 * SAMPLED
     assert moved(model, change, 1e-5) == pytest.approx(0.25 * 700 / 770, abs=0.01)
 
 

@@ -91,12 +91,12 @@ def engine_scores(engine: Any, version: dict[str, Tensor]) -> Tensor:
     missing, unexpected = engine.load_state_dict(version, strict=False)
     assert not unexpected
     assert not [name for name in missing if "lm_head" not in name]
-    found = []
+    scores = []
     with torch.no_grad():
         for row in IDS:
             logits = engine(input_ids=torch.tensor([row])).logits[0, :-1].float()
-            found.append(logits.log_softmax(-1).gather(1, torch.tensor(row[1:])[:, None])[:, 0])
-    return torch.cat(found)
+            scores.append(logits.log_softmax(-1).gather(1, torch.tensor(row[1:])[:, None])[:, 0])
+    return torch.cat(scores)
 
 
 @pytest.mark.parametrize(("precision", "limit"), [(Precision.BF16, 0.02), (Precision.FP32, 1e-5)])
@@ -130,10 +130,10 @@ def test_pass_in_fp32_publishes_the_masters() -> None:
 def test_adapters_are_published_as_the_pass_uses_them(precision: Precision) -> None:
     model = make_model_with_adapters()
     trainer = trainer_of(model, precision)
-    found = tensors_of(trainer.live_weights())
+    adapters = tensors_of(trainer.live_weights())
     masters = {name: each for name, each in model.named_parameters() if ".lora_" in name}
-    assert len(found) == len(masters)
-    for each, master in zip(found.values(), masters.values(), strict=True):
+    assert len(adapters) == len(masters)
+    for each, master in zip(adapters.values(), masters.values(), strict=True):
         used = master.bfloat16().float() if precision is Precision.BF16 else master
         assert torch.equal(each, used)
 
@@ -181,10 +181,10 @@ def test_changes_between_versions_are_those_of_the_pass() -> None:
     keeper.keep(PublishedWeights(version=0, source=source))
     before = {name: each.detach().clone() for name, each in model.named_parameters()}
     trainer.train_on(make_samples(), version=0)
-    kept = keeper.keep(PublishedWeights(version=1, source=source))
-    sent = tensors_of(kept.whole.source)
+    changed = keeper.keep(PublishedWeights(version=1, source=source))
+    sent = tensors_of(changed.whole.source)
     for name, each in model.named_parameters():
         assert not torch.equal(each, before[name])
         assert torch.equal(sent[name], each if each.ndim == 1 else each.bfloat16())
-    assert kept.changed_frac is not None
-    assert 0 < kept.changed_frac < 0.05
+    assert changed.changed_frac is not None
+    assert 0 < changed.changed_frac < 0.05

@@ -92,9 +92,9 @@ def test_manifest_cannot_name_a_run_outside_the_folder(
     copy: Path, tmp_path: Path, run: str
 ) -> None:
     (path,) = (copy / FOLDER).iterdir()
-    found = decode(path.name, path.read_bytes())
-    assert found is not None
-    content = replace(found, number=9, run=run).encode()
+    manifest = decode(path.name, path.read_bytes())
+    assert manifest is not None
+    content = replace(manifest, number=9, run=run).encode()
     (copy / FOLDER / file_name(9, content)).write_bytes(content)
     with pytest.raises(ConfigError, match=re.escape(f"the name of the run {run!r} must be")):
         fetch(str(copy), tmp_path / "b", echo=quiet)

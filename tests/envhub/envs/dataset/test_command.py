@@ -62,12 +62,12 @@ def test_prompt_longer_than_the_context_is_refused_and_named_by_check_env(
 ) -> None:
     long = {"question": "Tom has 3 pens. " * 40 + "How many?", "answer": "120"}
     data = write_lines(tmp_path / "mine.jsonl", [*GSM8K, long])
-    own = (f"data.train={data}", "data.eval_size=1")
+    overrides = (f"data.train={data}", "data.eval_size=1")
     why = "1 of 4 first prompts have more than the 112 tokens that fit"
-    refused = refusal(capsys, *own)
+    refused = refusal(capsys, *overrides)
     assert why in refused
     assert "record 4 of mine.jsonl" in refused
-    check = ["check-env", "dataset", "items=1", *own, "reward=exact_number"]
+    check = ["check-env", "dataset", "items=1", *overrides, "reward=exact_number"]
     model = "model.path=configs/policies/tiny-arithmetic"
     assert run.main([*check, model, "actor.max_model_len=128", "actor.max_turn_tokens=16"]) == 1
     assert f"FAIL prompts     actor.max_model_len=128: {why}" in capsys.readouterr().out

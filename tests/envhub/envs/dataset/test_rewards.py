@@ -208,8 +208,8 @@ def test_last_number_of_a_text_is_read(text: str, number: str | None) -> None:
     ],
 )
 def test_last_number_is_read_as_it_is_written(text: str, number: str | None) -> None:
-    found = last_number(text)
-    assert (None if found is None else str(found)) == number
+    read = last_number(text)
+    assert (None if read is None else str(read)) == number
 
 
 @pytest.mark.parametrize("answer", ["9" * 5000, "1/" + "9" * 5000, "9" * 200_000, "9^9^9^9"])

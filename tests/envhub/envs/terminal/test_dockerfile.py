@@ -14,8 +14,8 @@ from envhub.sandbox.interface import PATH
 def image_of(folder: Path, text: str, **files: str) -> TaskImage:
     """Return the image of a Dockerfile after `FROM x`; `__` stands for each slash of a name."""
     context = folder / "environment"
-    held = {"Dockerfile": text if "FROM" in text else f"FROM x\n{text}\n", **files}
-    for name, content in held.items():
+    contents = {"Dockerfile": text if "FROM" in text else f"FROM x\n{text}\n", **files}
+    for name, content in contents.items():
         path = context / name.replace("__", "/")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content, encoding="utf-8")

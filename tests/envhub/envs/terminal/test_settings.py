@@ -58,8 +58,8 @@ BENCH_MODEL = (
 
 def task(folder: Path, settings: str = "", **files: str) -> Path:
     """Write a task of Harbor; `__` stands for each slash of a file's name."""
-    held = {"task.toml": settings, "instruction.md": "Do it.", **files}
-    for name, text in held.items():
+    contents = {"task.toml": settings, "instruction.md": "Do it.", **files}
+    for name, text in contents.items():
         path = folder / name.replace("__", "/")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -534,8 +534,8 @@ def test_check_env_fails_for_a_solution_without_a_reward(tmp_path: Path) -> None
         (task / "solution" / "solve.sh").write_text(text, encoding="utf-8")
         with Driver(make_spec(options_of(tmp_path)), Style.COMPACT) as driver:
             plays = play_all(driver, ["tasks-train-0"])
-        found = check_players(driver.spec, plays)
-        fails = [each for each in found if each.grade is Grade.FAIL]
+        findings = check_players(driver.spec, plays)
+        fails = [each for each in findings if each.grade is Grade.FAIL]
         assert [each.grade for each in fails] == ([grade] if grade else [])
         if fails:
             assert "reward 0 in 1 item; tasks-train-0 answers" in fails[0].text
