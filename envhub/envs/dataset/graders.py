@@ -17,6 +17,8 @@ BRACE = re.compile(r"\\boxed\s{0,9}\{|\\.|[{}]", re.DOTALL)
 LATEX_FRACTION = re.compile(r"\\[dtc]?frac\s?(?:\{([^{}]{1,200})\}\s?\{([^{}]{1,200})\}|(\d)(\d))")
 # Characters between the digits of one number: LaTeX's spaces, narrow spaces and apostrophes.
 GROUPED = re.compile(r"(?<=\d)(?:\\[,!; ]|\{,\}|[\u00a0\u2007\u2009\u202f'\u2019_])(?=\d{3})")
+# Groups of thousands with a space: "10 000".
+SPACED = re.compile(r"(?<![\w.,/^])([1-9]\d{0,2}(?: \d{3})+)(?![\w/^])")
 NUMBER = re.compile(
     r"(?P<sign>(?<![\w)\]}.])[-+](?:\\?[$€£¥]\s?)?|)"
     r"(?P<digits>\d[\d.,]*|\.\d+)"
@@ -27,7 +29,8 @@ NUMBER = re.compile(
     r"(?:\s{0,3}/\s{0,3}(?P<below>[-+]?(?:\d[\d.,]*|\.\d+)))?"
     r"(?P<percent>\s?\\?%)?"
 )
-EXPONENT = re.compile(r"(?:\^|\*\*)\s?[{(]?[-+]?$")  # Before a number that is an exponent.
+# The text before a number that is an exponent. Two stars after a space begin bold text.
+EXPONENT = re.compile(r"(?:\^\s?|(?<=[\w)\]}])\*\*\s?|\s\*\*\s)[{(]?[-+]?$")
 MAX_DIGITS = 100_000  # Digits, or zeros of an exponent, of a number that is compared.
 CHARACTERS = str.maketrans(
     {
@@ -44,7 +47,7 @@ OTHER_DIGIT = re.compile(r"[^\W0-9_]|[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝
 
 def final_answer(text: str) -> str:
     """Return the text after the last `####`, else in the last `\\boxed{}`, else the whole text."""
-    tail = text.rpartition(FINAL)[2]
+    tail = text.rstrip().removesuffix(FINAL).rpartition(FINAL)[2]
     boxed = _last_boxed(tail)
     return (tail if boxed is None else boxed).strip()
 
@@ -92,7 +95,7 @@ def read_number(text: str) -> Number | None:
     text = plain_digits(text)
     last: re.Match[str] | None = None
     for match in NUMBER.finditer(text):
-        is_exponent = EXPONENT.search(text, max(0, match.start() - 4), match.start())
+        is_exponent = EXPONENT.search(text, max(0, match.start() - 6), match.start())
         if is_exponent is None:
             last = match
     if last is None:
@@ -108,7 +111,8 @@ def plain_digits(text: str) -> str:
     """Return a text whose digits, signs, fractions and exponents are written in ASCII."""
     text = ascii_digits(text)
     text = LATEX_FRACTION.sub(_plain_fraction, text)
-    return GROUPED.sub("", text)
+    text = GROUPED.sub("", text)
+    return SPACED.sub(lambda m: m[0].replace(" ", ""), text)
 
 
 def ascii_digits(text: str) -> str:

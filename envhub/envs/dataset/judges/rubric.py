@@ -20,8 +20,11 @@ from envhub.envs.dataset.prompts import compile_template, read_text, render
 
 # The word "score" up to its value. The group marks an explicit separator.
 MENTION = re.compile(
-    r"score[*_`\"')\]]{0,4}(?:\s{0,3}\([^()\n]{0,40}\)[*_`]{0,3})?"
-    r"(?:\s{0,3}(?P<mark>[:=]|\bis\b|\s[-\u2013\u2014](?=\s))|\s{1,3}of\b|(?=[\s*_`\"'(\[<$\\]))"
+    r"(?<![^\W\d_])(?<!</)score[*_`\"')\]]{0,4}"
+    r"(?:\s{0,3}(?:\([^()\n]{0,40}\)|\[[^\[\]\n]{0,40}\](?=\s{0,3}[:=\uff1a])"
+    r"|out\s{1,3}of\s{1,3}\d{1,6}(?=\s{0,3}[:=\uff1a]))[*_`]{0,3})?"
+    r"(?:\s{0,3}(?P<mark>[:=\uff1a|\u2192]|->|(?<=score)>(?=[^<]{1,20}</)|\bis\b:?|"
+    r"\s[-\u2013\u2014](?=\s))|\s{1,3}of\b|(?=[\s*_`\"'(\[<$\\]))"
     r"[\s*_`\"'(\[<$]{0,8}(?:\\boxed\{)?",
     re.IGNORECASE,
 )
@@ -29,15 +32,16 @@ MENTION = re.compile(
 NUMBER = re.compile(
     r"(?P<sign>[-+\u2212\u2010-\u2014\uff0b\uff0d]?)"
     r"(?P<digits>\d{1,3}(?:,\d{3})+(?![\d,])(?:\.\d+)?|\d+(?:[.,]\d+)?|\.\d+)"
-    r"(?P<power>[eE][-+]?\d{1,3})?(?![\w]|[.,]\d)"
+    r"(?P<power>[eE][-+]?\d{1,3})?(?![^\W_]|_+[^\W_]|[.,]\d)"
 )
 SCALE = re.compile(
     r"(?:[ \t]|[*_`\"')\]}>$(])*(?:/|(?:points?\s+)?(?:out\s+)?of\b)[ \t*_`]*", re.IGNORECASE
 )
 PERCENT = re.compile(r"[ \t*_`]*(?:\\?%|\u066a|\uff05|percent\b)", re.IGNORECASE)
-# Text after a number that makes it a part of a range, a list or a share.
+# Text after a number that makes it a part of a range, a list, a share or a mixed number.
 UNCLEAR = re.compile(
-    r"[ \t*_`]*(?:±|\+|(?:-|[\u2010-\u2015]|~|,|;|\.\.+|\u2026|->|\u2192"
+    r"[ \t*_`]*(?:±|\+|(?<=[ \t])\d+[ \t]?/[ \t]?\d"
+    r"|(?:-|[\u2010-\u2015]|~|,|;|\.\.+|\u2026|->|\u2192"
     r"|\bto\b|\bor\b)[ \t*_`]*[-+]?\d)",
     re.IGNORECASE,
 )
@@ -220,7 +224,7 @@ def find_field(answer: str, field: str) -> Any:
 
     An object inside of text that begins as an object, but is not valid, does not count.
     """
-    decoder = json.JSONDecoder()
+    decoder = json.JSONDecoder(strict=False)  # Judges write line breaks inside of texts.
     value: Any = None
     failure = ""
     closings = _closings(answer)

@@ -187,6 +187,14 @@ def test_last_number_of_a_text_is_read(text: str, number: str | None) -> None:
         ("1.250,50", "2501/2"),
         ("1.250.000", "1250000"),
         ("1,00,000", "100000"),
+        ("10 000 km", "10000"),
+        ("-10 000,50", "-20001/2"),
+        ("3 100/200", "7/2"),
+        ("2020 100", "100"),
+        ("The answer is **5**.", "5"),
+        ("**-5**", "-5"),
+        ("y = 5 ** 2", "25"),
+        ("x ** 2", None),
         ("1\u202f250", "1250"),
         (r"1{,}250", "1250"),
         ("3,5", "7/2"),
@@ -210,6 +218,11 @@ def test_last_number_of_a_text_is_read(text: str, number: str | None) -> None:
 def test_last_number_is_read_as_it_is_written(text: str, number: str | None) -> None:
     read = last_number(text)
     assert (None if read is None else str(read)) == number
+
+
+@pytest.mark.parametrize("answer", ["#### 18 ####", "#### 18\n####\n", "#### 17\n#### 18"])
+def test_mark_after_the_final_answer_does_not_hide_it(answer: str) -> None:
+    assert exact_number(answer, "18") == 1.0
 
 
 @pytest.mark.parametrize("answer", ["9" * 5000, "1/" + "9" * 5000, "9" * 200_000, "9^9^9^9"])
