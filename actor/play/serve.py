@@ -9,6 +9,7 @@ import re
 import secrets
 import signal
 import socket
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 from itertools import count
@@ -38,8 +39,10 @@ from common.config.compute import FULL, LoraSection
 from common.config.run_config import ActorSection, RunConfig
 from common.errors import ConfigError, EngineError
 from common.host.loopback import family_of, loopback
+from common.http import limits
 from common.http.embedded import EmbeddedServer
 from common.http.listening import stop_accepting
+from common.http.refusals import Refusals
 from common.stall.beacon import beacon_of
 from common.store.run_dir import RunDir
 from common.wire.addresses import bracketed
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
 ADAPTERS = "adapter_config.json"
 EVENTS = "text/event-stream"
 OTHER_ORIGIN = "requests from pages of other origins need an API key"
+BODY_S = 300.0  # Seconds for the body of a request with the key.
 MAX_BODY_BYTES = 64 << 20  # A prompt of token ids is longer than its text.
 MOST_LOGPROBS = 1024  # Most probable tokens at each position, at most.
 FITTED = -1  # vLLM lowers `max_model_len` to the largest that the KV cache holds.
@@ -197,7 +201,9 @@ async def listening(chat: Chat, place: socket.socket | None = None) -> AsyncGene
     app.router.add_get("/v1/models", chat.models)
     app.router.add_get("/v1/models/{name:.+}", chat.models)
     place = place or bound(0)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(
+        app, access_log=None, shutdown_timeout=1.0, keepalive_timeout=limits.REQUEST_S
+    )
     await runner.setup()
     try:
         await web.SockSite(runner, place).start()
@@ -379,6 +385,7 @@ async def serving(app: FastAPI, place: socket.socket, *, key: str) -> AsyncGener
     """Serve requests inside the context; yield the address."""
     config = uvicorn.Config(
         GuardedApp(app, key),
+        http=limits.limited_protocol(Counter(), Refusals(), token=key, body_s=BODY_S),
         log_config=None,
         log_level="warning",
         access_log=False,

@@ -4,7 +4,7 @@ The settings are the run's date, its own template and the variables of the templ
 once in each process.
 
 A template is a program of the model's author. Jinja's sandbox keeps it from the machine, and a time
-limit ends it.
+limit ends it. The limit cannot end a single operation, so products and powers have limits of size.
 """
 
 import ctypes
@@ -13,13 +13,16 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from datetime import date, datetime
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol, cast
+
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.errors import ConfigError
 
@@ -28,9 +31,45 @@ DATE_STRING = "%d %b %Y"  # Format of `date_string` in Llama's templates.
 CLOCK = "strftime_now"
 DATE = "date_string"
 MAX_RENDER_S = 10.0  # CPU time of one text. A template needs milliseconds.
+MAX_PRODUCT = 1 << 24  # Largest length of a repeated text or list.
+MAX_NUMBER_BITS = 4_096  # Largest product or power.
 POLL_S = 0.5  # Seconds between two checks of the running templates.
 # A template with its own default for `date_string` keeps it, as in other inference servers.
 _HAS_DEFAULT = re.compile(rf"\b{DATE}\s+is\s+(not\s+)?defined|\b{DATE}\s*\|\s*(default|d)\b")
+
+
+def _checked_product(left: Any, right: Any) -> Any:
+    """Return a product. Raises: SecurityError: it is too large for a template."""
+    sizes = [_bits(each) for each in (left, right)]
+    texts = [each for each in (left, right) if isinstance(each, Sized)]
+    times = [each for each in (left, right) if isinstance(each, int)]
+    if texts and times and len(texts[0]) * times[0] > MAX_PRODUCT:
+        raise SecurityError(f"a chat template repeats a text to more than {MAX_PRODUCT} items")
+    if sum(sizes) > MAX_NUMBER_BITS:
+        raise SecurityError(f"a chat template multiplies to more than {MAX_NUMBER_BITS} bits")
+    return left * right
+
+
+def _checked_power(base: Any, exponent: Any) -> Any:
+    """Return a power. Raises: SecurityError: it is too large for a template."""
+    if isinstance(exponent, int) and _bits(base) * exponent > MAX_NUMBER_BITS:
+        raise SecurityError(f"a chat template has a power of more than {MAX_NUMBER_BITS} bits")
+    return base**exponent
+
+
+def _bits(value: Any) -> int:
+    return value.bit_length() if isinstance(value, int) else 0
+
+
+def _limit_operators() -> None:
+    """Limit the operators of all templates that are compiled later in this process."""
+    sandbox = ImmutableSandboxedEnvironment
+    sandbox.intercepted_binops = frozenset(("*", "**"))
+    table = {**sandbox.default_binop_table, "*": _checked_product, "**": _checked_power}
+    sandbox.default_binop_table = table
+
+
+_limit_operators()  # transformers makes the environment of a template itself.
 
 
 class PromptSettings(Protocol):

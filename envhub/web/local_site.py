@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import socket
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ import uvicorn
 from common.config.envs import BrowserOptions
 from common.host.loopback import family_of, loopback
 from common.http.embedded import EmbeddedServer
+from common.http.limits import limited_protocol
+from common.http.refusals import Refusals
 from common.wire.addresses import bracketed
 from envhub.env import EnvFailure
 from envhub.web.browser import BrowserHost, host_rules
@@ -30,7 +33,12 @@ class LocalSite:
         self._socket = socket.socket(family_of(host), socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._socket.bind((host, 0))
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=1
+            app,
+            http=limited_protocol(Counter(), Refusals()),
+            log_config=None,
+            access_log=False,
+            lifespan="on",
+            timeout_graceful_shutdown=1,
         )
         self._server = EmbeddedServer(config)
         self._task: asyncio.Task[None] | None = None

@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -290,6 +291,10 @@ def _problem(tensor: StoredTensor) -> str:
             return "a part lies outside of the tensor"
         if not part.is_archive and part.num_bytes != _num_bytes(tensor.dtype, part.shape):
             return f"{part.num_bytes} bytes are not the bytes of a part"
+    # A number that two parts have would count twice, and hide one that no part has.
+    regions = [Region(part.offsets, part.shape) for part in tensor.parts]
+    if any(one.overlap(other) for one, other in combinations(regions, 2)):
+        return "two parts overlap"
     return ""
 
 
@@ -344,7 +349,10 @@ def read_state(
 
 def _read(files: WeightFiles, path: Path, part: TensorPart, dtype: str) -> Tensor:
     """Return a part of a tensor. Raises: EOFError, FileNotFoundError."""
-    content = torch.empty(part.num_bytes, dtype=torch.uint8)
+    try:
+        content = torch.empty(part.num_bytes, dtype=torch.uint8)
+    except RuntimeError as error:  # An index may give any size of an archive.
+        raise _damaged(path, f"a part of {part.num_bytes} bytes does not fit") from error
     files.read(path, part.start, _bytes_of(content))
     if not part.is_archive:
         return content.view(DTYPES[dtype]).view(part.shape)

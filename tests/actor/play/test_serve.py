@@ -1,6 +1,7 @@
 """Laws of a policy behind chat completions: what it is asked, by whom, and where it is found."""
 
 import asyncio
+import contextlib
 import io
 import json
 import os
@@ -14,16 +15,27 @@ from typing import TYPE_CHECKING, Any, cast
 
 import aiohttp
 import pytest
+from fastapi import FastAPI
 from transformers import AutoTokenizer
 
 from actor.play.chat_endpoints import ChatEndpoint, endpoint_path, find_endpoint
 from actor.play.endpoint import Endpoint
-from actor.play.serve import Chat, base_of, bound, listening, model_id, serve_engine, with_context
+from actor.play.serve import (
+    Chat,
+    base_of,
+    bound,
+    listening,
+    model_id,
+    serve_engine,
+    serving,
+    with_context,
+)
 from actor.rollout.episode import ContextFull, PolicyFailed, Turn
 from actor.rollout.render import Renderer
 from common.config.evaluation import PolicySection
 from common.config.load import load_config
 from common.errors import ConfigError, EngineError
+from common.http import limits
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 
@@ -390,3 +402,50 @@ def test_adapters_are_served_with_their_base_weights(tmp_path: Path) -> None:
     path.write_text(json.dumps({**told, "base_model_name_or_path": "/gone"}), encoding="utf-8")
     with pytest.raises(ConfigError, match="/gone is not on this machine"):
         base_of(tmp_path)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /v1/models HTTP/1.1\r\nx: "])
+def test_silent_connections_shut_no_client_of_serve_out(
+    monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(limits, "MAX_CONNECTIONS", 20)
+
+    async def status_and_closed() -> tuple[int, int]:
+        place = bound(0)
+        async with serving(FastAPI(), place, key="k") as url:
+            connect = asyncio.open_connection
+            pairs = [await connect(*place.getsockname()[:2]) for _ in range(40)]
+            for _, writer in pairs:
+                writer.write(sent)
+            headers = {"authorization": "Bearer k"}
+            async with aiohttp.ClientSession() as http, http.get(url, headers=headers) as got:
+                status = got.status
+            closed = 0
+            for reader, writer in pairs:
+                with contextlib.suppress(TimeoutError, ConnectionError):
+                    async with asyncio.timeout(0.05):
+                        closed += not await reader.read(1)
+                writer.close()
+            return status, closed
+
+    status, closed = asyncio.run(status_and_closed())
+    assert status == 404  # The key was accepted; the application has no such page.
+    assert closed >= 20
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /v1/models HTTP/1.1\r\nx: "])
+def test_chat_endpoint_closes_silent_connections(
+    monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(limits, "REQUEST_S", 0.2)
+
+    async def received() -> bytes:
+        place = bound(0)
+        async with listening(chat(Parrot()), place), asyncio.timeout(10.0):
+            reader, writer = await asyncio.open_connection(*place.getsockname()[:2])
+            writer.write(sent)
+            content = await reader.read()
+            writer.close()
+            return content
+
+    assert not asyncio.run(received())

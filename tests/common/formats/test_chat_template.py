@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import transformers.utils.chat_template_utils as theirs
+from jinja2.exceptions import SecurityError
 
 from actor.rollout.render import Renderer
 from common.errors import ConfigError
@@ -134,6 +135,26 @@ def test_endless_template_is_ended_and_named() -> None:
         ):
             render_chat(tokenizer, SAYS, limit_s=0.1)
     assert "Today: hello" in render_chat(dated("hello"), SAYS, limit_s=0.1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ 9 ** (9 ** 9) }}",
+        "{{ 'a' * 10_000_000_000 }}",
+        "{{ 10_000_000_000 * [1] }}",
+        "{% set n = namespace(x=3) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    ],
+)
+def test_single_operation_of_a_template_is_bounded(text: str) -> None:
+    with pytest.raises(SecurityError, match="chat template"):
+        render_chat(dated(text), SAYS)
+
+
+def test_small_products_and_powers_of_a_template_are_rendered() -> None:
+    assert "aaa 6 8 0.25" in render_chat(
+        dated("{{ 'a' * 3 }} {{ 2 * 3 }} {{ 2 ** 3 }} {{ 2 ** -2 }}"), SAYS
+    )
 
 
 def test_endless_template_ends_in_each_thread() -> None:

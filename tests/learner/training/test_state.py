@@ -137,6 +137,28 @@ def test_pickle_in_the_index_of_a_checkpoint_executes_nothing(tmp_path: Path, wh
     assert not (tmp_path / "marker").exists()
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"\x80\x02}r" + struct.pack("<I", 0xFFFFFFFF) + b".", "'storage_data'"),
+        (b"\x80\x02})" + b"\x85" * 1_000_000 + b"K\x01s.", "a key is no text"),
+        (b"\x80\x02ctorch\nSize\n)}\x92.", "no operation NEWOBJ_EX"),
+        (b"\x80\x02\x82\x01.", "no operation EXT1"),
+        (b"Pa\n.", "no operation PERSID"),
+        (b"\x80\x02K\x01)R.", "an object of no kind"),
+        (b"\x80\x02ctorch\nSize\n}b.", "it fills a _Name"),
+        (b"\x80\x04\x8e" + struct.pack("<Q", 1 << 60) + b".", "only 1 remain"),
+    ],
+)
+def test_pickle_takes_no_memory_and_ends_no_process(
+    tmp_path: Path, content: bytes, reason: str
+) -> None:
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / ".metadata").write_bytes(content)
+    with pytest.raises(ConfigError, match=reason):
+        dict(read_weights(tmp_path / "state", "model"))
+
+
 def test_bytes_among_the_tensors_of_a_checkpoint_execute_nothing(tmp_path: Path) -> None:
     """torch unpickles an entry of bytes when it loads the checkpoint."""
     planted: Any = Planted(tmp_path / "marker")
@@ -198,6 +220,7 @@ def as_stored_tensor() -> Iterator[None]:
         ({"offsets": [-1]}, "greater than or equal to 0"),
         ({"shape": [2, 1]}, "number of dimensions"),
         ({"num_bytes": 4}, "not the bytes of a part"),
+        ({"num_bytes": 1 << 62, "is_archive": True}, "does not fit"),
     ],
 )
 def test_index_with_a_wrong_part_is_refused(
@@ -219,6 +242,17 @@ def test_index_that_lacks_a_part_is_refused(tmp_path: Path) -> None:
     index["model.a"]["parts"] = []
     file.write_text(json.dumps(index), encoding="utf-8")
     with pytest.raises(ConfigError, match="lacks parts of"):
+        dict(read_weights(tmp_path / "state", "model"))
+
+
+def test_parts_that_overlap_hide_no_missing_number(tmp_path: Path) -> None:
+    StateWriter(Ranks()).start({"model.a": torch.ones(2)}, tmp_path / "state").result(60)
+    file = tmp_path / "state" / "tensors.json"
+    index = json.loads(file.read_text(encoding="utf-8"))
+    (part,) = index["model.a"]["parts"]
+    index["model.a"]["parts"] = [part | {"shape": [1], "num_bytes": 4}] * 2
+    file.write_text(json.dumps(index), encoding="utf-8")
+    with pytest.raises(ConfigError, match="two parts overlap"):
         dict(read_weights(tmp_path / "state", "model"))
 
 
