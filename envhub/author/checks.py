@@ -89,7 +89,7 @@ def check_protocol(driver: Driver, item_id: str) -> Iterator[Finding]:
             ("step", episode.call("step", expert or "no such action"), StepResult),
         ]
     problems = [
-        f"{name} returns {type(value).__name__}"
+        f"{name} returns {type(value).__name__}; it must return {_names_of(kind)}"
         for name, value, kind in wanted
         if not isinstance(value, kind)
     ]
@@ -100,6 +100,12 @@ def check_protocol(driver: Driver, item_id: str) -> Iterator[Finding]:
         if _accepts_item(driver, i)
     ]
     yield from graded("protocol", problems, "all methods exist, and unknown items are refused")
+
+
+def _names_of(kind: type | tuple[type, ...]) -> str:
+    """Return the names of types, as in "str or None"."""
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    return " or ".join("None" if each is type(None) else each.__name__ for each in kinds)
 
 
 def _accepts_item(driver: Driver, item_id: str) -> bool:

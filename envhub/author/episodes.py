@@ -11,6 +11,7 @@ from common.config.load import load_config, override_value
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
+from common.text import counted
 from envhub.catalogue.registry import Registry, is_reference, missing_requirements
 from envhub.env import EnvSpec, StepResult, Style
 from envhub.errors import EnvRaised, UnknownEnv
@@ -40,16 +41,23 @@ class Driver:
         """End the calls of this driver. The environment's shared resources stay."""
         self._runner.close()
 
-    def call(self, work: Callable[[], Any]) -> Any:
-        """Return the result of a call. Raises: UnknownItem; EnvRaised: any other exception."""
-        return self._runner.run(call_environment(self.spec.name, work))
+    def call(self, work: Callable[[], Any], *, place: str = "") -> Any:
+        """Return the result of a call. Raises: UnknownItem; EnvRaised: any other exception.
+
+        Args:
+            place: the method and the item, for the error.
+        """
+        try:
+            return self._runner.run(call_environment(self.spec.name, work))
+        except EnvRaised as error:
+            raise EnvRaised(f"{error} ({place})" if place else str(error)) from error
 
     def open(self, item_id: str, *, seed: int = 0) -> "RecordedPlay":
         """Begin an episode. Raises: UnknownItem, EnvRaised."""
         env: Any = self.call(lambda: self.spec.make(self.style))
         with contextlib.ExitStack() as stack:
             stack.callback(self.call, lambda: env.close())
-            first = self.call(lambda: env.reset(item_id, seed))
+            first = self.call(lambda: env.reset(item_id, seed), place=f"reset of {item_id}")
             stack.pop_all()
         return RecordedPlay(self, env, item_id, first)
 
@@ -73,7 +81,8 @@ class RecordedPlay:
 
     def call(self, name: str, *arguments: object) -> Any:
         """Return the result of a method of the environment."""
-        return self.driver.call(lambda: getattr(self.env, name)(*arguments))
+        place = f"{name} of {self.item_id}, after {counted(len(self.results), 'turn')}"
+        return self.driver.call(lambda: getattr(self.env, name)(*arguments), place=place)
 
     def step(self, action: str) -> StepResult:
         """Perform an action and record it."""

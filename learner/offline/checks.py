@@ -13,6 +13,7 @@ from common.config.load import override_value
 from common.config.offline import SftSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
+from common.exchange.records import as_conversation, preference_of, read_records, tokens_of
 from common.host.temporary import check_temporary_room
 from common.store.wandb_mode import check_mode
 from learner.start_checks import check_networks
@@ -43,6 +44,8 @@ def check_sft(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> Non
         )
     check_disk(root / cfg.run.dir / cfg.run.name)
     check_base(cfg, root)
+    if cfg.sft.demonstrations:
+        _check_episodes(cfg.sft.demonstrations, root, key="sft.demonstrations")
 
 
 def check_model_is_used(request: ParsedCommand, cfg: RunConfig) -> None:
@@ -67,11 +70,16 @@ def check_base(cfg: RunConfig, root: Path) -> None:
 
 
 def check_dpo(cfg: RunConfig, root: Path) -> None:
-    """Check that `dpo` can start. Raises: ConfigError: the model is missing."""
+    """Check that `dpo` can start. Raises: ConfigError: the model or the pairs are missing."""
     _check_offline(cfg)
     check_model(cfg.model.path, root)
     check_trainable(root / cfg.model.path, shown=cfg.model.path)
     check_networks(cfg, root, is_offline=True)
+    if not cfg.dpo.data:
+        raise ConfigError(
+            "dpo.data is not set. Set it to a run directory or to a file of episodes."
+        )
+    _check_episodes(cfg.dpo.data, root, key="dpo.data")
 
 
 def check_evolve(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
@@ -79,6 +87,23 @@ def check_evolve(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> 
     _check_offline(cfg)
     check(cfg, root, missing=missing)
     check_networks(cfg, root, is_offline=True)
+
+
+def _check_episodes(name: str, root: Path, *, key: str) -> None:
+    """Check that a source of episodes exists and that the first record of a file has a known form.
+
+    Raises: ConfigError: it names the file, the record and the forms.
+    """
+    path = root / name
+    if not path.exists():
+        raise ConfigError(f"{key}={name}: no such file or folder. Give a run directory or a file")
+    if path.is_dir():
+        return
+    for place, record in read_records(path)[:1]:
+        if key == "dpo.data" and preference_of(record, place):
+            return
+        if not tokens_of(record, place) and isinstance(record, dict):
+            as_conversation(record, place)
 
 
 def _check_offline(cfg: RunConfig) -> None:

@@ -78,7 +78,18 @@ def test_example_passes_and_reports_reward_and_success_rules():
         ),
         ([('name="sort",', 'name="sort", start_score=1.5,')], "start_score=1.5 is not in [0, 1]"),
         ([("max_turns=8", "max_turns=0")], "subset four: max_turns below 1"),
-        ([("item = parse_item(item_id, SUBSETS)", "raise OSError")], "raises: sort: OSError"),
+        (
+            [("item = parse_item(item_id, SUBSETS)", "raise OSError('no file')")],
+            "raises: sort: OSError: no file (reset of four-train-0)",
+        ),
+        (
+            [("word = action_text(action)", "word = [action_text(action)][len(self.left) == 3]")],
+            "raises: sort: IndexError: list index out of range (step of four-train-0, ",
+        ),
+        (
+            [("        return StepResult(", "        return ()\n        return StepResult(")],
+            "protocol: step returns tuple; it must return StepResult",
+        ),
         (
             [("self.left", "Sort.left")],
             "at once: four-train-0 differs when 8 episodes run in turns",

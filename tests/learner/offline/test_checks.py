@@ -17,7 +17,11 @@ def model(tmp_path: Path) -> Path:
 
 
 def configure(model: Path, repository: Path, *overrides: str) -> RunConfig:
-    where = [f"model.path={model}", f"run.dir={model.parent / 'runs'}"]
+    runs = model.parent / "runs"
+    runs.mkdir(exist_ok=True)
+    where = [f"model.path={model}", f"run.dir={runs}"]
+    if not any(override.startswith("dpo.data=") for override in overrides):
+        where.append(f"dpo.data={runs}")
     return load_config("smoke", [*where, *overrides], root=repository)
 
 
@@ -54,3 +58,23 @@ def test_shipped_policy_is_overwritten_only_on_request(repository: Path) -> None
         with pytest.raises(ConfigError, match=r"sft\.overwrite=true"):
             check_sft(configure_sft(f"sft.output={output}"), repository)
         check_sft(configure_sft(f"sft.output={output}", "sft.overwrite=true"), repository)
+
+
+def test_missing_episodes_are_refused_before_the_model_loads(model: Path, repository: Path) -> None:
+    for key, check in (("sft.demonstrations", check_sft), ("dpo.data", check_dpo)):
+        with pytest.raises(ConfigError, match=rf"^{key}=/no/file: no such file or folder"):
+            check(configure(model, repository, f"{key}=/no/file"), repository)
+    with pytest.raises(ConfigError, match=r"^dpo\.data is not set"):
+        check_dpo(configure(model, repository, "dpo.data="), repository)
+
+
+def test_first_record_is_read_before_the_model_loads(model: Path, repository: Path) -> None:
+    file = model.parent / "pairs.jsonl"
+    for key, check in (("sft.demonstrations", check_sft), ("dpo.data", check_dpo)):
+        file.write_text('{"question": "Hi?", "chosen": "Hello."}\n', encoding="utf-8")
+        with pytest.raises(ConfigError, match="record 1: no known format"):
+            check(configure(model, repository, f"{key}={file}"), repository)
+        file.write_text('{"prompt": "Hi?", "completion": "Hello."}\n', encoding="utf-8")
+        check(configure(model, repository, f"{key}={file}"), repository)
+    file.write_text('{"prompt": "Hi?", "chosen": "Hello.", "rejected": "Go."}\n', encoding="utf-8")
+    check_dpo(configure(model, repository, f"dpo.data={file}"), repository)
