@@ -87,13 +87,31 @@ def rounded_names(network: nn.Module, shapes: Mapping[str, Sequence[int]]) -> se
     """Return the names of a network's tensors that a pass in bf16 rounds to bf16.
 
     These are the tensors that do not stay in fp32, and factors of products that do: autocast rounds
-    biases, convolutions and the rows of routers. Norms, decay rates and corrections remain.
+    biases, convolutions and the rows of routers. The biases of Mamba-2's time steps are cast to the
+    dtype of the steps. Norms, decay rates and corrections remain.
 
     Args:
         shapes: shapes of the tensors by name.
     """
     exact = exact_names(network, shapes)
-    return {name for name in shapes if name not in exact or _is_factor(name, shapes)}
+    # Falcon H1 scales its time steps in fp32, so their bias is added in fp32, too.
+    is_scaled = hasattr(getattr(network, "config", None), "ssm_multipliers")
+    return {
+        name
+        for name in shapes
+        if name not in exact
+        or _is_factor(name, shapes)
+        or (_is_step_bias(name, shapes) and not is_scaled)
+    }
+
+
+def _is_step_bias(name: str, shapes: Mapping[str, Sequence[int]]) -> bool:
+    """Return whether a tensor is the bias of Mamba-2's time steps, which are in bf16.
+
+    Delta networks have no `D` beside theirs, and add it in fp32.
+    """
+    owner, _, kind = name.rpartition(".")
+    return kind == "dt_bias" and f"{owner}.D" in shapes
 
 
 def _is_factor(name: str, shapes: Mapping[str, Sequence[int]]) -> bool:

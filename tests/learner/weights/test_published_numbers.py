@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, Mamba2Config, Mamba2ForCausalLM
 
+from benchmarks.conformance.networks import save_network
 from common.config.compute import LoraSection, Precision
 from learner.policy.model import load_policy
 from learner.training.trainer import Trainer
@@ -84,6 +85,37 @@ def test_change_that_a_bf16_pass_rounds_away_is_not_published(kind: str, dtype: 
         with torch.no_grad():
             weight.copy_(old)
     assert min(kinds.values()) > 0
+
+
+STATE_FAMILIES = ["mamba2", "granitemoehybrid", "nemotron_h", "falcon_h1", "qwen3_next", "mamba"]
+SINK_FAMILIES = ["gpt_oss", "granite_swa", "granitemoe_swa"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*STATE_FAMILIES, *SINK_FAMILIES])
+def test_small_tensors_are_published_as_the_pass_uses_them(tmp_path: Path, family: str) -> None:
+    save_network(family, tmp_path)
+    model = load_policy(str(tmp_path), device="cpu", gradient_checkpointing=False)
+    trainer = trainer_of(lay_on_grid(model), Precision.BF16)
+    source = trainer.live_weights()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("sinks"):  # Large, so that a small share of them has an effect.
+                weight.copy_(weight.sign() + 3)
+    before, scores = tensors_of(source), trainer.score(IDS)
+    for name, weight in model.named_parameters():
+        if weight.ndim > 1 and weight.numel() > 2000:
+            continue
+        old = weight.detach().clone()
+        with torch.no_grad():
+            bits = weight.view(torch.int32) + BELOW_HALF
+            weight.copy_(torch.where(weight == 0, weight, bits.view(torch.float32)))
+        is_sent = any(
+            not torch.equal(each, before[key]) for key, each in tensors_of(source).items()
+        )
+        assert is_sent == (trainer.score(IDS) != scores), name
+        with torch.no_grad():
+            weight.copy_(old)
 
 
 def engine_scores(engine: Any, version: dict[str, Tensor]) -> Tensor:
