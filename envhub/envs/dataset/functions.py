@@ -28,6 +28,7 @@ from envhub.envs.dataset.files import find_path
 from envhub.envs.dataset.grader_process import (
     FunctionRefused,
     pack,
+    package_root,
     receive_frame,
     send_frame,
     signature_of,
@@ -199,7 +200,8 @@ class GraderProcess:
         self._sending = threading.Lock()
         self._pinged_s = 0.0  # Time of a ping without an answer. 0: there is none.
         self._socket, theirs = socket.socketpair()
-        folders = [str(Path(each.file).parent) for each in functions if each.file]
+        files = [Path(each.file) for each in functions if each.file and not each.is_shipped]
+        folders = [str(folder) for path in files for folder in (package_root(path), path.parent)]
         paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         with theirs:
             argv = [sys.executable, str(PROGRAM), str(theirs.fileno()), str(ROOT)]

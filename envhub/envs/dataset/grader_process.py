@@ -306,10 +306,22 @@ def _load_module(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
+def package_root(path: Path) -> Path:
+    """Return the folder of a file, or the one that holds its outermost package."""
+    root = path.parent
+    while (root / "__init__.py").is_file():
+        root = root.parent
+    return root
+
+
 def _load_file(file: str) -> ModuleType:
-    """Return the module of a file; a file is executed once."""
+    """Return the module of a file; a file is executed once.
+
+    A file of a package, which has an `__init__.py`, may use relative imports.
+    """
     path = Path(file)
-    name = f"dataset_user_{path.stem}_{len(file)}_{sum(file.encode())}"
+    package = ".".join(path.parent.relative_to(package_root(path)).parts)
+    name = f"{package}.".lstrip(".") + f"dataset_user_{path.stem}_{len(file)}_{sum(file.encode())}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ ANSWERS = (
 )
 ROLES = ("system", "user", "assistant", "tool")
 TEXT_FILES = (".txt", ".md", ".jinja", ".j2")
+JSON_MESSAGES = re.compile(r"\s*\[\s*\{\s*\"")  # The start of a list of objects.
 SUBMIT = "submit"  # The tool that ends an episode with an answer.
 
 # A message: role, content, and for tools "tool_calls", "tool_call_id" and "name".
@@ -74,6 +76,11 @@ class PromptMaker:
         Raises: ConfigError: a column or a file is missing, or a template is wrong.
         """
         self._column = _choose("data.prompt", options.prompt, PROMPTS, first)
+        if not options.prompt and self._column == "instruction" and first.get("input"):
+            logger.warning(
+                "dataset: the column 'input' is not in the prompt; set"
+                " 'data.template={{ instruction }} {{ input }}' or data.prompt=instruction"
+            )
         self._answer = options.answer or _first_of(ANSWERS, first)
         if options.answer and value_at(first, options.answer) is None:
             raise ConfigError(_no_column("data.answer", options.answer, first))
@@ -86,7 +93,7 @@ class PromptMaker:
 
     def check(self, record: Record, place: str) -> None:
         """Raise ConfigError if the record has no prompt."""
-        value = value_at(record, self._column)
+        value = self._prompt_of(record)
         if value is None or value == "" or value == []:
             raise ConfigError(f"{place}: the record has no prompt in its column {self._column!r}")
         if not isinstance(value, (str, list)):
@@ -95,6 +102,18 @@ class PromptMaker:
         if isinstance(value, list):
             _messages(value, place)
 
+    def _prompt_of(self, record: Record) -> Any:
+        """Return the prompt of a record; messages may be JSON text, as tables store them."""
+        value = value_at(record, self._column)
+        if not isinstance(value, str) or not JSON_MESSAGES.match(value):
+            return value
+        try:
+            messages = json.loads(value)
+        except ValueError:
+            return value
+        is_messages = all(isinstance(message, dict) and "role" in message for message in messages)
+        return messages if is_messages else value
+
     def raw_prompt(self, record: Record) -> str:
         """Return the prompt column as text, to compare records."""
         return json.dumps(value_at(record, self._column), default=str)
@@ -102,7 +121,7 @@ class PromptMaker:
     def make(self, record: Record, place: str) -> Question:
         """Return the question of a record. Raises: ConfigError: the record or a template fails."""
         self.check(record, place)
-        value = value_at(record, self._column)
+        value = self._prompt_of(record)
         answer = value_at(record, self._answer) if self._answer else None
         messages = _messages(value, place) if isinstance(value, list) else [_user(value)]
         if messages[-1]["role"] == "assistant":
@@ -132,8 +151,9 @@ class PromptMaker:
 
 def _answer_text(answer: Any) -> str | None:
     """Return a reference answer as text; a list of messages has the text of its last one."""
-    if isinstance(answer, list) and answer and isinstance(answer[-1], dict):
-        answer = answer[-1].get("content")
+    is_messages = isinstance(answer, list) and answer and isinstance(answer[-1], dict)
+    if is_messages and "content" in answer[-1]:
+        answer = answer[-1]["content"]
     if answer is None or isinstance(answer, str):
         return answer
     return json.dumps(answer, ensure_ascii=False, default=str)
@@ -164,6 +184,8 @@ def _messages(value: Sequence[Any], place: str) -> list[Message]:
             raise ConfigError(f"{where} has the content {content!r:.80}, which is not text")
         message: Message = {"role": each["role"], "content": content}
         fields = {**each, "tool_calls": calls}
+        if type(fields.get("tool_call_id")) is int:
+            fields["tool_call_id"] = str(fields["tool_call_id"])
         for name in SHOWN:
             if not fields.get(name):
                 continue
@@ -176,6 +198,11 @@ def _messages(value: Sequence[Any], place: str) -> list[Message]:
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
     """Return the calls of a message as chat templates read them. Raises: ConfigError."""
+    if isinstance(calls, str):
+        try:
+            calls = json.loads(calls or "[]")
+        except ValueError as error:
+            raise ConfigError(f"{where} has tool_calls={calls!r:.80}: not JSON: {error}") from error
     if not calls:
         return []
     if not isinstance(calls, list):
@@ -198,7 +225,12 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _is_text_part(part: Any) -> bool:
-    return isinstance(part, dict) and isinstance(part.get("text"), str)
+    """Return whether a part of a message is a text, without a picture or a sound."""
+    return (
+        isinstance(part, dict)
+        and isinstance(part.get("text"), str)
+        and not any(part.get(name) for name in NOT_SHOWN)
+    )
 
 
 def _first_of(names: Sequence[str], record: Record) -> str:
@@ -300,6 +332,7 @@ def tools_of(tools_value: Any, where: str) -> list[dict[str, Any]]:
             tools_value = json.loads(tools_value)
         except ValueError as error:
             raise ConfigError(f"{where}: not JSON: {error}") from error
+        tools_value = [] if tools_value is None else tools_value
     if not isinstance(tools_value, list):
         raise ConfigError(f"{where}: expects a list of tools")
     tools = [_tool(where, tool) for tool in tools_value]

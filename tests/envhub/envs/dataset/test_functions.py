@@ -214,6 +214,17 @@ def test_time_limit_of_a_function_is_worth_its_score(tmp_path: Path) -> None:
     assert (quick.reward, (quick.metrics or {})["reward_match_timeout"]) == (1.0, 0.0)
 
 
+def test_file_of_a_package_uses_relative_imports(tmp_path: Path) -> None:
+    for folder in ("common", "common/parts"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").touch()
+    (tmp_path / "common/scores.py").write_text("HALF = 0.5\n", encoding="utf-8")
+    code = "from ..scores import HALF\n\n\ndef half(completion):\n    return HALF\n"
+    (tmp_path / "common/parts/grade.py").write_text(code, encoding="utf-8")
+    reference = f"{tmp_path}/common/parts/grade.py:half"
+    assert played(make(tmp_path, reward=reference), "7").reward == 0.5
+
+
 def test_error_of_a_function_has_its_place(tmp_path: Path) -> None:
     code = "def f(record):\n    return record['unit']\n"
     (tmp_path / "own.py").write_text(code, encoding="utf-8")

@@ -9,6 +9,8 @@ import pytest
 from common.config.envs import DatasetOptions
 from common.errors import ConfigError
 from common.repository import ROOT
+from envhub.envs.dataset.files import Record
+from envhub.envs.dataset.prompts import PromptMaker, Question, tools_of
 from envhub.envs.dataset.records import Dataset, load_dataset
 from tests.envhub.envs.dataset import made
 from tests.envhub.envs.dataset.made import DAPO, GSM8K, write_lines
@@ -204,3 +206,38 @@ def test_shipped_problems_come_from_their_script(tmp_path: Path) -> None:
     ]
     assert [len({*each}) for each in questions] == [600, 200]
     assert {*questions[0]} & {*questions[1]} == set()
+
+
+def question_of(record: Record) -> Question:
+    """Return the question of a record with default settings."""
+    return PromptMaker(DatasetOptions(), record).make(record, "record 1 of x.jsonl")
+
+
+ASKED = {"role": "user", "content": "Add 1 and 2."}
+CALL = {"id": "7", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+
+
+def test_messages_and_calls_may_be_json_text() -> None:
+    called = {"role": "assistant", "content": None, "tool_calls": json.dumps([CALL])}
+    result = {"role": "tool", "content": "3", "tool_call_id": 7}
+    question = question_of({"prompt": json.dumps([ASKED, called, result, ASKED])})
+    assert [each["role"] for each in question.messages] == ["user", "assistant", "tool", "user"]
+    assert question.messages[1]["tool_calls"] == [CALL]
+    assert question.messages[2]["tool_call_id"] == "7"
+    assert question_of({"prompt": '[{"a": 1}] is JSON?'}).messages[0]["content"][0] == "["
+
+
+def test_call_at_the_end_of_the_messages_is_the_reference() -> None:
+    called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    answer = question_of({"messages": [ASKED, called]}).answer
+    assert json.loads(answer or "") == [CALL["function"]]
+
+
+def test_picture_with_an_empty_text_is_refused() -> None:
+    part = {"type": "image_url", "text": "", "image_url": {"url": "x"}}
+    with pytest.raises(ConfigError, match="which is not text"):
+        question_of({"prompt": [{"role": "user", "content": [part]}]})
+
+
+def test_tools_of_a_record_may_be_null_as_json_text() -> None:
+    assert tools_of("null", "data.tools=tools") == []
