@@ -132,6 +132,8 @@ def decode(name: str, content: bytes) -> CopyManifest | None:
     for path, file in found.files.items():
         is_inside = is_path_inside(path)
         has_digests = all(_DIGEST.fullmatch(part.digest) for part in file.parts)
-        if not is_inside or not has_digests or sum(p.size for p in file.parts) != file.size:
+        has_sizes = min([part.size for part in file.parts], default=0) >= 0
+        has_sizes = has_sizes and sum(part.size for part in file.parts) == file.size
+        if not is_inside or not has_digests or not has_sizes:
             raise ConfigError(f"{name}: the entry {path!r} is not valid")
     return found

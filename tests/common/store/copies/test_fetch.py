@@ -18,7 +18,7 @@ from common.join.shards import write_manifest
 from common.repository import ROOT
 from common.store.copies.copier import copy_all
 from common.store.copies.fetch import fetch
-from common.store.copies.manifest import FOLDER, decode, file_name
+from common.store.copies.manifest import FOLDER, StoredFile, StoredPart, decode, file_name
 from common.store.copies.store import OBJECTS
 from common.store.copy_target import check_target, open_target
 from common.store.run_dir import RunDir
@@ -99,6 +99,17 @@ def test_manifest_cannot_name_a_run_outside_the_folder(
     with pytest.raises(ConfigError, match=re.escape(f"the name of the run {run!r} must be")):
         fetch(str(copy), tmp_path / "b", echo=quiet)
     assert not (tmp_path / "evil").exists()
+
+
+def test_manifest_with_a_negative_size_is_refused(copy: Path, tmp_path: Path) -> None:
+    (path,) = (copy / FOLDER).iterdir()
+    manifest = decode(path.name, path.read_bytes())
+    assert manifest is not None
+    parts = [StoredPart(digest="a" * 64, size=size) for size in (-5, 5)]
+    content = replace(manifest, number=9, files={"a": StoredFile(size=0, parts=parts)}).encode()
+    (copy / FOLDER / file_name(9, content)).write_bytes(content)
+    with pytest.raises(ConfigError, match="the entry 'a' is not valid"):
+        fetch(str(copy), tmp_path / "b", echo=quiet)
 
 
 def test_manifest_of_another_format_is_refused(copy: Path, tmp_path: Path) -> None:
