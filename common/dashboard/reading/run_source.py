@@ -110,7 +110,8 @@ class RunSource:
         if self.index.num_problems > len(found):
             num_more = self.index.num_problems - len(found)
             found.append(f"The journal has more problems, which are not listed: {num_more}.")
-        found += self._outcomes.problems(has_steps=self.metrics.num > 0)
+        has_steps = self.metrics.num > 0 and self.run_dir.journal.exists()  # `sft` has no episodes.
+        found += self._outcomes.problems(has_steps=has_steps)
         found += [text for text in (self.metrics.problem, self._text_problem) if text]
         if self.run_dir.config.exists() and not self.config():
             found.append(

@@ -202,6 +202,15 @@ def test_torn_tail_is_read_once_complete(tmp_path: Path) -> None:
     assert source.rows.num == 3
 
 
+def test_training_without_episodes_lacks_no_outcomes(tmp_path: Path) -> None:
+    """The folder of `sft` has metrics, and neither a journal nor outcomes."""
+    run_dir = make_run(tmp_path / "a", 1)
+    run_dir.outcomes.unlink()
+    assert "outcomes.jsonl is missing" in "\n".join(read(run_dir.root).problems())
+    shutil.rmtree(run_dir.journal)
+    assert "outcomes.jsonl" not in "\n".join(read(run_dir.root).problems())
+
+
 def test_old_formats_are_shown_with_their_gaps(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "a", 0)
     (run_dir.journal / "000000.log").write_bytes(b"")
