@@ -1,6 +1,8 @@
 """Laws of direct preference optimisation."""
 
+import copy
 import json
+from dataclasses import replace
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -167,3 +169,46 @@ def test_malformed_preference_is_named(text: str, words: str, tmp_path: Path) ->
     tokenizer = make_tokenizer(["a b c"] * 8, vocab_size=300)
     with pytest.raises(ConfigError, match=words):
         read_rows(path, tokenizer=tokenizer, max_tokens=99, key="dpo.data")
+
+
+@pytest.mark.slow
+def test_training_equals_a_plain_loop_over_the_networks_own_logits() -> None:
+    pairs = [
+        Pair(chosen=row("a", 1.0, [2, 3, 4]), rejected=row("a", 0.0, [2, 5])),
+        Pair(chosen=row("b", 1.0, [6]), rejected=row("b", 0.0, [7, 8, 9])),
+    ]
+    cfg = DpoSection(num_epochs=4, batch_pairs=2, optimizer="adamw", lr=1e-3)
+    learner = replace(LEARNER, weight_decay=0.0)
+    ours = make_model()
+    theirs, reference = copy.deepcopy(ours), copy.deepcopy(ours)
+    epochs = dpo.train(ours, pairs, cfg, learner, seed=0)
+
+    def logprob(model: Any, episode: Row) -> torch.Tensor:
+        ids = torch.from_numpy(episode.token_ids.astype(np.int64))[None]
+        logprobs = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
+        return logprobs.gather(-1, ids[0, 1:, None]).sum()
+
+    optimizer = torch.optim.AdamW(
+        theirs.parameters(), lr=1e-3, betas=(learner.beta1, learner.beta2), weight_decay=0.0
+    )
+    losses: list[float] = []
+    for _ in range(cfg.num_epochs):
+        margins = torch.stack(
+            [
+                logprob(theirs, pair.chosen)
+                - logprob(reference, pair.chosen).detach()
+                - logprob(theirs, pair.rejected)
+                + logprob(reference, pair.rejected).detach()
+                for pair in pairs
+            ]
+        )
+        loss = -torch.nn.functional.logsigmoid(cfg.beta * margins).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), learner.max_grad_norm)
+        optimizer.step()
+        losses.append(loss.item())
+    assert [epoch["loss"] for epoch in epochs] == pytest.approx(losses, abs=1e-5)
+    assert losses[-1] < losses[0] - 0.01
+    for name, tensor in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], tensor, atol=1e-4, rtol=1e-3)
