@@ -88,6 +88,8 @@ def _message(given: dict[str, Any], place: str) -> Message:
     if role not in ROLES:
         names = ", ".join(ROLES)
         raise invalid(f"{place}.role={role!r:.40}: must be one of {names}", "messages")
+    if given.get("tool_calls") and role != "assistant":
+        raise invalid(f"{place}.tool_calls: only an assistant message has calls", "messages")
     _check_message(given, place)
     text = read_text(given.get("content"), f"{place}.content")
     if given.get("content") is None and role != "assistant":

@@ -535,3 +535,11 @@ def test_every_kind_of_the_installed_client_has_a_row() -> None:
         kinds = kinds_of(union, key)
         assert kinds, union
         assert sorted(kind for kind in kinds if f"{what} {kind}" not in cases) == []
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "tool"])
+def test_chat_refuses_calls_outside_an_assistant_message(role: str) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    message = {"role": role, "content": "Hi", "tool_calls": [call]}
+    with pytest.raises(ApiError, match=r"messages\[0\]\.tool_calls"):
+        CHAT_API.read({"model": "m", "messages": [message]})
