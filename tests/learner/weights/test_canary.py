@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from common.wire.weight_messages import CanaryScores
-from learner.weights.canary import Canary, Limits
+from learner.weights.canary import Canary, Limits, _Expected, _is_stale
 from learner.weights.snapshot import snapshot
 
 CANARIES = [[1, 2, 3] * 20, [4, 5] * 15]
@@ -131,3 +131,15 @@ def shifted(version: int, logprobs: list[np.ndarray], delta: float) -> CanarySco
     """Scores that differ by `delta` at each token, up and down in turn."""
     moved = [row + delta * (1 - 2 * (np.arange(len(row)) % 2)) for row in logprobs]
     return CanaryScores(actor="a", version=version, logprobs=[row.tolist() for row in moved])
+
+
+def test_rounding_of_a_small_step_is_not_an_older_version() -> None:
+    numbers = np.random.default_rng(0)
+    exact = -np.abs(numbers.normal(size=512))  # The step itself changes nothing.
+    older, newer = (
+        [(exact + scale * numbers.normal(size=512)).tolist()] for scale in (0.003, 0.004)
+    )
+    masks = [[True] * 512]
+    before, now = (_Expected([list(range(513))], rows, masks) for rows in (older, newer))
+    assert not _is_stale(now, before, [exact.tolist()])
+    assert _is_stale(now, before, older)
