@@ -64,6 +64,7 @@ def test_judge_reads_the_sign_of_a_score(text: str, score: float) -> None:
         "Score:__8__",
         "Score: 8\nIt passes, as its score > 5.",
         "Score: 8\nUnderscore: 3",
+        "Score: 8\n| Part | Score |\n|---|---|",
     ],
 )
 def test_judge_reads_a_score_in_its_decoration(text: str) -> None:
