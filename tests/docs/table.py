@@ -52,6 +52,11 @@ RULES = (
     Rule(PY + r"revoke\b", How.PARSE, "wants a run's keys; tests/common/wire/access"),
     Rule(PY + r"merge\b", How.PARSE, "wants adapters; tests/learner/offline"),
     Rule(PY + r"gather\b", How.PARSE, "wants a learner on several nodes; tests/learner/offline"),
+    Rule(
+        PY + r"(sft|dpo) model\.path=FOLDER .*=(rows\.jsonl|pairs\.jsonl|runs/quickstart)$",
+        How.CONFIG,
+        "reads a file of the reader's; tests/learner/offline",
+    ),
     Rule(PY + r".*--config (code|terminal)", How.CONFIG, "starts sandboxes; tests/envhub/envs"),
     Rule(
         PY + r".*examples/mini-swe-agent",
