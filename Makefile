@@ -29,19 +29,19 @@ else
 endif
 
 # Folders whose unit tests train networks, play environments, start processes or wait.
-HEAVY = end_to_end benchmarks docs actor/agents actor/engine actor/formats actor/play \
-  common/checks common/config/live common/dashboard common/evaluation common/exchange common/host \
-  common/join common/launch common/stall common/store/copies common/wire/transfer envhub \
-  learner/offline learner/policy learner/recompute learner/recovery learner/simulator \
+HEAVY = end_to_end benchmarks docs actor/agents actor/engine actor/formats actor/api actor/seats \
+  tools/checks common/config/live tools/dashboard tools/evaluate tools/exchange common/host \
+  common/join tools/launch tools/cli tools/copies common/wire/transfer envhub \
+  tools/offline learner/policy tools/recompute learner/recovery tools/simulator \
   learner/training learner/weights actor/rollout/test_hubs.py \
   actor/rollout/test_templates_of_models.py common/config/test_curriculum.py \
-  common/config/test_knobs.py common/config/test_load.py common/config/test_run_cli.py \
+  common/config/test_knobs.py common/config/test_load.py \
   common/formats/test_own_template.py common/store/test_run_start.py common/test_quick_exit.py \
   common/wire/test_codec.py common/wire/test_hostile_peers.py common/wire/test_messages.py \
   common/wire/test_rendezvous.py common/wire/test_security.py common/wire/test_sockets.py \
-  learner/scheduler/curriculum/test_distance.py learner/scheduler/episodes/test_leases_speed.py \
-  learner/scheduler/test_event_log.py learner/scheduler/test_live_config.py \
-  learner/scheduler/test_properties.py learner/scheduler/test_properties_learner.py
+  scheduler/curriculum/test_distance.py scheduler/episodes/test_leases_speed.py \
+  scheduler/test_event_log.py scheduler/test_live_config.py \
+  scheduler/test_properties.py scheduler/test_properties_learner.py
 
 test-fast: $(STAMP)
 	@$(PYTEST) $(call AT_ONCE,0) $(HEAVY:%=--ignore tests/%) -m "not slow and not gpu" $(ARGS)
@@ -74,7 +74,7 @@ system: $(STAMP)
 	command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
 	  command -v google-chrome >/dev/null || missing="$$missing chromium"; \
 	command -v bwrap >/dev/null || missing="$$missing bubblewrap"; \
-	$(VENV)/bin/python -c 'from common.checks.machine import *; exit(bool(compiler_problem()))' || \
+	$(VENV)/bin/python -c 'from common.host.machine import *; exit(bool(compiler_problem()))' || \
 	  missing="$$missing g++ python3-dev"; \
 	install="apt-get install --yes --no-install-recommends $$missing"; \
 	if [ -z "$$missing" ]; then :; \
@@ -97,7 +97,7 @@ $(STAMP):
 ifeq ($(HAS_GPU),)
 	@$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null
 endif
-	@$(VENV)/bin/python -m common.install $(if $(HAS_GPU),,--no-deps) $(LOCK)
+	@$(VENV)/bin/python -m tools.install $(if $(HAS_GPU),,--no-deps) $(LOCK)
 	@$(VENV)/bin/python -c 'import torch' || { echo "torch cannot be imported. Without a GPU, pip needs \
 	PyTorch's CPU build. Run: pip config set global.extra-index-url https://download.pytorch.org/whl/cpu \
 	and then: make clean setup"; exit 1; }

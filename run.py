@@ -20,20 +20,20 @@ from typing import TYPE_CHECKING
 gc.set_threshold(10_000)
 
 try:
-    from common.config import requested
-    from common.config.command_line import ParsedCommand, parse
     from common.config.load import config_as_yaml, without_secrets
     from common.config.run_config import Launcher, RunConfig
     from common.errors import ConfigError, NotStarted, TrialFailed
     from common.host.process_settings import complete_process_settings, start_with_plain_settings
     from common.http.environment import keep_loopback_direct
-    from common.launch import commands
-    from common.launch.base import EXIT_FAILED, EXIT_NOT_STARTED
     from common.log import configure_logging, kept_in
     from common.memory import choose_allocators
     from common.repository import ROOT
     from common.store.run_dir import RunDir
     from common.text import log_text
+    from tools.cli import requested
+    from tools.cli.command_line import ParsedCommand, parse
+    from tools.launch import commands
+    from tools.launch.base import EXIT_FAILED, EXIT_NOT_STARTED
 except ModuleNotFoundError as error:
     sys.exit(
         f"error: {error.name} is not installed for {sys.executable}. `make setup` installs all"
@@ -42,7 +42,7 @@ except ModuleNotFoundError as error:
 
 if TYPE_CHECKING:
     from common.join.enrol import Joined
-    from common.launch.base import RoleStarter
+    from tools.launch.base import RoleStarter
 
 EXIT_OUTPUT_CLOSED = 141  # The code of a program that SIGPIPE ends.
 
@@ -58,18 +58,18 @@ load_joined = partial(requested.load_joined, root=ROOT)
 
 def start_roles(cfg: RunConfig, run_dir: RunDir) -> AbstractContextManager["RoleStarter"]:
     if cfg.launcher is Launcher.RAY:
-        from common.launch.ray.cluster import start_on_ray
+        from tools.launch.ray.cluster import start_on_ray
 
         return start_on_ray(cfg, run_dir)
-    from common.launch.local import start_here
+    from tools.launch.local import start_here
 
     return start_here(run_dir)
 
 
 def train(cfg: RunConfig, run_dir: RunDir) -> int:
-    from common.dashboard.terminal.training import TerminalObserver
+    from tools.dashboard.terminal.training import TerminalObserver
 
-    with kept_in(run_dir.logs / "launcher.log", __name__, "actor.formats", "envhub.author"):
+    with kept_in(run_dir.logs / "launcher.log", __name__, "actor.formats", "tools.author"):
         try:
             try_episodes(cfg)
         except TrialFailed as error:
@@ -80,43 +80,43 @@ def train(cfg: RunConfig, run_dir: RunDir) -> int:
 
 
 def status(cfg: RunConfig, run_dir: RunDir) -> int:
-    from common.dashboard.terminal import training
+    from tools.dashboard.terminal import training
 
     return training.status(cfg, run_dir)
 
 
 def sft(cfg: RunConfig, run_dir: RunDir) -> int:
-    from actor.play.demonstrate import demonstrate
-    from learner.offline.commands import make_policy
+    from tools.offline.commands import make_policy
+    from tools.offline.demonstrate import demonstrate
 
     return make_policy(cfg, run_dir, root=ROOT, collect=demonstrate)
 
 
 def dpo(cfg: RunConfig, run_dir: RunDir) -> int:
-    from learner.offline.commands import prefer
+    from tools.offline.commands import prefer
 
     return prefer(cfg, run_dir)
 
 
 def evolve(cfg: RunConfig, run_dir: RunDir) -> int:
     from actor.agents.agents import Agents
-    from actor.play.own_process import play_given
-    from learner.offline.commands import play_and_imitate
+    from tools.evaluate.own_process import play_given
+    from tools.offline.commands import play_and_imitate
 
     play_model = partial(play_given, make_agents=Agents)
     return play_and_imitate(cfg, run_dir, root=ROOT, play=play_model)
 
 
 def merge(cfg: RunConfig, run_dir: RunDir) -> int:
-    from learner.offline import commands as offline
+    from tools.offline import commands as offline
 
     return offline.merge(cfg, run_dir)
 
 
 def evaluate(cfg: RunConfig, run_dir: RunDir) -> int:
     from actor.agents.agents import Agents
-    from actor.play import evaluate as player
-    from learner.offline.commands import choose_held_out
+    from tools.evaluate import evaluate as player
+    from tools.offline.commands import choose_held_out
 
     return player.evaluate(
         cfg, run_dir, root=ROOT, choose_items=choose_held_out, make_agents=Agents
@@ -124,13 +124,13 @@ def evaluate(cfg: RunConfig, run_dir: RunDir) -> int:
 
 
 def serve(cfg: RunConfig, run_dir: RunDir) -> int:
-    from actor.play import serve as server
+    from actor.api import serve as server
 
     return server.serve(cfg, run_dir)
 
 
 def simulate(cfg: RunConfig, run_dir: RunDir) -> int:
-    from learner.simulator.main import run
+    from tools.simulator.main import run
 
     return run(cfg, sys.stdout)
 
@@ -145,22 +145,22 @@ def run_envhub(cfg: RunConfig, run_dir: RunDir) -> None:
 
 
 def run_scheduler(cfg: RunConfig, run_dir: RunDir) -> None:
-    from learner.scheduler.main import run
+    from scheduler.main import run
 
     run(cfg, run_dir)
 
 
 def run_learner(cfg: RunConfig, run_dir: RunDir) -> None:
-    from common.report.wandb_views import make_sink
     from learner.main import run
+    from tools.report.wandb_views import make_sink
 
     run(cfg, run_dir, make_sink=make_sink)
 
 
 def run_actor(cfg: RunConfig, run_dir: RunDir) -> None:
     from actor.agents.agents import Agents
+    from actor.api.serve import serve_engine
     from actor.main import run
-    from actor.play.serve import serve_engine
 
     run(cfg, run_dir, make_agents=Agents, serve_chat=serve_engine)
 
@@ -192,13 +192,13 @@ JOINED_ROLES = {"actor": join_actor, "envhub": join_envhub, "learner": join_lear
 
 
 def missing_for(cfg: RunConfig, *, is_to_train: bool = True) -> list[str]:
-    from envhub import command
+    from tools.checks import environments as command
 
     return command.missing_for(cfg, is_to_train=is_to_train)
 
 
 def check_train(cfg: RunConfig) -> None:
-    from common.checks import preflight
+    from tools.checks import preflight
 
     preflight.check(cfg, ROOT, missing=missing_for(cfg))
     check_roles(cfg)
@@ -206,8 +206,8 @@ def check_train(cfg: RunConfig) -> None:
 
 def check_roles(cfg: RunConfig) -> None:
     """Run the start checks of an actor and of the learner before these roles start."""
-    from actor.start_checks import check_actor
-    from learner.start_checks import check_networks
+    from tools.checks.actor_start import check_actor
+    from tools.checks.learner_start import check_networks
 
     check_actor(cfg, ROOT)
     check_prompts(cfg)
@@ -217,7 +217,7 @@ def check_roles(cfg: RunConfig) -> None:
 def check_prompts(cfg: RunConfig) -> str:
     """Check that first prompts fit into the context; return a sentence about their lengths."""
     from actor.formats import checks
-    from envhub.command import first_prompts
+    from tools.checks.environments import first_prompts
 
     return checks.check_prompts(cfg, ROOT, first_prompts(cfg))
 
@@ -228,15 +228,15 @@ def try_episodes(cfg: RunConfig) -> None:
     Raises: TrialFailed: an episode failed. ConfigError: the chat template refuses a prompt.
     """
     from actor.formats import checks
-    from envhub.author.trial import try_episodes
+    from tools.author.trial import try_episodes
 
     checks.check_prompts(cfg, ROOT, try_episodes(cfg))
 
 
 def check_train_dry(cfg: RunConfig) -> None:
     """Check a run that may be for another machine: ignore the requirements that this one lacks."""
-    from common.checks import preflight
-    from envhub.command import examine
+    from tools.checks import preflight
+    from tools.checks.environments import examine
 
     lacking, mistakes = examine(cfg)
     preflight.check_dry(cfg, ROOT, missing=lacking, mistakes=mistakes)
@@ -245,20 +245,20 @@ def check_train_dry(cfg: RunConfig) -> None:
 
 
 def check_sft(cfg: RunConfig) -> None:
-    from learner.offline import checks
+    from tools.offline import checks
 
     checks.check_sft(cfg, ROOT, missing=missing_for(cfg))
 
 
 def check_dpo(cfg: RunConfig) -> None:
-    from learner.offline import checks
+    from tools.offline import checks
 
     checks.check_dpo(cfg, ROOT)
 
 
 def check_evolve(cfg: RunConfig) -> None:
-    from actor.start_checks import check_actor
-    from learner.offline import checks
+    from tools.checks.actor_start import check_actor
+    from tools.offline import checks
 
     checks.check_evolve(cfg, ROOT, missing=missing_for(cfg))
     check_actor(cfg, ROOT)
@@ -266,8 +266,8 @@ def check_evolve(cfg: RunConfig) -> None:
 
 
 def check_evaluation(cfg: RunConfig) -> None:
-    from actor.play import settings
-    from common.checks import preflight
+    from tools.checks import preflight
+    from tools.evaluate import settings
 
     settings.check_evaluation(cfg, ROOT, missing=missing_for(cfg, is_to_train=False))
     preflight.warn_of_unread_keys(cfg)
@@ -276,19 +276,19 @@ def check_evaluation(cfg: RunConfig) -> None:
 
 
 def check_engine(cfg: RunConfig) -> None:
-    from actor.play.settings import check_own_engine
+    from tools.evaluate.settings import check_own_engine
 
     check_own_engine(cfg)
 
 
 def load_evaluation(request: ParsedCommand) -> RunConfig:
-    from actor.play import settings
+    from tools.evaluate import settings
 
     return settings.load_evaluation(request, root=ROOT)
 
 
 def load_sft(request: ParsedCommand) -> RunConfig:
-    from learner.offline.checks import check_model_is_used
+    from tools.offline.checks import check_model_is_used
 
     cfg = load_named(request)
     check_model_is_used(request, cfg)
@@ -296,7 +296,7 @@ def load_sft(request: ParsedCommand) -> RunConfig:
 
 
 def load_any_version(request: ParsedCommand) -> RunConfig:
-    from common.dashboard.terminal.any_version import load_of_any_version
+    from tools.dashboard.terminal.any_version import load_of_any_version
 
     return load_of_any_version(request, root=ROOT, echo=print)
 
@@ -353,9 +353,9 @@ def bench(request: ParsedCommand) -> int:
 
 
 def doctor(request: ParsedCommand) -> int:
-    from actor.formats.preview import preview_lines
-    from common.checks import doctor as checks
-    from envhub.command import examine_environments
+    from tools.checks.environments import examine_environments
+    from tools.checks.preview import preview_lines
+    from tools.cli import doctor as checks
 
     own = {"missing_for": missing_for, "examine_environments": examine_environments}
     return checks.doctor(request, root=ROOT, preview=preview_lines, **own)
@@ -363,45 +363,45 @@ def doctor(request: ParsedCommand) -> int:
 
 def recompute(request: ParsedCommand) -> int:
     configure_logging("recompute", "WARNING")  # Libraries read the level when they are imported.
-    from learner.recompute import command
+    from tools.recompute import command
 
     return command.recompute(request, root=ROOT, echo=print_now)
 
 
 def journal(request: ParsedCommand) -> int:
-    from common.store import journal_command
+    from tools.cli import journal as journal_command
 
     return journal_command.journal(request, root=ROOT, echo=print)
 
 
 def dashboard(request: ParsedCommand) -> int:
-    from actor.play.table.interactive import InteractiveEpisodes
-    from common.dashboard.web import server
+    from tools.dashboard.table.interactive import InteractiveEpisodes
+    from tools.dashboard.web import server
 
     return server.dashboard(request, root=ROOT, echo=print_now, make_table=InteractiveEpisodes)
 
 
 def show_or_replay(request: ParsedCommand) -> int:
-    from common.dashboard.terminal import commands as terminal
+    from tools.dashboard.terminal import commands as terminal
 
     command = terminal.show if request.command == "show" else terminal.replay
     return command(request, root=ROOT, echo=print)
 
 
 def report(request: ParsedCommand) -> int:
-    from common.report import command
+    from tools.report import command
 
     return command.report(request, root=ROOT, echo=print)
 
 
 def envs(request: ParsedCommand) -> int:
-    from envhub.catalogue.listing import list_environments
+    from tools.cli.envs import list_environments
 
     return list_environments(request.overrides, root=ROOT, echo=print)
 
 
 def author(request: ParsedCommand) -> int:
-    from envhub.author import check_env, play, scaffold
+    from tools.author import check_env, play, scaffold
 
     if request.command == "new-env":
         return scaffold.new_env(request, root=ROOT, echo=print)
@@ -411,21 +411,21 @@ def author(request: ParsedCommand) -> int:
 
 
 def gather(request: ParsedCommand) -> int:
-    from learner.offline import gather as gathering
+    from tools.offline import gather as gathering
 
     return gathering.gather(request, root=ROOT, load=load_joined, echo=print_now)
 
 
 def set_or_revoke(request: ParsedCommand) -> int:
-    from common.config.live.command import set_keys
-    from common.launch.keys import revoke_key
+    from tools.cli.revoke import revoke_key
+    from tools.cli.set import set_keys
 
     command = set_keys if request.command == "set" else revoke_key
     return command(request, root=ROOT, load=load_joined, echo=print_now)
 
 
 def help_on(request: ParsedCommand) -> int:
-    from common.config.help import help_text
+    from tools.cli.help import help_text
 
     return commands.echo(help_text(request.overrides))
 
@@ -458,7 +458,7 @@ def dispatch(request: ParsedCommand) -> int:
     if request.join is not None:
         return commands.join_run(request, JOINED_ROLES[request.command], root=ROOT)
     if request.command == "envhub" and requested.belongs_to_no_run(request):
-        from envhub.command import run_hub
+        from tools.checks.environments import run_hub
 
         return run_hub(request.overrides, root=ROOT, is_dry=request.is_dry, echo=print_now)
     return run_command(COMMANDS[request.command], request)
@@ -474,7 +474,7 @@ def run_command(command: Command, request: ParsedCommand) -> int:
         return show_config(cfg, request.command, has_plan=command.has_plan)
     run_dir = RunDir(root=ROOT / cfg.run.dir / cfg.run.name)
     if request.probe is not None:
-        from common.dashboard.terminal.training import probe
+        from tools.dashboard.terminal.training import probe
 
         return probe(cfg, run_dir, request.probe)
     if command.log_name:
@@ -486,8 +486,8 @@ def run_command(command: Command, request: ParsedCommand) -> int:
 
 def show_config(cfg: RunConfig, command: str, *, has_plan: bool) -> int:
     """Print the resolved configuration, memory plan, precision and objective; return exit code."""
-    from common.checks.precision import rate_lines
     from learner.objective.dead_settings import summary_lines
+    from learner.policy.precision_choice import rate_lines
 
     lines = memory_lines(cfg) if has_plan else []
     lines += rate_lines(command, cfg, ROOT)
@@ -501,12 +501,12 @@ def show_config(cfg: RunConfig, command: str, *, has_plan: bool) -> int:
 
 def memory_lines(cfg: RunConfig) -> list[str]:
     """Return the memory plan of a run, its placement on a Ray cluster, and a conversation."""
-    from actor.formats.preview import preview_lines
-    from common.checks import memory_plan, preflight
+    from tools.checks import memory_plan, preflight
+    from tools.checks.preview import preview_lines
 
     lines = memory_plan.lines_here(preflight.on_this_machine(cfg), ROOT)
     if cfg.launcher == "ray":
-        from common.launch.ray.cluster import placement_lines
+        from tools.launch.ray.cluster import placement_lines
 
         lines += placement_lines(cfg)
     return [*lines, *preview_lines(cfg, ROOT)]

@@ -4,8 +4,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from common.checks.machine import gpus
 from common.config.run_config import ActorSection
+from common.host.machine import gpus
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

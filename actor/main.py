@@ -25,13 +25,13 @@ from actor.rollout.hubs import Hubs
 from actor.rollout.lockstep import Rounds
 from actor.rollout.pool import EpisodePool
 from actor.rollout.render import Renderer
+from actor.seeds import engine_seed
 from common.config.learning import Advantage
 from common.config.run_config import RunConfig
 from common.ids import engine_names
 from common.join.enrol import Joined
 from common.quick_exit import end_during_start
 from common.repository import code_name
-from common.seeds import engine_seed
 from common.stall.beacon import Beacon, beacon_of
 from common.store.run_dir import RunDir
 from common.wire.addresses import AddressBook

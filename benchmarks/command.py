@@ -8,9 +8,9 @@ from importlib import import_module
 from pathlib import Path
 
 from benchmarks.table import BenchTable
-from common.config.command_line import STUDIES, ParsedCommand, version_text
 from common.errors import ConfigError
 from common.log import configure_logging
+from tools.cli.command_line import STUDIES, ParsedCommand, version_text
 
 Suite = Callable[[BenchTable], None]  # It adds its figures to the table.
 CONFORMANCE = "conformance"

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from common.checks.machine import gpus, memory_bytes
 from common.errors import LongstrideError
 from common.host.cores import cores_here
+from common.host.machine import gpus, memory_bytes
 
 logger = logging.getLogger(__name__)
 

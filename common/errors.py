@@ -1,5 +1,17 @@
 """Error classes of all roles."""
 
+import re
+
+# Another process has the memory or the port, and may have released it before the restart.
+TAKEN = re.compile(r"out ?of ?memory|address already in use", re.IGNORECASE)
+# The cause lies outside of the process, and may have passed before the restart.
+PASSING = re.compile(
+    rf"{TAKEN.pattern}|no space left|too many open files|timed out|timeout"
+    r"|connection (refused|reset|closed)|temporarily unavailable|cuda error|nccl"
+    r"|killed by SIG(KILL|TERM)",
+    re.IGNORECASE,
+)
+
 
 class LongstrideError(Exception):
     """Base class of all errors that this product raises deliberately."""

@@ -77,3 +77,8 @@ def is_below(group_id: str, number: int) -> bool:
     """Return True for a training group that was opened before the group with this number."""
     own = training_number(group_id)
     return own is not None and own < number
+
+
+def actor_name(number: int) -> str:
+    """Return the name of an actor that the launcher starts."""
+    return f"actor-{number}"

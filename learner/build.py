@@ -17,10 +17,7 @@ from common.errors import LongstrideError
 from common.host.cores import num_cores
 from common.repository import code_name
 from common.segments import RoutingShape
-from common.store.journal import JournalWriter
-from common.store.metrics import MetricsSink, MetricsWriter
 from common.store.run_dir import RunDir, remove_partial_files
-from common.store.upkeep import Upkeep
 from common.wire.access.lease_mac import lease_key
 from common.wire.addresses import bracketed
 from common.wire.messages import Hello, Progress
@@ -36,6 +33,9 @@ from learner.ingest.journal_index import JournalIndex
 from learner.ingest.replay_point import ReplayPoint, load_replay_point
 from learner.ingest.report_log import ReportLog
 from learner.ingest.scheduler_client import ReportClient
+from learner.journal.journal import JournalWriter
+from learner.journal.metrics import MetricsSink, MetricsWriter
+from learner.journal.upkeep import Upkeep
 from learner.policy.model import pick_device, vocabulary_size
 from learner.policy.timing import choose_compute
 from learner.recovery.checksums import ChecksumLog, start_of

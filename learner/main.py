@@ -14,17 +14,17 @@ from common.config.live.record import last_number
 from common.config.run_config import OnStall, RunConfig, TrainMode, published_version
 from common.cpu import cpu_metrics, family_cpu_s
 from common.errors import LongstrideError
-from common.launch.lock import hold_role
+from common.host.lock import hold_role
 from common.memory import trim_heap
 from common.stall.beacon import Beacon, beacon_of
 from common.store.disk import DiskFull
 from common.store.run_dir import RunDir
-from common.store.status.copies import copy_metrics
 from common.wire.messages import EpisodeOutcome, Outcome, Trajectory
 from learner.batch.credit import samples_of
 from learner.build import Learner, MakeSink, build
 from learner.ingest.episode_stats import horizon_mix
 from learner.ingest.group_assembly import Group
+from learner.journal.copies import copy_metrics
 from learner.live_config import follow
 from learner.objective.dead_settings import log_summary
 from learner.recovery.saving import Saving

@@ -18,12 +18,12 @@ from common.config.run_config import RunConfig
 from common.errors import LongstrideError
 from common.host.process_settings import cache_home
 from common.join.enrol import Joined
-from common.join.rank_files import FilePlace, RankFiles
 from common.wire.addresses import host_of, local_address_towards, node_name
 from common.wire.codec import decode, encode
 from common.wire.rank_messages import NodeState, RankBeat, RankChannel, RankOrder, RankSeat
 from common.wire.rendezvous.server import StorePlace
 from common.wire.sockets import connect_dealer
+from learner.training.rank_files import FilePlace, RankFiles
 from learner.training.rank_processes import Meeting, RankProcesses
 from learner.training.shards.home import ShardHome
 

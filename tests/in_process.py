@@ -35,7 +35,9 @@ def carry_out(
     capsys.readouterr()
     with (
         mock.patch.dict(os.environ, KEEPS_PROCESS | dict(environ or {})),
-        mock.patch("envhub.command.configure_logging"),  # It would replace the handlers of pytest.
+        mock.patch(
+            "tools.checks.environments.configure_logging"
+        ),  # It would replace the handlers of pytest.
         contextlib.chdir(ROOT),
     ):
         try:

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -14,39 +13,14 @@ import pytest
 from common.repository import ROOT
 from tests.syntax_trees import nodes_of, text_of, tree_of
 
-PACKAGES = ("actor", "common", "envhub", "learner")
-SATELLITES = (  # Folders and files that no training run needs; `run.py` or a registry names them.
-    "common/dashboard",
-    "common/evaluation",
-    "common/exchange",
-    "common/report",
-    "common/checks/doctor.py",
-    "common/config/help.py",
-    "common/config/live/command.py",
-    "common/install.py",
-    "common/launch/ray",
-    "common/store/agent_traj.py",
-    "common/store/copies",
-    "common/store/journal_command.py",
-    "common/store/wandb_sink.py",
-    "actor/agents",
-    "actor/engine/openai_app.py",
-    "actor/api",
-    "actor/formats/preview.py",
-    "actor/play",
-    "learner/node.py",
-    "learner/node_service.py",
-    "learner/offline",
-    "learner/simulator",
-    "learner/recompute",
-    "envhub/envs",
-    "envhub/web",
-    "envhub/agentgym",
-    "envhub/interop",
-    "envhub/author",
-    "envhub/sandbox",
-    "envhub/catalogue/listing.py",
-)
+ROLES = ("actor", "envhub", "learner", "scheduler")
+ARROWS = {  # A package and the packages that it may import, besides itself.
+    "common": (),
+    **dict.fromkeys(ROLES, ("common",)),
+    "tools": ("common", *ROLES, "benchmarks"),
+    "benchmarks": ("common", *ROLES, "tools"),
+}
+PACKAGES = ("common", *ROLES, "tools")
 PRODUCT = [
     *sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")),
     ROOT / "run.py",
@@ -84,9 +58,9 @@ def _importers(library: str) -> set[str]:
     return {_name(path) for path in PRODUCT if library in _imports(path)}
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_package_imports_only_itself_and_common(package: str) -> None:
-    forbidden = {*PACKAGES, "benchmarks", "run", "tests"} - {package, "common"}
+@pytest.mark.parametrize("package", ARROWS)
+def test_imports_follow_the_arrows(package: str) -> None:
+    forbidden = {*ARROWS, "run", "tests"} - {package, *ARROWS[package]}
     wrong = {
         _name(path): sorted(forbidden & _imports(path))
         for path in SOURCES
@@ -95,36 +69,63 @@ def test_package_imports_only_itself_and_common(package: str) -> None:
     assert wrong == {}
 
 
-def _satellite(name: str) -> str | None:
-    """Return the satellite that holds a file or folder, None for the core."""
-    return next((s for s in SATELLITES if name == s or name.startswith(f"{s}/")), None)
+def _graph() -> dict[str, set[str]]:
+    """Return the modules of the product, with the modules that each of them imports."""
+    modules = {_module(path): path for path in SOURCES if path.name != "__init__.py"}
+    return {name: set(_imported(path)) & set(modules) - {name} for name, path in modules.items()}
 
 
-def _imported_paths(path: Path) -> Iterator[Path]:
-    """Yield the files and folders of the product that a file imports."""
-    for name in _imported(path):
-        folder = ROOT / name.replace(".", "/")
-        file = folder.with_suffix(".py")
-        if name.partition(".")[0] in PACKAGES and (folder.is_dir() or file.is_file()):
-            yield folder if folder.is_dir() else file
+def _reached(package: str, graph: dict[str, set[str]]) -> set[str]:
+    """Return the modules of a package and all modules that they import, directly or not."""
+    waiting = [name for name in graph if name.startswith(f"{package}.")]
+    reached = set(waiting)
+    while waiting:
+        new = graph[waiting.pop()] - reached
+        reached |= new
+        waiting += new
+    return reached
 
 
-def test_core_imports_no_satellite() -> None:
-    wrong = {
-        f"{_name(path)} -> {_name(found)}"
-        for path in PRODUCT
-        if path != ROOT / "run.py" and _satellite(_name(path)) is None
-        for found in _imported_paths(path)
-        if _satellite(_name(found)) is not None
+def test_two_roles_need_each_module_of_common() -> None:
+    graph = _graph()
+    reached = {role: _reached(role, graph) for role in ROLES}
+    users = {
+        name: [role for role in ROLES if name in reached[role]]
+        for name in graph
+        if name.startswith("common.")
     }
-    assert wrong == set()
+    lonely = {name: roles for name, roles in users.items() if len(roles) < 2}
+    assert lonely == {}, lonely
+
+
+PLUGINS = {  # Files that load modules by name: environments, adapters, the user's own code.
+    "actor/rollout/agent_runner.py",
+    "envhub/catalogue/extensions.py",
+    "envhub/catalogue/registry.py",
+    "envhub/envs/code/harness.py",
+    "envhub/envs/dataset/files.py",
+    "envhub/envs/dataset/grader_process.py",
+    "envhub/envs/dataset/graders.py",
+    "envhub/envs/miniwob/experts/table.py",
+    "envhub/interop/yaml_environments.py",
+    "tools/exchange/writing.py",
+}
+
+
+def test_modules_are_loaded_by_name_only_as_plugins() -> None:
+    """An import by name could step round an arrow."""
+    loaders = {path for path in PRODUCT if "importlib" in _imports(path)}
+    called = {
+        _name(path)
+        for path in loaders
+        for node in nodes_of(path)
+        if isinstance(node, ast.Call) and _called(node) == "import_module"
+    }
+    assert called == PLUGINS
 
 
 def test_imports_have_no_cycles() -> None:
-    modules = {_module(path): path for path in SOURCES}
-    arrows = {
-        module: set(_imported(path)) & set(modules) - {module} for module, path in modules.items()
-    }
+    arrows = _graph()
     while leaves := {module for module, reached in arrows.items() if not reached & set(arrows)}:
         arrows = {module: reached for module, reached in arrows.items() if module not in leaves}
     assert sorted(arrows) == []  # The remaining modules reach a cycle.
@@ -207,9 +208,11 @@ def test_class_names_are_unique() -> None:
     assert [name for name, count in found.items() if count > 1] == []
 
 
-def test_package_marker_is_empty() -> None:
+def test_package_markers_are_empty_and_on_top() -> None:
+    """Folders below are namespace packages."""
     markers = [path for path in SOURCES if path.name == "__init__.py"]
     assert [_name(path) for path in markers if text_of(path).strip()] == []
+    assert {_name(path) for path in markers} == {f"{name}/__init__.py" for name in ARROWS}
 
 
 def test_module_begins_with_a_docstring() -> None:
@@ -303,9 +306,10 @@ def test_help_is_fast_without_heavy_libraries() -> None:
 def _offered(module: str) -> set[str]:
     """Return what a module of the product defines or passes on, and the modules below it."""
     path = ROOT / module.replace(".", "/")
-    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    names = {each.stem for each in path.iterdir()} if path.is_dir() else set[str]()
-    for node in ast.parse(text_of(source)).body:
+    if path.is_dir():
+        return {entry.stem for entry in path.iterdir()}
+    names = set[str]()
+    for node in ast.parse(text_of(path.with_suffix(".py"))).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):

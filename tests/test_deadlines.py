@@ -10,7 +10,7 @@ import pytest
 from common.repository import ROOT
 from tests.syntax_trees import tree_of
 
-PACKAGES = ("actor", "common", "envhub", "learner", "benchmarks")
+PACKAGES = ("actor", "common", "envhub", "learner", "scheduler", "tools", "benchmarks")
 WAITS = {
     *("wait", "wait_for", "join", "acquire", "get", "result", "barrier", "communicate"),
     *("recv", "recv_bytes", "recv_multipart", "drained"),
@@ -29,16 +29,16 @@ ALLOWED = {  # file:function -> why no deadline of its own is needed
     "actor/links/delivery.py:drained": "the caller has the deadline",
     "actor/loops.py:work": "the run or a signal ends it; the tasks are done",
     "actor/rollout/pool.py:_play_to_end": "the stall rule or a revoked lease ends it",
-    "actor/play/own_process.py:": "a command waits for its only child",
-    "actor/play/seats/": "each move of the other seat has a deadline",
-    "actor/play/serve.py:_end": "it serves until a signal",
+    "tools/evaluate/own_process.py:": "a command waits for its only child",
+    "actor/seats/": "each move of the other seat has a deadline",
+    "actor/api/serve.py:_end": "it serves until a signal",
     "benchmarks/conformance/": "the time limit of a family ends all its processes",
     "common/join/enrol.py:": "polled before with a deadline",
-    "common/join/rank_files.py:_exchange": "polled before with a deadline",
+    "learner/training/rank_files.py:_exchange": "polled before with a deadline",
     "common/wire/collective.py:": "Broadcast.wait has the deadline of its group",
     "common/wire/following_dealer.py:": "polled before with a deadline; a send that is done",
-    "common/store/copies/store.py:each": "a process of its own; the status shows its delay",
-    "common/store/upkeep.py:_next": "rest until there is work; its own thread",
+    "tools/copies/store.py:each": "a process of its own; the status shows its delay",
+    "learner/journal/upkeep.py:_next": "rest until there is work; its own thread",
     "common/wire/rendezvous/client.py:_exchange": "the socket has its own, RCVTIMEO",
     "common/wire/transfer/buckets.py:": "a channel's transfers have the deadline of their group",
     "envhub/agentgym/connection.py:": "the caller's request has a deadline",
@@ -55,7 +55,7 @@ ALLOWED = {  # file:function -> why no deadline of its own is needed
     "learner/node.py:_ask": "polled before, without waiting",
     "learner/node_service.py:work": "polled before with a deadline",
     "learner/recovery/saving.py:": "Checkpoints.wait has the deadline",
-    "learner/recompute/rebuild.py:save": "Checkpoints.wait has the deadline",
+    "tools/recompute/rebuild.py:save": "Checkpoints.wait has the deadline",
     "learner/teacher/scorer.py:": "it waits for the teacher or the stop; the run's status shows it",
     "learner/training/checkpoint.py:": "Checkpoints.wait has the deadline of the writer's thread",
     "learner/training/rank_processes.py:_await_loaded": "its pipe was found ready",

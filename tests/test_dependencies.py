@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from common.repository import ROOT
 from tests.syntax_trees import nodes_of
 
-PACKAGES = ("actor", "common", "envhub", "learner")
+PACKAGES = ("actor", "common", "envhub", "learner", "scheduler", "tools")
 ENVIRONMENTS = ("envhub/envs/", "envhub/web/")  # what only these import is the extra `envs`
 # Reached without an import statement of ours, and how.
 BY_NAME = {

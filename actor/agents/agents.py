@@ -13,7 +13,7 @@ from actor.rollout.episode import Act, EpisodeState, OpenSession, record_end_rea
 from actor.rollout.render import Renderer
 from common.config.evaluation import AgentLifetime
 from common.config.run_config import ActorSection
-from common.launch.guardian import Guardian
+from common.host.guardian import Guardian
 from common.wire.messages import EndReason, Lease, Trajectory
 
 logger = logging.getLogger(__name__)

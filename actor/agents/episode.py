@@ -21,7 +21,7 @@ from actor.rollout.episode import (
     first_text,
 )
 from actor.rollout.render import Renderer
-from common.states import action_number
+from actor.states import action_number
 from common.wire.messages import EndReason, Lease
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from actor.agents.process import AgentProcess
 from actor.agents.server import AgentServer
 from actor.rollout.episode import PolicyFailed
 from common.config.run_config import ActorSection
-from common.launch.guardian import Guardian
+from common.host.guardian import Guardian
 
 logger = logging.getLogger(__name__)
 

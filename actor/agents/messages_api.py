@@ -26,7 +26,7 @@ from actor.api.requests import (
     read_stop,
     unsupported,
 )
-from common.formats.thoughts import FIELDS
+from actor.formats.thoughts import FIELDS
 from common.text import valid_text
 
 USED = {"messages", "system", "tools", "tool_choice", "stop_sequences", "max_tokens"}

@@ -24,11 +24,11 @@ from actor.agents.repeats import Repeats
 from actor.agents.responses_api import RESPONSES_API
 from actor.agents.strangers import MAX_STRANGERS, Strangers, TlsServer
 from actor.api.chat_api import CHAT_API, COMPLETION_API
+from actor.api.listening import stop_accepting
 from actor.api.requests import Api, ApiError, PolicyRequest, event_text, invalid, openai_error
 from actor.rollout.episode import PolicyFailed
 from common.config.evaluation import AgentServerOptions
 from common.errors import EnvError, LongstrideError
-from common.http.listening import stop_accepting
 from common.wire.addresses import is_loopback
 
 logger = logging.getLogger(__name__)

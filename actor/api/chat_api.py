@@ -32,7 +32,7 @@ from actor.api.requests import (
     read_stop,
     unsupported,
 )
-from common.formats.thoughts import FIELDS
+from actor.formats.thoughts import FIELDS
 from common.text import valid_text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -17,8 +17,8 @@ from actor.api.requests import (
     read_items,
     unsupported,
 )
+from actor.formats.thoughts import FIELDS
 from common.formats.calls import as_call, each_text, read_arguments
-from common.formats.thoughts import FIELDS
 from common.text import valid_text
 
 # Labels of a part of a message.

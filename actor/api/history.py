@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from actor.api.requests import Message, PolicyRequest, invalid
+from actor.formats.measured import in_order
+from actor.formats.thoughts import FIELDS
 from actor.rollout.render import Renderer
-from common.formats.measured import in_order
-from common.formats.thoughts import FIELDS
 
 THOUGHTS = FIELDS[0]
 

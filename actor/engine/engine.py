@@ -28,12 +28,12 @@ from actor.engine.process_watch import ProcessWatch
 from actor.engine.routing import is_recorded_by_vllm, narrowed
 from actor.engine.staging import Staged, failure_of
 from actor.engine.start import is_eager, shut_down_llm, start_llm
+from actor.engine.startup_history import StartupHistory
 from actor.engine.whole_turns import turn_params
 from actor.rollout.episode import Turn
 from common.config.compute import FULL, LoraSection
 from common.config.run_config import ActorSection, AtUpdate, ModelSection
 from common.errors import EngineError, WeightSyncError
-from common.store.status.startup_history import StartupHistory
 from common.wire.codec import encode
 from common.wire.weight_messages import WeightsOffer
 

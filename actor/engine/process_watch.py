@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 
-from common.launch.process import describe_exit
+from common.host.child_process import describe_exit
 
 TAIL_LINES = 15  # Lines of output in an error.
 # Matches the last line of a traceback, after the process name that vLLM prepends.

@@ -38,8 +38,7 @@ from actor.engine.whole_turns import send_whole_turns
 from common.config.compute import FULL, EnforceEager, LoraSection
 from common.config.run_config import ActorSection, ModelSection
 from common.errors import ConfigError, EngineError
-from common.host.process_settings import is_set_by_user
-from common.launch.roles import ONE_THREAD
+from common.host.process_settings import ONE_THREAD, is_set_by_user
 
 logger = logging.getLogger(__name__)
 

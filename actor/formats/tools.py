@@ -9,13 +9,13 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from actor.formats.call_turn import CallTurn
 from actor.rollout.context import Render
 from actor.rollout.env_client import HubStepResult
 from actor.rollout.render import Renderer
 from common.config.evaluation import AgentFormat
 from common.errors import ConfigError
 from common.formats.answers import ARGUMENT, NO_TOOLS, read_react, sent
-from common.formats.call_turn import CallTurn
 from common.formats.calls import NAME, CallForm
 from common.formats.turn_ends import TurnEnd
 from common.formats.turns import USER, Message

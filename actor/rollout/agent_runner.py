@@ -55,7 +55,7 @@ class SeatFiller(Protocol):
         ...
 
 
-SEATS = "actor.play.seats.seats"  # Module with the class `Seats`, a `SeatFiller`.
+SEATS = "actor.seats.seats"  # Module with the class `Seats`, a `SeatFiller`.
 
 
 def load_seats(cfg: ActorSection) -> SeatFiller:

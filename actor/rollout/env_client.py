@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 import aiohttp
 
+from actor.formats.thoughts import FIELDS
 from actor.rollout.batches import (
     CLOSE,
     OPEN,
@@ -28,7 +29,6 @@ from actor.rollout.batches import (
 from actor.rollout.presence import LifeSigns, answers, stay
 from common.errors import EnvError, EnvTimeout, HubLost
 from common.formats.calls import as_call, each_text
-from common.formats.thoughts import FIELDS
 from common.http.sessions import open_session
 from common.text import counted, json_bytes, valid_text
 

@@ -14,11 +14,11 @@ from actor.formats.tools import Read, explained, reader_of, rendering
 from actor.rollout.context import Conversing, History, Render, Room, Turn
 from actor.rollout.env_client import ExpertHint, HubStepResult
 from actor.rollout.folding import history_of
+from actor.states import action_number, state_number
 from common.config.curriculum import HorizonUnit
 from common.config.evaluation import AgentOptions
 from common.errors import EnvError, EnvPaused, EnvTimeout, HubLost
 from common.formats.answers import MARK, tools_instruction, worded
-from common.states import action_number, state_number
 from common.text import valid_text
 from common.wire.messages import EndReason, Lease, Trajectory
 

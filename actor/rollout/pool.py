@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from actor.agents.waits import AGENTS
 from actor.engine.concurrency import Concurrency, EngineLoad
 from actor.links.delivery import Delivery
 from actor.rollout.agent_runner import AgentRunner, load_seats
@@ -14,10 +15,9 @@ from actor.rollout.hubs import Hubs
 from actor.rollout.lockstep import Rounds
 from actor.rollout.render import Renderer
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender, with_actions
+from actor.seeds import SamplingSeeds, environment_seed
 from common.config.run_config import ActorSection, AtUpdate
 from common.errors import EnvPaused, HubLost
-from common.seeds import SamplingSeeds, environment_seed
-from common.stall.waits import AGENTS
 from common.wire.messages import EpisodeKind, Lease, PolicyKind, Trajectory
 
 if TYPE_CHECKING:  # The import takes seconds.

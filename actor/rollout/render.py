@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+from actor.formats.chat_renderer import ChatRenderer
+from actor.formats.measured import with_ids
 from actor.rollout.context import least_prompt
 from actor.rollout.folding import least_of_branches
 from common.config.run_config import ActorSection
 from common.errors import ConfigError
-from common.formats.chat_renderer import ChatRenderer
-from common.formats.measured import with_ids
 from common.formats.turns import ASSISTANT, NEXT, USER, Message
 
 __all__ = ["ASSISTANT", "NEXT", "USER", "Message", "Renderer", "with_ids"]

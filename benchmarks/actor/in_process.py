@@ -9,9 +9,9 @@ from actor.formats.tools import load_renderer
 from actor.rollout.env_client import ExpertHint, HubStepResult
 from actor.rollout.episode import Act, EnvSession, Turn, run_episode
 from actor.rollout.lockstep import Rounds
+from actor.seeds import SamplingSeeds, environment_seed
 from common.config.run_config import RunConfig
 from common.errors import EnvError
-from common.seeds import SamplingSeeds, environment_seed
 from common.wire.messages import Lease, Trajectory
 
 MAX_AT_ONCE = 128

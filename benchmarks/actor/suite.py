@@ -25,13 +25,13 @@ from benchmarks.runs.real_run import (
     running,
 )
 from benchmarks.table import BenchTable
-from common.checks.machine import gpus
 from common.errors import LongstrideError
-from common.launch.roles import ONE_THREAD
-from common.store.journal import read_journal
-from common.store.segments import synced_end
+from common.host.machine import gpus
+from common.host.process_settings import ONE_THREAD
 from common.wire.collective import CPU
 from common.wire.messages import Trajectory
+from learner.journal.journal import read_journal
+from learner.journal.segments import synced_end
 
 NUM_ROUNDS = 2  # Rounds of both, in turn.
 WINDOW_S = 15.0

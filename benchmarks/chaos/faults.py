@@ -18,11 +18,11 @@ from benchmarks.chaos.clock import JumpingClock
 from benchmarks.chaos.connections import reset_connections
 from benchmarks.chaos.plan import Fault, FaultType
 from benchmarks.runs.roles import Role, roles_below
-from common.store.journal import read_journal
 from common.store.run_dir import RunDir
 from common.wire.codec import encode
 from common.wire.security import load_keys
 from common.wire.sockets import connect_dealer
+from learner.journal.journal import read_journal
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from benchmarks.runs.real_run import TRAINING_ALONE, await_success, check_end, r
 from benchmarks.runs.roles import Role
 from benchmarks.table import BenchTable
 from common.errors import LongstrideError
-from common.launch.process import ChildProcess
+from common.host.child_process import ChildProcess
 from common.store.run_dir import RunDir
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,6 @@ from benchmarks.conformance.part_results import (
     refused,
     rounded,
 )
-from common.checks.model_kind import check_engine_equal
 from common.config.compute import EnforceEager, WeightsTransport
 from common.config.run_config import ActorSection, ModelSection
 from common.errors import ConfigError, EngineError, WeightSyncError
@@ -34,6 +33,7 @@ from common.store.run_dir import RunDir
 from common.wire.security import create_keys
 from common.wire.sockets import Router
 from common.wire.weight_messages import WeightsJoin
+from learner.policy.model_kind import check_engine_equal
 from learner.weights.publisher import Publisher
 from learner.weights.routes import PublishSettings
 from learner.weights.snapshot import PublishedWeights

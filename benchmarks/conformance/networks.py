@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from learner.offline.scratch import make_tokenizer, save_policy
+from tools.offline.scratch import make_tokenizer, save_policy
 
 AMENDMENTS: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("families.yaml").read_text(encoding="utf-8")

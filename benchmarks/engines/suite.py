@@ -15,9 +15,9 @@ from benchmarks.runs.real_run import check_end, child
 from benchmarks.table import BenchTable
 from common.config.load import load_config
 from common.errors import LongstrideError
-from common.ids import engine_names
-from common.launch.process import ChildProcess
-from common.launch.roles import ONE_THREAD, actor_name
+from common.host.child_process import ChildProcess
+from common.host.process_settings import ONE_THREAD
+from common.ids import actor_name, engine_names
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.store.run_start import save_config

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.envhub.client import ServiceTarget
-from common.launch.process import ChildFailed, ChildProcess, wait_until_ended
+from common.host.child_process import ChildFailed, ChildProcess, wait_until_ended
 from common.memory import resident_bytes
 from common.repository import ROOT
 

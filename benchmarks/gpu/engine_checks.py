@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from benchmarks.learner.batch import make_random_model
 from benchmarks.learner.checks.bench import DeviceBench
 from benchmarks.learner.checks.weights import TOKENIZER, run_engine
-from common.launch.process import ChildProcess
+from common.host.child_process import ChildProcess
 from common.repository import ROOT
 
 MIN_GRAPH_GAIN = 1.1

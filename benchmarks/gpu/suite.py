@@ -16,9 +16,9 @@ from typing import Any
 
 from benchmarks.gpu.plan import GpuCheck, choose
 from benchmarks.table import BenchmarkFigure, BenchTable, finite, machine, versions
-from common.checks.machine import gpus
 from common.errors import ConfigError
-from common.launch.process import ChildProcess, describe_exit
+from common.host.child_process import ChildProcess, describe_exit
+from common.host.machine import gpus
 from common.repository import ROOT
 
 WORKER = "benchmarks.gpu.worker"

@@ -12,17 +12,17 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from common.errors import EngineError
-from common.launch.process import ChildFailed, ChildProcess
+from common.host.child_process import ChildFailed, ChildProcess
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.wire.security import create_keys
 from common.wire.sockets import Router
-from learner.offline.scratch import save_policy
 from learner.training.trainer import Trainer
 from learner.weights.publisher import Publisher
 from learner.weights.routes import PublishSettings
 from learner.weights.snapshot import PublishedWeights
 from learner.weights.weights_lock import WeightsLock
+from tools.offline.scratch import save_policy
 
 HOST = "127.0.0.1"
 CHILD = "benchmarks.actor.engine"

@@ -12,7 +12,7 @@ import psutil
 
 from benchmarks.runs.roles import roles_below
 from common.errors import LongstrideError
-from common.launch.process import ChildProcess, describe_exit
+from common.host.child_process import ChildProcess, describe_exit
 from common.repository import ROOT
 
 STOP_S = 60.0  # Limit for a run to save and stop.

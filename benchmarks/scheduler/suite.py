@@ -21,9 +21,9 @@ from common.wire.messages import (
     Outcomes,
     StepDone,
 )
-from learner.scheduler.components import build_components
-from learner.scheduler.core import SchedulerCore
-from learner.simulator.settings import catalogue_of
+from scheduler.components import build_components
+from scheduler.core import SchedulerCore
+from tools.simulator.settings import catalogue_of
 
 LEARNER = "learner-0"
 MIN_LEASES_PER_S = 5_000.0

@@ -14,13 +14,13 @@ from benchmarks.study.outcome import SeedResult, begin, read_outcome
 from benchmarks.study.plan import CONFIG, Run, Study, merged, read_study
 from benchmarks.study.tables import by_arm, study_table
 from benchmarks.table import BenchTable
-from common.config.command_line import ParsedCommand
 from common.config.evaluation import StudySection
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, LongstrideError
-from common.launch.process import ChildProcess
+from common.host.child_process import ChildProcess
 from common.store.run_dir import write_atomically
+from tools.cli.command_line import ParsedCommand
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ import numpy as np
 from benchmarks.runs.real_run import read_lines
 from common.cpu import cpu_seconds
 from common.errors import ConfigError
-from common.store.journal import read_journal
 from common.store.run_dir import RunDir, write_atomically
 from common.wire.messages import EpisodeKind
+from learner.journal.journal import read_journal
 
 NAN = float("nan")
 AXES = {"episodes": "num_episodes", "tokens": "num_tokens", "seconds": "spent_s"}

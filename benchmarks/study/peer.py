@@ -18,11 +18,11 @@ from benchmarks.study.outcome import begin
 from benchmarks.study.plan import CONFIG, OWN, merged
 from benchmarks.study.sides import Course, Side, StepClocks, add_sides, comparison, steps_of
 from benchmarks.table import BenchTable
-from common.config.command_line import ParsedCommand
 from common.config.load import load_config
 from common.errors import LongstrideError
-from common.launch.process import ChildProcess
+from common.host.child_process import ChildProcess
 from common.store.run_dir import write_atomically
+from tools.cli.command_line import ParsedCommand
 
 REQUIREMENT = "trl==1.16.0"
 SCRIPT = "docs/examples/trl_quickstart.py"

@@ -21,7 +21,6 @@ from numpy.random import default_rng
 
 from common.config.load import load_config
 from common.repository import ROOT
-from common.store.journal import JournalWriter
 from common.store.run_dir import RunDir, write_atomically
 from common.wire.codec import decode, encode
 from common.wire.messages import (
@@ -44,7 +43,8 @@ from learner.ingest.intake import Intake
 from learner.ingest.journal_index import JournalIndex
 from learner.ingest.report_log import ReportLog
 from learner.ingest.scheduler_client import ReportClient
-from learner.simulator.synthetic import synthetic_trajectory
+from learner.journal.journal import JournalWriter
+from tools.simulator.synthetic import synthetic_trajectory
 
 HOST = "127.0.0.1"
 EPOCH = "0123456789abcdef"

@@ -12,7 +12,7 @@ import psutil
 from benchmarks.runs.real_run import child
 from benchmarks.table import BenchTable
 from benchmarks.transport.ends import NUM_TOKENS, trajectory
-from common.launch.process import ChildProcess
+from common.host.child_process import ChildProcess
 from common.store.run_dir import RunDir
 from common.wire.codec import encode
 from common.wire.security import create_keys

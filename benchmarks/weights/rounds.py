@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.runs.real_run import await_success, child
 from benchmarks.weights.receiver import HOST, TIMEOUT_S, Receiver, TransferPeer, meet
 from common.errors import LongstrideError, WeightSyncError
-from common.launch.process import ChildProcess
+from common.host.child_process import ChildProcess
 from common.memory import descendants, trim_heap
 from common.wire.collective import CPU
 from common.wire.rendezvous.server import StoreServer

@@ -391,3 +391,22 @@ def _without_enums(value: object) -> object:
     if isinstance(value, list):
         return [_without_enums(each) for each in cast(list[object], value)]
     return value.value if isinstance(value, Enum) else value
+
+
+def check_training(cfg: RunConfig) -> None:
+    """Check that an episode fits in a microbatch, and that sessions outlast turns.
+
+    Raises: ConfigError: the message has the key and the value.
+    """
+    budget = cfg.learner.max_tokens_per_microbatch
+    longest = cfg.actor.max_model_len
+    if cfg.learner.row_tokens < longest:
+        ranks = cfg.learner.sequence_ranks
+        over = f" / learner.sequence_ranks={ranks}" * (ranks > 1)
+        law = f"must be >= actor.max_model_len={longest}{over}, the tokens of the longest episode"
+        raise ConfigError(f"learner.max_tokens_per_microbatch={budget}: {law}")
+    lease_s = cfg.envhub.session_lease_s
+    turn_s = cfg.actor.turn_timeout_s
+    if not cfg.envhub.url and lease_s < turn_s:
+        law = f"must be >= actor.turn_timeout_s={turn_s:g}: a session is silent during a turn"
+        raise ConfigError(f"envhub.session_lease_s={lease_s:g}: {law}")

@@ -28,6 +28,9 @@ USER_VARIABLES = ("LOGNAME", "USER", "LNAME", "USERNAME")  # `getpass.getuser` r
 
 THREADS = "OMP_NUM_THREADS"
 
+# One thread per role, not pinned to a core, if the roles share the cores of one machine.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
 
 def start_with_plain_settings() -> None:
     """Start this program again if its locale or its path would break libraries.

@@ -30,9 +30,9 @@ from common.repository import ROOT
 from common.wire.messages import EpisodeKind, Lease, PolicyKind
 from envhub.catalogue.registry import Registry
 from learner.batch.advantage import shaped_reward
-from learner.scheduler.curriculum.catalogue import parse_catalogue
-from learner.scheduler.curriculum.horizon import horizon_at
-from learner.scheduler.curriculum.sampling import Item, Sampler, member_seed
+from scheduler.curriculum.catalogue import parse_catalogue
+from scheduler.curriculum.horizon import horizon_at
+from scheduler.curriculum.sampling import Item, Sampler, member_seed
 
 EPISODE_S = 3600.0  # A deadline that no episode here reaches.
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from common.errors import EnvError
 from common.host.cores import num_cores
-from common.launch.guardian import Guardian
+from common.host.guardian import Guardian
 from common.memory import resident_bytes
 from envhub.catalogue.registry import Registry
 from envhub.env import EnvSpec, Isolation, Style

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from common.errors import EnvError, EnvTimeout
 from common.formats.action_size import DEFAULT_ACTION_MIB, MIB
 from common.memory import trim_heap
-from common.stall.awake_clock import AwakeClock
 from common.text import valid_text
 from envhub.catalogue.distances import Distances
 from envhub.catalogue.registry import Registry
@@ -28,6 +27,7 @@ from envhub.errors import (
     SessionUnknown,
     WorkerLost,
 )
+from envhub.hosting.awake_clock import AwakeClock
 from envhub.hosting.inline import INLINE_STEP_S
 from envhub.hosting.leases import LeaseTable
 from envhub.hosting.placement import EpisodeFactory

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from common.errors import EnvError, EnvTimeout
-from common.launch.guardian import Guardian
-from common.launch.process import ChildProcess
+from common.host.child_process import ChildProcess
+from common.host.guardian import Guardian
 from common.repository import ROOT
 from envhub.env import UnknownItem
 from envhub.errors import EnvRaised, ServicePaused, WorkerLost

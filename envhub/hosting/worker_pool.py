@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from common.errors import EnvError
-from common.launch.guardian import Guardian
+from common.host.guardian import Guardian
 from envhub.env import EnvSpec, UnknownItem
 from envhub.errors import CapacityFull
 from envhub.hosting.worker import Worker

@@ -8,9 +8,9 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from common.http.refusals import Refusals
-from common.telemetry.exposition import MetricsPage, counter, gauge
 from envhub.hosting.session import STEP_BUCKETS_S
 from envhub.hosting.sessions import Sessions
+from envhub.http.exposition import MetricsPage, counter, gauge
 
 COUNTS = ("created", "expired", "deleted", "steps", "repeated", "refused", "failed", "repaired")
 CONNECTION_REFUSALS = (

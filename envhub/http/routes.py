@@ -15,7 +15,6 @@ from starlette.responses import StreamingResponse
 from common.errors import EnvTimeout
 from common.formats.action_size import DEFAULT_ACTION_MIB, FIELDS_BYTES, MIB
 from common.http.refusals import Refusals
-from common.telemetry.exposition import CONTENT_TYPE
 from envhub.catalogue.extensions import load_extensions
 from envhub.catalogue.registry import Registry
 from envhub.env import UnknownItem
@@ -52,6 +51,7 @@ from envhub.http.bodies import (
     parse_body,
     parse_entry,
 )
+from envhub.http.exposition import CONTENT_TYPE
 from envhub.http.metrics import HubMetrics
 from envhub.http.parts import AgentGymLimits, HubParts
 

@@ -8,7 +8,6 @@ from functools import partial
 
 from common.errors import LongstrideError
 from common.ids import split_episode_id
-from common.store.journal import JournalPosition
 from common.text import counted
 from common.wire.messages import (
     EpisodeKind,
@@ -26,6 +25,7 @@ from learner.ingest.group_assembly import Group, GroupAssembly
 from learner.ingest.journal_index import JournalIndex
 from learner.ingest.replay_point import ReplayPoint
 from learner.ingest.report_log import ReportLog
+from learner.journal.journal import JournalPosition
 from learner.teacher.scores import TeacherScores
 from learner.weights.prompts import RecentPrompts
 

@@ -4,8 +4,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.store.journal import JournalPosition
 from common.wire.messages import Ack, Trajectory
+from learner.journal.journal import JournalPosition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from common.store.disk import POLL_S as ROOM_POLL_S
 from common.store.disk import DiskFull, RoomWait
-from common.store.journal import JournalPosition, JournalWriter
 from common.wire.config_messages import LiveConfig
 from common.wire.messages import Ack, EpisodeKind, Heartbeat, Rejected, Trajectory
 from common.wire.sockets import Received, Router
@@ -19,6 +18,7 @@ from learner.ingest.admission import Admission, AdmissionDecision
 from learner.ingest.buffer import TrajectoryBuffer
 from learner.ingest.group_commit import GroupCommit, PendingCommit
 from learner.ingest.scheduler_client import ReportClient
+from learner.journal.journal import JournalPosition, JournalWriter
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from common.ids import is_below
-from common.store.journal import JournalPosition
 from common.wire.messages import EpisodeKind, Trajectory
 from learner.ingest.replay_point import ReplayPoint
+from learner.journal.journal import JournalPosition
 
 NO_STEP = 0
 MAX_EVALUATIONS = 64  # Evaluation groups whose episode ids are kept to detect duplicates.

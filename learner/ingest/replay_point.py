@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from common.errors import ConfigError
-from common.store.journal import JOURNAL_START, JournalPosition
 from common.store.run_dir import read_json, write_atomically
+from learner.journal.journal import JOURNAL_START, JournalPosition
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from common.checks.model_kind import check_kind
-from common.checks.trainable import check_trainable
 from common.config.compute import FULL, LoraSection
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch
@@ -31,7 +29,9 @@ from learner.policy.kernels.head import (
 from learner.policy.loading import META, give_memory, load_network, set_plain_attention, take_memory
 from learner.policy.lora import adapter_tensors, adapts_experts, add_adapters, has_adapters
 from learner.policy.merging import Merged, live_merged
+from learner.policy.model_kind import check_kind
 from learner.policy.precision import round_all_factors
+from learner.policy.trainable import check_trainable
 
 
 def pick_device(name: str) -> torch.device:

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from common.checks.machine import has_bf16_units
-from common.checks.precision import PrecisionChoice, choose_precision
 from common.config.compute import Precision
 from common.config.learning import LearnerSection
+from common.host.machine import has_bf16_units
 from learner.policy.experts.weights import holds_experts
+from learner.policy.precision_choice import PrecisionChoice, choose_precision
 
 _ENTERED = "rounding_modes"  # Attribute of a module: the modes of its current calls.
 MAX_WIDTH = 16  # Product of the shorter axes: states of Mamba have 16 numbers, convolutions 4.

@@ -3,7 +3,7 @@
 On a CPU the timing compares layouts of sequences and attention kernels. Their results differ by
 rounding. A configuration is rejected if its log-probabilities differ from the plain one's by more
 than `learner.max_canary_delta`. The precision changes what is learnt, so a rule chooses it before;
-see `common/checks/precision.py`.
+see `learner/policy/precision_choice.py`.
 """
 
 import logging

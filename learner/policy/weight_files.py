@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from common.checks.model_shape import weight_files
+from learner.policy.model_shape import weight_files
 
 MAX_PARTS = 1_000  # Buffers of one system call; Linux allows 1,024.
 PART_BYTES = 4_000_000  # Content of one message between two nodes.

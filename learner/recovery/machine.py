@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from common.checks.machine import cpu_units
+from common.host.machine import cpu_units
 
 _VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
 _WORDS = {"cpu": "CPU", "units": "vector units", "capability": "kernels", "torch": "torch"}

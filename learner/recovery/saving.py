@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from common.store.disk import POLL_S, if_room
-from common.store.segments import load_pruned
 from learner.build import Learner
 from learner.ingest.replay_point import save_replay_point
+from learner.journal.segments import load_pruned
 
 
 class Saving:

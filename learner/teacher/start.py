@@ -4,12 +4,12 @@ import os
 from typing import Any
 
 from common.config.run_config import RunConfig
-from common.config.teaching.engine import KEY_VARIABLE, TEACHER
 from common.errors import ConfigError
 from common.http.model_endpoint import key_from
 from common.store.run_dir import RunDir
 from learner.teacher.check import VocabularyCheck
 from learner.teacher.endpoint import TeacherEndpoint
+from learner.teacher.engine import KEY_VARIABLE, TEACHER
 from learner.teacher.scorer import TeacherScorer
 
 

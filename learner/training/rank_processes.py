@@ -24,7 +24,6 @@ from common.config.compute import Layout, ShardPlace
 from common.config.run_config import RunConfig
 from common.errors import LongstrideError, RankLost, WeightSyncError
 from common.host.loopback import loopback
-from common.join.rank_files import FilePlace, RankFiles
 from common.log import configure_logging
 from common.quick_exit import leave
 from common.stall.stacks import tell_stacks
@@ -37,6 +36,7 @@ from learner.policy.model import pick_device
 from learner.policy.timing import with_settled
 from learner.policy.weight_files import LOCAL, RemoteWeightFiles
 from learner.training.build import load_start, make_trainer
+from learner.training.rank_files import FilePlace, RankFiles
 from learner.training.ranks import RankOperation, Ranks
 from learner.training.shards.home import ShardHome
 from learner.weights.source import LiveWeights

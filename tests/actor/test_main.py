@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.launch.process import ChildProcess
+from common.host.child_process import ChildProcess
 from common.wire.security import create_keys
 from tests.actor.engine.engine_rig import save_tiny_policy
 from tests.bounds import at_most

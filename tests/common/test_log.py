@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from common.launch.process import read_tail
+from common.host.child_process import read_tail
 from common.log import rotate_logs
 
 

@@ -11,9 +11,9 @@ import torch
 import run
 from common.cpu import family_cpu_s
 from common.errors import ConfigError
-from common.launch import supervise
 from common.memory import descendants, family_bytes, resident_bytes, trim_heap
 from common.repository import ROOT
+from tools.launch import supervise
 
 
 def test_trimming_returns_freed_memory() -> None:

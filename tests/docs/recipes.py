@@ -4,12 +4,12 @@ import re
 import shlex
 from dataclasses import dataclass
 
-from common.checks.hub_models import resolve_models
-from common.config.command_line import ParsedCommand, parse
 from common.config.load import load_config
-from common.config.requested import DEFAULT_CONFIG
 from common.config.run_config import RunConfig
 from common.repository import ROOT
+from tools.checks.hub_models import resolve_models
+from tools.cli.command_line import ParsedCommand, parse
+from tools.cli.requested import DEFAULT_CONFIG
 
 PAGE = ROOT / "docs" / "RECIPES.md"
 ROW = re.compile(

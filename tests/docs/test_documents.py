@@ -13,16 +13,16 @@ import pytest
 import yaml
 
 import run
-from common.config.command_line import parse
-from common.config.help import help_text
 from common.config.keys import declared, field_kinds
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
-from tests.common.dashboard.runs import make_run
 from tests.docs.blocks import PAGES, Block, blocks_of, commands_of, inline_of
 from tests.docs.table import FOREIGN, RULES, How, Rule, rule_of
+from tests.tools.dashboard.runs import make_run
+from tools.cli.command_line import parse
+from tools.cli.help import help_text
 
 LANGUAGES = ("sh", "bash", "python", "yaml", "json", "text")
 SCRIPTS = ("bash",)  # whole scripts, of which the syntax is checked

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from common.launch.process import ChildProcess
+from common.host.child_process import ChildProcess
 from common.repository import ROOT
 from common.wire.messages import EpisodeKind
-from tests.common.dashboard.runs import append, episode, make_run
+from tests.tools.dashboard.runs import append, episode, make_run
 
 START_S = 60.0
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from common.checks.memory_plan import MemoryBudget, plan_here
 from common.repository import ROOT
 from tests.docs.recipes import PAGE, RECIPES, Recipe
 from tests.docs.table import How, rule_of
+from tools.checks.memory_plan import MemoryBudget, plan_here
 
 GIB = 1 << 30
 PLANNED = [each for each in RECIPES if each.memory != "no plan"]

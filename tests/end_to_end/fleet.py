@@ -23,10 +23,10 @@ import psutil
 
 from common.config.load import load_config
 from common.repository import ROOT
-from common.store.journal import read_journal
 from common.store.run_dir import RunDir
 from common.store.run_start import save_config
 from common.wire.security import create_keys
+from learner.journal.journal import read_journal
 from tests.end_to_end.nodes import Node
 from tests.end_to_end.runs import balances
 
@@ -181,7 +181,7 @@ def is_zombie(process: psutil.Process) -> bool:
 def be(role: str, arguments: list[Any], namespace: str) -> None:
     """Be a role, in a network of its own if one is named."""
     from benchmarks.transport import ends
-    from learner.scheduler import main as scheduler
+    from scheduler import main as scheduler
     from tests.end_to_end import simulated_actor
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from learner.offline.rows import Row, read_rows, token_batch
 from learner.policy.model import Scoring, load_policy, token_logprobs
 from tests.end_to_end.runs import REPOSITORY
+from tools.offline.rows import Row, read_rows, token_batch
 
 BASE = REPOSITORY / "configs/policies/tiny"
 RATES = (

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from common.checks.fitting import merged_overrides
-from learner.offline.scratch import make_tokenizer
 from learner.policy.saving import save_tokenizer
 from tests.docs.recipes import Recipe
 from tests.learner.experts import VOCAB, save_experts
+from tools.checks.fitting import merged_overrides
+from tools.offline.scratch import make_tokenizer
 
 CONTEXT = 2040  # Tokens; the small policies have 2,048 positions.
 CONTEXT_OF_EXPERTS = 500  # Tokens; the random experts have 512 positions.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from common.store.journal import read_journal
+from learner.journal.journal import read_journal
 from tests.end_to_end.runs import CLOSED_PROXY, REPOSITORY, Run, balances
 
 pytestmark = [

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from common.segments import Aside, asides_of
-from common.store.journal import read_journal
 from common.wire.messages import EpisodeKind
+from learner.journal.journal import read_journal
 from tests.actor.formats.templates import CALL
 from tests.end_to_end.runs import REPOSITORY, Run, balances
 from tests.in_process import carry_out

@@ -12,15 +12,15 @@ import pytest
 
 from common.config.compute import LoraSection
 from common.config.services import EnvhubSection
-from common.launch.process import ChildProcess
+from common.host.child_process import ChildProcess
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.wire.security import create_keys
-from learner.scheduler.main import serve
+from scheduler.main import serve
 from tests.configs import edited
 from tests.end_to_end.runs import REPOSITORY
 from tests.in_process import carry_out
-from tests.learner.scheduler.builders import make_config
+from tests.scheduler.builders import make_config
 
 pytestmark = pytest.mark.slow
 

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from common.dashboard.reading.run_source import RunSource
-from common.dashboard.web.fleet import fleet
-from common.store.journal import read_journal
 from common.store.status.members import node_lines
+from learner.journal.journal import read_journal
 from tests.configs import edited
 from tests.end_to_end.nodes import Network, Node, why_not
 from tests.end_to_end.runs import Run, balances
-from tests.learner.scheduler.builders import make_config
-from tests.learner.scheduler.members.scheduler_rig import running
+from tests.scheduler.builders import make_config
+from tests.scheduler.members.scheduler_rig import running
+from tools.dashboard.reading.run_source import RunSource
+from tools.dashboard.web.fleet import fleet
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1500)]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.launch.process import ChildProcess
+from common.host.child_process import ChildProcess
 from common.repository import ROOT
 from tests.end_to_end.runs import Run, balances
 

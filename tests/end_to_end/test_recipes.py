@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from common.checks.fitting import merged_overrides
 from common.config.load import load_config
-from common.config.requested import DEFAULT_CONFIG
 from tests.docs.recipes import RECIPES, Recipe
 from tests.end_to_end.recipe_sizes import small_overrides
 from tests.end_to_end.runs import REPOSITORY, Run, balances
@@ -23,6 +21,8 @@ from tests.envhub.envs.dataset.judges.judge_server import JudgeServer, serving
 from tests.envhub.interop.test_mcp_package import MCP
 from tests.learner.teacher.served import KEY, Teacher
 from tests.venvs import python_with
+from tools.checks.fitting import merged_overrides
+from tools.cli.requested import DEFAULT_CONFIG
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 RUN_S = 1500.0

@@ -11,12 +11,12 @@ import pytest
 from safetensors.torch import load_file
 
 from benchmarks.envhub.hub import ServiceProcess, hub_process
-from common.store.journal import read_journal
-from tests.common.launch.ray.clusters import wait_for
+from learner.journal.journal import read_journal
 from tests.end_to_end.offline import BASE, RATES, loss_of, successes
 from tests.end_to_end.offline import run as run_command
 from tests.end_to_end.runs import CLOSED_PROXY, REPOSITORY, Run, balances, unbounded
 from tests.in_process import carry_out
+from tests.tools.launch.ray.clusters import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.common.launch.ray.clusters import running_cluster, wait_for
 from tests.end_to_end.runs import Run, balances
+from tests.tools.launch.ray.clusters import running_cluster, wait_for
 
 pytestmark = [
     pytest.mark.slow,

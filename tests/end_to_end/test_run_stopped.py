@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from actor.play.table.interactive import InteractiveEpisodes
 from common.repository import ROOT
 from tests.end_to_end.runs import Run, balances, unbounded
+from tools.dashboard.table.interactive import InteractiveEpisodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.store.journal import read_journal
+from learner.journal.journal import read_journal
 from tests.end_to_end.runs import Run, unbounded
 
 OVERRIDES = (

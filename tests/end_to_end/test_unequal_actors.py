@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from common.store.journal import read_journal
 from common.wire.messages import EpisodeKind
+from learner.journal.journal import read_journal
 from tests.end_to_end.runs import Run, balances, joining
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1500)]

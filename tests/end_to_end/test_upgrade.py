@@ -23,7 +23,7 @@ NEWER = SCHEMA_VERSION + 1
 TRAINED = """
 import json, sys
 from pathlib import Path
-from common.store.journal import read_journal
+from learner.journal.journal import read_journal
 root = Path(sys.argv[1])
 lines = (root / "outcomes.jsonl").read_text(encoding="utf-8").splitlines()
 outcomes = {episode: outcome for episode, outcome, *_ in map(json.loads, lines)}

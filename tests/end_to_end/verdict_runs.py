@@ -12,14 +12,14 @@ import yaml
 
 from benchmarks.runs.real_run import TRAINING_ALONE, train
 from common.config.load import load_config
-from common.dashboard.reading.sources import open_source
-from common.dashboard.verdict import Bottleneck, ThroughputVerdict
 from common.repository import ROOT
-from common.store.metrics import read_metrics
 from common.store.run_dir import RunDir
-from learner.simulator.main import quiet_scheduler
-from learner.simulator.measured import load_workload
-from learner.simulator.world import SimulatedRun
+from learner.journal.metrics import read_metrics
+from tools.dashboard.reading.sources import open_source
+from tools.dashboard.verdict import Bottleneck, ThroughputVerdict
+from tools.simulator.main import quiet_scheduler
+from tools.simulator.measured import load_workload
+from tools.simulator.world import SimulatedRun
 
 RUN_S = 400.0  # Limit of one run, with its start.
 FIRST_STEP = 3  # Earlier steps wait for the engine.

@@ -5,7 +5,7 @@ import os
 import time
 from dataclasses import replace
 
-from common.launch.guardian import MARKS
+from common.host.guardian import MARKS
 from envhub.env import (
     EnvFailure,
     EnvSpec,

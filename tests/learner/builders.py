@@ -18,10 +18,10 @@ from learner.batch.batching import Sample
 from learner.ingest.group_assembly import GroupAssembly
 from learner.policy.forward import Networks
 from learner.policy.lora import add_adapters
-from learner.simulator.synthetic import synthetic_trajectory
 from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer
 from learner.weights.source import WeightSource, copied
+from tools.simulator.synthetic import synthetic_trajectory
 
 VOCAB = 50
 

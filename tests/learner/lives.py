@@ -17,9 +17,9 @@ from typing import Any
 from common.config.load import load_config
 from common.log import configure_logging
 from common.repository import ROOT
-from common.store.journal import JournalWriter
 from common.store.run_dir import RunDir
 from learner.ingest.buffer import TrajectoryBuffer
+from learner.journal.journal import JournalWriter
 from learner.main import run
 from learner.training import checkpoint
 from learner.training.trainer import Trainer

@@ -14,15 +14,15 @@ from torch.distributed.tensor import DTensor
 
 from common.config.run_config import RunConfig
 from common.config.services import EnvhubSection
-from common.launch.process import ChildProcess
+from common.host.child_process import ChildProcess
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.wire.security import create_keys
-from learner.scheduler.main import serve
 from learner.training.build import load_start, make_trainer
 from learner.training.rank_workers import RankWorkers
 from learner.training.trainer import Trainer
-from tests.learner.scheduler.builders import make_config
+from scheduler.main import serve
+from tests.scheduler.builders import make_config
 
 WAIT_S = 300.0
 HUB_S = 3_600.0  # Longest test: the scheduler ends if no hub connects within this time.

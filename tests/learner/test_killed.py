@@ -19,7 +19,6 @@ import zmq
 
 from common.config.load import load_config
 from common.repository import ROOT
-from common.store.journal import read_journal
 from common.store.run_dir import RunDir
 from common.store.run_start import save_config
 from common.wire.access.lease_mac import lease_key, lease_mac
@@ -27,6 +26,7 @@ from common.wire.codec import decode, encode
 from common.wire.messages import Ack, Hello, StepDone, Trajectory
 from common.wire.security import create_keys
 from common.wire.sockets import connect_dealer
+from learner.journal.journal import read_journal
 from learner.recovery.step_log import LoggedStep, read_steps
 from learner.training.checkpoint import TENSORS, newest_checkpoint
 from learner.training.state import read_weights

@@ -10,12 +10,12 @@ import torch
 
 from common.config.learning import LearnerSection
 from common.config.run_config import OnStall, RunConfig
-from common.store.journal import JournalPosition
 from common.store.run_dir import RunDir
 from learner.build import Learner
 from learner.ingest.group_assembly import Group
 from learner.ingest.intake import LearnerStatus
 from learner.ingest.replay_point import ReplayPoint
+from learner.journal.journal import JournalPosition
 from learner.main import Loop, TrainBatch, warn_of_cuts, warn_of_invalid_actions
 from learner.training.checkpoint import Checkpoints
 from learner.training.controller import Decision

@@ -15,12 +15,12 @@ from common.config.compute import ShardPlace
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.join.shards import is_whole, read_manifest
-from learner.offline.gather import gather_files, make_whole
 from learner.training.checkpoint import Checkpoints
 from learner.training.trainer import Trainer
 from tests.learner.builders import tensors_of
 from tests.learner.node_rig import TwoNodes, start_node, two_nodes
 from tests.learner.test_node import STEPS, config_of, train
+from tools.offline.gather import gather_files, make_whole
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1500)]
 Weights = dict[str, torch.Tensor]

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from common.launch.process import ChildProcess
+from common.host.child_process import ChildProcess
 from common.repository import ROOT, working_directory
 from envhub.env import EnvFailure
 from envhub.envs.dataset.files import find_path

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
-from common.checks.machine import check_compiler
 from common.errors import ConfigError
+from common.host.machine import check_compiler
 
 PARTS = ("RMSNorm", "MLP")  # Class name suffixes of these parts, in the families of Llama and Qwen.
 MAX_VARIANTS = 64  # Limit of kernels for a part: by shapes, types, with and without gradient.

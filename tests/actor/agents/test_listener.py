@@ -15,7 +15,6 @@ import uvloop
 
 from actor.agents import server, strangers
 from actor.agents.listener import OUTSIDE, listen
-from common.checks.preflight import check_agent
 from common.config.evaluation import AgentServerOptions
 from common.config.load import load_config
 from common.config.run_config import ActorSection
@@ -24,6 +23,7 @@ from common.repository import ROOT
 from common.wire.addresses import is_here, is_loopback, local_address_towards
 from tests.actor.agents.endpoint import ByHeart, endpoint
 from tests.actor.agents.test_repeats import CHAT, connected
+from tools.checks.preflight import check_agent
 
 CERTIFICATE = str(Path(__file__).parent / "tls" / "localhost.pem")
 KEY = str(Path(__file__).parent / "tls" / "localhost.key")

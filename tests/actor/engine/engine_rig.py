@@ -24,7 +24,6 @@ from common.config.run_config import ActorSection, AtUpdate, ModelSection, SftSe
 from common.store.run_dir import RunDir
 from common.wire.security import create_keys
 from common.wire.sockets import Received, Router
-from learner.offline.scratch import make_policy, make_tokenizer, save_policy
 from learner.policy.forward import Networks
 from learner.policy.model import load_policy
 from learner.training.step import TrainerSettings
@@ -35,6 +34,7 @@ from learner.weights.routes import PublishSettings
 from learner.weights.snapshot import PublishedWeights, snapshot
 from tests.actor.links.toy_peer import make_weight_link
 from tests.learner.builders import tensors_of
+from tools.offline.scratch import make_policy, make_tokenizer, save_policy
 
 if TYPE_CHECKING:  # importing vllm takes seconds, and most runs deselect these tests
     from actor.engine.weights import WeightLink

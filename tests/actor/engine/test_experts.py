@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from learner.offline.scratch import make_tokenizer
 from learner.policy.saving import save_tokenizer
 from tests.actor.engine.engine_rig import Rig
 from tests.actor.engine.test_engine import make_prompts, mean_delta, sample
 from tests.learner.experts import KINDS, VOCAB, save_experts
+from tools.offline.scratch import make_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 

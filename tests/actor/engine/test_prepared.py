@@ -20,13 +20,13 @@ from common.config.run_config import ActorSection, ModelSection
 from common.wire.collective import CPU, BroadcastGroup, CollectiveMember
 from common.wire.transfer.buckets import BucketLayout, send_buckets
 from common.wire.weight_messages import TensorSpec, WeightsOffer
-from learner.offline.scratch import make_tokenizer, save_policy
 from learner.policy.model import load_policy
 from learner.weights.exact import policy_weights
 from tests.actor.engine.engine_rig import HOST, PATIENT_S, freeze_heap, save_tiny_policy
 from tests.common.wire.meeting import Meeting
 from tests.learner.builders import tensors_of
 from tests.marks import long_for
+from tools.offline.scratch import make_tokenizer, save_policy
 
 pytestmark = pytest.mark.slow
 

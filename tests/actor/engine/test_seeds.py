@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from actor.rollout.episode import Turn
+from actor.seeds import SamplingSeeds, engine_seed
 from common.config.run_config import ActorSection, ModelSection
-from common.seeds import SamplingSeeds, engine_seed
 from tests.actor.engine.engine_rig import save_tiny_policy
 from tests.actor.rollout.playing import LEASE
 

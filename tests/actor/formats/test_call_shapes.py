@@ -15,9 +15,9 @@ from common.config.evaluation import AgentFormat
 from common.errors import ConfigError
 from common.formats.calls import CallForm, as_call
 from common.formats.chat_template import render_chat
-from common.store.agent_traj import read_conversations
-from learner.offline.rows import row_of_conversation
 from tests.actor.formats.trl_templates import byte_tokenizer
+from tools.exchange.agent_traj import read_conversations
+from tools.offline.rows import row_of_conversation
 
 GO = {
     "name": "go",

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from actor.api.listening import stop_accepting
 from actor.rollout import env_client
 from actor.rollout.batches import failure_of, route_of
 from actor.rollout.env_client import Environments, ExpertHint, HubClient, HubStepResult
 from common.errors import EnvError, EnvTimeout, HubLost
-from common.http.listening import stop_accepting
 
 OPENED = {"session_id": "s", "observation": "begun"}
 STEPPED = {"observation": "on", "reward": 1, "done": True, "is_valid": False}

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from actor.rollout.render import Renderer
 from common.config.run_config import ActorSection
 from common.errors import ConfigError
-from learner.offline.scratch import CHAT_TEMPLATE, make_tokenizer
+from tools.offline.scratch import CHAT_TEMPLATE, make_tokenizer
 
 CORPUS = ["go to the red ball", "you see a red ball", "user assistant pick up the key"] * 4
 CHATML = (

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.engines.suite import measure
-from common.store.journal import read_journal
 from common.wire.messages import EndReason
+from learner.journal.journal import read_journal
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 

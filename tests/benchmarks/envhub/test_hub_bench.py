@@ -10,7 +10,7 @@ from benchmarks.envhub.client import Client, HubAnswer, ServiceTarget
 from benchmarks.envhub.hub import hub_process
 from benchmarks.envhub.load import Job, Measured, measure
 from benchmarks.table import BenchTable
-from common.launch.process import ChildFailed
+from common.host.child_process import ChildFailed
 
 
 def test_percentile_bounds_its_share_of_latencies() -> None:

@@ -22,11 +22,11 @@ from benchmarks.gpu.suite import CheckProgress, CheckRun, ResultLines, SuiteRequ
 from benchmarks.learner.batch import BatchShape
 from benchmarks.learner.checks.bench import DeviceBench
 from benchmarks.table import BenchTable
-from common.checks.machine import has_cuda
-from common.config.command_line import parse
 from common.errors import ConfigError
+from common.host.machine import has_cuda
 from common.repository import ROOT
 from tests.marks import long_for
+from tools.cli.command_line import parse
 
 ENGINE = ("engine", "engine-lora")
 BY_PROCESS = {"weights": 2, "adapters-sent": 2, "gloo": 2, "engine": 7, "engine-lora": 7}

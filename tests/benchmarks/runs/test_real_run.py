@@ -13,7 +13,7 @@ import pytest
 from benchmarks.runs.end_to_end import FIRST_STEP, LAST_STEP, LONG_TAIL, window_s
 from benchmarks.runs.real_run import TRAINING_ALONE, cpu_seconds
 from common.config.load import load_config
-from common.launch.guardian import MARKS, find_marked, kill_marked
+from common.host.guardian import MARKS, find_marked, kill_marked
 from common.repository import ROOT
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.scheduler.suite import BenchLearner, measure_core
 from common.wire.messages import Outcomes, StepDone
-from tests.learner.scheduler.builders import Table, make_config
+from tests.scheduler.builders import Table, make_config
 
 
 def test_benchmark_learner_balances_books_with_scheduler() -> None:

@@ -17,7 +17,7 @@ from benchmarks.table import BenchTable
 from common.config.evaluation import StudySection
 from common.config.load import load_config
 from common.errors import ConfigError
-from common.launch.process import ChildProcess
+from common.host.child_process import ChildProcess
 from common.repository import ROOT
 
 REPORT = {"before": None, "after": {"success": 0.5}}

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.study.outcome import begin, read_outcome
 from common.errors import ConfigError
-from common.store.journal import JournalWriter
 from common.wire.messages import EpisodeKind, Trajectory
+from learner.journal.journal import JournalWriter
 from tests.learner.builders import make_trajectory
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks.transport.ends import GROUP_SIZE, NUM_TOKENS, encoded
 from benchmarks.transport.suite import measure
-from common.store.journal import read_journal
 from common.wire.codec import decode
 from learner.ingest.admission import refusal
+from learner.journal.journal import read_journal
 
 
 def test_encoded_trajectories_are_whole_accepted_groups() -> None:

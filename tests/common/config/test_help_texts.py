@@ -2,8 +2,8 @@
 
 import re
 
-from common.config.help import reference_text, walk_keys
 from common.config.run_config import RunConfig
+from tools.cli.help import reference_text, walk_keys
 
 BANNED = re.compile(
     r"\b(likewise|the same for|which 0 means|nobody|whoever|told|tells|says)\b", re.I

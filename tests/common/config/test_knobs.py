@@ -12,7 +12,6 @@ from typing import Any, get_args
 
 import pytest
 
-from common.checks.fitting import check_training
 from common.config.compute import EnforceEager
 from common.config.curriculum import HorizonOverride, HorizonSection, TaskSection
 from common.config.keys import conform, describe_kind, field_kinds
@@ -31,7 +30,7 @@ from common.config.knobs import (
     Pattern,
     check,
 )
-from common.config.load import load_config
+from common.config.load import check_training, load_config
 from common.config.run_config import Launcher, ModelSection, RunConfig
 from common.errors import ConfigError
 from tests.configs import edited

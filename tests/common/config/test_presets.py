@@ -8,7 +8,7 @@ from common.config.curriculum import HorizonKind
 from common.config.learning import KlEstimator
 from common.config.load import load_config
 from envhub.catalogue.registry import load_spec
-from learner.scheduler.curriculum.horizon import horizon_at
+from scheduler.curriculum.horizon import horizon_at
 
 # env: stages, steps per stage, learning rate, rollouts per query, context
 PAPER = {

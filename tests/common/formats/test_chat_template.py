@@ -12,13 +12,13 @@ from jinja2.exceptions import SecurityError
 
 from actor.rollout.render import Renderer
 from common.errors import ConfigError
-from common.exchange.framing import Framing
 from common.formats import chat_template
 from common.formats.chat_template import fix_date, names_date, prompt_date, render_chat
 from common.repository import ROOT
-from common.store.agent_traj import Conversation, Message
-from learner.offline.rows import row_of_conversation
 from tests.actor.rollout.test_render import make_chatml
+from tools.exchange.agent_traj import Conversation, Message
+from tools.exchange.framing import Framing
+from tools.offline.rows import row_of_conversation
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -13,7 +13,7 @@ from common.formats.chat_template import fix_prompts, fix_template, render_chat
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.store.run_start import keep_tokenizer, prepare, save_config
-from learner.scheduler.members.enrolment import SECRET, SECTIONS
+from scheduler.members.enrolment import SECRET, SECTIONS
 from tests.actor.formats.trl_templates import byte_tokenizer, folder, tokenizer_of
 
 CHATML = (

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
+from actor.formats.call_turn import CallTurn
 from actor.rollout.render import Renderer
 from common.errors import ConfigError
-from common.formats.call_turn import CallTurn
 from common.formats.chat_template import fix_template, render_chat
 from common.text import shared_end_tags, shared_tags
-from learner.offline.written_answers import AnswerWriter
 from tests.actor.formats.trl_templates import byte_tokenizer
+from tools.offline.written_answers import AnswerWriter
 
 USER = {"role": "user", "content": "Which way?"}
 ASK = "{% if add_generation_prompt %}ASKED{% endif %}"

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from common.checks.machine import memory_bytes
 from common.host.cgroups import cpu_quotas, cpu_used_s, memory_limit
 from common.host.cores import cores_here, num_cores
+from common.host.machine import memory_bytes
 
 MIB = 1 << 20
 

@@ -40,9 +40,9 @@ def test_machine_with_ipv4_keeps_its_ipv4_loopback() -> None:
 @pytest.mark.slow
 def test_default_hosts_become_ipv6_addresses() -> None:
     code = (
-        "from common.checks.preflight import check_ports\n"
+        "from tools.checks.preflight import check_ports\n"
         "from common.config.load import load_config\n"
-        "from common.launch.commands import on_loopback\n"
+        "from tools.launch.commands import on_loopback\n"
         "from common.repository import ROOT\n"
         "cfg = on_loopback(load_config('smoke', ['learner.host=::'], root=ROOT))\n"
         "check_ports(cfg)\n"
@@ -55,8 +55,8 @@ LISTENERS = """
 import socket, threading
 from urllib.parse import urlsplit
 from actor.agents.server import AgentServer
-from actor.play.serve import bound
-from common.dashboard.web.server import listen, url_of
+from actor.api.serve import bound
+from tools.dashboard.web.server import listen, url_of
 from common.host.loopback import loopback
 from common.wire.collective import BroadcastGroup, CollectiveMember, interface_of
 from common.wire.rendezvous.server import StoreServer
@@ -110,7 +110,7 @@ def test_ray_is_refused_by_name_on_ipv6() -> None:
     code = (
         "from common.config.run_config import RaySection\n"
         "from common.errors import ConfigError\n"
-        "from common.launch.ray.cluster import open_cluster\n"
+        "from tools.launch.ray.cluster import open_cluster\n"
         "try:\n"
         "    open_cluster(RaySection(), num_cpus=1).__enter__()\n"
         "except ConfigError as error:\n"

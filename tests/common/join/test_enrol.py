@@ -30,7 +30,7 @@ from common.wire.security import (
 )
 from common.wire.sockets import Router
 from common.wire.versions import PREVIOUS_VERSION
-from learner.scheduler.members.enrolment import Enrolments
+from scheduler.members.enrolment import Enrolments
 from tests.common.wire.other_code import OtherCode
 
 WAIT_S = 20.0

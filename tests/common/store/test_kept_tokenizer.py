@@ -7,12 +7,12 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from common.config.load import load_config
-from common.dashboard.reading.tokens import TokenTexts
-from common.exchange.writing import load_framing
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.store.run_start import keep_tokenizer
 from tests.actor.formats.trl_templates import byte_tokenizer, folder
+from tools.dashboard.reading.tokens import TokenTexts
+from tools.exchange.writing import load_framing
 
 
 def kept(tmp_path: Path, model: Path) -> Path:

@@ -12,7 +12,7 @@ from common.formats.chat_template import today
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.store.run_start import dated, mark_finished, prepare, save_config
-from learner.scheduler.members.enrolment import SECRET, SECTIONS
+from scheduler.members.enrolment import SECRET, SECTIONS
 
 
 def config(*, seed: int = 0, num_steps: int = 10) -> RunConfig:

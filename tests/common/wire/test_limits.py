@@ -11,7 +11,6 @@ import zmq
 from common.config.curriculum import MAX_STAGE
 from common.errors import MessageTooLarge, WireError
 from common.segments import TOKEN_COLUMNS
-from common.store.records import MAX_RECORD_BYTES, record_buffers
 from common.wire.access.bounds import (
     MAX_FRAME_BYTES,
     MAX_FRAMES,
@@ -24,7 +23,8 @@ from common.wire.messages import EpisodeKind, Lease, LeaseGrant, PolicyKind, Rej
 from common.wire.security import RunKeys, create_keys
 from common.wire.sockets import Router, connect_dealer
 from common.wire.weight_messages import TensorSpec, WeightsOffer
-from learner.scheduler.dispatch.grants import MAX_LEASES
+from learner.journal.records import MAX_RECORD_BYTES, record_buffers
+from scheduler.dispatch.grants import MAX_LEASES
 from tests.learner.builders import make_trajectory
 
 HOST = "127.0.0.1"

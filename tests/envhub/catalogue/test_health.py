@@ -12,9 +12,9 @@ from common.errors import ConfigError
 from common.repository import ROOT
 from envhub.catalogue.health import servers_of, silent
 from envhub.catalogue.registry import Registry
-from envhub.command import examine_environments, missing_for
 from tests.in_process import carry_out
 from tests.marks import long_for
+from tools.checks.environments import examine_environments, missing_for
 
 
 @pytest.fixture

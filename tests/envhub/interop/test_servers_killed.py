@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from common.store.journal import read_journal
 from common.wire.messages import EndReason, Trajectory
+from learner.journal.journal import read_journal
 from tests.end_to_end.runs import Run, balances
 from tests.envhub.interop.test_mcp_package import MCP, SERVER, described, http_server
 from tests.envhub.interop.test_openenv_package import echo_command, listening

@@ -14,7 +14,6 @@ import zmq
 from common.config.learning import AlgorithmSection
 from common.config.run_config import GroupsSection
 from common.config.teaching.teacher import TeacherSection
-from common.store.journal import JournalWriter, read_journal
 from common.store.run_dir import RunDir
 from common.wire.codec import decode, encode
 from common.wire.messages import (
@@ -39,7 +38,8 @@ from learner.ingest.intake import Intake
 from learner.ingest.journal_index import JournalIndex
 from learner.ingest.report_log import ReportLog
 from learner.ingest.scheduler_client import ReportClient
-from learner.scheduler.members.report_cursor import ReportCursor
+from learner.journal.journal import JournalWriter, read_journal
+from scheduler.members.report_cursor import ReportCursor
 from tests.learner.builders import make_trajectory
 
 HOST = "127.0.0.1"

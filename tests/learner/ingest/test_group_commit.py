@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from common.store.journal import JournalPosition
 from learner.ingest.group_commit import GroupCommit, PendingCommit
+from learner.journal.journal import JournalPosition
 
 TIMEOUT_S = 5.0
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from actor.links.delivery import deliverable
-from common.store.journal import JOURNAL_START, read_journal
 from common.wire.access.bounds import MAX_FRAME_BYTES
 from common.wire.access.lease_mac import lease_mac
 from common.wire.codec import decode, encode
@@ -22,6 +21,7 @@ from common.wire.messages import (
     Progress,
     Rejected,
 )
+from learner.journal.journal import JOURNAL_START, read_journal
 from tests.full_disk import no_room_beyond
 from tests.learner.ingest.intake_rig import HELLO, VOCAB_SIZE, Setup, member
 

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from common.store.journal import JournalPosition
 from learner.ingest.replay_point import (
     FROM_THE_START,
     ReplayPoint,
     load_replay_point,
     save_replay_point,
 )
+from learner.journal.journal import JournalPosition
 
 POINT = ReplayPoint(position=JournalPosition(segment=2, offset=99), closed_below=40, version=25)
 

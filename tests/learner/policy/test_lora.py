@@ -14,11 +14,11 @@ from common.config.learning import LearnerSection
 from common.config.run_config import ModelSection, RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
-from learner.offline.scratch import save_policy
 from learner.policy.lora import ADAPTER_TENSORS, adapters_off, save_adapter, trained_state
 from learner.policy.model import load_policy, published_tensors
-from learner.start_checks import check_networks
 from tests.learner.builders import make_model, make_model_with_adapters
+from tools.checks.learner_start import check_networks
+from tools.offline.scratch import save_policy
 
 IDS = torch.arange(12)[None]
 

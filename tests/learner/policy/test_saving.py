@@ -11,10 +11,10 @@ from transformers import AutoConfig, AutoTokenizer, Gemma4ForCausalLM, Gemma4Tex
 
 from common.formats.chat_template import fix_template
 from common.repository import ROOT
-from learner.offline.scratch import make_tokenizer, save_policy
 from learner.policy.model import load_policy
 from learner.policy.saving import rope_of_4, save_model, save_tokenizer
 from tests.venvs import python_with
+from tools.offline.scratch import make_tokenizer, save_policy
 
 TINY = ROOT / "configs" / "policies" / "tiny"
 OF_4 = """

@@ -23,7 +23,6 @@ from common.config.learning import Advantage, AlgorithmSection, LearnerSection
 from common.config.run_config import ModelSection, RunConfig
 from common.errors import ConfigError
 from learner.batch.batching import collate_tokens
-from learner.offline.training import choose_offline_compute
 from learner.policy.critic import make_critic
 from learner.policy.forward import Networks, Passes
 from learner.policy.kernels.attention import packing_problem, use_attention
@@ -32,6 +31,7 @@ from learner.policy.selfcheck import NeighboursDiffer, ScoresDiffer, check_polic
 from learner.training.build import load_start, make_trainer
 from tests.learner.builders import VOCAB, make_model, make_samples
 from tests.marks import long_for
+from tools.offline.training import choose_offline_compute
 
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,

@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from common.checks.precision import recorded_precision
 from common.config.compute import Attention, Layout, Precision
 from common.config.learning import LearnerSection
 from learner.policy import timing
 from learner.policy.precision import precision_by_rule, uses_bf16
+from learner.policy.precision_choice import recorded_precision
 from learner.policy.timing import (
     ComputeConfig,
     Timed,

@@ -8,22 +8,22 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError
-from common.store import metrics as metrics_module
-from common.store.journal import JournalPosition, JournalWriter, read_journal
-from common.store.metrics import MetricsWriter
 from common.store.run_dir import RunDir
-from common.store.segments import load_pruned
-from common.store.upkeep import RetentionLimits, prune_old
 from common.wire.messages import EpisodeOutcome, Outcome
 from learner.build import Learner
 from learner.ingest.journal_index import JournalIndex
 from learner.ingest.replay_point import ReplayPoint, load_replay_point
+from learner.journal import metrics as metrics_module
+from learner.journal.journal import JournalPosition, JournalWriter, read_journal
+from learner.journal.metrics import MetricsWriter
+from learner.journal.segments import load_pruned
+from learner.journal.upkeep import RetentionLimits, prune_old
 from learner.recovery.checksums import ChecksumLog
 from learner.recovery.resume import steps_since
 from learner.recovery.saving import Saving
 from learner.recovery.step_log import LoggedStep, StepLog, read_steps
-from learner.scheduler import main as scheduler_module
 from learner.training.digests import StepDigests
+from scheduler import main as scheduler_module
 from tests.learner.builders import make_trajectory
 
 NUM_STEPS, EVERY, KEPT = 600, 10, 3

@@ -11,13 +11,13 @@ import torch
 
 from common.config.compute import Precision
 from common.config.learning import Advantage, AlgorithmSection, Correction, LearnerSection
-from common.store.journal import JournalWriter
-from common.store.metrics import MetricsWriter
 from common.store.run_dir import RunDir
 from common.wire.messages import EpisodeOutcome, Outcome, Trajectory
 from learner.batch.credit import samples_of
 from learner.ingest.group_assembly import Group
 from learner.ingest.replay_point import FROM_THE_START
+from learner.journal.journal import JournalWriter
+from learner.journal.metrics import MetricsWriter
 from learner.policy.critic import make_critic
 from learner.policy.forward import Networks
 from learner.recovery.resume import repeat_steps, steps_since

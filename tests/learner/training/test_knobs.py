@@ -153,7 +153,7 @@ ELSEWHERE = {
             "learner/objective/teacher.py": ("coef", "reward_coef", "form"),
             "common/config/teaching/teacher.py": ("k",),
             "learner/teacher/scorer.py": ("concurrency", "max_waiting"),
-            "common/checks/served/teacher.py": ("serve", "gpus"),
+            "tools/checks/served/teacher.py": ("serve", "gpus"),
         }.items()
         for name in names
     },

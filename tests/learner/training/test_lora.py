@@ -15,13 +15,13 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
 from common.store.run_dir import RunDir
-from learner.offline.commands import merge
 from learner.policy.lora import trained_state
 from learner.training.build import load_start, make_trainer
 from learner.training.checkpoint import TENSORS, Checkpoints
 from learner.training.state import read_weights
 from learner.training.trainer import Trainer
 from tests.learner.builders import make_model, make_samples, run_config_with_policy
+from tools.offline.commands import merge
 
 CPU = torch.device("cpu")
 TOKENIZER: Any = AutoTokenizer.from_pretrained(ROOT / "configs/policies/tiny")

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from common.checks.memory_parts import adamw_part
 from common.config.compute import CriticKind, CriticSection, LoraSection, Moments, Precision
 from common.config.learning import Advantage, AlgorithmSection, ControllerSection, LearnerSection
 from common.config.load import load_config
@@ -28,6 +27,7 @@ from tests.learner.builders import VOCAB, make_samples
 from tests.learner.policy.test_loading import rank_of
 from tests.learner.training.test_rank_workers import ranks_of, weights_after
 from tests.marks import long_for
+from tools.checks.memory_parts import adamw_part
 
 
 def wide_model(*, seed: int = 0, width: int = 64) -> Qwen3ForCausalLM:

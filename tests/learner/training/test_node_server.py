@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from common.config.learning import LearnerSection
 from common.config.run_config import ModelSection, RunConfig, SchedulerSection
 from common.errors import LongstrideError
-from common.join.rank_files import FilePlace, RankFiles
 from common.store.run_dir import RunDir
 from common.wire.codec import decode, encode
 from common.wire.rank_messages import NodeState, RankBeat, RankChannel, RankOrder, RankSeat
@@ -22,6 +21,7 @@ from common.wire.security import JoinKey, create_keys, read_join_key, write_rank
 from common.wire.sockets import connect_dealer
 from learner.policy.weight_files import RemoteWeightFiles
 from learner.training.node_server import NodeServer
+from learner.training.rank_files import FilePlace, RankFiles
 
 WAIT_S = 60.0
 

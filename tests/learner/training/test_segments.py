@@ -27,10 +27,7 @@ from common.config.learning import (
     StateCredit,
 )
 from common.config.offline import DpoSection
-from common.dashboard.reading.episode import recorded_of
-from common.dashboard.reading.episode import segments_of as shown_segments
 from common.segments import Aside, as_rows, joined
-from common.store.journal import JournalWriter
 from common.wire.codec import decode, encode, pack_record, unpack_record
 from common.wire.messages import EndReason, Trajectory
 from learner.batch.batching import Sample, make_microbatches, make_minibatches
@@ -41,11 +38,14 @@ from learner.batch.rows import rows_of
 from learner.ingest.admission import refusal
 from learner.ingest.episode_stats import EpisodeStats
 from learner.ingest.group_assembly import Group
-from learner.offline.dpo import make_pairs
-from learner.offline.rows import newest, num_episodes, read_rows
+from learner.journal.journal import JournalWriter
 from learner.training.digests import _of_episode
 from tests.learner.builders import VOCAB, make_trajectory
 from tests.learner.training.test_gradients import gradient_step
+from tools.dashboard.reading.episode import recorded_of
+from tools.dashboard.reading.episode import segments_of as shown_segments
+from tools.offline.dpo import make_pairs
+from tools.offline.rows import newest, num_episodes, read_rows
 
 TURN = [0, 0, 1, 1]  # an observation of two tokens, an action of two
 

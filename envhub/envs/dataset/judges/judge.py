@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from common.checks.served.judges import find_model
 from common.errors import ConfigError
 from common.http.model_endpoint import Refused, RequestCost, Unanswered, key_from
 from common.store.run_dir import RunDir
@@ -18,7 +17,7 @@ from envhub.env import EnvFailure, ServiceDown
 from envhub.envs.dataset.functions import Caller, Ungraded, shipped_function
 from envhub.envs.dataset.graders import last_match
 from envhub.envs.dataset.judges.client import JudgeEndpoint
-from envhub.envs.dataset.judges.options import JudgeOptions
+from envhub.envs.dataset.judges.options import JudgeOptions, find_model
 from envhub.envs.dataset.judges.rubric import Rubric, Unparsed
 from envhub.envs.dataset.judges.store import Answer, JudgeStore, key_of
 

@@ -3,11 +3,27 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from common.checks.served.judges import KEY_VARIABLE, ROLE_KEYS, find_model, role_name
 from common.errors import ConfigError
+from common.repository import ROOT, working_directory
+
+# Environment variable with the key of all engines of a run. It is in no file.
+KEY_VARIABLE = "LONGSTRIDE_JUDGE_KEY"
+ROLE_KEYS = ("serve", "gpus")  # Keys of `reward.NAME` that only the launcher reads.
+
+
+def role_name(judge: str) -> str:
+    """Return the name of the role that serves a judge."""
+    return f"judge-{judge}"
+
+
+def find_model(path: str) -> Path:
+    """Return a model folder, below the command's directory or else the repository."""
+    here = working_directory() / Path(path).expanduser()
+    return here if here.exists() else ROOT / path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

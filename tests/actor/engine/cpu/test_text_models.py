@@ -9,8 +9,8 @@ import pytest
 from transformers import Mamba2Config, Mamba2ForCausalLM
 
 from common.config.run_config import ActorSection, ModelSection
-from learner.offline.scratch import make_tokenizer, save_policy
 from tests.learner.experts import save_experts
+from tools.offline.scratch import make_tokenizer, save_policy
 
 pytestmark = pytest.mark.slow
 WITH_IMAGES = "Qwen3_5ForCausalLM"  # Its module holds the variant for images, too.

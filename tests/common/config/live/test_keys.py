@@ -3,7 +3,6 @@
 import pytest
 
 from common.config.curriculum import HorizonOverride
-from common.config.help import LIVE, help_text
 from common.config.keys import declared
 from common.config.live.keys import (
     LIVE_KEYS,
@@ -19,6 +18,7 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.wire.config_messages import LiveConfig
 from tests.configs import edited
+from tools.cli.help import LIVE, help_text
 
 CFG = edited(
     RunConfig(),

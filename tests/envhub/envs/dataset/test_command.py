@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 import run
-from common.config.command_line import parse
 from common.config.load import load_config
 from common.repository import ROOT, STARTED_FROM
 from tests.envhub.envs.dataset.made import GSM8K, write_lines
+from tools.cli.command_line import parse
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:

@@ -7,7 +7,6 @@ from typing import cast
 import pytest
 
 from common.config.envs import EnvsSection, RemoteOptions
-from envhub.catalogue.listing import list_rows
 from envhub.catalogue.registry import Registry
 from envhub.env import AsyncEnv, Style, UnknownItem
 from envhub.envs.minisites import env as minisites
@@ -18,6 +17,7 @@ from tests.envhub.web.web_rig import (
     needs_browser,
     play,
 )
+from tools.cli.envs import list_rows
 
 DOMAINS = ("Shopping", "CMS", "Maps", "GitLab", "Reddit")
 

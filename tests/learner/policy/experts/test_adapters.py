@@ -13,12 +13,12 @@ from common.config.compute import FULL, LoraSection
 from common.config.learning import LearnerSection
 from common.errors import ConfigError
 from common.repository import ROOT
-from learner.offline.scratch import save_policy
 from learner.policy.lora import adapters_off, load_adapter, save_adapter, trained_state
 from learner.policy.model import load_policy, published_tensors
 from learner.weights.source import LiveWeights
 from tests.learner.builders import make_model, tensors_of
 from tests.learner.experts import KINDS, save_experts
+from tools.offline.scratch import save_policy
 
 IDS = torch.arange(3, 27)[None]
 LORA = LoraSection(rank=4, targets=["q_proj", "o_proj", "experts"])

@@ -1,0 +1,163 @@
+"""Chooses the learner's precision by a rule, before anything is loaded or timed.
+
+The choice changes what is learnt, so no measurement of speed takes part in it.
+"""
+
+import math
+import struct
+from dataclasses import replace
+from pathlib import Path
+from statistics import mode
+from typing import NamedTuple
+
+import numpy as np
+
+from common.config.compute import OptimizerKind, Precision
+from common.config.learning import LearnerSection
+from common.config.offline import describe_rates
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+from common.host.machine import has_bf16_units, has_cuda
+from common.store.status.json_files import json_object
+from learner.policy.model_shape import weight_entries, weight_files
+
+SAMPLED = 1 << 10  # Numbers of each matrix that the rule reads.
+# Mean distance from the grid, in units, below which a checkpoint lies on it. Numbers that were made
+# in fp32 have a mean distance of 1/4.
+NEAR_GRID = 1 / 8
+MAX_HIDDEN = 0.5  # Share of the weights from which rounding may hide an update.
+
+
+class PrecisionChoice(NamedTuple):
+    """A precision and the reason for it."""
+
+    precision: Precision
+    reason: str
+
+
+class _Stored(NamedTuple):
+    """A sample of a checkpoint in bf16."""
+
+    weights: np.ndarray  # [number] fp32
+    width: int  # The usual number of inputs of a matrix.
+
+
+def choose_precision(
+    learner: LearnerSection, folder: Path | None, *, is_cuda: bool, has_units: bool | None = None
+) -> PrecisionChoice:
+    """Return the configured precision, or that of the rule.
+
+    The rule of a CPU: bf16 if it has bf16 units. But fp32 for adapters, whose small share of a
+    layer's result is lost when the sum is rounded. And fp32 for a checkpoint of bf16 numbers if
+    rounding would hide an update from more than half of its weights. An update of AdamW is about
+    the learning rate, one of Muon its rate by the root of the width. It is hidden from a weight
+    whose half unit is larger: a 512th to a 256th of the weight.
+
+    Example: learner.lr=1e-5 is hidden from all weights above .0051, so fp32.
+
+    Args:
+        learner: the section with the rates of the training.
+        folder: the checkpoint to start from; None: new weights.
+        has_units: whether the device has bf16 units; None: as this machine's CPU, or yes on CUDA.
+    """
+    if learner.precision is not Precision.AUTO:
+        return PrecisionChoice(learner.precision, "learner.precision is set")
+    device = "GPU" if is_cuda else "CPU"
+    if has_units is None:
+        has_units = is_cuda or has_bf16_units()
+    if not has_units:
+        return PrecisionChoice(Precision.FP32, f"the {device} has no bf16 units")
+    units = f"the {device} has bf16 units"
+    if learner.lora.rank:
+        why = "rounding to bf16 hides small changes by adapters from the results of their layers"
+        if is_cuda:
+            return PrecisionChoice(Precision.BF16, f"{units}; {why}, as engines in bf16 do")
+        return PrecisionChoice(Precision.FP32, why)
+    stored = None if folder is None else _stored_on_grid(folder)
+    if stored is None:
+        return PrecisionChoice(Precision.BF16, units)
+    step = _smallest_update(learner, stored.width)
+    hidden = float((_half_units(stored.weights) > step).mean())
+    why = f"rounding to bf16 hides updates of {step:.1e} from {hidden:.0%} of the weights"
+    if is_cuda or hidden <= MAX_HIDDEN:
+        return PrecisionChoice(Precision.BF16, f"{units}; {why}, see train/vanished_update_frac")
+    return PrecisionChoice(Precision.FP32, f"{why}: the checkpoint has bf16 numbers")
+
+
+def rate_lines(command: str, cfg: RunConfig, root: Path) -> list[str]:
+    """Return the precision and the rates of a training command on this machine, for `--dry-run`."""
+    section = {
+        "train": None,
+        "sft": cfg.sft,
+        "evolve": replace(cfg.sft, from_scratch=False),
+        "dpo": cfg.dpo,
+    }
+    if command not in section:
+        return []
+    offline = section[command]
+    learner = cfg.learner if offline is None else offline.rated(cfg.learner)
+    is_new = command == "sft" and cfg.sft.from_scratch
+    is_cuda = learner.device.startswith("cuda") or (learner.device == "auto" and has_cuda())
+    folder = None if is_new else root / cfg.model.path
+    choice = choose_precision(learner, folder, is_cuda=is_cuda)
+    lines = [f"learner.precision: {choice.precision.value} ({choice.reason})"]
+    if offline is not None:
+        start = "new weights" if is_new else f"start model.path={cfg.model.path}"
+        lines.append(f"{command}: {describe_rates(learner)} ({start})")
+    return lines
+
+
+def recorded_precision(file: Path) -> str:
+    """Return the precision of a run and its reason from precision.json; "" before the choice."""
+    recorded = json_object(file)
+    reason = recorded.get("precision_reason")
+    return str(recorded.get("precision", "")) + (f" ({reason})" if reason else "")
+
+
+def _smallest_update(learner: LearnerSection, width: int) -> float:
+    """Return the usual size of the smallest updates at the full learning rate."""
+    if learner.optimizer is OptimizerKind.MUON:
+        return min(learner.lr, learner.muon_lr / math.sqrt(width))
+    return learner.lr
+
+
+def _half_units(weights: np.ndarray) -> np.ndarray:
+    """Return half the distance of each number from the next one in bf16; 0 for zeros."""
+    return np.where(weights == 0, 0.0, np.ldexp(1.0, np.frexp(weights)[1] - 9))
+
+
+def _stored_on_grid(folder: Path) -> _Stored | None:
+    """Return a sample of a checkpoint's matrices; None if they are not on the grid of bf16.
+
+    A checkpoint in bf16 that was loaded and saved again, or trained a little, is stored in fp32.
+    Its numbers are those of bf16, or near them.
+
+    Raises: ConfigError: its files are damaged.
+    """
+    parts: list[np.ndarray] = []  # The bits of fp32 numbers.
+    widths: list[int] = []
+    try:
+        for path in weight_files(folder):
+            start, header = weight_entries(path)
+            with path.open("rb") as file:
+                for entry in header.values():
+                    count = min(math.prod(entry["shape"]), SAMPLED)
+                    is_read = entry.get("dtype") in ("BF16", "F32") and "data_offsets" in entry
+                    if len(entry["shape"]) < 2 or not is_read:
+                        continue
+                    widths.append(int(entry["shape"][-1]))
+                    file.seek(start + entry["data_offsets"][0])
+                    if entry["dtype"] == "BF16":
+                        halves = np.fromfile(file, dtype="<u2", count=count)
+                        parts.append(halves.astype(np.uint32) << 16)
+                    else:
+                        parts.append(np.fromfile(file, dtype="<u4", count=count))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise ConfigError(f"model.path={folder}: its weights cannot be read ({error!r})") from error
+    if not parts:
+        return None
+    bits = np.concatenate(parts)
+    low = bits & 0xFFFF
+    if np.minimum(low, 0x10000 - low).mean() >= NEAR_GRID * 0x10000:
+        return None
+    return _Stored(bits.view(np.float32), mode(widths))

@@ -1,0 +1,258 @@
+"""Sends every metric to Weights & Biases: online if the user is logged in, otherwise offline.
+
+It never prompts. A section of wandb is the area in a metric's name. Metrics of the dashboard's
+charts have a panel, the rest are hidden until the user adds one. An evaluation is sent when it has
+ended, with a table of sampled episodes. wandb is imported when a run opens, because the import
+takes a second. An error of wandb never ends a run.
+"""
+
+import dataclasses
+import json
+import logging
+import math
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Set
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from common.config.load import without_secrets
+from common.config.run_config import RunConfig
+from common.config.services import WandbMode
+from common.store.run_dir import RunDir, write_atomically
+from common.store.status.json_files import as_map
+from learner.wandb_mode import choose_mode
+
+if TYPE_CHECKING:
+    import wandb
+
+logger = logging.getLogger(__name__)
+
+FINISH_TIMEOUT_S = 30.0
+READ_S = 30.0  # Maximum seconds of reading the journal for evaluations.
+# Seconds of reading and of pausing during training.
+READ_AT_ONCE_S = 0.05
+PAUSE_S = 0.1
+BEFORE = "before"  # Evaluations before training, which have ended at the first logged step.
+COLUMNS = ("why", "subset", "item", "reward", "turns", "end", "text")  # Columns of episode tables.
+DRAWN = ("eval/", "samples/")
+
+
+class RunViews(Protocol):
+    """Charts and evaluations of a run, which wandb shows in addition to the metrics."""
+
+    def charted(self, names: Set[str]) -> Set[str]:
+        """Return the subset of metrics that have a chart."""
+        ...
+
+    def refresh(self, budget_s: float) -> bool:
+        """Read the journal for at most `budget_s` seconds; return whether more is left."""
+        ...
+
+    def evaluations(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return the scores of each evaluation in the journal, by its name."""
+        ...
+
+    def sampled_episodes(self, evaluation: str) -> list[list[Any]]:
+        """Return sampled episodes of an evaluation, each as a row of COLUMNS."""
+        ...
+
+
+class WandbSink:
+    """A `MetricsSink`. Its files are in the run directory, and a resumed run keeps its wandb id."""
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        cfg: RunConfig,
+        *,
+        views: RunViews | None = None,
+        job: str = "",
+        init_timeout_s: float = 20.0,
+    ) -> None:
+        """Open the run in wandb. The sink changes to offline mode if wandb does not answer in time.
+
+        Args:
+            views: charts and evaluations of the run; None: wandb receives the metrics only.
+            job: "" for training. The job of another command is a separate run in wandb.
+        """
+        self._run_dir = run_dir
+        self._job = job
+        self._last_step = 0
+        self._defined: set[str] = set()
+        self._views = views
+        self._seen_ended: set[str] = set()  # Evaluations that had ended at an earlier step.
+        self._sent: set[str] = set()  # Evaluations whose scores were sent.
+        self._telling: threading.Thread | None = None
+        self._sending = threading.Lock()  # Serializes steps with evaluations of the other thread.
+        self._init_timeout_s = init_timeout_s
+        self.mode = choose_mode(cfg.log, os.environ)
+        self._run: wandb.Run | None = None
+        if self.mode is not WandbMode.DISABLED and not self._try_open(run_dir, cfg):
+            was_online = self.mode is WandbMode.ONLINE
+            self.mode = WandbMode.OFFLINE
+            if not was_online or not self._try_open(run_dir, cfg):
+                self.mode = WandbMode.DISABLED
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of one step. After an error of wandb it does nothing."""
+        self._last_step = step
+        self._send(step, metrics, "log")
+        is_telling = self._telling is not None and self._telling.is_alive()
+        if self._run is None or self._job or is_telling or self._views is None:
+            return
+        if ended := self._ended() - self._seen_ended:
+            tell = partial(
+                _try, partial(self._send_evaluations, ended, pause_s=PAUSE_S), "evaluation"
+            )
+            self._telling = threading.Thread(target=tell, name="wandb evaluation", daemon=True)
+            self._telling.start()
+
+    def _ended(self) -> set[str]:
+        """Return the evaluations that have ended, before training and during training."""
+        try:
+            lines = (self._run_dir.root / "eval.jsonl").read_text(encoding="utf-8").splitlines()
+            beside = [str(as_map(json.loads(line)).get("group_id")) for line in lines]
+        except (OSError, ValueError):
+            beside = []
+        return {BEFORE, *(each.removeprefix("eval-") for each in beside)}
+
+    def _send(self, step: int, values: Mapping[str, Any], what: str) -> None:
+        """Send values of a step. After an error of wandb, nothing more is sent."""
+        run = self._run
+        if run is None:
+            return
+        known = {k: v for k, v in values.items() if not isinstance(v, float) or math.isfinite(v)}
+
+        def send() -> None:
+            with self._sending:
+                self._hide(run, known)
+                # A separate step axis, since wandb's own step cannot decrease when a run resumes.
+                run.log({**known, "step": step})
+
+        if not _try(send, what):
+            self._run = None
+
+    def _hide(self, run: "wandb.Run", values: Mapping[str, Any]) -> None:
+        """Hide metrics that have no chart in the dashboard."""
+        if self._views is None:
+            return
+        new = values.keys() - self._defined
+        for name in new - self._views.charted(new):
+            is_drawn = name.startswith(DRAWN) or bool(self._job)
+            run.define_metric(name, step_metric="step", hidden=not is_drawn)
+        self._defined |= new
+
+    def close(self) -> None:
+        """Finish the upload within `FINISH_TIMEOUT_S`. `wandb sync` can upload a remaining part."""
+        if self._telling is not None:
+            self._telling.join(READ_S)
+        if self._run is not None and not self._job and self._views is not None:
+            _try(self._send_evaluations, "evaluations")
+        if self._run is not None:
+            _try(self._run.finish, "finish")
+        self._run = None
+
+    def _send_evaluations(self, ended: Set[str] | None = None, *, pause_s: float = 0.0) -> None:
+        """Send evaluations from the journal: scores over steps, tables of episodes.
+
+        Args:
+            ended: names of the evaluations to send; None: all that were not sent.
+            pause_s: pause after each read of the journal, which leaves the GIL to training.
+        """
+        import wandb
+
+        assert self._views is not None
+        until = time.monotonic() + READ_S
+        while self._views.refresh(READ_AT_ONCE_S) and time.monotonic() < until:
+            time.sleep(pause_s)
+        self._seen_ended |= ended or set()
+        found = self._views.evaluations()
+        for name, scored in sorted(found.items(), key=lambda each: self._step_of(each[0])):
+            is_now = ended is None or name in ended or (BEFORE in ended and name.startswith(BEFORE))
+            if not scored["num"] or not is_now or name in self._sent:
+                continue
+            self._sent.add(name)
+            values: dict[str, Any] = dict(_scores(name, scored))
+            cells = self._views.sampled_episodes(name)
+            values[f"samples/{name}"] = wandb.Table(columns=list(COLUMNS), data=cells)
+            self._send(self._step_of(name), values, "evaluation")
+
+    def _step_of(self, evaluation: str) -> int:
+        """Return the step at which an evaluation began, from its name."""
+        if found := re.match(r"step-(\d+)-", evaluation):
+            return int(found[1])
+        return 0 if evaluation.startswith("before") else self._last_step
+
+    def _try_open(self, run_dir: RunDir, cfg: RunConfig) -> bool:
+        """Open the run in wandb; return whether that worked."""
+        if not _try(lambda: self._open(run_dir, cfg), f"init mode={self.mode}"):
+            self._run = None
+            _try(_forget_failed_init, "teardown")
+        return self._run is not None
+
+    def _open(self, run_dir: RunDir, cfg: RunConfig) -> None:
+        """Open the run in wandb with this configuration."""
+        run_dir.root.mkdir(parents=True, exist_ok=True)
+        # wandb reads both variables at import. It rejects spellings of the mode that `choose_mode`
+        # accepts.
+        os.environ["WANDB_SILENT"] = "true"
+        os.environ["WANDB_MODE"] = self.mode.value
+        import wandb
+
+        settings = wandb.Settings(
+            silent=True,
+            console="off",
+            disable_git=True,
+            disable_code=True,
+            init_timeout=self._init_timeout_s,
+            finish_timeout=FINISH_TIMEOUT_S,
+        )
+        job = f"-{self._job}" if self._job else ""
+        kept = run_dir.root / f"wandb_id{job}"  # Keeps the id over all starts in this directory.
+        if not kept.exists():
+            write_atomically(kept, secrets.token_hex(4))
+        assert self.mode is not WandbMode.AUTO  # `choose_mode` never returns AUTO.
+        self._run = wandb.init(
+            project=cfg.log.wandb_project,
+            name=f"{cfg.run.name}{job}",
+            id=kept.read_text(encoding="utf-8").strip(),
+            resume="allow" if self.mode is WandbMode.ONLINE else None,
+            dir=str(run_dir.root),
+            config=dataclasses.asdict(without_secrets(cfg)),
+            mode=self.mode.value,
+            settings=settings,
+        )
+        self._run.define_metric("*", step_metric="step")
+
+
+def _scores(name: str, scored: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the scores of an evaluation by metric name. All those of the model share one curve."""
+    policy = "eval" if name.endswith("-model") else f"eval/{name}"
+    low, high = scored["ci95"]
+    yield f"{policy}/success", scored["success"]
+    yield f"{policy}/success_low", low
+    yield f"{policy}/success_high", high
+    for subset, part in scored["by_subset"].items():
+        if part["num"]:
+            yield f"{policy}/success/{subset}", part["success"]
+
+
+def _try(action: Callable[[], object], what: str) -> bool:
+    """Call a function of wandb; return False with a warning if it raises."""
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - a metrics service must never end a run
+        logger.warning("wandb failed, the run continues without it at=%s error=%s", what, error)
+        return False
+    return True
+
+
+def _forget_failed_init() -> None:
+    """Stop wandb's process. After a timed-out attempt it would otherwise hold the run id."""
+    import wandb
+
+    wandb.teardown(exit_code=1)

@@ -1,0 +1,86 @@
+"""Laws of the rule that chooses the learner's precision."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.config.compute import LoraSection, OptimizerKind, Precision
+from common.config.learning import LearnerSection
+from common.config.run_config import ModelSection, RunConfig, SftSection
+from learner.policy.precision_choice import choose_precision, rate_lines, recorded_precision
+from tests.learner.builders import make_model
+
+BF16, FP32 = Precision.BF16, Precision.FP32
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    make_model().bfloat16().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def chosen(folder: Path | None, *, is_cuda: bool = False, has_units: bool = True, **keys: Any):
+    return choose_precision(LearnerSection(**keys), folder, is_cuda=is_cuda, has_units=has_units)
+
+
+@pytest.mark.parametrize(("lr", "expected"), [(1e-6, FP32), (3e-5, FP32), (1e-2, BF16)])
+def test_bf16_checkpoint_trains_in_fp32_unless_the_rate_is_large(
+    stored: Path, lr: float, expected: Precision
+) -> None:
+    choice = chosen(stored, lr=lr)
+    assert choice.precision is expected
+    assert f"{lr:.1e}" in choice.reason
+    assert chosen(stored, lr=lr, is_cuda=True).precision is BF16
+
+
+def test_muon_reaches_half_a_unit_by_its_rate_over_the_root_of_the_width(stored: Path) -> None:
+    muon = {"optimizer": OptimizerKind.MUON, "lr": 1e-2}
+    assert chosen(stored, **muon, muon_lr=0.1).precision is BF16
+    assert chosen(stored, **muon, muon_lr=1e-4).precision is FP32
+
+
+def test_checkpoint_of_bf16_numbers_is_found_in_fp32_files_too(tmp_path: Path) -> None:
+    model = make_model().bfloat16().float()
+    model.save_pretrained(tmp_path / "again")
+    assert chosen(tmp_path / "again", lr=1e-5).precision is FP32
+    with torch.no_grad():
+        for each in model.parameters():  # A little training.
+            each += 1e-6 * torch.randn_like(each)
+    model.save_pretrained(tmp_path / "trained")
+    assert chosen(tmp_path / "trained", lr=1e-5).precision is FP32
+    make_model().save_pretrained(tmp_path / "own")
+    assert chosen(tmp_path / "own", lr=1e-5).precision is BF16
+
+
+def test_adapters_train_in_fp32_on_a_cpu(stored: Path) -> None:
+    lora = LoraSection(rank=4)
+    for folder in (stored, None):
+        assert chosen(folder, lora=lora, lr=1e-2).precision is FP32
+        assert chosen(folder, lora=lora, lr=1e-2, is_cuda=True).precision is BF16
+
+
+def test_rule_follows_the_device_without_such_a_checkpoint(stored: Path) -> None:
+    assert chosen(None, lr=1e-6).precision is BF16
+    assert chosen(stored, lr=1e-2, has_units=False).precision is FP32
+    assert chosen(stored, lr=1e-2, is_cuda=True, has_units=False).precision is FP32
+    assert chosen(stored, lr=1e-6, precision=BF16) == (BF16, "learner.precision is set")
+
+
+def test_dry_run_names_the_precision_of_each_training(stored: Path) -> None:
+    sft = SftSection(lr=3e-5, muon_lr=1e-3, from_scratch=False)
+    cfg = RunConfig(
+        model=ModelSection(path=str(stored)), learner=LearnerSection(device="cpu"), sft=sft
+    )
+    for command in ("train", "sft", "dpo", "evolve"):
+        line, *_ = rate_lines(command, cfg, Path())
+        assert line.startswith("learner.precision: fp32 (")
+    assert rate_lines("eval", cfg, Path()) == []
+
+
+def test_report_reads_the_precision_and_its_reason(tmp_path: Path) -> None:
+    file = tmp_path / "precision.json"
+    assert recorded_precision(file) == ""
+    file.write_text('{"precision": "fp32", "precision_reason": "it is set"}', encoding="utf-8")
+    assert recorded_precision(file) == "fp32 (it is set)"

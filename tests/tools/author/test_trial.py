@@ -1,0 +1,146 @@
+"""Laws of the episode that is tried before a run starts."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from common.config.load import load_config
+from common.config.run_config import RunConfig
+from common.errors import TrialFailed
+from common.repository import ROOT
+from tools.author.trial import try_episodes
+
+REWARDS = """
+import os
+import time
+
+
+def right(completion, answer):
+    return completion == answer
+
+
+def wrong(completion):
+    return [1, 2, 3]
+
+
+def key(record):
+    return record["nope"]
+
+
+def ends(completion):
+    os._exit(3)
+"""
+ENVIRONMENT = """
+import os
+import time
+
+from envhub.env import EnvSpec, Isolation, StepResult, Style, SubsetSpec
+
+
+class Env:
+    def reset(self, item_id, seed):
+        {reset}
+        return "the door is closed"
+
+    def step(self, action):
+        {step}
+        return StepResult(observation="it opens", reward=1.0, done=True, is_valid=True)
+
+    def valid_actions(self):
+        return ["open"]
+
+    def expert_action(self):
+        return "open"
+
+    def render(self):
+        return ""
+
+    def fingerprint(self):
+        return ""
+
+    def close(self):
+        pass
+
+
+def make_spec():
+    return EnvSpec(
+        name="door",
+        subsets={{"all": SubsetSpec(num_train=2, num_test=1, max_turns=3)}},
+        instruction=dict.fromkeys(Style, "Open the door."),
+        make=lambda style: Env(),
+        isolation=Isolation.WORKER,
+        step_timeout_s=2.0,
+    )
+"""
+
+
+def _dataset(tmp_path: Path, reward: str) -> RunConfig:
+    (tmp_path / "q.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}\n' * 3, encoding="utf-8")
+    (tmp_path / "own.py").write_text(REWARDS, encoding="utf-8")
+    overrides = [f"data.train={tmp_path}/q.jsonl", "data.eval_size=1"]
+    return load_config("dataset", [*overrides, f"reward={tmp_path}/own.py:{reward}"], root=ROOT)
+
+
+def _door(tmp_path: Path, *, reset: str = "pass", step: str = "pass") -> RunConfig:
+    path = tmp_path / "door.py"
+    path.write_text(ENVIRONMENT.format(reset=reset, step=step), encoding="utf-8")
+    overrides = ["tasks=[{env: door, subset: all}]", f"envhub.envs=['{path}:make_spec']"]
+    return load_config("smoke", overrides, root=ROOT)
+
+
+@pytest.mark.slow
+def test_trial_returns_the_first_prompt_of_each_task(tmp_path: Path) -> None:
+    (prompt,) = try_episodes(_dataset(tmp_path, "right"))
+    assert [each["content"] for each in prompt.messages] == ["1+1?"]
+    (page,) = try_episodes(_door(tmp_path))
+    assert (page.instruction, page.messages[0]["content"], page.may_be_cut) == (
+        "Open the door.",
+        "the door is closed",
+        True,
+    )
+    (built_in,) = try_episodes(load_config("smoke", [], root=ROOT))
+    assert built_in.env == "babyai"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [("wrong", "which is not a number"), ("key", "KeyError: 'nope'"), ("ends", "failed on record")],
+)
+def test_mistake_in_a_reward_names_function_and_record(
+    tmp_path: Path, reward: str, words: str
+) -> None:
+    with pytest.raises(TrialFailed) as failure:
+        try_episodes(_dataset(tmp_path, reward))
+    text = str(failure.value)
+    assert words in text
+    assert f"reward {reward} failed on record" in text
+    assert "q.jsonl" in text
+    assert f"own.py:{reward}" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("place", "code", "words"),
+    [
+        ("reset", "raise FileNotFoundError('no levels')", r"FileNotFoundError: no levels \(.*door"),
+        ("step", "return None", "'NoneType' object has no attribute 'reward'"),
+        ("reset", "os._exit(3)", r"reset ended its process: exit code 3"),
+        ("reset", "time.sleep(60)", r"item all-train-0\): reset took longer than 2 s"),
+        ("step", "os.kill(os.getpid(), 9)", r"step ended its process: killed by SIGKILL"),
+    ],
+)
+def test_mistake_in_an_environment_names_the_call(
+    tmp_path: Path, place: str, code: str, words: str
+) -> None:
+    with pytest.raises(TrialFailed, match=words):
+        try_episodes(_door(tmp_path, **{place: code}))
+
+
+@pytest.mark.slow
+def test_trial_leaves_no_process(tmp_path: Path) -> None:
+    started = "import subprocess; subprocess.Popen(['sleep', '987'], start_new_session=True)"
+    try_episodes(_door(tmp_path, reset=started))
+    commands = [each.info["cmdline"] for each in psutil.process_iter(["cmdline"])]
+    assert ["sleep", "987"] not in commands

@@ -1,0 +1,105 @@
+"""Laws of the engines beside the actors: own GPUs, and a place in the memory plan."""
+
+from dataclasses import replace
+
+import pytest
+
+from common.config.load import load_config
+from common.config.run_config import RunConfig
+from common.config.seats.options import SeatsOptions
+from common.errors import ConfigError
+from common.host.machine import GIB, Gpu
+from common.repository import ROOT
+from tools.checks.gpu_placement import GpuAssignment, assign_gpus
+from tools.checks.memory_plan import MemoryBudget, _with_served, plan_here
+from tools.checks.served.allocation import served_engines
+
+TINY = "configs/policies/tiny"
+EXPERT = "configs/policies/tiny-expert"
+PLACED = GpuAssignment(learner=(0,), actors=((1,),))
+JUDGE = load_config("judge", [], root=ROOT)
+TEACHER = load_config("teacher", [], root=ROOT)
+
+
+def with_all(cfg: RunConfig) -> RunConfig:
+    """Return a run with a judge, a teacher, one opponent and one engine of past versions."""
+    teacher = replace(cfg.algorithm.teacher, path=EXPERT)
+    seats = SeatsOptions(opponents=[TINY, "checkpoints"])
+    return replace(
+        cfg,
+        algorithm=replace(cfg.algorithm, teacher=teacher),
+        actor=replace(cfg.actor, seats=seats),
+    )
+
+
+def on_gpus(cfg: RunConfig) -> RunConfig:
+    return replace(cfg, learner=replace(cfg.learner, device="auto"))
+
+
+def cards(num: int) -> tuple[Gpu, ...]:
+    return tuple(Gpu(uuid=f"{n}", name="", memory_bytes=80 * GIB) for n in range(num))
+
+
+def budgets(*names: str) -> list[MemoryBudget]:
+    return [MemoryBudget(name, [], 80 * GIB, "") for name in names]
+
+
+def test_each_engine_has_a_gpu_of_its_own() -> None:
+    engines = served_engines(with_all(JUDGE), root=ROOT, assignment=PLACED, num_gpus=6)
+    assert [(each.role, each.gpus) for each in engines] == [
+        ("judge-judge", (2,)),
+        ("teacher", (3,)),
+        ("opponent-0", (4,)),
+        ("opponent-past-0", (5,)),
+    ]
+    with pytest.raises(ConfigError, match="2 engines of opponents need a GPU each, but 1 are"):
+        served_engines(with_all(JUDGE), root=ROOT, assignment=PLACED, num_gpus=5)
+
+
+def test_machine_without_gpus_has_all_engines_on_the_host() -> None:
+    engines = served_engines(with_all(JUDGE), root=ROOT)
+    assert [each.gpus for each in engines] == [()] * 4
+
+
+def test_host_plan_counts_every_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (host,) = plan_here(with_all(JUDGE), ROOT)
+    labels = [part.label for part in host.parts]
+    for role in ("judge-judge", "teacher", "opponent-0", "opponent-past-0"):
+        parts = [f"{role} weights", f"{role} KV cache", f"{role} programs"]
+        assert [label for label in labels if label.startswith(f"{role} ")] == parts
+    alone = replace(JUDGE, tasks=load_config("quickstart", [], root=ROOT).tasks)
+    (without,) = plan_here(alone, ROOT)
+    assert host.total_bytes - without.total_bytes > 4 * 3 * GIB
+
+
+def test_teacher_on_a_gpu_of_its_own_has_an_entry() -> None:
+    places = budgets("gpu 0", "gpu 1", "host")
+    planned = _with_served(on_gpus(TEACHER), ROOT, places, cards(3))
+    assert [each.name for each in planned] == ["gpu 0", "gpu 1", "gpu 2", "host"]
+    assert planned[2].total_bytes == pytest.approx(0.85 * 80 * GIB, abs=2)
+    teacher = replace(TEACHER.algorithm.teacher, gpus=[1])
+    shared = replace(TEACHER, algorithm=replace(TEACHER.algorithm, teacher=teacher))
+    planned = _with_served(on_gpus(shared), ROOT, places, cards(3))
+    assert [len(each.parts) for each in planned] == [0, 2, 0]
+
+
+def test_judge_that_shares_a_gpu_counts_there() -> None:
+    reward = {**JUDGE.envs.dataset.reward}
+    judge = {**reward["judge"], "gpus": [1], "serve": ["actor.gpu_memory_frac=0.25"]}
+    dataset = replace(JUDGE.envs.dataset, reward=reward | {"judge": judge})
+    cfg = on_gpus(replace(JUDGE, envs=replace(JUDGE.envs, dataset=dataset)))
+    places = budgets("gpu 0 (H100)", "gpu 1 (H100)", "host")
+    planned = _with_served(cfg, ROOT, places, cards(2))
+    assert [round(each.total_bytes / GIB) for each in planned] == [0, 20, 0]
+    assert assign_gpus(cfg, num_gpus=2).learner == (0,)
+
+
+@pytest.mark.parametrize("gpu", [None, *cards(1)])
+def test_setting_that_is_no_number_is_named(gpu: Gpu | None) -> None:
+    key = "actor.kv_cache_gib" if gpu is None else "actor.gpu_memory_frac"
+    teacher = replace(TEACHER.algorithm.teacher, serve=[f"{key}=much"])
+    cfg = replace(TEACHER, algorithm=replace(TEACHER.algorithm, teacher=teacher))
+    (engine,) = served_engines(cfg, root=ROOT)
+    with pytest.raises(ConfigError, match=rf"algorithm\.teacher\.serve=\[{key}=much\]: expects a"):
+        engine.parts(gpu)

@@ -1,0 +1,130 @@
+"""Laws of the checks before a command starts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import run
+from common.repository import ROOT
+from tests.tools.checks.models import write_model
+
+pytestmark = pytest.mark.slow  # torch and the environments load
+
+CAPPED = {"model_type": "gemma2", "head_dim": 64}
+MIXING = {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
+NO_PARTS = {"model_type": "opt", "word_embed_proj_dim": 896, "ffn_dim": 896}
+SMALL = {"num_hidden_layers": 2, "vocab_size": 2000, "num_rest": 20_000_000}
+SFT = ["sft", "--config", "smoke", "sft.from_scratch=false"]
+DPO = ["dpo", "--config", "smoke"]
+EVOLVE = ["evolve", "--config", "smoke"]
+TRAIN = ["train", "--config", "smoke", "actor.kv_cache_gib=4"]
+DRY = [*TRAIN, "--dry-run"]
+COMMANDS = [
+    pytest.param(each, id=f"{each[0]}{each[-1]}") for each in (SFT, DPO, EVOLVE, TRAIN, DRY)
+]
+
+
+def refusal(capsys: pytest.CaptureFixture[str], folder: Path, argv: list[str], **model: Any) -> str:
+    """Return the error of a command that must start nothing, which makes no run directory."""
+    if model:
+        path = write_model(folder / "model", **SMALL, **model)
+        argv = [*argv, f"model.path={path}"]
+    capsys.readouterr()
+    assert run.main([*argv, f"run.dir={folder / 'runs'}", "run.name=none"]) == 2
+    assert not (folder / "runs").exists()
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", COMMANDS)
+def test_impossible_layout_is_refused_before_start(
+    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refusal(capsys, tmp_path, [*argv, "learner.layout=packed"], **CAPPED)
+    assert "learner.layout=packed: gemma2 has attn_logit_softcapping=50.0, which packing" in error
+    assert "learner.layout=padded" in error
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"model_type": "qwen2"}, "sequence_ranks=4: the model has 14 attention heads"),
+        (CAPPED, "sequence_ranks=4 divides packed rows: gemma2 has attn_logit_softcapping=50.0"),
+        (
+            MIXING,
+            "sequence_ranks=4 divides packed rows: lfm2 has layers that cannot be packed: conv",
+        ),
+    ],
+)
+def test_rows_that_ranks_cannot_divide_start_nothing(
+    model: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [*DRY, "learner.num_ranks=4", "learner.sequence_ranks=4"]
+    error = refusal(capsys, tmp_path, argv, **model)
+    assert f"learner.{said}" in error
+
+
+@pytest.mark.parametrize("argv", [SFT, DRY])
+def test_compilation_without_parts_is_refused_before_the_start(
+    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refusal(capsys, tmp_path, [*argv, "learner.compile=true"], **NO_PARTS)
+    assert "learner.compile=true: OPTForCausalLM has no RMSNorm and no MLP" in error
+    assert "learner.compile=false" in error
+
+
+@pytest.mark.parametrize("argv", COMMANDS)
+def test_adapters_of_unknown_layers_start_nothing(
+    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lora = ["learner.lora.rank=4", "learner.lora.targets=[q_proj,nothing]"]
+    own = ["learner.optimizer=adamw"]
+    error = refusal(capsys, tmp_path, [*argv, *own, *lora], model_type="qwen2")
+    assert "learner.lora.targets=nothing" in error
+
+
+def test_adapters_from_scratch_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["sft", "--config", "smoke", "sft.from_scratch=true"]
+    argv += ["learner.lora.rank=4", "learner.optimizer=adamw"]
+    error = refusal(capsys, tmp_path, [*argv, f"sft.output={tmp_path / 'made'}"])
+    assert "learner.lora.rank=4: sft.from_scratch=true" in error
+
+
+@pytest.mark.parametrize(
+    ("argv", "context"),
+    [
+        (["train"], "window"),
+        (["train", "--dry-run"], "summary"),
+        (["eval"], "fold"),
+        (["evolve"], "subagent"),
+    ],
+)
+def test_too_small_context_is_refused_before_the_start(
+    argv: list[str], context: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [*argv, "--config", "smoke", f"actor.context={context}", "actor.max_turn_tokens=24"]
+    given += [f"model.path={ROOT}/configs/policies/tiny", "learner.optimizer=adamw"]
+    error = refusal(capsys, tmp_path, [*given, "actor.max_model_len=32"])
+    assert f"actor.max_model_len=32: no observation fits with actor.context={context}" in error
+    assert "actor.max_turn_tokens=24" in error
+    least = int(error.split("actor.max_model_len=")[2].split()[0])
+    assert run.main([*given[:1], "--dry-run", *given[1:], f"actor.max_model_len={least}"]) == 0
+    error = refusal(capsys, tmp_path, [*given, f"actor.max_model_len={least - 1}"])
+    assert f"use at least actor.max_model_len={least}" in error
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("algorithm.routing_replay=true", "Qwen2Model has no experts"),
+        ("algorithm.router_aux_coef=0.1", "no load-balancing loss for Qwen2ForCausalLM"),
+    ],
+)
+def test_routers_of_a_dense_policy_are_refused_before_the_start(
+    setting: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refusal(capsys, tmp_path, [*DRY, setting], model_type="qwen2")
+    assert setting.partition("=")[0] in error
+    assert said in error

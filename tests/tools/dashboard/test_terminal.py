@@ -1,0 +1,169 @@
+"""Laws of `show`, `replay` and the details of `status`."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.config.load import load_config
+from common.errors import ConfigError
+from common.repository import ROOT
+from common.store.run_start import save_config
+from run import main
+from tests.tools.dashboard.runs import append, episode, make_run
+from tools.cli.command_line import parse
+from tools.dashboard.run_state import details
+from tools.dashboard.terminal.any_version import load_of_any_version
+from tools.dashboard.terminal.commands import replay, show
+
+
+def said(tmp_path: Path, command: str, *words: str) -> tuple[int, str]:
+    lines: list[str] = []
+    request = parse([command, *words, f"run.dir={tmp_path}"], root=ROOT)
+    act = {"show": show, "replay": replay}[command]
+    code = act(request, root=ROOT, echo=lines.append)
+    return code, "\n".join(lines)
+
+
+def test_show_prints_matching_episodes_as_conversations(tmp_path: Path) -> None:
+    make_run(tmp_path / "a")
+    code, text = said(tmp_path, "show", "a", "--failed", "--group", "g0000000")
+    assert code == 0
+    assert text.count("===") == 2
+    assert "=== g0000000/1 · babyai GoTo-train-0 · reward 0 · advantage -0.667" in text
+    assert "--- agent 1 (version 3 -> 4)" in text
+    assert "2 of 2 matching episodes shown; 40 episodes in all" in text
+    code, text = said(tmp_path, "show", "a", "--best", "num=1", "outcome=trained")
+    assert text.count("===") == 1
+    assert "reward 1" in text
+    assert said(tmp_path, "show", "a", "--item", "none")[0] == 1
+
+
+def test_replay_prints_one_episode(tmp_path: Path) -> None:
+    make_run(tmp_path / "a")
+    code, text = said(tmp_path, "replay", "a", "g0000003/2")
+    assert code == 0
+    assert text.startswith("=== g0000003/2 ")
+    assert ", invalid action" in text
+    with pytest.raises(ConfigError, match=r"g0000003/9: run a has no such episode"):
+        said(tmp_path, "replay", "a", "g0000003/9")
+
+
+def test_printed_text_cannot_control_the_terminal(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    from tests.tools.dashboard.runs import TOKENIZER
+
+    run_dir = make_run(tmp_path / "a", 0)
+    ids = Tokenizer.from_file(str(TOKENIZER)).encode("\x1b[2J\x07 \u202e abc \x9b31m").ids
+    append(run_dir, episode(0, text_ids=ids))
+    _, text = said(tmp_path, "replay", "a", "g0000000/0")
+    assert not {"\x1b", "\x07", "\u202e", "\x9b"} & set(text)
+
+
+@pytest.mark.parametrize("words", [(), ("a", "b"), ("a", "num=0"), ("a", "colour=red"), ("no",)])
+def test_show_names_the_wrong_argument(tmp_path: Path, words: tuple[str, ...]) -> None:
+    make_run(tmp_path / "a", 1)
+    with pytest.raises(ConfigError):
+        said(tmp_path, "show", *words)
+
+
+def test_only_show_accepts_filters() -> None:
+    with pytest.raises(ConfigError, match="only the command show accepts them"):
+        parse(["status", "--failed"], root=ROOT)
+
+
+def test_status_names_a_run_without_its_key() -> None:
+    assert parse(["status", "mine"], root=ROOT).overrides == ["run.name=mine"]
+
+
+def test_status_names_a_run_by_its_path(tmp_path: Path) -> None:
+    make_run(tmp_path / "a")
+    found = parse(["status", str(tmp_path / "a")], root=ROOT).overrides
+    assert found == [f"run.dir={tmp_path}", "run.name=a"]
+
+
+def test_status_of_another_version_shows_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_run(tmp_path / "a", num_steps=7)
+    overrides = [f"run.dir={tmp_path}", "run.name=a", "train.num_steps=7"]
+    run_dir.config.unlink()
+    save_config(load_config("smoke", overrides, root=ROOT), run_dir.config)
+    config = run_dir.config.read_text(encoding="utf-8")
+    assert main(["status", str(run_dir.root), "foo.x=1"]) == 2  # the request's own fault
+    capsys.readouterr()
+    for damage in (f"ancient: {{x: 1}}\n{config}", "run: [1\n", None):
+        run_dir.config.unlink()
+        if damage is not None:
+            run_dir.config.write_text(damage, encoding="utf-8")
+        assert main(["status", str(run_dir.root)]) == 0
+        said = capsys.readouterr().out
+        assert said.startswith("note: ")
+        assert "Another version may have written this run" in said
+        assert "step 7/" in said
+        assert "episodes: issued 41" in said
+    lines: list[str] = []
+    with pytest.raises(ConfigError):
+        load_of_any_version(parse(["status", "no"], root=ROOT), root=tmp_path, echo=lines.append)
+
+
+def test_quick_doctor_lists_the_installation(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", "--quick"])
+    said = capsys.readouterr().out
+    for what in (
+        "python",
+        "torch",
+        "vllm",
+        "gpu",
+        "cores",
+        "memory",
+        "disk",
+        "run folder",
+        "ports",
+    ):
+        assert f"  {what}" in said
+    assert "c++" not in said
+    assert main(["status", "--quick"]) == 2
+
+
+def test_quick_doctor_reports_an_unwritable_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    assert main(["doctor", "--quick", f"run.dir={tmp_path / 'file' / 'runs'}"]) == 1
+    assert "set run.dir to a writable folder" in capsys.readouterr().out
+
+
+def test_informational_commands_load_no_heavy_library() -> None:
+    heavy = "{'torch', 'vllm', 'ray', 'transformers', 'wandb', 'fastapi'}"
+    for words in (["--help"], ["doctor", "--quick"], ["status", "no-such-run"]):
+        script = (
+            f"import sys; from run import main\ntry: main({words})\nexcept SystemExit: pass\n"
+            f"sys.exit(repr({heavy} & set(sys.modules)) if {heavy} & set(sys.modules) else 0)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=ROOT,
+            capture_output=True,
+            encoding="utf-8",
+            check=False,
+        )
+        assert done.returncode == 0, (words, done.stderr)
+
+
+def test_status_shows_the_ledger_and_the_limit(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a")
+    lines = details(load_config("smoke", [], root=ROOT), run_dir)
+    assert lines[0].startswith("episodes: issued 41 = trained 4 + filtered 4 + stale 0 + failed 1")
+    assert lines[-1].startswith("limit: ")
+
+
+@pytest.mark.slow
+def test_closed_output_ends_a_command_without_a_traceback() -> None:
+    command = f"{sys.executable} run.py help reference | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, capture_output=True, encoding="utf-8", check=False
+    )
+    assert (done.returncode, done.stderr) == (141, "")

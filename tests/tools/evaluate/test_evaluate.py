@@ -1,0 +1,206 @@
+"""Laws of the command `eval`, with a real small hub and a real small endpoint."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AddedToken, AutoTokenizer
+
+from common.config.evaluation import EvalItems, EvalSection, PolicySection
+from common.config.run_config import (
+    ActorSection,
+    ModelSection,
+    RunConfig,
+    SchedulerSection,
+    TaskSection,
+)
+from common.errors import ConfigError
+from common.store.run_dir import RunDir
+from learner.journal.journal import read_journal
+from tests.actor.toy_servers import ToyEndpoint, ToyHub, serve
+from tests.configs import edited
+from tools.evaluate.eval_entry import describe_policy, digest_of
+from tools.evaluate.evaluate import fetch_listed, run
+from tools.evaluate.planned import PlannedEpisode
+from tools.evaluate.settings import check_policy
+
+
+@dataclass
+class Stage:
+    """A hub, an endpoint and a run directory."""
+
+    root: Path
+    hub: ToyHub = field(default_factory=ToyHub)
+    endpoint: ToyEndpoint = field(default_factory=ToyEndpoint)
+    said: list[str] = field(default_factory=list[str])
+    hub_url: str = ""
+    endpoint_url: str = ""
+
+    def config(self, *, k: int = 1, model: str = "toy-1", **fields: Any) -> RunConfig:
+        policy = PolicySection(
+            url=f"{self.endpoint_url}/v1", model=model, backoff_s=0.01, max_tries=2
+        )
+        return RunConfig(
+            model=ModelSection(path="unset"),
+            tasks=[TaskSection(env="toy", subset="a")],
+            scheduler=SchedulerSection(max_attempts=2),
+            actor=ActorSection(env_timeout_s=10.0),
+            eval=EvalSection(k=k, **fields),
+            policy=policy,
+        )
+
+    def evaluate(self, cfg: RunConfig, numbers: list[int]) -> int:
+        episodes = [
+            PlannedEpisode(
+                episode_id=f"toy/a-test-{number}/3.{sample}",
+                env="toy",
+                item_id=f"a-test-{number}",
+                seed=sample,
+                horizon=3,
+            )
+            for sample in range(cfg.eval.k)
+            for number in numbers
+        ]
+        run_dir = RunDir(root=self.root)
+        return run(cfg, run_dir, episodes, hub_url=self.hub_url, token="", echo=self.said.append)
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        return json.loads((self.root / "eval.json").read_text(encoding="utf-8"))["entries"]
+
+
+@contextlib.contextmanager
+def stage(root: Path) -> Iterator[Stage]:
+    made = Stage(root=root)
+    with serve(made.hub.app()) as hub_url, serve(made.endpoint.app()) as endpoint_url:
+        made.hub_url, made.endpoint_url = hub_url, endpoint_url
+        yield made
+
+
+def test_samples_are_scored_written_and_printed(tmp_path: Path) -> None:
+    with stage(tmp_path) as s:
+        s.endpoint.script = ["wait"] * 6  # The first two episodes make no progress.
+        cfg = s.config(k=2)
+        cfg = edited(cfg, {"policy.max_concurrent": 1})
+        assert s.evaluate(cfg, [0, 1]) == 0
+        overall = s.entries[0]["overall"]
+    assert (overall["num_items"], overall["num_episodes"], overall["num_failed"]) == (2, 4, 0)
+    assert overall["avg_at_k"]["mean"] == 0.5  # sample 0 of both failed, sample 1 solved both
+    assert overall["pass_at"]["1"]["mean"] == 0.5
+    assert overall["pass_at"]["2"]["mean"] == 1.0
+    assert overall["score"]["mean"] == 0.5
+    assert s.said == [(tmp_path / "eval.md").read_text(encoding="utf-8")]
+    assert "| toy-1 | avg@2 | 50.00 [" in s.said[0]
+
+
+def test_second_evaluation_plays_only_missing_episodes(tmp_path: Path) -> None:
+    with stage(tmp_path) as s:
+        assert s.evaluate(s.config(), [0, 1]) == 0
+        assert s.evaluate(s.config(), [0, 1, 2]) == 0
+        assert s.hub.opened.count("a-test-0") == s.hub.opened.count("a-test-2") == 1
+        assert s.entries[0]["overall"]["num_episodes"] == 3
+        assert len(s.entries) == 1
+    assert len(list(read_journal(tmp_path / "eval" / "journal"))) == 3
+
+
+def test_failed_episode_is_reported_separately_and_retried(tmp_path: Path) -> None:
+    with stage(tmp_path) as s:
+        assert s.evaluate(s.config(max_failed_frac=0.5), [0, 9]) == 0
+        overall = s.entries[0]["overall"]
+        assert (overall["num_episodes"], overall["num_failed"]) == (1, 1)
+        assert overall["failures"] == {"env_error": 1}
+        assert overall["success"]["mean"] == 1.0  # the failure is no zero
+        assert "1 (env_error 1)" in s.said[0]
+        num_before = len(s.hub.opened)
+        s.evaluate(s.config(max_failed_frac=0.5), [0, 9])
+        assert s.hub.opened[num_before:] == ["a-test-9"] * 2
+
+
+def test_too_many_failures_exit_1_with_table(tmp_path: Path) -> None:
+    with stage(tmp_path) as s:
+        assert s.evaluate(s.config(max_failed_frac=0.1), [0, 9]) == 1
+        assert s.entries[0]["overall"]["num_failed"] == 1
+
+
+def test_silent_endpoint_exits_1_without_a_score(tmp_path: Path) -> None:
+    with stage(tmp_path) as s:
+        s.endpoint.script = [503] * 100
+        assert s.evaluate(s.config(), [0]) == 1
+        overall = s.entries[0]["overall"]
+    assert (overall["success"]["mean"], overall["failures"]) == (None, {"aborted": 1})
+
+
+def test_policies_share_one_table_but_no_episodes(tmp_path: Path) -> None:
+    with stage(tmp_path) as s:
+        s.evaluate(s.config(model="one"), [0])
+        s.evaluate(s.config(model="two", label="Two | big"), [0])
+        assert [entry["label"] for entry in s.entries] == ["one", "Two | big"]
+    text = (tmp_path / "eval.md").read_text(encoding="utf-8")
+    assert s.hub.opened == ["a-test-0"] * 2
+    assert "| one | success | 100.00 [20.7, 100.0] |" in text
+    assert "| Two / big | success |" in text
+
+
+def test_digest_changes_with_every_episode_setting(tmp_path: Path) -> None:
+    with stage(tmp_path) as s:
+        first = s.config()
+
+    def digest(**edits: Any) -> str:
+        cfg = edited(first, {f"policy.{key}": value for key, value in edits.items()})
+        return digest_of(describe_policy(cfg.policy, cfg.model, cfg.actor, style="compact"))
+
+    assert digest() != digest(temperature=0.3)
+    assert digest() == digest(max_tries=9)
+
+
+def test_hub_provides_item_lists_and_notes(tmp_path: Path) -> None:
+    with stage(tmp_path) as s:
+        listed = fetch_listed(s.config(items=EvalItems.TASKS), hub_url=s.hub_url, token="")
+        assert listed.items == {"toy": ["a-test-2", "a-test-5"]}
+        assert (listed.turns, listed.notes) == ({}, {"toy": "our toys"})
+        assert fetch_listed(s.config(), hub_url=s.hub_url, token="").items == {}
+        paper = fetch_listed(s.config(items=EvalItems.PAPER), hub_url=s.hub_url, token="")
+        assert (paper.items, paper.turns) == ({"toy": ["a-test-4"]}, {"toy": 7})
+        assert paper.notes == {"toy": "not theirs"}
+
+
+def test_mismatched_tokenizer_and_model_are_refused(repository: Path, tmp_path: Path) -> None:
+    source = repository / "configs" / "policies" / "tiny"
+    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors")
+    for name in names:
+        (tmp_path / name).symlink_to(source / name)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    tasks = [TaskSection(env="toy", subset="easy")]
+    cfg = RunConfig(model=ModelSection(path=str(tmp_path)), tasks=tasks)
+    check_policy(cfg, Path("/"))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "vocab_size": 100}), encoding="utf-8"
+    )
+    with pytest.raises(ConfigError, match=r"model\.path=.*: the tokenizer has token id \d+"):
+        check_policy(cfg, Path("/"))
+
+
+def test_added_token_above_the_last_row_is_accepted(repository: Path, tmp_path: Path) -> None:
+    source = repository / "configs" / "policies" / "tiny"
+    for name in ("config.json", "chat_template.jinja", "model.safetensors"):
+        (tmp_path / name).symlink_to(source / name)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    num_rows = json.loads((source / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    tokenizer.add_tokens([AddedToken(f"<image-{i}>", special=True) for i in range(num_rows)])
+    tokenizer.save_pretrained(tmp_path)
+    assert len(tokenizer) > num_rows
+    tasks = [TaskSection(env="toy", subset="easy")]
+    check_policy(RunConfig(model=ModelSection(path=str(tmp_path)), tasks=tasks), Path("/"))
+
+
+def test_evaluation_of_nothing_is_refused() -> None:
+    tasks = [TaskSection(env="toy", subset="easy")]
+    with pytest.raises(ConfigError, match=r"tasks=\[\]"):
+        check_policy(RunConfig(), Path("/"))
+    with pytest.raises(ConfigError, match=r"eval\.num_items=0"):
+        check_policy(RunConfig(tasks=tasks, eval=EvalSection(num_items=0)), Path("/"))

@@ -1,0 +1,16 @@
+"""Laws of the engines of opponents in an evaluation."""
+
+import os
+from pathlib import Path
+
+from common.config.load import load_config
+from common.repository import ROOT
+from common.store.run_dir import RunDir
+from tools.evaluate.opponents import serve_opponents
+
+
+def test_evaluation_beside_random_play_starts_nothing(tmp_path: Path) -> None:
+    before = dict(os.environ)
+    with serve_opponents(load_config("smoke", [], root=ROOT), RunDir(root=tmp_path), root=ROOT):
+        assert dict(os.environ) == before
+    assert [*tmp_path.iterdir()] == []

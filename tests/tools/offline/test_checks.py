@@ -1,0 +1,80 @@
+"""Laws of the checks before an offline training starts."""
+
+from pathlib import Path
+
+import pytest
+
+from common.config.load import load_config
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+from tests.tools.checks.models import write_model
+from tools.offline.checks import check_dpo, check_evolve, check_sft
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model", num_rest=1, vocab_size=64, num_hidden_layers=1)
+
+
+def configure(model: Path, repository: Path, *overrides: str) -> RunConfig:
+    runs = model.parent / "runs"
+    runs.mkdir(exist_ok=True)
+    where = [f"model.path={model}", f"run.dir={runs}"]
+    if not any(override.startswith("dpo.data=") for override in overrides):
+        where.append(f"dpo.data={runs}")
+    return load_config("smoke", [*where, *overrides], root=repository)
+
+
+def test_new_policy_beyond_the_memory_is_refused(model: Path, repository: Path) -> None:
+    sizes = ("sft.from_scratch=true", "sft.hidden_size=65536", "sft.num_layers=1000", "sft.output=")
+    with pytest.raises(ConfigError, match=r"^sft\.hidden_size=65536: with sft\.num_layers=1000"):
+        check_sft(configure(model, repository, *sizes), repository)
+
+
+def test_missing_compiler_is_named_for_offline_training(
+    model: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    for check in (check_sft, check_dpo):
+        check(configure(model, repository), repository)
+        with pytest.raises(ConfigError, match=r"^learner\.compile=true needs a compiler: .*g\+\+"):
+            check(configure(model, repository, "learner.compile=true"), repository)
+
+
+def test_offline_training_refuses_offload(model: Path, repository: Path) -> None:
+    offload = ("learner.device=auto", "learner.optimizer=adamw", "learner.offload=optimizer")
+    cfg = configure(model, repository, *offload)
+    for check in (check_sft, check_dpo, check_evolve):
+        with pytest.raises(ConfigError, match="sft, dpo and evolve do not support it"):
+            check(cfg, repository)
+
+
+def test_shipped_policy_is_overwritten_only_on_request(repository: Path) -> None:
+    def configure_sft(*overrides: str) -> RunConfig:
+        return load_config("tiny", [*overrides], root=repository)
+
+    check_sft(configure_sft(), repository)
+    for output in ("configs/policies/tiny", str(repository / "configs" / "policies" / "mine")):
+        with pytest.raises(ConfigError, match=r"sft\.overwrite=true"):
+            check_sft(configure_sft(f"sft.output={output}"), repository)
+        check_sft(configure_sft(f"sft.output={output}", "sft.overwrite=true"), repository)
+
+
+def test_missing_episodes_are_refused_before_the_model_loads(model: Path, repository: Path) -> None:
+    for key, check in (("sft.demonstrations", check_sft), ("dpo.data", check_dpo)):
+        with pytest.raises(ConfigError, match=rf"^{key}=/no/file: no such file or folder"):
+            check(configure(model, repository, f"{key}=/no/file"), repository)
+    with pytest.raises(ConfigError, match=r"^dpo\.data is not set"):
+        check_dpo(configure(model, repository, "dpo.data="), repository)
+
+
+def test_first_record_is_read_before_the_model_loads(model: Path, repository: Path) -> None:
+    file = model.parent / "pairs.jsonl"
+    for key, check in (("sft.demonstrations", check_sft), ("dpo.data", check_dpo)):
+        file.write_text('{"question": "Hi?", "chosen": "Hello."}\n', encoding="utf-8")
+        with pytest.raises(ConfigError, match="record 1: no known format"):
+            check(configure(model, repository, f"{key}={file}"), repository)
+        file.write_text('{"prompt": "Hi?", "completion": "Hello."}\n', encoding="utf-8")
+        check(configure(model, repository, f"{key}={file}"), repository)
+    file.write_text('{"prompt": "Hi?", "chosen": "Hello.", "rejected": "Go."}\n', encoding="utf-8")
+    check_dpo(configure(model, repository, f"dpo.data={file}"), repository)

@@ -1,0 +1,129 @@
+"""Laws of the page that shows runs without a server."""
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Request, expect, sync_playwright
+
+from common.errors import ConfigError
+from common.repository import ROOT
+from learner.journal.segments import list_segments
+from tests.tools.dashboard.runs import append, episode, make_run
+from tools.cli.command_line import parse
+from tools.dashboard.web.overview import horizon_marks
+from tools.dashboard.web.results import MIN_SAMPLES, pooled_score, samples
+from tools.report.command import read_run, report
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+HOSTILE = "</script><script>window.broken=1</script><!--\u2028"
+
+
+def write(folder: Path, *words: str) -> tuple[int, str]:
+    lines: list[str] = []
+    request = parse(["report", *words, f"run.dir={folder}"], root=ROOT)
+    code = report(request, root=ROOT, echo=lines.append)
+    return code, "\n".join(lines)
+
+
+def test_samples_cover_each_subset_hardest_first(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", 60)
+    run = read_run("a", runs=tmp_path)
+    found = samples(run.rows)
+    assert len(found) >= MIN_SAMPLES
+    assert len({each["id"] for each in found}) == len(found)
+    shares = {name: [] for name in ("Open", "GoTo")}
+    for row in range(run.rows.num):
+        each = run.rows.get(row)
+        shares[each["subset"]].append(each["success"])
+    hardest = min(shares, key=lambda name: sum(shares[name]) / len(shares[name]))
+    assert found[0]["subset"] == hardest
+    for subset in shares:
+        whys = {each["why"]: each["reward"] for each in found if each["subset"] == subset}
+        assert (whys["best"], whys["worst"]) == (1.0, 0.0)
+        assert "most surprising" in whys
+
+
+def test_horizon_is_marked_only_at_stage_starts() -> None:
+    series = {
+        "step": [1.0, 2.0, 3.0, 4.0, 5.0],
+        "horizon/value": [4.0, 6.0, 10.0, 8.0, 6.0],
+        "horizon/stage": [0.0, 0.0, 1.0, 1.0, 0.0],
+    }
+    marks = horizon_marks(series)
+    assert [(each["step"], each["horizon"]) for each in marks] == [(1, 6), (3, 10), (5, 6)]
+    assert len(horizon_marks(series | {"horizon/stage": []})) == 5
+
+
+def test_seeds_are_pooled_with_their_mean_interval() -> None:
+    one, two = ({"num": 10, "success": share, "ci95": (0.0, 1.0)} for share in (0.4, 0.6))
+    found = pooled_score([one, two])
+    assert (found["num"], found["seeds"], found["success"]) == (20, 2, 0.5)
+    assert found["ci95"] == (0.0, 1.0)  # 0.5 +- 12.71 * 0.1, cut
+    three = pooled_score([one, two, {"num": 10, "success": 0.5, "ci95": (0.0, 1.0)}])
+    assert three["ci95"] == pytest.approx((0.5 - 0.248, 0.5 + 0.248), abs=1e-3)
+    assert pooled_score([one])["ci95"] == (0.0, 1.0)
+
+
+def test_wrong_argument_is_reported_and_writes_nothing(tmp_path: Path) -> None:
+    make_run(tmp_path / "a")
+    for words in ((), ("b",), ("a", "a"), ("a", "size=1"), ("a", f"to={tmp_path}/no/where.html")):
+        with pytest.raises(ConfigError):
+            write(tmp_path, *words)
+    assert not [*tmp_path.rglob("*.html")]
+
+
+def test_page_names_damaged_journal_and_shows_rest(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a")
+    (segment,) = list_segments(run_dir.journal).values()
+    damaged = bytearray(segment.read_bytes())
+    damaged[len(damaged) // 2] ^= 0xFF
+    segment.write_bytes(damaged)
+    code, text = write(tmp_path, "a")
+    assert code == 0
+    assert "note: " in text
+    page = (tmp_path / "a" / "report.html").read_text(encoding="utf-8")
+    assert '"id":"g0000000/0"' in page
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH")
+def test_page_sends_no_network_request(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a b&c")
+    append(run_dir, replace(episode(401), item_id=f"{HOSTILE}-train-1", actor=HOSTILE))
+    make_run(tmp_path / "b", 12)
+    assert write(tmp_path, "a b&c")[0] == 0
+    text = write(tmp_path, "a b&c", "b")[1]
+    both = text.partition("report: ")[2]
+    asked: list[str] = []
+    flags = ["--no-sandbox"] if os.geteuid() == 0 else []
+
+    def note(request: Request) -> None:
+        if not request.url.startswith(("data:", "file:")):
+            asked.append(request.url)
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+        page = browser.new_page(viewport={"width": 390, "height": 800})
+        page.on("request", note)
+        page.on("pageerror", lambda error: asked.append(str(error)))
+        page.goto((tmp_path / "a b&c" / "report.html").as_uri())
+        expect(page.locator(".verdict")).not_to_be_empty()
+        expect(page.locator(".chart canvas").first).to_be_visible()
+        expect(page.locator(".chart canvas").nth(6)).to_be_attached()
+        expect(page.get_by_text("By subset")).to_be_visible()
+        page.get_by_role("link", name="Trajectories").click()
+        expect(page.locator("tbody tr").nth(MIN_SAMPLES - 1)).to_be_visible()
+        page.get_by_role("link", name="g0000100/1").click()
+        expect(page.locator(".turn")).to_have_count(4)
+        page.get_by_role("button", name="first part").click()
+        expect(page.locator(".turn:visible")).to_have_count(1)
+        assert page.evaluate("window.broken") is None
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        page.goto(Path(both).as_uri())
+        expect(page.get_by_role("heading", name="Differences in the configuration")).to_be_visible()
+        expect(page.locator(".chart canvas").first).to_be_visible()
+        browser.close()
+    assert asked == []

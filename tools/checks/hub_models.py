@@ -1,0 +1,302 @@
+"""Models by name: `org/name[@revision]` becomes a folder of the Hugging Face cache.
+
+A name is resolved once, on the node that starts the run. The configuration then holds the folder
+of one commit, `model.source` the name with its commit, `model.commits` the commits of all names.
+"""
+
+import json
+import logging
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, cast
+
+from common.config.compute import ModelSection
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+from common.store.run_dir import RunDir
+from common.store.run_start import starts_anew
+from learner.policy.model_kind import check_kind
+
+logger = logging.getLogger(__name__)
+
+NAME = re.compile(
+    r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(@(?P<revision>[\w./-]+))?"
+)
+SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+WEIGHT_FILES = ("*.safetensors",)
+HUB_TIMEOUT_S = 10.0
+HTTP_LIBRARIES = ("httpx", "httpx2", "requests")  # Those of the versions of huggingface_hub.
+INDEX = "model.safetensors.index.json"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubModel:
+    """One commit of a repository in the local cache."""
+
+    repository: str
+    commit: str
+    folder: Path
+
+    @property
+    def source(self) -> str:
+        """Name with its commit, as in `model.source`."""
+        return f"{self.repository}@{self.commit}"
+
+
+def is_hub_name(path: str, root: Path) -> bool:
+    """Return whether a path is the name of a repository, not a local path.
+
+    A path is local if it exists, or if its first folder exists below `root`.
+    """
+    if NAME.fullmatch(path) is None:
+        return False
+    return not (root / path).exists() and not (root / path.split("/", 1)[0]).is_dir()
+
+
+def resolve_models(
+    cfg: RunConfig, root: Path, *, is_dry: bool = False, may_stand_in: bool = False
+) -> RunConfig:
+    """Return the config with folders in place of all names of models.
+
+    An unfinished run keeps the commit of each name with which it began, even if a branch or a tag
+    is another commit now.
+
+    Args:
+        is_dry: weights that are not in the cache are not fetched.
+        may_stand_in: if the files of `model.path` cannot be fetched, `model.architecture` is used.
+
+    Raises: ConfigError: a file is missing and cannot be fetched; the message has the remedies.
+    """
+    names = _Names(cfg, root)
+    model = cfg.model
+    if model.architecture and is_hub_name(model.architecture, root):
+        found = names.resolve("model.architecture", model.architecture, has_weights=False)
+        model = replace(model, architecture=str(found.folder))
+        if cfg.model.path == cfg.model.architecture:  # It stands in for the model of a dry run.
+            return replace(cfg, model=replace(model, path=str(found.folder)))
+    if is_hub_name(model.path, root):
+        try:
+            found = names.resolve("model.path", model.path, has_weights=not is_dry)
+        except ConfigError as error:
+            if not (may_stand_in and model.architecture):
+                raise
+            logger.warning("%s. The plan has the sizes of %s", error, model.architecture)
+            model = replace(model, path=model.architecture, source=names.kept_name(model.path))
+        else:
+            model = _with_folder(model, found, is_dry=is_dry)
+    algorithm = cfg.algorithm
+    if is_hub_name(algorithm.reference_path, root):
+        found = names.resolve("algorithm.reference_path", algorithm.reference_path)
+        algorithm = replace(algorithm, reference_path=str(found.folder))
+    teacher = algorithm.teacher
+    if is_hub_name(teacher.path, root):
+        found = _resolve("algorithm.teacher.path", teacher.path, has_weights=not is_dry)
+        algorithm = replace(algorithm, teacher=replace(teacher, path=str(found.folder)))
+    critic = cfg.learner.critic
+    if is_hub_name(critic.path, root):
+        found = names.resolve("learner.critic.path", critic.path)
+        critic = replace(critic, path=str(found.folder))
+    learner = replace(cfg.learner, critic=critic)
+    if names.commits:
+        model = replace(model, commits={**model.commits, **names.commits})
+    return replace(cfg, model=model, algorithm=algorithm, learner=learner)
+
+
+class _Names:
+    """Resolves the names in one configuration and collects their commits."""
+
+    def __init__(self, cfg: RunConfig, root: Path) -> None:
+        self._cfg = cfg
+        self._root = root
+        self.commits: dict[str, str] = {}
+
+    @cached_property
+    def _kept(self) -> Mapping[str, str]:
+        """The names of an unfinished run: name in the configuration -> name with commit."""
+        run = self._cfg.run
+        run_dir = RunDir(root=self._root / run.dir / run.name)
+        if starts_anew(self._cfg, run_dir):
+            return {}
+        source = run_dir.read_source()
+        kept = {source.partition("@")[0]: source} if source else {}
+        commits = run_dir.read_commits().items()
+        return kept | {name: f"{name.partition('@')[0]}@{commit}" for name, commit in commits}
+
+    def kept_name(self, name: str) -> str:
+        """Return the name with the commit with which the run began; without one, the name."""
+        return self._kept.get(name, name)
+
+    def resolve(self, key: str, name: str, *, has_weights: bool = True) -> HubModel:
+        """Return the commit of a name. Raises: ConfigError: as `resolve_models`."""
+        kept = self.kept_name(name)
+        found = _resolve(key, kept, has_weights=has_weights)
+        self.commits[name] = found.commit
+        if kept != name:
+            _warn_if_moved(key, name, found.commit)
+        return found
+
+
+def _with_folder(model: ModelSection, found: HubModel, *, is_dry: bool) -> ModelSection:
+    """Return the section with a folder. Without weights, the folder is also the architecture."""
+    path = str(found.folder)
+    is_stand_in = is_dry and bool(_missing_files(found.folder, has_weights=True))
+    architecture = path if is_stand_in else model.architecture
+    return replace(model, path=path, source=found.source, architecture=architecture)
+
+
+def _warn_if_moved(key: str, name: str, commit: str) -> None:
+    """Log that the cache has another commit under a name than the run."""
+    repository, _, revision = name.partition("@")
+    newest = _cached(repository, revision or None, SMALL_FILES, key=key)
+    if newest is not None and newest.name != commit:
+        text = "the run keeps the commit with which it began key=%s name=%s commit=%s newer=%s"
+        logger.warning(text, key, name, commit, newest.name)
+
+
+@cache
+def _resolve(key: str, name: str, *, has_weights: bool = True) -> HubModel:
+    """Return the local commit of a model by its name, after a download of missing files."""
+    match = NAME.fullmatch(name)
+    assert match is not None, name
+    repository, revision = match["repository"], match["revision"]
+    patterns = [*SMALL_FILES, *(WEIGHT_FILES if has_weights else ())]
+    folder = _cached(repository, revision, patterns, key=f"{key}={name}")
+    problem = ""
+    if not _is_pinned(revision) or folder is None or _missing_files(folder, has_weights):
+        folder, problem = _fetch(repository, revision, SMALL_FILES, cached=folder)
+        if folder is not None:
+            check_kind(folder, key=key, shown=name)  # Before weights that could not be used.
+        if has_weights and not problem:
+            folder, problem = _fetch(repository, revision, patterns, cached=folder)
+    lacking = _missing_files(folder, has_weights)
+    if folder is None or lacking:
+        words = f"{repository} --revision {revision}" if revision else repository
+        raise ConfigError(
+            f"{key}={name}: the cache lacks {', '.join(lacking)} of {name}, and the files could not"
+            f" be fetched ({problem or 'the repository does not have them'}). Run `hf download"
+            f" {words}` on a machine with a network and copy its cache to {_cache_folder()}, or"
+            f" give {key}=FOLDER with a local copy of the model"
+        )
+    if problem and not _is_offline():
+        logger.warning("model hub unreachable, using the cache source=%s (%s)", name, problem)
+    return HubModel(repository=repository, commit=folder.name, folder=folder)
+
+
+def _is_offline() -> bool:
+    """Return whether the environment demands the cache alone (HF_HUB_OFFLINE)."""
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def _is_pinned(revision: str | None) -> bool:
+    return re.fullmatch(r"[0-9a-f]{40}", revision or "") is not None
+
+
+def _cached(
+    repository: str, revision: str | None, patterns: Sequence[str], *, key: str
+) -> Path | None:
+    """Return the folder of a commit in the cache, None if the cache has no part of it.
+
+    Raises: ConfigError: no repository can have this name.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    hub: Any = huggingface_hub
+    try:
+        found = hub.snapshot_download(
+            repository, revision=revision, allow_patterns=list(patterns), local_files_only=True
+        )
+    except HFValidationError as error:
+        raise ConfigError(f"{key}: {_first_line(error)}") from error
+    except LocalEntryNotFoundError as error:
+        # A listing of the commit shows missing files; the folder has the others.
+        partial = getattr(error, "snapshot_path", None)
+        return Path(partial) if partial else _with_short_commit(repository, revision)
+    return Path(found)
+
+
+def _with_short_commit(repository: str, revision: str | None) -> Path | None:
+    """Return the folder of the only cached commit that begins with a revision, None for none."""
+    if re.fullmatch(r"[0-9a-f]{7,39}", revision or "") is None:
+        return None
+    folder = Path(_cache_folder()) / f"models--{repository.replace('/', '--')}" / "snapshots"
+    found = list(folder.glob(f"{revision}*"))
+    return found[0] if len(found) == 1 else None
+
+
+def _fetch(
+    repository: str, revision: str | None, patterns: Sequence[str], *, cached: Path | None
+) -> tuple[Path | None, str]:
+    """Download the missing files; return the folder and "", or `cached` and the problem.
+
+    The commit is requested first: an unreachable hub is then found at once, without retries. The
+    files are requested by the name of the revision, so that the cache also finds them without a
+    network.
+    """
+    import huggingface_hub
+
+    hub: Any = huggingface_hub
+    wanted = list(patterns)
+    try:
+        hub.HfApi().model_info(repository, revision=revision, timeout=HUB_TIMEOUT_S)
+        found = hub.snapshot_download(repository, revision=revision, allow_patterns=wanted)
+    except (OSError, *_transport_errors()) as error:  # No network, repository, access or proxy.
+        return cached, _first_line(error)
+    return Path(found), ""
+
+
+def _transport_errors() -> tuple[type[Exception], ...]:
+    """Return the bases of the errors of the HTTP library that this huggingface_hub uses.
+
+    A wrong proxy variable of the shell is a ValueError or, for SOCKS, an ImportError.
+    """
+    libraries = [sys.modules[name] for name in HTTP_LIBRARIES if name in sys.modules]
+    names = ("HTTPError", "InvalidURL")
+    found = [getattr(each, name) for each in libraries for name in names if hasattr(each, name)]
+    return (*found, ValueError, ImportError)
+
+
+def _missing_files(folder: Path | None, has_weights: bool) -> list[str]:
+    """Return the names of the files that a model needs and the folder lacks."""
+    if folder is None:
+        return ["config.json", "tokenizer.json", *(["model.safetensors"] if has_weights else [])]
+    missing = [] if (folder / "config.json").is_file() else ["config.json"]
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        missing.append("tokenizer.json")
+    if not has_weights:
+        return missing
+    index = folder / INDEX
+    if not index.is_file():
+        # A cache whose copy is incomplete has links to missing files.
+        has_some = any(each.is_file() for each in folder.glob("*.safetensors"))
+        return missing if has_some else [*missing, "model.safetensors"]
+    return [*missing, *(name for name in _shards_of(index) if not (folder / name).is_file())]
+
+
+def _shards_of(index: Path) -> list[str]:
+    """Return the names of the files of weights. Raises: ConfigError: the index is damaged."""
+    try:
+        found: object = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return sorted(set(map(str, cast(Iterable[object], found))))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{index}: has no list of files (weight_map); remove the file and fetch it again"
+        ) from error
+
+
+def _cache_folder() -> str:
+    """Return the folder of huggingface_hub's cache."""
+    from huggingface_hub import constants
+
+    return constants.HF_HUB_CACHE
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]

@@ -1,0 +1,177 @@
+"""The output of `run.py help`: text, type, default and constraint of each declared key.
+
+`run.py help reference > docs/CONFIGURATION.md` writes that page; a test checks that it is current.
+"""
+
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import Field, fields, is_dataclass
+from enum import Enum
+from inspect import getdoc
+from typing import Any, get_args, get_origin
+
+from omegaconf import MISSING
+
+from common.config.keys import declared, describe_kind, field_kinds
+from common.config.knobs import TEXT, Constraint
+from common.config.live.keys import is_live
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+from tools.cli.command_line import COMMANDS, command_help
+
+REFERENCE = "reference"
+LIVE = "Live: `set` changes it during a run."
+HEAD = """# Configuration reference
+
+This page lists every key with its default, its allowed values and its meaning. A YAML file in
+`configs/` contains only the keys that differ from the defaults. `key=value` on the command line
+overrides both. `python run.py set run.name=NAME KEY=VALUE` changes a live key while the run works.
+`python run.py help KEY` prints one key, and
+`python run.py help reference > docs/CONFIGURATION.md` writes this page.
+"""
+
+
+def help_text(topics: list[str]) -> str:
+    """Return the help of a key, a section or a command; without a topic, of all sections.
+
+    Raises: ConfigError: more than one topic, or an unknown one; the message names the nearest key.
+    """
+    if len(topics) > 1:
+        raise ConfigError(f"help {' '.join(topics)}: give one key, section or command only")
+    if not topics:
+        head = (
+            "Sections of the configuration. `run.py help SECTION` and `run.py help KEY` print more."
+        )
+        return f"{head}\n\n{_section(RunConfig, '')}"
+    (topic,) = topics
+    if topic == REFERENCE:
+        return reference_text()
+    parts = [command_help(topic)] if topic in COMMANDS else []
+    if not parts or topic in field_kinds(RunConfig):
+        kind, field = declared(topic, shown=f"help {topic}")
+        parts.append(
+            _section(kind, f"{topic}.") if is_dataclass(kind) else _key(topic, kind, field)
+        )
+    return "\n".join(parts)
+
+
+def _section(section: Any, prefix: str) -> str:
+    """Return the help of a section: its purpose, then a line for each key."""
+    lines = [getdoc(section) or "", ""] if prefix else []
+    for field in fields(section):
+        kind = field_kinds(section)[field.name]
+        if is_dataclass(kind):
+            head = f"{prefix}{field.name}.*"
+            text = (getdoc(kind) or "").split("\n")[0]
+        else:
+            head = f"{prefix}{field.name}={_default(field)}"
+            text = field.metadata["text"]
+            ruled = _rule(kind, field).removeprefix("must be ")
+            text += f" ({ruled})" if ruled else ""
+        start = f"  {head:<38}  "
+        further = " " * 42
+        lines.append(textwrap.fill(text, 100, initial_indent=start, subsequent_indent=further))
+    return "\n".join(lines) + "\n"
+
+
+def _key(key: str, kind: Any, field: Field[Any]) -> str:
+    """Return the help of one key, and of the section that a list or map has as elements."""
+    ruled = _rule(kind, field)
+    lines = [describe_kind(kind) + (f"; {ruled}" if ruled else ""), field.metadata["text"]]
+    lines += [LIVE] if is_live(key) else []
+    if options := _options(kind):
+        lines += ["", *options.split("\n")]
+    text = "\n".join([f"{key}={_default(field)}", *(f"  {line}".rstrip() for line in lines)]) + "\n"
+    element = get_args(kind)[-1] if get_args(kind) else None
+    if not is_dataclass(element):
+        return text
+    return (
+        f"{text}\n{_section(element, f'{key}[0].' if get_origin(kind) is list else f'{key}.NAME.')}"
+    )
+
+
+def _options(kind: Any) -> str:
+    """Return the description of an enum's options: its docstring without the first paragraph.
+
+    The first paragraph describes the enum itself, which the text of the key does as well.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        return ""
+    return (getdoc(kind) or "").partition("\n\n")[2]
+
+
+def _rule(kind: Any, field: Field[Any]) -> str:
+    """Return a key's constraint as text; "" if its type is the only constraint."""
+    law: Constraint = field.metadata["law"]
+    leaf = get_args(kind)[-1] if get_args(kind) else kind
+    return law.phrase if leaf in (int, float, str) and law.form is not TEXT else ""
+
+
+def _default(field: Field[Any]) -> str:
+    """Return a key's default in the notation of the command line."""
+    value = field.default_factory() if callable(field.default_factory) else field.default
+    if value == MISSING:
+        return "(needed)"
+    plain = value.value if isinstance(value, Enum) else value
+    return str(plain).lower() if isinstance(plain, bool) else str(plain) or '""'
+
+
+def reference_text() -> str:
+    """Return the configuration reference as Markdown."""
+    tops = [field for field in fields(RunConfig) if not is_dataclass(_kind(RunConfig, field.name))]
+    lines = [HEAD, "## Keys without a section", "", *_table([(f.name, RunConfig, f) for f in tops])]
+    for field in fields(RunConfig):
+        kind = _kind(RunConfig, field.name)
+        if is_dataclass(kind):
+            lines += [
+                "",
+                f"## {field.name}",
+                "",
+                _doc(kind),
+                "",
+                *_table(walk_keys(kind, field.name)),
+            ]
+        elif get_args(kind) and is_dataclass(get_args(kind)[-1]):
+            element = get_args(kind)[-1]
+            rows = _table(walk_keys(element, f"{field.name}[0]"))
+            lines += ["", f"## {field.name}", "", _doc(element), "", *rows]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _kind(section: Any, name: str) -> Any:
+    """Return the declared type of a key."""
+    return field_kinds(section)[name]
+
+
+def walk_keys(section: Any, prefix: str) -> Iterator[tuple[str, Any, Field[Any]]]:
+    """Yield every key below a section with its declaring section and field."""
+    for field in fields(section):
+        kind = _kind(section, field.name)
+        key = f"{prefix}.{field.name}"
+        if is_dataclass(kind):
+            yield from walk_keys(kind, key)
+            continue
+        yield key, section, field
+        element = get_args(kind)[-1] if get_args(kind) else None
+        if is_dataclass(element):
+            yield from walk_keys(element, f"{key}.NAME")
+
+
+def _table(rows: Iterable[tuple[str, Any, Field[Any]]]) -> list[str]:
+    """Return the rows of the reference's table for some keys."""
+    lines = ["| key | default | allowed values | meaning |", "|---|---|---|---|"]
+    for key, section, field in rows:
+        kind = _kind(section, field.name)
+        may_be = describe_kind(kind)
+        rule = _rule(kind, field).removeprefix("must be ")
+        may_be += f", {rule}" if rule else ""
+        text = f"{field.metadata['text']} {' '.join(_options(kind).split())}".rstrip()
+        text += f" {LIVE}" if is_live(key) else ""
+        cells = (f"`{key}`", f"`{_default(field)}`", may_be, text)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return lines
+
+
+def _doc(section: Any) -> str:
+    """Return the docstring of a section in one line."""
+    return " ".join((getdoc(section) or "").split())

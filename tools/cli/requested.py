@@ -1,0 +1,80 @@
+"""The configuration for a request: a named config, or the stored config of a run."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.config.knobs import FILE_NAME, PATH
+from common.config.load import find_config, load_config, override_value
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+from common.text import known_hint
+from tools.cli.command_line import ParsedCommand
+
+DEFAULT_CONFIG = "quickstart"
+
+
+def belongs_to_no_run(request: ParsedCommand) -> bool:
+    """Return whether the request names neither a config nor a run."""
+    keys = ("run.name", "run.dir")
+    named = [key for key in keys if override_value(request.overrides, key) is not None]
+    return request.config is None and not named
+
+
+def load_named(request: ParsedCommand, *, root: Path, defaults: Sequence[str] = ()) -> RunConfig:
+    """Return the config of a request: overrides come after `defaults`; a named run uses its own."""
+    overrides = [*defaults, *request.overrides]
+    if request.config is None and (name := override_value(overrides, "run.name")) is not None:
+        own = own_config(overrides, name, root=root)
+        if own.is_file():
+            return load_config(str(own), overrides, root=root)
+    named = request.config or DEFAULT_CONFIG
+    return load_config(named, overrides, root=root, is_dry=request.is_dry)
+
+
+def load_joined(request: ParsedCommand, *, root: Path) -> RunConfig:
+    """Return the config of the run that a role joins, or that a command reads.
+
+    Without `run.name` it is the run that `--config` names, or the latest one.
+
+    Raises:
+        ConfigError: there is no such run; the message names the nearest one. Only a scheduler
+            with `--config` begins a run.
+    """
+    overrides = request.overrides
+    name = override_value(overrides, "run.name")
+    if name is None and request.config is not None:
+        name = find_config(request.config, root=root).stem
+    if name is None:
+        latest = _folder(overrides, root=root) / "latest"
+        name = latest.resolve().name if latest.exists() else DEFAULT_CONFIG
+    own = own_config(overrides, name, root=root)
+    if own.is_file():
+        return load_config(str(own), overrides, root=root)
+    if request.command == "scheduler" and request.config is not None:
+        return load_config(request.config, overrides, root=root)
+    # A wrong key is reported before a missing run.
+    load_config(request.config or DEFAULT_CONFIG, overrides, root=root)
+    raise ConfigError(f"run.name={name}: no such run in {own.parents[1]}/{_nearest_run(own)}")
+
+
+def _folder(overrides: Sequence[str], *, root: Path) -> Path:
+    """Return the folder of the runs: `run.dir`, or the default."""
+    folder = override_value(overrides, "run.dir")
+    if folder is not None and not PATH.fits(folder):
+        raise ConfigError(f"run.dir={folder!r:.100}: must be {PATH.phrase}")
+    return root / (folder or "runs")
+
+
+def own_config(overrides: Sequence[str], name: str, *, root: Path) -> Path:
+    """Return the path of a run's configuration. Raises: ConfigError: not a valid run name."""
+    if not FILE_NAME.fits(name):  # The name becomes part of a path.
+        raise ConfigError(f"run.name={name!r:.100}: must be {FILE_NAME.phrase}")
+    return _folder(overrides, root=root) / name / "config.yaml"
+
+
+def _nearest_run(own: Path) -> str:
+    """Return a hint for an unknown run: the most similar name, or how to start a run."""
+    known = sorted({path.parent.name for path in own.parents[1].glob("*/config.yaml")} - {"latest"})
+    if not known:
+        return ", which has no run; start one with `train`"
+    return known_hint(own.parent.name, known, form=str)

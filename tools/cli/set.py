@@ -1,0 +1,127 @@
+"""The command `set` of a run's owner: change live keys while the run works."""
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from common.config.keys import dotted
+from common.config.live.keys import check_effect, check_live, text_at, with_values
+from common.config.run_config import RunConfig
+from common.errors import ConfigError, LongstrideError, WireError
+from common.store.run_dir import RunDir
+from common.wire.config_messages import ConfigChanged, ConfigRequest
+from common.wire.following_dealer import FollowingDealer
+from common.wire.messages import Rejected
+from common.wire.security import load_keys
+from tools.cli.command_line import ParsedCommand
+
+CHOICE = ("run.name", "run.dir")  # Keys that choose the run.
+CONNECT_S = 5.0
+ANSWER_S = 20.0  # Seconds without any answer after which the scheduler counts as lost.
+REPEAT_S = 5.0  # Seconds between two sends of the same request: the scheduler may restart.
+POLL_S = 0.05
+
+
+def set_keys(
+    request: ParsedCommand,
+    *,
+    root: Path,
+    load: Callable[[ParsedCommand], RunConfig],
+    echo: Callable[[str], object],
+    answer_s: float = ANSWER_S,
+) -> int:
+    """Change the keys of the request in a running run; return the exit code.
+
+    It returns once the change is in force for new groups, at the next step boundary.
+
+    Raises:
+        ConfigError: a key is not live, a value is wrong, or the run does not work.
+        LongstrideError: the scheduler stopped answering.
+    """
+    given = [word for word in request.overrides if dotted(word.partition("=")[0]) in CHOICE]
+    wanted = [word for word in request.overrides if word not in given]
+    cfg = load(replace(request, overrides=given))
+    new = _new_values(cfg, wanted)
+    run_dir = RunDir(root=root / cfg.run.dir / cfg.run.name)
+    if not new:
+        echo(f"{run_dir.root}: the run has these values already")
+        return 0
+    old = {key: text_at(cfg, key) for key in new}
+    message = ConfigRequest(request=secrets.token_hex(8), old=old, new=new)
+    try:
+        done = _ask(run_dir, message, echo=echo, answer_s=answer_s)
+    except WireError as error:  # The run's code is older, and has no live keys.
+        raise ConfigError(f"set: {error}") from error
+    shown = ", ".join(f"{key} {old[key]} -> {value}" for key, value in new.items())
+    echo(f"{run_dir.root}: change {done.number} is in force after step {done.step}: {shown}")
+    return 0
+
+
+def _new_values(cfg: RunConfig, wanted: list[str]) -> dict[str, str]:
+    """Return the keys that change, with their new values. Raises: ConfigError."""
+    if not wanted:
+        raise ConfigError("set: give a live key, such as: run.py set run.name=a learner.lr=1e-5")
+    for word in wanted:
+        key, equals, _ = word.partition("=")
+        if not equals:
+            raise ConfigError(f"{word}: a change is key=value, like learner.lr=1e-5")
+        check_live(key)
+    given = dict(word.split("=", 1) for word in wanted)
+    changed = with_values(cfg, given)
+    for key in given:
+        check_effect(changed, key)
+    keys = [dotted(key) for key in given]
+    return {
+        key: text_at(changed, key) for key in keys if text_at(changed, key) != text_at(cfg, key)
+    }
+
+
+def _ask(
+    run_dir: RunDir, message: ConfigRequest, *, echo: Callable[[str], object], answer_s: float
+) -> ConfigChanged:
+    """Send a request, and wait until the change is in force; return the scheduler's answer."""
+    where = f"{run_dir.root}: is the run working?"
+    if not run_dir.keys.is_dir() or run_dir.find_address("scheduler") is None:
+        raise ConfigError(f"{where} It has no scheduler. `train` accepts other values at its start")
+    context: Any = zmq.Context()
+    dealer = FollowingDealer(run_dir, "scheduler", load_keys(run_dir.keys), context=context)
+    try:
+        dealer.connect(timeout_s=CONNECT_S)
+        return _wait(dealer, message, where=where, echo=echo, answer_s=answer_s)
+    finally:
+        dealer.close(linger_s=0.0)
+        context.term()
+
+
+def _wait(
+    dealer: FollowingDealer,
+    message: ConfigRequest,
+    *,
+    where: str,
+    echo: Callable[[str], object],
+    answer_s: float,
+) -> ConfigChanged:
+    """Send a request again and again until it is answered for good."""
+    send_at = 0.0
+    is_accepted = False
+    heard_at = time.monotonic()
+    while time.monotonic() - heard_at < answer_s:
+        if dealer.follow() or time.monotonic() >= send_at:
+            dealer.send(message)
+            send_at = time.monotonic() + REPEAT_S
+        for answer in dealer.take_all():
+            heard_at = time.monotonic()
+            if isinstance(answer, Rejected):
+                raise ConfigError(answer.reason)
+            if isinstance(answer, ConfigChanged) and answer.number >= 0:
+                return answer
+            if not is_accepted:
+                is_accepted = True
+                echo(f"accepted after step {answer.step}; waiting for the next step boundary")
+        time.sleep(POLL_S)
+    raise LongstrideError(f"{where} The scheduler sent no answer within {answer_s:g} s")

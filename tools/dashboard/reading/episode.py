@@ -1,0 +1,193 @@
+"""A trajectory for display: segments of tokens with the text and statistics of each token."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from common import segments as rows
+from common.config.evaluation import AgentFormat
+from common.errors import ConfigError
+from common.formats.answers import read_any
+from common.formats.scripted import actions_of
+from common.segments import Aside
+from common.wire.messages import PolicyKind, Trajectory
+
+STD_EPSILON = 1e-6  # The same value as in the learner.
+NUM_SHOWN = 24  # Number of tokens shown from the first difference on.
+UNKNOWN_ACTION = "(action not in the journal)"
+
+
+class Texts(Protocol):
+    """Decoder of token ids."""
+
+    def texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the text that each token adds."""
+        ...
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Return the joined text of tokens, without special tokens. Raises: ConfigError."""
+        ...
+
+
+class ScriptedTexts:
+    """Texts of a scripted policy's actions. Each action is one synthetic token."""
+
+    def __init__(self, actions: Sequence[str]) -> None:
+        self._actions = actions
+
+    def texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the action of each token."""
+        num = len(self._actions)
+        return [self._actions[each] if 0 <= each < num else UNKNOWN_ACTION for each in token_ids]
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Return the joined text of the actions. Raises: ConfigError: an action is unknown."""
+        if not all(0 <= each < len(self._actions) for each in token_ids):
+            raise ConfigError(
+                "The actions of this policy are not in the journal of an older version."
+            )
+        return "".join(self.texts(token_ids))
+
+
+def texts_for(trajectory: Trajectory, texts: Texts) -> Texts:
+    """Return the decoder of an episode's tokens; `texts` decodes those of the model."""
+    is_model = trajectory.policy is PolicyKind.MODEL
+    return texts if is_model else ScriptedTexts(actions_of(trajectory))
+
+
+def segments_of(trajectory: Trajectory, texts: Texts) -> list[dict[str, Any]]:
+    """Return the prompt of each segment, then actions and observations in turn.
+
+    Each part has its `kind`, its `turn` and the `texts` of its tokens. A sampled part also has
+    their `logprobs` (nats) and their `versions` as runs [version, number of tokens]. An action also
+    has the flag `invalid`. Further kinds are plans, reflections, summaries, and the starts and ends
+    of branches.
+    """
+    t = trajectory
+    num = len(t.token_ids)
+    starts = {part.start for part in rows.segments_of(t)}
+    asides = {first: Aside(kind).name.lower() for first, _, kind in rows.asides_of(t)}
+    edges = {*starts, *(np.flatnonzero(np.diff(t.loss_mask)) + 1).tolist(), num}
+    # A scripted policy has no observations between its actions.
+    if t.policy is not PolicyKind.MODEL:
+        edges.update((np.flatnonzero(np.diff(t.turn_ids)) + 1).tolist())
+    edges = sorted(edges.union(*(each[:2] for each in rows.asides_of(t))))
+    texts = texts_for(t, texts)
+    found: list[dict[str, Any]] = []
+    for start, end in itertools.pairwise(edges):
+        turn = int(t.turn_ids[start])
+        span = slice(start, end)
+        observed = "prompt" if start in starts else "observation"
+        segment: dict[str, Any] = {
+            "kind": asides.get(start) or ("action" if t.loss_mask[start] else observed),
+            "turn": turn,
+            "start": start,
+            "texts": texts.texts(t.token_ids[span].tolist()),
+        }
+        if t.loss_mask[start]:
+            logprobs = np.nan_to_num(np.asarray(t.logprobs[span], np.float64))
+            segment["logprobs"] = np.round(logprobs, 4).tolist()
+            segment["versions"] = runs_of(t.versions[span])
+            is_known = turn < len(t.invalid_turns) and start not in asides
+            segment["invalid"] = bool(t.invalid_turns[turn]) if is_known else False
+            segment["score"] = float(t.turn_scores[turn]) if is_known else None
+        found.append(segment)
+    return found
+
+
+def recorded_of(
+    trajectory: Trajectory, texts: Texts, *, style: str, format: AgentFormat = AgentFormat.PLAIN
+) -> dict[str, Any]:
+    """Return the data to replay an episode (`RecordedEpisode`).
+
+    Args:
+        style, format: `envhub.style` and `actor.format` of the run.
+
+    Raises: ConfigError: its actions are unknown.
+    """
+    t = trajectory
+    is_model = t.policy is PolicyKind.MODEL
+    texts = texts_for(t, texts)
+    is_action = t.loss_mask.copy()
+    for start, end, _ in rows.asides_of(t):
+        is_action[start:end] = False
+    turns = [t.turn_ids == turn for turn in range(t.num_turns)]
+    return {
+        **{"env": t.env, "item": t.item_id, "style": style},
+        "actions": [
+            read_any(
+                format if is_model else AgentFormat.PLAIN,
+                texts.text(t.token_ids[_acted(t, each & is_action)].tolist()),
+            )
+            for each in turns
+        ],
+        "shown": [
+            "".join(texts.texts(t.token_ids[each & ~t.loss_mask].tolist()))
+            for each in turns
+            if is_model  # A scripted policy gets no observations.
+        ],
+        **{"scores": t.turn_scores.tolist(), "states": t.turn_states.tolist()},
+    }
+
+
+def _acted(t: Trajectory, turn: np.ndarray) -> np.ndarray:
+    """Return the indices of a turn's action tokens [num]: its last run of sampled tokens.
+
+    Earlier samples of the turn are no actions: summaries, and the start or end of a branch.
+    """
+    chosen = np.flatnonzero(turn & t.loss_mask)
+    starts = [part.start for part in rows.segments_of(t)]
+    is_first = np.diff(chosen, prepend=-2) > 1
+    is_first |= np.isin(chosen, starts)
+    return chosen[np.flatnonzero(is_first)[-1] :] if chosen.size else chosen
+
+
+def runs_of(values: np.ndarray) -> list[list[int]]:
+    """Return [value, length] of each run of equal values."""
+    if not len(values):
+        return []
+    edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
+    return [[int(values[a]), b - a] for a, b in itertools.pairwise(edges)]
+
+
+def group_advantages(
+    worth: Sequence[float], *, baseline: str, normalize_std: bool
+) -> list[float] | None:
+    """Return the advantage of each member of a group; None for fewer than two members.
+
+    Args:
+        worth: shaped rewards.
+        baseline: `algorithm.baseline`: leave_one_out, or the mean of all members.
+
+    The learner computes the same values, before it assigns credit to turns.
+    Source: RLOO, arXiv:2402.14740; GRPO, arXiv:2402.03300.
+    """
+    if len(worth) < 2:
+        return None
+    values = np.asarray(worth, np.float64)
+    centred = values - values.mean()
+    if baseline == "leave_one_out":
+        centred = centred * len(values) / (len(values) - 1)
+    if normalize_std:
+        centred = centred / (values.std() + STD_EPSILON)
+    return [round(float(value), 6) for value in centred]
+
+
+def first_difference(one: Trajectory, other: Trajectory, texts: Texts) -> dict[str, Any] | None:
+    """Return the first difference between two trajectories; None if they are equal."""
+    known = texts_for(one, texts)
+    texts = texts_for(other, texts)
+    num = min(len(one.token_ids), len(other.token_ids))
+    differs = np.flatnonzero(one.token_ids[:num] != other.token_ids[:num])
+    if not differs.size and len(one.token_ids) == len(other.token_ids):
+        return None
+    at = int(differs[0]) if differs.size else num
+    longer = other if len(other.token_ids) > at else one
+    return {
+        "token": at,
+        "turn": int(longer.turn_ids[at]),
+        "first": "".join(known.texts(one.token_ids[at : at + NUM_SHOWN].tolist())),
+        "this": "".join(texts.texts(other.token_ids[at : at + NUM_SHOWN].tolist())),
+    }

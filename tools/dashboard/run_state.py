@@ -1,0 +1,100 @@
+"""The state of a run in one line: finished, stopped, or its current activity."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from common.config.run_config import RunConfig
+from common.cpu import cpu_seconds
+from common.host.lock import is_held
+from common.store.run_dir import RunDir
+from common.store.run_start import load_finished
+from common.store.status.json_files import as_map, json_object
+from common.store.status.members import node_lines
+from learner.journal.copies import copy_state
+from learner.journal.metrics import tail_metrics
+from tools.dashboard.run_view import SILENT_S, WINDOW_STEPS, RunView
+from tools.dashboard.verdict import judge
+from tools.dashboard.words import ledger_line, plain, status_line
+
+GOES_ON = "the same command resumes the run"
+
+
+def state_line(run_dir: RunDir, view: RunView) -> str:
+    """Return the state line of the command `status`."""
+    if run_dir.finished.exists():
+        result = load_finished(run_dir)["result"]
+        return "; ".join(filter(None, [f"finished: step {view.step}/{view.num_steps}", result]))
+    # Roles can also be started one by one, without a launcher that holds the run's lock.
+    is_written = view.silent_s is not None and view.silent_s <= SILENT_S
+    if is_written or is_held(run_dir.root):
+        return status_line(view)
+    return f"stopped at step {view.step}/{view.num_steps}; {GOES_ON}"
+
+
+def details(cfg: RunConfig, run_dir: RunDir) -> list[str]:
+    """Return the further lines of `status`: ledger, causes, processor time, nodes and limit."""
+    ledger = json_object(run_dir.ledger)
+    counts = ledger_line({k: v for k, v in ledger.items() if isinstance(v, int)})
+    causes = [f"{name} {num}" for name, num in sorted(as_map(ledger.get("causes")).items())]
+    tail = tail_metrics(run_dir.metrics, num_steps=WINDOW_STEPS)
+    status = json_object(run_dir.status)
+    verdict = judge(tail, asdict(cfg), {} if run_dir.finished.exists() else status)
+    lines = [counts and f"episodes: {counts}", causes and f"causes: {', '.join(causes)}"]
+    lines.append(_cpu_line(run_dir))
+    lines.append(copy_line(run_dir) if copy_state(run_dir) else "")
+    lines += node_lines(status)
+    lines.append(_change_line(status))
+    return [plain(str(line)) for line in [*lines, f"limit: {verdict.sentence}"] if line]
+
+
+def _change_line(status: Mapping[str, Any]) -> str:
+    """Return the last change of live keys; "" without one."""
+    last = as_map(as_map(status.get("live_config")).get("last"))
+    old = as_map(last.get("old"))
+    changes = [f"{key} {old.get(key)} -> {value}" for key, value in as_map(last.get("new")).items()]
+    if not changes:
+        return ""
+    return f"live change {last.get('number')} after step {last.get('step')}: {', '.join(changes)}"
+
+
+def _cpu_line(run_dir: RunDir) -> str:
+    """Return the processor time of the roles; "" if it was not measured."""
+    used = sorted(cpu_seconds(run_dir).items(), key=lambda each: -each[1])
+    if not used:
+        return ""
+    trained = json_object(run_dir.ledger).get("trained")
+    total = sum(seconds for _, seconds in used)
+    each = f", {total / trained:.3g} s per trained episode" if trained else ""
+    roles = ", ".join(f"{role} {seconds / total:.0%}" for role, seconds in used if seconds)
+    return f"processor time: {total:.0f} s{each} ({roles})"
+
+
+def copy_line(run_dir: RunDir, *, is_whole: bool = False) -> str:
+    """Return one line about the run's copy in a store.
+
+    Args:
+        is_whole: whether the copy is known to be complete.
+    """
+    found = json_object(run_dir.root / "copies.json")
+    where = f"the copy at {found.get('to') or 'the store'}"
+    if is_whole:
+        return f"{where} is complete"
+    age_s = max(0.0, time.time() - float(found.get("copied_at") or time.time()))
+    lag = f"lacks {float(found.get('lag_bytes') or 0) / 1e6:.1f} MB of the journal"
+    failed = f"; the store fails: {found['error']}" if found.get("error") else ""
+    return f"{where} {lag}, it is {age_s:.0f} s old{failed}"
+
+
+def stop_line(run_dir: RunDir, step: int) -> str:
+    """Return the last line of a run that was interrupted after `step`."""
+    complete = run_dir.checkpoints.glob("step-*/COMPLETE")
+    numbers = [path.parent.name.removeprefix("step-") for path in complete]
+    saved = max((int(number) for number in numbers if number.isdigit()), default=None)
+    if saved is None and step == 0:
+        return f"stopped before the first step; {GOES_ON}"
+    if saved is None or saved < step:
+        last = "no checkpoint" if saved is None else f"the last checkpoint at step {saved}"
+        return f"stopped at step {step} with {last}; {GOES_ON} and repeats the later steps"
+    return f"stopped with a checkpoint at step {saved}; {GOES_ON}"

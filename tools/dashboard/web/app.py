@@ -1,0 +1,164 @@
+"""The dashboard's pages and API. It only reads run directories."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.middleware.gzip import GZipMiddleware
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from fastapi.staticfiles import StaticFiles
+
+from common.errors import ConfigError, WireError
+from tools.dashboard.prometheus.page import add_metrics_page
+from tools.dashboard.reading.query import KEYS, PAGE
+from tools.dashboard.reading.run_source import RunSource
+from tools.dashboard.reading.sources import Source
+from tools.dashboard.web.access import AccessMiddleware
+from tools.dashboard.web.fleet import fleet
+from tools.dashboard.web.overview import compare, drawn_names, overview
+from tools.dashboard.web.play import PlayService, add_play
+from tools.dashboard.web.watch import SourceRefresher
+
+STATIC = Path(__file__).with_name("static")
+MAX_PAGE = 1000
+MAX_COMPARED = 16
+EVENT_S = 1.0  # Minimum interval between two events.
+BEAT_S = 15.0  # After this time without an event, a comment line keeps the connection open.
+
+
+def make_app(
+    watch: SourceRefresher, access: AccessMiddleware, table: PlayService | None = None
+) -> FastAPI:
+    """Return the application over the watched sources; without a table there are no play routes."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.middleware("http")(access)
+    app.add_middleware(GZipMiddleware, minimum_size=2048, compresslevel=1)
+    app.add_api_route("/", _index)
+    app.add_api_route("/favicon.ico", lambda: FileResponse(STATIC / "icon.svg"))
+    for path, answer in (
+        ("/api/runs", _runs),
+        ("/api/run/{name}", _overview),
+        ("/api/run/{name}/metrics", _metrics),
+        ("/api/run/{name}/fleet", _fleet),
+        ("/api/run/{name}/episodes", _episodes),
+        ("/api/run/{name}/episode", _episode),
+        ("/api/run/{name}/group", _group),
+        ("/api/compare", _compare),
+        ("/api/events", _events),
+    ):
+        app.add_api_route(path, answer)
+    add_metrics_page(app, watch.sources.run_folders)
+    if table is not None:
+        add_play(app, table)
+    app.mount("/static", StaticFiles(directory=STATIC), name="static")
+    app.add_exception_handler(ConfigError, _answer_bad_request)
+    app.add_exception_handler(WireError, _answer_damaged)
+    app.state.watch = watch
+    return app
+
+
+async def _index() -> FileResponse:
+    return FileResponse(STATIC / "index.html")
+
+
+def _answer_bad_request(_: Request, error: Exception) -> JSONResponse:
+    """Return a 400 with the error's text."""
+    return JSONResponse({"error": str(error)}, status_code=400)
+
+
+def _answer_damaged(_: Request, error: Exception) -> JSONResponse:
+    """Return a 422 for a damaged record."""
+    return JSONResponse({"error": f"The record is damaged: {error}"}, status_code=422)
+
+
+def _source(request: Request, name: str) -> Source:
+    """Return a source by its name; 404 if there is none."""
+    try:
+        return request.app.state.watch.ask(name)
+    except KeyError:
+        raise HTTPException(404, f"{name}: no such run.") from None
+
+
+def _run(request: Request, name: str) -> RunSource:
+    """Return a run by its name; 404 if there is none, or for a file of conversations."""
+    source = _source(request, name)
+    if not isinstance(source, RunSource):
+        raise HTTPException(404, f"{name} is a conversation file, which has episodes only.")
+    return source
+
+
+def _runs(request: Request) -> list[dict[str, Any]]:
+    """Return the entries of the list of runs."""
+    watch: SourceRefresher = request.app.state.watch
+    return [each.summary() for each in watch.sources.list_all()]  # Only opened runs are read.
+
+
+def _overview(request: Request, name: str) -> dict[str, Any]:
+    """Return the data of the Run view, or the summary of a conversation file."""
+    source = _source(request, name)
+    return overview(source) if isinstance(source, RunSource) else source.summary()
+
+
+def _metrics(request: Request, name: str, names: str = "") -> dict[str, Any]:
+    """Return the named series; without names, the series of the Run view."""
+    run = _run(request, name)
+    return run.metrics.series(names.split(",") if names else drawn_names(run.metrics.columns))
+
+
+def _fleet(request: Request, name: str) -> dict[str, Any]:
+    return fleet(_run(request, name))
+
+
+def _episodes(request: Request, name: str, start: int = 0, num: int = PAGE) -> dict[str, Any]:
+    """Return one page of a source's episodes that match the filters."""
+    source = _source(request, name)
+    wanted = {k: v for k, v in request.query_params.items() if k not in ("start", "num")}
+    found = source.page(wanted, start=max(0, start), num=max(0, min(num, MAX_PAGE)))
+    return found | {"keys": KEYS, "indexed": source.summary()["indexed"]}
+
+
+def _episode(request: Request, name: str, id: str) -> JSONResponse:
+    """Return one complete episode."""
+    try:
+        return JSONResponse(_source(request, name).episode(id))
+    except KeyError:
+        raise HTTPException(404, f"{id:.200}: run {name} has no such episode.") from None
+
+
+def _group(request: Request, name: str, id: str) -> JSONResponse:
+    """Return the members of a group."""
+    try:
+        return JSONResponse(_run(request, name).group(id))
+    except KeyError:
+        raise HTTPException(404, f"{id:.200}: run {name} has no such group.") from None
+
+
+def _compare(request: Request, runs: str) -> dict[str, Any]:
+    """Return the data of the Compare view."""
+    names = [name for name in re.split(r",", runs) if name][:MAX_COMPARED]
+    return compare([_run(request, name) for name in names])
+
+
+async def _events(request: Request) -> StreamingResponse:
+    """Send the page an event, at most once a second, when a source has changed."""
+    watch: SourceRefresher = request.app.state.watch
+
+    async def events() -> AsyncIterator[str]:
+        """Yield an event for each change, and a comment at intervals that keeps the connection."""
+        known = -1
+        silent_s = 0.0
+        while not await request.is_disconnected():
+            if watch.num_changes != known:
+                known = watch.num_changes
+                silent_s = 0.0
+                yield f"event: changed\ndata: {known}\n\n"
+            elif silent_s >= BEAT_S:
+                silent_s = 0.0
+                yield ": beat\n\n"
+            await asyncio.sleep(EVENT_S)
+            silent_s += EVENT_S
+
+    return StreamingResponse(events(), media_type="text/event-stream")

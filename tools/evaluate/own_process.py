@@ -1,0 +1,112 @@
+"""Plays given episodes with the checkpoint at `model.path`, in a separate process."""
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import secrets
+import signal
+from collections.abc import Sequence
+from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from actor.rollout.agent_runner import MakeAgents
+from common.config.run_config import ActorSection, ModelSection, RunConfig
+from common.errors import EngineError
+from common.formats.chat_template import fix_prompts
+from common.host.child_process import describe_exit
+from common.host.guardian import Guardian, inheriting, kill_marked
+from common.log import configure_logging
+from common.repository import ROOT
+from common.text import counted
+from tools.evaluate.planned import PlannedEpisode
+from tools.evaluate.play import PlayJob
+
+END_S = 10.0  # Seconds for the process to end after a signal.
+
+
+def play_given(
+    cfg: RunConfig,
+    plans: Sequence[PlannedEpisode],
+    url: str,
+    token: str,
+    folder: Path,
+    *,
+    make_agents: MakeAgents,
+) -> None:
+    """Play with the checkpoint at `model.path`, and write to the journal at `folder`."""
+    play_in_own_process(make_job(cfg, plans, url, token, folder), cfg, make_agents=make_agents)
+
+
+def make_job(
+    cfg: RunConfig, plans: Sequence[PlannedEpisode], url: str, token: str, journal: Path
+) -> PlayJob:
+    """Return the job of playing `plans` once at the hub at `url`."""
+    return PlayJob(
+        plans=plans,
+        hub_url=url,
+        token=token,
+        env_timeout_s=cfg.actor.env_timeout_s,
+        style=cfg.envhub.style,
+        episode_timeout_s=cfg.actor.episode_timeout_s,
+        journal=journal,
+    )
+
+
+def play_in_own_process(job: PlayJob, cfg: RunConfig, *, make_agents: MakeAgents | None) -> None:
+    """Play the job with the checkpoint at `model.path` in a separate process.
+
+    An engine leaves state in its process (distributed groups, memory), which is freed only when the
+    process ends.
+
+    Raises: EngineError: the process failed; its log has the reason.
+    """
+    context = multiprocessing.get_context("spawn")
+    given = (job, cfg.model, cfg.actor, cfg.run.seed, cfg.log.level, make_agents)
+    process = context.Process(target=_play_process, args=given, name="play")
+    mark = secrets.token_hex(16)
+    resource_tracker.ensure_running()  # Started without the mark, because it outlives the process.
+    with contextlib.closing(Guardian()) as guardian:
+        # The process has no group of its own until it has loaded this module.
+        guardian.add_mark(mark)
+        with inheriting(mark):
+            process.start()
+        try:
+            process.join()
+        finally:
+            _end(process)
+            kill_marked(mark)
+    if (code := process.exitcode or 0) != 0:
+        raise EngineError(
+            f"the process that played {counted(len(job.plans), 'episode')} failed:"
+            f" {describe_exit(code)}"
+        )
+
+
+def _end(process: BaseProcess) -> None:
+    """Stop the process group of the process and its engine."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if not process.is_alive():
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.ident or 0, number)
+        process.join(END_S)
+
+
+def _play_process(
+    job: PlayJob,
+    model: ModelSection,
+    actor: ActorSection,
+    seed: int,
+    log_level: str,
+    make_agents: MakeAgents | None,
+) -> None:
+    """Play the job; this is the main function of the separate process."""
+    os.setsid()  # One signal to the group also stops the engine.
+    # Imported here, because it loads the engine.
+    from tools.evaluate.engine_player import play_with_engine
+
+    configure_logging("play", log_level)
+    fix_prompts(model, ROOT)
+    asyncio.run(play_with_engine(job, model, actor, seed=seed, make_agents=make_agents))

@@ -1,0 +1,132 @@
+"""Checks before `sft`, `dpo` and `evolve` start."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.config.compute import Offload
+from common.config.load import override_value
+from common.config.offline import SftSection
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+from common.host.machine import GIB, check_compiler, memory_bytes
+from common.host.temporary import check_temporary_room
+from learner.policy.trainable import check_trainable
+from learner.wandb_mode import check_mode
+from tools.checks.learner_start import check_networks
+from tools.checks.preflight import check, check_disk, check_model
+from tools.cli.command_line import ParsedCommand
+from tools.exchange.records import as_conversation, preference_of, read_records, tokens_of
+
+SHIPPED_POLICIES = Path("configs") / "policies"  # Folder below the repository.
+
+
+def check_sft(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
+    """Check that `sft` can start.
+
+    Raises:
+        ConfigError: the demonstrations or the initial policy are incomplete, or the output would
+            overwrite one of the project's own policies.
+    """
+    if not cfg.sft.demonstrations and missing:
+        raise ConfigError("; ".join(missing))
+    _check_offline(cfg)
+    if cfg.sft.from_scratch:
+        _check_size_from_scratch(cfg.sft)
+    else:
+        check_model(cfg.model.path, root)
+        check_trainable(root / cfg.model.path, shown=cfg.model.path)
+    output = (root / cfg.sft.output).resolve() if cfg.sft.output else root
+    if output.is_relative_to((root / SHIPPED_POLICIES).resolve()) and not cfg.sft.overwrite:
+        raise ConfigError(
+            f"sft.output={cfg.sft.output}: this folder has policies that ship with the project."
+            " To overwrite them, give sft.overwrite=true; otherwise use another sft.output"
+        )
+    check_disk(root / cfg.run.dir / cfg.run.name)
+    check_base(cfg, root)
+    if cfg.sft.demonstrations:
+        _check_episodes(cfg.sft.demonstrations, root, key="sft.demonstrations")
+
+
+def check_model_is_used(request: ParsedCommand, cfg: RunConfig) -> None:
+    """Check that `sft` reads a model that its command line names. Raises: ConfigError."""
+    folder = override_value(request.overrides, "model.path")
+    if folder is not None and cfg.sft.from_scratch:
+        raise ConfigError(
+            f"model.path={folder}: sft.from_scratch=true makes new weights and reads no model. Give"
+            " sft.from_scratch=false to train this model"
+        )
+
+
+def check_base(cfg: RunConfig, root: Path) -> None:
+    """Check the network that `sft` begins with. Raises: ConfigError: as `check_networks`."""
+    if not cfg.sft.from_scratch:
+        check_networks(cfg, root, is_offline=True)
+    elif cfg.learner.lora.rank:
+        raise ConfigError(
+            f"learner.lora.rank={cfg.learner.lora.rank}: sft.from_scratch=true makes a policy"
+            " without a base model for adapters. Set learner.lora.rank=0 or sft.from_scratch=false."
+        )
+
+
+def check_dpo(cfg: RunConfig, root: Path) -> None:
+    """Check that `dpo` can start. Raises: ConfigError: the model or the pairs are missing."""
+    _check_offline(cfg)
+    check_model(cfg.model.path, root)
+    check_trainable(root / cfg.model.path, shown=cfg.model.path)
+    check_networks(cfg, root, is_offline=True)
+    if not cfg.dpo.data:
+        raise ConfigError(
+            "dpo.data is not set. Set it to a run directory or to a file of episodes."
+        )
+    _check_episodes(cfg.dpo.data, root, key="dpo.data")
+
+
+def check_evolve(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
+    """Check that `evolve` can start. Raises: ConfigError: as `check`."""
+    _check_offline(cfg)
+    check(cfg, root, missing=missing)
+    check_networks(cfg, root, is_offline=True)
+
+
+def _check_episodes(name: str, root: Path, *, key: str) -> None:
+    """Check that a source of episodes exists and that the first record of a file has a known form.
+
+    Raises: ConfigError: it names the file, the record and the forms.
+    """
+    path = root / name
+    if not path.exists():
+        raise ConfigError(f"{key}={name}: no such file or folder. Give a run directory or a file")
+    if path.is_dir():
+        return
+    for place, record in read_records(path)[:1]:
+        if key == "dpo.data" and preference_of(record, place):
+            return
+        if not tokens_of(record, place) and isinstance(record, dict):
+            as_conversation(record, place)
+
+
+def _check_offline(cfg: RunConfig) -> None:
+    """Check the settings that all offline commands share. Raises: ConfigError."""
+    check_mode(cfg.log, os.environ)
+    check_temporary_room()
+    if cfg.learner.offload is Offload.OPTIMIZER:
+        raise ConfigError(
+            "learner.offload=optimizer: sft, dpo and evolve do not support it. Use"
+            " learner.offload=none with adapters (learner.lora.rank=16) or learner.moments=8bit"
+        )
+    if cfg.learner.compile:
+        check_compiler("learner.compile=true")
+
+
+def _check_size_from_scratch(sft: SftSection) -> None:
+    """Check that a new policy fits in memory: weights, gradients and two moments."""
+    layer = 4 * sft.hidden_size**2 + 3 * sft.hidden_size * sft.intermediate_size
+    needed = 16 * (sft.num_layers * layer + sft.vocab_size * sft.hidden_size)
+    total, _ = memory_bytes()
+    if 0 < total < needed:
+        sizes = f"sft.num_layers={sft.num_layers}, intermediate_size={sft.intermediate_size}"
+        raise ConfigError(
+            f"sft.hidden_size={sft.hidden_size}: with {sizes} and vocab_size={sft.vocab_size}, the"
+            f" policy needs {needed / GIB:,.0f} GiB; this machine has {total / GIB:,.0f} GiB"
+        )

@@ -1,0 +1,130 @@
+"""The offline training commands `sft`, `dpo`, `evolve` and `merge`, and the items of `eval`."""
+
+import itertools
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from common.config.curriculum import subsets_in_use
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+from common.join.shards import check_whole
+from common.store.run_dir import RunDir
+from common.store.run_start import save_config
+from learner.journal.metrics import MetricsWriter
+from learner.policy.lora import ADAPTER_TENSORS, check_resumable, load_adapter
+from learner.training.checkpoint import newest_checkpoint
+from learner.wandb_sink import WandbSink
+from scheduler.curriculum.catalogue import HubCatalogue, fetch_catalogue, validate_tasks
+from tools.evaluate.planned import PlannedEpisode
+from tools.launch.hub import command_part, serve_hub
+from tools.offline import dpo, evolve, sft
+from tools.offline.heldout import plan_heldout
+from tools.offline.scratch import save_policy
+from tools.offline.training import Log, load_start
+
+# Arguments: config, URL of the hub, its token, path for the episodes.
+Collect = Callable[[RunConfig, str, str, Path], None]
+# Arguments: config with the playing model, episodes, URL of the hub, its token, journal folder.
+PlayGiven = Callable[[RunConfig, Sequence[PlannedEpisode], str, str, Path], None]
+
+
+@contextmanager
+def _logged(cfg: RunConfig, run_dir: RunDir, job: str) -> Generator[Log]:
+    """Yield a function that logs the metrics of an optimizer step.
+
+    They appear in metrics.jsonl of the command's folder, and in a wandb run of the job.
+    """
+    run_dir.root.mkdir(parents=True, exist_ok=True)
+    save_config(cfg, run_dir.config)
+    metrics = MetricsWriter(run_dir, [WandbSink(run_dir, cfg, job=job)])
+    numbers = itertools.count(1)
+    try:
+        yield lambda values: metrics.log(
+            next(numbers), {f"{job}/{k}": v for k, v in values.items()}
+        )
+    finally:
+        metrics.close()
+
+
+def make_policy(cfg: RunConfig, run_dir: RunDir, *, root: Path, collect: Collect) -> int:
+    """Train on demonstrations, collected first if none are given; return the exit code."""
+    output = cfg.sft.output or str(run_dir.root / "policy")
+    cfg = replace(cfg, sft=replace(cfg.sft, output=output))
+    cfg, part = command_part(cfg, run_dir, "sft")
+    path = Path(cfg.sft.demonstrations)
+    if not cfg.sft.demonstrations:
+        path = part.demonstrations
+        with serve_hub(cfg, part, root=root) as (url, token):
+            collect(cfg, url, token, path)
+    with _logged(cfg, part, "sft") as log:
+        print(f"policy: {sft.run(cfg, path, log=log)}")
+    return 0
+
+
+def prefer(cfg: RunConfig, run_dir: RunDir) -> int:
+    """Train on pairs of episodes; return the exit code."""
+    output = cfg.dpo.output or str(run_dir.root / "policy")
+    cfg, part = command_part(replace(cfg, dpo=replace(cfg.dpo, output=output)), run_dir, "dpo")
+    with _logged(cfg, part, "dpo") as log:
+        print(f"policy: {dpo.run(cfg, log=log)}")
+    return 0
+
+
+def merge(cfg: RunConfig, run_dir: RunDir) -> int:
+    """Write the newest adapters of a run, merged into their base; return the exit code.
+
+    Raises: ConfigError: the run has no checkpoint of adapters, or the base model is missing.
+    """
+    checkpoint = newest_checkpoint(run_dir.checkpoints)
+    if checkpoint is not None:
+        check_whole(checkpoint, key="run.name", shown=cfg.run.name)
+    if checkpoint is None or not (checkpoint / ADAPTER_TENSORS).exists():
+        raise ConfigError(
+            f"run.name={cfg.run.name}: {run_dir.checkpoints} has no checkpoint with adapters. Train"
+            " the run with learner.lora.rank above 0 first."
+        )
+    model, tokenizer = load_start(cfg.model.path, replace(cfg.learner, device="cpu"))
+    check_resumable(checkpoint, model, cfg.learner.lora)
+    load_adapter(model, checkpoint)
+    print(f"policy: {save_policy(run_dir.root / 'policy', model, tokenizer)}")
+    return 0
+
+
+def play_and_imitate(cfg: RunConfig, run_dir: RunDir, *, root: Path, play: PlayGiven) -> int:
+    """Play episodes and train on the successful ones, in iterations; return the exit code."""
+    output = cfg.evolve.output or str(run_dir.root / "policy")
+    cfg, part = command_part(
+        replace(cfg, evolve=replace(cfg.evolve, output=output)), run_dir, "evolve"
+    )
+    with serve_hub(cfg, part, root=root) as (url, token):
+        catalogue = _catalogue_of(cfg, url, token)
+
+        def play_iteration(now: RunConfig, iteration: int, folder: Path) -> None:
+            play(now, evolve.plan_episodes(now, catalogue, iteration), url, token, folder)
+
+        with _logged(cfg, part, "evolve") as log:
+            policy = evolve.run(cfg, run_dir.root, play=play_iteration, log=log)
+    print(f"policy: {policy}")
+    return 0
+
+
+def choose_held_out(
+    cfg: RunConfig, url: str, token: str, lists: Mapping[str, list[str]], turns: Mapping[str, int]
+) -> list[PlannedEpisode]:
+    """Return the held-out episodes of the hub's catalogue that `eval` plays."""
+    catalogue = _catalogue_of(cfg, url, token)
+    return plan_heldout(cfg.eval, cfg.tasks, catalogue, lists, turns)
+
+
+def _catalogue_of(cfg: RunConfig, url: str, token: str) -> HubCatalogue:
+    """Return the hub's catalogue.
+
+    Raises: ConfigError: it lacks a task or has no item at a distance.
+    """
+    subsets = subsets_in_use(cfg.curriculum, cfg.tasks)
+    timeout_s = cfg.actor.env_timeout_s
+    catalogue = fetch_catalogue(url, token=token, timeout_s=timeout_s, subsets=subsets)
+    validate_tasks(cfg.tasks, catalogue, cfg.curriculum)
+    return catalogue

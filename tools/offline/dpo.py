@@ -1,0 +1,219 @@
+"""Direct preference optimisation on whole episodes: loss on the agent's tokens of every turn.
+
+loss = -log sigmoid(beta * [(log pi - log ref)(chosen) - (log pi - log ref)(rejected)
+                           - keep_chosen * max(0, (log ref - log pi)(chosen))])
+"""
+
+import logging
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from common.config.learning import LearnerSection
+from common.config.offline import DpoSection
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+from learner.batch.batching import plan_microbatches
+from learner.objective.correction import sequence_sum
+from tools.offline.rows import Row, num_episodes, read_rows
+from tools.offline.scratch import save_policy
+from tools.offline.training import (
+    WEIGHT,
+    Log,
+    Sums,
+    choose_offline_compute,
+    ignore,
+    load_start,
+    row_logprobs,
+    train_epochs,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Two episodes of one item. The chosen one has the higher reward."""
+
+    chosen: Row
+    rejected: Row
+
+
+def run(cfg: RunConfig, *, log: Log = ignore) -> Path:
+    """Train `model.path` on the pairs found in `dpo.data`; return the new policy's folder.
+
+    Raises:
+        ConfigError: no data, or no item with episodes of different reward.
+    """
+    if not cfg.dpo.data:
+        raise ConfigError(
+            "dpo.data is not set. Set it to a run directory or to a file of episodes."
+        )
+    model, tokenizer = load_start(cfg.model.path, cfg.learner, max_tokens=cfg.actor.max_model_len)
+    rows = read_rows(
+        Path(cfg.dpo.data),
+        tokenizer=tokenizer,
+        max_tokens=cfg.actor.max_model_len,
+        key="dpo.data",
+        keep_thinking=cfg.actor.keep_thinking,
+    )
+    pairs = make_pairs(rows, cfg.dpo, seed=cfg.run.seed)
+    if not pairs:
+        raise ConfigError(
+            f"dpo.data={cfg.dpo.data}: no item has two episodes whose rewards differ by"
+            f" dpo.min_gap={cfg.dpo.min_gap:g} or more. Lower dpo.min_gap, or add episodes."
+        )
+    num_left = num_episodes([row for row in rows if row.num_segments > 1])
+    logger.info(
+        "made preference pairs=%d episodes=%d skipped_with_several_segments=%d",
+        len(pairs),
+        num_episodes(rows),
+        num_left,
+    )
+    train(model, pairs, cfg.dpo, cfg.learner, seed=cfg.run.seed, log=log)
+    return save_policy(Path(cfg.dpo.output), model, tokenizer)
+
+
+def make_pairs(rows: Sequence[Row], cfg: DpoSection, *, seed: int) -> list[Pair]:
+    """Return pairs of one item whose rewards differ by at least `min_gap`.
+
+    Of each item the `max_pairs_per_item` pairs with the largest gaps are kept. Of all pairs,
+    `max_pairs` are drawn in a random order that depends on the seed. No episode is on the same side
+    of two pairs of an item. An episode of several segments is in no pair, because its reward does
+    not belong to a single segment.
+    """
+    chooser = random.Random(seed)
+    by_item: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row.num_segments == 1:
+            by_item[row.item_id].append(row)
+    pairs: list[Pair] = []
+    for item_id in sorted(by_item):
+        members = by_item[item_id]
+        chooser.shuffle(members)
+        best = sorted(members, key=lambda row: -row.reward)
+        worst = sorted(members, key=lambda row: row.reward)
+        found = [
+            Pair(chosen=high, rejected=low)
+            for high, low in zip(best, worst, strict=True)
+            if high.reward - low.reward >= cfg.min_gap
+        ]
+        pairs += found[: cfg.max_pairs_per_item]
+    chooser.shuffle(pairs)
+    return pairs[: cfg.max_pairs or None]
+
+
+def train(
+    model: PreTrainedModel,
+    pairs: Sequence[Pair],
+    cfg: DpoSection,
+    learner: LearnerSection,
+    *,
+    seed: int,
+    log: Log = ignore,
+) -> list[dict[str, float]]:
+    """Train in place; return the metrics of every epoch.
+
+    The reference is the initial model. It scores all pairs once, before the first update, so that
+    memory holds one network only.
+    """
+    learner = choose_offline_compute(model, learner, cfg)
+    reference = _score_pairs(model, pairs, cfg, learner)  # [pair, 2]
+    generator = torch.Generator().manual_seed(seed)
+
+    def one_epoch() -> Iterator[list[list[int]]]:
+        """Yield the batches of an epoch, each in parts that fit the token budget."""
+        order = torch.randperm(len(pairs), generator=generator).tolist()
+        for start in range(0, len(order), cfg.batch_pairs):
+            batch = order[start : start + cfg.batch_pairs]
+            yield _parts([pairs[i] for i in batch], batch, learner)
+
+    def loss_of(part: Sequence[int], num_in_batch: int) -> tuple[Tensor, Sums]:
+        """Return the loss of a part, and its sums for the metrics."""
+        scores, likelihood = _pair_scores(model, [pairs[i] for i in part], cfg, learner)
+        before = reference[list(part)].to(scores.device)
+        losses, margins = preference_loss(
+            scores, before, beta=cfg.beta, keep_chosen=cfg.keep_chosen
+        )
+        sums = {
+            "loss": losses.detach().sum().item(),
+            "accuracy": (margins.sign() + 1).sum().item() / 2,  # An equal margin counts as half.
+            "margin": margins.detach().sum().item(),
+            WEIGHT: float(len(part)),
+        }
+        return (losses + cfg.sft_coef * likelihood).sum() / num_in_batch, sums
+
+    return train_epochs(
+        model,
+        cfg,
+        learner,
+        batches=one_epoch,
+        loss_of=loss_of,
+        max_grad_norm=learner.max_grad_norm,
+        log=log,
+    )
+
+
+def preference_loss(
+    scores: Tensor, reference: Tensor, *, beta: float, keep_chosen: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Return (losses, margins), both [pair].
+
+    Args:
+        scores: [pair, 2] log-probabilities of the chosen and the rejected episode, in nats.
+        reference: [pair, 2] the same under the reference.
+        beta: > 0; factor of the margin.
+        keep_chosen: >= 0; penalty in nats of margin for each nat that the chosen episode loses.
+
+    Returns:
+        Losses -log sigmoid(margin - beta * keep_chosen * chosen's loss), and margins
+        beta * (chosen's gain - rejected's gain).
+
+    Source: arXiv:2305.18290; keep_chosen is lambda of DPO-Positive, arXiv:2402.13228. Episodes of
+    one item share most of their tokens, so a lower probability of the rejected one also lowers the
+    chosen one.
+    """
+    gains = scores - reference
+    margins = beta * (gains[:, 0] - gains[:, 1])
+    lost = F.relu(-gains[:, 0])
+    return -F.logsigmoid(margins - beta * keep_chosen * lost), margins
+
+
+def _pair_scores(
+    model: PreTrainedModel, pairs: Sequence[Pair], cfg: DpoSection, learner: LearnerSection
+) -> tuple[Tensor, Tensor]:
+    """Return ([pair, 2] log-probabilities, [pair] negative log-likelihood per chosen token)."""
+    rows = [row for pair in pairs for row in (pair.chosen, pair.rejected)]
+    logprobs = row_logprobs(model, rows, learner)
+    counts = torch.tensor([int(row.mask[1:].sum()) for row in rows], device=logprobs.device)
+    owner = torch.repeat_interleave(torch.arange(len(rows), device=logprobs.device), counts)
+    totals = sequence_sum(logprobs, owner, len(rows))
+    means = totals / counts
+    scores = (means if cfg.normalize_length else totals).view(-1, 2)
+    return scores, -means.view(-1, 2)[:, 0]
+
+
+def _score_pairs(
+    model: PreTrainedModel, pairs: Sequence[Pair], cfg: DpoSection, learner: LearnerSection
+) -> Tensor:
+    """Return [pair, 2] log-probabilities under the model's current weights."""
+    scores = torch.zeros(len(pairs), 2)
+    for part in _parts(pairs, range(len(pairs)), learner):
+        with torch.no_grad():
+            found, _ = _pair_scores(model, [pairs[i] for i in part], cfg, learner)
+        scores[part] = found.cpu()
+    return scores
+
+
+def _parts(pairs: Sequence[Pair], names: Sequence[int], learner: LearnerSection) -> list[list[int]]:
+    """Return the names of the pairs in parts whose padded tokens fit the budget."""
+    lengths = [2 * max(len(p.chosen.token_ids), len(p.rejected.token_ids)) for p in pairs]
+    parts = plan_microbatches(lengths, max_tokens=learner.max_tokens_per_microbatch)
+    return [[names[i] for i in part] for part in parts]

@@ -1,0 +1,217 @@
+"""Rebuilds a run's trainer and replays its batches without engine, environment or scheduler."""
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+from transformers import AutoTokenizer
+
+from common.config.load import load_received
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+from common.repository import ROOT
+from common.segments import as_rows
+from common.store.run_dir import RunDir
+from common.wire.messages import EndReason, Trajectory
+from learner.batch.credit import samples_of
+from learner.ingest.group_assembly import Group
+from learner.policy.model import pick_device
+from learner.recovery.checksums import Start
+from learner.recovery.resume import groups_of, redo
+from learner.recovery.step_log import LoggedStep
+from learner.training.build import load_start, make_trainer
+from learner.training.checkpoint import Checkpoints
+from learner.training.digests import StepDigests
+from learner.training.rank_workers import RankWorkers
+from learner.training.trainer import TrainResult
+from tools.recompute.plan import JournalEpisodes, Plan
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeFilter:
+    """A filter of the episodes to train on. By default it keeps all."""
+
+    horizons: tuple[int, int] | None = None  # Minimum and maximum horizon of an episode.
+    dropped: frozenset[EndReason] = frozenset()  # End reasons of the episodes to leave out.
+
+    def of(self, groups: Sequence[Group]) -> list[Group]:
+        """Return the filtered groups. A group that is reduced to a single member is left out."""
+        left: list[Group] = []
+        for group in groups:
+            members = [each for each in group.members if self._keeps(each)]
+            if len(members) >= min(2, len(group.members)):
+                left.append(Group(group_id=group.group_id, members=members))
+        return left
+
+    def _keeps(self, trajectory: Trajectory) -> bool:
+        """Return whether an episode has a selected horizon and end."""
+        low, high = self.horizons or (0, trajectory.horizon)
+        return low <= trajectory.horizon <= high and trajectory.end_reason not in self.dropped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputedBatch:
+    """The result of one recomputed batch."""
+
+    step: LoggedStep
+    result: TrainResult | None  # None if the filter has left no episode.
+    digests: StepDigests | None
+    # [tokens] nats before training on the batch
+    logprobs: np.ndarray | None = field(repr=False, default=None)
+
+
+class Rebuilt:
+    """The trainer of a configuration, with its other ranks."""
+
+    def __init__(self, cfg: RunConfig, checkpoint: Path | None) -> None:
+        """Load a checkpoint, or the weights that the configuration names."""
+        # One node computes the steps of several.
+        learner = replace(cfg.learner, num_nodes=1, ranks_per_node=0)
+        self.cfg = cfg = replace(cfg, learner=learner)
+        device = pick_device(cfg.learner.device)
+        self._workers = RankWorkers(cfg, checkpoint)
+        try:
+            self._model, self._path = load_start(cfg, checkpoint, device)
+            self._workers.wait_loaded()
+            if device.type == "cpu":
+                torch.set_num_threads(max(1, cfg.learner.num_threads))
+            ranks = self._workers.join(cfg.learner)
+            self.trainer, self.version = make_trainer(
+                cfg, self._model, checkpoint, ranks=ranks, announce=self._workers.announce
+            )
+        except BaseException:
+            self._workers.stop()
+            raise
+
+    def save(self, folder: Path, version: int) -> Path:
+        """Write a checkpoint in the run's own format, and return it."""
+        tokenizer = AutoTokenizer.from_pretrained(self._path, local_files_only=True)
+        checkpoints = Checkpoints(folder, self.cfg.learner)
+        made = checkpoints.save(
+            version, model=self._model, tokenizer=tokenizer, trainer=self.trainer
+        )
+        checkpoints.wait()
+        return made
+
+    def close(self) -> None:
+        """Stop the other ranks."""
+        self._workers.stop()
+
+
+class Recomputation:
+    """Recomputes the batches of a plan in order, each with the settings of the start that counts.
+
+    Example: a learner computed steps 1 to 60 with rate 1e-3. It was stopped and resumed from the
+    checkpoint of step 50 with rate 5e-4. After step 50 this class saves a checkpoint, and continues
+    from it with rate 5e-4.
+    """
+
+    def __init__(self, plan: Plan, overrides: list[str], *, is_counterfactual: bool) -> None:
+        """Prepare the recomputation.
+
+        In a counterfactual the controller decides anew whether to skip a batch.
+
+        Raises: ConfigError: an override is wrong.
+        """
+        self._plan = plan
+        self._overrides = overrides
+        self._is_counterfactual = is_counterfactual
+        self._start = plan.start_of(plan.steps[0])
+        self._rebuilt: Rebuilt | None = None
+        # A wrong override raises here, before any computation.
+        self.cfg = config_of(plan.run_dir, self._start, overrides)
+        if self.cfg.algorithm.teacher.is_on:
+            raise ConfigError(
+                f"{plan.run_dir.root}: the run has a teacher (algorithm.teacher), and the teacher's"
+                " scores of its batches are not kept. Only runs without a teacher can be recomputed"
+            )
+        self._folder = Path(tempfile.mkdtemp(prefix="longstride-recompute-"))
+
+    def __enter__(self) -> "Recomputation":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._rebuilt is not None:
+            self._rebuilt.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def begin(self) -> Rebuilt:
+        """Load the starting weights of the plan."""
+        self._rebuilt = Rebuilt(self.cfg, self._plan.checkpoint)
+        return self._rebuilt
+
+    def run(
+        self, episodes: JournalEpisodes, only: EpisodeFilter, *, has_scores: bool
+    ) -> Iterator[RecomputedBatch]:
+        """Yield the result of each batch.
+
+        Args:
+            only: selects the episodes that a counterfactual trains on, and those that are scored.
+            has_scores: return the log-probabilities of each batch before it is trained on.
+
+        Raises: EpisodesMissing, and all errors of training.
+        """
+        for step in self._plan.steps:
+            rebuilt = self._as_computed(step)
+            groups = groups_of(step, episodes.take(step))
+            kept = only.of(groups)
+            logprobs = _score(rebuilt, kept) if has_scores else None
+            result = None
+            if not self._is_counterfactual:
+                result = redo(rebuilt.trainer, step, groups, rebuilt.cfg.algorithm)
+            elif kept:
+                trainer = rebuilt.trainer
+                version = step.version - (not step.is_skipped)
+                samples = samples_of(kept, rebuilt.cfg.algorithm, trainer.baseline)
+                result = trainer.train_on(samples, version=version)
+            digests = rebuilt.trainer.digests if result is not None else None
+            yield RecomputedBatch(step=step, result=result, digests=digests, logprobs=logprobs)
+
+    def _as_computed(self, step: LoggedStep) -> Rebuilt:
+        """Return a trainer with the settings that the run had for a batch."""
+        rebuilt = self._rebuilt or self.begin()
+        start = self._plan.start_of(step)
+        if start.settings != self._start.settings:
+            version = step.version - (not step.is_skipped)
+            logger.info("changing to the settings of a later start step=%d", version + 1)
+            cfg = config_of(self._plan.run_dir, start, self._overrides)
+            saved = rebuilt.save(self._folder, version)
+            rebuilt.close()
+            rebuilt = self._rebuilt = Rebuilt(cfg, saved)
+        self._start = start
+        return rebuilt
+
+
+def _score(rebuilt: Rebuilt, groups: Sequence[Group]) -> np.ndarray:
+    """Return the log-probabilities [tokens] of the sampled tokens, at temperature 1."""
+    members = [member for group in groups for member in group.members]
+    members = [row for each in members for row in as_rows(each) if row.loss_mask.any()]
+    found = rebuilt.trainer.score([each.token_ids.tolist() for each in members])
+    parts = [
+        np.asarray(scores, dtype=np.float32)[each.loss_mask[1:]]
+        for scores, each in zip(found, members, strict=True)
+    ]
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32)
+
+
+def config_of(run_dir: RunDir, start: Start, overrides: list[str]) -> RunConfig:
+    """Return the configuration of one start of a run, with overrides.
+
+    Raises: ConfigError: the file cannot be read, or an override is wrong.
+    """
+    if not run_dir.config.is_file():
+        raise ConfigError(
+            f"{run_dir.config}: this file defines the run and is missing; restore it from a backup"
+        )
+    tree = yaml.safe_load(run_dir.config.read_text(encoding="utf-8"))
+    for name, values in start.settings.items():
+        tree[name] = tree.get(name, {}) | values
+    return load_received(yaml.safe_dump(tree, sort_keys=False), overrides, root=ROOT)
