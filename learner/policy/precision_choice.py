@@ -5,7 +5,6 @@ The choice changes what is learnt, so no measurement of speed takes part in it.
 
 import math
 import struct
-from dataclasses import replace
 from pathlib import Path
 from statistics import mode
 from typing import NamedTuple
@@ -14,10 +13,8 @@ import numpy as np
 
 from common.config.compute import OptimizerKind, Precision
 from common.config.learning import LearnerSection
-from common.config.offline import describe_rates
-from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.host.machine import has_bf16_units, has_cuda
+from common.host.machine import has_bf16_units
 from common.store.status.json_files import json_object
 from learner.policy.model_shape import weight_entries, weight_files
 
@@ -82,29 +79,6 @@ def choose_precision(
     if is_cuda or hidden <= MAX_HIDDEN:
         return PrecisionChoice(Precision.BF16, f"{units}; {why}, see train/vanished_update_frac")
     return PrecisionChoice(Precision.FP32, f"{why}: the checkpoint has bf16 numbers")
-
-
-def rate_lines(command: str, cfg: RunConfig, root: Path) -> list[str]:
-    """Return the precision and the rates of a training command on this machine, for `--dry-run`."""
-    section = {
-        "train": None,
-        "sft": cfg.sft,
-        "evolve": replace(cfg.sft, from_scratch=False),
-        "dpo": cfg.dpo,
-    }
-    if command not in section:
-        return []
-    offline = section[command]
-    learner = cfg.learner if offline is None else offline.rated(cfg.learner)
-    is_new = command == "sft" and cfg.sft.from_scratch
-    is_cuda = learner.device.startswith("cuda") or (learner.device == "auto" and has_cuda())
-    folder = None if is_new else root / cfg.model.path
-    choice = choose_precision(learner, folder, is_cuda=is_cuda)
-    lines = [f"learner.precision: {choice.precision.value} ({choice.reason})"]
-    if offline is not None:
-        start = "new weights" if is_new else f"start model.path={cfg.model.path}"
-        lines.append(f"{command}: {describe_rates(learner)} ({start})")
-    return lines
 
 
 def recorded_precision(file: Path) -> str:

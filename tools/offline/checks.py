@@ -2,15 +2,17 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from common.config.compute import Offload
 from common.config.load import override_value
-from common.config.offline import SftSection
+from common.config.offline import SftSection, describe_rates
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.host.machine import GIB, check_compiler, memory_bytes
+from common.host.machine import GIB, check_compiler, has_cuda, memory_bytes
 from common.host.temporary import check_temporary_room
+from learner.policy.precision_choice import choose_precision
 from learner.policy.trainable import check_trainable
 from learner.wandb_mode import check_mode
 from tools.checks.learner_start import check_networks
@@ -130,3 +132,26 @@ def _check_size_from_scratch(sft: SftSection) -> None:
             f"sft.hidden_size={sft.hidden_size}: with {sizes} and vocab_size={sft.vocab_size}, the"
             f" policy needs {needed / GIB:,.0f} GiB; this machine has {total / GIB:,.0f} GiB"
         )
+
+
+def rate_lines(command: str, cfg: RunConfig, root: Path) -> list[str]:
+    """Return the precision and the rates of a training command on this machine, for `--dry-run`."""
+    section = {
+        "train": None,
+        "sft": cfg.sft,
+        "evolve": replace(cfg.sft, from_scratch=False),
+        "dpo": cfg.dpo,
+    }
+    if command not in section:
+        return []
+    offline = section[command]
+    learner = cfg.learner if offline is None else offline.rated(cfg.learner)
+    is_new = command == "sft" and cfg.sft.from_scratch
+    is_cuda = learner.device.startswith("cuda") or (learner.device == "auto" and has_cuda())
+    folder = None if is_new else root / cfg.model.path
+    choice = choose_precision(learner, folder, is_cuda=is_cuda)
+    lines = [f"learner.precision: {choice.precision.value} ({choice.reason})"]
+    if offline is not None:
+        start = "new weights" if is_new else f"start model.path={cfg.model.path}"
+        lines.append(f"{command}: {describe_rates(learner)} ({start})")
+    return lines

@@ -9,8 +9,9 @@ import torch
 from common.config.compute import LoraSection, OptimizerKind, Precision
 from common.config.learning import LearnerSection
 from common.config.run_config import ModelSection, RunConfig, SftSection
-from learner.policy.precision_choice import choose_precision, rate_lines, recorded_precision
+from learner.policy.precision_choice import choose_precision, recorded_precision
 from tests.learner.builders import make_model
+from tools.offline.checks import rate_lines
 
 BF16, FP32 = Precision.BF16, Precision.FP32
 

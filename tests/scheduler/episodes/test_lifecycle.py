@@ -15,7 +15,7 @@ SHARED_NAMES = {"state", "actor", "incarnation"}  # Members and groups share the
 
 def test_only_the_lifecycle_writes_episode_state() -> None:
     written: dict[str, list[str]] = {}
-    for path in (ROOT / "learner" / "scheduler").rglob("*.py"):
+    for path in (ROOT / "scheduler").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not (isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)):
                 continue

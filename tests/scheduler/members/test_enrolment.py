@@ -17,7 +17,7 @@ CODE = {
     "envhub": ("envhub",),
     "learner": ("learner/node.py", "learner/node_service.py", "learner/training", "learner/policy"),
 }
-COMMANDS = ("actor/api/",)
+COMMANDS = ("actor/api/", "actor/seats/endpoint.py")
 
 
 def files_of(role: str) -> Iterator[Path]:
