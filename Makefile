@@ -56,6 +56,7 @@ check: $(STAMP)
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/pyright
+	@$(VENV)/bin/python -m tests.code_shape
 
 format: $(STAMP)
 	@$(VENV)/bin/ruff check --fix .

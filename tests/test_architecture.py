@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -69,9 +70,9 @@ def test_imports_follow_the_arrows(package: str) -> None:
     assert wrong == {}
 
 
-def _graph() -> dict[str, set[str]]:
-    """Return the modules of the product, with the modules that each of them imports."""
-    modules = {_module(path): path for path in SOURCES if path.name != "__init__.py"}
+def graph_of(files: Sequence[Path]) -> dict[str, set[str]]:
+    """Return the modules in these files, with those among them that each module imports."""
+    modules = {_module(path): path for path in files if path.name != "__init__.py"}
     return {name: set(_imported(path)) & set(modules) - {name} for name, path in modules.items()}
 
 
@@ -87,7 +88,7 @@ def _reached(package: str, graph: dict[str, set[str]]) -> set[str]:
 
 
 def test_two_roles_need_each_module_of_common() -> None:
-    graph = _graph()
+    graph = graph_of(SOURCES)
     reached = {role: _reached(role, graph) for role in ROLES}
     users = {
         name: [role for role in ROLES if name in reached[role]]
@@ -125,7 +126,7 @@ def test_modules_are_loaded_by_name_only_as_plugins() -> None:
 
 
 def test_imports_have_no_cycles() -> None:
-    arrows = _graph()
+    arrows = graph_of(SOURCES)
     while leaves := {module for module, reached in arrows.items() if not reached & set(arrows)}:
         arrows = {module: reached for module, reached in arrows.items() if module not in leaves}
     assert sorted(arrows) == []  # The remaining modules reach a cycle.

@@ -18,6 +18,7 @@ from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
+from tests.code_shape import WAYS, files_of_way
 from tests.docs.blocks import PAGES, Block, blocks_of, commands_of, inline_of
 from tests.docs.table import FOREIGN, RULES, How, Rule, rule_of
 from tests.tools.dashboard.runs import make_run
@@ -235,17 +236,4 @@ def is_module(name: str) -> bool:
 
 
 def test_files_named_in_the_architecture_exist():
-    page = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    cells = re.findall(r"\| ([^|]*\.py`[^|]*) \|$", page, re.MULTILINE)
-    assert len(cells) > 10
-    assert [path for cell in cells for path in lost_files(cell)] == []
-
-
-def lost_files(cell: str) -> Iterator[str]:
-    """Yield the paths without a file. A path may be relative to a folder of the path before."""
-    last = ROOT
-    for path in re.findall(r"`([\w/]+\.py)`", cell):
-        found = [each / path for each in (ROOT, *last.parents) if (each / path).is_file()]
-        if not found:
-            yield path
-        last = found[0] if found else last
+    assert [title for title in WAYS if len(list(files_of_way(title))) < 10] == []
