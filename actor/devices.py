@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from common.config.run_config import ActorSection
+from common.config.actor import ActorSection
 from common.host.machine import gpus
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -26,7 +26,7 @@ from actor.rollout.lockstep import Rounds
 from actor.rollout.pool import EpisodePool
 from actor.rollout.render import Renderer
 from actor.seeds import engine_seed
-from common.config.learning import Advantage
+from common.config.algorithm import Advantage
 from common.config.run_config import RunConfig
 from common.ids import engine_names
 from common.join.enrol import Joined

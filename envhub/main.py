@@ -18,9 +18,10 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from common.config.envs import EnvsSection, RemoteOptions
+from common.config.env import RemoteOptions
+from common.config.envhub import EnvhubSection
+from common.config.envs import EnvsSection
 from common.config.run_config import RunConfig
-from common.config.services import EnvhubSection
 from common.errors import ConfigError
 from common.formats.action_size import FIELDS_BYTES, MIB
 from common.http.limits import QuietSocket, limited_protocol

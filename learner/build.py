@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
-from common.config.compute import Layout, WeightsTransport
-from common.config.run_config import RunConfig, TrainMode
+from common.config.learner import Layout, WeightsTransport
+from common.config.run_config import RunConfig
+from common.config.train import TrainMode
 from common.errors import LongstrideError
 from common.host.cores import num_cores
 from common.repository import code_name

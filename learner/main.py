@@ -11,7 +11,9 @@ from functools import partial
 import psutil
 
 from common.config.live.record import last_number
-from common.config.run_config import OnStall, RunConfig, TrainMode, published_version
+from common.config.run import OnStall
+from common.config.run_config import RunConfig, published_version
+from common.config.train import TrainMode
 from common.cpu import cpu_metrics, family_cpu_s
 from common.errors import LongstrideError
 from common.host.lock import hold_role

@@ -13,7 +13,7 @@ from typing import Any
 
 import zmq
 
-from common.config.compute import ShardPlace
+from common.config.learner import ShardPlace
 from common.config.run_config import RunConfig
 from common.errors import LongstrideError
 from common.host.process_settings import cache_home

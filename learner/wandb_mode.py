@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from common.config.services import LogSection, WandbMode
+from common.config.log import LogSection, WandbMode
 from common.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from common.config.load import without_secrets
+from common.config.log import WandbMode
 from common.config.run_config import RunConfig
-from common.config.services import WandbMode
 from common.store.run_dir import RunDir, write_atomically
 from common.store.status.json_files import as_map
 from learner.wandb_mode import choose_mode

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from common.config.run_config import RunConfig, TrainMode, published_version
+from common.config.run_config import RunConfig, published_version
+from common.config.train import TrainMode
 from common.ids import actor_name, engine_names
 from scheduler.curriculum.catalogue import HubCatalogue
 from scheduler.curriculum.curriculum import Curriculum

@@ -11,8 +11,7 @@ from actor.agents.server import AgentServer
 from actor.rollout.context import History, Room
 from actor.rollout.episode import Act, EpisodeState, OpenSession, record_end_reason, trajectory_of
 from actor.rollout.render import Renderer
-from common.config.evaluation import AgentLifetime
-from common.config.run_config import ActorSection
+from common.config.actor import ActorSection, AgentLifetime
 from common.host.guardian import Guardian
 from common.wire.messages import EndReason, Lease, Trajectory
 

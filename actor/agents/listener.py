@@ -6,7 +6,7 @@ import ssl
 from dataclasses import dataclass
 
 from actor.agents.tls import UNENCRYPTED, server_tls
-from common.config.evaluation import PORT, AgentServerOptions
+from common.config.actor import PORT, AgentServerOptions
 from common.errors import ConfigError, WireError
 from common.host.loopback import IPV4, IPV6, can_bind, loopback
 from common.wire.addresses import WILDCARDS, bracketed, is_loopback, local_address_towards

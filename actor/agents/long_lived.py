@@ -12,7 +12,7 @@ from actor.agents.episode import AgentEpisode
 from actor.agents.process import AgentProcess
 from actor.agents.server import AgentServer
 from actor.rollout.episode import PolicyFailed
-from common.config.run_config import ActorSection
+from common.config.actor import ActorSection
 from common.host.guardian import Guardian
 
 logger = logging.getLogger(__name__)

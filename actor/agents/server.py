@@ -27,7 +27,7 @@ from actor.api.chat_api import CHAT_API, COMPLETION_API
 from actor.api.listening import stop_accepting
 from actor.api.requests import Api, ApiError, PolicyRequest, event_text, invalid, openai_error
 from actor.rollout.episode import PolicyFailed
-from common.config.evaluation import AgentServerOptions
+from common.config.actor import AgentServerOptions
 from common.errors import EnvError, LongstrideError
 from common.wire.addresses import is_loopback
 

@@ -12,7 +12,7 @@ from aiohttp import web
 from actor.api.http_requests import read_body
 from actor.api.requests import ApiError, invalid, openai_error
 from actor.rollout.render import Renderer
-from common.config.run_config import ActorSection
+from common.config.actor import ActorSection
 from common.errors import EngineError
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actor.api.requests import invalid, read_limit, unsupported
-from common.config.run_config import ActorSection
+from common.config.actor import ActorSection
 
 MAX_SEED = 2**63 - 1
 MAX_TEMPERATURE = 2.0

@@ -36,8 +36,9 @@ from actor.api.sampling import MAX_SEED, Sampling, read_sampling
 from actor.api.served_role import ServedRole
 from actor.rollout.render import Renderer
 from actor.seats.endpoint import read_key
-from common.config.compute import FULL, LoraSection
-from common.config.run_config import ActorSection, RunConfig
+from common.config.actor import ActorSection
+from common.config.learner import FULL, LoraSection
+from common.config.run_config import RunConfig
 from common.errors import ConfigError, EngineError
 from common.host.loopback import family_of, loopback
 from common.http import limits

@@ -19,7 +19,7 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
-from common.config.compute import LoraSection
+from common.config.learner import LoraSection
 from common.errors import EngineError
 
 # The only adapter. Its path does not exist: the engine must never load it from disk.

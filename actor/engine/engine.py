@@ -31,8 +31,9 @@ from actor.engine.start import is_eager, shut_down_llm, start_llm
 from actor.engine.startup_history import StartupHistory
 from actor.engine.whole_turns import turn_params
 from actor.rollout.episode import Turn
-from common.config.compute import FULL, LoraSection
-from common.config.run_config import ActorSection, AtUpdate, ModelSection
+from common.config.actor import ActorSection, AtUpdate
+from common.config.learner import FULL, LoraSection
+from common.config.model import ModelSection
 from common.errors import EngineError, WeightSyncError
 from common.wire.codec import encode
 from common.wire.weight_messages import WeightsOffer

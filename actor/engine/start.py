@@ -35,8 +35,9 @@ from actor.engine.concurrency import EngineLoad
 from actor.engine.cpu.text_models import register_text_models
 from actor.engine.process_watch import ProcessWatch, own_engines
 from actor.engine.whole_turns import send_whole_turns
-from common.config.compute import FULL, EnforceEager, LoraSection
-from common.config.run_config import ActorSection, ModelSection
+from common.config.actor import ActorSection, EnforceEager
+from common.config.learner import FULL, LoraSection
+from common.config.model import ModelSection
 from common.errors import ConfigError, EngineError
 from common.host.process_settings import ONE_THREAD, is_set_by_user
 

@@ -25,7 +25,7 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from common.config.run_config import ActorSection
+from common.config.actor import ActorSection
 
 CUSTOM_SCHEDULER = "Using custom scheduler class"
 

@@ -11,7 +11,7 @@ from actor.rollout.context import Room
 from actor.rollout.episode import first_text, opening
 from actor.rollout.folding import history_of
 from actor.rollout.render import Renderer
-from common.config.evaluation import AgentFormat
+from common.config.actor import AgentFormat
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, EnvError
 from common.formats.answers import tools_instruction, worded

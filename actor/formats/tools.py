@@ -13,7 +13,7 @@ from actor.formats.call_turn import CallTurn
 from actor.rollout.context import Render
 from actor.rollout.env_client import HubStepResult
 from actor.rollout.render import Renderer
-from common.config.evaluation import AgentFormat
+from common.config.actor import AgentFormat
 from common.errors import ConfigError
 from common.formats.answers import ARGUMENT, NO_TOOLS, read_react, sent
 from common.formats.calls import NAME, CallForm

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from actor.rollout.episode import Act, OpenSession, Render
 from actor.rollout.render import Renderer
-from common.config.run_config import ActorSection
+from common.config.actor import ActorSection
 from common.wire.messages import Lease, Trajectory
 
 

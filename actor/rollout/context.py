@@ -24,7 +24,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from actor.rollout.observations import CUT_MARK, Observations
-from common.config.evaluation import AgentOptions, ContextKind, KeepThinking
+from common.config.actor import AgentOptions, ContextKind, KeepThinking
 from common.segments import TOKEN_COLUMNS, Aside
 
 LEFT_OUT = "\n[turns that followed are left out here]"

@@ -15,8 +15,8 @@ from actor.rollout.context import Conversing, History, Render, Room, Turn
 from actor.rollout.env_client import ExpertHint, HubStepResult
 from actor.rollout.folding import history_of
 from actor.states import action_number, state_number
-from common.config.curriculum import HorizonUnit
-from common.config.evaluation import AgentOptions
+from common.config.actor import AgentOptions
+from common.config.horizon import HorizonUnit
 from common.errors import EnvError, EnvPaused, EnvTimeout, HubLost
 from common.formats.answers import MARK, tools_instruction, worded
 from common.text import valid_text

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from actor.rollout.context import LEFT_OUT, Ask, Encode, History, Render, Room, Turn, observing
 from actor.rollout.observations import CUT_MARK
-from common.config.evaluation import AgentOptions, ContextKind
+from common.config.actor import AgentOptions, ContextKind
 from common.segments import Aside
 
 HOW = (

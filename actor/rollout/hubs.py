@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from actor.rollout.env_client import Environments, HubClient, HubSession
-from common.config.run_config import ActorSection
+from common.config.actor import ActorSection
 from common.errors import EnvError, EnvPaused, HubLost
 from common.wire.join_messages import HubPlace
 

@@ -16,7 +16,7 @@ from actor.rollout.lockstep import Rounds
 from actor.rollout.render import Renderer
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender, with_actions
 from actor.seeds import SamplingSeeds, environment_seed
-from common.config.run_config import ActorSection, AtUpdate
+from common.config.actor import ActorSection, AtUpdate
 from common.errors import EnvPaused, HubLost
 from common.wire.messages import EpisodeKind, Lease, PolicyKind, Trajectory
 

@@ -7,7 +7,7 @@ from actor.formats.chat_renderer import ChatRenderer
 from actor.formats.measured import with_ids
 from actor.rollout.context import least_prompt
 from actor.rollout.folding import least_of_branches
-from common.config.run_config import ActorSection
+from common.config.actor import ActorSection
 from common.errors import ConfigError
 from common.formats.turns import ASSISTANT, NEXT, USER, Message
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from actor.rollout.episode import PolicyFailed
 from actor.seats.endpoint import Endpoint, Reply
 from actor.seats.engines import KEY_VARIABLE, RUN_VARIABLE
-from common.config.evaluation import PolicySection
-from common.config.run_config import ActorSection
+from common.config.actor import ActorSection
+from common.config.policy import PolicySection
 from common.errors import ConfigError
 from common.store.run_dir import RunDir
 

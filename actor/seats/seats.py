@@ -27,11 +27,19 @@ from actor.seats.endpoints import OpponentEndpoint, endpoint_of_engine, endpoint
 from actor.seats.engines import opponent_role, past_role
 from actor.seats.game import GameOver, SeatView, SharedGame, on_failure
 from actor.seeds import draw_seed, environment_seed
-from common.config.curriculum import HorizonUnit
-from common.config.evaluation import AgentFormat, AgentOptions
+from common.config.actor import (
+    ENDPOINT,
+    EXPERT,
+    NAMED,
+    PAST,
+    RANDOM,
+    SELF,
+    ActorSection,
+    AgentFormat,
+    AgentOptions,
+)
+from common.config.horizon import HorizonUnit
 from common.config.load import style_of_model
-from common.config.run_config import ActorSection
-from common.config.seats.options import ENDPOINT, EXPERT, NAMED, PAST, RANDOM, SELF
 from common.errors import ConfigError, EnvError, EnvTimeout
 from common.repository import ROOT
 from common.wire.messages import EndReason, EpisodeKind, Lease, PolicyKind, Trajectory

@@ -15,9 +15,10 @@ import zmq.asyncio
 
 from actor.engine.engine import Engine
 from actor.engine.weights import WeightLink
-from common.config.compute import LoraSection
+from common.config.actor import ActorSection
+from common.config.learner import LoraSection
 from common.config.load import load_config
-from common.config.run_config import ActorSection, ModelSection
+from common.config.model import ModelSection
 from common.errors import EngineError
 from common.repository import ROOT
 from common.store.run_dir import RunDir, write_atomically

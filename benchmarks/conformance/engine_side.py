@@ -26,8 +26,9 @@ from benchmarks.conformance.part_results import (
     refused,
     rounded,
 )
-from common.config.compute import EnforceEager, WeightsTransport
-from common.config.run_config import ActorSection, ModelSection
+from common.config.actor import ActorSection, EnforceEager
+from common.config.learner import WeightsTransport
+from common.config.model import ModelSection
 from common.errors import ConfigError, EngineError, WeightSyncError
 from common.store.run_dir import RunDir
 from common.wire.security import create_keys

@@ -20,8 +20,7 @@ from benchmarks.conformance.part_results import (
     refused,
 )
 from benchmarks.conformance.sharded import RankPair
-from common.config.compute import CriticSection, Layout, LoraSection, Precision
-from common.config.learning import LearnerSection
+from common.config.learner import CriticSection, Layout, LearnerSection, LoraSection, Precision
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch, collate_tokens
 from learner.policy.critic import make_critic

@@ -14,8 +14,7 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.conformance.part_results import NETWORK_ERRORS
-from common.config.compute import Layout, Precision
-from common.config.learning import LearnerSection
+from common.config.learner import Layout, LearnerSection, Precision
 from common.errors import LongstrideError
 from common.host.loopback import loopback
 from common.wire.collective import interface_of

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.learner.batch import BatchShape, make_batch
 from benchmarks.learner.checks.bench import DeviceBench
 from benchmarks.learner.step import STILL, BareStep
-from common.config.compute import Layout
+from common.config.learner import Layout
 from learner.policy.model import vocabulary_size
 
 PACKED_KERNEL = "torch_attn::_varlen_attn"

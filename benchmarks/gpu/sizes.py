@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from benchmarks.learner.batch import LANGUAGE_MODEL, MODELS, PACKED, BatchShape
 from benchmarks.learner.checks.bench import PackedCase, Sizes
-from common.config.learning import LearnerSection
+from common.config.learner import LearnerSection
 
 ON_GPU = Sizes(
     model=MODELS["half_billion"],

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 from benchmarks.gpu.sizes import SMALL
 from benchmarks.learner.batch import MAX_LAG, ModelShape, make_batch, make_random_model
 from benchmarks.learner.step import STILL, make_trainer
-from common.config.compute import Precision
-from common.config.learning import AlgorithmSection, LearnerSection
+from common.config.algorithm import AlgorithmSection
+from common.config.learner import LearnerSection, Precision
 from common.repository import ROOT
 from common.wire.collective import CPU
 from learner.training.checkpoint import Checkpoints

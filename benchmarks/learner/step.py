@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.learner.batch import MAX_LAG, BatchShape, make_batch, with_sampler_logprobs
-from common.config.compute import Attention, Layout
-from common.config.learning import Aggregation, AlgorithmSection, LearnerSection
+from common.config.algorithm import Aggregation, AlgorithmSection
+from common.config.learner import Attention, Layout, LearnerSection
 from learner.batch.batching import Sample, make_microbatches
 from learner.policy.forward import Networks, Passes
 from learner.policy.model import vocabulary_size

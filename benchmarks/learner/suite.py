@@ -16,7 +16,7 @@ from benchmarks.learner.step import (
     measure_ways,
 )
 from benchmarks.table import BenchTable
-from common.config.learning import LearnerSection
+from common.config.learner import LearnerSection
 from common.config.load import load_config
 from common.repository import ROOT
 from learner.policy.model import load_policy, parameter_count

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.runs.real_run import TRAINING_ALONE, read_lines, train
 from benchmarks.table import BenchTable
-from common.config.run_config import TrainMode
+from common.config.train import TrainMode
 
 RUN_S = 1800.0  # Limit of one run, with its start.
 MIN_RATIO = 1.6

@@ -14,8 +14,8 @@ from benchmarks.study.outcome import SeedResult, begin, read_outcome
 from benchmarks.study.plan import CONFIG, Run, Study, merged, read_study
 from benchmarks.study.tables import by_arm, study_table
 from benchmarks.table import BenchTable
-from common.config.evaluation import StudySection
 from common.config.load import load_config
+from common.config.offline import StudySection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, LongstrideError
 from common.host.child_process import ChildProcess

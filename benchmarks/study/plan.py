@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from common.config.evaluation import StudySection
+from common.config.offline import StudySection
 from common.errors import ConfigError
 
 CONFIG = "quickstart"  # The configuration of all studies.

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.learner.batch import ModelShape, make_random_model
 from benchmarks.table import BenchTable
-from common.config.learning import LearnerSection
+from common.config.learner import LearnerSection
 from common.wire.collective import CPU
 from common.wire.transfer.changes import apply_changes, digest_of_whole
 from learner.training.optimizers.optimizer import PolicyOptimizer, make_optimizer

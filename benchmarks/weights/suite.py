@@ -25,8 +25,8 @@ from benchmarks.weights.rounds import (
     receivers,
     send_rounds,
 )
-from common.config.compute import Precision
-from common.config.learning import AlgorithmSection, LearnerSection
+from common.config.algorithm import AlgorithmSection
+from common.config.learner import LearnerSection, Precision
 from common.wire.collective import CPU
 from common.wire.transfer.buckets import BucketLayout, send_buckets
 from common.wire.weight_group import lower_priority

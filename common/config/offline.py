@@ -1,11 +1,28 @@
-"""Options of SFT, DPO, AgentEvol and the simulator."""
+"""Options of SFT, DPO, AgentEvol, the simulator and studies."""
 
 from dataclasses import dataclass, replace
 
-from common.config.compute import OptimizerKind
-from common.config.evaluation import ContextKind
+from common.config.actor import ContextKind
 from common.config.knobs import NAME, PATH, knob
-from common.config.learning import LearnerSection
+from common.config.learner import LearnerSection, OptimizerKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudySection:
+    """A study of `bench --suite NAME`: several arms of runs over seeds."""
+
+    workers: int = knob(2, "Limits the concurrent runs of a study.", ge=1, le=10**4)
+    size: float = knob(1.0, "Multiplies the steps of every run of a study.", gt=0, le=1000)
+    num_seeds: int = knob(
+        0, "Runs this many seeds of each arm. 0 uses the suite's own number.", ge=0, le=1000
+    )
+    only: list[str] = knob(
+        [], "Selects runs (ARM-seedN) or arms. [] selects all that are not finished."
+    )
+    folder: str = knob(
+        "", "Names the study's folder below run.dir. Empty means study-SUITE.", form=PATH, also=""
+    )
+
 
 CHECKPOINT_MUON_LR = 3e-4
 OPTIMIZERS = ("auto", "adamw", "muon")

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from common.config.curriculum import HorizonUnit
+from common.config.horizon import HorizonUnit
 from common.wire.access.bounds import Count, Id, Names, Rate, Seconds, Version
 
 SCHEMA_VERSION = 4  # `schema.json` lists the fields of each version.

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from actor.rollout.episode import first_text
 from actor.rollout.render import Renderer
-from common.config.learning import AlgorithmSection
+from common.config.algorithm import AlgorithmSection
 from envhub.catalogue.registry import Registry
 from envhub.env import Env, Style
 from learner.batch.advantage import group_advantages

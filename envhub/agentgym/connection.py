@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from common.config.envs import RemoteOptions
+from common.config.env import RemoteOptions
 from common.http.proxies import BY_PROXY, ProxyFailed, route_note, without_login
 from common.http.sessions import open_session
 from common.text import json_bytes

@@ -9,7 +9,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from common.config.envs import EnvsSection, ItemFiles, RemoteOptions
+from common.config.env import RemoteOptions
+from common.config.envs import EnvsSection, ItemFiles
 from common.errors import ConfigError
 from envhub.agentgym.dialects import DIALECTS, SCIWORLD, Dialect
 from envhub.env import AsyncEnv, Env, EnvSpec, Style, SubsetSpec, TaskSpec, UnknownItem, parse_item

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from common.config.envs import RemoteOptions
+from common.config.env import RemoteOptions
 from common.errors import ConfigError
 from common.text import known_hint, valid_text
 from envhub.agentgym.connection import (

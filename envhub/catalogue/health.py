@@ -6,8 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import NamedTuple
 
-from common.config.envs import EnvsSection, RemoteOptions
-from common.config.run_config import TaskSection
+from common.config.env import RemoteOptions
+from common.config.envs import EnvsSection
+from common.config.tasks import TaskSection
 from common.http.blocking import HttpResponse, request
 from common.http.proxies import without_login
 from common.text import known_hint

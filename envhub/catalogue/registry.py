@@ -12,7 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from common.config.envs import EnvsSection, RemoteOptions, own_tasks
+from common.config.env import RemoteOptions
+from common.config.envs import EnvsSection, own_tasks
 from common.repository import ROOT
 from common.text import known_hint
 from envhub.catalogue.extensions import load_extensions

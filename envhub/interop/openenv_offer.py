@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.config.envs import RemoteOptions
+from common.config.env import RemoteOptions
 from common.errors import ConfigError
 from common.formats.answers import TOOL_FORM
 from common.http.proxies import without_login

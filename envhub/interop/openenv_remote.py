@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from common.config.envs import RemoteOptions
+from common.config.env import RemoteOptions
 from common.formats.answers import tools_text
 from common.http.proxies import ProxyFailed, without_login
 from common.http.sessions import open_session

@@ -1,6 +1,6 @@
 """The choice of the sandbox by the configuration."""
 
-from common.config.sandbox.options import SandboxOptions
+from common.config.envs import SandboxOptions
 from envhub.sandbox.bubblewrap import Bubblewrap
 from envhub.sandbox.containers import Containers
 from envhub.sandbox.interface import MIB, SandboxBackend, SandboxLimits

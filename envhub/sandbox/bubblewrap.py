@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from common.config.sandbox.options import SandboxOptions
+from common.config.envs import SandboxOptions
 from envhub.sandbox.apart import run_apart
 from envhub.sandbox.cgroup import Cgroup
 from envhub.sandbox.interface import (

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import IO
 
-from common.config.sandbox.options import SandboxOptions
+from common.config.envs import SandboxOptions
 from envhub.sandbox.apart import run_apart
 from envhub.sandbox.bubblewrap import find_python
 from envhub.sandbox.interface import (

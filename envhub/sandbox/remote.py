@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import aiohttp
 
-from common.config.sandbox.options import SandboxOptions
+from common.config.envs import SandboxOptions
 from common.http.sessions import open_session
 from envhub.sandbox.apart import run_apart
 from envhub.sandbox.interface import (

@@ -26,7 +26,7 @@ from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from common.config.sandbox.options import SandboxOptions
+from common.config.envs import SandboxOptions
 from common.http.limits import limited_protocol
 from common.http.refusals import Refusals
 from common.log import configure_logging

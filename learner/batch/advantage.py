@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.config.learning import Baseline
+from common.config.algorithm import Baseline
 
 STD_EPSILON = 1e-6  # Keeps the division finite; far below any real deviation of rewards.
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.config.learning import Advantage, AlgorithmSection, Baseline, CreditLevel, StateCredit
+from common.config.algorithm import Advantage, AlgorithmSection, Baseline, CreditLevel, StateCredit
 from common.formats.seats import role_of
 from common.wire.messages import Trajectory
 from learner.batch.advantage import (

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from common.config.compute import CriticSection, CriticTargets, Timestep
-from common.config.learning import AlgorithmSection
+from common.config.algorithm import AlgorithmSection
+from common.config.learner import CriticSection, CriticTargets, Timestep
 from common.wire.messages import EndReason, Trajectory
 from learner.batch.batching import Sample
 from learner.batch.credit import end_reward, per_env, turn_rewards, whitened

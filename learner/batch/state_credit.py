@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from common.config.learning import AlgorithmSection, Baseline, StateCredit
+from common.config.algorithm import AlgorithmSection, Baseline, StateCredit
 from common.wire.messages import Trajectory
 from learner.batch.returns import discounted_returns, gae
 from learner.batch.turn_states import places, turn_actions, turn_states

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from common.config.learning import AlgorithmSection
-from common.config.run_config import GroupsSection
+from common.config.algorithm import AlgorithmSection
+from common.config.groups import GroupsSection
 from common.ids import is_below
 from common.wire.messages import EpisodeOutcome, GroupArrived, Outcome, Trajectory
 from learner.teacher.scores import TeacherScores

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.config.services import JournalSection
+from common.config.journal import JournalSection
 from common.errors import WireError
 from common.store.disk import is_no_room
 from learner.journal.records import PACKED_SUFFIX

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from common.config.learning import AlgorithmSection, Correction, PolicyLoss, Proximal
+from common.config.algorithm import AlgorithmSection, Correction, PolicyLoss, Proximal
 from learner.batch.batching import MicroBatch
 from learner.objective.describe import MASKS_ONLY
 

@@ -8,19 +8,26 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from common.config.compute import CriticKind, CriticSection, CriticTargets, OptimizerKind, Timestep
-from common.config.learning import (
+from common.config.algorithm import (
     Advantage,
     Aggregation,
     AlgorithmSection,
     Correction,
     KlEstimator,
-    LearnerSection,
     PolicyLoss,
     Proximal,
     StateCredit,
+    TeacherForm,
+    TeacherSection,
 )
-from common.config.teaching.teacher import TeacherForm, TeacherSection
+from common.config.learner import (
+    CriticKind,
+    CriticSection,
+    CriticTargets,
+    LearnerSection,
+    OptimizerKind,
+    Timestep,
+)
 from learner.objective.describe import (
     MASKS_ONLY,
     is_clipped,

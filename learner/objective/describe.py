@@ -5,20 +5,20 @@ This module does not import torch, so a dry run prints its result quickly.
 
 from collections.abc import Iterator
 
-from common.config.compute import CriticKind, CriticSection, CriticTargets, Timestep
-from common.config.learning import (
+from common.config.algorithm import (
     Advantage,
     Aggregation,
     AlgorithmSection,
     Baseline,
     Correction,
     CreditLevel,
-    LearnerSection,
     PolicyLoss,
     Proximal,
     StateCredit,
+    TeacherForm,
+    TeacherSection,
 )
-from common.config.teaching.teacher import TeacherForm, TeacherSection
+from common.config.learner import CriticKind, CriticSection, CriticTargets, LearnerSection, Timestep
 from common.text import counted
 from learner.objective.describe_credit import (
     credit_text,

@@ -1,6 +1,6 @@
 """Text of the credit of an episode or a turn, and of the baseline."""
 
-from common.config.learning import Advantage, AlgorithmSection, Baseline, CreditLevel, StateCredit
+from common.config.algorithm import Advantage, AlgorithmSection, Baseline, CreditLevel, StateCredit
 
 
 def state_text(cfg: AlgorithmSection, kind: Baseline) -> str:

@@ -29,8 +29,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from common.config.learning import Aggregation, AlgorithmSection, KlEstimator, PolicyLoss
-from common.config.teaching.teacher import TeacherForm, TeacherSection
+from common.config.algorithm import (
+    Aggregation,
+    AlgorithmSection,
+    KlEstimator,
+    PolicyLoss,
+    TeacherForm,
+    TeacherSection,
+)
 from learner.objective.correction import log_ratio, mean_over, sequence_mean
 from learner.objective.teacher import sampled_divergence, topk_divergence
 

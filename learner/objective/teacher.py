@@ -19,7 +19,7 @@ and such a remainder of the teacher as 1e-7.
 import torch
 from torch import Tensor
 
-from common.config.teaching.teacher import TeacherForm, TeacherSection
+from common.config.algorithm import TeacherForm, TeacherSection
 from learner.objective.correction import log_ratio
 
 # A smaller logprob of the teacher at one token counts as this one in the topk form.

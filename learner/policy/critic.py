@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
-from common.config.compute import CriticKind, CriticSection
+from common.config.learner import CriticKind, CriticSection
 from learner.batch.batching import TokenBatch
 from learner.policy.loading import is_unloaded, load_network
 from learner.policy.model import flat_hidden

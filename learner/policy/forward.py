@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from common.config.compute import Layout, Offload
-from common.config.learning import LearnerSection
+from common.config.learner import Layout, LearnerSection, Offload
 from common.errors import ConfigError
 from common.segments import RoutingShape
 from learner.batch.batching import TokenBatch, collate_tokens, plan_microbatches

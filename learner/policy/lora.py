@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from common.config.compute import EXPERTS, LoraSection
+from common.config.learner import EXPERTS, LoraSection
 from common.errors import ConfigError
 from learner.policy.experts.weights import expert_weights
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from common.config.compute import FULL, LoraSection
+from common.config.learner import FULL, LoraSection
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch
 from learner.batch.packing import row_size

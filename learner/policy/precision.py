@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from common.config.compute import Precision
-from common.config.learning import LearnerSection
+from common.config.learner import LearnerSection, Precision
 from common.host.machine import has_bf16_units
 from learner.policy.experts.weights import holds_experts
 from learner.policy.precision_choice import PrecisionChoice, choose_precision

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common.config.compute import OptimizerKind, Precision
-from common.config.learning import LearnerSection
+from common.config.learner import LearnerSection, OptimizerKind, Precision
 from common.errors import ConfigError
 from common.host.machine import has_bf16_units
 from common.store.status.json_files import json_object

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from common.config.compute import Attention, Layout, Precision
-from common.config.learning import LearnerSection
+from common.config.learner import Attention, Layout, LearnerSection, Precision
 from common.errors import ConfigError
 from common.store.run_dir import read_json, write_json
 from learner.batch.batching import TokenBatch, collate_tokens

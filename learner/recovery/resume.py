@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from common.config.learning import AlgorithmSection
+from common.config.algorithm import AlgorithmSection
 from common.errors import ConfigError, LongstrideError
 from common.ids import is_below, split_episode_id
 from common.store.run_dir import RunDir

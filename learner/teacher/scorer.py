@@ -10,7 +10,7 @@ from concurrent.futures import TimeoutError as StillWaiting
 
 import numpy as np
 
-from common.config.teaching.teacher import TeacherSection
+from common.config.algorithm import TeacherSection
 from common.errors import LongstrideError
 from common.http.model_endpoint import RequestCost, Unanswered
 from common.segments import as_rows

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from common.config.compute import Offload
-from common.config.learning import Advantage, LearnerSection
+from common.config.algorithm import Advantage
+from common.config.learner import LearnerSection, Offload
 from common.config.run_config import RunConfig
 from common.host.cores import num_cores
 from common.join.shards import is_whole

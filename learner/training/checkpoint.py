@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from safetensors import SafetensorError
 from torch import Tensor
 
-from common.config.learning import LearnerSection
+from common.config.learner import LearnerSection
 from common.errors import ConfigError, LongstrideError
 from common.join.shards import TENSORS as TENSORS
 from common.join.shards import gather_command, is_whole, remedy_without

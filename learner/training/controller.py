@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from common.config.controller import ControllerSection
+from common.config.learner import ControllerSection
 
 logger = logging.getLogger(__name__)
 

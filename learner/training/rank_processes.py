@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import init_device_mesh
 
-from common.config.compute import Layout, ShardPlace
+from common.config.learner import Layout, ShardPlace
 from common.config.run_config import RunConfig
 from common.errors import LongstrideError, RankLost, WeightSyncError
 from common.host.loopback import loopback

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common.config.learning import LearnerSection
+from common.config.learner import LearnerSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.join.shards import TENSORS

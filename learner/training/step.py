@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.config.learning import AlgorithmSection, Correction, LearnerSection, Proximal
+from common.config.algorithm import AlgorithmSection, Correction, Proximal
+from common.config.learner import LearnerSection
 from learner.batch.batching import (
     MicroBatch,
     Sample,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from common.config.compute import WeightsTransport
+from common.config.learner import WeightsTransport
 from common.wire.collective import SLICE
 from learner.weights.membership import SILENT_AFTER_S, EngineMember
 

@@ -4,7 +4,9 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from common.config.run_config import OnStall, RunConfig, TrainMode
+from common.config.run import OnStall
+from common.config.run_config import RunConfig
+from common.config.train import TrainMode
 from common.errors import ConfigError, LongstrideError
 from learner.weights.prompts import RecentPrompts
 from learner.weights.publisher import EngineCheck, Publisher

@@ -9,7 +9,8 @@ from urllib.parse import urlencode
 
 from pydantic import BaseModel, StrictInt, TypeAdapter, ValidationError
 
-from common.config.curriculum import CurriculumSection, TaskSection, subsets_in_use, why_not_far
+from common.config.curriculum import CurriculumSection, subsets_in_use
+from common.config.tasks import TaskSection, why_not_far
 from common.errors import ConfigError, EnvError
 from common.http.blocking import HttpResponse, request
 from common.text import near_hint

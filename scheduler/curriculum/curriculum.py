@@ -4,14 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.config.curriculum import (
-    CurriculumSection,
-    HorizonKind,
-    HorizonPolicy,
-    HorizonSection,
-    HorizonUnit,
-    TaskSection,
-)
+from common.config.curriculum import CurriculumSection
+from common.config.horizon import HorizonKind, HorizonPolicy, HorizonSection, HorizonUnit
+from common.config.tasks import TaskSection
 from common.ids import distance_of
 from common.wire.messages import EndReason, EpisodeKind, EpisodeSeen, PolicyKind
 from scheduler.curriculum.catalogue import HubCatalogue

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from common.config.curriculum import DistanceGatedSection, HorizonPolicy
+from common.config.curriculum import DistanceGatedSection
+from common.config.horizon import GatedSection, HorizonPolicy
 from scheduler.curriculum.horizon import HorizonStamp
 from scheduler.state import FIXED
 
@@ -194,6 +195,7 @@ class GatedHorizon:
             return False
         if isinstance(gate, DistanceGatedSection):
             return measured.success >= gate.min_success
+        assert isinstance(gate, GatedSection)
         is_cut = measured.truncated_frac >= gate.min_truncated_frac
         return is_cut and abs(measured.gain) <= gate.max_gain
 

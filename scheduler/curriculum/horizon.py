@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from common.config.curriculum import HorizonKind, HorizonPolicy
+from common.config.horizon import HorizonKind, HorizonPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

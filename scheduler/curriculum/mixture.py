@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from common.config.curriculum import MixtureKind, MixtureSection, TaskSection
+from common.config.mixture import MixtureKind, MixtureSection
+from common.config.tasks import TaskSection
 from common.wire.messages import EpisodeSeen
 from scheduler.curriculum.catalogue import HubCatalogue
 from scheduler.curriculum.sampling import (

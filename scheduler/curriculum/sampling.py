@@ -9,7 +9,8 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.config.curriculum import HorizonUnit, TaskSection
+from common.config.horizon import HorizonUnit
+from common.config.tasks import TaskSection
 from common.ids import episode_id_of
 from scheduler.curriculum.catalogue import HubCatalogue
 from scheduler.episodes.table import EpisodeRecord

@@ -3,7 +3,9 @@
 import math
 from dataclasses import dataclass
 
-from common.config.run_config import GroupsSection, SchedulerSection, TrainMode, TrainSection
+from common.config.groups import GroupsSection
+from common.config.scheduler import SchedulerSection
+from common.config.train import TrainMode, TrainSection
 from common.text import counted
 
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
-from common.config.run_config import SchedulerSection
+from common.config.scheduler import SchedulerSection
 from common.wire.messages import LagBound
 from scheduler.dispatch.pace import Pace
 from scheduler.members.members import RunMember

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from common.config.run_config import GroupsSection, SchedulerSection
+from common.config.groups import GroupsSection
+from common.config.scheduler import SchedulerSection
 from common.errors import LedgerError
 from common.wire.access.bounds import shown
 from common.wire.messages import EpisodeOutcome, EpisodeSeen, GroupArrived, Outcome

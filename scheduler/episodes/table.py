@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from common.config.curriculum import HorizonUnit
+from common.config.horizon import HorizonUnit
 from common.errors import LedgerError
 from common.ids import episode_id_of, split_episode_id, training_number
 from common.wire.messages import EpisodeKind, Outcome, PolicyKind

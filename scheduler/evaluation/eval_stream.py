@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from common.config.evaluation import EvalSection
+from common.config.eval import EvalSection
 from common.wire.messages import PolicyKind
 from scheduler.curriculum.catalogue import HubCatalogue
 from scheduler.curriculum.sampling import Item

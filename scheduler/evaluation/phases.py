@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from common.config.evaluation import EvalSection
+from common.config.eval import EvalSection
 from common.wire.messages import EpisodeKind, PolicyKind
 from scheduler.curriculum.catalogue import HubCatalogue
 from scheduler.curriculum.sampling import Item, hash_words

@@ -8,7 +8,8 @@ from typing import Any, cast
 import pytest
 
 from actor.loops import Parts, ProcessUsage, work_together
-from common.config.run_config import ModelSection, RunConfig
+from common.config.model import ModelSection
+from common.config.run_config import RunConfig
 from common.errors import EngineError
 from common.memory import resident_bytes
 from common.stall.beacon import Beacon

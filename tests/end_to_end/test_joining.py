@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from common.config.compute import LoraSection
-from common.config.services import EnvhubSection
+from common.config.envhub import EnvhubSection
+from common.config.learner import LoraSection
 from common.host.child_process import ChildProcess
 from common.repository import ROOT
 from common.store.run_dir import RunDir

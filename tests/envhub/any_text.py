@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from actor.rollout.env_client import HubClient, HubSession, HubStepResult
-from common.config.envs import EnvsSection, RemoteOptions
-from common.config.services import EnvhubSection
+from common.config.env import RemoteOptions
+from common.config.envhub import EnvhubSection
+from common.config.envs import EnvsSection
 from common.errors import EnvError
 from common.http.limits import QuietSocket, limited_protocol
 from envhub import main

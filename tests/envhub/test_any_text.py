@@ -10,8 +10,8 @@ import aiohttp
 import pytest
 
 from actor.rollout.env_client import HubClient
-from common.config.envs import RemoteOptions
-from common.config.services import EnvhubSection
+from common.config.env import RemoteOptions
+from common.config.envhub import EnvhubSection
 from envhub.agentgym.dialects import DIALECTS
 from envhub.catalogue.registry import LOADERS, missing_requirements
 from tests.envhub.any_text import TEXTS, TIMEOUT_S, check_texts, serving

@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from common.config.envs import EnvsSection, RemoteOptions
+from common.config.env import RemoteOptions
+from common.config.envs import EnvsSection
 from envhub.agentgym.remote import make_spec
 from envhub.catalogue.registry import Registry
 from envhub.conversations import CONVERSATIONS

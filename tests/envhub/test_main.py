@@ -12,9 +12,11 @@ import httpx
 import psutil
 import pytest
 
-from common.config.envs import EnvsSection, RemoteOptions
-from common.config.run_config import RunConfig, TaskSection
-from common.config.services import EnvhubSection
+from common.config.env import RemoteOptions
+from common.config.envhub import EnvhubSection
+from common.config.envs import EnvsSection
+from common.config.run_config import RunConfig
+from common.config.tasks import TaskSection
 from common.repository import ROOT
 from envhub.main import build, envs_of_run
 from tests.bounds import at_most

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from common.config.compute import LoraSection, Precision
-from common.config.learning import AlgorithmSection, ControllerSection, LearnerSection
-from common.config.run_config import ModelSection, RunConfig
+from common.config.algorithm import AlgorithmSection
+from common.config.learner import ControllerSection, LearnerSection, LoraSection, Precision
+from common.config.model import ModelSection
+from common.config.run_config import RunConfig
 from common.wire.collective import views
 from common.wire.messages import Trajectory
 from learner.batch.batching import Sample

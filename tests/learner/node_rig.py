@@ -12,8 +12,8 @@ import psutil
 import torch
 from torch.distributed.tensor import DTensor
 
+from common.config.envhub import EnvhubSection
 from common.config.run_config import RunConfig
-from common.config.services import EnvhubSection
 from common.host.child_process import ChildProcess
 from common.repository import ROOT
 from common.store.run_dir import RunDir

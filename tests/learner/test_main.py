@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from common.config.learning import LearnerSection
-from common.config.run_config import OnStall, RunConfig
+from common.config.learner import LearnerSection
+from common.config.run import OnStall
+from common.config.run_config import RunConfig
 from common.store.run_dir import RunDir
 from learner.build import Learner
 from learner.ingest.group_assembly import Group

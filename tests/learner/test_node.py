@@ -13,8 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
-from common.config.compute import CriticKind, CriticSection, LoraSection
-from common.config.learning import Advantage, AlgorithmSection, ControllerSection
+from common.config.algorithm import Advantage, AlgorithmSection
+from common.config.learner import ControllerSection, CriticKind, CriticSection, LoraSection
 from common.config.run_config import RunConfig
 from common.errors import LongstrideError
 from common.store.run_dir import RunDir

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from common.config.compute import ShardPlace
+from common.config.learner import ShardPlace
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.join.shards import is_whole, read_manifest

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from common.config.services import LogSection, WandbMode
+from common.config.log import LogSection, WandbMode
 from common.errors import ConfigError
 from common.repository import ROOT
 from common.wire.messages import EpisodeKind

@@ -4,15 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.config.curriculum import HorizonKind, HorizonSection, TaskSection
-from common.config.run_config import (
-    EvalSection,
-    GroupsSection,
-    RunConfig,
-    SchedulerSection,
-    TrainMode,
-    TrainSection,
-)
+from common.config.eval import EvalSection
+from common.config.groups import GroupsSection
+from common.config.horizon import HorizonKind, HorizonSection
+from common.config.run_config import RunConfig
+from common.config.scheduler import SchedulerSection
+from common.config.tasks import TaskSection
+from common.config.train import TrainMode, TrainSection
 from common.wire.messages import (
     EndReason,
     EpisodeKind,

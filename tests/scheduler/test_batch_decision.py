@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from common.config.learning import AlgorithmSection
-from common.config.run_config import RunConfig, TrainMode
+from common.config.algorithm import AlgorithmSection
+from common.config.run_config import RunConfig
+from common.config.train import TrainMode
 from common.ids import split_episode_id
 from common.wire.messages import EndReason, EpisodeOutcome, GroupArrived, Lease, Outcome, Progress
 from learner.ingest.group_assembly import Group, GroupAssembly

@@ -3,7 +3,8 @@
 import json
 import time
 
-from common.config.run_config import TrainMode, published_version
+from common.config.run_config import published_version
+from common.config.train import TrainMode
 from common.wire.messages import GroupArrived, LeaseRequest, Outcome, Rejected
 from common.wire.weight_messages import WeightsJoin
 from scheduler.components import build_components

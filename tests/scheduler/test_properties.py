@@ -8,7 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from common.config.run_config import EvalSection, TrainMode
+from common.config.eval import EvalSection
+from common.config.train import TrainMode
 from common.wire.messages import (
     EndReason,
     EpisodeKind,

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from common.config.learning import AlgorithmSection
+from common.config.algorithm import AlgorithmSection
 from common.ids import is_below, split_episode_id
 from common.wire.messages import (
     EndReason,

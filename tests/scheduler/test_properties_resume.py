@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.config.run_config import EvalSection, TrainMode
+from common.config.eval import EvalSection
+from common.config.train import TrainMode
 from common.wire.messages import GroupArrived, LeaseGrant, Outcome, Outcomes, Progress
 from scheduler.components import build_components
 from scheduler.core import SchedulerCore

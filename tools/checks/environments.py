@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from common.config.curriculum import TaskSection, subsets_in_use, why_not_far
+from common.config.curriculum import subsets_in_use
 from common.config.load import config_as_yaml, load_config, without_secrets
 from common.config.run_config import RunConfig
+from common.config.tasks import TaskSection, why_not_far
 from common.errors import ConfigError
 from common.formats.turns import FirstPrompt
 from common.log import configure_logging

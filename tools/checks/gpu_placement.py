@@ -3,7 +3,8 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from common.config.run_config import GpuPlacement, RunConfig
+from common.config.actor import GpuPlacement
+from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.host.machine import Gpu
 from common.text import counted

@@ -14,7 +14,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from common.config.compute import ModelSection
+from common.config.model import ModelSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.store.run_dir import RunDir

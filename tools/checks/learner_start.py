@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.config.compute import Attention, CriticKind, Layout
-from common.config.learning import Advantage, AlgorithmSection, LearnerSection
+from common.config.algorithm import Advantage, AlgorithmSection
+from common.config.learner import Attention, CriticKind, Layout, LearnerSection
 from common.config.run_config import RunConfig
 
 

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from common.config.compute import (
+from common.config.algorithm import Advantage
+from common.config.learner import (
     EXPERTS,
     CriticKind,
+    LearnerSection,
     LoraSection,
     Moments,
     Offload,
@@ -13,8 +15,7 @@ from common.config.compute import (
     Precision,
     WeightsTransport,
 )
-from common.config.learning import Advantage
-from common.config.run_config import LearnerSection, RunConfig
+from common.config.run_config import RunConfig
 from common.host.machine import GIB, has_bf16_units
 from common.text import counted
 from learner.policy.model_shape import BYTES_OF, ModelShape

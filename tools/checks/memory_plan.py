@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-from common.config.compute import Moments, Offload, OptimizerKind
+from common.config.learner import Moments, Offload, OptimizerKind
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.host.machine import GIB, Gpu, gpus, memory_bytes

@@ -6,7 +6,7 @@ from actor.formats.call_turn import CallTurn
 from actor.formats.checks import renderer_of
 from actor.formats.tools import tool_of
 from actor.rollout.render import Renderer
-from common.config.evaluation import AgentFormat
+from common.config.actor import AgentFormat
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.formats.chat_template import fix_prompts

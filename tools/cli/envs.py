@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from common.config.envs import EnvsSection, RemoteOptions
+from common.config.env import RemoteOptions
+from common.config.envs import EnvsSection
 from common.errors import ConfigError
 from common.repository import ROOT
 from common.text import counted

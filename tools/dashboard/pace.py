@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from actor.engine.startup_history import StartupHistory
-from common.config.run_config import ModelSection
+from common.config.model import ModelSection
 from tools.dashboard.run_view import RunView
 
 KINDS = ("actor", "learner", "scheduler", "envhub")

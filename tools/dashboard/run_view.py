@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from pydantic import AliasPath, BaseModel, Field, TypeAdapter, ValidationError
 
-from common.config.curriculum import HorizonKind, HorizonSection
-from common.config.run_config import TrainSection
+from common.config.horizon import HorizonKind, HorizonSection
+from common.config.train import TrainSection
 from common.store.run_dir import RunDir
 from common.wire.access.identities import RANKS
 from learner.journal.metrics import MetricsLine, tail_metrics

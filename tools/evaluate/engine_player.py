@@ -10,7 +10,8 @@ from actor.rollout.episode import Act, EnvSession, Render, Turn
 from actor.rollout.render import Renderer
 from actor.seats.seats import Seats
 from actor.seeds import SamplingSeeds
-from common.config.run_config import ActorSection, ModelSection
+from common.config.actor import ActorSection
+from common.config.model import ModelSection
 from tools.evaluate.planned import PlannedEpisode
 from tools.evaluate.play import EpisodePlayer, PlayJob, lease_of, play
 

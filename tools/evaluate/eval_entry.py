@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.config.evaluation import ContextKind, EvalSection, PolicySection
-from common.config.run_config import ActorSection, ModelSection
-from common.config.seats.options import ENDPOINT, RANDOM
+from common.config.actor import ENDPOINT, RANDOM, ActorSection, ContextKind
+from common.config.eval import EvalSection
+from common.config.model import ModelSection
+from common.config.policy import PolicySection
 from common.errors import ConfigError
 from common.formats.chat_template import names_date, template_at
 from common.ids import subset_of

@@ -13,8 +13,10 @@ from actor.rollout.env_client import HubClient
 from actor.rollout.episode import Act, Render
 from actor.seats.endpoint import NO_LIMIT, Endpoint, TextEpisode
 from actor.seats.seats import Seats
-from common.config.evaluation import EvalItems, PolicySection
-from common.config.run_config import ActorSection, RunConfig
+from common.config.actor import ActorSection
+from common.config.eval import EvalItems
+from common.config.policy import PolicySection
+from common.config.run_config import RunConfig
 from common.errors import ConfigError, EnvError, LongstrideError
 from common.host.lock import hold_run
 from common.ids import subset_of

@@ -12,7 +12,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from actor.rollout.agent_runner import MakeAgents
-from common.config.run_config import ActorSection, ModelSection, RunConfig
+from common.config.actor import ActorSection
+from common.config.model import ModelSection
+from common.config.run_config import RunConfig
 from common.errors import EngineError
 from common.formats.chat_template import fix_prompts
 from common.host.child_process import describe_exit

@@ -16,7 +16,7 @@ from actor.rollout.agent_runner import AgentRunner
 from actor.rollout.env_client import Environments, HubClient
 from actor.rollout.episode import WHOLE, Act, OpenSession, Render, run_episode
 from actor.seats.seats import Seats
-from common.config.evaluation import AgentOptions
+from common.config.actor import AgentOptions
 from common.errors import EnvPaused, LongstrideError
 from common.text import counted
 from common.wire.messages import EpisodeKind, Lease, Trajectory

@@ -2,7 +2,7 @@
 
 import os
 
-from common.config.services import RaySection
+from common.config.ray import RaySection
 
 
 def cluster_address(section: RaySection) -> str:

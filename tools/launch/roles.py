@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.config.run_config import RunSection
+from common.config.run import RunSection
 from common.host.machine import Gpu
 from common.host.process_settings import ONE_THREAD
 from common.ids import actor_name

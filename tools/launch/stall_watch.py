@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from actor.agents.waits import AGENTS
-from common.config.run_config import OnStall, RunSection
+from common.config.run import OnStall, RunSection
 from common.host.child_process import ChildProcess
 from common.ids import process_of
 from common.stall.report import RoleActivity, culprits, describe, read_activity, waits

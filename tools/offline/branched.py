@@ -16,9 +16,7 @@ from actor.rollout.episode import EnvSession, run_episode
 from actor.rollout.folding import CALL, RETURN
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
 from actor.seats.seats import Seats
-from common.config.evaluation import AgentFormat, AgentOptions
-from common.config.run_config import ActorSection
-from common.config.seats.options import SeatsOptions
+from common.config.actor import ActorSection, AgentFormat, AgentOptions, SeatsOptions
 from common.errors import ConfigError, EnvError
 from common.formats.answers import in_react
 from common.segments import as_rows

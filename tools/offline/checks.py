@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from common.config.compute import Offload
+from common.config.learner import Offload
 from common.config.load import override_value
 from common.config.offline import SftSection, describe_rates
 from common.config.run_config import RunConfig

@@ -14,9 +14,9 @@ from urllib.parse import urlencode
 from actor.rollout.env_client import Environments, HubClient
 from actor.rollout.episode import first_text
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
+from common.config.actor import ActorSection, AgentFormat
 from common.config.curriculum import subsets_in_use
-from common.config.evaluation import AgentFormat
-from common.config.run_config import ActorSection, RunConfig
+from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.formats.answers import in_react, worded
 from common.wire.messages import PolicyKind

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from common.config.learning import LearnerSection
+from common.config.learner import LearnerSection
 from common.config.offline import DpoSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from common.config.compute import FULL
+from common.config.learner import FULL
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from learner.journal.journal import read_journal

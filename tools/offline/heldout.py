@@ -3,8 +3,8 @@
 import logging
 from collections.abc import Mapping
 
-from common.config.curriculum import TaskSection
-from common.config.evaluation import EvalItems, EvalSection
+from common.config.eval import EvalItems, EvalSection
+from common.config.tasks import TaskSection
 from common.errors import ConfigError
 from common.ids import subset_of
 from scheduler.curriculum.catalogue import HubCatalogue

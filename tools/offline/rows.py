@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from common.config.evaluation import KeepThinking
+from common.config.actor import KeepThinking
 from common.errors import ConfigError
 from common.formats.chat_template import fingerprint
 from common.segments import as_rows

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from common.config.learning import LearnerSection
-from common.config.run_config import RunConfig, SftSection
+from common.config.learner import LearnerSection
+from common.config.offline import SftSection
+from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from tools.exchange.agent_traj import read_conversations
 from tools.offline.checks import check_base

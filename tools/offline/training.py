@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
-from common.config.compute import Layout
-from common.config.learning import LearnerSection
+from common.config.learner import Layout, LearnerSection
 from common.config.offline import DpoSection, SftSection, describe_rates
 from learner.policy.determinism import make_deterministic
 from learner.policy.finite import TrainingDiverged

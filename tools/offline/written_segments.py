@@ -6,7 +6,7 @@ from typing import Any
 from actor.formats.chat_renderer import ChatRenderer
 from actor.formats.measured import RESULT_ID, in_order
 from actor.formats.thoughts import FIELDS
-from common.config.evaluation import KeepThinking
+from common.config.actor import KeepThinking
 from tools.exchange.agent_traj import Conversation, Message
 from tools.offline.written_answers import AnswerWriter, WrittenAnswer
 

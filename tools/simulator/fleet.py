@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from common.config.run_config import RunConfig, TrainMode
+from common.config.run_config import RunConfig
+from common.config.train import TrainMode
 from common.wire.messages import (
     EndReason,
     EpisodeKind,

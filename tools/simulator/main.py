@@ -7,7 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TextIO
 
-from common.config.run_config import RunConfig, TrainMode
+from common.config.run_config import RunConfig
+from common.config.train import TrainMode
 from common.errors import ConfigError
 from common.store.run_dir import write_json
 from tools.simulator.measured import load_measured, load_workload

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from common.config.learning import AlgorithmSection
+from common.config.algorithm import AlgorithmSection
 from common.errors import ConfigError
 from common.store.run_dir import RunDir
 from common.text import counted

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from common.config.curriculum import MAX_TURNS, HorizonKind, HorizonUnit
+from common.config.horizon import MAX_TURNS, HorizonKind, HorizonUnit
 from common.config.run_config import RunConfig
 from scheduler.curriculum.catalogue import HubCatalogue, SubsetEntry
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
-from common.config.curriculum import HorizonUnit
+from common.config.horizon import HorizonUnit
 from common.config.offline import SimulatorSection
 from common.wire.messages import EndReason
 

@@ -3,7 +3,8 @@
 from functools import partial
 from random import Random
 
-from common.config.run_config import RunConfig, TrainMode
+from common.config.run_config import RunConfig
+from common.config.train import TrainMode
 from common.errors import LongstrideError
 from common.ids import split_episode_id
 from common.wire.messages import (

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from benchmarks.learner.checks.bench import DeviceBench
 from benchmarks.learner.memory import peak_bytes, random_tokens
 from benchmarks.learner.step import clock_of
-from common.config.learning import LearnerSection
+from common.config.learner import LearnerSection
 from learner.batch.batching import TokenBatch
 from learner.policy.model import Scoring, token_logprobs
 

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from benchmarks.learner.batch import BatchShape, ModelShape, make_batch, make_random_model
 from benchmarks.learner.step import make_trainer
 from benchmarks.table import BenchTable
-from common.config.compute import LoraSection
-from common.config.learning import AlgorithmSection, LearnerSection
+from common.config.algorithm import AlgorithmSection
+from common.config.learner import LearnerSection, LoraSection
 from learner.batch.batching import Sample
 from learner.policy.lora import add_adapters
 from learner.policy.model import vocabulary_size

@@ -19,8 +19,8 @@ from benchmarks.learner.checks.bench import DeviceBench, PackedCase
 from benchmarks.learner.memory import measure_scoring, peak_bytes
 from benchmarks.learner.step import BARE, MAX_RATIO, alternate, clock_of, measure_step, measure_ways
 from benchmarks.learner.suite import add_peaks, add_step_cost, add_ways
-from common.config.compute import Layout, Offload, Precision
-from common.config.learning import AlgorithmSection, LearnerSection
+from common.config.algorithm import AlgorithmSection
+from common.config.learner import Layout, LearnerSection, Offload, Precision
 from learner.batch.batching import Sample
 from learner.policy.forward import Networks
 from learner.policy.merging import merged_tensors

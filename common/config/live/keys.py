@@ -8,9 +8,9 @@ from dataclasses import is_dataclass, replace
 from enum import Enum
 from typing import Any, cast
 
-from common.config.compute import OptimizerKind
-from common.config.curriculum import HorizonKind
+from common.config.horizon import HorizonKind
 from common.config.keys import conform, declared, dotted
+from common.config.learner import OptimizerKind
 from common.config.load import parse_text, parse_value
 from common.config.run_config import RunConfig
 from common.errors import ConfigError

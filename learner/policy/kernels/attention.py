@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, PreTrainedModel
 
-from common.config.compute import Attention, Layout
+from common.config.learner import Attention, Layout
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch
 from learner.batch.packing import CHUNK_TOKENS, Packing, first_key, window_mask

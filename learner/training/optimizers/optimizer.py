@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from common.config.compute import Moments, OptimizerKind
-from common.config.learning import LearnerSection
+from common.config.learner import LearnerSection, Moments, OptimizerKind
 from learner.training.optimizers.muon import BatchedMuon, ExpertMuon
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from actor.agents.server import AgentServer
 from actor.rollout.context import History, Room, Tape
 from actor.rollout.episode import EnvSession, EpisodeState, Turn
 from actor.rollout.render import Renderer
-from common.config.evaluation import AgentServerOptions
+from common.config.actor import AgentServerOptions
 from common.wire.messages import Lease
 from tests.actor.agents.test_tool_calls import TOKENIZER
 from tests.actor.rollout.test_episode import LEASE, Count, go_on

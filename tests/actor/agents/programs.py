@@ -11,7 +11,7 @@ from actor.agents.agents import Agents
 from actor.rollout.env_client import HubStepResult
 from actor.rollout.episode import EnvSession, Turn, run_episode
 from actor.rollout.render import Renderer
-from common.config.run_config import ActorSection
+from common.config.actor import ActorSection
 from common.wire.messages import Lease, Trajectory
 from learner.ingest.admission import refusal
 from tests.actor.rollout.playing import LEASE, Count, go_on

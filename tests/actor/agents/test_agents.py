@@ -19,10 +19,10 @@ from actor.agents.episode import AgentEpisode
 from actor.agents.server import AgentServer
 from actor.rollout.context import History, Room
 from actor.rollout.episode import EnvSession, EpisodeState, Turn
-from common.config.curriculum import HorizonUnit
-from common.config.evaluation import AgentLifetime, ContextKind
-from common.config.learning import AlgorithmSection, PolicyLoss
-from common.config.run_config import ActorSection, RunConfig
+from common.config.actor import ActorSection, AgentLifetime, ContextKind
+from common.config.algorithm import AlgorithmSection, PolicyLoss
+from common.config.horizon import HorizonUnit
+from common.config.run_config import RunConfig
 from common.errors import ConfigError, EngineError, EnvError, LongstrideError
 from common.segments import as_rows
 from common.wire.messages import EndReason, Lease, Trajectory

@@ -12,7 +12,7 @@ from actor.formats.tools import ToolRenderer
 from actor.rollout.context import Turn
 from actor.rollout.episode import EnvSession, run_episode, trajectory_of
 from actor.rollout.render import Renderer
-from common.config.evaluation import AgentFormat, AgentOptions
+from common.config.actor import AgentFormat, AgentOptions
 from common.formats.answers import worded
 from common.wire.messages import Trajectory
 from tests.actor.agents.endpoint import MAX_TOKENS, TURN_TOKENS, ByHeart, Endpoint, endpoint

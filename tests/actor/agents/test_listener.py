@@ -15,9 +15,8 @@ import uvloop
 
 from actor.agents import server, strangers
 from actor.agents.listener import OUTSIDE, listen
-from common.config.evaluation import AgentServerOptions
+from common.config.actor import ActorSection, AgentServerOptions
 from common.config.load import load_config
-from common.config.run_config import ActorSection
 from common.errors import ConfigError, WireError
 from common.repository import ROOT
 from common.wire.addresses import is_here, is_loopback, local_address_towards

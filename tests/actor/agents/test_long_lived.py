@@ -10,7 +10,7 @@ import pytest
 
 from actor.agents.agents import Agents
 from actor.rollout.episode import EnvSession
-from common.config.evaluation import AgentLifetime
+from common.config.actor import AgentLifetime
 from common.repository import ROOT
 from common.wire.messages import EndReason, Lease, Trajectory
 from tests.actor.agents.programs import (

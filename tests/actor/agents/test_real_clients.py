@@ -9,7 +9,7 @@ import pytest
 
 from actor.agents.agents import Agents
 from actor.rollout.episode import EnvSession
-from common.config.run_config import ActorSection
+from common.config.actor import ActorSection
 from common.wire.messages import EndReason, Trajectory
 from tests.actor.agents.endpoint import MAX_TOKENS, RENDERER, TURN_TOKENS, ByHeart
 from tests.actor.agents.programs import told

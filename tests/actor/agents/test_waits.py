@@ -10,7 +10,7 @@ import pytest
 from actor.agents.agents import Agents
 from actor.rollout.hubs import Hubs
 from actor.rollout.pool import FOR_AGENTS, EpisodePool
-from common.config.evaluation import AgentLifetime
+from common.config.actor import AgentLifetime
 from common.wire.messages import EndReason, PolicyKind
 from tests.actor.agents.programs import RENDERER, settings
 from tests.actor.agents.test_long_lived import SERVE

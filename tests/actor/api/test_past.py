@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from actor.api.past import newer_version, past_versions, with_past_version
-from common.config.evaluation import PolicySection
 from common.config.load import load_config
+from common.config.policy import PolicySection
 from common.join.shards import write_manifest
 from common.repository import ROOT
 from common.store.run_dir import RunDir

@@ -32,8 +32,8 @@ from actor.api.serve import (
 from actor.rollout.episode import ContextFull, PolicyFailed, Turn
 from actor.rollout.render import Renderer
 from actor.seats.endpoint import Endpoint
-from common.config.evaluation import PolicySection
 from common.config.load import load_config
+from common.config.policy import PolicySection
 from common.errors import ConfigError, EngineError
 from common.http import limits
 from common.repository import ROOT

@@ -18,9 +18,11 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from actor.rollout.episode import Turn
-from common.config.compute import FULL, LoraSection, Precision, WeightsTransport
-from common.config.learning import AlgorithmSection, LearnerSection
-from common.config.run_config import ActorSection, AtUpdate, ModelSection, SftSection
+from common.config.actor import ActorSection, AtUpdate
+from common.config.algorithm import AlgorithmSection
+from common.config.learner import FULL, LearnerSection, LoraSection, Precision, WeightsTransport
+from common.config.model import ModelSection
+from common.config.offline import SftSection
 from common.store.run_dir import RunDir
 from common.wire.security import create_keys
 from common.wire.sockets import Received, Router

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from actor.rollout.episode import Turn
-from common.config.compute import LoraSection
+from common.config.learner import LoraSection
 from learner.weights.snapshot import PublishedWeights
 from tests.actor.engine.engine_rig import FIRST_FORCED, Rig, forked_engines
 from tests.actor.engine.test_engine import make_prompts, mean_delta, sample

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config
 
-from common.config.compute import LoraSection
-from common.config.run_config import ActorSection, ModelSection
+from common.config.actor import ActorSection
+from common.config.learner import LoraSection
+from common.config.model import ModelSection
 from common.errors import EngineError
 from tests.actor.engine import test_prepared
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from common.config.compute import OWN_ENGINE_ARGS
-from common.config.run_config import ActorSection
+from common.config.actor import OWN_ENGINE_ARGS, ActorSection
 from common.errors import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -78,7 +77,7 @@ def test_check_before_the_start_refuses_a_near_miss() -> None:
 
 def test_engine_gets_its_arguments_and_automatic_eagerness(tmp_path: Path) -> None:
     from actor.engine.start import engine_arguments
-    from common.config.run_config import ModelSection
+    from common.config.model import ModelSection
 
     model = ModelSection(path=str(tmp_path))
     given = ActorSection(engine_args={"block_size": 64, "max_num_batched_tokens": 16_384})

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from actor.engine.concurrency import Concurrency, EngineLoad
-from common.config.run_config import ActorSection, ModelSection
+from common.config.actor import ActorSection
+from common.config.model import ModelSection
 from tests.actor.engine.engine_rig import save_tiny_policy
 
 if TYPE_CHECKING:  # importing vllm takes seconds, and most runs deselect these tests

@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.config.run_config import ActorSection, ModelSection
+from common.config.actor import ActorSection
+from common.config.model import ModelSection
 from common.errors import ConfigError, EngineError
 from tests.actor.engine.engine_rig import WAIT_S, ExactEngine, Rig, save_tiny_policy
 

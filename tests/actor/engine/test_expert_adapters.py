@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from common.config.compute import LoraSection
+from common.config.learner import LoraSection
 from tests.actor.engine.engine_rig import Rig
 from tests.actor.engine.test_engine import make_prompts, mean_delta, sample
 from tests.actor.engine.test_experts import LIMIT, save_policy_of

@@ -11,7 +11,7 @@ import pytest
 
 from actor.rollout.env_client import ExpertHint, HubStepResult
 from actor.rollout.episode import Turn
-from common.config.run_config import ActorSection, AtUpdate
+from common.config.actor import ActorSection, AtUpdate
 from common.wire.messages import Trajectory
 from tests.actor.engine.engine_rig import Rig
 from tests.actor.engine.test_engine import make_prompts

@@ -16,7 +16,8 @@ from transformers import Mamba2Config, Mamba2ForCausalLM, Qwen2Config, Qwen2ForC
 from benchmarks.conformance.networks import save_network
 from benchmarks.conformance.part_results import Verdict, read
 from benchmarks.conformance.suite import RESULTS
-from common.config.run_config import ActorSection, ModelSection
+from common.config.actor import ActorSection
+from common.config.model import ModelSection
 from common.wire.collective import CPU, BroadcastGroup, CollectiveMember
 from common.wire.transfer.buckets import BucketLayout, send_buckets
 from common.wire.weight_messages import TensorSpec, WeightsOffer

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from actor.rollout.episode import Turn
-from common.config.learning import AlgorithmSection
+from common.config.algorithm import AlgorithmSection
 from learner.batch.batching import collate_tokens
 from tests.actor.engine.engine_rig import Rig
 from tests.actor.engine.test_engine import make_prompts

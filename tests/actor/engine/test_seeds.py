@@ -10,7 +10,8 @@ import pytest
 
 from actor.rollout.episode import Turn
 from actor.seeds import SamplingSeeds, engine_seed
-from common.config.run_config import ActorSection, ModelSection
+from common.config.actor import ActorSection
+from common.config.model import ModelSection
 from tests.actor.engine.engine_rig import save_tiny_policy
 from tests.actor.rollout.playing import LEASE
 

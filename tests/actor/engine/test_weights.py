@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from common.config.run_config import ActorSection
+from common.config.actor import ActorSection
 from common.errors import WeightSyncError
 from common.wire.transfer.node_copy import CopyUnreachable, node_id
 from common.wire.weight_messages import WeightsJoin, WeightsLeave, WeightsLoaded

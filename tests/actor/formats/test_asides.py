@@ -11,9 +11,8 @@ from actor.rollout.context import GO, PLAN, REFLECT, least_prompt
 from actor.rollout.env_client import HubStepResult
 from actor.rollout.episode import EnvSession, Turn
 from actor.rollout.render import Renderer
-from common.config.curriculum import HorizonUnit
-from common.config.evaluation import AgentFormat, AgentOptions, ContextKind
-from common.config.run_config import ActorSection
+from common.config.actor import ActorSection, AgentFormat, AgentOptions, ContextKind
+from common.config.horizon import HorizonUnit
 from common.errors import ConfigError
 from common.segments import Aside, as_rows, asides_of, joined
 from common.wire.codec import pack_record, unpack_record

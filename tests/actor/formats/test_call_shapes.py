@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from actor.formats.tools import ToolRenderer, fault_of, reader_of
 from actor.rollout.context import History, Room, Turn
 from actor.rollout.render import Renderer, with_ids
-from common.config.evaluation import AgentFormat
+from common.config.actor import AgentFormat
 from common.errors import ConfigError
 from common.formats.calls import CallForm, as_call
 from common.formats.chat_template import render_chat

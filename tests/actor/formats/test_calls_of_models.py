@@ -10,7 +10,7 @@ from actor.formats.call_turn import CallTurn, as_text
 from actor.formats.tools import ToolRenderer, fault_of, reader_of
 from actor.rollout.context import Turn
 from actor.rollout.render import with_ids
-from common.config.evaluation import AgentFormat
+from common.config.actor import AgentFormat
 from common.formats.calls import as_call
 from common.formats.chat_template import render_chat
 from tests.actor.formats.shapes import shapes

@@ -6,7 +6,7 @@ import pytest
 
 from actor.rollout.context import History, Room, Turn
 from actor.rollout.folding import CLOSED, ENDED, OPENED, Folding
-from common.config.evaluation import AgentOptions, ContextKind
+from common.config.actor import AgentOptions, ContextKind
 from tests.actor.formats.test_call_shapes import NAMED, of_tools, turn_of
 
 ASKED = "<|end|><|start|>assistant<|message|>"

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from actor.formats.tools import ToolRenderer, make_renderer, tool_of
 from actor.rollout.render import Renderer, with_ids
-from common.config.evaluation import AgentFormat
+from common.config.actor import AgentFormat
 from common.errors import ConfigError
 from common.formats.calls import as_call
 from tests.actor.formats.templates import BODY, CALLERS, TOOLS

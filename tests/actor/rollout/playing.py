@@ -5,7 +5,7 @@ from typing import Any
 
 from actor.rollout.env_client import ExpertHint, HubStepResult
 from actor.rollout.episode import WHOLE, Act, EnvSession, Render, Turn, run_episode
-from common.config.evaluation import AgentOptions
+from common.config.actor import AgentOptions
 from common.errors import EnvError
 from common.wire.messages import EpisodeKind, Lease, PolicyKind, Trajectory
 

@@ -11,10 +11,10 @@ import pytest
 from actor.rollout.context import LEFT_OUT, REQUEST
 from actor.rollout.env_client import HubStepResult
 from actor.rollout.episode import EnvSession, Turn
-from common.config.curriculum import HorizonUnit
-from common.config.evaluation import AgentOptions, ContextKind
-from common.config.learning import AlgorithmSection, Correction, PolicyLoss
-from common.config.run_config import ActorSection, RunConfig
+from common.config.actor import ActorSection, AgentOptions, ContextKind
+from common.config.algorithm import AlgorithmSection, Correction, PolicyLoss
+from common.config.horizon import HorizonUnit
+from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.segments import as_rows
 from common.wire.messages import EndReason, Trajectory

@@ -12,7 +12,7 @@ from actor.rollout.episode import Turn
 from actor.rollout.lockstep import Rounds
 from actor.rollout.pool import EpisodePool
 from actor.seeds import SamplingSeeds, environment_seed
-from common.config.run_config import ActorSection
+from common.config.actor import ActorSection
 from common.wire.messages import EpisodeKind, Lease
 from tests.actor.rollout.playing import LEASE, Count, Letters, go_on
 from tests.actor.rollout.test_hubs import Box

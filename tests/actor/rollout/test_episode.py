@@ -8,7 +8,7 @@ import pytest
 from actor.rollout.episode import EnvSession, Turn
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender, with_actions
 from actor.states import action_number, state_number
-from common.config.evaluation import AgentFormat, AgentOptions
+from common.config.actor import AgentFormat, AgentOptions
 from common.errors import EngineError, EnvError, EnvTimeout
 from common.formats.scripted import actions_of
 from common.wire.codec import pack_record, unpack_record

@@ -6,7 +6,7 @@ import pytest
 from actor.rollout.context import Turn
 from actor.rollout.env_client import HubStepResult
 from actor.rollout.episode import EnvSession
-from common.config.evaluation import AgentOptions, ContextKind
+from common.config.actor import AgentOptions, ContextKind
 from common.segments import RoutingShape, as_rows, joined, refusal_of_experts
 from common.wire.codec import decode, encode
 from common.wire.messages import Trajectory

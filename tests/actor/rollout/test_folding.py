@@ -8,8 +8,8 @@ import pytest
 from actor.rollout.context import LEFT_OUT
 from actor.rollout.episode import EnvSession, Turn
 from actor.rollout.folding import CLOSED, ENDED, HOW, OPENED
-from common.config.curriculum import HorizonUnit
-from common.config.evaluation import AgentOptions, ContextKind
+from common.config.actor import AgentOptions, ContextKind
+from common.config.horizon import HorizonUnit
 from common.segments import Aside, as_rows, asides_of
 from common.wire.messages import EndReason, Trajectory
 from tests.actor.rollout.playing import LEASE, Count, go_on, play

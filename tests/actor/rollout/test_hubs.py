@@ -9,7 +9,7 @@ import pytest
 
 from actor.rollout.hubs import Hubs
 from actor.rollout.pool import EpisodePool
-from common.config.run_config import ActorSection
+from common.config.actor import ActorSection
 from common.errors import EnvError
 from common.formats.scripted import actions_of
 from common.wire.join_messages import HubPlace

@@ -8,7 +8,7 @@ import pytest
 
 from actor.rollout.env_client import HubStepResult
 from actor.rollout.episode import Turn
-from common.config.curriculum import HorizonUnit
+from common.config.horizon import HorizonUnit
 from common.wire.codec import pack_record, unpack_record
 from common.wire.messages import EndReason, EpisodeKind
 from learner.ingest.admission import refusal

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from actor.rollout.render import Renderer
-from common.config.run_config import ActorSection
+from common.config.actor import ActorSection
 from common.errors import ConfigError
 from tools.offline.scratch import CHAT_TEMPLATE, make_tokenizer
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from actor.rollout.context import History, Room, Tape, Turn
 from actor.rollout.render import Renderer, with_ids
-from common.config.evaluation import AgentOptions, KeepThinking
+from common.config.actor import AgentOptions, KeepThinking
 from common.errors import ConfigError
 from common.formats.chat_template import render_chat
 from tests.actor.formats.trl_templates import PICTURES, byte_tokenizer, names, tokenizer_of

@@ -12,7 +12,7 @@ import pytest
 from actor.formats.tools import ToolRenderer
 from actor.rollout.context import Turn
 from actor.rollout.render import Renderer
-from common.config.evaluation import AgentFormat, AgentOptions, ContextKind, KeepThinking
+from common.config.actor import AgentFormat, AgentOptions, ContextKind, KeepThinking
 from common.config.load import load_config
 from common.errors import ConfigError
 from common.repository import ROOT

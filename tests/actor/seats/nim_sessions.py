@@ -5,8 +5,7 @@ from typing import Any
 
 from actor.rollout.env_client import ExpertHint, HubStepResult
 from actor.rollout.episode import Act, EnvSession, Render, Turn
-from common.config.run_config import ActorSection
-from common.config.seats.options import SeatsOptions
+from common.config.actor import ActorSection, SeatsOptions
 from common.wire.messages import EpisodeKind, Lease, PolicyKind
 from envhub.env import Style
 from envhub.envs.nim.env import NimEnv

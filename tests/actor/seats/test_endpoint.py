@@ -19,7 +19,7 @@ import pytest
 
 from actor.rollout.episode import ContextFull, PolicyFailed
 from actor.seats.endpoint import Endpoint, Reply, TextEpisode
-from common.config.evaluation import PolicySection
+from common.config.policy import PolicySection
 from common.errors import ConfigError
 from tests.actor.toy_servers import ToyEndpoint, serve
 

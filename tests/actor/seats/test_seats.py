@@ -10,7 +10,7 @@ import pytest
 from actor.rollout.episode import Act, EnvSession, Render, Turn, run_episode
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
 from actor.seats.seats import MAX_EMPTY_GAMES, Seats, opponent_of, seat_of, task_of
-from common.config.run_config import ActorSection
+from common.config.actor import ActorSection
 from common.errors import ConfigError, EngineError, EnvError, EnvTimeout, HubLost
 from common.wire.messages import EndReason, EpisodeKind, Lease, PolicyKind, Trajectory
 from learner.ingest.admission import refusal

@@ -39,7 +39,7 @@ from benchmarks.conformance.part_results import (
 from benchmarks.conformance.sharded import RankPair
 from benchmarks.conformance.suite import RESULTS, examine_apart, run_suite
 from benchmarks.table import BenchTable
-from common.config.compute import Layout, Precision
+from common.config.learner import Layout, Precision
 from common.repository import ROOT
 from learner.policy.model import load_policy
 from tests.marks import long_for

@@ -9,8 +9,8 @@ import pytest
 from benchmarks.conformance.learner_side import SEQUENCES, gap_of, load_plain, plain_scores
 from benchmarks.conformance.networks import save_network
 from benchmarks.conformance.part_results import TOLERANCE
-from common.config.compute import EnforceEager
-from common.config.run_config import ActorSection, ModelSection
+from common.config.actor import ActorSection, EnforceEager
+from common.config.model import ModelSection
 from common.errors import ConfigError
 from learner.policy.engine_rope import DIFFERENCES
 from learner.policy.model_kind import check_engine_equal

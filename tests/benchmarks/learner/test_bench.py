@@ -34,8 +34,8 @@ from benchmarks.learner.step import (
 from benchmarks.learner.suite import add_peaks, add_step_cost
 from benchmarks.table import BenchTable
 from benchmarks.weights.rounds import TransferSetup, send_rounds
-from common.config.compute import Precision
-from common.config.learning import AlgorithmSection, LearnerSection
+from common.config.algorithm import AlgorithmSection
+from common.config.learner import LearnerSection, Precision
 from common.errors import EngineError, WeightSyncError
 from common.wire.transfer.buckets import BucketLayout
 from learner.batch.batching import collate_tokens

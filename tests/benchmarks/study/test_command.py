@@ -14,8 +14,8 @@ from benchmarks.study.command import StudyWork, report
 from benchmarks.study.outcome import begin
 from benchmarks.study.plan import Study, merged, names, read_study
 from benchmarks.table import BenchTable
-from common.config.evaluation import StudySection
 from common.config.load import load_config
+from common.config.offline import StudySection
 from common.errors import ConfigError
 from common.host.child_process import ChildProcess
 from common.repository import ROOT

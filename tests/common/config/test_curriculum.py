@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from common.config.curriculum import HorizonKind, MixtureKind
+from common.config.horizon import HorizonKind
 from common.config.load import load_config
+from common.config.mixture import MixtureKind
 from common.errors import ConfigError
 from common.store.run_start import save_config
 

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from common.config.compute import OWN_ENGINE_ARGS, EnforceEager
+from common.config.actor import OWN_ENGINE_ARGS, ActorSection, EnforceEager
 from common.config.keys import list_keys
 from common.config.load import config_as_yaml, load_config
-from common.config.run_config import ActorSection
 from common.errors import ConfigError
 from common.repository import ROOT
 from tools.checks.preflight import check_sleep

@@ -12,8 +12,8 @@ from typing import Any, get_args
 
 import pytest
 
-from common.config.compute import EnforceEager
-from common.config.curriculum import HorizonOverride, HorizonSection, TaskSection
+from common.config.actor import EnforceEager
+from common.config.horizon import HorizonOverride, HorizonSection
 from common.config.keys import conform, describe_kind, field_kinds
 from common.config.knobs import (
     DEVICE,
@@ -31,7 +31,9 @@ from common.config.knobs import (
     check,
 )
 from common.config.load import check_training, load_config
-from common.config.run_config import Launcher, ModelSection, RunConfig
+from common.config.model import ModelSection
+from common.config.run_config import Launcher, RunConfig
+from common.config.tasks import TaskSection
 from common.errors import ConfigError
 from tests.configs import edited
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from common.config.evaluation import ContextKind
-from common.config.learning import Baseline
+from common.config.actor import ContextKind
+from common.config.algorithm import Baseline
 from common.config.live.keys import with_values
 from common.config.load import (
     config_as_yaml,
@@ -17,7 +17,7 @@ from common.config.load import (
     without_secrets,
     word_with_home,
 )
-from common.config.run_config import TrainMode
+from common.config.train import TrainMode
 from common.errors import ConfigError
 from common.repository import ROOT
 from common.store.run_start import save_config

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from common.config.curriculum import HorizonKind
-from common.config.learning import KlEstimator
+from common.config.algorithm import KlEstimator
+from common.config.horizon import HorizonKind
 from common.config.load import load_config
 from envhub.catalogue.registry import load_spec
 from scheduler.curriculum.horizon import horizon_at

@@ -2,9 +2,10 @@
 
 import pytest
 
-from common.config.evaluation import AgentFormat, AgentOptions, ContextKind
-from common.config.run_config import ActorSection, PolicySection, RunConfig
-from common.config.services import EnvhubSection
+from common.config.actor import ActorSection, AgentFormat, AgentOptions, ContextKind
+from common.config.envhub import EnvhubSection
+from common.config.policy import PolicySection
+from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.formats.answers import (
     BARE,

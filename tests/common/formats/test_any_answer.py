@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from common.config.evaluation import AgentFormat
+from common.config.actor import AgentFormat
 from common.formats.answers import ANY_FORM, read_any, read_react, sent
 from tests.bounds import at_most
 from tests.envhub.any_text import TEXTS

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from common.config.envhub import EnvhubSection
+from common.config.learner import LearnerSection
 from common.config.load import load_received
-from common.config.run_config import LearnerSection, ModelSection, RunConfig
-from common.config.services import EnvhubSection
+from common.config.model import ModelSection
+from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.join.enrol import enrol, parse_address
 from common.join.files import PART_BYTES

@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 from common.config.load import load_config, load_received, sections_as_yaml
-from common.config.run_config import ModelSection, RunConfig, RunSection, TrainSection
+from common.config.model import ModelSection
+from common.config.run import RunSection
+from common.config.run_config import RunConfig
+from common.config.train import TrainSection
 from common.errors import ConfigError
 from common.formats.chat_template import today
 from common.repository import ROOT

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import zmq
 
-from common.config.curriculum import MAX_STAGE
+from common.config.horizon import MAX_STAGE
 from common.errors import MessageTooLarge, WireError
 from common.segments import TOKEN_COLUMNS
 from common.wire.access.bounds import (

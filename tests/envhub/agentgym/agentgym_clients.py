@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import uvicorn
 
-from common.config.envs import EnvsSection, RemoteOptions
+from common.config.env import RemoteOptions
+from common.config.envs import EnvsSection
 from envhub.catalogue.registry import Registry
 from envhub.env import EnvSpec
 from envhub.hosting.sessions import Sessions

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
-from common.config.envs import RemoteOptions
+from common.config.env import RemoteOptions
 from envhub.agentgym.remote import RemoteEnv, make_spec
 from envhub.env import EnvFailure, EnvSpec, Style
 from tests.envhub.agentgym.agentgym_clients import serve_app

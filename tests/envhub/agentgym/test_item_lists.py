@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from common.config.envs import EnvsSection, ItemFiles, RemoteOptions
+from common.config.env import RemoteOptions
+from common.config.envs import EnvsSection, ItemFiles
 from common.errors import ConfigError
 from envhub.agentgym.dialects import DIALECTS
 from envhub.agentgym.item_lists import indices_of, read_list, spread

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from common.config.envs import RemoteOptions
+from common.config.env import RemoteOptions
 from common.errors import ConfigError
 from envhub.agentgym.dialects import DIALECTS
 from envhub.agentgym.remote import check

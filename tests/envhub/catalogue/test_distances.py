@@ -8,7 +8,8 @@ from typing import cast
 
 import pytest
 
-from common.config.envs import EnvsSection, RemoteOptions
+from common.config.env import RemoteOptions
+from common.config.envs import EnvsSection
 from common.ids import subset_at
 from envhub.catalogue import distances
 from envhub.catalogue.distances import Distances, counted, measured

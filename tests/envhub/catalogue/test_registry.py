@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from common.config.envs import BrowserOptions, EnvsSection, RemoteOptions
+from common.config.env import RemoteOptions
+from common.config.envs import BrowserOptions, EnvsSection
 from common.formats.answers import BARE
 from envhub.catalogue.registry import (
     LOADERS,

@@ -2,7 +2,8 @@
 
 from typing import cast
 
-from common.config.envs import EnvsSection, RemoteOptions
+from common.config.env import RemoteOptions
+from common.config.envs import EnvsSection
 from envhub.catalogue.registry import load_spec
 from envhub.env import Env, Style
 

@@ -11,8 +11,9 @@ import httpx
 import psutil
 import pytest
 
-from common.config.envs import EnvsSection, RemoteOptions
-from common.config.services import EnvhubSection
+from common.config.env import RemoteOptions
+from common.config.envhub import EnvhubSection
+from common.config.envs import EnvsSection
 from common.http import limits
 from envhub import main
 

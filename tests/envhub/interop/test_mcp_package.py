@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from actor.formats.tools import ToolRenderer, make_renderer
-from common.config.evaluation import AgentFormat
+from common.config.actor import AgentFormat
 from common.errors import ConfigError
 from common.formats.answers import CALLS, worded
 from envhub.catalogue.registry import Registry

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, WebSocket
 
-from common.config.envs import RemoteOptions
+from common.config.env import RemoteOptions
 from common.errors import ConfigError
 from envhub.env import EnvFailure, EnvSpec, Style
 from envhub.interop.openenv_remote import OpenEnvEpisode, make_spec

@@ -12,8 +12,9 @@ import aiohttp
 import httpx
 import pytest
 
-from common.config.envs import EnvsSection, RemoteOptions
-from common.config.services import EnvhubSection
+from common.config.env import RemoteOptions
+from common.config.envhub import EnvhubSection
+from common.config.envs import EnvsSection
 from common.http.limits import QuietSocket, limited_protocol
 from envhub import main
 from envhub.env import Style

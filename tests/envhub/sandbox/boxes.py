@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
-from common.config.sandbox.options import SandboxOptions
+from common.config.envs import SandboxOptions
 from envhub.sandbox.bubblewrap import Bubblewrap
 from envhub.sandbox.interface import MIB, CommandResult, Sandbox, SandboxLimits, SandboxRequest
 

@@ -15,8 +15,9 @@ import aiohttp
 import psutil
 import pytest
 
-from common.config.envs import EnvsSection, RemoteOptions, TerminalOptions
-from common.config.services import EnvhubSection
+from common.config.env import RemoteOptions
+from common.config.envhub import EnvhubSection
+from common.config.envs import EnvsSection, TerminalOptions
 from envhub import main
 from tests.envhub.sandbox.boxes import LIMITS, OPTIONS, need_bubblewrap
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.config.sandbox.options import SandboxOptions
+from common.config.envs import SandboxOptions
 from common.repository import ROOT
 from envhub.sandbox.bubblewrap import Bubblewrap, find_python, remedy_of
 from envhub.sandbox.interface import (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config.sandbox.options import SandboxOptions
+from common.config.envs import SandboxOptions
 from envhub.sandbox.backends import limits_of, make_backend, worker_bytes
 from envhub.sandbox.cgroup import Cgroup
 from envhub.sandbox.containers import Containers, Python, container_arguments

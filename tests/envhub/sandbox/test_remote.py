@@ -17,7 +17,7 @@ import psutil
 import pytest
 import uvicorn
 
-from common.config.sandbox.options import SandboxOptions
+from common.config.envs import SandboxOptions
 from common.http import limits
 from common.repository import ROOT
 from envhub.sandbox.bubblewrap import Bubblewrap

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from common.config.learning import Baseline
+from common.config.algorithm import Baseline
 from learner.batch.advantage import group_advantages, has_signal, shaped_reward
 
 

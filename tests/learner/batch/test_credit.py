@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from common.config.learning import Advantage, AlgorithmSection, Baseline, CreditLevel
+from common.config.algorithm import Advantage, AlgorithmSection, Baseline, CreditLevel
 from common.formats.seats import seat_metrics
 from common.wire.messages import Trajectory
 from learner.batch.credit import group_has_signal, samples_of, turn_rewards

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from common.config.compute import CriticSection, CriticTargets
-from common.config.learning import AlgorithmSection
+from common.config.algorithm import AlgorithmSection
+from common.config.learner import CriticSection, CriticTargets
 from common.wire.messages import EndReason
 from learner.batch.batching import Sample
 from learner.batch.critic_advantage import Scored, advantages_from_critic

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.config.learning import Advantage, AlgorithmSection, Baseline, StateCredit
+from common.config.algorithm import Advantage, AlgorithmSection, Baseline, StateCredit
 from common.wire.messages import Trajectory
 from learner.batch.credit import samples_of
 from tests.learner.objective.ragged import groups

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.compute import CriticSection, Timestep
-from common.config.learning import Advantage, AlgorithmSection, CreditLevel
+from common.config.algorithm import Advantage, AlgorithmSection, CreditLevel
+from common.config.learner import CriticSection, Timestep
 from common.wire.messages import Trajectory
 from learner.batch.batching import Sample
 from learner.batch.credit import samples_of

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.learning import AlgorithmSection, Baseline, StateCredit
+from common.config.algorithm import AlgorithmSection, Baseline, StateCredit
 from common.segments import Aside
 from common.wire.messages import Trajectory
 from learner.batch.credit import samples_of

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from common.config.compute import CriticSection, CriticTargets, Timestep
-from common.config.learning import AlgorithmSection, CreditLevel
+from common.config.algorithm import AlgorithmSection, CreditLevel
+from common.config.learner import CriticSection, CriticTargets, Timestep
 from common.wire.messages import EndReason, Trajectory
 from learner.batch.batching import Sample
 from learner.batch.critic_advantage import step_rewards, timesteps, with_advantages

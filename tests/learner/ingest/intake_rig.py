@@ -11,9 +11,8 @@ from typing import Any
 
 import zmq
 
-from common.config.learning import AlgorithmSection
-from common.config.run_config import GroupsSection
-from common.config.teaching.teacher import TeacherSection
+from common.config.algorithm import AlgorithmSection, TeacherSection
+from common.config.groups import GroupsSection
 from common.store.run_dir import RunDir
 from common.wire.codec import decode, encode
 from common.wire.messages import (

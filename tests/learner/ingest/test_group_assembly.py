@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from common.config.learning import AlgorithmSection
-from common.config.run_config import GroupsSection
+from common.config.algorithm import AlgorithmSection
+from common.config.groups import GroupsSection
 from common.wire.messages import EndReason, EpisodeOutcome, GroupArrived, Trajectory
 from learner.batch.credit import group_has_signal
 from learner.ingest.group_assembly import Group, GroupAssembly, is_fresh, oldest_version

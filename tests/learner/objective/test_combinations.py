@@ -11,21 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.config.compute import CriticSection, Timestep
-from common.config.learning import (
+from common.config.algorithm import (
     Advantage,
     Aggregation,
     AlgorithmSection,
     Baseline,
-    ControllerSection,
     Correction,
     CreditLevel,
     KlEstimator,
-    LearnerSection,
     PolicyLoss,
     Proximal,
     StateCredit,
 )
+from common.config.learner import ControllerSection, CriticSection, LearnerSection, Timestep
 from learner.batch.batching import Sample, make_microbatches
 from learner.batch.credit import samples_of
 from learner.batch.critic_advantage import Scored, advantages_from_critic

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.config.learning import AlgorithmSection, Correction, PolicyLoss, Proximal
+from common.config.algorithm import AlgorithmSection, Correction, PolicyLoss, Proximal
 from learner.batch.batching import MicroBatch, Sample, make_microbatches
 from learner.objective.correction import (
     anchor_and_weights,

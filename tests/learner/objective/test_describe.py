@@ -5,20 +5,25 @@ from typing import Any
 
 import pytest
 
-from common.config.compute import CriticSection, LoraSection, Timestep
-from common.config.learning import (
+from common.config.algorithm import (
     Advantage,
     Aggregation,
     AlgorithmSection,
     Baseline,
-    ControllerSection,
     Correction,
     CreditLevel,
-    LearnerSection,
     PolicyLoss,
     Proximal,
+    TeacherForm,
+    TeacherSection,
 )
-from common.config.teaching.teacher import TeacherForm, TeacherSection
+from common.config.learner import (
+    ControllerSection,
+    CriticSection,
+    LearnerSection,
+    LoraSection,
+    Timestep,
+)
 from learner.objective.dead_settings import dead_knobs, notes, summary_lines
 from learner.objective.describe import objective_text, proximal_in_use
 

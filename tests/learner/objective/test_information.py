@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.compute import Layout, Precision
-from common.config.learning import AlgorithmSection, LearnerSection
+from common.config.algorithm import AlgorithmSection
+from common.config.learner import Layout, LearnerSection, Precision
 from learner.batch.batching import Sample
 from learner.objective.information import NUM_PROMPTS, first_answers, mutual_information
 from learner.policy.forward import Networks

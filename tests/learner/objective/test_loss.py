@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.config.learning import Aggregation, AlgorithmSection, KlEstimator, PolicyLoss
+from common.config.algorithm import Aggregation, AlgorithmSection, KlEstimator, PolicyLoss
 from learner.objective.loss import Denominator, LossInputs, kl_estimate, policy_loss, value_loss
 
 CFG = AlgorithmSection(clip_low=0.2, clip_high=0.28, dual_clip=3.0)

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.compute import CriticKind, CriticSection, CriticTargets, Precision, Timestep
-from common.config.learning import (
+from common.config.algorithm import (
     Advantage,
     Aggregation,
     AlgorithmSection,
@@ -19,10 +18,17 @@ from common.config.learning import (
     Correction,
     CreditLevel,
     KlEstimator,
-    LearnerSection,
     PolicyLoss,
     Proximal,
     StateCredit,
+)
+from common.config.learner import (
+    CriticKind,
+    CriticSection,
+    CriticTargets,
+    LearnerSection,
+    Precision,
+    Timestep,
 )
 from learner.batch.batching import make_microbatches
 from learner.batch.credit import samples_of

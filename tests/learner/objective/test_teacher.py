@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.config.learning import AlgorithmSection, PolicyLoss
-from common.config.teaching.teacher import TeacherForm, TeacherSection
+from common.config.algorithm import AlgorithmSection, PolicyLoss, TeacherForm, TeacherSection
 from learner.objective.loss import Denominator, LossInputs, policy_loss
 from learner.objective.teacher import sampled_divergence, topk_divergence, with_teacher
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from common.config.compute import Attention, Layout
+from common.config.learner import Attention, Layout
 from common.errors import ConfigError
 from learner.batch.batching import collate_tokens
 from learner.batch.packing import Packing, pack, packed_rows

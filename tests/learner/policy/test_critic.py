@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, cast
 
-from common.config.compute import CriticKind, CriticSection
+from common.config.learner import CriticKind, CriticSection
 from learner.policy.critic import make_critic
 from tests.learner.builders import make_model
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common.config.compute import Attention, Layout
+from common.config.learner import Attention, Layout
 from learner.batch.batching import TokenBatch, collate_tokens
 from learner.policy.determinism import make_deterministic, zero_dropout_rates
 from learner.policy.kernels import attention, flash

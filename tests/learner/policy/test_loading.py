@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Qwen2Config, Qwen2ForCausalLM
 
-from common.config.compute import CriticKind, CriticSection, LoraSection, Precision
-from common.config.learning import Advantage, AlgorithmSection, LearnerSection
+from common.config.algorithm import Advantage, AlgorithmSection
+from common.config.learner import CriticKind, CriticSection, LearnerSection, LoraSection, Precision
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.memory import trim_heap

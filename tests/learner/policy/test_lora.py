@@ -9,9 +9,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Mamba2Config
 
-from common.config.compute import LoraSection, OptimizerKind
-from common.config.learning import LearnerSection
-from common.config.run_config import ModelSection, RunConfig
+from common.config.learner import LearnerSection, LoraSection, OptimizerKind
+from common.config.model import ModelSection
+from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
 from learner.policy.lora import ADAPTER_TENSORS, adapters_off, save_adapter, trained_state

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config.compute import LoraSection
+from common.config.learner import LoraSection
 from learner.policy.model import load_policy
 from learner.policy.model_shape import read_shape
 from tests.learner.experts import config_of, make_experts, save_experts

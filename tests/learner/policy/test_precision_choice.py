@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from common.config.compute import LoraSection, OptimizerKind, Precision
-from common.config.learning import LearnerSection
-from common.config.run_config import ModelSection, RunConfig, SftSection
+from common.config.learner import LearnerSection, LoraSection, OptimizerKind, Precision
+from common.config.model import ModelSection
+from common.config.offline import SftSection
+from common.config.run_config import RunConfig
 from learner.policy.precision_choice import choose_precision, recorded_precision
 from tests.learner.builders import make_model
 from tools.offline.checks import rate_lines

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel
 
-from common.config.compute import Attention, Layout
+from common.config.learner import Attention, Layout
 from common.errors import ConfigError
 from learner.batch.batching import collate_tokens
 from learner.policy.kernels.attention import use_attention

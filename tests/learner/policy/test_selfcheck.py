@@ -18,9 +18,17 @@ from transformers import (
     PreTrainedModel,
 )
 
-from common.config.compute import Attention, CriticKind, CriticSection, Layout, Precision
-from common.config.learning import Advantage, AlgorithmSection, LearnerSection
-from common.config.run_config import ModelSection, RunConfig
+from common.config.algorithm import Advantage, AlgorithmSection
+from common.config.learner import (
+    Attention,
+    CriticKind,
+    CriticSection,
+    Layout,
+    LearnerSection,
+    Precision,
+)
+from common.config.model import ModelSection
+from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from learner.batch.batching import collate_tokens
 from learner.policy.critic import make_critic

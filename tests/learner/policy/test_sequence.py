@@ -10,8 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, MistralConfig
 
-from common.config.compute import Precision
-from common.config.learning import LearnerSection
+from common.config.learner import LearnerSection, Precision
 from learner.batch.batching import TokenBatch, collate_tokens
 from learner.policy.forward import Networks, Passes
 from tests.learner.experts import make_experts

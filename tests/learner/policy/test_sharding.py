@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from benchmarks.conformance.networks import save_network
-from common.config.compute import Precision
-from common.config.learning import ControllerSection, LearnerSection
-from common.config.run_config import ModelSection, RunConfig
+from common.config.learner import ControllerSection, LearnerSection, Precision
+from common.config.model import ModelSection
+from common.config.run_config import RunConfig
 from learner.batch.batching import Sample
 from tests.learner.builders import make_trajectory, tensors_of
 from tests.learner.policy.experts.test_ranks import trainer_of

@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from common.config.compute import Attention, Layout, Precision
-from common.config.learning import LearnerSection
+from common.config.learner import Attention, Layout, LearnerSection, Precision
 from learner.policy import timing
 from learner.policy.precision import precision_by_rule, uses_bf16
 from learner.policy.precision_choice import recorded_precision

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.compute import Precision
-from common.config.learning import Advantage, AlgorithmSection, Correction, LearnerSection
+from common.config.algorithm import Advantage, AlgorithmSection, Correction
+from common.config.learner import LearnerSection, Precision
 from common.store.run_dir import RunDir
 from common.wire.messages import EpisodeOutcome, Outcome, Trajectory
 from learner.batch.credit import samples_of

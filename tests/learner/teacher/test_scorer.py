@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.config.teaching.teacher import TeacherForm, TeacherSection
+from common.config.algorithm import TeacherForm, TeacherSection
 from common.errors import ConfigError
 from common.http.model_endpoint import Refused
 from learner.teacher.check import VocabularyCheck

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.config.learning import LearnerSection
+from common.config.learner import LearnerSection
 from common.errors import ConfigError
 from learner.training.checkpoint import TENSORS, Checkpoints, load_values, newest_checkpoint
 from learner.training.ranks import Ranks

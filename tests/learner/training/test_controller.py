@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from common.config.controller import ControllerSection
+from common.config.learner import ControllerSection
 from learner.training.controller import Controller, Decision
 
 

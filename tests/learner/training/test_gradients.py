@@ -12,15 +12,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from common.config.compute import Attention, CriticKind, CriticSection, Precision
-from common.config.learning import (
-    Advantage,
-    Aggregation,
-    AlgorithmSection,
+from common.config.algorithm import Advantage, Aggregation, AlgorithmSection, Correction, PolicyLoss
+from common.config.learner import (
+    Attention,
     ControllerSection,
-    Correction,
+    CriticKind,
+    CriticSection,
     LearnerSection,
-    PolicyLoss,
+    Precision,
 )
 from learner.batch.batching import Sample
 from learner.policy.critic import Critic, make_critic

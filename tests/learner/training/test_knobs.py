@@ -10,25 +10,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.config.compute import (
-    Attention,
-    CriticSection,
-    CriticTargets,
-    Layout,
-    OptimizerKind,
-    Precision,
-)
-from common.config.learning import (
+from common.config.algorithm import (
     Advantage,
     Aggregation,
     AlgorithmSection,
-    ControllerSection,
     Correction,
     CreditLevel,
-    LearnerSection,
     PolicyLoss,
     Proximal,
     StateCredit,
+)
+from common.config.learner import (
+    Attention,
+    ControllerSection,
+    CriticSection,
+    CriticTargets,
+    Layout,
+    LearnerSection,
+    OptimizerKind,
+    Precision,
 )
 from common.repository import ROOT
 from learner.batch.credit import group_has_signal, samples_of

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from common.config.compute import CriticKind, CriticSection
-from common.config.learning import Advantage, AlgorithmSection, ControllerSection, Correction
+from common.config.algorithm import Advantage, AlgorithmSection, Correction
+from common.config.learner import ControllerSection, CriticKind, CriticSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from learner.training.build import load_start, make_trainer

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.config.compute import CriticKind, CriticSection, LoraSection
-from common.config.learning import Advantage, AlgorithmSection, ControllerSection
+from common.config.algorithm import Advantage, AlgorithmSection
+from common.config.learner import ControllerSection, CriticKind, CriticSection, LoraSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT

@@ -10,10 +10,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from common.config.compute import CriticKind, CriticSection, LoraSection, Moments, Precision
-from common.config.learning import Advantage, AlgorithmSection, ControllerSection, LearnerSection
+from common.config.algorithm import Advantage, AlgorithmSection
+from common.config.learner import (
+    ControllerSection,
+    CriticKind,
+    CriticSection,
+    LearnerSection,
+    LoraSection,
+    Moments,
+    Precision,
+)
 from common.config.load import load_config
-from common.config.run_config import ModelSection, RunConfig
+from common.config.model import ModelSection
+from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
 from learner.policy.sharding import shard

@@ -11,8 +11,10 @@ import torch
 import zmq
 from safetensors.torch import save_file
 
-from common.config.learning import LearnerSection
-from common.config.run_config import ModelSection, RunConfig, SchedulerSection
+from common.config.learner import LearnerSection
+from common.config.model import ModelSection
+from common.config.run_config import RunConfig
+from common.config.scheduler import SchedulerSection
 from common.errors import LongstrideError
 from common.store.run_dir import RunDir
 from common.wire.codec import decode, encode

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from common.config.compute import Moments, Offload
+from common.config.learner import Moments, Offload
 from common.config.run_config import RunConfig
 from learner.training.ranks import Ranks
 from learner.training.state import StateWriter, _stored

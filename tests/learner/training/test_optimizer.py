@@ -9,8 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from common.config.compute import Moments, OptimizerKind
-from common.config.learning import LearnerSection
+from common.config.learner import LearnerSection, Moments, OptimizerKind
 from learner.policy.sharding import shard
 from learner.training.optimizers.muon import BatchedMuon, _own_experts, batches_of, orthogonalised
 from learner.training.optimizers.optimizer import _adamw, _muon_part, lr_scale, make_optimizer

@@ -9,15 +9,21 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.compute import Attention, CriticKind, CriticSection, Layout, Precision
-from common.config.learning import (
+from common.config.algorithm import (
     Advantage,
     Aggregation,
     AlgorithmSection,
     Correction,
-    LearnerSection,
     PolicyLoss,
     Proximal,
+)
+from common.config.learner import (
+    Attention,
+    CriticKind,
+    CriticSection,
+    Layout,
+    LearnerSection,
+    Precision,
 )
 from common.errors import ConfigError
 from learner.batch.batching import MicroBatch, collate_tokens, make_microbatches

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common.config.compute import Offload
-from common.config.learning import Advantage
+from common.config.algorithm import Advantage
+from common.config.learner import Offload
 from common.config.load import list_configs, load_config
 from common.config.run_config import RunConfig
 from common.repository import ROOT

@@ -22,8 +22,14 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
-from common.config.compute import CriticKind, CriticSection, Offload
-from common.config.learning import Advantage, AlgorithmSection, ControllerSection, LearnerSection
+from common.config.algorithm import Advantage, AlgorithmSection
+from common.config.learner import (
+    ControllerSection,
+    CriticKind,
+    CriticSection,
+    LearnerSection,
+    Offload,
+)
 from common.config.run_config import RunConfig
 from common.errors import LongstrideError
 from common.wire.transfer.changes import apply_changes

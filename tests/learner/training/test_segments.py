@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.compute import CriticSection, Timestep
-from common.config.learning import (
+from common.config.algorithm import (
     Advantage,
     Aggregation,
     AlgorithmSection,
@@ -26,6 +25,7 @@ from common.config.learning import (
     Proximal,
     StateCredit,
 )
+from common.config.learner import CriticSection, Timestep
 from common.config.offline import DpoSection
 from common.segments import Aside, as_rows, joined
 from common.wire.codec import decode, encode, pack_record, unpack_record

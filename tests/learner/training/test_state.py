@@ -19,8 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from common.config.compute import CriticKind, CriticSection
-from common.config.learning import LearnerSection
+from common.config.learner import CriticKind, CriticSection, LearnerSection
 from common.errors import ConfigError
 from learner.policy.critic import make_critic
 from learner.policy.sharding import shard

@@ -9,15 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.config.compute import Precision
-from common.config.learning import (
-    Aggregation,
-    AlgorithmSection,
-    Correction,
-    LearnerSection,
-    PolicyLoss,
-    Proximal,
-)
+from common.config.algorithm import Aggregation, AlgorithmSection, Correction, PolicyLoss, Proximal
+from common.config.learner import LearnerSection, Precision
 from learner.batch.batching import MicroBatch, make_microbatches
 from learner.objective.loss import LossInputs
 from learner.policy.forward import Networks

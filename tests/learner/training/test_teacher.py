@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.compute import Layout, Precision
-from common.config.learning import Advantage, AlgorithmSection, ControllerSection, LearnerSection
-from common.config.teaching.teacher import TeacherForm, TeacherSection
+from common.config.algorithm import Advantage, AlgorithmSection, TeacherForm, TeacherSection
+from common.config.learner import ControllerSection, Layout, LearnerSection, Precision
 from common.segments import as_rows
 from learner.batch.batching import Sample
 from learner.batch.codec import pack_samples, unpack_samples

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.compute import OptimizerKind, Precision
-from common.config.learning import AlgorithmSection, ControllerSection, Correction, LearnerSection
+from common.config.algorithm import AlgorithmSection, Correction
+from common.config.learner import ControllerSection, LearnerSection, OptimizerKind, Precision
 from common.errors import ConfigError
 from learner.batch.batching import Sample
 from learner.policy.finite import TrainingDiverged, WeightsNotFinite

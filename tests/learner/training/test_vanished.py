@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.config.compute import Precision
+from common.config.learner import Precision
 from learner.training.vanished import SAMPLED, VanishedUpdates
 from tests.learner.builders import make_model, make_model_with_adapters, make_samples, trainer_of
 

@@ -11,14 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.config.compute import FULL, Attention, CriticSection, Layout, LoraSection, Precision
-from common.config.learning import (
-    Advantage,
-    AlgorithmSection,
-    Correction,
+from common.config.algorithm import Advantage, AlgorithmSection, Correction, PolicyLoss, Proximal
+from common.config.learner import (
+    FULL,
+    Attention,
+    CriticSection,
+    Layout,
     LearnerSection,
-    PolicyLoss,
-    Proximal,
+    LoraSection,
+    Precision,
 )
 from common.wire.collective import views
 from learner.batch.device_copy import placed

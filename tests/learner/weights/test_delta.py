@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.config.compute import PublishMode, WeightsTransport
+from common.config.learner import PublishMode, WeightsTransport
 from common.wire.security import create_keys
 from common.wire.sockets import Router
 from learner.policy.finite import WeightsNotFinite

@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
 
-from common.config.learning import AlgorithmSection, LearnerSection
+from common.config.algorithm import AlgorithmSection
+from common.config.learner import LearnerSection
 from learner.policy.forward import Networks
 from learner.policy.model import load_policy
 from learner.policy.precision import stays_exact

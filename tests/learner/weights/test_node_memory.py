@@ -11,7 +11,7 @@ import torch
 import zmq
 from torch import Tensor
 
-from common.config.compute import WeightsTransport
+from common.config.learner import WeightsTransport
 from common.errors import WeightSyncError
 from common.wire.transfer.node_copy import CopyView, node_id
 from common.wire.weight_group import TransferCancelled, WeightGroup

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, Mamba2Config, Mamba2ForCausalLM
 
 from benchmarks.conformance.networks import save_network
-from common.config.compute import LoraSection, Precision
+from common.config.learner import LoraSection, Precision
 from learner.policy.model import load_policy
 from learner.training.trainer import Trainer
 from learner.weights.delta import VersionKeeper

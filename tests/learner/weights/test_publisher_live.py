@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.config.compute import WeightsTransport
+from common.config.learner import WeightsTransport
 from common.wire.security import RunKeys, create_keys
 from common.wire.sockets import Router
 from learner.policy.finite import WeightsNotFinite

@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.config.compute import WeightsTransport as Choice
+from common.config.learner import WeightsTransport as Choice
 from learner.weights.membership import EngineMember
 from learner.weights.routes import (
     EnginePlace,

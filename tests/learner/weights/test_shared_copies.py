@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.config.compute import WeightsTransport
+from common.config.learner import WeightsTransport
 from learner.weights.snapshot import PublishedWeights
 from learner.weights.source import LiveWeights
 from tests.common.wire.transfer.test_node_copy import shared_files

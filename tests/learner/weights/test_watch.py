@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from common.config.run_config import OnStall, RunConfig, RunSection
+from common.config.run import OnStall, RunSection
+from common.config.run_config import RunConfig
 from common.errors import ConfigError, LongstrideError
 from learner.weights import prompts as prompting
 from learner.weights import watch as watching

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from fastapi import FastAPI, Header, HTTPException
 
-from common.config.curriculum import TaskSection
+from common.config.tasks import TaskSection
 from common.errors import ConfigError, EnvError
 from common.wire.access.bounds import ID_CHARS
 from scheduler.curriculum.catalogue import (

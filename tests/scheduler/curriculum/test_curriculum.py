@@ -4,16 +4,11 @@ import json
 
 import pytest
 
-from common.config.curriculum import (
-    GatedSection,
-    HorizonKind,
-    HorizonOverride,
-    HorizonSection,
-    MixtureKind,
-    MixtureSection,
-    TaskSection,
-)
-from common.config.run_config import GroupsSection, RunConfig
+from common.config.groups import GroupsSection
+from common.config.horizon import GatedSection, HorizonKind, HorizonOverride, HorizonSection
+from common.config.mixture import MixtureKind, MixtureSection
+from common.config.run_config import RunConfig
+from common.config.tasks import TaskSection
 from common.wire.messages import EndReason, EpisodeKind, EpisodeSeen, PolicyKind
 from scheduler.curriculum.catalogue import HubCatalogue, SubsetEntry
 from scheduler.curriculum.curriculum import Curriculum

@@ -6,19 +6,18 @@ from itertools import product
 
 import pytest
 
+from common.config.actor import ActorSection
 from common.config.curriculum import (
     CurriculumKind,
     CurriculumSection,
     DistanceGatedSection,
     DistanceSection,
-    HorizonKind,
-    HorizonSection,
-    HorizonUnit,
-    MixtureKind,
-    MixtureSection,
-    TaskSection,
 )
-from common.config.run_config import ActorSection, RunConfig, TrainMode
+from common.config.horizon import HorizonKind, HorizonSection, HorizonUnit
+from common.config.mixture import MixtureKind, MixtureSection
+from common.config.run_config import RunConfig
+from common.config.tasks import TaskSection
+from common.config.train import TrainMode
 from common.errors import ConfigError
 from common.ids import distance_of
 from common.wire.messages import EndReason, EpisodeSeen, Lease

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.config.curriculum import GatedSection, HorizonKind, HorizonSection
+from common.config.horizon import GatedSection, HorizonKind, HorizonSection
 from scheduler.curriculum.gated import UNKNOWN, GatedHorizon, StepSeen, success_gain
 from scheduler.state import restore, save
 

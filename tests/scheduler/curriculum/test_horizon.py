@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.config.curriculum import HorizonKind, HorizonSection
+from common.config.horizon import HorizonKind, HorizonSection
 from scheduler.curriculum.horizon import HorizonStamp, horizon_at
 
 

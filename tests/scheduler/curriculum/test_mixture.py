@@ -5,7 +5,8 @@ from collections import Counter
 
 import pytest
 
-from common.config.curriculum import MixtureKind, MixtureSection, TaskSection
+from common.config.mixture import MixtureKind, MixtureSection
+from common.config.tasks import TaskSection
 from common.wire.messages import EndReason, EpisodeSeen
 from scheduler.curriculum.catalogue import HubCatalogue
 from scheduler.curriculum.mixture import MIN_TASK_EPISODES, Mixture, temper

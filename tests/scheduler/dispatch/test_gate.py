@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from common.config.run_config import RunConfig, TrainMode
+from common.config.run_config import RunConfig
+from common.config.train import TrainMode
 from scheduler.dispatch.gate import GateState, StalenessThrottle
 from tests.scheduler.builders import make_config
 

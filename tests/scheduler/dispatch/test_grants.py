@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from common.config.curriculum import TaskSection
-from common.config.run_config import EvalSection, TrainMode
+from common.config.eval import EvalSection
+from common.config.tasks import TaskSection
+from common.config.train import TrainMode
 from common.wire.messages import Lease, LeaseRequest
 from scheduler.components import build_components
 from scheduler.core import SchedulerCore

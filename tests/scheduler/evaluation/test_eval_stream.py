@@ -2,7 +2,7 @@
 
 import json
 
-from common.config.run_config import EvalSection
+from common.config.eval import EvalSection
 from common.wire.messages import EndReason, EpisodeKind, Lease
 from scheduler.evaluation.eval_stream import eval_lines
 from scheduler.evaluation.phases import Phase

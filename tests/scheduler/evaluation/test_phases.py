@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.config.run_config import EvalSection
+from common.config.eval import EvalSection
 from common.wire.messages import EndReason, EpisodeKind, Lease, PolicyKind
 from scheduler.evaluation.phases import Phase
 from tests.configs import edited

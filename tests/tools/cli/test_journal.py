@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import run
-from common.config.services import JournalSection
+from common.config.journal import JournalSection
 from common.store.run_dir import RunDir, write_json
 from learner.journal.journal import JournalWriter, read_journal
 from learner.journal.segments import JournalPosition, list_segments, load_pruned

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from common.config.run_config import ModelSection, RunConfig, RunSection
+from common.config.model import ModelSection
+from common.config.run import RunSection
+from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.store.run_dir import RunDir
 from common.store.run_start import save_config

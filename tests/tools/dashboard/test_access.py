@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from common.config.run_config import ModelSection, RunConfig
+from common.config.model import ModelSection
+from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
 from common.store.run_dir import RunDir

@@ -9,7 +9,9 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from common.config.run_config import LogSection, ModelSection, RunConfig
+from common.config.log import LogSection
+from common.config.model import ModelSection
+from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from tests.tools.dashboard.runs import make_run
 from tools.dashboard.beside import SideProcess, exporter, metrics_listener

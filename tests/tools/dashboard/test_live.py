@@ -13,8 +13,9 @@ import pytest
 from rich.console import Console
 
 from actor.engine.startup_history import StartupHistory
-from common.config.curriculum import HorizonKind, HorizonSection
-from common.config.run_config import ModelSection, TrainSection
+from common.config.horizon import HorizonKind, HorizonSection
+from common.config.model import ModelSection
+from common.config.train import TrainSection
 from common.host.lock import hold_run
 from common.store.run_dir import RunDir, write_json
 from common.store.run_start import mark_finished

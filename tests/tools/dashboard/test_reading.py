@@ -146,7 +146,7 @@ def test_group_shows_first_difference_of_its_members(tmp_path: Path) -> None:
 def test_advantage_equals_the_learner_value() -> None:
     from torch import tensor
 
-    from common.config.learning import Baseline
+    from common.config.algorithm import Baseline
     from learner.batch import advantage
 
     rewards = [0.0, 0.5, 1.0, 1.0]

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 from transformers import AddedToken, AutoTokenizer
 
-from common.config.evaluation import EvalItems, EvalSection, PolicySection
-from common.config.run_config import (
-    ActorSection,
-    ModelSection,
-    RunConfig,
-    SchedulerSection,
-    TaskSection,
-)
+from common.config.actor import ActorSection
+from common.config.eval import EvalItems, EvalSection
+from common.config.model import ModelSection
+from common.config.policy import PolicySection
+from common.config.run_config import RunConfig
+from common.config.scheduler import SchedulerSection
+from common.config.tasks import TaskSection
 from common.errors import ConfigError
 from common.store.run_dir import RunDir
 from learner.journal.journal import read_journal

@@ -10,7 +10,7 @@ import pytest
 from actor.agents.agents import Agents
 from actor.rollout.episode import ContextFull, PolicyFailed, Turn
 from actor.rollout.render import Renderer
-from common.config.run_config import ActorSection
+from common.config.actor import ActorSection
 from common.errors import ConfigError, LongstrideError
 from common.wire.messages import EndReason, EpisodeKind, Trajectory
 from learner.journal.journal import read_journal

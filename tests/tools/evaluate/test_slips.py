@@ -10,8 +10,9 @@ import pytest
 
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
 from benchmarks.actor.in_process import LocalSession
-from common.config.evaluation import ContextKind
-from common.config.run_config import RunConfig, TaskSection
+from common.config.actor import ContextKind
+from common.config.run_config import RunConfig
+from common.config.tasks import TaskSection
 from common.errors import ConfigError
 from common.wire.messages import PolicyKind
 from envhub.catalogue.registry import Registry

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 import run as command_line
-from common.config.run_config import ModelSection, RunConfig
+from common.config.model import ModelSection
+from common.config.run_config import RunConfig
 from common.formats.chat_template import prompt_date
 from common.store.run_dir import RunDir
 from tools.launch.commands import with_date

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from common.config.load import load_config
-from common.config.run_config import RunSection
+from common.config.run import RunSection
 from common.log import kept_in
 from common.store.run_dir import RunDir
 from tools.launch.base import Ending, LaunchState, RoleSpec, StallDetector

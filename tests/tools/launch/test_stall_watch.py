@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from common.config.run_config import OnStall, RunSection
+from common.config.run import OnStall, RunSection
 from common.repository import ROOT
 from common.stall.beacon import boot_id
 from common.stall.report import culprits

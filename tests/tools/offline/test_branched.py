@@ -9,8 +9,9 @@ from typing import Any, cast
 import pytest
 
 from actor.rollout.env_client import Environments, HubStepResult
-from common.config.evaluation import AgentFormat, AgentOptions, ContextKind
-from common.config.run_config import RunConfig, TaskSection
+from common.config.actor import AgentFormat, AgentOptions, ContextKind
+from common.config.run_config import RunConfig
+from common.config.tasks import TaskSection
 from common.errors import ConfigError, EnvError
 from common.wire.messages import PolicyKind
 from tests.actor.rollout.playing import Count, go_on

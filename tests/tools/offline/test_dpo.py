@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.compute import Precision
-from common.config.learning import LearnerSection
+from common.config.learner import LearnerSection, Precision
 from common.config.offline import DpoSection
 from common.errors import ConfigError
 from learner.policy.finite import TrainingDiverged

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from common.config.compute import Precision
-from common.config.learning import LearnerSection
+from common.config.learner import LearnerSection, Precision
+from common.config.model import ModelSection
 from common.config.offline import EvolveSection
-from common.config.run_config import ModelSection, RunConfig, TaskSection
+from common.config.run_config import RunConfig
+from common.config.tasks import TaskSection
 from common.errors import ConfigError
 from learner.journal.journal import JournalWriter
 from scheduler.curriculum.catalogue import parse_catalogue

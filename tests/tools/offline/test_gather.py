@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.config.compute import LoraSection
+from common.config.learner import LoraSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.join.shards import is_whole, read_manifest

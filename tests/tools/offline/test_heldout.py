@@ -2,8 +2,9 @@
 
 import pytest
 
-from common.config.evaluation import EvalItems
-from common.config.run_config import EvalSection, RunConfig, TaskSection
+from common.config.eval import EvalItems, EvalSection
+from common.config.run_config import RunConfig
+from common.config.tasks import TaskSection
 from common.errors import ConfigError
 from scheduler.curriculum.sampling import eval_items
 from tests.scheduler.builders import CATALOGUE, make_config

@@ -10,7 +10,7 @@ import pytest
 
 from actor.rollout.context import History, Room, Tape, Turn
 from actor.rollout.render import Renderer
-from common.config.evaluation import AgentOptions, KeepThinking
+from common.config.actor import AgentOptions, KeepThinking
 from common.errors import ConfigError
 from tests.actor.formats.trl_templates import PICTURES, names, tokenizer_of
 from tests.tools.exchange.test_round_trip import of_tokens

@@ -16,8 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import SequentialSampler
 from transformers import AutoTokenizer, Trainer, TrainingArguments
 
-from common.config.compute import Layout, LoraSection, OptimizerKind, Precision
-from common.config.learning import LearnerSection
+from common.config.learner import Layout, LearnerSection, LoraSection, OptimizerKind, Precision
 from common.config.offline import DpoSection, SftSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
-from common.config.evaluation import EvalSection
-from common.config.run_config import ModelSection, RunConfig, RunSection, TaskSection
+from common.config.eval import EvalSection
+from common.config.model import ModelSection
+from common.config.run import RunSection
+from common.config.run_config import RunConfig
+from common.config.tasks import TaskSection
 from common.errors import ConfigError
 from common.store.run_dir import RunDir
 from common.text import html_text

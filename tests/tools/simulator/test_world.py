@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from common.config.run_config import RunConfig, TrainMode
+from common.config.run_config import RunConfig
+from common.config.train import TrainMode
 from tests.configs import edited
 from tests.tools.simulator.builders import make_play, make_simulated
 from tools.simulator.tally import Prediction, SimulationStatistics

@@ -4,9 +4,9 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from actor.seats.engines import KEY_VARIABLE, opponent_role, past_role
-from common.config.compute import ShardPlace
+from common.config.actor import PAST
+from common.config.learner import ShardPlace
 from common.config.run_config import Launcher, RunConfig
-from common.config.seats.options import PAST
 from common.errors import ConfigError
 from learner.policy.model_shape import read_shape
 from tools.checks.fitting import fitting_overrides

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from common import segments as rows
-from common.config.evaluation import AgentFormat
+from common.config.actor import AgentFormat
 from common.errors import ConfigError
 from common.formats.answers import read_any
 from common.formats.scripted import actions_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from common.config.evaluation import AgentFormat
+from common.config.actor import AgentFormat
 from common.errors import ConfigError, WireError
 from common.host.lock import is_held
 from common.repository import ROOT

@@ -13,7 +13,8 @@ from actor.api.chat_endpoints import find_endpoint
 from actor.rollout.env_client import HubClient, HubSession
 from actor.rollout.episode import ContextFull, PolicyFailed, first_text
 from actor.seats.endpoint import Endpoint
-from common.config.evaluation import AgentFormat, PolicySection
+from common.config.actor import AgentFormat
+from common.config.policy import PolicySection
 from common.errors import ConfigError, EnvError
 from common.formats.answers import MARK, read_react, worded
 from tools.dashboard.table.replay_pictures import RecordedEpisode, ReplayPictures, redo

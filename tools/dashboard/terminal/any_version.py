@@ -9,7 +9,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from common.config.load import load_config, override_value
-from common.config.run_config import ModelSection, RunConfig, RunSection
+from common.config.model import ModelSection
+from common.config.run import RunSection
+from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.store.status.json_files import as_map
 from tools.cli.command_line import ParsedCommand

@@ -11,7 +11,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
-from common.config.evaluation import AgentFormat
+from common.config.actor import AgentFormat
 from common.errors import EnvError
 from tools.dashboard.reading.run_source import COMPACT, RunSource
 

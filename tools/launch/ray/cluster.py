@@ -14,8 +14,8 @@ import tempfile
 from collections.abc import Generator
 from typing import Any
 
+from common.config.ray import RaySection
 from common.config.run_config import RunConfig
-from common.config.services import RaySection
 from common.errors import ConfigError
 from common.host.cores import num_cores
 from common.host.loopback import IPV6, loopback

@@ -4,7 +4,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from common.config.run_config import GpuPlacement, RunConfig
+from common.config.actor import GpuPlacement
+from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.text import counted
 from common.wire.access.identities import RANKS

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from transformers import Mamba2Config, Mamba2ForCausalLM
 
-from common.config.run_config import ActorSection, ModelSection
+from common.config.actor import ActorSection
+from common.config.model import ModelSection
 from tests.learner.experts import save_experts
 from tools.offline.scratch import make_tokenizer, save_policy
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.config.curriculum import HorizonOverride
+from common.config.horizon import HorizonOverride
 from common.config.keys import declared
 from common.config.live.keys import (
     LIVE_KEYS,

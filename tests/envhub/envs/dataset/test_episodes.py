@@ -16,11 +16,12 @@ import pytest
 from actor.formats.tools import make_renderer
 from actor.rollout.env_client import Environments, HubClient, HubSession
 from actor.rollout.episode import Turn, run_episode
-from common.config.compute import CriticSection
-from common.config.envs import EnvsSection, RemoteOptions
-from common.config.evaluation import AgentFormat, AgentOptions
-from common.config.learning import Advantage, AlgorithmSection
-from common.config.services import EnvhubSection
+from common.config.actor import AgentFormat, AgentOptions
+from common.config.algorithm import Advantage, AlgorithmSection
+from common.config.env import RemoteOptions
+from common.config.envhub import EnvhubSection
+from common.config.envs import EnvsSection
+from common.config.learner import CriticSection
 from common.wire.codec import pack_record, unpack_record
 from common.wire.messages import EndReason
 from envhub import main

@@ -6,7 +6,8 @@ from typing import cast
 
 import pytest
 
-from common.config.envs import EnvsSection, RemoteOptions
+from common.config.env import RemoteOptions
+from common.config.envs import EnvsSection
 from envhub.catalogue.registry import Registry
 from envhub.env import AsyncEnv, Style, UnknownItem
 from envhub.envs.minisites import env as minisites

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config.envs import EnvsSection, TerminalOptions
-from common.config.sandbox.options import SandboxOptions
+from common.config.envs import EnvsSection, SandboxOptions, TerminalOptions
 from envhub.env import EnvFailure, StepResult, Style
 from envhub.envs.terminal.env import TerminalEnv, make_spec
 from envhub.sandbox.containers import Containers

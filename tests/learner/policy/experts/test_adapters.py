@@ -9,8 +9,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.config.compute import FULL, LoraSection
-from common.config.learning import LearnerSection
+from common.config.learner import FULL, LearnerSection, LoraSection
 from common.errors import ConfigError
 from common.repository import ROOT
 from learner.policy.lora import adapters_off, load_adapter, save_adapter, trained_state

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from common.config.compute import Layout, Precision
-from common.config.learning import AlgorithmSection, LearnerSection
+from common.config.algorithm import AlgorithmSection
+from common.config.learner import Layout, LearnerSection, Precision
 from common.errors import ConfigError
 from learner.batch.batching import Sample, collate_tokens
 from learner.policy.forward import Networks, Passes

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from common.config.compute import Layout, Precision
-from common.config.learning import LearnerSection
+from common.config.learner import Layout, LearnerSection, Precision
 from learner.batch.batching import collate_tokens
 from learner.policy.forward import Networks, Passes
 from learner.policy.loading import fill

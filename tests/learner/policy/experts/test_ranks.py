@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from common.config.compute import Precision
-from common.config.learning import AlgorithmSection, ControllerSection, LearnerSection
-from common.config.run_config import ModelSection, RunConfig
+from common.config.algorithm import AlgorithmSection
+from common.config.learner import ControllerSection, LearnerSection, Precision
+from common.config.model import ModelSection
+from common.config.run_config import RunConfig
 from common.segments import RoutingShape
 from learner.batch.batching import Sample
 from learner.training.build import load_start, make_trainer

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.config.compute import Layout, Precision
-from common.config.learning import LearnerSection
+from common.config.learner import Layout, LearnerSection, Precision
 from common.errors import ConfigError
 from learner.batch.batching import Sample, collate_tokens, make_microbatches
 from learner.policy.forward import Networks, Passes

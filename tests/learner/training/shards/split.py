@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from common.config.learning import LearnerSection
+from common.config.learner import LearnerSection
 from learner.policy.weight_files import WeightFiles
 from learner.training.checkpoint import Checkpoints
 from learner.training.ranks import Ranks

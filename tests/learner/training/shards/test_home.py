@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from common.config.learning import LearnerSection
+from common.config.learner import LearnerSection
 from common.errors import ConfigError, LongstrideError
 from common.join.shards import read_manifest
 from learner.training.checkpoint import TENSORS, Checkpoints, newest_checkpoint

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from common.config.actor import SeatsOptions
 from common.config.load import load_config
 from common.config.run_config import RunConfig
-from common.config.seats.options import SeatsOptions
 from common.errors import ConfigError
 from common.host.machine import GIB, Gpu
 from common.repository import ROOT

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from actor.seats.engines import KEY_VARIABLE, RUN_VARIABLE
-from common.config.compute import ShardPlace
+from common.config.actor import SeatsOptions
+from common.config.learner import ShardPlace
 from common.config.load import load_config
 from common.config.run_config import Launcher, RunConfig
-from common.config.seats.options import SeatsOptions
 from common.errors import ConfigError
 from common.host.machine import Gpu
 from common.repository import ROOT

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from common.config.algorithm import TeacherForm
 from common.config.load import load_config
 from common.config.run_config import RunConfig
-from common.config.teaching.teacher import TeacherForm
 from common.errors import ConfigError
 from common.host.machine import Gpu
 from common.repository import ROOT

@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 from common.config.load import load_config
-from common.config.run_config import OnStall, RunConfig, RunSection
+from common.config.run import OnStall, RunSection
+from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.store.run_dir import RunDir
 from tests.tools.launch.ray.clusters import Nodes, running_cluster, wait_for

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from actor.rollout.hubs import Hubs
-from common.config.run_config import ActorSection
+from common.config.actor import ActorSection
 from common.errors import EnvPaused
 from common.wire.join_messages import HubPlace
 from common.wire.messages import EndReason

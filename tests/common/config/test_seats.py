@@ -2,8 +2,8 @@
 
 import pytest
 
+from common.config.actor import SeatsOptions
 from common.config.load import load_config
-from common.config.seats.options import SeatsOptions
 from common.errors import ConfigError
 from common.repository import ROOT
 

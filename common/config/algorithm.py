@@ -1,25 +1,10 @@
-"""Options of learning: the objective and the trainer."""
+"""The section `algorithm`: the objective, and a teacher of the policy."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from common.config.compute import (
-    Attention,
-    CriticSection,
-    Layout,
-    LoraSection,
-    Moments,
-    Offload,
-    OptimizerKind,
-    Precision,
-    PublishMode,
-    RankKeys,
-    WeightsTransport,
-)
-from common.config.controller import ControllerSection
-from common.config.knobs import DEVICE, HOST, Contradiction, knob, seconds
-from common.config.teaching.teacher import TeacherSection
+from common.config.knobs import PATH, URL, Contradiction, knob, seconds
 
 
 class Advantage(StrEnum):
@@ -157,6 +142,89 @@ class KlEstimator(StrEnum):
     K1 = "k1"
     K2 = "k2"
     K3 = "k3"
+
+
+class TeacherForm(StrEnum):
+    """Form of the reverse KL divergence from the teacher.
+
+    sampled: the advantage of a sampled token is log teacher - log pi. It needs one number a token.
+    topk: the exact KL(pi | teacher) over the teacher's k most probable tokens and one remainder,
+    with its gradient.
+    """
+
+    SAMPLED = "sampled"
+    TOPK = "topk"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherSection:
+    """A teacher of the policy (on-policy distillation). Without path and url there is none."""
+
+    path: str = knob(
+        "",
+        "Names the teacher's model folder. The run starts an engine with it.",
+        form=PATH,
+        also="",
+    )
+    url: str = knob(
+        "",
+        "Names the base URL of an endpoint that returns prompt logprobs, such as vLLM's "
+        "http://host:8000/v1.",
+        form=URL,
+        also="",
+    )
+    model: str = knob("", "Names the teacher's model at algorithm.teacher.url.")
+    key_env: str = knob("", "Names the environment variable with the key of the endpoint.")
+    coef: float = knob(1.0, "Sets the weight of the reverse KL from the teacher.", gt=0, le=1000)
+    reward_coef: float = knob(
+        0.0,
+        "Multiplies the advantages of the rewards beside a teacher. 0 learns from the teacher "
+        "alone.",
+        ge=0,
+        le=1000,
+    )
+    form: TeacherForm = knob(TeacherForm.SAMPLED, "Selects the form of the reverse KL.")
+    k: int = knob(
+        16, "With form=topk, compares this many most probable tokens of the teacher.", ge=1, le=1024
+    )
+    timeout_s: float = seconds(
+        60.0, "Limits the seconds of one request to the teacher.", gt=0, le=3600
+    )
+    concurrency: int = knob(16, "Limits the requests to the teacher at once.", ge=1, le=4096)
+    max_waiting: int = knob(
+        512,
+        "Accepts no training episodes while at least this many wait for the teacher.",
+        ge=1,
+        le=10**6,
+    )
+    serve: list[str] = knob(
+        [], "Lists overrides for the engine of algorithm.teacher.path, as KEY=VALUE."
+    )
+    gpus: list[int] = knob(
+        [],
+        "Lists the numbers of the GPUs of this engine. [] means the first GPU that no role uses.",
+        ge=0,
+        le=1000,
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the policy has a teacher."""
+        return bool(self.path or self.url)
+
+    @property
+    def num_top(self) -> int:
+        """Number of the teacher's most probable tokens in an answer; 0: the prompt's token only."""
+        return self.k if self.form is TeacherForm.TOPK else 0
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        if self.path and self.url:
+            yield "url", self.url, "must be empty with algorithm.teacher.path: one teacher only"
+        if self.url and not self.model:
+            yield "model", "", "must name the model at algorithm.teacher.url"
+        for each in self.serve:
+            if "=" not in each:
+                yield "serve", each, "must be KEY=VALUE, such as actor.gpu_memory_frac=0.5"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,188 +393,3 @@ class AlgorithmSection:
         True, "Leaves out groups without signal, whose members have equal returns."
     )
     teacher: TeacherSection = field(default_factory=TeacherSection)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerSection(RankKeys):
-    """The learner's optimizer, computation, checkpoints and publishing of weights."""
-
-    host: str = knob("127.0.0.1", "Sets the address at which the learner listens.", form=HOST)
-    port: int = knob(
-        0, "Sets the port that receives trajectories. 0 chooses a free one.", ge=0, le=65535
-    )
-    advertise: str = knob(
-        "",
-        "Sets the host name by which other nodes reach the learner. Empty detects it.",
-        form=HOST,
-        also="",
-    )
-    device: str = knob(
-        "auto", "Selects the device of the learner. `auto` uses CUDA if there is any.", form=DEVICE
-    )
-    optimizer: OptimizerKind = knob(OptimizerKind.ADAMW, "Selects the optimizer of the policy.")
-    moments: Moments = knob(
-        Moments.FP32,
-        "Selects the number format of AdamW's two moments of the gradient, also for the critic.",
-    )
-    offload: Offload = knob(
-        Offload.NONE,
-        "Selects whether a GPU learner keeps weights, gradients and moments in host memory. Steps "
-        "then take longer.",
-    )
-    lr: float = knob(1e-6, "Sets the learning rate of AdamW.", gt=0, le=10)
-    muon_lr: float = knob(
-        3e-3,
-        "With optimizer=muon, sets the learning rate of the hidden matrices. All other weights use"
-        " learner.lr.",
-        gt=0,
-        le=10,
-    )
-    beta1: float = knob(0.9, "Sets AdamW's decay of the first moment.", ge=0, lt=1)
-    beta2: float = knob(0.95, "Sets AdamW's decay of the second moment.", ge=0, lt=1)
-    weight_decay: float = knob(
-        0.01,
-        "Decays the policy's matrices, and all weights of a critic, per update by this factor "
-        "times their learning rate. Norms and biases of the policy do not decay.",
-        ge=0,
-        le=100,
-    )
-    warmup_steps: int = knob(
-        10, "Raises the learning rate to its value over this many first steps.", ge=0
-    )
-    decay_start_frac: float = knob(
-        1.0,
-        "Begins the linear decay of the learning rate at this share of train.num_steps. 1 turns it"
-        " off.",
-        ge=0,
-        le=1,
-    )
-    min_lr_frac: float = knob(
-        0.1, "Decays the learning rate to this share of its value.", ge=0, le=1
-    )
-    max_grad_norm: float = knob(1.0, "Scales a gradient down to this norm if it is larger.", gt=0)
-    ppo_epochs: int = knob(1, "Passes over each batch this many times.", ge=1, le=1000)
-    num_minibatches: int = knob(
-        1, "Makes this many updates in each pass over a batch.", ge=1, le=10**5
-    )
-    max_tokens_per_microbatch: int = knob(
-        8192, "Limits the tokens of a forward and backward pass of one rank.", ge=1
-    )
-    logprob_chunk_tokens: int = knob(
-        1024, "Computes the vocabulary projection for this many tokens at a time.", ge=1
-    )
-    precision: Precision = knob(
-        Precision.AUTO,
-        "Selects the precision of the forward and backward passes. The master weights are fp32.",
-    )
-    layout: Layout = knob(
-        Layout.AUTO,
-        "Selects a microbatch's memory layout. The gradient does not depend on it, except for "
-        "rounding and the term of algorithm.router_aux_coef.",
-    )
-    attention: Attention = knob(Attention.AUTO, "Selects the attention kernels of the learner.")
-    shared_prefix: bool = knob(
-        True, "With the packed layout, computes the common prefix of a group's episodes once."
-    )
-    compile: bool = knob(
-        False,
-        "Compiles norms and gated layers into kernels at the first start. It is off on CUDA too: "
-        "no measurement has shown a gain there yet.",
-    )
-    gradient_checkpointing: bool = knob(
-        False,
-        "Recomputes activations in the backward pass. A step takes less memory and a third more "
-        "time.",
-    )
-    num_threads: int = knob(
-        0, "Sets the CPU threads of each rank. 0 uses spare cores.", ge=0, le=1024
-    )
-    max_lag_steps: int = knob(
-        4,
-        "Limits the lag of a trajectory's oldest token. Older trajectories are stale. "
-        "scheduler.max_stretch may widen the limit for long episodes.",
-        ge=0,
-    )
-    hold_back_steps: int = knob(
-        0,
-        "Publishes weights this many steps late, for studies of staleness.",
-        ge=0,
-        must="be at most max_lag_steps",
-    )
-    batch_timeout_s: float = seconds(
-        1800.0,
-        "Logs an error if no batch is complete and no episode has arrived for these seconds. The "
-        "learner then waits on, or ends with run.on_stall=stop.",
-        gt=0,
-    )
-    publish_timeout_s: float = seconds(
-        120.0, "Limits the seconds in which a version must be published.", gt=0
-    )
-    publish_bucket_mb: int = knob(
-        256, "Gathers and sends this many MB of weights at a time.", ge=1, le=65536
-    )
-    publish_parts: int = knob(
-        1,
-        "Divides the engines into this many parts, which receive a version one after another.",
-        ge=1,
-        le=10**4,
-    )
-    publish: PublishMode = knob(PublishMode.FULL, "Selects the form of the versions that are sent.")
-    weights_transport: WeightsTransport = knob(
-        WeightsTransport.AUTO, "Selects the transport of weight versions to the engines."
-    )
-    max_canary_delta: float = knob(
-        0.05,
-        "Scales the limit of the canary prompts' mean |delta logprob|. The limit is 4 times the "
-        "engine's first differences, but at least 0.4 times and at most 4 times this value.",
-        gt=0,
-        le=1000,
-    )
-    max_canary_alarms: int = knob(3, "Ends the run after this many canary alarms in a row.", ge=1)
-    checkpoint_every_steps: int = knob(25, "Writes a checkpoint every this many steps.", ge=1)
-    checkpoint_every_s: float = seconds(
-        900.0, "Writes a checkpoint at least every this many seconds.", gt=0
-    )
-    max_redo_s: float = seconds(
-        10.0,
-        "Writes a checkpoint early, if it is cheap, once a restart would repeat this many seconds.",
-        gt=0,
-    )
-    keep_checkpoints: int = knob(3, "Keeps this many of the newest regular checkpoints.", ge=1)
-    max_bad_steps: int = knob(
-        3, "Ends the run after this many steps in a row with non-finite losses or gradients.", ge=1
-    )
-    lora: LoraSection = field(default_factory=LoraSection)
-    critic: CriticSection = field(default_factory=CriticSection)
-    controller: ControllerSection = field(default_factory=ControllerSection)
-
-    @property
-    def row_tokens(self) -> int:
-        """The token limit of a microbatch, over all ranks that compute it together."""
-        return self.max_tokens_per_microbatch * self.sequence_ranks
-
-    def contradictions(self) -> Iterator[Contradiction]:
-        if self.num_gpus and self.device == "cpu":
-            yield "num_gpus", self.num_gpus, "must be 0 with learner.device=cpu, which uses no GPU"
-        yield from self.rank_contradictions()
-        if self.sequence_ranks > 1 and self.layout is Layout.PADDED:
-            law = "must be packed or auto with sequence_ranks > 1, which divides packed rows"
-            yield "layout", "padded", law
-        if self.offload is Offload.OPTIMIZER and self.device == "cpu":
-            law = "must be none with learner.device=cpu, which uses host memory only"
-            yield "offload", "optimizer", law
-        if self.offload is Offload.OPTIMIZER and self.optimizer is OptimizerKind.MUON:
-            law = "needs learner.optimizer=adamw: muon would multiply its matrices on the CPU"
-            yield "offload", "optimizer", law
-        if self.offload is Offload.OPTIMIZER and self.moments is Moments.INT8:
-            law = "must be fp32 with learner.offload=optimizer: a CPU updates 8-bit moments 600"
-            yield "moments", "8bit", f"{law} times slower"
-        if self.lora.is_merged and (self.num_ranks > 1 or self.offload is Offload.OPTIMIZER):
-            law = "must not name experts with num_ranks > 1 or offload=optimizer"
-            yield "lora.targets", ",".join(self.lora.targets), law
-        if self.lora.rank and self.optimizer is OptimizerKind.MUON:
-            law = "must be adamw with learner.lora.rank > 0: muon is for whole weight matrices"
-            yield "optimizer", "muon", law
-        if self.moments is Moments.INT8 and self.optimizer is OptimizerKind.MUON:
-            law = "must be fp32 with learner.optimizer=muon, which keeps one moment in fp32"
-            yield "moments", "8bit", law

@@ -1,0 +1,43 @@
+"""The section `groups`: groups of episodes for a step."""
+
+from dataclasses import dataclass
+
+from common.config.knobs import knob, seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupsSection:
+    """Groups of episodes for a step."""
+
+    size: int = knob(
+        8,
+        "Sets the number of episodes of one item. 1 needs algorithm.advantage=running, "
+        "reinforce_pp or ppo.",
+        ge=1,
+        le=4096,
+    )
+    per_step: int = knob(
+        16, "Sets the number of groups with signal in one optimizer step.", ge=1, le=10**5
+    )
+    min_size: int = knob(
+        4,
+        "Discards a group of which failures leave fewer episodes than this. A smaller size is the"
+        " default instead.",
+        ge=1,
+        le=4096,
+        must="be at most size",
+    )
+    max_oversample: float = knob(
+        3.0, "Limits the groups drawn for one step to this multiple of per_step.", ge=1, le=1000
+    )
+    straggler_factor: float = knob(
+        0.0,
+        "Issues an episode again that takes this multiple of the 95th percentile of the durations"
+        " in its environment. 0 turns it off.",
+        also=0,
+        ge=1,
+        le=1000,
+    )
+    straggler_min_s: float = seconds(
+        30.0, "Issues no episode again as a straggler before this many seconds.", gt=0
+    )

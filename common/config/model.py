@@ -1,0 +1,84 @@
+"""The section `model`: the checkpoint of the policy, its data type and its chat template."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING
+
+from common.config.knobs import DATE, PATH, Contradiction, knob
+
+DTYPES = ("bfloat16", "float16", "float32")
+# Arguments of `apply_chat_template` that are no variables of a template.
+RESERVED_VARIABLES = {
+    "conversation",
+    "messages",
+    "tools",
+    "documents",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_dict",
+    "return_tensors",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+    "strftime_now",
+    "date_string",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSection:
+    """The policy: a directory with a transformers checkpoint."""
+
+    path: str = knob(
+        MISSING,
+        "Selects the checkpoint: a directory with config.json, weights and tokenizer, or a model's "
+        "name, org/name or org/name@revision. A name is resolved to a commit once, at the start.",
+        form=PATH,
+    )
+    source: str = knob(
+        "", "Names the model and its commit if model.path was given as a name. The start sets it."
+    )
+    commits: dict[str, str] = knob(
+        {}, "Maps each name of a model to the commit that the run uses. The start sets it."
+    )
+    architecture: str = knob(
+        "",
+        "Selects a config.json, by directory or org/name, for the memory plan without model.path.",
+        form=PATH,
+        also="",
+    )
+    dtype: str = knob(
+        "bfloat16", "Sets the data type of the engine and of published weights.", one_of=DTYPES
+    )
+    date: str = knob(
+        "",
+        "Sets the date in prompts, as YYYY-MM-DD. Empty means the date of the first start.",
+        form=DATE,
+        also="",
+    )
+    chat_template: str = knob(
+        "",
+        "Selects a file with a chat template. Empty uses the tokenizer's own.",
+        form=PATH,
+        also="",
+    )
+    chat_template_kwargs: dict[str, Any] = knob(
+        {}, "Sets variables of the chat template, such as enable_thinking: false."
+    )
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        for name in sorted(RESERVED_VARIABLES & self.chat_template_kwargs.keys()):
+            law = "is set by the product; remove it"
+            yield f"chat_template_kwargs.{name}", self.chat_template_kwargs[name], law
+
+    @property
+    def label(self) -> str:
+        """Short name of the model: its repository, or the name of its folder."""
+        return self.source.partition("@")[0] or Path(self.path).name
