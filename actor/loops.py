@@ -15,7 +15,7 @@ from actor.links.waiting import wait_with_warnings
 from actor.rollout.hubs import Hubs
 from actor.rollout.pool import EpisodePool
 from actor.rollout.render import Renderer
-from common.config.live.keys import followed
+from common.config.live import followed
 from common.config.run_config import RunConfig
 from common.cpu import family_cpu_s
 from common.errors import LongstrideError

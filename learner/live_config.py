@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from common.config.live.keys import changed_values, followed
+from common.config.live import changed_values, followed
 from common.config.run_config import RunConfig
 from learner.build import Learner
 from learner.recovery.checksums import Start

@@ -10,7 +10,7 @@ from functools import partial
 
 import psutil
 
-from common.config.live.record import last_number
+from common.config.live import last_number
 from common.config.run import OnStall
 from common.config.run_config import RunConfig, published_version
 from common.config.train import TrainMode

@@ -5,8 +5,17 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from common.config.live.keys import check_effect, check_live, live_values, text_at, with_values
-from common.config.live.record import ConfigChange, last_number, read_changes, record_change
+from common.config.live import (
+    ConfigChange,
+    check_effect,
+    check_live,
+    last_number,
+    live_values,
+    read_changes,
+    record_change,
+    text_at,
+    with_values,
+)
 from common.config.load import check_training
 from common.config.run_config import RunConfig
 from common.errors import ConfigError

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import zmq
 
-from common.config.live.record import read_changes
+from common.config.live import read_changes
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError

@@ -14,7 +14,7 @@ from omegaconf import MISSING
 
 from common.config.keys import declared, describe_kind, field_kinds
 from common.config.knobs import TEXT, Constraint
-from common.config.live.keys import is_live
+from common.config.live import is_live
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from tools.cli.command_line import COMMANDS, command_help

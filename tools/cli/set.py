@@ -10,7 +10,7 @@ from typing import Any
 import zmq
 
 from common.config.keys import dotted
-from common.config.live.keys import check_effect, check_live, text_at, with_values
+from common.config.live import check_effect, check_live, text_at, with_values
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, LongstrideError, WireError
 from common.store.run_dir import RunDir

@@ -43,7 +43,7 @@ def train(
     cfg: RunConfig, run_dir: RunDir, *, root: Path, start_roles: StartRoles, observer: RunObserver
 ) -> int:
     """Start all roles and wait for the end of the run; return the exit code."""
-    from common.config.live.record import with_changes
+    from common.config.live import with_changes
     from common.host.lock import hold_run
     from common.host.machine import gpus
     from common.store.run_start import dated, keep_tokenizer, prepare

@@ -7,7 +7,7 @@ import pytest
 
 from common.config.actor import ContextKind
 from common.config.algorithm import Baseline
-from common.config.live.keys import with_values
+from common.config.live import with_values
 from common.config.load import (
     config_as_yaml,
     list_configs,

@@ -151,7 +151,7 @@ ELSEWHERE = {
         for place, names in {
             "learner/teacher/start.py": ("path", "url", "model", "key_env", "timeout_s"),
             "learner/objective/teacher.py": ("coef", "reward_coef", "form"),
-            "common/config/teaching/teacher.py": ("k",),
+            "common/config/algorithm.py": ("k",),
             "learner/teacher/scorer.py": ("concurrency", "max_waiting"),
             "tools/checks/served/teacher.py": ("serve", "gpus"),
         }.items()
@@ -165,7 +165,7 @@ ELSEWHERE = {
     "learner.num_ranks": "learner/training/rank_processes.py",
     "learner.num_nodes": "learner/training/rank_workers.py",
     "learner.ranks_per_node": "common/config/load.py",
-    "learner.shard_nodes": "common/config/compute.py",
+    "learner.shard_nodes": "common/config/learner.py",
     "learner.sequence_ranks": "learner/training/rank_processes.py",
     "learner.join_timeout_s": "learner/training/node_server.py",
     "learner.num_gpus": "common/config/load.py",

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 
-from common.config.live.record import last_values, read_changes
+from common.config.live import last_values, read_changes
 from common.config.run_config import RunConfig
 from common.repository import ROOT
 from common.store.run_dir import RunDir

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config.live.record import ConfigChange, read_changes, record_change, with_changes
+from common.config.live import ConfigChange, read_changes, record_change, with_changes
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError

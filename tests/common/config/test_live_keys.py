@@ -4,7 +4,7 @@ import pytest
 
 from common.config.horizon import HorizonOverride
 from common.config.keys import declared
-from common.config.live.keys import (
+from common.config.live import (
     LIVE_KEYS,
     check_effect,
     check_live,
