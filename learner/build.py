@@ -1,13 +1,16 @@
 """Builds a learner and restores the state of its predecessor."""
 
+import json
+import logging
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
@@ -25,6 +28,7 @@ from common.wire.messages import Hello, Progress
 from common.wire.security import RunKeys, load_keys
 from common.wire.sockets import Router
 from common.wire.transfer.mailbox import remove_files
+from learner.batch.batching import Sample
 from learner.batch.credit import group_has_signal
 from learner.ingest.admission import Admission
 from learner.ingest.buffer import TrajectoryBuffer
@@ -42,9 +46,7 @@ from learner.policy.timing import choose_compute
 from learner.recovery.checksums import ChecksumLog, start_of
 from learner.recovery.resume import last_logged, readopt, repeat_steps, steps_since
 from learner.recovery.step_log import LoggedStep, StepLog
-from learner.teacher.scorer import TeacherScorer
-from learner.teacher.start import start_teacher
-from learner.training.bad_batch import dump_batch
+from learner.teacher.scorer import TeacherScorer, start_teacher
 from learner.training.build import load_start, make_trainer
 from learner.training.checkpoint import Checkpoints, newest_checkpoint
 from learner.training.rank_workers import RankWorkers
@@ -52,6 +54,41 @@ from learner.training.trainer import Trainer
 from learner.weights.publisher import Publisher
 from learner.weights.routes import PublishSettings
 from learner.weights.weights_lock import WeightsLock
+
+logger = logging.getLogger(__name__)
+
+KEPT = 5  # Largest number of stored batches: a run that keeps failing must not fill the disk.
+
+
+def dump_batch(run_root: Path, version: int, samples: Sequence[Sample]) -> Path | None:
+    """Write a batch to `bad_batches/version-<v>/` of a run; None if there are `KEPT` already.
+
+    `samples.jsonl` lists each episode with its reward; `<row>.npz` holds its arrays.
+    """
+    folder = run_root / "bad_batches" / f"version-{version}"
+    if folder.exists() or len(list(folder.parent.glob("version-*"))) >= KEPT:
+        return None
+    folder.mkdir(parents=True)
+    lines: list[str] = []
+    for row, sample in enumerate(samples):
+        t = sample.trajectory
+        np.savez_compressed(
+            folder / f"{row}.npz",
+            token_ids=t.token_ids,
+            loss_mask=t.loss_mask,
+            logprobs=t.logprobs,
+            versions=t.versions,
+            turn_ids=t.turn_ids,
+            advantages=sample.token_advantages(),
+        )
+        facts = {"row": row, "episode_id": t.episode_id, "item_id": t.item_id, "reward": t.reward}
+        if sample.num_episode_tokens:
+            facts["segment"] = sample.row
+        lines.append(json.dumps(facts))
+    (folder / "samples.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    logger.error("wrote bad batch version=%d folder=%s samples=%d", version, folder, len(lines))
+    return folder
+
 
 MakeSink = Callable[[RunConfig, RunDir], MetricsSink]
 

@@ -23,12 +23,11 @@ from benchmarks.conformance.sharded import RankPair
 from common.config.learner import CriticSection, Layout, LearnerSection, LoraSection, Precision
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch, collate_tokens
-from learner.policy.critic import make_critic
 from learner.policy.forward import Networks, Passes
 from learner.policy.kernels.head import trunk_of
 from learner.policy.lora import check_targets
 from learner.policy.merging import merged_tensors
-from learner.policy.model import Scoring, load_policy, token_logprobs
+from learner.policy.model import Scoring, load_policy, make_critic, token_logprobs
 
 # Tokens of the scored sequences: shorter and longer than windows and chunks of small networks.
 LENGTHS = (20, 72, 41, 53)

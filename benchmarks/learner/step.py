@@ -15,7 +15,7 @@ from common.config.learner import Attention, Layout, LearnerSection
 from learner.batch.batching import Sample, make_microbatches
 from learner.policy.forward import Networks, Passes
 from learner.policy.model import vocabulary_size
-from learner.training.optimizers.optimizer import make_optimizer
+from learner.training.optimizer import make_optimizer
 from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer
 

@@ -17,7 +17,7 @@ from benchmarks.table import BenchTable
 from common.config.learner import LearnerSection
 from common.wire.collective import CPU
 from common.wire.transfer.changes import apply_changes, digest_of_whole
-from learner.training.optimizers.optimizer import PolicyOptimizer, make_optimizer
+from learner.training.optimizer import PolicyOptimizer, make_optimizer
 from learner.weights.delta import VersionKeeper
 from learner.weights.exact import policy_weights
 from learner.weights.snapshot import PublishedWeights

@@ -19,15 +19,14 @@ from common.errors import ConfigError
 from common.segments import RoutingShape
 from learner.batch.batching import TokenBatch, collate_tokens, plan_microbatches
 from learner.batch.row_parts import row_part
-from learner.policy.critic import Critic
-from learner.policy.experts.balance import balance_loss_of
-from learner.policy.experts.routing import install
+from learner.policy.expert_routing import balance_loss_of, install
 from learner.policy.kernels.attention import check_sequence_ranks, use_attention
 from learner.policy.kernels.compiling import compile_parts, naming_compiler
 from learner.policy.kernels.head import own_logits_gap, trunk_of, use_own_logits
 from learner.policy.kernels.sequence import gather_entries, gather_positions
 from learner.policy.lora import adapters_off
 from learner.policy.model import (
+    Critic,
     Scoring,
     flat_hidden,
     flat_hidden_and_routers,

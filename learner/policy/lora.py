@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from common.config.learner import EXPERTS, LoraSection
 from common.errors import ConfigError
-from learner.policy.experts.weights import expert_weights
+from learner.policy.expert_weights import expert_weights
 
 ADAPTER = "default"  # Name of the single adapter in peft.
 ADAPTER_CONFIG = "adapter_config.json"

@@ -10,15 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from common.config.learner import FULL, LoraSection
+from common.config.learner import FULL, CriticKind, CriticSection, LoraSection
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch
 from learner.batch.packing import row_size
 from learner.policy.determinism import make_deterministic
-from learner.policy.experts.conversion import Stored, stored_tensors
-from learner.policy.experts.routing import set_routes
+from learner.policy.expert_routing import set_routes
+from learner.policy.expert_weights import Stored, stored_tensors
 from learner.policy.kernels.head import (
     Logits,
     logits_function,
@@ -26,12 +26,18 @@ from learner.policy.kernels.head import (
     trunk_of,
     use_own_logits,
 )
-from learner.policy.loading import META, give_memory, load_network, set_plain_attention, take_memory
+from learner.policy.loading import (
+    META,
+    give_memory,
+    is_unloaded,
+    load_network,
+    set_plain_attention,
+    take_memory,
+)
 from learner.policy.lora import adapter_tensors, adapts_experts, add_adapters, has_adapters
 from learner.policy.merging import Merged, live_merged
-from learner.policy.model_kind import check_kind
+from learner.policy.model_kind import check_kind, check_trainable
 from learner.policy.precision import round_all_factors
-from learner.policy.trainable import check_trainable
 
 
 def pick_device(name: str) -> torch.device:
@@ -296,3 +302,49 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 def parameter_count(model: PreTrainedModel) -> int:
     """Return the number of weights, tied ones once."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+class Critic(nn.Module):
+    """A value head on the policy's trunk or on its own trunk. All values start at zero."""
+
+    def __init__(self, hidden_size: int, trunk: PreTrainedModel | None) -> None:
+        """Make the head; `trunk` is None for a head on the policy."""
+        super().__init__()
+        self.trunk = trunk
+        self.head = nn.Linear(hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def of_hidden(self, hidden: Tensor) -> Tensor:
+        """Return [rows] float32 values of hidden states [rows, hidden]."""
+        return self.head(hidden.float()).sum(-1)  # The sum has one entry; FSDP warns about views.
+
+    def hidden(self, tokens: TokenBatch, policy_hidden: Tensor, *, autocast: bool) -> Tensor:
+        """Return the head's input states [batch * seq, hidden], of the policy or of its trunk."""
+        if self.trunk is None:
+            return policy_hidden
+        return flat_hidden(self.trunk, tokens, autocast=autocast)
+
+
+def make_critic(
+    cfg: CriticSection, policy: PreTrainedModel, *, policy_path: str, max_tokens: int | None = None
+) -> Critic:
+    """Return a critic on the policy's device; a trunk without a path starts as `policy_path`.
+
+    If the policy's weights have no memory yet, the trunk's have none either.
+
+    Args:
+        max_tokens: length of the longest sequence that an engine may produce; None: the model's own
+            limit.
+    """
+    trunk = None
+    if cfg.kind is CriticKind.MODEL:
+        trunk = load_network(
+            AutoModel,
+            cfg.path or policy_path,
+            is_skeleton=is_unloaded(policy),
+            dtype=torch.float32,
+            max_tokens=max_tokens,
+        )
+    critic = Critic(policy.config.hidden_size, trunk)
+    return critic if is_unloaded(policy) else critic.to(next(policy.parameters()).device)

@@ -2,22 +2,162 @@
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as StillWaiting
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from common.config.algorithm import TeacherSection
-from common.errors import LongstrideError
-from common.http.model_endpoint import RequestCost, Unanswered
+from common.config.run_config import RunConfig
+from common.errors import ConfigError, LongstrideError
+from common.http.model_endpoint import ModelEndpoint, Refused, RequestCost, Unanswered, key_from
 from common.segments import as_rows
+from common.store.run_dir import RunDir
 from common.wire.messages import Trajectory
-from learner.teacher.check import VocabularyCheck
-from learner.teacher.endpoint import TeacherEndpoint
-from learner.teacher.scores import TeacherScores, empty_scores, joined_scores
+from learner.teacher.scores import (
+    KEY_VARIABLE,
+    TEACHER,
+    TeacherScores,
+    empty_scores,
+    joined_scores,
+    read_scores,
+)
+
+MAX_REPLY_BYTES = 1 << 30  # A long episode with many tokens at each position.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherEndpoint(ModelEndpoint):
+    """An endpoint with the routes of vLLM's server."""
+
+    model: str  # "": the endpoint has one model only.
+    section: str = "algorithm.teacher"
+    max_reply_bytes: int = MAX_REPLY_BYTES
+
+    async def score(
+        self, token_ids: np.ndarray, positions: np.ndarray, *, num_top: int
+    ) -> tuple[TeacherScores, float]:
+        """Return the scores of a sequence, and the seconds of the request.
+
+        Raises: Unanswered, Refused.
+        """
+        reply, took_s = await self.post(
+            "/v1/completions",
+            {
+                "prompt": token_ids.tolist(),
+                "prompt_logprobs": num_top,
+                "max_tokens": 1,
+                "temperature": 0,
+            },
+        )
+        return read_scores(reply, token_ids, positions, num_top=num_top), took_s
+
+    async def tokenize(self, text: str) -> dict[str, Any]:
+        """Return the answer of the route /tokenize. Raises: Unanswered, Refused."""
+        return (await self.post("/tokenize", {"prompt": text, "add_special_tokens": False}))[0]
+
+    async def detokenize(self, token_ids: list[int]) -> str:
+        """Return the text of tokens. Raises: Unanswered, Refused."""
+        reply, _ = await self.post("/detokenize", {"tokens": token_ids})
+        return str(reply.get("prompt", ""))
+
+    async def post(self, path: str, body: dict[str, Any]) -> tuple[dict[str, Any], float]:
+        """Return the answer of a route, and its seconds. Raises: Unanswered, Refused."""
+        named = {"model": self.model} if self.model else {}
+        return await self.send(f"{self.base_url().removesuffix('/v1')}{path}", {**named, **body})
+
+
+# Texts of many kinds: words, code, digits, spaces, and letters of several scripts.
+PROBES = (
+    "The agent goes north, picks up the red key and opens the door.",
+    "def f(x):\n\treturn {'a': [1, 22, 333.5], \"b\": x ** 2}  # 100 %",
+    "  two spaces,\n\n\nthree lines; naïve Übergröße, 東京, Москва, 🙂",
+)
+# Tokens in one request that searches for the end of the teacher's vocabulary.
+SEARCHED = 1 << 20
+NEIGHBOURS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabularyCheck:
+    """The tokenizer that a teacher must share, and the context that it needs."""
+
+    tokenizer: Any
+    context: int  # Tokens of the longest episode.
+    name: str  # "algorithm.teacher.path=..." or "algorithm.teacher.url=...".
+
+    async def run(self, endpoint: TeacherEndpoint) -> None:
+        """Ask the endpoint for the ids of texts, the size of its vocabulary and its context.
+
+        Raises:
+            ConfigError: the teacher has another tokenizer, or a context that is too short.
+            Unanswered, Refused: as `TeacherEndpoint.post`.
+        """
+        own_size = len(self.tokenizer)
+        reply: dict[str, Any] = {}
+        for text in PROBES:
+            reply = await endpoint.tokenize(text)
+            found = reply.get("tokens")
+            own = self.tokenizer.encode(text, add_special_tokens=False)
+            if found != own:
+                size = await self._size(endpoint, reply)
+                raise ConfigError(
+                    f"{self.name}: the teacher has another tokenizer than the policy. It encodes"
+                    f" {text[:20]!r}... as {found!s:.60}, the policy as {own!s:.60}. The teacher's"
+                    f" vocabulary has {size} tokens, the policy's {own_size}. Choose a teacher of"
+                    " the policy's family"
+                )
+        size = await self._size(endpoint, reply)
+        if size != own_size:
+            raise ConfigError(
+                f"{self.name}: the teacher's vocabulary has {size} tokens, and the policy's has"
+                f" {own_size}. Choose a teacher with the policy's tokenizer"
+            )
+        context = int(reply.get("max_model_len") or 0)
+        if 0 < context <= self.context:
+            raise ConfigError(
+                f"{self.name}: the teacher's context has {context} tokens. Scoring an episode of"
+                f" actor.max_model_len={self.context} needs one more, {self.context + 1}. Lower"
+                " actor.max_model_len, or raise the teacher's max_model_len"
+            )
+
+    async def _size(self, endpoint: TeacherEndpoint, reply: dict[str, Any]) -> int:
+        """Return the size of the teacher's vocabulary.
+
+        Our own endpoint reports it. vLLM's server does not: the search asks for the text of tokens
+        beyond an id, which is empty beyond the end.
+        """
+        if isinstance(size := reply.get("vocab_size"), int):
+            return size
+        low = 0
+        high = SEARCHED
+        own = len(self.tokenizer)
+        if await self._ends_at(endpoint, own):
+            return own
+        while low < high:
+            middle = (low + high) // 2
+            if await self._has_text(endpoint, middle):
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    async def _ends_at(self, endpoint: TeacherEndpoint, size: int) -> bool:
+        return await self._has_text(endpoint, size - 1) and not await self._has_text(endpoint, size)
+
+    async def _has_text(self, endpoint: TeacherEndpoint, start: int) -> bool:
+        """Return whether a token from an id on exists; a few may be empty."""
+        try:
+            return bool(await endpoint.detokenize([*range(start, start + NEIGHBOURS)]))
+        except Refused:  # The server refuses an id beyond its vocabulary.
+            return False
+
 
 logger = logging.getLogger(__name__)
 
@@ -238,3 +378,35 @@ class TeacherScorer(threading.Thread):
             with self._lock:
                 self._cost.add(took_s, prompt_tokens=len(token_ids))
             return scores
+
+
+def start_teacher(cfg: RunConfig, run_dir: RunDir, tokenizer: Any) -> TeacherScorer | None:
+    """Return the running scorer of `algorithm.teacher`; None without a teacher.
+
+    Raises: ConfigError: the environment lacks the key of the endpoint.
+    """
+    teacher = cfg.algorithm.teacher
+    if not teacher.is_on:
+        return None
+    is_own = bool(teacher.path)
+    key = os.environ.get(KEY_VARIABLE, "") if is_own else ""
+    if is_own and not key:
+        raise ConfigError(
+            f"algorithm.teacher.path={teacher.path}: only `python run.py train` starts its engine."
+            " For a learner that is started alone, serve the teacher with `python run.py serve` and"
+            " set algorithm.teacher.url"
+        )
+    if not is_own:
+        key = key_from(teacher.key_env, setting="algorithm.teacher.key_env")
+    endpoint = TeacherEndpoint(
+        find_url=(lambda: run_dir.find_address(TEACHER) or "") if is_own else lambda: teacher.url,
+        key=key,
+        model="" if is_own else teacher.model,
+        timeout_s=teacher.timeout_s,
+        is_own=is_own,
+    )
+    name = f"algorithm.teacher.{f'path={teacher.path}' if is_own else f'url={teacher.url}'}"
+    vocabulary = VocabularyCheck(tokenizer=tokenizer, context=cfg.actor.max_model_len, name=name)
+    scorer = TeacherScorer(endpoint, vocabulary, teacher)
+    scorer.start()
+    return scorer

@@ -8,6 +8,10 @@ import numpy as np
 
 from common.http.model_endpoint import Refused
 
+TEACHER = "teacher"  # Role of the engine.
+# Environment variable with the key of the engine. It is in no file.
+KEY_VARIABLE = "LONGSTRIDE_TEACHER_KEY"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherScores:

@@ -12,11 +12,10 @@ from common.config.learner import LearnerSection, Offload
 from common.config.run_config import RunConfig
 from common.host.cores import num_cores
 from common.join.shards import is_whole
-from learner.policy.critic import make_critic
 from learner.policy.forward import Networks
 from learner.policy.loading import fill, is_unloaded
 from learner.policy.lora import ADAPTER_CONFIG, check_resumable
-from learner.policy.model import load_policy, pick_device
+from learner.policy.model import load_policy, make_critic, pick_device
 from learner.policy.precision import frozen_dtype
 from learner.policy.weight_files import WeightFiles
 from learner.training.checkpoint import TENSORS, load_values

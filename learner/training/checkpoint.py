@@ -23,7 +23,7 @@ from common.store.run_dir import read_json, sync_folder
 from learner.policy.lora import has_adapters, save_adapter, save_adapter_config
 from learner.policy.saving import save_model, save_tokenizer
 from learner.training.ranks import SAVE_TIMEOUT
-from learner.training.shards.home import ASIDE, ShardNotWritten
+from learner.training.shard_home import ASIDE, ShardNotWritten
 from learner.training.state import read_weights
 
 logger = logging.getLogger(__name__)

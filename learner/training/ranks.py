@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from common.errors import RankLost
 from learner.policy.weight_files import LOCAL, WeightFiles
-from learner.training.shards.home import ShardHome
+from learner.training.shard_home import ShardHome
 
 # Time limit for all ranks to write their shards of a checkpoint.
 SAVE_TIMEOUT = timedelta(minutes=30)

@@ -27,7 +27,7 @@ from common.text import is_file_name
 from learner.policy.weight_files import WeightFiles
 from learner.training.pickled_index import read_pickled_index
 from learner.training.ranks import Ranks
-from learner.training.shards.home import ShardHome, ShardNotWritten
+from learner.training.shard_home import ShardHome, ShardNotWritten
 
 INDEX = "tensors.json"
 DTYPES = {

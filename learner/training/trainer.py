@@ -23,13 +23,17 @@ from learner.objective.correction import Overlap
 from learner.policy.finite import TrainingDiverged, WeightsNotFinite, first_not_finite
 from learner.policy.forward import Networks
 from learner.policy.model import whole
+from learner.policy.precision import VanishedUpdates
 from learner.training.controller import Controller, Decision
 from learner.training.digests import Digester, StepDigests
-from learner.training.optimizers.optimizer import lr_scale, make_critic_optimizer, make_optimizer
+from learner.training.optimizer import lr_scale, make_critic_optimizer, make_optimizer
 from learner.training.ranks import RankOperation, Ranks
 from learner.training.state import StateWriter, live_tensors, local_part, restore
-from learner.training.step import Gradient, Gradients, ScoredBatch, TrainerSettings
-from learner.training.step_metrics import (
+from learner.training.step import (
+    Gradient,
+    Gradients,
+    ScoredBatch,
+    TrainerSettings,
     Update,
     information_metrics,
     mean_metrics,
@@ -37,7 +41,6 @@ from learner.training.step_metrics import (
     routing_metrics,
     volume_metrics,
 )
-from learner.training.vanished import VanishedUpdates
 from learner.weights.exact import policy_weights
 from learner.weights.source import Gathering, LiveWeights
 

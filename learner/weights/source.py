@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from common.errors import LongstrideError, RankLost
 from common.wire.collective import lay_out
 from common.wire.weight_messages import TensorSpec
-from learner.policy.experts.conversion import Stored
+from learner.policy.expert_weights import Stored
 from learner.policy.finite import WeightsNotFinite, first_not_finite
 from learner.policy.merging import Merged
 from learner.policy.sharding import device_of

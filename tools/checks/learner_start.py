@@ -44,8 +44,7 @@ def check_networks(cfg: RunConfig, root: Path, *, is_offline: bool = False) -> N
 
 def _check_routers(algorithm: AlgorithmSection, policy: Any) -> None:
     """Check that the policy has routers for the algorithm. Raises: ConfigError."""
-    from learner.policy.experts.balance import balance_loss_of
-    from learner.policy.experts.routing import install
+    from learner.policy.expert_routing import balance_loss_of, install
 
     if algorithm.router_aux_coef:
         balance_loss_of(policy)

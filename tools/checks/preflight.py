@@ -25,9 +25,8 @@ from common.host.process_settings import check_caches
 from common.host.temporary import check_temporary_room
 from common.join.shards import check_whole
 from common.wire.addresses import is_loopback
-from learner.policy.model_kind import check_engine_equal, check_kind
+from learner.policy.model_kind import check_engine_equal, check_kind, check_trainable
 from learner.policy.model_shape import ModelShape, check_heads, check_weights, read_shape
-from learner.policy.trainable import check_trainable
 from learner.wandb_mode import check_mode
 from tools.checks.engine_args_memory import kv_bytes_per_token
 from tools.checks.gpu_placement import GpuAssignment, assign_gpus, check_slices

@@ -13,7 +13,7 @@ from common.config.train import TrainSection
 from common.store.run_dir import RunDir
 from common.wire.access.identities import RANKS
 from learner.journal.metrics import MetricsLine, tail_metrics
-from learner.teacher.engine import TEACHER
+from learner.teacher.scores import TEACHER
 from tools.launch.base import LaunchState
 
 WINDOW_STEPS = 20

@@ -13,7 +13,7 @@ from common.host.machine import Gpu
 from common.host.process_settings import ONE_THREAD
 from common.store.run_dir import RunDir
 from envhub.envs.dataset.judges.options import KEY_VARIABLE as JUDGE_KEY
-from learner.teacher.engine import KEY_VARIABLE as TEACHER_KEY
+from learner.teacher.scores import KEY_VARIABLE as TEACHER_KEY
 from tools.checks.fitting import merged_overrides
 from tools.checks.served.engine import ServedEngine
 from tools.launch.base import RoleSpec

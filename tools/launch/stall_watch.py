@@ -15,7 +15,7 @@ from common.ids import process_of
 from common.stall.report import RoleActivity, culprits, describe, read_activity, waits
 from common.store.disk import if_room
 from common.store.run_dir import RunDir
-from learner.teacher.engine import TEACHER
+from learner.teacher.scores import TEACHER
 from tools.launch.base import RoleProcess, StallVerdict
 from tools.launch.stack_requests import cut_stacks, request_role_stacks, stacks_since
 

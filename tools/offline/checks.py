@@ -12,8 +12,8 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.host.machine import GIB, check_compiler, has_cuda, memory_bytes
 from common.host.temporary import check_temporary_room
+from learner.policy.model_kind import check_trainable
 from learner.policy.precision_choice import choose_precision
-from learner.policy.trainable import check_trainable
 from learner.wandb_mode import check_mode
 from tools.checks.learner_start import check_networks
 from tools.checks.preflight import check, check_disk, check_model

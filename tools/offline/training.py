@@ -19,10 +19,9 @@ from learner.policy.finite import TrainingDiverged
 from learner.policy.kernels.attention import use_attention
 from learner.policy.kernels.compiling import compile_parts, naming_compiler
 from learner.policy.model import Scoring, load_policy, pick_device, token_logprobs
-from learner.policy.precision import frozen_dtype, settled_precision, uses_bf16
+from learner.policy.precision import VanishedUpdates, frozen_dtype, settled_precision, uses_bf16
 from learner.policy.selfcheck import check_policy
-from learner.training.optimizers.optimizer import make_optimizer
-from learner.training.vanished import VanishedUpdates
+from learner.training.optimizer import make_optimizer
 from tools.offline.rows import Row, token_batch
 
 logger = logging.getLogger(__name__)

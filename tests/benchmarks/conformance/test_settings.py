@@ -12,8 +12,7 @@ from benchmarks.conformance.part_results import TOLERANCE
 from common.config.actor import ActorSection, EnforceEager
 from common.config.model import ModelSection
 from common.errors import ConfigError
-from learner.policy.engine_rope import DIFFERENCES
-from learner.policy.model_kind import check_engine_equal
+from learner.policy.model_kind import DIFFERENCES, check_engine_equal
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 

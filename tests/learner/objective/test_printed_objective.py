@@ -37,8 +37,8 @@ from learner.batch.running_baseline import RunningBaseline
 from learner.ingest.group_assembly import Group
 from learner.objective.describe import objective_text
 from learner.objective.loss import Denominator, policy_loss
-from learner.policy.critic import make_critic
 from learner.policy.forward import Networks, Scores
+from learner.policy.model import make_critic
 from learner.training.ranks import Ranks
 from learner.training.step import Gradients, ScoredBatch, TrainerSettings
 from tests.learner.builders import make_model

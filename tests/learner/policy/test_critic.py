@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from common.config.learner import CriticKind, CriticSection
-from learner.policy.critic import make_critic
+from learner.policy.model import make_critic
 from tests.learner.builders import make_model
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from learner.policy.engine_rope import rope_problem
+from learner.policy.model_kind import rope_problem
 
 ORIGINAL = "original_max_position_embeddings"
 LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [4.0], ORIGINAL: 64}

@@ -11,9 +11,8 @@ from transformers import CONFIG_MAPPING
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from learner.policy.engine_rope import DIFFERENCES
 from learner.policy.model import load_policy, make_bare
-from learner.policy.model_kind import check_engine_equal, check_kind
+from learner.policy.model_kind import DIFFERENCES, check_engine_equal, check_kind
 from tests.tools.checks.models import write_model
 from tools.checks.preflight import check, check_dry, check_model
 from tools.evaluate.settings import check_policy

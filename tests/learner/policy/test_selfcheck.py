@@ -31,10 +31,9 @@ from common.config.model import ModelSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from learner.batch.batching import collate_tokens
-from learner.policy.critic import make_critic
 from learner.policy.forward import Networks, Passes
 from learner.policy.kernels.attention import packing_problem, use_attention
-from learner.policy.model import Scoring, load_policy, token_logprobs
+from learner.policy.model import Scoring, load_policy, make_critic, token_logprobs
 from learner.policy.selfcheck import NeighboursDiffer, ScoresDiffer, check_policy
 from learner.training.build import load_start, make_trainer
 from tests.learner.builders import VOCAB, make_model, make_samples

@@ -12,7 +12,7 @@ from common.config.model import ModelSection
 from common.config.run_config import RunConfig
 from learner.batch.batching import Sample
 from tests.learner.builders import make_trajectory, tensors_of
-from tests.learner.policy.experts.test_ranks import trainer_of
+from tests.learner.policy.test_expert_ranks import trainer_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 

@@ -11,7 +11,7 @@ from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from learner.policy.model import load_policy
-from learner.policy.trainable import check_trainable
+from learner.policy.model_kind import check_trainable
 from tests.tools.checks.models import write_model
 from tools.checks.preflight import check, check_dry, check_model
 from tools.offline.checks import check_dpo, check_sft

@@ -18,8 +18,8 @@ from learner.ingest.group_assembly import Group
 from learner.ingest.replay_point import FROM_THE_START
 from learner.journal.journal import JournalWriter
 from learner.journal.metrics import MetricsWriter
-from learner.policy.critic import make_critic
 from learner.policy.forward import Networks
+from learner.policy.model import make_critic
 from learner.recovery.resume import repeat_steps, steps_since
 from learner.recovery.step_log import LoggedStep, StepLog
 from learner.training.step import TrainerSettings

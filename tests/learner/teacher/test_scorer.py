@@ -11,9 +11,7 @@ import pytest
 from common.config.algorithm import TeacherForm, TeacherSection
 from common.errors import ConfigError
 from common.http.model_endpoint import Refused
-from learner.teacher.check import VocabularyCheck
-from learner.teacher.endpoint import TeacherEndpoint
-from learner.teacher.scorer import TeacherScorer
+from learner.teacher.scorer import TeacherEndpoint, TeacherScorer, VocabularyCheck
 from tests.learner.builders import make_trajectory
 from tests.learner.teacher.served import KEY, TOKENIZER, Teacher
 

@@ -15,8 +15,7 @@ from actor.api.serve import bound
 from common.errors import ConfigError
 from common.http.model_endpoint import Refused, Unanswered
 from common.repository import ROOT
-from learner.teacher.check import VocabularyCheck
-from learner.teacher.endpoint import TeacherEndpoint
+from learner.teacher.scorer import TeacherEndpoint, VocabularyCheck
 from tests.learner.teacher.served import TOKENIZER
 
 MODEL = ROOT / "configs" / "policies" / "tiny-expert"

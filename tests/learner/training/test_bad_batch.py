@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from learner.training.bad_batch import KEPT, dump_batch
+from learner.build import KEPT, dump_batch
 from tests.learner.builders import make_samples
 
 

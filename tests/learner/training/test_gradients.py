@@ -22,9 +22,8 @@ from common.config.learner import (
     Precision,
 )
 from learner.batch.batching import Sample
-from learner.policy.critic import Critic, make_critic
 from learner.policy.forward import Networks
-from learner.policy.model import whole
+from learner.policy.model import Critic, make_critic, whole
 from learner.training.ranks import Ranks
 from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer

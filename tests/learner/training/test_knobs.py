@@ -33,8 +33,8 @@ from common.config.learner import (
 from common.repository import ROOT
 from learner.batch.credit import group_has_signal, samples_of
 from learner.ingest.group_assembly import Group
-from learner.policy.critic import make_critic
 from learner.policy.forward import Networks
+from learner.policy.model import make_critic
 from learner.training.controller import Controller
 from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer
@@ -143,16 +143,17 @@ PPO = {"advantage": Advantage.PPO}
 SHARED = {"reward_level": CreditLevel.TURN}  # turns of one state then have unlike returns
 # Settings without an effect on a training step; each is read in the file named here.
 ELSEWHERE = {
-    "algorithm.router_aux_coef": "tests/learner/policy/experts/test_balance.py",
-    "algorithm.routing_replay": "tests/learner/policy/experts/test_routing.py",
+    "algorithm.router_aux_coef": "tests/learner/policy/test_expert_balance.py",
+    "algorithm.routing_replay": "tests/learner/policy/test_expert_routing.py",
     # Without path or url there is no teacher; test_teacher.py has the effects of one.
     **{
         f"algorithm.teacher.{name}": place
         for place, names in {
-            "learner/teacher/start.py": ("path", "url", "model", "key_env", "timeout_s"),
+            "learner/teacher/scorer.py": (
+                *("path", "url", "model", "key_env", "timeout_s", "concurrency", "max_waiting"),
+            ),
             "learner/objective/teacher.py": ("coef", "reward_coef", "form"),
             "common/config/algorithm.py": ("k",),
-            "learner/teacher/scorer.py": ("concurrency", "max_waiting"),
             "tools/checks/served/teacher.py": ("serve", "gpus"),
         }.items()
         for name in names
@@ -167,7 +168,7 @@ ELSEWHERE = {
     "learner.ranks_per_node": "common/config/load.py",
     "learner.shard_nodes": "common/config/learner.py",
     "learner.sequence_ranks": "learner/training/rank_processes.py",
-    "learner.join_timeout_s": "learner/training/node_server.py",
+    "learner.join_timeout_s": "learner/training/rank_workers.py",
     "learner.num_gpus": "common/config/load.py",
     "learner.publish": "learner/build.py",
     "learner.publish_bucket_mb": "learner/build.py",
@@ -176,7 +177,7 @@ ELSEWHERE = {
     "learner.rank_timeout_s": "learner/training/rank_processes.py",
     "learner.gradient_checkpointing": "learner/training/build.py",
     "learner.offload": "learner/policy/forward.py",  # See test_offload.py for its effect.
-    "learner.moments": "learner/training/optimizers/optimizer.py",  # see test_moments.py
+    "learner.moments": "learner/training/optimizer.py",  # see test_moments.py
     "learner.max_lag_steps": "learner/main.py",
     "learner.hold_back_steps": "common/config/run_config.py",
     "learner.batch_timeout_s": "learner/main.py",
@@ -188,13 +189,13 @@ ELSEWHERE = {
     "learner.keep_checkpoints": "learner/training/checkpoint.py",
     "learner.max_redo_s": "learner/training/checkpoint.py",
     "learner.checkpoint_shards": "learner/training/rank_processes.py",
-    "learner.shard_folder": "learner/node_service.py",
+    "learner.shard_folder": "learner/node.py",
     "learner.max_bad_steps": "learner/training/trainer.py",
     "algorithm.reference_path": "learner/training/build.py",
     "learner.lora.rank": "learner/policy/lora.py",
     "learner.lora.alpha": "learner/policy/lora.py",
     "learner.lora.targets": "learner/policy/lora.py",
-    "learner.critic.path": "learner/policy/critic.py",
+    "learner.critic.path": "learner/policy/model.py",
     "learner.controller.masked_warn_frac": "learner/training/controller.py",
     "learner.max_tokens_per_microbatch": "changes no number, by law",
     "learner.logprob_chunk_tokens": "changes no number, by law",

@@ -28,7 +28,7 @@ from common.repository import ROOT
 from learner.policy.sharding import shard
 from learner.training.build import load_start, make_trainer
 from learner.training.checkpoint import TENSORS, Checkpoints
-from learner.training.optimizers.optimizer import has_whole_blocks, make_optimizer
+from learner.training.optimizer import has_whole_blocks, make_optimizer
 from learner.training.ranks import Ranks
 from learner.training.state import StateWriter, live_tensors, restore
 from learner.training.trainer import Trainer

@@ -22,8 +22,8 @@ from common.wire.rank_messages import NodeState, RankBeat, RankChannel, RankOrde
 from common.wire.security import JoinKey, create_keys, read_join_key, write_rank_keys
 from common.wire.sockets import connect_dealer
 from learner.policy.weight_files import RemoteWeightFiles
-from learner.training.node_server import NodeServer
-from learner.training.rank_files import FilePlace, RankFiles
+from learner.training.rank_processes import FilePlace, RankFiles
+from learner.training.rank_workers import NodeServer
 
 WAIT_S = 60.0
 

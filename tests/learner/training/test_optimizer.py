@@ -11,8 +11,16 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from common.config.learner import LearnerSection, Moments, OptimizerKind
 from learner.policy.sharding import shard
-from learner.training.optimizers.muon import BatchedMuon, _own_experts, batches_of, orthogonalised
-from learner.training.optimizers.optimizer import _adamw, _muon_part, lr_scale, make_optimizer
+from learner.training.optimizer import (
+    BatchedMuon,
+    _adamw,
+    _muon_part,
+    _own_experts,
+    batches_of,
+    lr_scale,
+    make_optimizer,
+    orthogonalised,
+)
 from tests.learner.builders import make_model
 from tests.learner.policy.test_loading import rank_of
 

@@ -27,10 +27,10 @@ from common.config.learner import (
 )
 from common.errors import ConfigError
 from learner.batch.batching import MicroBatch, collate_tokens, make_microbatches
-from learner.policy.critic import Critic
 from learner.policy.forward import Networks
 from learner.policy.kernels import compiling
 from learner.policy.kernels.compiling import compile_parts
+from learner.policy.model import Critic
 from learner.training.ranks import Ranks
 from learner.training.step import Gradient, Gradients, ScoredBatch, TrainerSettings
 from learner.training.trainer import Trainer

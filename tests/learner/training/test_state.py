@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from common.config.learner import CriticKind, CriticSection, LearnerSection
 from common.errors import ConfigError
-from learner.policy.critic import make_critic
+from learner.policy.model import make_critic
 from learner.policy.sharding import shard
 from learner.training import storage
-from learner.training.optimizers.optimizer import make_critic_optimizer, make_optimizer
+from learner.training.optimizer import make_critic_optimizer, make_optimizer
 from learner.training.ranks import Ranks
 from learner.training.state import StateWriter, live_tensors, read_weights, restore
 from learner.training.storage import convert_pickled_index

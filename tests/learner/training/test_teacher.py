@@ -13,8 +13,8 @@ from common.segments import as_rows
 from learner.batch.batching import Sample
 from learner.batch.codec import pack_samples, unpack_samples
 from learner.batch.rows import episodes_of, rows_of
-from learner.policy.critic import make_critic
 from learner.policy.forward import Networks
+from learner.policy.model import make_critic
 from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer
 from tests.learner.builders import (

@@ -14,11 +14,10 @@ from common.config.algorithm import AlgorithmSection, Correction
 from common.config.learner import ControllerSection, LearnerSection, OptimizerKind, Precision
 from common.errors import ConfigError
 from learner.batch.batching import Sample
+from learner.build import dump_batch
 from learner.policy.finite import TrainingDiverged, WeightsNotFinite
 from learner.policy.forward import Networks
-from learner.training.bad_batch import dump_batch
-from learner.training.step import TrainerSettings
-from learner.training.step_metrics import offpolicy_metrics
+from learner.training.step import TrainerSettings, offpolicy_metrics
 from learner.training.trainer import Trainer
 from tests.learner.builders import make_model, make_samples, make_trajectory
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from common.config.learner import Precision
-from learner.training.vanished import SAMPLED, VanishedUpdates
+from learner.policy.precision import NUM_COMPARED, VanishedUpdates
 from tests.learner.builders import make_model, make_model_with_adapters, make_samples, trainer_of
 
 UNIT = 2.0**-7  # The distance of bf16 numbers between 1 and 2.
@@ -54,7 +54,7 @@ def test_large_weights_are_sampled_in_proportion() -> None:
     meter = VanishedUpdates(model, is_bf16=True)
     meter.begin()
     assert meter._before is not None
-    assert len(meter._before) < 3 * SAMPLED
+    assert len(meter._before) < 3 * NUM_COMPARED
     assert moved(model, change, 1e-5) == pytest.approx(0.25 * 700 / 770, abs=0.01)
 
 

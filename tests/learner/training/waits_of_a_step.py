@@ -23,9 +23,9 @@ from common.config.learner import (
 )
 from common.wire.collective import views
 from learner.batch.device_copy import placed
-from learner.policy.critic import Critic
 from learner.policy.forward import Networks
 from learner.policy.kernels import attention, flash
+from learner.policy.model import Critic
 from learner.training.step import TrainerSettings
 from learner.training.trainer import INFORMATION_EVERY_STEPS, Trainer
 from learner.weights.source import LiveWeights

@@ -15,7 +15,7 @@ from scheduler.members.enrolment import SECTIONS
 CODE = {
     "actor": ("actor",),
     "envhub": ("envhub",),
-    "learner": ("learner/node.py", "learner/node_service.py", "learner/training", "learner/policy"),
+    "learner": ("learner/node.py", "learner/node.py", "learner/training", "learner/policy"),
 }
 COMMANDS = ("actor/api/", "actor/seats/endpoint.py")
 

@@ -15,7 +15,7 @@ from common.repository import ROOT
 from learner.policy.lora import ADAPTER_TENSORS
 from learner.training.checkpoint import TENSORS
 from tests.learner.builders import make_model, make_model_with_adapters, run_config_with_policy
-from tests.learner.training.shards.split import home_at, save_split
+from tests.learner.training.split_shards import home_at, save_split
 from tools.cli.command_line import ParsedCommand, parse
 from tools.offline.gather import gather
 

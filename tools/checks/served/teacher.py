@@ -8,7 +8,7 @@ from typing import Any, cast
 from common.config.run_config import Launcher, RunConfig
 from common.errors import ConfigError
 from learner.policy.model_shape import ModelShape, read_shape
-from learner.teacher.engine import KEY_VARIABLE, TEACHER
+from learner.teacher.scores import KEY_VARIABLE, TEACHER
 from tools.checks.fitting import fitting_overrides
 from tools.checks.gpu_placement import engine_gpus
 from tools.checks.served.engine import ServedEngine

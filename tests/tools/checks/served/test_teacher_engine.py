@@ -14,7 +14,7 @@ from common.errors import ConfigError
 from common.host.machine import Gpu
 from common.repository import ROOT
 from common.store.run_dir import RunDir
-from learner.teacher.engine import KEY_VARIABLE
+from learner.teacher.scores import KEY_VARIABLE
 from tools.checks.gpu_placement import GpuAssignment, used_gpus
 from tools.checks.served.teacher import teacher_engines
 from tools.launch.base import RoleSpec

@@ -24,8 +24,8 @@ from learner.training.rank_workers import RankWorkers
 from learner.training.trainer import Trainer
 from tests.learner.builders import make_trajectory, tensors_of
 from tests.learner.experts import save_experts
-from tests.learner.policy.experts.test_conversion import plain_scores, sequences_of
-from tests.learner.policy.experts.test_routing import draw_choices
+from tests.learner.policy.test_expert_conversion import plain_scores, sequences_of
+from tests.learner.policy.test_expert_routing import draw_choices
 from tests.learner.policy.test_loading import CPU
 from tests.marks import long_for
 

@@ -10,7 +10,7 @@ from common.config.learner import LearnerSection
 from learner.policy.weight_files import WeightFiles
 from learner.training.checkpoint import Checkpoints
 from learner.training.ranks import Ranks
-from learner.training.shards.home import ShardHome
+from learner.training.shard_home import ShardHome
 from learner.training.state import StateWriter, live_tensors
 
 
