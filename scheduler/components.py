@@ -18,8 +18,7 @@ from scheduler.dispatch.pace import Pace
 from scheduler.dispatch.signal import SignalWatch
 from scheduler.episodes.lifecycle import EpisodeLifecycle
 from scheduler.episodes.table import GroupState
-from scheduler.evaluation.eval_stream import EvalStream
-from scheduler.evaluation.phases import Phase, PhaseGroups
+from scheduler.evaluation import EvalStream, Phase, PhaseGroups
 from scheduler.members.members import Members
 from scheduler.state import FIXED, VOLATILE
 

@@ -10,13 +10,16 @@ unblocked by: the learner's reports and steps, which free the gate; ticks, which
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.wire.messages import (
+    EpisodeSeen,
     Goodbye,
+    GroupArrived,
     Heartbeat,
     Hello,
     Lease,
@@ -28,15 +31,42 @@ from common.wire.messages import (
     StepDone,
     Welcome,
 )
-from scheduler import reports
 from scheduler.components import Components, configure
 from scheduler.dispatch import grants
+from scheduler.episodes.lifecycle import Arrived
 from scheduler.episodes.table import EpisodePhase
-from scheduler.evaluation.phases import NEXT_PHASE, Phase
+from scheduler.evaluation import NEXT_PHASE, Phase
 from scheduler.members import liveness
-from scheduler.members.report_cursor import ReportCursor
 from scheduler.state import restore, save
 from scheduler.status import build_status
+
+
+class ReportCursor:
+    """Counts the learner's numbered messages since its hello.
+
+    Example: messages 1 and 2 are received and the state is saved. Message 3 is lost, and 4 is
+    received: num_heard stays at 2 and num_saved is 2. The learner gets these numbers and resends
+    all messages after 2.
+    """
+
+    def __init__(self) -> None:
+        self.num_heard = 0
+        self.num_saved = 0
+        self.closed_below = 0  # Number of the oldest training group that was open at the last save.
+
+    def begin(self) -> None:
+        """Restart the count: a learner numbers its messages from 1 after its hello."""
+        self.num_heard = self.num_saved = 0
+
+    def hear(self, number: int) -> None:
+        """Count a handled message; a message after a gap does not count."""
+        self.num_heard += number == self.num_heard + 1
+
+    def save(self, *, closed_below: int) -> None:
+        """Record that all counted messages are on disk."""
+        self.num_saved = self.num_heard
+        self.closed_below = closed_below
+
 
 logger = logging.getLogger(__name__)
 
@@ -220,7 +250,7 @@ class SchedulerCore:
         """Process a report. Return a `Progress` if the report changed the next batch, else None."""
         before = self._batch()
         self._touch_learner()
-        reports.take(self.parts, message, now=self._clock())
+        take_report(self.parts, message, now=self._clock())
         self._cursor.hear(message.number)
         return self._progress_of_learner([]) if self._batch() != before else None
 
@@ -361,3 +391,53 @@ class SchedulerCore:
             ),
             "run_epoch": self.run_epoch,
         }
+
+
+def take_report(parts: Components, message: Outcomes, *, now: float) -> None:
+    """Apply a report of the learner to all counts and means of the run."""
+    parts.lifecycle.ledger.num_duplicates += message.num_duplicates
+    _see_all(parts, message.seen)
+    parts.signal.see(message, now)
+    for group in message.groups:
+        _complete(parts, group, now)
+    for outcome in message.outcomes:
+        parts.lifecycle.report(outcome)
+
+
+def _see_all(parts: Components, seen: list[EpisodeSeen]) -> None:
+    """Record arrived episodes; the episodes of one message ended at about the same time."""
+    by_actor: defaultdict[str, list[tuple[float, Arrived]]] = defaultdict(list)
+    for report in seen:
+        arrived = parts.lifecycle.arrive(report)
+        if arrived is None:
+            continue
+        if not report.end_reason.is_infrastructure_failure:
+            _count(parts, report, arrived)
+        if arrived.actor:
+            by_actor[arrived.actor].append((report.wall_s, arrived))
+    for actor, ended in by_actor.items():
+        num_held = parts.lifecycle.leases.num_of(actor) + len(ended)
+        for wall_s, arrived in ended:
+            episode = arrived.episode
+            usual_s = parts.pace.median_s(episode.env, episode.horizon)
+            parts.members.finished(actor, wall_s=wall_s, num_held=num_held, usual_s=usual_s)
+
+
+def _count(parts: Components, seen: EpisodeSeen, arrived: Arrived) -> None:
+    """Count an episode whose result depends on the policy."""
+    group = arrived.group
+    episode = arrived.episode
+    if not group.is_train:
+        parts.success.evaluation.add(group.group_id, seen)
+        return
+    parts.success.train.add(f"{episode.env}/{episode.subset}", seen)
+    parts.curriculum.see(seen, group, episode)
+    parts.pace.add_episode(episode.env, episode.horizon, seen.wall_s)
+
+
+def _complete(parts: Components, message: GroupArrived, now: float) -> None:
+    """Complete a group, and record how long it was open."""
+    group = parts.lifecycle.complete(message)
+    if group is not None:
+        seconds = None if group.opened_at is None else max(0.0, now - group.opened_at)
+        parts.pace.add_group(seconds, has_signal=message.is_ready)

@@ -9,16 +9,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.host.lock import hold_role
+from common.host.loopback import loopback
 from common.stall.beacon import beacon_of
-from common.store.disk import if_room
+from common.store.disk import POLL_S as ROOM_POLL_S
+from common.store.disk import DiskFull, RoomWait, if_room
 from common.store.run_dir import RunDir, cut_head, write_atomically, write_json
 from common.store.status.json_files import json_object
 from common.wire.access.lease_mac import lease_key, marked
+from common.wire.addresses import WILDCARDS, bracketed
 from common.wire.config_messages import ConfigChanged, ConfigRequest
 from common.wire.join_messages import FileRequest, HubGoodbye, HubHello, HubNoted, JoinRequest
 from common.wire.messages import (
@@ -34,17 +38,15 @@ from common.wire.messages import (
 from common.wire.rank_messages import RanksPlace, RanksRequest
 from common.wire.security import RunKeys, load_keys, write_join_key, write_rank_keys
 from common.wire.sockets import Received, Router
+from scheduler import state
 from scheduler.components import build_components
 from scheduler.core import SchedulerCore
-from scheduler.disk_wait import DiskWait
-from scheduler.evaluation.eval_stream import eval_lines
-from scheduler.evaluation.phases import Phase
+from scheduler.evaluation import Phase, eval_lines
 from scheduler.event_log import EventLog
 from scheduler.live_config import LiveChanges
 from scheduler.members.enrolment import Enrolments
 from scheduler.members.hubs import StartMessages, StoppedEarly, greet_known
 from scheduler.members.registry import AddressRegistry
-from scheduler.start import WAKE, LoopClock, listen, own_address, resume
 from scheduler.status import others
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ POLL_S = 0.05
 GATHER_S = 0.02
 SAVE_S = 2.0  # Seconds between two snapshots; the log holds all messages since the last one.
 STATUS_S = 1.0
+ASK_AGAIN_S = 2.0  # Seconds until an actor asks again while the disk is full.
 LAST_WAIT_S = 60.0  # Seconds to wait, after the end of the run, for a killed learner to restart.
 ASLEEP_S = 5.0  # A longer gap between two rounds of the loop means that this process was suspended.
 OUTSIDE = (JoinRequest, FileRequest, HubHello, HubGoodbye, RanksPlace, RanksRequest, ConfigRequest)
@@ -63,6 +66,138 @@ MAX_OUTCOMES_BYTES = 64 << 20
 # Largest share of a core for snapshots, and for status files. In runs with thousands of actors both
 # are written less often because of the limit.
 MAX_FILES_FRAC = 0.005
+WAKE = "wake"  # Sender name of the logged tick that follows a suspension.
+
+
+@dataclass(slots=True)
+class LoopClock:
+    """The core's clock: the main loop sets it, and a replay sets it to the logged times."""
+
+    now: float
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def own_address(cfg: RunConfig, port: int) -> str:
+    """Return the address for roles on this machine and on this run directory."""
+    host = cfg.scheduler.advertise or cfg.scheduler.host
+    return f"tcp://{bracketed(loopback() if host in WILDCARDS else host)}:{port}"
+
+
+def resume(
+    core: SchedulerCore, clock: LoopClock, log: EventLog, *, launched_at: float | None = None
+) -> None:
+    """Restore the snapshot and replay the messages logged since.
+
+    The replay uses the logged times of the earlier process. At the end every lease and every member
+    gets a new deadline. A finished run whose configuration has more steps now returns to training.
+
+    Args:
+        launched_at: Unix time of the launcher's start. The recent failures still count if the
+            earlier process had the same launcher.
+    """
+    saved = log.load()
+    if saved is None:
+        return
+    try:
+        clock.now = float(saved["time_s"])
+        core.restore(saved["core"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise log.damaged(error) from error
+    num_events = 0
+    for time_s, sender_name, message in log.events():
+        clock.now = time_s
+        if message is None and sender_name == WAKE:
+            core.wake()
+        elif message is None:
+            core.tick(is_replay=True)
+        else:
+            core.handle(sender_name, message)
+        num_events += 1
+    clock.now = time.monotonic()
+    lifecycle = core.lifecycle
+    failures = state.save(lifecycle.failures, with_volatile=True)
+    kinds = state.save(lifecycle.kinds, with_volatile=True)
+    core.restore(core.snapshot())
+    if launched_at is not None and saved.get("launched_at") == launched_at:
+        state.restore(lifecycle.failures, failures)
+        state.restore(lifecycle.kinds, kinds)
+    core.continue_training()
+    logger.info("resumed version=%d phase=%s events=%d", core.version, core.phase, num_events)
+
+
+def listen(cfg: RunConfig, keys: RunKeys, *, preferred_port: int) -> Router:
+    """Bind the configured port.
+
+    For port 0 bind the previous port if it is free, because the roles already use it.
+    """
+    host = cfg.scheduler.host
+    port = cfg.scheduler.port
+    if port == 0 and preferred_port:
+        try:
+            return Router(keys, host=host, port=preferred_port)
+        except ConfigError as error:
+            logger.info("choosing another port reason=%s", error)
+    return Router(keys, host=host, port=port)
+
+
+class DiskWait:
+    """Writes to disk before answers are sent, and waits for free space if the disk is full.
+
+    During the wait a heartbeat gets the answer that its sender received last, and a lease request
+    gets an empty grant. Every other message is queued until it can be logged. So no answer depends
+    on state that a kill of the process would lose.
+
+    Example: write(log.flush, path) -> the messages queued during the wait, most often none.
+    """
+
+    def __init__(
+        self, router: Router, stop: threading.Event, *, on_round: Callable[[], None]
+    ) -> None:
+        self._router = router
+        self._stop = stop
+        self._on_round = on_round
+        self._progress: dict[bytes, Progress] = {}  # Last `Progress` sent, by receiver.
+
+    def sent(self, receiver: bytes, answer: Any) -> None:
+        """Remember the last `Progress` that a receiver was sent."""
+        if isinstance(answer, Progress):
+            self._progress[receiver] = answer
+
+    def write(self, write: Callable[[], object], path: Path) -> list[Received]:
+        """Call `write` until it succeeds; return the messages queued during the wait.
+
+        Raises: DiskFull: the scheduler was stopped first.
+        """
+        wait = RoomWait(path)
+        queued = list[Received]()
+        while True:
+            try:
+                write()
+            except OSError as error:
+                wait.note_failure(error)
+            else:
+                wait.over()
+                return queued
+            if self._stop.is_set():
+                raise DiskFull(f"stopped while the disk is full: {path} is not written")
+            self._on_round()
+            for received in self._router.receive_all(timeout_s=ROOM_POLL_S):
+                answer = self._idle_answer(received)
+                if answer is None:
+                    queued.append(received)
+                else:
+                    self._router.send(received.sender, answer)
+
+    def _idle_answer(self, received: Received) -> Any:
+        """Return an answer that commits the scheduler to nothing; None if there is none."""
+        match received.message:
+            case Heartbeat():
+                return self._progress.get(received.sender)
+            case LeaseRequest():
+                return LeaseGrant(leases=[], retry_after_s=ASK_AGAIN_S, reason="disk full")
+        return None
 
 
 @dataclass(slots=True)
@@ -361,17 +496,21 @@ def name_of(parts: LoopParts, received: Received) -> str:
 
 def state_of(parts: LoopParts) -> dict[str, Any]:
     """Return the state that a restarted scheduler resumes from."""
-    snapshot = parts.core.snapshot(with_volatile=True)
-    state = {"core": snapshot, "time_s": parts.clock.now, "port": parts.router.port}
-    state |= {"change": parts.live.saved(), "launched_at": parts.launched_at}
-    return state | {"hubs": parts.registry.saved_hubs(parts.hub_token)}
+    return {
+        "core": parts.core.snapshot(with_volatile=True),
+        "time_s": parts.clock.now,
+        "port": parts.router.port,
+        "change": parts.live.saved(),
+        "launched_at": parts.launched_at,
+        "hubs": parts.registry.saved_hubs(parts.hub_token),
+    }
 
 
 def save(parts: LoopParts) -> None:
     """Save a snapshot and start a new log. On a full disk the old ones remain in use."""
     started_s = time.thread_time()
-    state = state_of(parts)
-    is_saved = if_room(lambda: parts.log.save(state), parts.log.path)
+    snapshot = state_of(parts)
+    is_saved = if_room(lambda: parts.log.save(snapshot), parts.log.path)
     parts.save_at = next_time(parts, SAVE_S, started_s)
     if is_saved:  # On failure the current log continues.
         parts.core.mark_saved()

@@ -9,7 +9,7 @@ import psutil
 from common.ids import last_after
 from common.wire.sockets import Router
 from scheduler.components import Components
-from scheduler.evaluation.phases import Phase
+from scheduler.evaluation import Phase
 from scheduler.members.members import Members
 from scheduler.members.registry import AddressRegistry
 from scheduler.state import save

@@ -31,7 +31,7 @@ from common.wire.messages import EpisodeKind, Lease, PolicyKind
 from envhub.catalogue.registry import Registry
 from learner.batch.advantage import shaped_reward
 from scheduler.curriculum.catalogue import parse_catalogue
-from scheduler.curriculum.horizon import horizon_at
+from scheduler.curriculum.curriculum import horizon_at
 from scheduler.curriculum.sampling import Item, Sampler, member_seed
 
 EPISODE_S = 3600.0  # A deadline that no episode here reaches.

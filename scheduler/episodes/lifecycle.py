@@ -5,6 +5,7 @@ Between any two calls the ledger balances: issued = settled + in flight.
 
 import logging
 from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,7 +16,6 @@ from common.errors import LedgerError
 from common.wire.access.bounds import shown
 from common.wire.messages import EpisodeOutcome, EpisodeSeen, GroupArrived, Outcome
 from scheduler.episodes.audit import RUN_ENDED, SelectionAudit
-from scheduler.episodes.leases import LeaseIndex
 from scheduler.episodes.ledger import (
     EVALUATED,
     FAILED,
@@ -35,6 +35,46 @@ from scheduler.episodes.table import (
 )
 from scheduler.members.members import RunMember
 from scheduler.state import FIXED
+
+
+class LeaseIndex:
+    """Finds leased episodes without a scan of the table. Only `EpisodeLifecycle` writes it."""
+
+    def __init__(self) -> None:
+        self._by_actor: dict[str, dict[str, EpisodeRecord]] = {}
+
+    def rebuild(self, episodes: Iterable[EpisodeRecord]) -> None:
+        """Rebuild the index from all episodes."""
+        self._by_actor = {}
+        leased = (e for e in episodes if e.state is EpisodePhase.LEASED)
+        for episode in sorted(leased, key=lambda e: e.lease_number):
+            self.add(episode)
+
+    def add(self, episode: EpisodeRecord) -> None:
+        """Add an episode that its actor now holds."""
+        self._by_actor.setdefault(episode.actor, {})[episode.episode_id] = episode
+
+    def remove(self, episode: EpisodeRecord) -> None:
+        """Remove an episode whose lease has ended."""
+        held = self._by_actor[episode.actor]
+        del held[episode.episode_id]
+        if not held:
+            del self._by_actor[episode.actor]
+
+    def __iter__(self) -> Iterator[EpisodeRecord]:
+        return (episode for held in self._by_actor.values() for episode in held.values())
+
+    def __len__(self) -> int:
+        return sum(len(held) for held in self._by_actor.values())
+
+    def of(self, actor: str) -> list[EpisodeRecord]:
+        """Return the episodes leased to this actor, in the order of their leases."""
+        return list(self._by_actor.get(actor, {}).values())
+
+    def num_of(self, actor: str) -> int:
+        """Return how many episodes are leased to this actor."""
+        return len(self._by_actor.get(actor, ()))
+
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from scheduler.components import build_components
 from scheduler.core import SchedulerCore
 from scheduler.dispatch.gate import StalenessThrottle
 from scheduler.episodes.table import EpisodePhase, GroupState
-from scheduler.evaluation.phases import Phase
+from scheduler.evaluation import Phase
 from scheduler.state import save
 from tests.scheduler.builders import CATALOGUE, Table, ids_in, make_config, outcome_of
 

@@ -8,7 +8,7 @@ from common.config.algorithm import KlEstimator
 from common.config.horizon import HorizonKind
 from common.config.load import load_config
 from envhub.catalogue.registry import load_spec
-from scheduler.curriculum.horizon import horizon_at
+from scheduler.curriculum.curriculum import horizon_at
 
 # env: stages, steps per stage, learning rate, rollouts per query, context
 PAPER = {

@@ -38,7 +38,7 @@ from learner.ingest.journal_index import JournalIndex
 from learner.ingest.report_log import ReportLog
 from learner.ingest.scheduler_client import ReportClient
 from learner.journal.journal import JournalWriter, read_journal
-from scheduler.members.report_cursor import ReportCursor
+from scheduler.core import ReportCursor
 from tests.learner.builders import make_trajectory
 
 HOST = "127.0.0.1"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.config.horizon import GatedSection, HorizonKind, HorizonSection
-from scheduler.curriculum.gated import UNKNOWN, GatedHorizon, StepSeen, success_gain
+from scheduler.curriculum.curriculum import UNKNOWN, GatedHorizon, StepSeen, success_gain
 from scheduler.state import restore, save
 
 GATED = GatedSection(

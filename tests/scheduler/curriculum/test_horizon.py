@@ -3,7 +3,7 @@
 import pytest
 
 from common.config.horizon import HorizonKind, HorizonSection
-from scheduler.curriculum.horizon import HorizonStamp, horizon_at
+from scheduler.curriculum.curriculum import HorizonStamp, horizon_at
 
 
 def _stamps(cfg: HorizonSection, versions: range) -> list[tuple[int, int]]:

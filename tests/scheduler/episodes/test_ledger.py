@@ -8,7 +8,7 @@ from common.errors import EpisodesFailed, LedgerError, LongstrideError
 from common.wire.messages import EndReason, GroupArrived, Outcome
 from scheduler.core import TICK_S
 from scheduler.episodes.ledger import BURST_S, MIN_ALL, OUTAGE_S
-from scheduler.evaluation.phases import Phase
+from scheduler.evaluation import Phase
 from tests.scheduler.builders import Table, ids, joined, make_config, outcome_of, seen_of
 
 

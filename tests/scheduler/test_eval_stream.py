@@ -4,8 +4,7 @@ import json
 
 from common.config.eval import EvalSection
 from common.wire.messages import EndReason, EpisodeKind, Lease
-from scheduler.evaluation.eval_stream import eval_lines
-from scheduler.evaluation.phases import Phase
+from scheduler.evaluation import Phase, eval_lines
 from tests.scheduler.builders import Table, ids, make_config
 
 

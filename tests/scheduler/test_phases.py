@@ -4,7 +4,7 @@ import pytest
 
 from common.config.eval import EvalSection
 from common.wire.messages import EndReason, EpisodeKind, Lease, PolicyKind
-from scheduler.evaluation.phases import Phase
+from scheduler.evaluation import Phase
 from tests.configs import edited
 from tests.scheduler.builders import Table, ids, make_config
 
