@@ -182,7 +182,7 @@ def make_trainer(
 def by_aggregation(algorithm: AlgorithmSection) -> dict[str, AlgorithmSection]:
     """Return the algorithm with equal weights of tokens, and with equal weights of episodes."""
     return {
-        f"{algorithm.advantage.value}, {kind.value}": replace(algorithm, aggregation=kind)
+        f"{algorithm.advantage}, {kind.value}": replace(algorithm, aggregation=kind)
         for kind in (Aggregation.TOKEN, Aggregation.SEQUENCE)
     }
 

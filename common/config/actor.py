@@ -426,9 +426,9 @@ class AgentOptions:
                 )
         found: list[tuple[str, object]] = []
         if algorithm.policy_loss is PolicyLoss.GSPO:
-            found.append(("algorithm.policy_loss", algorithm.policy_loss.value))
+            found.append(("algorithm.policy_loss", "gspo"))
         if algorithm.correction in (Correction.SEQUENCE_TIS, Correction.GEOMETRIC):
-            found.append(("algorithm.correction", algorithm.correction.value))
+            found.append(("algorithm.correction", str(algorithm.correction)))
         if algorithm.negative_mask_delta > 0:
             found.append(("algorithm.negative_mask_delta", algorithm.negative_mask_delta))
         where = "endpoint=true" if self.endpoint else f"context={self.context.value}"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from common.config.knobs import PATH, URL, Contradiction, knob, seconds
+from common.config.knobs import FUNCTION, PATH, URL, Contradiction, knob, seconds
 
 
 class Advantage(StrEnum):
@@ -25,11 +25,6 @@ class Advantage(StrEnum):
     REINFORCE_PP_BASELINE = "reinforce_pp_baseline"
     PPO = "ppo"
     RUNNING = "running"
-
-    @property
-    def is_group_relative(self) -> bool:
-        """Whether a group has no signal if all its members have the same return."""
-        return self in (Advantage.GRPO, Advantage.RLOO, Advantage.REINFORCE_PP_BASELINE)
 
 
 class Baseline(StrEnum):
@@ -231,8 +226,10 @@ class TeacherSection:
 class AlgorithmSection:
     """The objective: advantages, the surrogate loss, and the correction for off-policy data."""
 
-    advantage: Advantage = knob(
-        Advantage.GRPO, "Selects the estimator that turns rewards into advantages."
+    advantage: Advantage | str = knob(
+        Advantage.GRPO,
+        "Selects the estimator that turns rewards into advantages, or names your own function.",
+        form=FUNCTION,
     )
     baseline: Baseline = knob(
         Baseline.LEAVE_ONE_OUT,
@@ -304,7 +301,11 @@ class AlgorithmSection:
         "Selects where the penalty is credited: to the whole `episode`, or to its `turn`. The "
         "turns before it share it only with reward_level=turn, advantage=ppo or state_credit.",
     )
-    policy_loss: PolicyLoss = knob(PolicyLoss.PPO, "Selects the surrogate loss of the policy.")
+    policy_loss: PolicyLoss | str = knob(
+        PolicyLoss.PPO,
+        "Selects the surrogate loss of the policy, or names your own function.",
+        form=FUNCTION,
+    )
     clip_low: float = knob(
         0.2, "With ppo, gspo or turn, clips the ratio at 1 minus this value.", gt=0, lt=1
     )
@@ -324,10 +325,11 @@ class AlgorithmSection:
         "of its advantage.",
         gt=0,
     )
-    correction: Correction = knob(
+    correction: Correction | str = knob(
         Correction.TOKEN_TIS,
-        "Selects the importance weight of a sampled token. It corrects for data of other policies "
-        "or precisions.",
+        "Selects the importance weight of a sampled token, or names your own function. The weight "
+        "corrects for data of other policies or precisions.",
+        form=FUNCTION,
     )
     tis_cap: float = knob(2.0, "With correction=token_tis or sequence_tis, caps the weights.", gt=0)
     mask_low: float = knob(
@@ -393,3 +395,8 @@ class AlgorithmSection:
         True, "Leaves out groups without signal, whose members have equal returns."
     )
     teacher: TeacherSection = field(default_factory=TeacherSection)
+
+    @property
+    def is_group_relative(self) -> bool:
+        """Whether a group has no signal if all its members have the same return."""
+        return self.advantage in (Advantage.GRPO, Advantage.RLOO, Advantage.REINFORCE_PP_BASELINE)

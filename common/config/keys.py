@@ -6,6 +6,7 @@ import re
 from dataclasses import Field, fields, is_dataclass
 from enum import Enum
 from functools import cache
+from types import UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from common.config.run_config import RunConfig
@@ -107,6 +108,12 @@ def _shortest(key: str) -> str:
     return key
 
 
+def choices_of(kind: Any) -> type[Enum] | None:
+    """Return the enum of a type: the type itself, or the first part of "Enum | str"."""
+    named = get_args(kind)[0] if get_origin(kind) is UnionType else kind
+    return named if isinstance(named, type) and issubclass(named, Enum) else None
+
+
 def describe_kind(kind: Any) -> str:
     """Return a text about the values that a key of this type accepts."""
     if is_dataclass(kind):
@@ -123,8 +130,9 @@ def describe_kind(kind: Any) -> str:
         if is_dataclass(below):
             return f"a map from names to sections with {', '.join(field_kinds(below))}"
         return f"a map from names to {'values' if below is Any else 'texts'}, like {{a: b}}"
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return f"one of {', '.join(str(member.value) for member in kind)}"
+    if named := choices_of(kind):
+        last = "" if named is kind else ", module:function, file.py:function"
+        return f"one of {', '.join(str(member.value) for member in named)}{last}"
     return _WORDS[kind]
 
 
@@ -183,8 +191,7 @@ def conform(value: Any, kind: Any, *, key: str) -> Any:
         ConfigError: an unknown key or a wrong type at any depth. The message has the key, its
             value and the expected type.
     """
-    origin: Any = get_origin(kind)
-    is_leaf = origin is None and not is_dataclass(kind)
+    is_leaf = get_origin(kind) in (None, UnionType) and not is_dataclass(kind)
     if is_leaf and isinstance(value, str) and value.startswith("${"):
         return value
     if is_dataclass(kind) and isinstance(value, dict):
@@ -201,7 +208,7 @@ def conform(value: Any, kind: Any, *, key: str) -> Any:
         below = cast(dict[Any, Any], value)
         return {name: conform(each, item, key=f"{key}.{name}") for name, each in below.items()}
     if is_leaf:
-        return _conform_leaf(value, cast(type, kind), key)
+        return _conform_leaf(value, kind, key)
     raise ConfigError(f"{key}={show(value)}: expects {describe_kind(kind)}")
 
 
@@ -230,16 +237,21 @@ def _first_leaf(key: str, value: Any) -> tuple[str, Any]:
     return key, cast(Any, value)
 
 
-def _conform_leaf(value: Any, kind: type, key: str) -> Any:
-    """Return a plain value as its type. Raises: ConfigError: it has another type."""
-    if issubclass(kind, Enum):
-        by_name = {str(member.value).lower(): member for member in kind}
+def _conform_leaf(value: Any, kind: Any, key: str) -> Any:
+    """Return a plain value as its type. Raises: ConfigError: it has another type.
+
+    The type "Enum | str" is a member of the enum, or the name of a function, which has a colon.
+    """
+    if choices := choices_of(kind):
+        by_name = {str(member.value).lower(): member for member in choices}
         named = value.value if isinstance(value, Enum) else value
         if isinstance(named, bool):  # YAML reads the words true and false as booleans.
             named = str(named)
         member = by_name.get(named.lower()) if isinstance(named, str) else None
         if member is not None:
             return member
+        if choices is not kind and isinstance(named, str) and ":" in named:
+            return named
     elif kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return str(value)
     elif kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -186,6 +186,10 @@ ENV_NAME = Pattern(
     " mcp:FILE.yaml or verifiers:FILE.yaml",
     re.compile(r"[\w-]+|[^\s:]+:\w+|(textarena|gymnasium|mcp|verifiers):[^\s,]+").fullmatch,
 )
+FUNCTION = Pattern(
+    "a function of your own, as module:function or file.py:function",
+    re.compile(r"[^\s:][^:]*:\w+").fullmatch,
+)
 
 
 def knob(

@@ -121,8 +121,9 @@ def with_home(value: Any) -> Any:
     """
     if isinstance(value, str):
         home = HOME.match(value)
-        at = len(value) if home is None else home.end()
-        return value[:at] + os.path.expanduser(value[at:])
+        if home is None:
+            return value  # It may be a member of an enum.
+        return value[: home.end()] + os.path.expanduser(value[home.end() :])
     if isinstance(value, list):
         return [with_home(item) for item in cast(list[Any], value)]
     if isinstance(value, dict):

@@ -92,8 +92,8 @@ class RunConfig:
         yield from self.actor.contradictions_of_rows(self.algorithm, self.envhub, self.policy)
         yield from self._contradictions_of_actions()
         yield from self._contradictions_of_sleep()
-        if self.groups.min_size == 1 and self.algorithm.advantage.is_group_relative:
-            law = f"must be at least 2 with algorithm.advantage={self.algorithm.advantage.value},"
+        if self.groups.min_size == 1 and self.algorithm.is_group_relative:
+            law = f"must be at least 2 with algorithm.advantage={self.algorithm.advantage},"
             yield "groups.min_size", 1, f"{law} which compares the members of a group"
 
     def _contradictions_of_tasks(self) -> Iterator[Contradiction]:

@@ -92,7 +92,7 @@ def group_has_signal(members: list[Trajectory], algorithm: AlgorithmSection) -> 
     """
     if algorithm.teacher.is_on:
         return True
-    if not algorithm.advantage.is_group_relative:
+    if not algorithm.is_group_relative:
         return True
     is_of_turns = algorithm.state_credit is StateCredit.GAGPO
     is_of_episodes = not is_of_turns and algorithm.reward_level is not CreditLevel.TURN
@@ -164,7 +164,7 @@ def _state_credit(
     members: list[Trajectory], algorithm: AlgorithmSection
 ) -> list[np.ndarray] | None:
     """Return the state credit of each member's turns [num_turns]; None if it is not configured."""
-    if algorithm.state_credit is StateCredit.NONE or not algorithm.advantage.is_group_relative:
+    if algorithm.state_credit is StateCredit.NONE or not algorithm.is_group_relative:
         return None
     return state_advantages(
         members,

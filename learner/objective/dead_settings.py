@@ -102,23 +102,23 @@ def _dead_in_algorithm(cfg: AlgorithmSection, learner: LearnerSection) -> Dead:
     changed = partial(_changed, "algorithm", cfg)
     advantage = cfg.advantage
     if advantage is not Advantage.GRPO:
-        yield from changed(f"advantage={advantage.value}", "baseline", "normalize_std")
+        yield from changed(f"advantage={advantage}", "baseline", "normalize_std")
     if advantage in (Advantage.REINFORCE_PP, Advantage.REINFORCE_PP_BASELINE):
         yield from changed("the advantages of the whole batch are whitened", "normalize_per_env")
-    if not advantage.is_group_relative:
-        yield from changed(f"advantage={advantage.value}", "filter_zero_variance")
+    if not cfg.is_group_relative:
+        yield from changed(f"advantage={advantage}", "filter_zero_variance")
     if cfg.invalid_action_penalty == 0:
         yield from changed("invalid_action_penalty=0", "invalid_action_level")
     if cfg.aggregation is not Aggregation.CONSTANT:
         yield from changed(f"aggregation={cfg.aggregation.value}", "constant_tokens")
-    why = f"policy_loss={cfg.policy_loss.value}"
+    why = f"policy_loss={cfg.policy_loss}"
     if cfg.policy_loss is PolicyLoss.CISPO:
         yield from changed(why, "clip_low", "dual_clip")
     if not is_clipped(cfg):
         yield from changed(why, "clip_low", "clip_high", "dual_clip")
     if cfg.policy_loss is not PolicyLoss.DPPO:
         yield from changed(why, "dppo_delta")
-    why = f"correction={cfg.correction.value}"
+    why = f"correction={cfg.correction}"
     if cfg.correction not in (Correction.TOKEN_TIS, Correction.SEQUENCE_TIS):
         yield from changed(why, "tis_cap")
     if cfg.correction is not Correction.ICEPOP:
@@ -138,10 +138,10 @@ def _dead_in_algorithm(cfg: AlgorithmSection, learner: LearnerSection) -> Dead:
         yield from changed(f"{why} makes every ratio 1, so all losses are equal", "policy_loss")
     is_weighed = cfg.correction not in MASKS_ONLY
     if why and is_weighed and cfg.policy_loss in (PolicyLoss.DPPO, PolicyLoss.UNCLIPPED):
-        why = f"policy_loss={cfg.policy_loss.value} has no clip, and the weight has the same ratio"
+        why = f"policy_loss={cfg.policy_loss} has no clip, and the weight has the same ratio"
         yield from changed(why, "proximal")
     if proximal_in_use(cfg, learner) is Proximal.SAMPLER and not tis_at_sampler(cfg):
-        why = f"policy_loss={cfg.policy_loss.value} already bounds the ratio to the sampling policy"
+        why = f"policy_loss={cfg.policy_loss} already bounds the ratio to the sampling policy"
         is_never = not tis_at_sampler(replace(cfg, tis_cap=AlgorithmSection().tis_cap))
         is_capped = cfg.correction is Correction.TOKEN_TIS or (
             cfg.correction is Correction.SEQUENCE_TIS and cfg.policy_loss is PolicyLoss.CISPO
@@ -159,7 +159,7 @@ def _dead_in_teacher(cfg: AlgorithmSection) -> Dead:
         why = "algorithm.teacher has neither path nor url"
         yield from changed(why, *TeacherSection.__dataclass_fields__)
         return
-    if cfg.advantage.is_group_relative:
+    if cfg.is_group_relative:
         why = "a teacher gives every group a signal"
         yield from _changed("algorithm", cfg, why, "filter_zero_variance")
     if teacher.form is not TeacherForm.TOPK:
@@ -174,12 +174,12 @@ def _dead_in_credit(cfg: AlgorithmSection) -> Dead:
     """Yield the settings of credit without effect."""
     changed = partial(_changed, "algorithm", cfg)
     if cfg.advantage is not Advantage.RUNNING:
-        why = f"advantage={cfg.advantage.value}"
+        why = f"advantage={cfg.advantage}"
         yield from changed(why, "running_memory", "running_prior")
-    if not cfg.advantage.is_group_relative:
+    if not cfg.is_group_relative:
         names = [f"state_{each}" for each in ("credit", "weight", "discount", "prior", "lambda")]
         yield from changed(
-            f"advantage={cfg.advantage.value} does not compare the turns of a group", *names
+            f"advantage={cfg.advantage} does not compare the turns of a group", *names
         )
         return
     kind = cfg.state_credit
@@ -223,7 +223,7 @@ def _dead_in_learner(algorithm: AlgorithmSection, cfg: LearnerSection) -> Dead:
         yield from _changed("learner", cfg, why, "min_lr_frac")
     changed = partial(_changed, "learner.critic", cfg.critic)
     if algorithm.advantage is not Advantage.PPO:
-        why = f"algorithm.advantage={algorithm.advantage.value} uses no critic"
+        why = f"algorithm.advantage={algorithm.advantage} uses no critic"
         yield from changed(why, *CriticSection.__dataclass_fields__)
     else:
         if cfg.critic.timestep is Timestep.TOKEN:
@@ -252,7 +252,7 @@ def _dead_in_learner(algorithm: AlgorithmSection, cfg: LearnerSection) -> Dead:
     elif why := why_nothing_is_clipped(algorithm, cfg):
         yield from changed(why, "clip_gate")
     if not _masks_tokens(algorithm):
-        why = f"algorithm.correction={algorithm.correction.value} masks no token"
+        why = f"algorithm.correction={algorithm.correction} masks no token"
         yield from changed(why, "masked_warn_frac")
     if cfg.lora.rank == 0:
         yield from _changed("learner.lora", cfg.lora, "rank=0", "alpha", "targets")

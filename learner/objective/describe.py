@@ -223,7 +223,7 @@ def _advantage_text(cfg: AlgorithmSection, learner: LearnerSection) -> str:
         return _critic_text(cfg, learner.critic)
     if cfg.advantage is Advantage.RUNNING:
         return running_text(cfg)
-    by_state = cfg.state_credit if cfg.advantage.is_group_relative else StateCredit.NONE
+    by_state = cfg.state_credit if cfg.is_group_relative else StateCredit.NONE
     is_per_turn = cfg.reward_level is CreditLevel.TURN
     kind = {Advantage.GRPO: cfg.baseline, Advantage.RLOO: Baseline.LEAVE_ONE_OUT}.get(
         cfg.advantage, Baseline.GROUP_MEAN
@@ -281,7 +281,7 @@ def _value_texts(cfg: AlgorithmSection, critic: CriticSection) -> Iterator[str]:
 
 def _data_texts(cfg: AlgorithmSection) -> Iterator[str]:
     """Yield the filters of groups."""
-    if cfg.filter_zero_variance and cfg.advantage.is_group_relative and not cfg.teacher.is_on:
+    if cfg.filter_zero_variance and cfg.is_group_relative and not cfg.teacher.is_on:
         yield "without groups of equal credit"
 
 

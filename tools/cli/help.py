@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin
 
 from omegaconf import MISSING
 
-from common.config.keys import declared, describe_kind, field_kinds
+from common.config.keys import choices_of, declared, describe_kind, field_kinds
 from common.config.knobs import TEXT, Constraint
 from common.config.live import is_live
 from common.config.run_config import RunConfig
@@ -95,15 +95,13 @@ def _options(kind: Any) -> str:
 
     The first paragraph describes the enum itself, which the text of the key does as well.
     """
-    if not (isinstance(kind, type) and issubclass(kind, Enum)):
-        return ""
-    return (getdoc(kind) or "").partition("\n\n")[2]
+    return (getdoc(choices_of(kind)) or "").partition("\n\n")[2] if choices_of(kind) else ""
 
 
 def _rule(kind: Any, field: Field[Any]) -> str:
     """Return a key's constraint as text; "" if its type is the only constraint."""
     law: Constraint = field.metadata["law"]
-    leaf = get_args(kind)[-1] if get_args(kind) else kind
+    leaf = get_args(kind)[-1] if get_args(kind) and not choices_of(kind) else kind
     return law.phrase if leaf in (int, float, str) and law.form is not TEXT else ""
 
 

@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
+from types import UnionType
 from typing import Any, get_args
 
 import pytest
 
 from common.config.actor import EnforceEager
+from common.config.algorithm import PolicyLoss
 from common.config.horizon import HorizonOverride, HorizonSection
 from common.config.keys import conform, describe_kind, field_kinds
 from common.config.knobs import (
@@ -35,6 +37,7 @@ from common.config.model import ModelSection
 from common.config.run_config import Launcher, RunConfig
 from common.config.tasks import TaskSection
 from common.errors import ConfigError
+from common.repository import ROOT
 from tests.configs import edited
 
 TASK = TaskSection(env="babyai", subset="GoTo")
@@ -93,7 +96,21 @@ def test_every_unconstrained_key_is_flag_or_enum() -> None:
     assert own == FREE
     others = [get_args(kind) or (kind,) for key, kind, *_ in LEAVES if key not in ruled]
     assert len(NUMBERS) > 150
-    assert all(kind is bool or issubclass(kind, Enum) for (kind,) in others)
+    assert all(kind is bool or issubclass(kind, Enum) for kind, *_ in others)
+    of_functions = [key for key, kind, *_ in LEAVES if isinstance(kind, UnionType)]
+    assert of_functions == [f"algorithm.{n}" for n in ("advantage", "policy_loss", "correction")]
+
+
+def test_key_of_an_algorithm_takes_a_name_or_a_function() -> None:
+    def loss(value: str) -> PolicyLoss | str:
+        overrides = [f"algorithm.policy_loss={value}"]
+        return load_config("smoke", overrides, root=ROOT).algorithm.policy_loss
+
+    assert loss("CISPO") is PolicyLoss.CISPO
+    assert loss("losses.py:clipped") == "losses.py:clipped"
+    for wrong in ("clip", "losses.py:", ":clipped"):
+        with pytest.raises(ConfigError, match=r"algorithm\.policy_loss="):
+            loss(wrong)
 
 
 def test_every_key_has_a_help_text() -> None:

@@ -152,7 +152,7 @@ def test_turn_level_baseline_compares_turns_of_equal_number(
     assert [s.token_advantages().tolist() for s in got] == [pytest.approx(e) for e in expected]
 
 
-OF_GROUPS = [each for each in Advantage if each.is_group_relative]
+OF_GROUPS = [kind for kind in Advantage if AlgorithmSection(advantage=kind).is_group_relative]
 
 
 @pytest.mark.parametrize("baseline", list(Baseline))
