@@ -8,7 +8,13 @@ from functools import partial
 from typing import Any
 
 from common.config.curriculum import CurriculumSection, DistanceGatedSection
-from common.config.horizon import HorizonKind, HorizonPolicy, HorizonSection, HorizonUnit
+from common.config.horizon import (
+    GatedSection,
+    HorizonKind,
+    HorizonPolicy,
+    HorizonSection,
+    HorizonUnit,
+)
 from common.config.tasks import TaskSection
 from common.ids import distance_of
 from common.wire.messages import EndReason, EpisodeKind, EpisodeSeen, PolicyKind
@@ -244,6 +250,7 @@ class GatedHorizon:
             return False
         if isinstance(gate, DistanceGatedSection):
             return measured.success >= gate.min_success
+        assert isinstance(gate, GatedSection)
         is_cut = measured.truncated_frac >= gate.min_truncated_frac
         return is_cut and abs(measured.gain) <= gate.max_gain
 
