@@ -93,8 +93,8 @@ def test_question_has_agentgyms_wording(tmp_path: Path):
 
 
 def test_database_description_equals_sqlgyms():
+    from envhub.envs.sqlgym.env import _schema_text
     from envhub.envs.sqlgym.problems import SchemaView
-    from envhub.envs.sqlgym.text import _schema_text
 
     design = {
         "table_names": ["Frequent Shop", "item"],

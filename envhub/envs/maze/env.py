@@ -1,14 +1,91 @@
 """Maze: find the goal in a maze; an observation has only the adjacent walls."""
 
+from collections import deque
+from functools import cache
 from typing import Any
 
 from common.config.envs import EnvsSection
 from envhub.conversations import CONVERSATIONS
 from envhub.env import EnvSpec, ItemId, StepResult, SubsetSpec, UnknownItem, action_text, parse_item
-from envhub.envs.maze import maze
-from envhub.envs.maze.maze import GOAL, MOVES, STARTS, Cell
 from envhub.envs.text_env import TextEnv
 from envhub.tasks import spec_beside
+
+Cell = tuple[int, int]  # (row, column); rows grow downwards
+
+NUM_ROWS = 10
+NUM_COLUMNS = 13
+GOAL: Cell = (8, 6)
+# The order is AgentGym's numbering of its games.
+STARTS: tuple[Cell, ...] = (
+    *((1, column) for column in range(1, 6)),
+    *((1, column) for column in range(7, 12)),
+    *((row, 3) for row in range(2, 6)),
+    (5, 4),
+    (5, 5),
+    (5, 6),
+    (6, 6),
+    (7, 6),
+    (5, 7),
+    (5, 8),
+    (5, 9),
+    *((row, 9) for row in (4, 3, 2)),
+    GOAL,  # Any action is a success there.
+)
+FREE = frozenset(STARTS)
+# The order is that of the walls in observations.
+MOVES: dict[str, Cell] = {"right": (0, 1), "left": (0, -1), "up": (-1, 0), "down": (1, 0)}
+WALL_WORDS = {"right": "to your right", "left": "to your left", "up": "above you"} | {
+    "down": "below you"
+}
+
+
+def cell_after(cell: Cell, direction: str) -> Cell:
+    """Return the cell after one move: the same cell if a wall is in the way."""
+    rows, columns = MOVES[direction]
+    there = (cell[0] + rows, cell[1] + columns)
+    return there if there in FREE else cell
+
+
+def walls_beside(cell: Cell) -> list[str]:
+    """Return the directions in which a wall is next to a cell."""
+    return [direction for direction in MOVES if cell_after(cell, direction) == cell]
+
+
+@cache
+def best_moves() -> dict[Cell, str]:
+    """Return for each cell but the goal the first direction of a shortest path."""
+    found: dict[Cell, str] = {}
+    queue = deque([GOAL])
+    while queue:
+        cell = queue.popleft()
+        for direction, (rows, columns) in MOVES.items():
+            before = (cell[0] - rows, cell[1] - columns)
+            if before in FREE and before != GOAL and before not in found:
+                found[before] = direction
+                queue.append(before)
+    return found
+
+
+def position_text(cell: Cell) -> str:
+    """Return the agent's position and the adjacent walls, in AgentGym's sentences."""
+    words = [WALL_WORDS[direction] for direction in walls_beside(cell)]
+    near = "There are no walls near you."
+    if words:
+        near = f"There {'is a wall' if len(words) == 1 else 'are walls'} {', '.join(words)}."
+    return (
+        f"The goal is at position {GOAL[0]}, {GOAL[1]}. "
+        f"Your current position is at position {cell[0]}, {cell[1]}. {near}"
+    )
+
+
+def drawn_map(cell: Cell) -> str:
+    """Return the map: `#` wall, `.` free, `G` goal, `@` the agent."""
+    signs = dict.fromkeys(FREE, ".") | {GOAL: "G"} | {cell: "@"}
+    return "\n".join(
+        "".join(signs.get((row, column), "#") for column in range(NUM_COLUMNS))
+        for row in range(NUM_ROWS)
+    )
+
 
 SUBSET = "DoubleT"
 NAMES = tuple(f"move {direction}" for direction in MOVES)
@@ -55,7 +132,7 @@ class MazeEnv(TextEnv):
         if self._is_compact:  # AgentGym accepts its four exact actions only.
             name = f"move {' '.join(name.lower().split()).removeprefix('move ')}"
         if name in NAMES:
-            self._at = maze.cell_after(before, name.removeprefix("move "))
+            self._at = cell_after(before, name.removeprefix("move "))
         is_valid = self._at != before
         if self._at == GOAL:
             self._done = True
@@ -76,26 +153,28 @@ class MazeEnv(TextEnv):
     def _observation(self) -> str:
         """Return the position and the adjacent walls as text."""
         if not self._is_compact:
-            return maze.described(self._at)
-        return f"at {self._at[0]} {self._at[1]}, wall {' '.join(maze.walls(self._at)) or 'nowhere'}"
+            return position_text(self._at)
+        return (
+            f"at {self._at[0]} {self._at[1]}, wall {' '.join(walls_beside(self._at)) or 'nowhere'}"
+        )
 
     def _valid_actions(self) -> list[str]:
-        return [f"move {d}" for d in MOVES if maze.cell_after(self._at, d) != self._at]
+        return [f"move {d}" for d in MOVES if cell_after(self._at, d) != self._at]
 
     def _expert_action(self) -> str | None:
         """Return the first move of a shortest path."""
-        return f"move {maze.best_moves().get(self._at, 'left')}"
+        return f"move {best_moves().get(self._at, 'left')}"
 
     def render(self) -> str:
         """Return the map and the number of moves."""
-        return f"{maze.drawn(self._at)}\nmoves: {self._num_moves} of {MAX_MOVES}"
+        return f"{drawn_map(self._at)}\nmoves: {self._num_moves} of {MAX_MOVES}"
 
     def detail(self, what: str) -> Any:
         """Return the `picture` of the maze as a map; None for anything else."""
-        return {"map": maze.drawn(self._at).split("\n")} if what == "picture" else None
+        return {"map": drawn_map(self._at).split("\n")} if what == "picture" else None
 
     def _state(self) -> str:
-        return maze.drawn(self._start)
+        return drawn_map(self._start)
 
 
 def from_agentgym(index: int) -> str:

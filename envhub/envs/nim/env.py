@@ -1,13 +1,79 @@
 """Nim: two players take objects in turn. The player who takes the last object wins."""
 
+import functools
 import random
+import re
+from typing import NamedTuple
 
 from common.config.envs import EnvsSection
 from envhub.env import EnvSpec, ItemId, StepResult, SubsetSpec, action_text, parse_item
-from envhub.envs.nim.game import NimMove, Piles, Rules, after, named, parsed
 from envhub.envs.text_env import TextEnv
 from envhub.tables import read_instructions
 from envhub.tasks import first_items
+
+MOVE = re.compile(r"take ([0-9]{1,3})(?: from(?: pile)? ([0-9]{1,2}))?")
+
+MAX_ACTION_CHARS = 100
+
+Piles = tuple[int, ...]
+
+
+class NimMove(NamedTuple):
+    """Take `num` objects from the pile with the index `pile`, from 0 on."""
+
+    pile: int
+    num: int
+
+
+class Rules(NamedTuple):
+    """The rules of a subset. The player who takes the last object wins."""
+
+    max_taken: int  # Most objects of a move; 0: no limit.
+
+    def moves(self, piles: Piles) -> list[NimMove]:
+        """Return all legal moves, by pile and number."""
+        return [
+            NimMove(pile, num)
+            for pile, size in enumerate(piles)
+            for num in range(1, min(size, self.max_taken or size) + 1)
+        ]
+
+    def value(self, piles: Piles) -> int:
+        """Return the nim-sum of a position; 0: the player who moves loses against perfect play.
+
+        Source: Bouton, "Nim, a game with a complete mathematical theory", 1901. With at most m
+        objects a move, a pile of n counts as n modulo m + 1.
+        """
+        sizes = [size % (self.max_taken + 1) if self.max_taken else size for size in piles]
+        return functools.reduce(int.__xor__, sizes, 0)
+
+    def best_move(self, piles: Piles) -> NimMove:
+        """Return a move to a lost position; without one, the smallest move of the largest pile."""
+        for move in self.moves(piles):
+            if self.value(position_after(piles, move)) == 0:
+                return move
+        return NimMove(piles.index(max(piles)), 1)
+
+
+def position_after(piles: Piles, move: NimMove) -> Piles:
+    """Return the position after a move."""
+    left = list(piles)
+    left[move.pile] -= move.num
+    return tuple(left)
+
+
+def move_text(move: NimMove, piles: Piles) -> str:
+    """Return a move as an action. The pile is left out if there is only one."""
+    return f"take {move.num}" + (f" from {move.pile + 1}" if len(piles) > 1 else "")
+
+
+def parsed_move(text: str, piles: Piles) -> NimMove | None:
+    """Return the move that an action names; None if it names none. The move may be illegal."""
+    match = MOVE.fullmatch(" ".join(text[:MAX_ACTION_CHARS].lower().split()))
+    if match is None or (match[2] is None and len(piles) > 1):
+        return None
+    return NimMove(int(match[2] or 1) - 1, int(match[1]))
+
 
 NUM_SEATS = 2
 ONE_PILE = "OnePile"
@@ -49,11 +115,11 @@ class NimEnv(TextEnv):
 
     def _step(self, action: str) -> StepResult:
         """Move for the seat whose turn it is."""
-        move = parsed(action_text(action), self._piles)
+        move = parsed_move(action_text(action), self._piles)
         if move is None or move not in self._rules.moves(self._piles):
             return self._end(winner=1 - self._seat, is_valid=False)
-        self._moves.append(f"player {self._seat + 1}: {named(move, self._piles)}")
-        self._piles = after(self._piles, move)
+        self._moves.append(f"player {self._seat + 1}: {move_text(move, self._piles)}")
+        self._piles = position_after(self._piles, move)
         if not any(self._piles):
             return self._end(winner=self._seat, is_valid=True)
         self._seat = 1 - self._seat
@@ -80,7 +146,7 @@ class NimEnv(TextEnv):
 
     def _described(self, move: NimMove) -> str:
         """Return the other player's move in the words of an observation."""
-        taken = named(move, self._start).removeprefix("take ")
+        taken = move_text(move, self._start).removeprefix("take ")
         return f"took {taken}" if self._is_compact else f"The other player took {taken}."
 
     def _position(self) -> str:
@@ -96,11 +162,11 @@ class NimEnv(TextEnv):
         return f"{self._seat} moves, {self._piles}"
 
     def _valid_actions(self) -> list[str]:
-        return [named(move, self._piles) for move in self._rules.moves(self._piles)]
+        return [move_text(move, self._piles) for move in self._rules.moves(self._piles)]
 
     def _expert_action(self) -> str | None:
         """Return a move of perfect play."""
-        return named(self._rules.best_move(self._piles), self._piles)
+        return move_text(self._rules.best_move(self._piles), self._piles)
 
     def render(self) -> str:
         """Return the moves so far and the position."""

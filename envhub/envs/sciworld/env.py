@@ -1,16 +1,181 @@
 """ScienceWorld: elementary science in a simulated house, with one small JVM per running episode."""
 
 import json
+import re
 import shutil
+import threading
+from collections import OrderedDict
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from common.config.envs import EnvsSection
+from common.config.envs import EnvsSection, SciworldOptions
 from envhub.env import EnvSpec, Isolation, StepResult, Style, action_text, parse_item
-from envhub.envs.sciworld import catalogue, text
-from envhub.envs.sciworld.machines import Machines
+from envhub.envs.sciworld import catalogue
+from envhub.envs.sciworld.catalogue import Variation
 from envhub.envs.text_env import TextEnv
 from envhub.tasks import spec_beside
+
+if TYPE_CHECKING:
+    from envhub.envs.sciworld.simulator import Simulator
+
+
+def _start(memory_mib: int, timeout_s: float) -> "Simulator":
+    """Return a new JVM with the simulator."""
+    # The catalogue must load without the packages scienceworld and py4j.
+    from envhub.envs.sciworld.simulator import Simulator
+
+    return Simulator(memory_mib=memory_mib, timeout_s=timeout_s)
+
+
+class Simulators:
+    """A pool of the episodes' JVMs.
+
+    Example: an episode takes a JVM at its first reset and returns it on close. The next episode
+    loads its own task into it. A failed JVM is not returned to the pool; the next `take` starts a
+    new one.
+    """
+
+    def __init__(self, options: SciworldOptions) -> None:
+        self._options = options
+        self._idle: list[Simulator] = []
+        self._lock = threading.Lock()
+
+    def take(self) -> "Simulator":
+        """Return a JVM for exclusive use.
+
+        Raises: EnvFailure: a new one was needed and did not start.
+        """
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        return _start(self._options.jvm_memory_mib, self._options.call_timeout_s)
+
+    def give(self, simulator: "Simulator") -> None:
+        """Return a JVM to the pool after its episode."""
+        if simulator.is_alive:
+            with self._lock:
+                self._idle.append(simulator)
+
+    def close(self) -> None:
+        """Stop the idle JVMs."""
+        with self._lock:
+            idle = self._idle
+            self._idle = []
+        for simulator in idle:
+            simulator.close()
+
+
+class GoldPaths:
+    """Solutions by variation, computed in a separate JVM, which needs far more memory.
+
+    That JVM starts with the first request and runs until `rest`.
+    """
+
+    MAX_KEPT = 1000
+
+    def __init__(self, options: SciworldOptions) -> None:
+        self._options = options
+        self._kept: OrderedDict[Variation, tuple[str, ...]] = OrderedDict()
+        self._solver: Simulator | None = None
+        self._lock = threading.Lock()
+
+    def find(self, variation: Variation) -> tuple[str, ...]:
+        """Return the actions that solve a variation; takes half a second on average.
+
+        Raises: EnvFailure: the JVM failed.
+        """
+        with self._lock:
+            if variation not in self._kept:
+                self._kept[variation] = self._solve(variation)
+                if len(self._kept) > self.MAX_KEPT:
+                    self._kept.popitem(last=False)
+            return self._kept[variation]
+
+    def _solve(self, variation: Variation) -> tuple[str, ...]:
+        """Return the gold path of a variation, from the JVM for solutions."""
+        if self._solver is None or not self._solver.is_alive:
+            self._solver = _start(self._options.gold_memory_mib, self._options.call_timeout_s)
+        self._solver.load(variation, self._options.simplifications, with_gold=True)
+        return self._solver.gold_path()
+
+    def rest(self) -> None:
+        """Stop the JVM to free its memory; found solutions are kept."""
+        with self._lock:
+            if self._solver is not None:
+                self._solver.close()
+                self._solver = None
+
+
+class Machines:
+    """The resources shared by all episodes of a process; no JVM runs before the first reset."""
+
+    def __init__(self, options: SciworldOptions) -> None:
+        self.simplifications = options.simplifications
+        self.simulators = Simulators(options)
+        self.gold = GoldPaths(options)
+
+    async def stop(self) -> None:
+        """Stop the JVMs that no episode uses."""
+        self.simulators.close()
+        self.gold.rest()
+
+
+MAX_ACTION_CHARS = 300
+NOT_UNDERSTOOD = ("No known action matches that input.", "Unknown action.")
+AMBIGUOUS = "Ambiguous request:"
+
+CHOICE = re.compile(r"^([0-9]+):", re.MULTILINE)
+ROOM = re.compile(r"This .*?is called the (.+?)\. .*?you see:")
+DOOR_STATE = re.compile(r"\(that is (open|closed)\)")
+# A capital article occurs only at the start of a line. Elsewhere "A" is a name, as of a substance.
+ARTICLE = re.compile(r"\ban? |^\s*An? ", re.MULTILINE)
+OMITTED = frozenset({"the agent", "air"})  # These objects are in every room.
+
+
+def one_line(text: str) -> str:
+    """Return an action in the simulator's input format: printable ASCII, single spaces, bounded."""
+    kept = "".join(c if " " <= c <= "~" else " " for c in text)
+    return " ".join(kept.split())[:MAX_ACTION_CHARS].strip()
+
+
+def plain_action(action: str) -> str:
+    """Return an action without the capitals and full stops that small models add."""
+    return action.lower().rstrip(" .!")
+
+
+def was_understood(observation: str) -> bool:
+    """Return False if the simulator found no action in the text."""
+    return not observation.startswith(NOT_UNDERSTOOD)
+
+
+def listed_choices(observation: str) -> tuple[str, ...]:
+    """Return the numbers that an ambiguous request offers; () for other observations."""
+    return tuple(CHOICE.findall(observation)) if observation.startswith(AMBIGUOUS) else ()
+
+
+def compact_text(observation: str) -> str:
+    """Return an observation in fewer words, on one line."""
+    if observation.startswith(AMBIGUOUS):
+        return "which number? " + _listed(observation.splitlines()[1:])
+    if not was_understood(observation):
+        return "invalid action"
+    text = observation.replace("In your inventory, you see:", "you hold:")
+    text = ROOM.sub(r"\1:", text).replace("You also see:", "ways:")
+    text = ARTICLE.sub("", text.replace("a substance called ", ""))
+    text = DOOR_STATE.sub(r"\1", text)
+    lines = [line for line in text.splitlines() if line.strip() not in OMITTED]
+    return _listed(lines)
+
+
+def _listed(lines: list[str]) -> str:
+    """Return lines joined by semicolons, or by a space after a line that ends with a colon."""
+    joined = ""
+    for line in lines:
+        words = " ".join(line.split()).rstrip(",.")
+        if words:
+            joined += f" {words}" if joined.endswith(":") else f"; {words}"
+    return joined.removeprefix("; ")
+
 
 if TYPE_CHECKING:
     from envhub.envs.sciworld.simulator import Simulator
@@ -58,20 +223,20 @@ class SciWorldEnv(TextEnv):
         room = self._outcome.observation.strip()
         self._at_start = (self._variation, task, room, self._simulator.inventory())
         if self._is_compact:
-            return f"{task}\n{text.compact(room)}"
+            return f"{task}\n{compact_text(room)}"
         return f"{task}\n{room}"
 
     def _step(self, action: str) -> StepResult:
         """Perform one line of text in the simulator, and describe the result."""
         simulator = self._live()
-        line = text.one_line(action_text(action))
+        line = one_line(action_text(action))
         if self._is_compact:
-            line = text.plain(line)
+            line = plain_action(line)
             if self._choices and line not in self._choices:
                 simulator.act("")  # Cancel the open question, which would consume this action.
         outcome = self._outcome = simulator.act(line)
-        is_understood = text.is_understood(outcome.observation)
-        self._choices = text.choices(outcome.observation)
+        is_understood = was_understood(outcome.observation)
+        self._choices = listed_choices(outcome.observation)
         self._num_turns += 1
         self._performed.append((line, is_understood))
         self._done = outcome.is_complete or outcome.score < 0 or self._is_spent(outcome.score)
@@ -123,7 +288,7 @@ class SciWorldEnv(TextEnv):
 
     def _worded(self, observation: str) -> str:
         """Return an observation in the style of the episode."""
-        return text.compact(observation) if self._is_compact else observation
+        return compact_text(observation) if self._is_compact else observation
 
     def _live(self) -> "Simulator":
         """Return the simulator of the running episode."""

@@ -1,10 +1,16 @@
 """Deep search: questions to answer with a retriever, in the tags of Search-R1 and AgentGym."""
 
+import re
+import string
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
 
 from common.config.envs import EnvsSection
 from common.errors import ConfigError
+from envhub.conversations import CONVERSATIONS, begun
 from envhub.env import (
     EnvSpec,
     Isolation,
@@ -15,14 +21,145 @@ from envhub.env import (
     parse_item,
     split_item,
 )
-from envhub.envs.searchqa import library, prompts, tags
-from envhub.envs.searchqa.grade import GRADES, exact_match
+from envhub.envs.searchqa import library
 from envhub.envs.searchqa.library import Library
 from envhub.envs.searchqa.passages import Passage, worded
-from envhub.envs.searchqa.questions import Hop, agentgym_item
-from envhub.envs.searchqa.tags import ActionTag
+from envhub.envs.searchqa.questions import Hop, SearchQuestion, agentgym_item
 from envhub.envs.text_env import TextEnv
+from envhub.tables import read_instructions, read_table
 from envhub.tasks import load_tasks
+
+
+class ActionTag(StrEnum):
+    """The kinds of action, with the names of their tags."""
+
+    SEARCH = "search"
+    ANSWER = "answer"
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedAction:
+    """A search for `text`, or `text` as the final answer."""
+
+    kind: ActionTag
+    text: str
+
+
+def tagged_action(text: str) -> TaggedAction | None:
+    """Return the action of an agent's turn; None if there is none.
+
+    The first closed <search> or <answer> decides the kind. If there are several answers, the last
+    one counts. Tags are found by plain search, in time linear in the text, even if they are nested.
+    """
+    blocks = [(_first(text, kind), kind) for kind in ActionTag]
+    found = [(block, kind) for block, kind in blocks if block is not None]
+    if not found:
+        return None
+    (_, content), kind = min(found)
+    if kind is ActionTag.ANSWER:
+        content = _last(text, kind)
+    return TaggedAction(kind, content.strip())
+
+
+def _first(text: str, kind: ActionTag, start: int = 0) -> tuple[int, str] | None:
+    """Return position and content of the first closed block from `start` on."""
+    opening_texts = f"<{kind}>"
+    closing = f"</{kind}>"
+    begin = text.find(opening_texts, start)
+    if begin < 0:
+        return None
+    end = text.find(closing, begin + len(opening_texts))
+    return None if end < 0 else (begin, text[begin + len(opening_texts) : end])
+
+
+def _last(text: str, kind: ActionTag) -> str:
+    """Return the content of the last block of a kind, "" for none."""
+    start = 0
+    content = ""
+    while (block := _first(text, kind, start)) is not None:
+        start = block[0] + 2 * len(kind) + 5 + len(block[1])
+        content = block[1]
+    return content
+
+
+TEXTS = read_instructions(__file__)
+_TABLE = read_table(__file__, "prompts.yaml")
+WORDS: dict[Style, dict[str, str]] = {Style(name): each for name, each in _TABLE["words"].items()}
+
+
+def opening_texts() -> dict[str, Any]:
+    """Return the start of a conversation; AgentGym's style copies that of its clients."""
+    return begun("searchqa", TEXTS)
+
+
+def first_observation(question: SearchQuestion, style: Style) -> str:
+    """Return the first observation, which is the question."""
+    if style is Style.COMPACT:
+        return f"question: {question.text}"
+    return CONVERSATIONS["searchqa"].first_observation(question.text)
+
+
+def verdict_text(style: Style, *, is_right: bool, is_retry: bool) -> str:
+    """Return the observation after an answer."""
+    words = WORDS[style]
+    if is_right:
+        return words["right"]
+    return words["wrong"] + (words["again"] if is_retry else "")
+
+
+ARTICLES = re.compile(r"\b(a|an|the)\b")
+PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalise(text: str) -> str:
+    """Return `text` in lower case without punctuation, articles and surplus spaces.
+
+    A text of nothing else, such as "The", is only changed to lower case, so that an empty answer
+    never equals it. SQuAD has no such exception.
+
+    Source: SQuAD's evaluation, arXiv 1606.05250.
+    """
+    bare = ARTICLES.sub(" ", text.lower().translate(PUNCTUATION))
+    return " ".join(bare.split()) or " ".join(text.lower().split())
+
+
+def exact_match(answer: str, golden_answers: Sequence[str]) -> float:
+    """Return 1 if the answer equals any golden answer after normalisation, else 0."""
+    given = normalise(answer)
+    return float(any(given == normalise(golden) for golden in golden_answers))
+
+
+def f1(answer: str, golden_answers: Sequence[str]) -> float:
+    """Return the best F1 in [0, 1] of the answer's words over the golden answers.
+
+    Yes, no and "noanswer" cannot match in part: they count only as a whole.
+
+    Source: HotpotQA's evaluation, arXiv 1809.09600.
+    """
+    return max(
+        (_f1(normalise(answer), normalise(golden)) for golden in golden_answers), default=0.0
+    )
+
+
+def _f1(given: str, golden: str) -> float:
+    """Return the F1 of the words of two normalised answers."""
+    if given == golden:
+        return 1.0
+    whole = ("yes", "no", "noanswer")
+    if given in whole or golden in whole:
+        return 0.0
+    given_words = given.split()
+    golden_words = golden.split()
+    num_same = sum((Counter(given_words) & Counter(golden_words)).values())
+    if num_same == 0:
+        return 0.0
+    precision = num_same / len(given_words)
+    recall = num_same / len(golden_words)
+    return 2 * precision * recall / (precision + recall)
+
+
+GRADES = {"em": exact_match, "f1": f1}
+
 
 SESSIONS_PER_WORKER = 256
 MAX_QUERY_CHARS = 2000
@@ -47,13 +184,13 @@ class SearchqaEnv(TextEnv):
         self._begin()
         self._found: list[Passage] = []
         self._asked: dict[str, None] = {}
-        return prompts.first_observation(self._question, self._style)
+        return first_observation(self._question, self._style)
 
     def _step(self, action: str) -> StepResult:
         """Search or grade an answer; any other text is invalid."""
-        wanted = tags.parse(action)
+        wanted = tagged_action(action)
         if wanted is None:
-            observation = prompts.WORDS[self._style]["invalid"]
+            observation = WORDS[self._style]["invalid"]
             return StepResult(observation=observation, reward=0.0, done=False, is_valid=False)
         if wanted.kind is ActionTag.SEARCH:
             observation = self._search(wanted.text[:MAX_QUERY_CHARS])
@@ -74,7 +211,7 @@ class SearchqaEnv(TextEnv):
         is_right = exact_match(text, golden) == 1.0
         self._done = is_right or not options.retry
         return StepResult(
-            observation=prompts.verdict(self._style, is_right=is_right, is_retry=options.retry),
+            observation=verdict_text(self._style, is_right=is_right, is_retry=options.retry),
             reward=GRADES[options.metric](text, golden),
             done=self._done,
             is_valid=True,
@@ -140,7 +277,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
     return EnvSpec(
         name="searchqa",
         subsets=subsets,
-        **prompts.opening(),
+        **opening_texts(),
         make=lambda style: SearchqaEnv(style, shared, subsets),
         tasks=_tasks(subsets),
         isolation=Isolation.WORKER,

@@ -1,14 +1,173 @@
 """Problems about the generated databases."""
 
+import random
 import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import count
+from typing import Any
 
 from envhub.env import ItemId, SubsetSpec
 from envhub.envs.sqlgym import database
+from envhub.envs.sqlgym.database import DatabaseId
 from envhub.envs.sqlgym.problems import Problem, SchemaView, TableView
-from envhub.envs.sqlgym.query import open_image
-from envhub.envs.sqlgym.questions import SIZES, TEMPLATES, questions
-from envhub.envs.sqlgym.schema import ColumnType, Domain
+from envhub.envs.sqlgym.query import Database, StatementLimits, open_image, rows_of
+from envhub.envs.sqlgym.schema import (
+    TEST_DOMAINS,
+    TRAIN_DOMAINS,
+    Column,
+    ColumnType,
+    Domain,
+    SqlTable,
+)
+from envhub.tables import read_table
+
+NUM_DATABASES = 2  # Databases per design and split.
+MAX_ANSWER_ROWS = 40
+LIMITS = StatementLimits(timeout_s=5.0, max_rows=10_000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SqlQuestion:
+    """A question, its database, and its gold statement."""
+
+    database: DatabaseId
+    text: str
+    gold: str
+
+
+@dataclass(frozen=True, slots=True)
+class Phrase:
+    """A condition on a row ("whose ...") or a measure of a group, in English and in SQL."""
+
+    words: str
+    sql: str
+
+
+class Draws:
+    """The random draws of a template, by the names in its wordings.
+
+    A template is an entry of `questions.yaml`. Its subject is `table`: any table; `grouped`: a
+    table with categories; or `link`: a table `child` that refers to `parent`. Further draws follow
+    in order, then the wordings of the question and of its gold statement.
+    """
+
+    def __init__(self, rng: random.Random, domain: Domain, template: Mapping[str, Any]) -> None:
+        self._rng = rng
+        self._domain = domain
+        self._drawn: dict[str, Any] = {}
+        getattr(self, f"_about_{template['about']}")()
+        for name, (kind, *arguments) in template["draws"].items():
+            self._drawn[name] = getattr(self, f"_{kind}")(*arguments)
+
+    def fill(self, wording: str) -> str:
+        """Return a wording with the drawn values filled in."""
+        return wording.format(**self._drawn)
+
+    def _about_table(self) -> None:
+        """Draw a table."""
+        self._drawn["table"] = self._rng.choice(self._domain.tables)
+
+    def _about_grouped(self) -> None:
+        """Draw a table that has a column of categories."""
+        tables = [table for table in self._domain.tables if table.of_kind(ColumnType.CATEGORY)]
+        self._drawn["table"] = self._rng.choice(tables)
+
+    def _about_link(self) -> None:
+        """Draw a table, its reference to another table, and that table."""
+        links = [
+            (table, column, self._domain.table(column.table))
+            for table in self._domain.tables
+            for column in table.of_kind(ColumnType.REFERENCE)
+        ]
+        child, reference, parent = self._rng.choice(links)
+        self._drawn |= {"child": child, "reference": reference, "parent": parent}
+
+    def _category(self, table: str) -> Column:
+        """Draw a column of categories."""
+        return self._rng.choice(self._drawn[table].of_kind(ColumnType.CATEGORY))
+
+    def _choice(self, *options: Any) -> Any:
+        """Draw one of some options."""
+        return self._rng.choice(options)
+
+    def _between(self, low: int, high: int) -> int:
+        """Draw a whole number between two bounds."""
+        return self._rng.randint(low, high)
+
+    def _number(self, table: str) -> Column:
+        """Draw a column of numbers."""
+        return self._rng.choice(self._drawn[table].of_kind(ColumnType.NUMBER))
+
+    def _measure(self, name: str) -> Phrase:
+        """Draw a measure of a group: its number of rows, or an average."""
+        table: SqlTable = self._drawn[name]
+        if self._rng.random() < 0.5:
+            return Phrase(f"the number of {table.many}", "COUNT(*)")
+        column = self._number(name)
+        return Phrase(f"the average {column.label} of the {table.many}", f"AVG({column.name})")
+
+    def _condition(self, table: str, prefix: str = "", beside: str = "") -> Phrase:
+        """Draw a condition on a row. It never uses the column of the question."""
+        asked = self._drawn.get(beside)
+        found: SqlTable = self._drawn[table]
+        categories = [c for c in found.of_kind(ColumnType.CATEGORY) if c is not asked]
+        numbers = [c for c in found.of_kind(ColumnType.NUMBER) if c is not asked]
+        if categories and (not numbers or self._rng.random() < 0.6):
+            column = self._rng.choice(categories)
+            word = self._rng.choice(column.words)
+            return Phrase(f"whose {column.label} is {word}", f"{prefix}{column.name} = '{word}'")
+        column = self._rng.choice(numbers)
+        share = self._rng.uniform(0.2, 0.8)
+        bound = column.low + round((column.high - column.low) * share)
+        word, sign = ("above", ">") if self._rng.random() < 0.5 else ("below", "<")
+        return Phrase(
+            f"whose {column.label} is {word} {bound}", f"{prefix}{column.name} {sign} {bound}"
+        )
+
+
+TEMPLATES: dict[str, dict[str, Any]] = read_table(__file__, "questions.yaml")
+SIZES = {"train": 200, "test": 100}  # Number of questions of each difficulty.
+
+
+@lru_cache(maxsize=8)
+def questions(difficulty: str, split: str) -> tuple[SqlQuestion, ...]:
+    """Return the questions of a difficulty; all are distinct, and each has an answer.
+
+    No test question occurs in a training item, even of another database.
+    """
+    rng = random.Random(f"questions {difficulty} {split}")
+    domains = TRAIN_DOMAINS if split == "train" else TEST_DOMAINS
+    taken = {q.text for q in questions(difficulty, "train")} if split == "test" else set()
+    templates = list(TEMPLATES[difficulty].values())
+    made: dict[str, SqlQuestion] = {}
+    connections: dict[DatabaseId, Database] = {}
+    # Designs and templates alternate, so that all of them are used equally often.
+    for turn in count():
+        if len(made) == SIZES[split]:
+            break
+        domain = domains[turn % len(domains)]
+        template = templates[turn // len(domains) % len(templates)]
+        chosen = DatabaseId(domain.name, f"{split} {rng.randrange(NUM_DATABASES)}")
+        draws = Draws(rng, domain, template)
+        text = draws.fill(template["text"])
+        gold = draws.fill(template["gold"])
+        if chosen not in connections:
+            connections[chosen] = open_image(database.image(chosen))
+        is_new = text not in made and text not in taken
+        if is_new and _is_answerable(connections[chosen], gold):
+            made[text] = SqlQuestion(database=chosen, text=text, gold=gold)
+    for connection in connections.values():
+        connection.close()
+    return tuple(made.values())
+
+
+def _is_answerable(connection: Database, gold: str) -> bool:
+    """Return False if the question has no answer, or too many answers."""
+    rows = rows_of(connection, gold, LIMITS)
+    return 0 < len(rows) <= MAX_ANSWER_ROWS and rows[0][0] is not None
+
 
 _MAKING = threading.Lock()  # The first sessions must not all create the same data.
 SUBSETS = {

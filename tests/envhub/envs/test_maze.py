@@ -5,8 +5,16 @@ import pytest
 from common.config.envs import EnvsSection
 from envhub.conversations import CONVERSATIONS
 from envhub.env import Style, UnknownItem, parse_item
-from envhub.envs.maze import maze
-from envhub.envs.maze.env import SUBSETS, MazeEnv, make_spec, start_of
+from envhub.envs.maze.env import (
+    FREE,
+    GOAL,
+    STARTS,
+    SUBSETS,
+    MazeEnv,
+    drawn_map,
+    make_spec,
+    start_of,
+)
 from tests.envhub.envs.playing import expert_results
 from tests.envhub.envs.playing import item_of as item_of_number
 
@@ -29,7 +37,7 @@ def item_of(row: int, column: int) -> str:
 
 
 def test_maze_is_two_ts_that_meet():
-    assert maze.drawn((1, 1)).split("\n") == [
+    assert drawn_map((1, 1)).split("\n") == [
         "#############",
         "#@....#.....#",
         "###.#####.###",
@@ -46,11 +54,11 @@ def test_maze_is_two_ts_that_meet():
 def test_items_are_the_26_starts_each_once():
     starts = [start_of(parse_item(item_id, SUBSETS)) for item_id in ITEMS]
     assert len(starts) == 26  # the last one is the goal: AgentGym's game 25, which it refuses
-    assert set(starts) == set(maze.STARTS) == maze.FREE
+    assert set(starts) == set(STARTS) == FREE
 
 
 def test_any_action_succeeds_at_the_goal():
-    env = started(item_of(*maze.GOAL))
+    env = started(item_of(*GOAL))
     action = env.expert_action()
     assert action is not None
     result = env.step(action)
@@ -59,7 +67,7 @@ def test_any_action_succeeds_at_the_goal():
 
 def test_game_number_names_the_start():
     spec = make_spec(EnvsSection())
-    for game, start in enumerate(maze.STARTS[:25]):
+    for game, start in enumerate(STARTS[:25]):
         assert start_of(parse_item(item_of_number(spec, game), spec.subsets)) == start
     for game in (-1, 25, 26, 27):
         with pytest.raises(UnknownItem, match=f"The game {game} "):

@@ -7,8 +7,19 @@ import pytest
 
 from common.config.envs import EnvsSection
 from envhub.env import StepResult, Style, parse_item
-from envhub.envs.nim.env import ONE_PILE_SIZES, RULES, SUBSETS, NimEnv, make_spec, start_of
-from envhub.envs.nim.game import NimMove, Piles, Rules, after, parsed
+from envhub.envs.nim.env import (
+    ONE_PILE_SIZES,
+    RULES,
+    SUBSETS,
+    NimEnv,
+    NimMove,
+    Piles,
+    Rules,
+    make_spec,
+    parsed_move,
+    position_after,
+    start_of,
+)
 
 ONE = RULES["OnePile"]
 MANY = RULES["Piles"]
@@ -45,7 +56,7 @@ def test_perfect_play_leaves_a_nim_sum_of_zero(
 ) -> None:
     assert rules.value(piles) == value
     assert rules.best_move(piles) == best
-    assert not value or rules.value(after(piles, best)) == 0
+    assert not value or rules.value(position_after(piles, best)) == 0
 
 
 @cache
@@ -55,8 +66,10 @@ def chance(piles: Piles, *, is_expert: bool) -> Fraction:
     if not moves:
         return Fraction(not is_expert)  # The player who moves has lost.
     if is_expert:
-        return chance(after(piles, ONE.best_move(piles)), is_expert=False)
-    return sum(chance(after(piles, move), is_expert=True) for move in moves) / Fraction(len(moves))
+        return chance(position_after(piles, ONE.best_move(piles)), is_expert=False)
+    return sum(chance(position_after(piles, move), is_expert=True) for move in moves) / Fraction(
+        len(moves)
+    )
 
 
 def test_perfect_play_beats_random_play_in_99_percent() -> None:
@@ -105,9 +118,9 @@ def test_illegal_move_loses_the_game(action: str) -> None:
 
 
 def test_move_needs_its_pile_among_several() -> None:
-    assert parsed("Take 2 from pile 3", (1, 2, 3)) == NimMove(2, 2)
-    assert parsed("take 2", (1, 2, 3)) is None
-    assert parsed("take  3", (9,)) == NimMove(0, 3)
+    assert parsed_move("Take 2 from pile 3", (1, 2, 3)) == NimMove(2, 2)
+    assert parsed_move("take 2", (1, 2, 3)) is None
+    assert parsed_move("take  3", (9,)) == NimMove(0, 3)
 
 
 def test_expert_and_valid_actions_agree_with_the_rules() -> None:

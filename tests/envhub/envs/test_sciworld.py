@@ -10,8 +10,7 @@ import pytest
 
 from common.config.envs import SciworldOptions
 from envhub.env import EnvFailure, Style
-from envhub.envs.sciworld.env import SciWorldEnv
-from envhub.envs.sciworld.machines import Machines
+from envhub.envs.sciworld.env import Machines, SciWorldEnv
 from tests.envhub.envs.playing import elsewhere
 from tests.marks import long_for
 

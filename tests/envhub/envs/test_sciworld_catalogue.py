@@ -4,9 +4,16 @@ import pytest
 
 from common.config.envs import EnvsSection
 from envhub.env import Style, UnknownItem, parse_item
-from envhub.envs.sciworld import catalogue, text
+from envhub.envs.sciworld import catalogue
 from envhub.envs.sciworld.catalogue import Variation
-from envhub.envs.sciworld.env import check, make_spec
+from envhub.envs.sciworld.env import (
+    MAX_ACTION_CHARS,
+    check,
+    compact_text,
+    listed_choices,
+    make_spec,
+    one_line,
+)
 from tests.configs import edited
 
 ROOM = """This room is called the hallway. In it, you see:\x20
@@ -84,7 +91,7 @@ def test_check_names_an_unknown_simplification():
 
 
 def test_compact_room_is_one_line_without_constant_objects():
-    assert text.compact(ROOM) == (
+    assert compact_text(ROOM) == (
         "hallway: unknown substance A; chair. On the chair is: nothing; "
         "ways: door to the art studio closed; door to the kitchen open"
     )
@@ -95,15 +102,15 @@ def test_compact_question_lists_its_choices():
         "Ambiguous request: Please enter the number for the action you intended (or blank to "
         "cancel):\n0:\topen door between kitchen and hallway\n1:\topen door to outside\n"
     )
-    assert text.choices(question) == ("0", "1")
-    assert text.compact(question) == (
+    assert listed_choices(question) == ("0", "1")
+    assert compact_text(question) == (
         "which number? 0: open door between kitchen and hallway; 1: open door to outside"
     )
 
 
 def test_line_is_printable_ascii_and_bounded():
-    assert text.one_line("  go\tto\0\nkitchen\ud800 \u00e9 ") == "go to kitchen"
-    assert len(text.one_line("x" * 10_000)) == text.MAX_ACTION_CHARS
+    assert one_line("  go\tto\0\nkitchen\ud800 \u00e9 ") == "go to kitchen"
+    assert len(one_line("x" * 10_000)) == MAX_ACTION_CHARS
 
 
 def test_instructions_exist_in_both_styles():

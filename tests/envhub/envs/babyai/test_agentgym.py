@@ -8,8 +8,7 @@ from common.config.envs import BabyaiOptions, EnvsSection
 from common.config.load import load_config
 from envhub.env import Style
 from envhub.envs.babyai import levels
-from envhub.envs.babyai.agentgym_episode import AgentGymBabyAiEnv
-from envhub.envs.babyai.env import make_spec
+from envhub.envs.babyai.env import AgentGymBabyAiEnv, make_spec
 from envhub.envs.babyai.episode import BabyAiEnv
 from envhub.envs.searchqa import env as searchqa
 

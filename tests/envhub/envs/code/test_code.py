@@ -13,8 +13,7 @@ from common.config.envs import CodeOptions, EnvsSection, SandboxOptions
 from common.errors import ConfigError
 from common.repository import ROOT
 from envhub.env import StepResult, Style, UnknownItem
-from envhub.envs.code.env import CodeEnv, check, make_spec
-from envhub.envs.code.problems import code_of, load_problems
+from envhub.envs.code.env import CodeEnv, check, code_of, load_problems, make_spec
 from envhub.sandbox.interface import SandboxFailed
 from tests.envhub.sandbox.boxes import OPTIONS, need_bubblewrap
 

@@ -4,8 +4,7 @@ import time
 
 import pytest
 
-from envhub.envs.searchqa.grade import exact_match, f1
-from envhub.envs.searchqa.tags import ActionTag, TaggedAction, parse
+from envhub.envs.searchqa.env import ActionTag, TaggedAction, exact_match, f1, tagged_action
 
 
 @pytest.mark.parametrize(
@@ -66,10 +65,10 @@ def test_f1_is_the_best_overlap_of_words(answer: str, golden: list[str], grade: 
     ],
 )
 def test_first_closed_tag_decides_the_action(text: str, action: TaggedAction | None) -> None:
-    assert parse(text) == action
+    assert tagged_action(text) == action
 
 
 def test_parse_takes_linear_time_for_unclosed_tags() -> None:
     start_s = time.monotonic()
-    assert parse("<search>" * 200_000 + "<answer>" * 200_000) is None
+    assert tagged_action("<search>" * 200_000 + "<answer>" * 200_000) is None
     assert time.monotonic() - start_s < 0.5

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from envhub.env import EnvFailure
+from envhub.envs.searchqa.library import RemoteRetriever, parse_url, read_reply
 from envhub.envs.searchqa.passages import Passage
-from envhub.envs.searchqa.remote import RemoteRetriever, parse_url, read_reply
 
 DOCUMENT = {"id": "7", "contents": '"Apple"\napple pie'}
 

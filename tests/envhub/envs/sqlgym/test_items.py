@@ -5,7 +5,7 @@ import pytest
 from common.config.envs import EnvsSection
 from envhub.env import EnvFailure, Style, UnknownItem
 from envhub.envs.sqlgym.env import check, make_spec
-from envhub.envs.sqlgym.questions import questions
+from envhub.envs.sqlgym.generated import questions
 from tests.configs import edited
 from tests.envhub.envs.playing import elsewhere, expert_results, item_of, new_episode
 from tests.envhub.envs.sqlgym.pets import answered, bird_spec, played

@@ -11,9 +11,9 @@ from common.config.envs import EnvsSection
 from envhub.env import EnvFailure, Style
 from envhub.envs.sqlgym import database
 from envhub.envs.sqlgym.env import make_spec
+from envhub.envs.sqlgym.generated import questions
 from envhub.envs.sqlgym.memory import MEMORY, SharedMemory
 from envhub.envs.sqlgym.query import Database, StatementLimits, open_image, rows_of
-from envhub.envs.sqlgym.questions import questions
 from tests.configs import edited
 from tests.envhub.envs.sqlgym.pets import answered, played
 

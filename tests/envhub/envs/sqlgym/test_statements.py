@@ -9,7 +9,7 @@ import pytest
 from common.config.envs import EnvsSection
 from envhub.env import Style
 from envhub.envs.sqlgym.env import make_spec
-from envhub.envs.sqlgym.questions import questions
+from envhub.envs.sqlgym.generated import questions
 from tests.configs import edited
 from tests.envhub.envs.playing import new_episode
 from tests.envhub.envs.sqlgym.pets import answered, bird_spec, played
