@@ -260,7 +260,9 @@ async def _host_python() -> Python:
     Raises: SandboxFailed: it does not lie in /usr.
     """
     program = os.path.realpath(find_python(""))
-    code, output = await _run(["ldd", program], PROBE_TIMEOUT_S)
+    # A library that this process preloads, as engines do on a CPU, is none of the program's.
+    listing = ["env", "--unset=LD_PRELOAD", "ldd", program]
+    code, output = await _run(listing, PROBE_TIMEOUT_S)
     loader = LOADER.search(output)
     if code != 0 or loader is None:
         raise SandboxFailed(f"the libraries of {program} are unknown: {output[-MAX_TEXT:]}")

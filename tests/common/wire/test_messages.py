@@ -13,7 +13,7 @@ from common.repository import ROOT
 from common.wire.codec import MESSAGE_TYPES as MESSAGES
 from common.wire.messages import EpisodeIdentity
 
-PACKAGES = ("actor", "common", "envhub", "learner")
+PACKAGES = ("actor", "common", "envhub", "learner", "scheduler", "tools")
 DEFINED_IN = [ROOT / "common" / "wire" / name for name in ("messages.py", "weight_messages.py")]
 PASSED_ON = {  # Read outside the handler, like nested messages.
     "Trajectory",  # journal, batches, reports and offline training read it

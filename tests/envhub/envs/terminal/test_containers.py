@@ -1,6 +1,7 @@
 """Laws of tasks with an image, in containers of Podman. They need Podman and an image of Debian."""
 
 import asyncio
+import importlib.util
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -120,6 +121,19 @@ def check_task(folder: Path, image: str) -> None:
 
 def test_task_is_solved_in_an_image_without_python(tmp_path: Path, bare: str) -> None:
     check_task(tmp_path, bare)
+
+
+def test_preloaded_library_is_none_of_the_image(
+    tmp_path: Path, bare: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_PRELOAD", torch_library("libgomp"))
+    check_task(tmp_path, bare)
+
+
+def torch_library(name: str) -> str:
+    """Return the path of a library that lies beside torch's own."""
+    folder = Path(str(importlib.util.find_spec("torch").origin)).parent / "lib"  # type: ignore[union-attr]
+    return str(next(folder.glob(f"{name}*")))
 
 
 @pytest.mark.long
