@@ -1,15 +1,19 @@
 """Blocking HTTP requests, each with one timeout for the whole exchange."""
 
 import base64
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 
 from common.http.proxies import BY_PROXY, PROXY_LOGIN, Proxy, ProxyFailed, proxy_for
 
 MAX_ANSWER_BYTES = 64 << 20
+POLL_S = 0.2  # Seconds between two requests to a server that is not up yet.
+TRY_S = 10.0  # Seconds for one of these requests.
 READ_BYTES = 1 << 16
 
 
@@ -87,6 +91,30 @@ def request(
     if answer.status == PROXY_LOGIN and proxy is not None:
         raise ProxyFailed(f"{answer.status} {answer.reason} ({proxy.route})")
     return answer
+
+
+def json_when_up(url: str, *, token: str, timeout_s: float) -> tuple[HttpResponse, Any]:
+    """Return the answer of a part of the run and its parsed body; wait until that part is up.
+
+    A status of 500 or above, and a body that is not JSON, mean that it is not up. An answer with
+    another status than success has no parsed body.
+
+    Raises: TimeoutError: no such answer in time; it has the last reason.
+    """
+    deadline = time.monotonic() + timeout_s
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    while True:
+        try_s = min(TRY_S, max(deadline - time.monotonic(), 0.1))
+        try:
+            answer = request(url, headers=headers, timeout_s=try_s, is_own=True)
+            if answer.status < 500:
+                return answer, json.loads(answer.body) if answer.is_ok else None
+            reason = answer.shown
+        except (OSError, ValueError, RecursionError) as error:
+            reason = str(error) or type(error).__name__
+        if time.monotonic() + POLL_S > deadline:
+            raise TimeoutError(reason)
+        time.sleep(POLL_S)
 
 
 def own_connection(url: str, *, timeout_s: float) -> HTTPConnection:

@@ -1,8 +1,6 @@
 """The catalogue of the environments of a hub, and the check of the configured tasks."""
 
-import json
 import logging
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlencode
@@ -12,14 +10,12 @@ from pydantic import BaseModel, StrictInt, TypeAdapter, ValidationError
 from common.config.curriculum import CurriculumSection, subsets_in_use
 from common.config.tasks import TaskSection, why_not_far
 from common.errors import ConfigError, EnvError
-from common.http.blocking import HttpResponse, request
+from common.http.blocking import json_when_up
 from common.text import near_hint
 from common.wire.access.bounds import ID_CHARS
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.2
-REQUEST_TIMEOUT_S = 10.0
 MAX_SUBSET_CHARS = ID_CHARS - 30  # An item's split and number follow its subset.
 
 
@@ -89,38 +85,20 @@ def fetch_catalogue(
     """
     query = urlencode([("subset", name) for name in subsets])
     address = f"{url.rstrip('/')}/v1/envs{'?' if query else ''}{query}"
-    deadline = time.monotonic() + timeout_s
-    logger.info("waiting for envhub address=%s timeout_s=%g", address, timeout_s)
-    while True:
-        try:
-            answer = _request_catalogue(address, token, deadline - time.monotonic())
-            if answer.is_ok:
-                return parse_catalogue(json.loads(answer.body))
-            if answer.status in (401, 403):
-                raise ConfigError(
-                    f"{address} refused the token. Set envhub.token to the token of the hub."
-                )
-            if answer.status < 500:
-                raise EnvError(f"{address} answered {answer.shown}")
-            reason = answer.shown
-        except ConfigError:
-            raise
-        except (OSError, ValueError, RecursionError) as error:
-            reason = str(error) or type(error).__name__
-        if time.monotonic() + POLL_S > deadline:
-            raise EnvError(f"{address} sent no catalogue within {timeout_s:g} s: {reason}")
-        time.sleep(POLL_S)
-
-
-def _request_catalogue(address: str, token: str, remaining_s: float) -> HttpResponse:
-    """Return the hub's answer. Raises: ConfigError: the address has no scheme."""
     if not address.startswith(("http://", "https://")):
         raise ConfigError(
             f"envhub.url={address!r}: the address must begin with http:// or https://"
         )
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    timeout_s = min(REQUEST_TIMEOUT_S, max(remaining_s, 0.1))
-    return request(address, headers=headers, timeout_s=timeout_s, is_own=True)
+    logger.info("waiting for envhub address=%s timeout_s=%g", address, timeout_s)
+    try:
+        answer, body = json_when_up(address, token=token, timeout_s=timeout_s)
+    except TimeoutError as error:
+        raise EnvError(f"{address} sent no catalogue within {timeout_s:g} s: {error}") from error
+    if answer.status in (401, 403):
+        raise ConfigError(f"{address} refused the token. Set envhub.token to the token of the hub.")
+    if not answer.is_ok:
+        raise EnvError(f"{address} answered {answer.shown}")
+    return parse_catalogue(body)
 
 
 def validate_tasks(
