@@ -23,8 +23,8 @@ try:
     from common.config.load import config_as_yaml, without_secrets
     from common.config.run_config import Launcher, RunConfig
     from common.errors import ConfigError, NotStarted, TrialFailed
+    from common.host.loopback import keep_loopback_direct
     from common.host.process_settings import complete_process_settings, start_with_plain_settings
-    from common.http.environment import keep_loopback_direct
     from common.log import configure_logging, kept_in
     from common.memory import choose_allocators
     from common.repository import ROOT

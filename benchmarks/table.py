@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from common.errors import LongstrideError
-from common.host.cores import cores_here
+from common.host.cgroups import cores_here
 from common.host.machine import gpus, memory_bytes
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from common.host.cgroups import PROC, cpu_quotas, cpu_used_s
-from common.host.cores import cores_here
+from common.host.cgroups import PROC, cores_here, cpu_quotas, cpu_used_s
 from common.ids import process_of
 from common.memory import descendants
 from common.stall.report import read_activity

@@ -24,7 +24,7 @@ from common.config.envs import EnvsSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.formats.action_size import FIELDS_BYTES, MIB
-from common.http.limits import QuietSocket, limited_protocol
+from common.http.serving import QuietSocket, limited_protocol
 from common.join.enrol import Joined
 from common.stall.beacon import beacon_of
 from common.store.run_dir import RunDir

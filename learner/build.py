@@ -18,7 +18,7 @@ from common.config.learner import Layout, WeightsTransport
 from common.config.run_config import RunConfig
 from common.config.train import TrainMode
 from common.errors import LongstrideError
-from common.host.cores import num_cores
+from common.host.cgroups import num_cores
 from common.repository import code_name
 from common.segments import RoutingShape
 from common.store.run_dir import RunDir, remove_partial_files

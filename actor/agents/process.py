@@ -12,7 +12,7 @@ import psutil
 
 from actor.rollout.episode import PolicyFailed
 from common.host.guardian import Guardian
-from common.http.environment import direct_loopback
+from common.host.loopback import direct_loopback
 
 LEFT_S = 1.0  # Seconds to read the last output of a killed process.
 POLL_S = 0.2

@@ -41,9 +41,8 @@ from common.config.learner import FULL, LoraSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, EngineError
 from common.host.loopback import family_of, loopback
-from common.http import limits
-from common.http.embedded import EmbeddedServer
-from common.http.refusals import Refusals
+from common.http import serving as limits
+from common.http.serving import EmbeddedServer, Refusals
 from common.stall.beacon import beacon_of
 from common.store.run_dir import RunDir
 from common.wire.addresses import bracketed

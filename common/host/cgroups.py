@@ -5,6 +5,7 @@ smallest limit applies. Groups above a container's visible root are not counted.
 the memory limit of v1, which the kernel also reports for the whole path.
 """
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -175,3 +176,14 @@ def _numbers(path: Path) -> dict[str, int]:
             if number.isdigit():
                 found[name] = int(number)
     return found
+
+
+def cores_here(proc: Path = PROC) -> float:
+    """Return the usable cores: the smaller of the CPU affinity and the container's quota."""
+    num = float(len(os.sched_getaffinity(0)))
+    return min((num, *(quota for _, quota in cpu_quotas(proc))))
+
+
+def num_cores(proc: Path = PROC) -> int:
+    """Return the usable whole cores, at least 1. It is the number of threads to start."""
+    return max(1, int(cores_here(proc)))

@@ -17,7 +17,7 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from common.errors import ConfigError
-from common.host.cores import cores_here, num_cores
+from common.host.cgroups import cores_here, num_cores
 from common.host.loopback import IPV6, loopback
 from common.host.temporary import is_one_word, plain_link, shorten_temporary, take_over_links
 from common.repository import note_working_directory

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from common.errors import EnvError
-from common.host.cores import num_cores
+from common.host.cgroups import num_cores
 from common.host.guardian import Guardian
 from common.memory import resident_bytes
 from envhub.catalogue.registry import Registry

@@ -7,8 +7,7 @@ from fastapi import HTTPException, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.formats.action_size import TOGETHER_BYTES
-from common.http.limits import token_in
-from common.http.refusals import REFUSED, Refusals
+from common.http.serving import REFUSED, Refusals, token_in
 from envhub.http.bodies import json_response
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})

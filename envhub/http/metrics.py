@@ -7,7 +7,7 @@ import psutil
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from common.http.refusals import Refusals
+from common.http.serving import Refusals
 from envhub.hosting.session import STEP_BUCKETS_S
 from envhub.hosting.sessions import Sessions
 from envhub.http.exposition import MetricsPage, counter, gauge
@@ -17,7 +17,7 @@ CONNECTION_REFUSALS = (
     "large_headers",
     "slow",
     "too_many",
-)  # Refused connections, see `common.http.limits`.
+)  # Refused connections, see `common.http.serving`.
 
 
 class HubMetrics(Collector):

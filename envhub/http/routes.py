@@ -14,7 +14,7 @@ from starlette.responses import StreamingResponse
 
 from common.errors import EnvTimeout
 from common.formats.action_size import DEFAULT_ACTION_MIB, FIELDS_BYTES, MIB
-from common.http.refusals import Refusals
+from common.http.serving import Refusals
 from envhub.catalogue.extensions import load_extensions
 from envhub.catalogue.registry import Registry
 from envhub.env import UnknownItem

@@ -27,8 +27,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from common.config.envs import SandboxOptions
-from common.http.limits import limited_protocol
-from common.http.refusals import Refusals
+from common.http.serving import Refusals, limited_protocol
 from common.log import configure_logging
 from envhub.sandbox.backends import limits_of, make_backend
 from envhub.sandbox.interface import (

@@ -11,9 +11,7 @@ import uvicorn
 
 from common.config.envs import BrowserOptions
 from common.host.loopback import family_of, loopback
-from common.http.embedded import EmbeddedServer
-from common.http.limits import limited_protocol
-from common.http.refusals import Refusals
+from common.http.serving import EmbeddedServer, Refusals, limited_protocol
 from common.wire.addresses import bracketed
 from envhub.env import EnvFailure
 from envhub.web.browser import BrowserHost, host_rules

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from common.config.algorithm import Advantage
 from common.config.learner import LearnerSection, Offload
 from common.config.run_config import RunConfig
-from common.host.cores import num_cores
+from common.host.cgroups import num_cores
 from common.join.shards import is_whole
 from learner.policy.forward import Networks
 from learner.policy.loading import fill, is_unloaded

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from common.cpu import CpuWatch, busy_s, cpu_metrics, cpu_seconds, family_cpu_s
-from common.host.cores import cores_here
+from common.host.cgroups import cores_here
 from common.stall.beacon import boot_id
 from common.store.run_dir import RunDir
 

@@ -11,7 +11,7 @@ from common.config.env import RemoteOptions
 from common.config.envhub import EnvhubSection
 from common.config.envs import EnvsSection
 from common.errors import EnvError
-from common.http.limits import QuietSocket, limited_protocol
+from common.http.serving import QuietSocket, limited_protocol
 from envhub import main
 
 HOST = "127.0.0.1"

@@ -17,7 +17,7 @@ from common.config.load import list_configs, override_value
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.host import machine
-from common.host.cores import cores_here
+from common.host.cgroups import cores_here
 from common.host.loopback import family_of, loopback
 from common.host.machine import GIB
 from common.repository import ROOT

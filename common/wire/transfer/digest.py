@@ -8,7 +8,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from common.host.cores import num_cores
+from common.host.cgroups import num_cores
 
 DIGEST_BYTES = 16
 PIECE_BYTES = 16 << 20  # A thread checks this many bytes of a version at a time.

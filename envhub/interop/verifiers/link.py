@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.http.environment import direct_loopback
+from common.host.loopback import direct_loopback
 from common.text import json_bytes
 from envhub.env import EnvFailure
 

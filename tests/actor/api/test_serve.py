@@ -35,7 +35,7 @@ from actor.seats.endpoint import Endpoint
 from common.config.load import load_config
 from common.config.policy import PolicySection
 from common.errors import ConfigError, EngineError
-from common.http import limits
+from common.http import serving as limits
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 

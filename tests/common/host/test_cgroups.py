@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from common.host.cgroups import cpu_quotas, cpu_used_s, memory_limit
-from common.host.cores import cores_here, num_cores
+from common.host.cgroups import cores_here, cpu_quotas, cpu_used_s, memory_limit, num_cores
 from common.host.machine import memory_bytes
 
 MIB = 1 << 20

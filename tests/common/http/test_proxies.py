@@ -5,7 +5,7 @@ import socket
 import psutil
 import pytest
 
-from common.http.environment import direct_loopback
+from common.host.loopback import direct_loopback
 from common.http.proxies import ProxyFailed, proxy_for, route_note
 
 OTHER = "http://elsewhere.example:8080/path"

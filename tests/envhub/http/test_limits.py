@@ -14,7 +14,7 @@ import pytest
 from common.config.env import RemoteOptions
 from common.config.envhub import EnvhubSection
 from common.config.envs import EnvsSection
-from common.http import limits
+from common.http import serving as limits
 from envhub import main
 
 HOST = "127.0.0.1"

@@ -15,7 +15,7 @@ import pytest
 from common.config.env import RemoteOptions
 from common.config.envhub import EnvhubSection
 from common.config.envs import EnvsSection
-from common.http.limits import QuietSocket, limited_protocol
+from common.http.serving import QuietSocket, limited_protocol
 from envhub import main
 from envhub.env import Style
 from envhub.envs.textcraft.env import make_spec

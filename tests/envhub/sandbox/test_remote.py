@@ -18,7 +18,7 @@ import pytest
 import uvicorn
 
 from common.config.envs import SandboxOptions
-from common.http import limits
+from common.http import serving as limits
 from common.repository import ROOT
 from envhub.sandbox.bubblewrap import Bubblewrap
 from envhub.sandbox.interface import (

@@ -157,8 +157,7 @@ def server_config(app: "FastAPI") -> "uvicorn.Config":
     """Return the configuration of a server, with limits on silent and slow connections."""
     import uvicorn
 
-    from common.http.limits import limited_protocol
-    from common.http.refusals import Refusals
+    from common.http.serving import Refusals, limited_protocol
 
     return uvicorn.Config(
         app,

@@ -17,7 +17,7 @@ from typing import Any
 from common.config.ray import RaySection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.host.cores import num_cores
+from common.host.cgroups import num_cores
 from common.host.loopback import IPV6, loopback
 from common.host.machine import gpus
 from common.store.run_dir import RunDir

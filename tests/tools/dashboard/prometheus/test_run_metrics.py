@@ -17,7 +17,7 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.host.lock import hold_run
-from common.http import limits
+from common.http import serving as limits
 from common.store.run_dir import RunDir
 from envhub.http.exposition import MetricsPage
 from tests.tools.dashboard.runs import make_run, step_metrics

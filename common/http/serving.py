@@ -1,17 +1,60 @@
-"""Limits of HTTP servers on connections before authentication: header size, time and number."""
+"""HTTP servers: limits before authentication (header size, time, number), counts of refusals."""
 
 import asyncio
 import base64
 import hmac
 import logging
 from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from common.http.refusals import REFUSED, Refusals
 from common.wire.access.connections import RESERVED_FILES, raise_file_limit
+
+
+class EmbeddedServer(uvicorn.Server):
+    """A server that does not install signal handlers."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+MAX_ADDRESSES = 1_000  # Addresses with counts of their own; later ones are counted as "others".
+MAX_SHOWN = 50
+REFUSED = {
+    400: "malformed",
+    401: "token",
+    403: "origin",
+    413: "too_large",
+    422: "invalid",
+}  # Reasons by HTTP status.
+
+
+class Refusals:
+    """Requests and connections that a hub refused, by address and reason."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, Counter[str]] = {}
+
+    def note(self, client: tuple[str, int] | None, reason: str) -> None:
+        """Count one refusal of a client, by the address that uvicorn reports."""
+        address = client[0] if client else "unknown"
+        if len(self._counts) >= MAX_ADDRESSES and address not in self._counts:
+            address = "others"
+        self._counts.setdefault(address, Counter())[reason] += 1
+
+    def report(self) -> dict[str, int]:
+        """Return the most frequent refusals by "address/reason", with their counts."""
+        found = Counter(
+            {f"{a}/{r}": n for a, c in self._counts.copy().items() for r, n in c.items()}
+        )
+        return dict(found.most_common(MAX_SHOWN))
+
 
 MAX_HEADER_BYTES = 64 * 1024  # Maximum bytes of a request's head with its path.
 REQUEST_S = 20.0  # Deadline for a complete request, from its first byte or from the connection.
