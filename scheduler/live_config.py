@@ -16,8 +16,7 @@ from common.config.live import (
     text_at,
     with_values,
 )
-from common.config.load import check_training
-from common.config.run_config import RunConfig
+from common.config.run_config import RunConfig, check_training
 from common.errors import ConfigError
 from common.store.run_dir import RunDir
 from common.wire.config_messages import ConfigChanged, ConfigRequest, LiveConfig

@@ -9,6 +9,8 @@ from functools import cache
 from types import UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
+from omegaconf import MISSING
+
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 
@@ -17,6 +19,7 @@ MAX_WHOLE = 1 << 1000  # Numbers below this can be compared with a float.
 SHORT_KEYS = {"data": "envs.dataset", "reward": "envs.dataset.reward"}
 NEAR_LAST_FRAC = 0.7  # Smallest similarity of a suggested key's last word.
 MAX_NAMES_CHARS = 300  # A longer list of a section's keys is not shown.
+Tree = dict[str, Any]  # Values by key; sections are trees again.
 _KEY = re.compile(r"[A-Za-z_]\w*(\.\w+(/\w+)?|\[\d+\])*")
 _WORDS = {
     Any: "text, or a map from names to values",
@@ -34,8 +37,52 @@ def field_kinds(section: Any) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in fields(section)}
 
 
+def default_value(kind: Any) -> Any:
+    """Return the value of a new place of a type: a section with its defaults, or an empty one."""
+    if is_dataclass(kind):
+        return default_tree(kind)
+    empty: dict[Any, Any] = {list: [], dict: {}}
+    return empty.get(get_origin(kind))
+
+
+def default_tree(section: Any) -> Tree:
+    """Return the defaults of a section by key. `MISSING` stands for values that have none."""
+    return {
+        field.name: default_tree(kind) if is_dataclass(kind) else default_of(field)
+        for field, kind in zip(fields(section), field_kinds(section).values(), strict=True)
+    }
+
+
+def default_of(field: Field[Any]) -> Any:
+    """Return the default of a key."""
+    return field.default_factory() if callable(field.default_factory) else field.default
+
+
+def build(kind: Any, value: Any, *, key: str) -> Any:
+    """Return a checked tree as instances of the classes of its sections.
+
+    Raises: ConfigError: a key without a default has no value.
+    """
+    if is_dataclass(kind):
+        values = default_tree(kind) | value
+        for field in fields(kind):
+            name = f"{key}.{field.name}" if key else field.name
+            if values[field.name] == MISSING:
+                text = field.metadata["text"]
+                raise ConfigError(f"{name} is not set: give {name}=... ({text})")
+            values[field.name] = build(field_kinds(kind)[field.name], values[field.name], key=name)
+        return cast(Any, kind)(**values)
+    if get_origin(kind) is list:
+        (item,) = get_args(kind)
+        return [build(item, entry, key=f"{key}[{i}]") for i, entry in enumerate(value)]
+    if get_origin(kind) is dict:
+        item = get_args(kind)[1]
+        return {name: build(item, entry, key=f"{key}.{name}") for name, entry in value.items()}
+    return value
+
+
 @cache
-def list_keys() -> tuple[str, ...]:
+def list_keys(schema: type[RunConfig] = RunConfig) -> tuple[str, ...]:
     """Return every dotted key of the configuration. Index 0 represents all items of a list."""
 
     def walk(section: Any, prefix: str) -> list[str]:
@@ -50,14 +97,14 @@ def list_keys() -> tuple[str, ...]:
                 keys += walk(get_args(kind)[0], f"{prefix}{name}[0].")
         return keys
 
-    return tuple(walk(RunConfig, ""))
+    return tuple(walk(schema, ""))
 
 
-def key_hint(key: str) -> str:
+def key_hint(key: str, schema: type[RunConfig] = RunConfig) -> str:
     """Return the end of an error about an unknown key: the nearest key, or where to find them."""
-    if near := nearest_keys(key):
+    if near := nearest_keys(key, schema):
         return f"; the nearest is {near}"
-    section, kind = _section_of(key)
+    section, kind = _section_of(key, schema)
     if not section:
         return "; docs/CONFIGURATION.md lists all keys, and `python run.py help` their sections"
     names = ", ".join(field_kinds(kind))
@@ -66,15 +113,15 @@ def key_hint(key: str) -> str:
     return f"; {section} has the keys {names}"
 
 
-def nearest_keys(key: str) -> str:
+def nearest_keys(key: str, schema: type[RunConfig]) -> str:
     """Return the most similar valid key, or the keys with the same last word, as "a or b".
 
     "": no key is similar.
     """
     last = key.rsplit(".", 1)[-1]
     if "." not in key:
-        namesakes = [known for known in list_keys() if known.rsplit(".", 1)[-1] == last]
-        sections = difflib.get_close_matches(key, list(field_kinds(RunConfig)), n=1, cutoff=0.7)
+        namesakes = [known for known in list_keys(schema) if known.rsplit(".", 1)[-1] == last]
+        sections = difflib.get_close_matches(key, list(field_kinds(schema)), n=1, cutoff=0.7)
         if namesakes or sections:
             return " or ".join(map(_shortest, namesakes[:3] or sections))
 
@@ -83,14 +130,14 @@ def nearest_keys(key: str) -> str:
         by_last = difflib.SequenceMatcher(None, known.rsplit(".", 1)[-1], last).ratio()
         return by_last, difflib.SequenceMatcher(None, known, key).ratio()
 
-    best = max(list_keys(), key=lambda known: sum(likeness(known)))
+    best = max(list_keys(schema), key=lambda known: sum(likeness(known)))
     return _shortest(best) if likeness(best)[0] >= NEAR_LAST_FRAC else ""
 
 
-def _section_of(key: str) -> tuple[str, Any]:
+def _section_of(key: str, schema: type[RunConfig]) -> tuple[str, Any]:
     """Return the existing section in which an unknown key begins, and its class; "" for none."""
     names: list[str] = []
-    kind: Any = RunConfig
+    kind: Any = schema
     for part in dotted(key).split("."):
         below = field_kinds(kind).get(part)
         if not is_dataclass(below):
@@ -136,7 +183,9 @@ def describe_kind(kind: Any) -> str:
     return _WORDS[kind]
 
 
-def declared(key: str, *, shown: str) -> tuple[Any, Field[Any]]:
+def declared(
+    key: str, *, shown: str, schema: type[RunConfig] = RunConfig
+) -> tuple[Any, Field[Any]]:
     """Return the type that a dotted key expects, and the field that declares it.
 
     Args:
@@ -146,9 +195,9 @@ def declared(key: str, *, shown: str) -> tuple[Any, Field[Any]]:
     Raises: ConfigError: there is no such key; the message names the nearest one, see `key_hint`.
     """
     if not _KEY.fullmatch(key):
-        raise ConfigError(f"{shown}: not a key{key_hint(key)}")
-    kind: Any = RunConfig
-    field: Field[Any] = fields(RunConfig)[0]
+        raise ConfigError(f"{shown}: not a key{key_hint(key, schema)}")
+    kind: Any = schema
+    field: Field[Any] = fields(schema)[0]
     for part in dotted(key).split("."):
         if is_dataclass(kind) and part in field_kinds(kind):
             (field,) = (each for each in fields(kind) if each.name == part)
@@ -160,7 +209,7 @@ def declared(key: str, *, shown: str) -> tuple[Any, Field[Any]]:
         elif kind is Any:  # A value of any type may be a map itself.
             pass
         else:
-            raise ConfigError(f"{shown}: no such key{key_hint(key)}")
+            raise ConfigError(f"{shown}: no such key{key_hint(key, schema)}")
     return kind, field
 
 
@@ -182,7 +231,7 @@ def expand_sections(sections: dict[Any, Any]) -> dict[Any, Any]:
     return sections
 
 
-def conform(value: Any, kind: Any, *, key: str) -> Any:
+def conform(value: Any, kind: Any, *, key: str, schema: type[RunConfig] = RunConfig) -> Any:
     """Return `value` after a check against `kind`, with names replaced by enum members.
 
     An interpolation ("${...}") of a single value is returned unchanged.
@@ -191,22 +240,36 @@ def conform(value: Any, kind: Any, *, key: str) -> Any:
         ConfigError: an unknown key or a wrong type at any depth. The message has the key, its
             value and the expected type.
     """
-    is_leaf = get_origin(kind) in (None, UnionType) and not is_dataclass(kind)
+    origin: Any = get_origin(kind)
+    is_leaf = origin in (None, UnionType) and not is_dataclass(kind)
     if is_leaf and isinstance(value, str) and value.startswith("${"):
         return value
     if is_dataclass(kind) and isinstance(value, dict):
-        return _conform_section(cast(dict[Any, Any], value), kind, key)
+        tree = cast(dict[Any, Any], value)
+        kinds = field_kinds(kind)
+        below = {name: f"{key}.{name}" if key else f"{name}" for name in tree}
+        for name in tree:
+            if name not in kinds:
+                wrong, leaf = _first_leaf(below[name], tree[name])
+                raise ConfigError(f"{wrong}={show(leaf)}: no such key{key_hint(wrong, schema)}")
+        return {
+            name: conform(entry, kinds[name], key=below[name], schema=schema)
+            for name, entry in tree.items()
+        }
     if kind is Any:
         return value
-    if get_origin(kind) is list and isinstance(value, list):
+    if origin is list and isinstance(value, list):
         (item,) = get_args(kind)
-        return [
-            conform(each, item, key=f"{key}[{i}]") for i, each in enumerate(cast(list[Any], value))
-        ]
-    if get_origin(kind) is dict and isinstance(value, dict):
+        entries = enumerate(cast(list[Any], value))
+        return [conform(entry, item, key=f"{key}[{i}]", schema=schema) for i, entry in entries]
+    if origin is dict and isinstance(value, dict):
         item = get_args(kind)[1]
-        below = cast(dict[Any, Any], value)
-        return {name: conform(each, item, key=f"{key}.{name}") for name, each in below.items()}
+        tree = cast(dict[Any, Any], value)
+        if all(isinstance(name, str) for name in tree):
+            return {
+                name: conform(entry, item, key=f"{key}.{name}", schema=schema)
+                for name, entry in tree.items()
+            }
     if is_leaf:
         return _conform_leaf(value, kind, key)
     raise ConfigError(f"{key}={show(value)}: expects {describe_kind(kind)}")
@@ -216,17 +279,6 @@ def show(value: Any) -> str:
     """Return a value in YAML notation, shortened."""
     text = json.dumps(value) if value is None or isinstance(value, bool) else str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _conform_section(value: dict[Any, Any], section: Any, key: str) -> dict[str, Any]:
-    """Return a section's values after the check of each; unknown keys raise ConfigError."""
-    kinds = field_kinds(section)
-    prefix = f"{key}." if key else ""
-    for name in value:
-        if name not in kinds:
-            wrong, leaf = _first_leaf(f"{prefix}{name}", value[name])
-            raise ConfigError(f"{wrong}={show(leaf)}: no such key{key_hint(wrong)}")
-    return {name: conform(each, kinds[name], key=f"{prefix}{name}") for name, each in value.items()}
 
 
 def _first_leaf(key: str, value: Any) -> tuple[str, Any]:

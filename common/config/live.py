@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from common.config.horizon import HorizonKind
-from common.config.keys import conform, declared, dotted
+from common.config.keys import declared, dotted
 from common.config.learner import OptimizerKind
-from common.config.load import load_config, parse_text, parse_value
+from common.config.load import load_config, parse_override
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
@@ -119,17 +119,14 @@ def with_values(cfg: RunConfig, values: Mapping[str, str]) -> RunConfig:
     """
     tree: dict[str, Any] = {}
     for key, text in values.items():
-        shown = f"{key}={text}"
-        kind, _ = declared(key, shown=shown)
+        value = parse_override(key, text)
         if "${" in text:
-            raise ConfigError(f"{shown}: a value must not refer to another key or a variable")
+            raise ConfigError(f"{key}={text}: a value must not refer to another key or a variable")
         *above, last = dotted(key).split(".")
-        held = tree
+        section = tree
         for name in above:
-            held = held.setdefault(name, {})
-        held[last] = (
-            parse_text(text) if kind is str else conform(parse_value(text, key), kind, key=key)
-        )
+            section = section.setdefault(name, {})
+        section[last] = value
     return _replaced(cfg, tree)
 
 

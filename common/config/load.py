@@ -4,21 +4,30 @@ import copy
 import json
 import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import asdict, replace
 from enum import Enum
 from functools import lru_cache
 from io import StringIO
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import yaml
-from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from common.config.envs import EnvsSection, choose_env
-from common.config.keys import conform, declared, dotted, expand_sections, show
+from common.config.keys import (
+    Tree,
+    build,
+    conform,
+    declared,
+    default_tree,
+    default_value,
+    dotted,
+    expand_sections,
+    show,
+)
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.text import counted, near_hint
@@ -27,11 +36,17 @@ from common.text import counted, near_hint
 HOME = re.compile(r"(?P<kind>[a-z]\w*:)?(?=~[\w.-]*(?:/|$))")
 _DEFAULTS = "defaults"  # The only YAML key outside of the schema.
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # The one in C is five times as fast.
+Config = TypeVar("Config", bound=RunConfig)
 
 
 def load_config(
-    config: str | None, overrides: Sequence[str], *, root: Path, is_dry: bool = False
-) -> RunConfig:
+    config: str | None,
+    overrides: Sequence[str],
+    *,
+    root: Path,
+    is_dry: bool = False,
+    schema: type[Config] = RunConfig,  # type: ignore[assignment]
+) -> Config:
     """Return the configuration of a run.
 
     Args:
@@ -39,66 +54,20 @@ def load_config(
         overrides: "section.key=value" each; text values are not parsed.
         root: the repository.
         is_dry: model.architecture replaces a missing model.path.
+        schema: the configuration class of the command.
 
     Returns:
         The checked configuration. The default of `run.name` is the config's name.
 
     Raises: ConfigError: one line with the key, the value and the expected value.
     """
-    try:
-        trees = [] if config is None else _read_trees(find_config(config, root=root), root)
-        merged = copy.deepcopy(_merged(_Trees(repr(trees), trees)))
-        seen = _apply_overrides(merged, overrides)
-        _derive(merged, is_dry=is_dry)
-        if merged.envhub.style == "auto":
-            merged.envhub.style = _style_of_policy(merged, root)
-        missing = sorted(OmegaConf.missing_keys(merged)) if _may_lack_values(merged) else []
-        if missing:
-            key = missing[0]
-            _, key_field = declared(key, shown=key)
-            raise ConfigError(f"{key} is not set: give {key}=... ({key_field.metadata['text']})")
-        if "groups.min_size" not in seen and not any("min_size" in _groups(each) for each in trees):
-            merged.groups.min_size = max(1, min(merged.groups.min_size, merged.groups.size))
-        choices = [task for task in merged.tasks if "|" in task.env]
-        if choices:
-            envs = cast(EnvsSection, OmegaConf.to_object(merged.envs))
-            for task in choices:
-                task.env = choose_env(task.env, envs)
-        return cast(RunConfig, OmegaConf.to_object(merged))
-    except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None) or "config"
-        raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class _Trees:
-    """YAML trees in their order; equal texts mean equal trees."""
-
-    text: str
-    content: list[dict[str, Any]] = field(compare=False)
-
-
-@lru_cache(maxsize=128)  # A command loads its configuration several times.
-def _merged(trees: _Trees) -> DictConfig:
-    """Return the defaults, changed by trees. A copy takes a third of the time of a merge."""
-    merged = copy.deepcopy(_declared_defaults())
-    for tree in trees.content:
-        merged = OmegaConf.unsafe_merge(merged, tree)
-    _unfreeze(merged)
-    return cast(DictConfig, merged)
-
-
-@lru_cache(maxsize=1)
-def _declared_defaults() -> DictConfig:
-    """Return the defaults of all keys. A copy takes a quarter of the time of `structured`."""
-    return OmegaConf.structured(RunConfig)
-
-
-def _read_trees(path: Path, root: Path) -> list[dict[str, Any]]:
-    """Return the trees of a YAML file and its `defaults` chain; the file's name is the run's."""
-    trees = _read_chain(path, root=root)
-    trees[0]["run"] = {"name": path.stem} | (trees[0].get("run") or {})
-    return trees
+    settings: Tree = {}
+    if config is not None:
+        path = find_config(config, root=root)
+        settings = {"run": {"name": path.stem}}
+        for tree in _read_chain(path, root=root, schema=schema):
+            settings = _merged(settings, tree)
+    return _loaded(settings, overrides, root=root, is_dry=is_dry, schema=schema)
 
 
 def load_received(text: str, overrides: Sequence[str], *, root: Path) -> RunConfig:
@@ -106,12 +75,59 @@ def load_received(text: str, overrides: Sequence[str], *, root: Path) -> RunConf
 
     Raises: ConfigError: as `load_config`.
     """
-    with tempfile.NamedTemporaryFile(
-        "w", prefix="longstride-", suffix=".yaml", encoding="utf-8"
-    ) as file:
-        file.write(text)
-        file.flush()
-        return load_config(file.name, overrides, root=root)
+    _, settings = _parse(text, "the configuration of the run", schema=RunConfig)
+    return _loaded(settings, overrides, root=root, is_dry=False, schema=RunConfig)
+
+
+def _loaded(
+    settings: Tree, overrides: Sequence[str], *, root: Path, is_dry: bool, schema: type[Config]
+) -> Config:
+    """Return the configuration with the settings of files, then overrides."""
+    tree = _merged(default_tree(schema), settings)
+    tree, seen = _apply_overrides(tree, overrides, schema=schema)
+    tree = _resolved(tree, schema=schema) if _refers(tree) else copy.deepcopy(tree)
+    _derive(tree, is_dry=is_dry)
+    if tree["envhub"]["style"] == "auto":
+        tree["envhub"]["style"] = _style_of_policy(tree, root)
+    groups = tree["groups"]
+    if "groups.min_size" not in seen and "min_size" not in settings.get("groups", {}):
+        groups["min_size"] = max(1, min(groups["min_size"], groups["size"]))
+    for task in tree["tasks"]:
+        if "|" in task.get("env", ""):
+            task["env"] = choose_env(task["env"], build(EnvsSection, tree["envs"], key="envs"))
+    return build(schema, tree, key="")
+
+
+def _merged(base: Tree, changes: Tree) -> Tree:
+    """Return a tree with changes: maps are merged, all other values are replaced."""
+    merged = dict(base)
+    for name, value in changes.items():
+        is_map = isinstance(value, dict) and isinstance(base.get(name), dict)
+        merged[name] = _merged(base[name], cast(Tree, value)) if is_map else value
+    return merged
+
+
+def _refers(value: Any) -> bool:
+    """Return whether a text refers to another key or a variable, as "${...}"."""
+    if isinstance(value, dict):
+        return any(map(_refers, cast(Tree, value).values()))
+    if isinstance(value, list):
+        return any(map(_refers, cast(list[Any], value)))
+    return isinstance(value, str) and "${" in value
+
+
+def _resolved(tree: Tree, *, schema: type[Config]) -> Tree:
+    """Return a tree with values in place of references. Raises: ConfigError."""
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(schema), tree)
+        return cast(Tree, OmegaConf.to_container(merged, resolve=True))
+    except InterpolationToMissingValueError as error:
+        key = str(error.full_key)
+        text = declared(key, shown=key, schema=schema)[1].metadata["text"]
+        raise ConfigError(f"{key} is not set: give {key}=... ({text})") from error
+    except OmegaConfBaseException as error:
+        key = error.full_key or "config"
+        raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from error
 
 
 def with_home(value: Any) -> Any:
@@ -195,15 +211,15 @@ def override_value(overrides: Sequence[str], key: str) -> str | None:
     return None
 
 
-def _read_chain(path: Path, *, root: Path) -> list[dict[str, Any]]:
+def _read_chain(path: Path, *, root: Path, schema: type[RunConfig]) -> list[Tree]:
     """Return the YAML trees of the `defaults` chain, from its base to `path` itself."""
-    chain: list[dict[str, Any]] = []
+    chain: list[Tree] = []
     seen: list[Path] = []
     while True:
         if path.resolve() in seen:
             raise ConfigError(f"{path}: the chain of `defaults` returns to this file; remove one")
         seen.append(path.resolve())
-        base, tree = _read(path)
+        base, tree = _read(path, schema=schema)
         chain.insert(0, tree)
         if base is None:
             return chain
@@ -219,29 +235,34 @@ def _find_base(base: Any, path: Path, *, root: Path) -> Path:
     raise ConfigError(f"{path}: defaults={show(base)}: {law}")
 
 
-def _read(path: Path) -> tuple[Any, dict[str, Any]]:
+def _read(path: Path, *, schema: type[RunConfig]) -> tuple[Any, Tree]:
     """Return `defaults` of a YAML file (None if missing) and its checked sections."""
     try:
         text = path.read_text(encoding="utf-8")
     except (UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+    return _parse(text, str(path), schema=schema)
+
+
+def _parse(text: str, source: str, *, schema: type[RunConfig]) -> tuple[Any, Tree]:
+    """Return `defaults` of a YAML text (None if missing) and its checked sections."""
     try:
         tree = copy.deepcopy(_parse_yaml(text))
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date.
         line = getattr(getattr(error, "problem_mark", None), "line", None)
         where = "" if line is None else f" line {line + 1}"
         problem = getattr(error, "problem", error)
-        raise ConfigError(f"{path}{where}: not valid YAML: {problem}") from error
+        raise ConfigError(f"{source}{where}: not valid YAML: {problem}") from error
     except OSError:  # OmegaConf raises it for a number or a date.
         tree = text.strip()
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expects sections at the top, not {show(tree)}")
+        raise ConfigError(f"{source}: expects sections at the top, not {show(tree)}")
     sections = cast(dict[Any, Any], tree)
     base = sections.pop(_DEFAULTS, None)
     try:
-        return base, with_home(conform(expand_sections(sections), RunConfig, key=""))
+        return base, with_home(conform(expand_sections(sections), schema, key="", schema=schema))
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{source}: {error}") from error
 
 
 @lru_cache(maxsize=32)
@@ -249,29 +270,29 @@ def _parse_yaml(text: str) -> Any:
     return OmegaConf.to_container(OmegaConf.load(StringIO(text)), resolve=False)
 
 
-def _derive(merged: DictConfig, *, is_dry: bool) -> None:
+def _derive(tree: Tree, *, is_dry: bool) -> None:
     """Derive the number of a role's processes from its GPUs, unless the config sets it."""
-    model = merged.model
-    learner = merged.learner
-    actor = merged.actor
-    if is_dry and OmegaConf.is_missing(model, "path") and model.architecture:
-        model.path = model.architecture
-    if learner.num_gpus and learner.num_ranks == 1:
-        learner.num_ranks = learner.num_gpus
-    if learner.num_ranks == 1:
-        learner.num_ranks = learner.num_nodes * max(1, learner.ranks_per_node)
+    model = tree["model"]
+    learner = tree["learner"]
+    actor = tree["actor"]
+    if is_dry and model["path"] == MISSING and model["architecture"]:
+        model["path"] = model["architecture"]
+    if learner["num_gpus"] and learner["num_ranks"] == 1:
+        learner["num_ranks"] = learner["num_gpus"]
+    if learner["num_ranks"] == 1:
+        learner["num_ranks"] = learner["num_nodes"] * max(1, learner["ranks_per_node"])
     # The constraints of both keys are checked later.
-    width = max(1, actor.tensor_parallel_size) * max(1, actor.engines_per_process)
-    if actor.num_gpus and actor.num_gpus % width == 0 and actor.num_actors == 1:
-        actor.num_actors = actor.num_gpus // width
+    width = max(1, actor["tensor_parallel_size"]) * max(1, actor["engines_per_process"])
+    if actor["num_gpus"] and actor["num_gpus"] % width == 0 and actor["num_actors"] == 1:
+        actor["num_actors"] = actor["num_gpus"] // width
 
 
-def _style_of_policy(merged: DictConfig, root: Path) -> str:
+def _style_of_policy(tree: Tree, root: Path) -> str:
     """Return the style of the prompts on which the policy was trained, or `instructed`."""
-    model = merged.model
-    if merged.policy.url or OmegaConf.is_missing(model, "path"):
+    model = tree["model"]
+    if tree["policy"]["url"] or model["path"] == MISSING:
         return "instructed"
-    folders = (root / folder for folder in (model.path, model.architecture) if folder)
+    folders = (root / folder for folder in (model["path"], model["architecture"]) if folder)
     folder = next((path for path in folders if path.is_dir()), None)
     return "instructed" if folder is None else style_of_model(folder)
 
@@ -296,72 +317,56 @@ def style_of_model(folder: Path) -> str:
     return style
 
 
-def _groups(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    return tree.get("groups") or {}
-
-
-def _apply_overrides(merged: DictConfig, overrides: Sequence[str]) -> dict[str, str]:
-    """Set the overrides in the merged configuration; return them by key. Raises: ConfigError."""
+def _apply_overrides(
+    tree: Tree, overrides: Sequence[str], *, schema: type[RunConfig]
+) -> tuple[Tree, dict[str, str]]:
+    """Return a tree with the overrides, and the overrides by key. Raises: ConfigError."""
     seen: dict[str, str] = {}
     for override in overrides:
         key, equals, raw = override.partition("=")
         if not equals:
             raise ConfigError(f"{override}: an override is key=value, like learner.lr=1e-4")
-        kind, _ = declared(key, shown=override)
+        value = with_home(parse_override(key, raw, schema=schema))
         name = dotted(key)
         if name in seen:
             raise ConfigError(f"{override}: {key} is given twice, first as {seen[name]}")
         seen[name] = override
-        value = parse_text(raw) if kind is str else conform(parse_value(raw, key), kind, key=key)
-        value = with_home(value)
-        _add_user_section(merged, name, shown=override)
-        OmegaConf.update(merged, name, value, merge=True)
-        _unfreeze(OmegaConf.select(merged, name.partition(".")[0]))  # It may have new nodes.
-    return seen
+        tree = _changed(tree, name.split("."), value, key="", shown=override, schema=schema)
+    return tree, seen
 
 
-def _add_user_section(merged: DictConfig, name: str, *, shown: str) -> None:
-    """Add the sections of a user-named key (`per_env.x.kind`); refuse too high an index."""
-    parts = name.split(".")
-    for i in range(1, len(parts)):
-        above = ".".join(parts[:i])
-        section = ".".join(parts[: i + 1])
-        kind, _ = declared(section, shown=section)
-        held = OmegaConf.select(merged, above)
-        if parts[i].isdigit() and int(parts[i]) >= len(held):
-            num = counted(len(held), "entry", "entries")
-            raise ConfigError(f"{shown}: {above} has {num}; the first has index 0")
-        if is_dataclass(kind) and OmegaConf.select(merged, section) is None:
-            held[parts[i]] = OmegaConf.structured(kind)
-            _unfreeze(merged)
+def parse_override(key: str, raw: str, *, schema: type[RunConfig] = RunConfig) -> Any:
+    """Return the value of an override, checked against the type of its key. Raises: ConfigError."""
+    kind, _ = declared(key, shown=f"{key}={raw}", schema=schema)
+    return parse_text(raw) if kind is str else conform(parse_value(raw, key), kind, key=key)
 
 
-# OmegaConf checks each access to a node, so a walk over all nodes reads their content directly.
+def _changed(
+    value: Any, below: Sequence[str], change: Any, *, key: str, shown: str, schema: type[RunConfig]
+) -> Any:
+    """Return a value with a change at a place below it; refuse too high an index.
 
-
-def _unfreeze(node: Any) -> None:
-    """Make nodes writable that OmegaConf marks read-only because their class is frozen."""
-    if OmegaConf.is_config(node):
-        OmegaConf.set_readonly(node, None)
-        for child in _children(node):
-            _unfreeze(child)
-
-
-def _may_lack_values(node: Any) -> bool:
-    """Return whether a value is missing, or may refer to a missing one."""
-    children = _children(node)
-    if not children:
-        value = node._value()
-        return isinstance(value, str) and (value == MISSING or "${" in value)
-    return any(map(_may_lack_values, children))
-
-
-def _children(node: Any) -> list[Any]:
-    """Return the nodes below a map or a list; [] for a node without any."""
-    content = node._content if OmegaConf.is_config(node) else None
-    if isinstance(content, dict):
-        return list(cast(dict[Any, Any], content).values())
-    return cast(list[Any], content) if isinstance(content, list) else []
+    Sections of new names (`per_env.x.kind`) begin with their defaults.
+    """
+    if not below:
+        return _merged({"": value}, {"": change})[""]
+    part, *rest = below
+    if isinstance(value, list):
+        entries = cast(list[Any], value)
+        if not part.isdigit() or int(part) >= len(entries):
+            num = counted(len(entries), "entry", "entries")
+            raise ConfigError(f"{shown}: {key} has {num}; the first has index 0")
+        entry = _changed(
+            entries[int(part)], rest, change, key=f"{key}.{part}", shown=shown, schema=schema
+        )
+        return [*entries[: int(part)], entry, *entries[int(part) + 1 :]]
+    section = f"{key}.{part}" if key else part
+    tree = cast(Tree, value) if isinstance(value, dict) else {}
+    if part not in tree:
+        tree = tree | {part: default_value(declared(section, shown=section, schema=schema)[0])}
+    return tree | {
+        part: _changed(tree[part], rest, change, key=section, shown=shown, schema=schema)
+    }
 
 
 def parse_text(raw: str) -> str:
@@ -392,22 +397,3 @@ def _without_enums(value: object) -> object:
     if isinstance(value, list):
         return [_without_enums(each) for each in cast(list[object], value)]
     return value.value if isinstance(value, Enum) else value
-
-
-def check_training(cfg: RunConfig) -> None:
-    """Check that an episode fits in a microbatch, and that sessions outlast turns.
-
-    Raises: ConfigError: the message has the key and the value.
-    """
-    budget = cfg.learner.max_tokens_per_microbatch
-    longest = cfg.actor.max_model_len
-    if cfg.learner.row_tokens < longest:
-        ranks = cfg.learner.sequence_ranks
-        over = f" / learner.sequence_ranks={ranks}" * (ranks > 1)
-        law = f"must be >= actor.max_model_len={longest}{over}, the tokens of the longest episode"
-        raise ConfigError(f"learner.max_tokens_per_microbatch={budget}: {law}")
-    lease_s = cfg.envhub.session_lease_s
-    turn_s = cfg.actor.turn_timeout_s
-    if not cfg.envhub.url and lease_s < turn_s:
-        law = f"must be >= actor.turn_timeout_s={turn_s:g}: a session is silent during a turn"
-        raise ConfigError(f"envhub.session_lease_s={lease_s:g}: {law}")

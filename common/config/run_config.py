@@ -37,6 +37,7 @@ from common.config.run import RunSection
 from common.config.scheduler import SchedulerSection
 from common.config.tasks import TaskSection, are_apart
 from common.config.train import TrainMode, TrainSection
+from common.errors import ConfigError
 from common.formats.action_size import MOST_ACTION_MIB, needed_mib
 
 
@@ -186,3 +187,22 @@ def published_version(cfg: RunConfig, version: int) -> int:
     if version >= cfg.train.num_steps:
         return version
     return max(0, version - cfg.learner.hold_back_steps)
+
+
+def check_training(cfg: RunConfig) -> None:
+    """Check that an episode fits in a microbatch, and that sessions outlast turns.
+
+    Raises: ConfigError: the message has the key and the value.
+    """
+    budget = cfg.learner.max_tokens_per_microbatch
+    longest = cfg.actor.max_model_len
+    if cfg.learner.row_tokens < longest:
+        ranks = cfg.learner.sequence_ranks
+        over = f" / learner.sequence_ranks={ranks}" * (ranks > 1)
+        law = f"must be >= actor.max_model_len={longest}{over}, the tokens of the longest episode"
+        raise ConfigError(f"learner.max_tokens_per_microbatch={budget}: {law}")
+    lease_s = cfg.envhub.session_lease_s
+    turn_s = cfg.actor.turn_timeout_s
+    if not cfg.envhub.url and lease_s < turn_s:
+        law = f"must be >= actor.turn_timeout_s={turn_s:g}: a session is silent during a turn"
+        raise ConfigError(f"envhub.session_lease_s={lease_s:g}: {law}")

@@ -13,9 +13,9 @@ from actor.agents.tls import UNENCRYPTED, server_tls
 from common.config.actor import ActorSection
 from common.config.envs import DatasetOptions
 from common.config.learner import Offload
-from common.config.load import check_training, list_configs
+from common.config.load import list_configs
 from common.config.run import Resume
-from common.config.run_config import Launcher, RunConfig
+from common.config.run_config import Launcher, RunConfig, check_training
 from common.errors import ConfigError
 from common.formats.answers import check_tools
 from common.formats.chat_template import template_at

@@ -32,9 +32,9 @@ from common.config.knobs import (
     Pattern,
     check,
 )
-from common.config.load import check_training, load_config
+from common.config.load import load_config
 from common.config.model import ModelSection
-from common.config.run_config import Launcher, RunConfig
+from common.config.run_config import Launcher, RunConfig, check_training
 from common.config.tasks import TaskSection
 from common.errors import ConfigError
 from common.repository import ROOT

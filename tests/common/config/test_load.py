@@ -164,6 +164,28 @@ def test_value_that_refers_to_a_missing_one_is_named(repository: Path) -> None:
     assert told.startswith("groups.size is not set: give groups.size=")
 
 
+def test_value_may_refer_to_a_key_or_a_variable(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIZE", "16")
+    words = [
+        "learner.lr=${learner.critic.lr}",
+        "groups.size=${oc.env:SIZE}",
+        "run.name=a${run.seed}",
+    ]
+    cfg = load_config(None, [MODEL, *words], root=repository)
+    assert (cfg.learner.lr, cfg.groups.size, cfg.run.name) == (1e-5, 16, "a0")
+    assert error_of([MODEL, "run.name=${a.b}"], repository).startswith(
+        "run.name: Interpolation key"
+    )
+
+
+def test_map_keeps_its_entries_beside_a_new_one(repository: Path) -> None:
+    words = ["actor.engine_args={a: 1}", "actor.engine_args.b.c=2"]
+    cfg = load_config(None, [MODEL, *words], root=repository)
+    assert cfg.actor.engine_args == {"a": 1, "b": {"c": 2}}
+
+
 def test_task_gets_its_first_configured_environment(tmp_path: Path, repository: Path) -> None:
     config = write(tmp_path, "a", "tasks: [{env: 'webarena|minisites', subset: CMS}]\n")
     assert load_config(config, [MODEL], root=repository).tasks[0].env == "minisites"

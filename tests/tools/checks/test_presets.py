@@ -14,8 +14,8 @@ import pytest
 from huggingface_hub import constants
 
 import run
-from common.config.load import check_training, list_configs, load_config
-from common.config.run_config import RunConfig
+from common.config.load import list_configs, load_config
+from common.config.run_config import RunConfig, check_training
 from common.errors import ConfigError
 from common.host.machine import GIB, Gpu
 from common.repository import ROOT
