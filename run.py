@@ -99,12 +99,10 @@ def dpo(cfg: RunConfig, run_dir: RunDir) -> int:
 
 
 def evolve(cfg: RunConfig, run_dir: RunDir) -> int:
-    from actor.agents.agents import Agents
     from tools.evaluate.own_process import play_given
     from tools.offline.commands import play_and_imitate
 
-    play_model = partial(play_given, make_agents=Agents)
-    return play_and_imitate(cfg, run_dir, root=ROOT, play=play_model)
+    return play_and_imitate(cfg, run_dir, root=ROOT, play=play_given)
 
 
 def merge(cfg: RunConfig, run_dir: RunDir) -> int:
@@ -114,13 +112,10 @@ def merge(cfg: RunConfig, run_dir: RunDir) -> int:
 
 
 def evaluate(cfg: RunConfig, run_dir: RunDir) -> int:
-    from actor.agents.agents import Agents
     from tools.evaluate import evaluate as player
     from tools.offline.commands import choose_held_out
 
-    return player.evaluate(
-        cfg, run_dir, root=ROOT, choose_items=choose_held_out, make_agents=Agents
-    )
+    return player.evaluate(cfg, run_dir, root=ROOT, choose_items=choose_held_out)
 
 
 def serve(cfg: RunConfig, run_dir: RunDir) -> int:
@@ -158,18 +153,15 @@ def run_learner(cfg: RunConfig, run_dir: RunDir) -> None:
 
 
 def run_actor(cfg: RunConfig, run_dir: RunDir) -> None:
-    from actor.agents.agents import Agents
-    from actor.api.serve import serve_engine
     from actor.main import run
 
-    run(cfg, run_dir, make_agents=Agents, serve_chat=serve_engine)
+    run(cfg, run_dir)
 
 
 def join_actor(cfg: RunConfig, joined: "Joined") -> None:
-    from actor.agents.agents import Agents
     from actor.main import run_joined
 
-    run_joined(cfg, joined, make_agents=Agents)
+    run_joined(cfg, joined)
 
 
 def join_envhub(cfg: RunConfig, joined: "Joined") -> None:

@@ -9,12 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from actor.links.delivery import Delivery
-from actor.links.scheduler_client import SchedulerClient
-from actor.links.waiting import wait_with_warnings
+from actor.delivery import Delivery, wait_with_warnings
 from actor.rollout.hubs import Hubs
 from actor.rollout.pool import EpisodePool
 from actor.rollout.render import Renderer
+from actor.scheduler_client import SchedulerClient
 from common.config.live import followed
 from common.config.run_config import RunConfig
 from common.cpu import family_cpu_s

@@ -6,28 +6,30 @@ import os
 import signal
 import socket
 import uuid
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import uvloop
 import zmq.asyncio
 
-from actor.devices import visible_gpus
+from actor.agents.agents import agents_of
+from actor.api.serve import serve_engine
+from actor.delivery import Delivery
 from actor.engine.engine import Engine
 from actor.engine.weights import WeightLink
 from actor.formats.tools import load_renderer
-from actor.links.delivery import Delivery
-from actor.links.scheduler_client import SchedulerClient
 from actor.loops import Parts, ProcessUsage, shut_down, work_together
-from actor.rollout.agent_runner import MakeAgents, make_runner
 from actor.rollout.hubs import Hubs
 from actor.rollout.lockstep import Rounds
 from actor.rollout.pool import EpisodePool
 from actor.rollout.render import Renderer
+from actor.scheduler_client import SchedulerClient
 from actor.seeds import engine_seed
+from common.config.actor import ActorSection
 from common.config.algorithm import Advantage
 from common.config.run_config import RunConfig
+from common.host.machine import gpus
 from common.ids import engine_names
 from common.join.enrol import Joined
 from common.quick_exit import end_during_start
@@ -43,13 +45,37 @@ logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-class ServeChat(Protocol):
-    """Serves an actor's engine to users of this machine inside the returned context."""
 
-    def __call__(
-        self, cfg: RunConfig, run_dir: RunDir, name: str, engine: Engine, renderer: Renderer
-    ) -> AbstractAsyncContextManager[None]: ...
+@contextmanager
+def visible_gpus(number: int, cfg: ActorSection) -> Iterator[None]:
+    """Show the GPUs of one engine to the processes that are started in the context.
+
+    A process with one engine shows all of its own GPUs.
+
+    Example (4 GPUs, two engines of two workers): engine 0 gets the first two, engine 1 the rest.
+    """
+    shown = [gpu.uuid for gpu in gpus()] if cfg.engines_per_process > 1 else []
+    before = os.environ.get(VISIBLE)
+    if shown:
+        os.environ[VISIBLE] = ",".join(gpus_of(number, shown, width=cfg.tensor_parallel_size))
+    try:
+        yield
+    finally:
+        if shown and before is None:
+            del os.environ[VISIBLE]
+        elif shown and before is not None:
+            os.environ[VISIBLE] = before
+
+
+def gpus_of(number: int, shown: list[str], *, width: int) -> list[str]:
+    """Return the GPUs of one engine: the next `width` ones, from the beginning after the last.
+
+    Example (2 GPUs, three engines of one worker): engine 2 shares the first GPU with engine 0.
+    """
+    first = number * width
+    return list(dict.fromkeys(shown[i % len(shown)] for i in range(first, first + width)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,38 +89,24 @@ class RunAccess:
     run_dir: RunDir | None = None
     # The model's folder holds weights. If not, the engine starts with random ones.
     has_weights: bool = True
-    make_agents: MakeAgents | None = None  # None: `actor.endpoint=true` is refused.
-    serve_chat: ServeChat | None = None  # None: the actor has no chat endpoint.
 
 
-def run(
-    cfg: RunConfig,
-    run_dir: RunDir,
-    *,
-    make_agents: MakeAgents | None = None,
-    serve_chat: ServeChat | None = None,
-) -> None:
+def run(cfg: RunConfig, run_dir: RunDir) -> None:
     """Run an actor on the run's own disk; see `play`."""
     book = AddressBook(lambda: run_dir.find_address("scheduler"))
     name = cfg.actor.name or f"actor-{socket.gethostname()}-{os.getpid()}"
     keys = own_keys(run_dir.keys, role="actor", name=name)
-    access = RunAccess(
-        name=name,
-        keys=keys,
-        book=book,
-        run_dir=run_dir,
-        make_agents=make_agents,
-        serve_chat=serve_chat,
-    )
-    play(cfg, access)
+    play(cfg, RunAccess(name=name, keys=keys, book=book, run_dir=run_dir))
 
 
-def run_joined(cfg: RunConfig, joined: Joined, *, make_agents: MakeAgents | None = None) -> None:
+def run_joined(cfg: RunConfig, joined: Joined) -> None:
     """Run an actor that has only the scheduler's address and a key file; see `play`."""
     book = AddressBook(lambda: joined.address)
-    name, keys = joined.key.name, joined.key.as_keys()
     access = RunAccess(
-        name=name, keys=keys, book=book, has_weights=not joined.model_path, make_agents=make_agents
+        name=joined.key.name,
+        keys=joined.key.as_keys(),
+        book=book,
+        has_weights=not joined.model_path,
     )
     play(cfg, access)
 
@@ -133,9 +145,9 @@ def _chat_endpoint(
     cfg: RunConfig, access: RunAccess, parts: Parts
 ) -> AbstractAsyncContextManager[None]:
     """Return the context in which the engine serves chat, if its run directory is here."""
-    if access.serve_chat is None or access.run_dir is None:
+    if access.run_dir is None:
         return nullcontext()
-    return access.serve_chat(cfg, access.run_dir, parts.name, parts.engine, parts.renderer)
+    return serve_engine(cfg, access.run_dir, parts.name, parts.engine, parts.renderer)
 
 
 async def _build(cfg: RunConfig, access: RunAccess, context: zmq.asyncio.Context) -> list[Parts]:
@@ -227,7 +239,7 @@ async def _connect(shared: _Shared, name: str, incarnation: str, engine: Engine)
         delivery=delivery,
         rounds=rounds if cfg.train.mode == "sync" else None,
         keeps_last=cfg.algorithm.advantage is Advantage.PPO,
-        agents=make_runner(access.make_agents, cfg.actor, actor=name, renderer=shared.renderer),
+        agents=agents_of(cfg.actor, actor=name, renderer=shared.renderer),
     )
     links = (shared.hubs, scheduler, delivery, weights)
     return Parts(name, engine, shared.renderer, *links, episodes, shared.usage)

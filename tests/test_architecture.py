@@ -100,7 +100,6 @@ def test_two_roles_need_each_module_of_common() -> None:
 
 
 PLUGINS = {  # Files that load modules by name: environments, adapters, the user's own code.
-    "actor/rollout/agent_runner.py",
     "envhub/catalogue/extensions.py",
     "envhub/catalogue/registry.py",
     "envhub/envs/code/harness.py",

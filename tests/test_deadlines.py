@@ -26,7 +26,7 @@ ALLOWED = {  # file:function -> why no deadline of its own is needed
     "actor/engine/engine.py:generate": "the engine rests during a step; a revoked lease ends it",
     "actor/engine/start.py:": "the event of the thread is set before",
     "actor/engine/weights.py:": "the task is done, or rests until there is work",
-    "actor/links/delivery.py:drained": "the caller has the deadline",
+    "actor/delivery.py:drained": "the caller has the deadline",
     "actor/loops.py:work": "the run or a signal ends it; the tasks are done",
     "actor/rollout/pool.py:_play_to_end": "the stall rule or a revoked lease ends it",
     "tools/evaluate/own_process.py:": "a command waits for its only child",

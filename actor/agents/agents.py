@@ -138,3 +138,8 @@ class Agents:
             ended.cancel()
             await process.end()
         return process.death if code else ""
+
+
+def agents_of(cfg: ActorSection, *, actor: str, renderer: Renderer) -> Agents | None:
+    """Return the agents of an actor for `actor.endpoint=true`; None: the built-in loop plays."""
+    return Agents(cfg, actor=actor, renderer=renderer) if cfg.endpoint else None

@@ -18,10 +18,10 @@ from actor.rollout.episode import (
     EnvSession,
     EpisodeState,
     PolicyFailed,
+    action_number,
     first_text,
 )
 from actor.rollout.render import Renderer
-from actor.states import action_number
 from common.wire.messages import EndReason, Lease
 
 logger = logging.getLogger(__name__)

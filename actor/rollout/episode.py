@@ -1,6 +1,7 @@
 """Runs one episode: sample a turn, step the environment, and record every token until the end."""
 
 import asyncio
+import hashlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -14,13 +15,30 @@ from actor.formats.tools import Read, explained, reader_of, rendering
 from actor.rollout.context import Conversing, History, Render, Room, Turn
 from actor.rollout.env_client import ExpertHint, HubStepResult
 from actor.rollout.folding import history_of
-from actor.states import action_number, state_number
 from common.config.actor import AgentOptions
 from common.config.horizon import HorizonUnit
 from common.errors import EnvError, EnvPaused, EnvTimeout, HubLost
 from common.formats.answers import MARK, tools_instruction, worded
 from common.text import valid_text
 from common.wire.messages import EndReason, Lease, Trajectory
+
+
+def state_number(text: str) -> int:
+    """Return a hash of the environment's state text, or of the observation if there is none.
+
+    It has 32 bits. Hashes are compared only within a group: among a hundred different states, two
+    collide in one of a million groups.
+    """
+    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=4).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def action_number(action: str) -> int:
+    """Return a hash of an action as it is sent to the environment, without surrounding space.
+
+    The policy's reasoning before the action is not included. "" means an answer without an action.
+    """
+    return state_number(action.strip())
 
 
 class ContextFull(Exception):

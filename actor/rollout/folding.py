@@ -18,8 +18,17 @@ Source: context folding (arXiv 2510.11967), whose branch and return are tool cal
 
 from dataclasses import dataclass
 
-from actor.rollout.context import LEFT_OUT, Ask, Encode, History, Render, Room, Turn, observing
-from actor.rollout.observations import CUT_MARK
+from actor.rollout.context import (
+    CUT_MARK,
+    LEFT_OUT,
+    Ask,
+    Encode,
+    History,
+    Render,
+    Room,
+    Turn,
+    observing,
+)
 from common.config.actor import AgentOptions, ContextKind
 from common.segments import Aside
 

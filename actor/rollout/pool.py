@@ -6,15 +6,16 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from actor.agents.agents import Agents
 from actor.agents.waits import AGENTS
+from actor.delivery import Delivery
 from actor.engine.concurrency import Concurrency, EngineLoad
-from actor.links.delivery import Delivery
-from actor.rollout.agent_runner import AgentRunner, load_seats
 from actor.rollout.episode import WHOLE, Act, Render, Turn, run_episode
 from actor.rollout.hubs import Hubs
 from actor.rollout.lockstep import Rounds
 from actor.rollout.render import Renderer
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender, with_actions
+from actor.seats.seats import Seats
 from actor.seeds import SamplingSeeds, environment_seed
 from common.config.actor import ActorSection, AtUpdate
 from common.errors import EnvPaused, HubLost
@@ -53,7 +54,7 @@ class EpisodePool:
         delivery: Delivery,
         rounds: Rounds | None,
         keeps_last: bool = False,
-        agents: AgentRunner | None = None,
+        agents: Agents | None = None,
     ) -> None:
         """Create the pool without episodes.
 
@@ -74,7 +75,7 @@ class EpisodePool:
         self._num_requests = 0
         self.num_ended = 0
         self._agents = agents
-        self._seats = load_seats(cfg)
+        self._seats = Seats(cfg)
         self._waiting: set[str] = set()  # Episodes that wait for a lost hub.
         self._salts: dict[str, str] = {}  # episode id -> salt of its first turn
         self.slot_freed = asyncio.Event()

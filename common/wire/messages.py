@@ -309,7 +309,7 @@ class Trajectory(EpisodeIdentity):
     invalid_turns: np.ndarray = field(repr=False)  # [num_turns] bool, True: no executable action
     turn_scores: np.ndarray = field(repr=False)  # [num_turns] float32 in [0, 1], after each turn
     start_score: float = 0.0  # Score before the first turn: a raw score of 0 scaled to [0, 1].
-    # [num_turns] int32 hashes from `actor.states` of each turn's state and action; [0] if unknown.
+    # [num_turns] int32 hashes of each turn's state and action; [0] if unknown.
     turn_states: np.ndarray = field(default_factory=_none, repr=False)
     turn_actions: np.ndarray = field(default_factory=_none, repr=False)
     # [segment] int32 first token of each segment; [0] if the episode is one segment.

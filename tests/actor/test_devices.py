@@ -1,6 +1,6 @@
 """Laws of the GPUs that each engine of a process gets."""
 
-from actor.devices import gpus_of
+from actor.main import gpus_of
 
 
 def test_each_engine_of_a_process_gets_its_own_gpus() -> None:

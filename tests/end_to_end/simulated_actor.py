@@ -15,12 +15,12 @@ import uvloop
 import zmq.asyncio
 from transformers import AutoTokenizer
 
-from actor.links.delivery import Delivery
-from actor.links.scheduler_client import SchedulerClient
+from actor.delivery import Delivery
 from actor.rollout.episode import Turn
 from actor.rollout.hubs import Hubs
 from actor.rollout.pool import EpisodePool
 from actor.rollout.render import Renderer
+from actor.scheduler_client import SchedulerClient
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.repository import ROOT

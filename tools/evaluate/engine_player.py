@@ -3,9 +3,9 @@
 from dataclasses import replace
 from itertools import count
 
+from actor.agents.agents import agents_of
 from actor.engine.engine import Engine
 from actor.formats.tools import load_renderer
-from actor.rollout.agent_runner import MakeAgents, make_runner
 from actor.rollout.episode import Act, EnvSession, Render, Turn
 from actor.rollout.render import Renderer
 from actor.seats.seats import Seats
@@ -17,12 +17,7 @@ from tools.evaluate.play import EpisodePlayer, PlayJob, lease_of, play
 
 
 async def play_with_engine(
-    job: PlayJob,
-    model: ModelSection,
-    actor: ActorSection,
-    *,
-    seed: int,
-    make_agents: MakeAgents | None,
+    job: PlayJob, model: ModelSection, actor: ActorSection, *, seed: int
 ) -> None:
     """Play the job. Raises: EngineError: the engine did not start or failed; and as `play`."""
     renderer = load_renderer(model.path, actor.format)
@@ -31,7 +26,7 @@ async def play_with_engine(
         model, actor, end_of_turn_ids=renderer.end_of_turn_ids, seed=seed, is_repeatable=True
     )
     engine.version = 0
-    agents = make_runner(make_agents, actor, actor="play", renderer=renderer)
+    agents = agents_of(actor, actor="play", renderer=renderer)
     seats = Seats(actor)
     player = replace(player_of(engine, renderer, actor), agents=agents, seats=seats)
     try:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from actor.rollout.agent_runner import MakeAgents
 from actor.rollout.env_client import HubClient
 from actor.rollout.episode import Act, Render
 from actor.seats.endpoint import NO_LIMIT, Endpoint, TextEpisode
@@ -55,14 +54,7 @@ class ItemListing:
     notes: dict[str, str] = field(default_factory=dict[str, str])
 
 
-def evaluate(
-    cfg: RunConfig,
-    run_dir: RunDir,
-    *,
-    root: Path,
-    choose_items: ChooseItems,
-    make_agents: MakeAgents | None = None,
-) -> int:
+def evaluate(cfg: RunConfig, run_dir: RunDir, *, root: Path, choose_items: ChooseItems) -> int:
     """Play held-out items with one policy, write and print the tables; return the exit code."""
     hub_cfg, hub_dir = command_part(cfg, run_dir, "eval")
     with (
@@ -76,16 +68,7 @@ def evaluate(
         echo = print
         for line in described(episodes, notes):
             echo(line)
-        return run(
-            cfg,
-            run_dir,
-            episodes,
-            hub_url=url,
-            token=token,
-            echo=echo,
-            notes=notes,
-            make_agents=make_agents,
-        )
+        return run(cfg, run_dir, episodes, hub_url=url, token=token, echo=echo, notes=notes)
 
 
 def fetch_listed(cfg: RunConfig, *, hub_url: str, token: str) -> ItemListing:
@@ -151,7 +134,6 @@ def run(
     token: str,
     echo: Callable[[str], None],
     notes: Mapping[str, str] = NO_NOTES,
-    make_agents: MakeAgents | None = None,
 ) -> int:
     """Play the episodes that the journal lacks, write and print the tables; return the exit code.
 
@@ -180,7 +162,7 @@ def run(
         if todo and cfg.policy.url:
             asyncio.run(_play_at_endpoint(job, cfg.policy, cfg.actor))
         elif todo:
-            play_in_own_process(job, cfg, make_agents=make_agents)
+            play_in_own_process(job, cfg)
     except ConfigError:
         raise
     except LongstrideError as error:

@@ -11,7 +11,6 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from actor.rollout.agent_runner import MakeAgents
 from common.config.actor import ActorSection
 from common.config.model import ModelSection
 from common.config.run_config import RunConfig
@@ -29,16 +28,10 @@ END_S = 10.0  # Seconds for the process to end after a signal.
 
 
 def play_given(
-    cfg: RunConfig,
-    plans: Sequence[PlannedEpisode],
-    url: str,
-    token: str,
-    folder: Path,
-    *,
-    make_agents: MakeAgents,
+    cfg: RunConfig, plans: Sequence[PlannedEpisode], url: str, token: str, folder: Path
 ) -> None:
     """Play with the checkpoint at `model.path`, and write to the journal at `folder`."""
-    play_in_own_process(make_job(cfg, plans, url, token, folder), cfg, make_agents=make_agents)
+    play_in_own_process(make_job(cfg, plans, url, token, folder), cfg)
 
 
 def make_job(
@@ -56,7 +49,7 @@ def make_job(
     )
 
 
-def play_in_own_process(job: PlayJob, cfg: RunConfig, *, make_agents: MakeAgents | None) -> None:
+def play_in_own_process(job: PlayJob, cfg: RunConfig) -> None:
     """Play the job with the checkpoint at `model.path` in a separate process.
 
     An engine leaves state in its process (distributed groups, memory), which is freed only when the
@@ -65,8 +58,8 @@ def play_in_own_process(job: PlayJob, cfg: RunConfig, *, make_agents: MakeAgents
     Raises: EngineError: the process failed; its log has the reason.
     """
     context = multiprocessing.get_context("spawn")
-    given = (job, cfg.model, cfg.actor, cfg.run.seed, cfg.log.level, make_agents)
-    process = context.Process(target=_play_process, args=given, name="play")
+    args = (job, cfg.model, cfg.actor, cfg.run.seed, cfg.log.level)
+    process = context.Process(target=_play_process, args=args, name="play")
     mark = secrets.token_hex(16)
     resource_tracker.ensure_running()  # Started without the mark, because it outlives the process.
     with contextlib.closing(Guardian()) as guardian:
@@ -97,12 +90,7 @@ def _end(process: BaseProcess) -> None:
 
 
 def _play_process(
-    job: PlayJob,
-    model: ModelSection,
-    actor: ActorSection,
-    seed: int,
-    log_level: str,
-    make_agents: MakeAgents | None,
+    job: PlayJob, model: ModelSection, actor: ActorSection, seed: int, log_level: str
 ) -> None:
     """Play the job; this is the main function of the separate process."""
     os.setsid()  # One signal to the group also stops the engine.
@@ -111,4 +99,4 @@ def _play_process(
 
     configure_logging("play", log_level)
     fix_prompts(model, ROOT)
-    asyncio.run(play_with_engine(job, model, actor, seed=seed, make_agents=make_agents))
+    asyncio.run(play_with_engine(job, model, actor, seed=seed))

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from actor.agents.agents import Agents
+from actor.delivery import deliverable
 from actor.formats.tools import rendering
-from actor.links.delivery import deliverable
-from actor.rollout.agent_runner import AgentRunner
 from actor.rollout.env_client import Environments, HubClient
 from actor.rollout.episode import WHOLE, Act, OpenSession, Render, run_episode
 from actor.seats.seats import Seats
@@ -40,7 +40,7 @@ class EpisodePlayer:
     turn_tokens: int  # Maximum of these units in one turn.
     # Agent options, such as the handling of a full context.
     options: AgentOptions = WHOLE
-    agents: AgentRunner | None = None  # Programs that play instead of the built-in loop.
+    agents: Agents | None = None  # Programs that play instead of the built-in loop.
     seats: Seats | None = None  # Opponents. None: an episode plays all seats of a game.
 
 

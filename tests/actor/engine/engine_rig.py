@@ -34,7 +34,7 @@ from learner.weights.exact import policy_weights
 from learner.weights.publisher import Publisher
 from learner.weights.routes import PublishSettings
 from learner.weights.snapshot import PublishedWeights, snapshot
-from tests.actor.links.toy_peer import make_weight_link
+from tests.actor.toy_peer import make_weight_link
 from tests.learner.builders import tensors_of
 from tools.offline.scratch import make_policy, make_tokenizer, save_policy
 

@@ -10,7 +10,7 @@ from common.config.actor import ActorSection
 from common.errors import WeightSyncError
 from common.wire.transfer.node_copy import CopyUnreachable, node_id
 from common.wire.weight_messages import WeightsJoin, WeightsLeave, WeightsLoaded
-from tests.actor.links.toy_peer import Peer, check, make_weight_link
+from tests.actor.toy_peer import Peer, check, make_weight_link
 from tests.common.wire.test_weight_group import offer_of
 
 if TYPE_CHECKING:  # importing the engine takes seconds

@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from actor.rollout.episode import EnvSession, Turn
+from actor.rollout.episode import EnvSession, Turn, action_number, state_number
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender, with_actions
-from actor.states import action_number, state_number
 from common.config.actor import AgentFormat, AgentOptions
 from common.errors import EngineError, EnvError, EnvTimeout
 from common.formats.scripted import actions_of

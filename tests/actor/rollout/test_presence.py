@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from actor.rollout.presence import LifeSigns
+from actor.rollout.env_client import LifeSigns
 
 SIGN_S = 0.5
 

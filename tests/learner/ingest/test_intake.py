@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actor.links.delivery import deliverable
+from actor.delivery import deliverable
 from common.wire.access.bounds import MAX_FRAME_BYTES
 from common.wire.access.lease_mac import lease_mac
 from common.wire.codec import decode, encode

@@ -292,7 +292,7 @@ def test_display_shows_progress_ledger_roles_and_warnings(tmp_path: Path) -> Non
     run_dir = make_run(tmp_path)
     (run_dir.logs / "actor-0.log").write_text(
         "2026-01-01 10:00:00,1 I actor-0 x: fine\n"
-        "2026-01-01 10:00:01,1 W actor-0 actor.links.env: hub \x1b[2J answered [bold]429[/bold]\n"
+        "2026-01-01 10:00:01,1 W actor-0 actor.env: hub \x1b[2J answered [bold]429[/bold]\n"
         "2026-01-01 10:00:01,2 W actor-0 vllm.triton_utils: Disabling Triton.\n",
         encoding="utf-8",
     )

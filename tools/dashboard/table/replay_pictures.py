@@ -3,9 +3,9 @@
 import asyncio
 from typing import Any, TypedDict
 
+from actor.rollout.context import CUT_MARK
 from actor.rollout.env_client import HubClient, HubSession, HubStepResult
-from actor.rollout.observations import CUT_MARK
-from actor.states import state_number
+from actor.rollout.episode import state_number
 from common.errors import EnvError
 
 LIMIT_S = 30.0  # Seconds for a whole episode.
@@ -23,7 +23,7 @@ class RecordedEpisode(TypedDict):
     actions: list[str]
     shown: list[str]  # Text shown before each action, including instructions and framing.
     scores: list[float]  # Score after each action.
-    states: list[int]  # State before each action, see `actor.states`; [0]: unknown.
+    states: list[int]  # State before each action, see `actor.rollout.episode`; [0]: unknown.
 
 
 class ReplayPictures(TypedDict):

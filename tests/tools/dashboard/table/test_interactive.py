@@ -7,7 +7,7 @@ from typing import Any
 import psutil
 import pytest
 
-from actor.states import state_number
+from actor.rollout.episode import state_number
 from common.errors import ConfigError, EnvError
 from common.repository import ROOT
 from tests.actor.toy_servers import ToyEndpoint, serve

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actor.links.delivery import ARRAYS, Delivery, deliverable
+from actor.delivery import ARRAYS, Delivery, deliverable
 from common.segments import segments_of
 from common.wire.access.bounds import MAX_FRAME_BYTES
 from common.wire.codec import decode
 from common.wire.messages import Ack, EndReason, Trajectory
 from learner.ingest.admission import refusal
-from tests.actor.links import toy_peer
-from tests.actor.links.toy_peer import Law, Peer
+from tests.actor import toy_peer
+from tests.actor.toy_peer import Law, Peer
 from tests.learner.builders import make_trajectory
 
 NUM_SEGMENTS = 12

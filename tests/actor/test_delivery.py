@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from actor.links.delivery import Delivery
+from actor.delivery import Delivery
 from common.errors import LongstrideError
 from common.wire.messages import Ack, Hello, Rejected, Trajectory
 from common.wire.sockets import Received
-from tests.actor.links import toy_peer
-from tests.actor.links.toy_peer import Law, Peer
+from tests.actor import toy_peer
+from tests.actor.toy_peer import Law, Peer
 from tests.learner.builders import make_trajectory
 
 
@@ -130,7 +130,7 @@ def test_refusal_is_logged_and_frees_its_slot(
             await delivery.drained()
             await delivery.put(episode(1))
 
-    with caplog.at_level(logging.ERROR, logger="actor.links.delivery"):
+    with caplog.at_level(logging.ERROR, logger="actor.delivery"):
         check(tmp_path, law, window=1)
     assert [r.getMessage() for r in caplog.records] == [
         "learner refused trajectory episode=g0/0 reason=no finite logprob"

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from actor.links.waiting import wait_with_warnings
+from actor.delivery import wait_with_warnings
 
 
 class Watch(logging.Handler):
@@ -26,7 +26,7 @@ def test_long_wait_repeats_its_warning() -> None:
     async def law() -> None:
         event = asyncio.Event()
         watch = Watch(event)
-        logger = logging.getLogger("actor.links.waiting")
+        logger = logging.getLogger("actor.delivery")
         logger.addHandler(watch)
         try:
             async with asyncio.timeout(5.0):

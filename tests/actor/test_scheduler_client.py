@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from actor.links.scheduler_client import SchedulerClient
+from actor.scheduler_client import SchedulerClient
 from common.errors import LongstrideError
 from common.wire.addresses import AddressBook
 from common.wire.config_messages import LiveConfig
@@ -24,8 +24,8 @@ from common.wire.messages import (
     Welcome,
 )
 from common.wire.sockets import Received
-from tests.actor.links import toy_peer
-from tests.actor.links.toy_peer import Law, Peer
+from tests.actor import toy_peer
+from tests.actor.toy_peer import Law, Peer
 
 NODE = socket.gethostname()  # the scheduler's, too
 HELLO = Hello(role="actor", name="actor-0", incarnation="i", version=-1, node=NODE)
