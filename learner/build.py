@@ -35,7 +35,7 @@ from learner.ingest.buffer import TrajectoryBuffer
 from learner.ingest.group_assembly import GroupAssembly
 from learner.ingest.intake import Intake
 from learner.ingest.journal_index import JournalIndex
-from learner.ingest.replay_point import ReplayPoint, load_replay_point
+from learner.ingest.replay_point import load_replay_point
 from learner.ingest.report_log import ReportLog
 from learner.ingest.scheduler_client import ReportClient
 from learner.journal.journal import JournalWriter
@@ -156,7 +156,8 @@ def build(
     """
     keys = load_keys(run_dir.keys)
     folder = newest_checkpoint(run_dir.checkpoints)
-    rank_workers = RankWorkers(cfg, folder, run_dir=run_dir, check=_stop_check(is_stopping))
+    check = _stop_check(is_stopping)
+    rank_workers = RankWorkers(cfg, folder, run_dir=run_dir, check=check)
     model, tokenizer = _load(cfg, folder)
     lock = WeightsLock(timeout_s=cfg.learner.publish_timeout_s, is_stopping=is_stopping)
     settled = _settled(cfg, run_dir, model, rank_workers)
@@ -170,16 +171,43 @@ def build(
     version = steps[-1].version if steps else version
     metrics = _metrics(cfg, run_dir, make_sink, version=version)
     teacher = start_teacher(cfg, run_dir, tokenizer)
-    again = _Repetition(cfg, start, metrics, checksums, teacher, _stop_check(is_stopping))
-    again.run(run_dir, trainer, steps)
+    repeat_steps(
+        cfg.algorithm,
+        run_dir,
+        trainer,
+        steps,
+        start=start,
+        metrics=metrics,
+        checksums=checksums,
+        # The teacher scores the episodes once more.
+        score=None if teacher is None else partial(teacher.score, check=check),
+    )
     index = JournalIndex(end=journal.position, closed_below=start.closed_below)
     reports = ReportLog()
-    buffer = _buffer(cfg, index, reports, version, teacher)
+    buffer = TrajectoryBuffer(
+        _group_assembly(cfg),
+        index,
+        reports,
+        version=version,
+        score=None if teacher is None else teacher.begin,
+    )
     readopt(buffer, run_dir, start)
     publisher = _publisher(cfg, run_dir, keys, lock)
     admission = _admission(cfg, index, model, keys, trainer.routing)
-    client = partial(_scheduler_client, cfg, run_dir, keys, reports, buffer, publisher)
-    intake = _intake(cfg, keys, journal, admission, buffer, client, _links(on_round, teacher))
+    router = Router(keys, host=cfg.learner.host, port=cfg.learner.port)
+    client = _scheduler_client(
+        cfg, run_dir, keys, reports, buffer, publisher, intake_port=router.port
+    )
+    intake = Intake(
+        router,
+        journal,
+        admission,
+        buffer,
+        client,
+        heartbeat_s=cfg.scheduler.heartbeat_s,
+        on_round=on_round,
+        has_room=lambda: teacher is None or teacher.has_room,
+    )
     return Learner(
         run_dir=run_dir,
         model=model,
@@ -207,50 +235,6 @@ def _load(cfg: RunConfig, checkpoint: Path | None) -> tuple[PreTrainedModel, Any
     """Return the policy to train and its tokenizer."""
     model, path = load_start(cfg, checkpoint, pick_device(cfg.learner.device))
     return model, AutoTokenizer.from_pretrained(path, local_files_only=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _Repetition:
-    """The steps that are computed again after a restart."""
-
-    cfg: RunConfig
-    start: ReplayPoint
-    metrics: MetricsWriter
-    checksums: ChecksumLog
-    teacher: TeacherScorer | None
-    check: Callable[[], object]  # It ends the wait for the teacher by raising.
-
-    def run(self, run_dir: RunDir, trainer: Trainer, steps: list[LoggedStep]) -> None:
-        """Train again on logged batches. The teacher scores their episodes once more."""
-        teacher = self.teacher
-        repeat_steps(
-            self.cfg.algorithm,
-            run_dir,
-            trainer,
-            steps,
-            start=self.start,
-            metrics=self.metrics,
-            checksums=self.checksums,
-            score=None if teacher is None else partial(teacher.score, check=self.check),
-        )
-
-
-def _buffer(
-    cfg: RunConfig,
-    index: JournalIndex,
-    reports: ReportLog,
-    version: int,
-    teacher: TeacherScorer | None,
-) -> TrajectoryBuffer:
-    score = teacher.begin if teacher else None
-    return TrajectoryBuffer(_group_assembly(cfg), index, reports, version=version, score=score)
-
-
-def _links(on_round: Callable[[], None], teacher: TeacherScorer | None) -> dict[str, Any]:
-    """Return the last arguments of `Intake`."""
-    if teacher is None:
-        return {"on_round": on_round}
-    return {"on_round": on_round, "has_room": lambda: teacher.has_room}
 
 
 def _stop_check(is_stopping: Callable[[], bool]) -> Callable[[], None]:
@@ -386,31 +370,6 @@ def _publisher(
     return Publisher(Router(keys, host=cfg.host, port=0), settings, weights_lock=weights_lock)
 
 
-def _intake(
-    cfg: RunConfig,
-    keys: RunKeys,
-    journal: JournalWriter,
-    admission: Admission,
-    buffer: TrajectoryBuffer,
-    make_client: Callable[[int], ReportClient],
-    links: dict[str, Any],
-) -> Intake:
-    """Return the intake on its port, for which `make_client` makes the scheduler's client.
-
-    `links` are further arguments of `Intake`.
-    """
-    router = Router(keys, host=cfg.learner.host, port=cfg.learner.port)
-    return Intake(
-        router,
-        journal,
-        admission,
-        buffer,
-        make_client(router.port),
-        heartbeat_s=cfg.scheduler.heartbeat_s,
-        **links,
-    )
-
-
 def _scheduler_client(
     cfg: RunConfig,
     run_dir: RunDir,
@@ -418,6 +377,7 @@ def _scheduler_client(
     reports: ReportLog,
     buffer: TrajectoryBuffer,
     publisher: Publisher,
+    *,
     intake_port: int,
 ) -> ReportClient:
     """Return the client that reports this learner's addresses to the scheduler."""

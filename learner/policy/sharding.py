@@ -60,10 +60,28 @@ def shard(
     """
     device = torch.device("cpu") if is_offloaded else device_of(mesh)
     memory = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    where: dict[str, Any] = {
-        "mesh": mesh,
-        "offload_policy": memory if is_offloaded else OffloadPolicy(),
-    }
+    offload = memory if is_offloaded else OffloadPolicy()
+
+    def make_unit(
+        module: nn.Module,
+        policy: MixedPrecisionPolicy,
+        ignored: Collection[nn.Parameter],
+        *,
+        reshard_after_forward: bool | None = None,
+    ) -> None:
+        """Shard the weights of a module that no inner unit has, without the ignored ones."""
+        made = fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=policy,
+            offload_policy=offload,
+            ignored_params=set(ignored),
+        )
+        sharded = cast(FSDPModule, made)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo supports no other sum.
+
     outer = network
     names: set[str] = set()
     if is_bf16:
@@ -71,24 +89,14 @@ def shard(
         others = [each for name, each in network.named_parameters() if name not in names]
         outer = ShardedNetwork(network)
         # The outer unit comes first: a unit leaves out the units inside it.
-        _make_unit(outer, EXACT, others, **where)
+        make_unit(outer, EXACT, others)
     exact = [network.get_parameter(name) for name in names]
     policy = MIXED if is_bf16 else EXACT
     for block in reversed(_blocks(network)):  # Inner blocks come first.
-        _make_unit(block, policy, exact, **where)
-    _make_unit(network, policy, exact, reshard_after_forward=False, **where)
+        make_unit(block, policy, exact)
+    make_unit(network, policy, exact, reshard_after_forward=False)
     give_memory(outer, device)
     return outer
-
-
-def _make_unit(
-    module: nn.Module, policy: MixedPrecisionPolicy, ignored: Collection[nn.Parameter], **how: Any
-) -> None:
-    """Shard the weights of a module that no inner unit has, without the ignored ones."""
-    made = fully_shard(module, mp_policy=policy, ignored_params=set(ignored), **how)
-    sharded = cast(FSDPModule, made)
-    sharded.set_gradient_divide_factor(1.0)
-    sharded.set_force_sum_reduction_for_comms(True)  # gloo supports no other sum.
 
 
 def _blocks(network: nn.Module) -> list[nn.Module]:

@@ -1,8 +1,8 @@
 """Builds the trainer of a learner, in the same way on every rank."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -12,6 +12,7 @@ from common.config.learner import LearnerSection, Offload
 from common.config.run_config import RunConfig
 from common.host.cgroups import num_cores
 from common.join.shards import is_whole
+from learner.batch.batching import Sample
 from learner.policy.forward import Networks
 from learner.policy.loading import fill, is_unloaded
 from learner.policy.lora import ADAPTER_CONFIG, check_resumable
@@ -19,7 +20,7 @@ from learner.policy.model import load_policy, make_critic, pick_device
 from learner.policy.precision import frozen_dtype
 from learner.policy.weight_files import WeightFiles
 from learner.training.checkpoint import TENSORS, load_values
-from learner.training.ranks import Ranks
+from learner.training.ranks import RankOperation, Ranks
 from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer
 
@@ -73,12 +74,16 @@ def make_trainer(
     checkpoint: Path | None,
     *,
     may_pad: bool = False,
-    **links: Any,
+    ranks: Ranks | None = None,
+    announce: Callable[[RankOperation], object] | None = None,
+    on_bad_batch: Callable[[int, list[Sample]], object] | None = None,
+    before_update: Callable[[], object] | None = None,
 ) -> tuple[Trainer, int]:
-    """Return the trainer of a model and its version; `links` are arguments of `Trainer`.
+    """Return the trainer of a model and its version.
 
     Args:
         may_pad: switch to padding if packed sequences attend to each other.
+        ranks, announce, on_bad_batch, before_update: as of `Trainer`.
 
     Raises: ConfigError: the learner's scores differ from those of the networks.
     """
@@ -107,8 +112,15 @@ def make_trainer(
         is_base_reference=cfg.algorithm.kl_coef != 0 and reference is None,
     )
     is_skeleton = is_unloaded(model)
-    ranks = links.get("ranks") or Ranks()
-    trainer = Trainer(settings, networks, **links)
+    ranks = ranks or Ranks()
+    trainer = Trainer(
+        settings,
+        networks,
+        ranks=ranks,
+        announce=announce,
+        on_bad_batch=on_bad_batch,
+        before_update=before_update,
+    )
     if is_skeleton:
         _fill(cfg, networks, start_path(cfg, checkpoint), ranks.files)
     version = 0

@@ -255,17 +255,17 @@ def make_optimizer(model: PreTrainedModel, cfg: LearnerSection) -> PolicyOptimiz
     optimizers = _adamw([(decayed, cfg.weight_decay), (plain, 0.0)], cfg.lr, cfg)
     if cfg.optimizer is OptimizerKind.ADAMW:
         return PolicyOptimizer(optimizers)
-    how: dict[str, Any] = {"lr": cfg.muon_lr, "weight_decay": cfg.weight_decay}
     hidden = parts["muon"]
     if hidden:
-        optimizers.append(BatchedMuon(hidden, **how))
+        muon = BatchedMuon(hidden, lr=cfg.muon_lr, weight_decay=cfg.weight_decay)
+        optimizers.append(muon)
     stacks = [
         {"params": parts[name], "is_transposed": name == "experts [in, out]"}
         for name in ("experts [out, in]", "experts [in, out]")
         if parts[name]
     ]
     if stacks:
-        optimizers.append(ExpertMuon(stacks, **how))
+        optimizers.append(ExpertMuon(stacks, lr=cfg.muon_lr, weight_decay=cfg.weight_decay))
     counts = (f"{name}={sum(each.numel() for each in own)}" for name, own in parts.items())
     logger.info("optimizer=muon, number of weights by part: %s", " ".join(counts))
     return PolicyOptimizer(optimizers)
@@ -331,16 +331,18 @@ def _adamw(
                 chosen.append({"params": own, "weight_decay": decay})
     if not (exact or coarse):
         raise ValueError("the model has no weights to train")
-    how: dict[str, Any] = {"lr": lr, "betas": (cfg.beta1, cfg.beta2)}
+    betas = (cfg.beta1, cfg.beta2)
     optimizers: list[torch.optim.Optimizer] = []
     if exact:
-        optimizers.append(torch.optim.AdamW(exact, **how, fused=True))
+        optimizers.append(torch.optim.AdamW(exact, lr=lr, betas=betas, fused=True))
     if coarse:
-        optimizers.append(_make_coarse(coarse, **how))
+        optimizers.append(_make_coarse(coarse, lr=lr, betas=betas))
     return optimizers
 
 
-def _make_coarse(groups: list[dict[str, Any]], **how: Any) -> torch.optim.Optimizer:
+def _make_coarse(
+    groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float]
+) -> torch.optim.Optimizer:
     """Return AdamW with 8-bit moments. CUDA compiles its arithmetic; a CPU would take minutes."""
     from torchao.optim import AdamW8bit  # The import takes two seconds.
 
@@ -379,7 +381,7 @@ def _make_coarse(groups: list[dict[str, Any]], **how: Any) -> torch.optim.Optimi
                 group["eps"],
             )
 
-    return CoarseAdamW(groups, **how)
+    return CoarseAdamW(groups, lr=lr, betas=betas)
 
 
 def _coarse_update(
