@@ -31,7 +31,7 @@ endif
 # Folders whose unit tests train networks, play environments, start processes or wait.
 HEAVY = end_to_end benchmarks docs actor/agents actor/engine actor/formats actor/api actor/seats \
   tools/checks tools/dashboard tools/evaluate tools/exchange common/host \
-  common/join tools/launch tools/cli tools/copies common/wire/transfer envhub \
+  common/join tools/launch tools/cli tools/copies common/weights envhub \
   tools/offline learner/policy tools/recompute learner/recovery tools/simulator \
   learner/training learner/weights actor/rollout/test_hubs.py \
   actor/rollout/test_templates_of_models.py common/config/test_curriculum.py \
@@ -39,7 +39,7 @@ HEAVY = end_to_end benchmarks docs actor/agents actor/engine actor/formats actor
   common/config/test_load.py \
   common/formats/test_own_template.py common/store/test_run_start.py common/test_quick_exit.py \
   common/wire/test_codec.py common/wire/test_hostile_peers.py common/wire/test_messages.py \
-  common/wire/test_rendezvous.py common/wire/test_security.py common/wire/test_sockets.py \
+  common/wire/test_security.py common/wire/test_sockets.py \
   scheduler/curriculum/test_distance.py scheduler/episodes/test_leases_speed.py \
   scheduler/test_event_log.py scheduler/test_live_config.py \
   scheduler/test_properties.py scheduler/test_properties_learner.py

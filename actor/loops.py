@@ -24,7 +24,7 @@ from common.wire.messages import Heartbeat
 
 if TYPE_CHECKING:  # The import takes seconds.
     from actor.engine.engine import Engine
-    from actor.engine.weights import WeightLink
+    from actor.weights.receive import WeightLink
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,6 @@ from actor.agents.agents import agents_of
 from actor.api.serve import serve_engine
 from actor.delivery import Delivery
 from actor.engine.engine import Engine
-from actor.engine.weights import WeightLink
 from actor.formats.tools import load_renderer
 from actor.loops import Parts, ProcessUsage, shut_down, work_together
 from actor.rollout.hubs import Hubs
@@ -26,6 +25,7 @@ from actor.rollout.pool import EpisodePool
 from actor.rollout.render import Renderer
 from actor.scheduler_client import SchedulerClient
 from actor.seeds import engine_seed
+from actor.weights.receive import WeightLink
 from common.config.actor import ActorSection
 from common.config.algorithm import Advantage
 from common.config.run_config import RunConfig
@@ -36,10 +36,10 @@ from common.quick_exit import end_during_start
 from common.repository import code_name
 from common.stall.beacon import Beacon, beacon_of
 from common.store.run_dir import RunDir
+from common.weights.messages import WeightsJoin
 from common.wire.addresses import AddressBook
 from common.wire.messages import Hello
 from common.wire.security import RunKeys, own_keys
-from common.wire.weight_messages import WeightsJoin
 
 logger = logging.getLogger(__name__)
 

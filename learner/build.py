@@ -22,12 +22,12 @@ from common.host.cgroups import num_cores
 from common.repository import code_name
 from common.segments import RoutingShape
 from common.store.run_dir import RunDir, remove_partial_files
+from common.weights.mailbox import remove_files
 from common.wire.access.lease_mac import lease_key
 from common.wire.addresses import bracketed
 from common.wire.messages import Hello, Progress
 from common.wire.security import RunKeys, load_keys
 from common.wire.sockets import Router
-from common.wire.transfer.mailbox import remove_files
 from learner.batch.batching import Sample
 from learner.batch.credit import group_has_signal
 from learner.ingest.admission import Admission
@@ -51,9 +51,9 @@ from learner.training.build import load_start, make_trainer
 from learner.training.checkpoint import Checkpoints, newest_checkpoint
 from learner.training.rank_workers import RankWorkers
 from learner.training.trainer import Trainer
+from learner.weights.lock import WeightsLock
 from learner.weights.publisher import Publisher
 from learner.weights.routes import PublishSettings
-from learner.weights.weights_lock import WeightsLock
 
 logger = logging.getLogger(__name__)
 

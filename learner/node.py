@@ -21,6 +21,7 @@ from common.config.run_config import RunConfig
 from common.errors import LongstrideError, PeerMissing
 from common.host.process_settings import cache_home
 from common.join.enrol import Joined
+from common.weights.rendezvous import StorePlace
 from common.wire.addresses import host_of, local_address_towards, node_name, reachable
 from common.wire.codec import decode, encode
 from common.wire.rank_messages import (
@@ -32,7 +33,6 @@ from common.wire.rank_messages import (
     RanksPlace,
     RanksRequest,
 )
-from common.wire.rendezvous.server import StorePlace
 from common.wire.sockets import connect_dealer
 from learner.training.rank_processes import FilePlace, Meeting, RankFiles, RankProcesses
 from learner.training.shard_home import ShardHome

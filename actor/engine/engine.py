@@ -26,17 +26,17 @@ from actor.engine.adapter import REQUEST, adapter_at
 from actor.engine.concurrency import EngineLoad
 from actor.engine.process_watch import ProcessWatch
 from actor.engine.routing import is_recorded_by_vllm, narrowed
-from actor.engine.staging import Staged, failure_of
 from actor.engine.start import is_eager, shut_down_llm, start_llm
 from actor.engine.startup_history import StartupHistory
 from actor.engine.whole_turns import turn_params
 from actor.rollout.episode import Turn
+from actor.weights.stage import Staged, failure_of
 from common.config.actor import ActorSection, AtUpdate
 from common.config.learner import FULL, LoraSection
 from common.config.model import ModelSection
 from common.errors import EngineError, WeightSyncError
+from common.weights.messages import WeightsOffer
 from common.wire.codec import encode
-from common.wire.weight_messages import WeightsOffer
 
 logger = logging.getLogger(__name__)
 

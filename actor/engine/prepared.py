@@ -35,7 +35,7 @@ from vllm.model_executor.model_loader.reload.meta import materialize_layer, to_m
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImplBase
 
-from common.wire.weight_group import lower_priority
+from common.weights.transport import lower_priority
 
 # Layers with these methods keep all their state in parameters, buffers and attributes.
 KNOWN_METHODS = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)

@@ -17,9 +17,9 @@ from vllm.distributed.weight_transfer.base import (
 
 from actor.engine.notices import CAST_LOGGER
 from actor.engine.prepared import Prepared, begin_reload, can_prepare, end_reload
-from actor.engine.staging import Staging
+from actor.weights.stage import Staging
+from common.weights.messages import WeightsOffer
 from common.wire.codec import decode
-from common.wire.weight_messages import WeightsOffer
 
 BACKEND = "longstride"
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"

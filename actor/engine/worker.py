@@ -8,11 +8,11 @@ from vllm.config import VllmConfig
 from actor.engine.adapter import load_adapter
 from actor.engine.notices import count_cast_weights
 from actor.engine.process_watch import end_with_owner
-from actor.engine.staging import Staging
 from actor.engine.transfer_engine import StagedTransferEngine, register
+from actor.weights.stage import Staging
 from common.amx import TilePermission
 from common.stall.stacks import tell_stacks
-from common.wire.collective import device_id
+from common.weights.collective import device_id
 
 cast_weights = count_cast_weights()
 register()  # Runs when the module is imported, at the start of the worker process.

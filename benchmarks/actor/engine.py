@@ -14,7 +14,7 @@ from typing import Any
 import zmq.asyncio
 
 from actor.engine.engine import Engine
-from actor.engine.weights import WeightLink
+from actor.weights.receive import WeightLink
 from common.config.actor import ActorSection
 from common.config.learner import LoraSection
 from common.config.load import load_config
@@ -22,8 +22,8 @@ from common.config.model import ModelSection
 from common.errors import EngineError
 from common.repository import ROOT
 from common.store.run_dir import RunDir, write_atomically
+from common.weights.messages import WeightsJoin
 from common.wire.security import load_keys
-from common.wire.weight_messages import WeightsJoin
 
 REPORT = "bench_engine.json"
 NUM_VERSIONS = 2

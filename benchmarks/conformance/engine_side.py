@@ -16,7 +16,7 @@ from vllm.model_executor.models.registry import ModelRegistry
 from vllm.v1.engine import utils as engine_utils
 
 from actor.engine.engine import Engine
-from actor.engine.weights import WeightLink
+from actor.weights.receive import WeightLink
 from benchmarks.conformance.learner_side import SEQUENCES, Scores, gap_of, mean_gap_of
 from benchmarks.conformance.part_results import (
     NETWORK_ERRORS,
@@ -31,9 +31,9 @@ from common.config.learner import WeightsTransport
 from common.config.model import ModelSection
 from common.errors import ConfigError, EngineError, WeightSyncError
 from common.store.run_dir import RunDir
+from common.weights.messages import WeightsJoin
 from common.wire.security import create_keys
 from common.wire.sockets import Router
-from common.wire.weight_messages import WeightsJoin
 from learner.policy.model_kind import check_engine_equal
 from learner.weights.publisher import Publisher
 from learner.weights.routes import PublishSettings

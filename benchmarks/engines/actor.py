@@ -21,13 +21,13 @@ from actor.delivery import Delivery
 from actor.engine.engine import Engine
 from actor.engine.process_watch import ProcessWatch
 from actor.engine.start import connect_llm, engine_arguments, engine_config
-from actor.engine.weights import WeightLink
 from actor.formats.tools import load_renderer
 from actor.loops import Parts, ProcessUsage, shut_down, work_together
 from actor.rollout.hubs import Hubs
 from actor.rollout.pool import EpisodePool
 from actor.rollout.render import Renderer
 from actor.scheduler_client import SchedulerClient
+from actor.weights.receive import WeightLink
 from benchmarks.engines.clocks import addresses_of
 from common.config.load import load_config
 from common.config.run_config import RunConfig

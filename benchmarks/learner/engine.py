@@ -18,10 +18,10 @@ from common.store.run_dir import RunDir
 from common.wire.security import create_keys
 from common.wire.sockets import Router
 from learner.training.trainer import Trainer
+from learner.weights.lock import WeightsLock
 from learner.weights.publisher import Publisher
 from learner.weights.routes import PublishSettings
 from learner.weights.snapshot import PublishedWeights
-from learner.weights.weights_lock import WeightsLock
 from tools.offline.scratch import save_policy
 
 HOST = "127.0.0.1"

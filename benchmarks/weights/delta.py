@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from benchmarks.learner.batch import ModelShape, make_random_model
 from benchmarks.table import BenchTable
 from common.config.learner import LearnerSection
-from common.wire.collective import CPU
-from common.wire.transfer.changes import apply_changes, digest_of_whole
+from common.weights.collective import CPU
+from common.weights.delta import apply_changes, digest_of_whole
 from learner.training.optimizer import PolicyOptimizer, make_optimizer
 from learner.weights.delta import VersionKeeper
 from learner.weights.exact import policy_weights

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
-from common.wire.collective import BroadcastGroup, CollectiveMember
-from common.wire.rendezvous.client import GroupStore, StoreConnection
-from common.wire.rendezvous.server import StorePlace
-from common.wire.transfer.buckets import BucketLayout, Channel, receive_buckets
-from common.wire.transfer.mailbox import FolderStorage, GpuStorage, Mailbox
-from common.wire.transfer.node_copy import CopyView, MappedCopy
-from common.wire.weight_group import lower_priority
+from common.weights.buckets import BucketLayout, Channel, receive_buckets
+from common.weights.collective import BroadcastGroup, CollectiveMember
+from common.weights.mailbox import FolderStorage, GpuStorage, Mailbox
+from common.weights.node_copy import CopyView, MappedCopy
+from common.weights.rendezvous import StorePlace
+from common.weights.rendezvous_client import GroupStore, StoreConnection
+from common.weights.transport import lower_priority
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 120.0

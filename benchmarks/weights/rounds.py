@@ -18,10 +18,10 @@ from benchmarks.weights.receiver import HOST, TIMEOUT_S, Receiver, TransferPeer,
 from common.errors import LongstrideError, WeightSyncError
 from common.host.child_process import ChildProcess
 from common.memory import descendants, trim_heap
-from common.wire.collective import CPU
-from common.wire.rendezvous.server import StoreServer
-from common.wire.transfer.buckets import NUM_SLOTS, BucketLayout, send_buckets, write_buckets
-from common.wire.transfer.node_copy import NodeCopy
+from common.weights.buckets import NUM_SLOTS, BucketLayout, send_buckets, write_buckets
+from common.weights.collective import CPU
+from common.weights.node_copy import NodeCopy
+from common.weights.rendezvous import StoreServer
 from learner.weights.source import WeightSource
 
 STOP_WATCH_S = 5.0  # Time limit for the memory sampling thread to end.

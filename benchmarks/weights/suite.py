@@ -27,11 +27,11 @@ from benchmarks.weights.rounds import (
 )
 from common.config.algorithm import AlgorithmSection
 from common.config.learner import LearnerSection, Precision
-from common.wire.collective import CPU
-from common.wire.transfer.buckets import BucketLayout, send_buckets
-from common.wire.weight_group import lower_priority
+from common.weights.buckets import BucketLayout, send_buckets
+from common.weights.collective import CPU
+from common.weights.transport import lower_priority
+from learner.weights.lock import WeightsLock
 from learner.weights.source import LiveWeights
-from learner.weights.weights_lock import WeightsLock
 
 MIN_BROADCAST_FRAC = 0.8
 MAX_BUCKETS = 2.0

@@ -11,8 +11,8 @@ import xxhash
 from torch import Tensor, nn
 
 from common.text import counted
+from common.weights.digest import digest
 from common.wire.messages import Trajectory
-from common.wire.transfer.digest import digest
 from learner.batch.batching import Sample
 from learner.policy.lora import trained_state
 from learner.training.ranks import Ranks

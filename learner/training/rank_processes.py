@@ -30,15 +30,15 @@ from common.log import configure_logging
 from common.quick_exit import leave
 from common.stall.stacks import tell_stacks
 from common.text import is_path_inside
+from common.weights.collective import interface_of, prove_members
+from common.weights.rendezvous import StorePlace
+from common.weights.rendezvous_client import GroupStore, StoreConnection
+from common.weights.transport import lower_priority
 from common.wire.addresses import is_loopback
 from common.wire.codec import decode, encode
-from common.wire.collective import interface_of, prove_members
 from common.wire.rank_messages import FileOp, RankFile, RankFileAnswer
-from common.wire.rendezvous.client import GroupStore, StoreConnection
-from common.wire.rendezvous.server import StorePlace
 from common.wire.security import RunKeys
 from common.wire.sockets import connect_dealer
-from common.wire.weight_group import lower_priority
 from learner.policy.model import pick_device
 from learner.policy.timing import with_settled
 from learner.policy.weight_files import LOCAL, RemoteWeightFiles

@@ -25,6 +25,7 @@ from common.host.loopback import loopback
 from common.join.shards import TENSORS
 from common.quick_exit import leave
 from common.store.run_dir import RunDir
+from common.weights.rendezvous import StoreServer
 from common.wire.addresses import WILDCARDS, advertised, bracketed, own_host_towards
 from common.wire.following_dealer import FollowingDealer
 from common.wire.messages import Rejected
@@ -39,7 +40,6 @@ from common.wire.rank_messages import (
     RankSeat,
     RanksPlace,
 )
-from common.wire.rendezvous.server import StoreServer
 from common.wire.security import load_keys, rank_node
 from common.wire.sockets import Received, Router
 from learner.policy.model import pick_device

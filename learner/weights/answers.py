@@ -4,8 +4,8 @@ import threading
 import time
 from collections import deque
 
-from common.wire.weight_messages import WeightsJoin, WeightsLoaded, WeightsOffer, WeightsReady
-from learner.weights.membership import EngineMember
+from common.weights.messages import WeightsJoin, WeightsLoaded, WeightsOffer, WeightsReady
+from learner.weights.receivers import EngineMember
 
 NUM_REMEMBERED = 1_000  # Epochs of abandoned transfers that are kept.
 

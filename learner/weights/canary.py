@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common.wire.weight_messages import CanaryScores
+from common.weights.messages import CanaryScores
 from learner.weights.prompts import Prompts
 from learner.weights.snapshot import PublishedWeights
 

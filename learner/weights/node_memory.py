@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from common.errors import WeightSyncError
-from common.wire.transfer.node_copy import NodeCopy, node_id
-from common.wire.weight_group import WeightGroup
-from common.wire.weight_messages import WeightsOffer
+from common.weights.messages import WeightsOffer
+from common.weights.node_copy import NodeCopy, node_id
+from common.weights.transport import WeightGroup
 from learner.weights.snapshot import PublishedWeights
 
 logger = logging.getLogger(__name__)

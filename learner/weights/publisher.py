@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from common.errors import ConfigError, LongstrideError
+from common.weights.messages import CanaryCheck, EngineSleep
 from common.wire.sockets import Router
-from common.wire.weight_messages import CanaryCheck, EngineSleep
 from learner.weights.canary import Canary
 from learner.weights.delta import KeptVersion, VersionKeeper
-from learner.weights.membership import EngineMember, Membership
+from learner.weights.lock import WeightsLock
 from learner.weights.prompts import Prompts
+from learner.weights.receivers import EngineMember, Membership
 from learner.weights.routes import PublishSettings
 from learner.weights.snapshot import PublishedWeights
 from learner.weights.transfer import STOP_S, WAIT_S, Transfers
-from learner.weights.weights_lock import WeightsLock
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from common.config.learner import WeightsTransport
-from common.wire.collective import SLICE
-from learner.weights.membership import SILENT_AFTER_S, EngineMember
+from common.weights.collective import SLICE
+from learner.weights.receivers import SILENT_AFTER_S, EngineMember
 
 MEMORY = "memory"
 SHARED = ("gloo", "file")  # Transports whose receivers share a copy in each node.

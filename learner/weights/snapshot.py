@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from common.wire.weight_messages import TensorSpec
+from common.weights.messages import TensorSpec
 from learner.weights.source import LiveWeights, WeightSource, copied
 
 

@@ -17,13 +17,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from common.errors import LongstrideError, WeightSyncError
-from common.wire.addresses import own_host_towards
-from common.wire.collective import aligned, device_id
-from common.wire.messages import Rejected
-from common.wire.rendezvous.server import StoreServer
-from common.wire.sockets import Router
-from common.wire.weight_group import TransferCancelled
-from common.wire.weight_messages import (
+from common.weights.collective import aligned, device_id
+from common.weights.messages import (
     CanaryScores,
     WeightsCancel,
     WeightsJoin,
@@ -33,10 +28,16 @@ from common.wire.weight_messages import (
     WeightsPing,
     WeightsReady,
 )
+from common.weights.rendezvous import StoreServer
+from common.weights.transport import TransferCancelled
+from common.wire.addresses import own_host_towards
+from common.wire.messages import Rejected
+from common.wire.sockets import Router
 from learner.weights.answers import Answers, TransferMetrics
 from learner.weights.canary import Canary
-from learner.weights.membership import EngineMember, Membership
+from learner.weights.lock import WeightsLock, WeightsReadLock
 from learner.weights.node_memory import NodeMemory
+from learner.weights.receivers import EngineMember, Membership
 from learner.weights.routes import (
     MEMORY,
     PublishSettings,
@@ -48,7 +49,6 @@ from learner.weights.routes import (
 )
 from learner.weights.snapshot import PublishedWeights
 from learner.weights.transfer_groups import TransferGroup, TransferGroups, join_all
-from learner.weights.weights_lock import WeightsLock, WeightsReadLock
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from common.wire.transfer.buckets import NUM_SLOTS
-from common.wire.weight_group import WeightGroup
-from common.wire.weight_messages import WeightsOffer
-from learner.weights.membership import EngineMember
+from common.weights.buckets import NUM_SLOTS
+from common.weights.messages import WeightsOffer
+from common.weights.transport import WeightGroup
+from learner.weights.receivers import EngineMember
 from learner.weights.routes import ReceiverGroup
 
 logger = logging.getLogger(__name__)

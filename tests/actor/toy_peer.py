@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import zmq.asyncio
 
 from common.store.run_dir import RunDir
+from common.weights.messages import WeightsJoin
 from common.wire.security import create_keys
 from common.wire.sockets import Received, Router
-from common.wire.weight_messages import WeightsJoin
 
 if TYPE_CHECKING:  # importing the engine takes seconds
-    from actor.engine.weights import WeightLink
+    from actor.weights.receive import WeightLink
 
 HOST = "127.0.0.1"
 WAIT_S = 20.0
@@ -94,7 +94,7 @@ def check(
 
 def make_weight_link(peer: Any, context: Any, *, engine: Any, num_workers: int = 1) -> "WeightLink":
     """Return an actor's link to whom the run directory of `peer` names."""
-    from actor.engine.weights import WeightLink
+    from actor.weights.receive import WeightLink
 
     return WeightLink(
         peer.run_dir,

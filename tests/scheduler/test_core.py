@@ -5,8 +5,8 @@ import time
 
 from common.config.run_config import published_version
 from common.config.train import TrainMode
+from common.weights.messages import WeightsJoin
 from common.wire.messages import GroupArrived, LeaseRequest, Outcome, Rejected
-from common.wire.weight_messages import WeightsJoin
 from scheduler.components import build_components
 from scheduler.core import SchedulerCore
 from tests.configs import edited

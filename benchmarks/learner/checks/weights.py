@@ -19,7 +19,7 @@ from benchmarks.learner.engine import (
 from benchmarks.learner.step import clock_of
 from benchmarks.weights.rounds import TransferSetup, send_rounds
 from common.repository import ROOT
-from common.wire.transfer.buckets import BucketLayout
+from common.weights.buckets import BucketLayout
 from learner.weights.source import LiveWeights, WeightSource
 
 TOKENIZER = ROOT / "configs" / "policies" / "tiny"

@@ -39,7 +39,7 @@ from tests.learner.builders import tensors_of
 from tools.offline.scratch import make_policy, make_tokenizer, save_policy
 
 if TYPE_CHECKING:  # importing vllm takes seconds, and most runs deselect these tests
-    from actor.engine.weights import WeightLink
+    from actor.weights.receive import WeightLink
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 3.0  # of a transfer that a test fails on purpose

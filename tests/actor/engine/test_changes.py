@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from common.wire.weight_messages import CanaryScores, WeightsLoaded
+from common.weights.messages import CanaryScores, WeightsLoaded
 from learner.weights.exact import policy_weights
 from learner.weights.snapshot import PublishedWeights
 from tests.actor.engine.engine_rig import Rig

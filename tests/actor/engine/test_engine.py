@@ -10,12 +10,12 @@ import torch
 
 from actor.rollout.episode import Turn
 from common.errors import WeightSyncError
-from common.wire.collective import BroadcastGroup, CollectiveMember
-from common.wire.transfer.buckets import BucketLayout, Pending, send_buckets
-from common.wire.weight_messages import CanaryScores, WeightsLoaded, WeightsOffer
+from common.weights.buckets import BucketLayout, Pending, send_buckets
+from common.weights.collective import BroadcastGroup, CollectiveMember
+from common.weights.messages import CanaryScores, WeightsLoaded, WeightsOffer
 from learner.weights.snapshot import PublishedWeights
 from tests.actor.engine.engine_rig import BUCKET_BYTES, FIRST_FORCED, HOST, TIMEOUT_S, WAIT_S, Rig
-from tests.common.wire.meeting import NOWHERE, Meeting
+from tests.common.weights.meeting import NOWHERE, Meeting
 
 pytestmark = pytest.mark.slow
 

@@ -18,13 +18,13 @@ from benchmarks.conformance.part_results import Verdict, read
 from benchmarks.conformance.suite import RESULTS
 from common.config.actor import ActorSection
 from common.config.model import ModelSection
-from common.wire.collective import CPU, BroadcastGroup, CollectiveMember
-from common.wire.transfer.buckets import BucketLayout, send_buckets
-from common.wire.weight_messages import TensorSpec, WeightsOffer
+from common.weights.buckets import BucketLayout, send_buckets
+from common.weights.collective import CPU, BroadcastGroup, CollectiveMember
+from common.weights.messages import TensorSpec, WeightsOffer
 from learner.policy.model import load_policy
 from learner.weights.exact import policy_weights
 from tests.actor.engine.engine_rig import HOST, PATIENT_S, freeze_heap, save_tiny_policy
-from tests.common.wire.meeting import Meeting
+from tests.common.weights.meeting import Meeting
 from tests.learner.builders import tensors_of
 from tests.marks import long_for
 from tools.offline.scratch import make_tokenizer, save_policy
@@ -273,7 +273,7 @@ def test_layers_with_external_state_reload_in_place(tmp_path: Path) -> None:
 
 
 def test_prepared_and_staged_weights_share_one_copy() -> None:
-    from actor.engine.staging import Staging
+    from actor.weights.stage import Staging
 
     total_bytes = TENSOR_BYTES * NUM_TENSORS
     sent = torch.randint(256, (total_bytes,), dtype=torch.uint8)

@@ -20,7 +20,7 @@ from tests.actor.engine.test_engine import (
     sample,
     send_damaged,
 )
-from tests.common.wire.meeting import Meeting
+from tests.common.weights.meeting import Meeting
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 

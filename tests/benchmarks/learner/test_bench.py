@@ -37,7 +37,7 @@ from benchmarks.weights.rounds import TransferSetup, send_rounds
 from common.config.algorithm import AlgorithmSection
 from common.config.learner import LearnerSection, Precision
 from common.errors import EngineError, WeightSyncError
-from common.wire.transfer.buckets import BucketLayout
+from common.weights.buckets import BucketLayout
 from learner.batch.batching import collate_tokens
 from learner.policy.model import Scoring, token_logprobs
 from learner.weights.source import LiveWeights

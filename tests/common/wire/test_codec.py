@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as np_st
 
 from common.errors import WireError
+from common.weights.messages import TensorSpec
 from common.wire.access.bounds import Between, Bound, bounds_of, shown
 from common.wire.codec import (
     ARRAY_DTYPES,
@@ -25,7 +26,6 @@ from common.wire.codec import (
     unpack_record,
 )
 from common.wire.messages import SCHEMA_VERSION, Ack, LeaseGrant, Rejected
-from common.wire.weight_messages import TensorSpec
 from tests.learner.builders import make_trajectory
 
 INT64 = st.integers(-(2**63), 2**63 - 1)

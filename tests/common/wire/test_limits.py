@@ -11,6 +11,7 @@ import zmq
 from common.config.horizon import MAX_STAGE
 from common.errors import MessageTooLarge, WireError
 from common.segments import TOKEN_COLUMNS
+from common.weights.messages import TensorSpec, WeightsOffer
 from common.wire.access.bounds import (
     MAX_FRAME_BYTES,
     MAX_FRAMES,
@@ -22,7 +23,6 @@ from common.wire.codec import MESSAGE_TYPES, decode, encode
 from common.wire.messages import EpisodeKind, Lease, LeaseGrant, PolicyKind, Rejected, Trajectory
 from common.wire.security import RunKeys, create_keys
 from common.wire.sockets import Router, connect_dealer
-from common.wire.weight_messages import TensorSpec, WeightsOffer
 from learner.journal.records import MAX_RECORD_BYTES, record_buffers
 from scheduler.dispatch.grants import MAX_LEASES
 from tests.learner.builders import make_trajectory

@@ -32,7 +32,7 @@ from common.config.learner import (
 )
 from common.config.run_config import RunConfig
 from common.errors import LongstrideError
-from common.wire.transfer.changes import apply_changes
+from common.weights.delta import apply_changes
 from learner.policy.finite import WeightsNotFinite
 from learner.training.build import load_start, make_trainer
 from learner.training.checkpoint import Checkpoints

@@ -6,11 +6,11 @@ import torch
 import zmq
 from torch import Tensor
 
-from actor.engine.staging import Staging
-from common.wire.collective import CPU
+from actor.weights.stage import Staging
+from common.weights.collective import CPU
+from common.weights.messages import WeightsOffer
+from common.weights.node_copy import node_id
 from common.wire.security import RunKeys, load_keys
-from common.wire.transfer.node_copy import node_id
-from common.wire.weight_messages import WeightsOffer
 from tests.learner.weights.toy_actor import Actor
 
 

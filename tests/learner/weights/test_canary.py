@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.wire.weight_messages import CanaryScores
+from common.weights.messages import CanaryScores
 from learner.weights.canary import Canary, Limits, _Expected, _is_stale
 from learner.weights.snapshot import snapshot
 

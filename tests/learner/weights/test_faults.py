@@ -12,8 +12,8 @@ from itertools import pairwise
 import pytest
 
 from common.wire.security import RunKeys
-from learner.weights.membership import EngineMember, Membership
 from learner.weights.publisher import Publisher
+from learner.weights.receivers import EngineMember, Membership
 from tests.bounds import at_most
 from tests.learner.weights.test_publisher import (
     PATIENCE_S,

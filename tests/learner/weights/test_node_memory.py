@@ -13,15 +13,15 @@ from torch import Tensor
 
 from common.config.learner import WeightsTransport
 from common.errors import WeightSyncError
-from common.wire.transfer.node_copy import CopyView, node_id
-from common.wire.weight_group import TransferCancelled, WeightGroup
-from common.wire.weight_messages import WeightsOffer
+from common.weights.messages import WeightsOffer
+from common.weights.node_copy import CopyView, node_id
+from common.weights.transport import TransferCancelled, WeightGroup
 from learner.policy.finite import WeightsNotFinite
 from learner.weights.node_memory import NodeMemory
 from learner.weights.snapshot import PublishedWeights
 from learner.weights.source import LiveWeights
-from tests.common.wire.meeting import NOWHERE
-from tests.common.wire.transfer.test_node_copy import shared_files
+from tests.common.weights.meeting import NOWHERE
+from tests.common.weights.test_node_copy import shared_files
 from tests.learner.weights.keeping_actor import KeepingActor, is_equal, run_keeping_actor
 from tests.learner.weights.test_delta import NUM
 from tests.learner.weights.test_publisher_live import eventually

@@ -15,12 +15,12 @@ import pytest
 import torch
 import zmq
 
-from common.wire import weight_group
+from common.weights import transport as weight_group
+from common.weights.messages import CanaryScores
 from common.wire.codec import decode, encode
 from common.wire.messages import Rejected
 from common.wire.security import RunKeys, create_keys
 from common.wire.sockets import Router, connect_dealer
-from common.wire.weight_messages import CanaryScores
 from learner.weights.canary import Canary
 from learner.weights.publisher import Publisher
 from learner.weights.routes import PublishSettings

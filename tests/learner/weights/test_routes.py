@@ -3,7 +3,7 @@
 import pytest
 
 from common.config.learner import WeightsTransport as Choice
-from learner.weights.membership import EngineMember
+from learner.weights.receivers import EngineMember
 from learner.weights.routes import (
     EnginePlace,
     ReceiverGroup,

@@ -17,7 +17,7 @@ from torch import Tensor
 from common.config.learner import WeightsTransport
 from learner.weights.snapshot import PublishedWeights
 from learner.weights.source import LiveWeights
-from tests.common.wire.transfer.test_node_copy import shared_files
+from tests.common.weights.test_node_copy import shared_files
 from tests.learner.weights.keeping_actor import KeepingActor, is_equal, run_keeping_actor
 from tests.learner.weights.test_delta import NUM, SETTINGS, Bench
 from tests.learner.weights.toy_actor import HOST

@@ -91,7 +91,7 @@ def test_good_engines_are_checked_and_raise_no_alarm(
 
 
 def test_outdated_canary_answer_is_ignored() -> None:
-    from common.wire.weight_messages import CanaryScores
+    from common.weights.messages import CanaryScores
 
     canary = Canary(max_delta=0.05)
     prompts = prompts_of([make_trajectory([1, 2, 3], [0, 1, 1])])

@@ -12,13 +12,8 @@ import torch
 import zmq
 
 from common.errors import WeightSyncError
-from common.wire.codec import decode, encode
-from common.wire.collective import CPU, views
-from common.wire.messages import Rejected
-from common.wire.security import RunKeys, load_keys
-from common.wire.sockets import connect_dealer
-from common.wire.weight_group import WeightGroup
-from common.wire.weight_messages import (
+from common.weights.collective import CPU, views
+from common.weights.messages import (
     CanaryCheck,
     CanaryScores,
     WeightsCancel,
@@ -29,6 +24,11 @@ from common.wire.weight_messages import (
     WeightsPing,
     WeightsReady,
 )
+from common.weights.transport import WeightGroup
+from common.wire.codec import decode, encode
+from common.wire.messages import Rejected
+from common.wire.security import RunKeys, load_keys
+from common.wire.sockets import connect_dealer
 
 HOST = "127.0.0.1"
 BEAT_S = 0.2

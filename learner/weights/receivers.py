@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from common.wire.weight_messages import WeightsJoin
+from common.weights.messages import WeightsJoin
 
 logger = logging.getLogger(__name__)
 

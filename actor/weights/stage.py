@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actor.engine.memory.version_memory import Copy, OwnCopy, VersionMemory, consumed, whole_bytes
+from actor.weights.memory import Copy, OwnCopy, VersionMemory, consumed, whole_bytes
 from common.errors import LongstrideError, WeightSyncError
-from common.wire.collective import check_layout, views
-from common.wire.transfer.changes import apply_changes, digest_of_whole
-from common.wire.transfer.node_copy import CopyUnreachable, NodeCopy
-from common.wire.weight_group import TransferCancelled, WeightGroup, lower_priority
-from common.wire.weight_messages import WeightsOffer
+from common.weights.collective import check_layout, views
+from common.weights.delta import apply_changes, digest_of_whole
+from common.weights.messages import WeightsOffer
+from common.weights.node_copy import CopyUnreachable, NodeCopy
+from common.weights.transport import TransferCancelled, WeightGroup, lower_priority
 
 logger = logging.getLogger(__name__)
 

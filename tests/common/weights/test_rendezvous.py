@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from common.errors import WeightSyncError
-from common.wire.collective import BroadcastGroup, CollectiveMember
-from common.wire.rendezvous.client import GroupStore, StoreConnection
-from common.wire.rendezvous.server import MAX_GROUP_BYTES, MAX_GROUPS, StorePlace
-from tests.common.wire.meeting import HOST, Meeting
+from common.weights.collective import BroadcastGroup, CollectiveMember
+from common.weights.rendezvous import MAX_GROUP_BYTES, MAX_GROUPS, StorePlace
+from common.weights.rendezvous_client import GroupStore, StoreConnection
+from tests.common.weights.meeting import HOST, Meeting
 
 
 def test_store_keys_are_awaited_counted_and_deleted() -> None:

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from common.errors import WeightSyncError
-from common.wire.rendezvous.client import GroupStore, StoreConnection
-from common.wire.transfer import mailbox
-from common.wire.transfer.mailbox import FolderStorage, Mailbox
-from common.wire.weight_group import place_of
-from tests.common.wire.meeting import Meeting
-from tests.common.wire.transfer.test_buckets import TIMEOUT_S, offer_of
+from common.weights import mailbox
+from common.weights.mailbox import FolderStorage, Mailbox
+from common.weights.rendezvous_client import GroupStore, StoreConnection
+from common.weights.transport import place_of
+from tests.common.weights.meeting import Meeting
+from tests.common.weights.test_buckets import TIMEOUT_S, offer_of
 
 
 class LeasedShelf(FolderStorage):

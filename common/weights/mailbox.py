@@ -21,8 +21,8 @@ from torch import Tensor
 from common.errors import WeightSyncError
 from common.store.disk import with_room
 from common.text import is_file_name
-from common.wire.rendezvous.client import GroupStore
-from common.wire.transfer.buckets import NUM_SLOTS
+from common.weights.buckets import NUM_SLOTS
+from common.weights.rendezvous_client import GroupStore
 
 logger = logging.getLogger(__name__)
 

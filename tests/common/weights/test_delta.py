@@ -5,14 +5,14 @@ import torch
 from torch import Tensor
 
 from common.errors import WeightSyncError
-from common.wire.transfer.changes import (
+from common.weights.delta import (
     CHUNK_WORDS,
     ChangePacker,
     apply_changes,
     digest_of_whole,
     sums_text,
 )
-from common.wire.transfer.digest import word_sums
+from common.weights.digest import word_sums
 
 HEADER = 16
 

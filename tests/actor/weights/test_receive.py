@@ -8,13 +8,13 @@ import pytest
 
 from common.config.actor import ActorSection
 from common.errors import WeightSyncError
-from common.wire.transfer.node_copy import CopyUnreachable, node_id
-from common.wire.weight_messages import WeightsJoin, WeightsLeave, WeightsLoaded
+from common.weights.messages import WeightsJoin, WeightsLeave, WeightsLoaded
+from common.weights.node_copy import CopyUnreachable, node_id
 from tests.actor.toy_peer import Peer, check, make_weight_link
-from tests.common.wire.test_weight_group import offer_of
+from tests.common.weights.test_transport import offer_of
 
 if TYPE_CHECKING:  # importing the engine takes seconds
-    from actor.engine.weights import WeightLink
+    from actor.weights.receive import WeightLink
 
 
 class Still:
@@ -70,7 +70,7 @@ class Workers:
     async def init_weight_transfer_engine(self, _: Any) -> None: ...
 
     async def collective_rpc(self, method: str) -> list[dict[str, Any]]:
-        from actor.engine.staging import Staged
+        from actor.weights.stage import Staged
 
         self.asked.append(method)
         good, bad = Staged(is_done=True), Staged(is_done=True, error="bucket 1 of 2 is damaged")

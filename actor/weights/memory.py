@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from common.errors import WeightSyncError
-from common.wire.collective import CPU, aligned, views
-from common.wire.transfer.node_copy import CopyView, MappedCopy, NodeCopy
-from common.wire.weight_messages import TensorSpec, WeightsOffer
+from common.weights.collective import CPU, aligned, views
+from common.weights.messages import TensorSpec, WeightsOffer
+from common.weights.node_copy import CopyView, MappedCopy, NodeCopy
 
 SPARE_BYTES = 1 << 30  # Bytes of a GPU that stay free for the engine's kernels.
 

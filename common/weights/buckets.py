@@ -16,15 +16,8 @@ from torch import Tensor
 
 from common.errors import WeightSyncError
 from common.text import counted
-from common.wire.transfer.digest import (
-    DIGEST_BYTES,
-    PIECE_BYTES,
-    Checksum,
-    bytes_of,
-    digest,
-    hexadecimal,
-)
-from common.wire.weight_messages import TensorSpec
+from common.weights.digest import DIGEST_BYTES, PIECE_BYTES, Checksum, bytes_of, digest, hexadecimal
+from common.weights.messages import TensorSpec
 
 NUM_SLOTS = 2  # Number of buckets in transit at once.
 MAX_PIECES = 4  # Most filled pieces that wait for their check, if each has memory of its own.

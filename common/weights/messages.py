@@ -67,7 +67,7 @@ class WeightsOffer:
     total_bytes: Count
     bucket_bytes: Count
     canary_token_ids: list[list[int]]  # Prompts that learner and engine score after loading.
-    # The version whose changes arrive, packed as in `common.wire.transfer.changes`; -1: the bytes
+    # The version whose changes arrive, packed as in `common.weights.delta`; -1: the bytes
     # are the whole version.
     base: Version = -1
     digest: Id = ""  # Digest of the whole version, of which workers keep a copy; "": they need not.

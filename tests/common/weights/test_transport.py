@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from common.errors import WeightSyncError
-from common.wire.collective import CPU
-from common.wire.weight_group import TransferCancelled, WeightGroup
-from common.wire.weight_messages import WeightsOffer
-from tests.common.wire.meeting import NOWHERE, Meeting
+from common.weights.collective import CPU
+from common.weights.messages import WeightsOffer
+from common.weights.transport import TransferCancelled, WeightGroup
+from tests.common.weights.meeting import NOWHERE, Meeting
 
 TIMEOUT_S = 30.0
 

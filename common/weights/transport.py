@@ -12,11 +12,7 @@ import torch
 from torch import Tensor
 
 from common.errors import LongstrideError, WeightSyncError
-from common.wire.addresses import local_address_towards
-from common.wire.collective import BroadcastGroup, CollectiveMember
-from common.wire.rendezvous.client import GroupStore, StoreConnection
-from common.wire.rendezvous.server import StorePlace
-from common.wire.transfer.buckets import (
+from common.weights.buckets import (
     BucketLayout,
     Channel,
     OnPart,
@@ -25,8 +21,12 @@ from common.wire.transfer.buckets import (
     unchecked,
     write_buckets,
 )
-from common.wire.transfer.mailbox import FolderStorage, GpuStorage, Mailbox
-from common.wire.weight_messages import WeightsOffer
+from common.weights.collective import BroadcastGroup, CollectiveMember
+from common.weights.mailbox import FolderStorage, GpuStorage, Mailbox
+from common.weights.messages import WeightsOffer
+from common.weights.rendezvous import StorePlace
+from common.weights.rendezvous_client import GroupStore, StoreConnection
+from common.wire.addresses import local_address_towards
 
 TRANSFER_NICENESS = 10
 CANCEL_CHECK_S = 0.25  # Seconds between two checks whether a running transfer was cancelled.

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from actor.engine.staging import Staged, Staging, failure_of
+from actor.weights.stage import Staged, Staging, failure_of
 from common.errors import WeightSyncError
-from common.wire.collective import CPU
-from common.wire.transfer.node_copy import CopyUnreachable
-from common.wire.weight_group import TransferCancelled, WeightGroup
-from common.wire.weight_messages import WeightsOffer
+from common.weights.collective import CPU
+from common.weights.messages import WeightsOffer
+from common.weights.node_copy import CopyUnreachable
+from common.weights.transport import TransferCancelled, WeightGroup
 from learner.weights.delta import KeptVersion, VersionKeeper
 from learner.weights.snapshot import PublishedWeights
 from learner.weights.source import LiveWeights
-from tests.common.wire.meeting import Meeting
+from tests.common.weights.meeting import Meeting
 
 TIMEOUT_S = 60.0
 BUCKET_BYTES = 4_096

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from common.wire.rendezvous.client import GroupStore, StoreConnection
-from common.wire.rendezvous.server import StoreServer
+from common.weights.rendezvous import StoreServer
+from common.weights.rendezvous_client import GroupStore, StoreConnection
 
 HOST = "127.0.0.1"
 

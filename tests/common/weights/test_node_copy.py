@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from common.errors import WeightSyncError
-from common.wire.transfer.node_copy import CopyUnreachable, CopyView, NodeCopy, node_id
+from common.weights.node_copy import CopyUnreachable, CopyView, NodeCopy, node_id
 
 NUM_BYTES = 10_000  # More than one page.
 CLONE_NEWNET = 0x40000000

@@ -9,13 +9,7 @@ from typing import Any
 from actor.engine.engine import Engine
 from common.errors import LongstrideError, WeightSyncError
 from common.text import valid_text
-from common.wire.addresses import Addresses, host_of, local_address_towards
-from common.wire.following_dealer import FollowingDealer
-from common.wire.messages import Rejected
-from common.wire.security import RunKeys
-from common.wire.transfer.node_copy import CopyUnreachable, node_id
-from common.wire.weight_group import TransferCancelled
-from common.wire.weight_messages import (
+from common.weights.messages import (
     CanaryCheck,
     CanaryScores,
     EngineSleep,
@@ -27,6 +21,12 @@ from common.wire.weight_messages import (
     WeightsPing,
     WeightsReady,
 )
+from common.weights.node_copy import CopyUnreachable, node_id
+from common.weights.transport import TransferCancelled
+from common.wire.addresses import Addresses, host_of, local_address_towards
+from common.wire.following_dealer import FollowingDealer
+from common.wire.messages import Rejected
+from common.wire.security import RunKeys
 
 logger = logging.getLogger(__name__)
 

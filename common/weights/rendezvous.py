@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 import zmq
 
 from common.errors import ConfigError, WeightSyncError
+from common.weights.messages import StoreAnswer, StoreOp, StoreRequest
 from common.wire.addresses import is_here
 from common.wire.messages import Rejected
 from common.wire.security import RunKeys
 from common.wire.sockets import Received, Router
-from common.wire.weight_messages import StoreAnswer, StoreOp, StoreRequest
 
 POLL_S = 0.5  # Maximum seconds of one poll. A request or `close` ends it at once.
 MAX_WAIT_S = 5.0  # Maximum wait of one request.

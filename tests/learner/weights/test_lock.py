@@ -4,7 +4,7 @@ import threading
 import time
 from functools import partial
 
-from learner.weights.weights_lock import WeightsLock, WeightsReadLock
+from learner.weights.lock import WeightsLock, WeightsReadLock
 
 LONG_S = 20.0
 

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import WeightSyncError
+from common.weights.messages import TensorSpec, WeightsOffer
 from common.wire.addresses import is_loopback
-from common.wire.weight_messages import TensorSpec, WeightsOffer
 
 CPU = torch.device("cpu")
 PROOF_BYTES = 16

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from common.errors import WeightSyncError
-from common.wire.collective import CPU, lay_out
-from common.wire.transfer.buckets import (
+from common.weights.buckets import (
     NUM_SLOTS,
     PIECE_BYTES,
     BucketDamaged,
@@ -22,11 +21,12 @@ from common.wire.transfer.buckets import (
     send_buckets,
     write_buckets,
 )
-from common.wire.transfer.digest import checksum
-from common.wire.transfer.mailbox import remove_files
-from common.wire.weight_group import WeightGroup
-from common.wire.weight_messages import WeightsOffer
-from tests.common.wire.meeting import Meeting
+from common.weights.collective import CPU, lay_out
+from common.weights.digest import checksum
+from common.weights.mailbox import remove_files
+from common.weights.messages import WeightsOffer
+from common.weights.transport import WeightGroup
+from tests.common.weights.meeting import Meeting
 from tests.full_disk import no_room_beyond
 
 TIMEOUT_S = 30.0

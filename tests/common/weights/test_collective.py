@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from common.errors import WeightSyncError
-from common.wire.addresses import local_address_towards
-from common.wire.collective import (
+from common.weights.collective import (
     ALIGN_BYTES,
     BroadcastGroup,
     CollectiveMember,
@@ -22,8 +21,9 @@ from common.wire.collective import (
     lay_out,
     views,
 )
-from common.wire.weight_messages import WeightsOffer
-from tests.common.wire.meeting import NOWHERE, Meeting
+from common.weights.messages import WeightsOffer
+from common.wire.addresses import local_address_towards
+from tests.common.weights.meeting import NOWHERE, Meeting
 
 HOST = "127.0.0.1"
 

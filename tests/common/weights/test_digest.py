@@ -5,7 +5,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from common.wire.transfer.digest import (
+from common.weights.digest import (
     PIECE_BYTES,
     ROW_WORDS,
     Checksum,

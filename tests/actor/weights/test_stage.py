@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from actor.engine.staging import Staged, Staging
-from common.wire.collective import CPU
-from common.wire.weight_group import WeightGroup
-from common.wire.weight_messages import WeightsOffer
+from actor.weights.stage import Staged, Staging
+from common.weights.collective import CPU
+from common.weights.messages import WeightsOffer
+from common.weights.transport import WeightGroup
 from learner.weights.delta import KeptVersion, VersionKeeper
 from learner.weights.snapshot import PublishedWeights
 from learner.weights.source import LiveWeights
-from tests.common.wire.meeting import Meeting
+from tests.common.weights.meeting import Meeting
 
 TIMEOUT_S = 20.0
 BUCKET_BYTES = 4_096
