@@ -34,10 +34,8 @@ from learner.ingest.admission import Admission
 from learner.ingest.buffer import TrajectoryBuffer
 from learner.ingest.group_assembly import GroupAssembly
 from learner.ingest.intake import Intake
-from learner.ingest.journal_index import JournalIndex
-from learner.ingest.replay_point import load_replay_point
-from learner.ingest.report_log import ReportLog
-from learner.ingest.scheduler_client import ReportClient
+from learner.ingest.journal_index import JournalIndex, load_replay_point
+from learner.ingest.reports import ReportClient, ReportLog
 from learner.journal.journal import JournalWriter
 from learner.journal.metrics import MetricsSink, MetricsWriter
 from learner.journal.upkeep import Upkeep

@@ -10,7 +10,7 @@ from functools import partial
 
 import psutil
 
-from common.config.live import last_number
+from common.config.live import changed_values, followed, last_number
 from common.config.run import OnStall
 from common.config.run_config import RunConfig, published_version
 from common.config.train import TrainMode
@@ -19,17 +19,18 @@ from common.errors import LongstrideError
 from common.host.lock import hold_role
 from common.memory import trim_heap
 from common.stall.beacon import Beacon, beacon_of
-from common.store.disk import DiskFull
+from common.store.disk import POLL_S, DiskFull, if_room
 from common.store.run_dir import RunDir
 from common.wire.messages import EpisodeOutcome, Outcome, Trajectory
 from learner.batch.credit import samples_of
 from learner.build import Learner, MakeSink, build
 from learner.ingest.episode_stats import horizon_mix
 from learner.ingest.group_assembly import Group
-from learner.journal.copies import copy_metrics
-from learner.live_config import follow
+from learner.ingest.journal_index import save_replay_point
+from learner.journal.files import load_pruned
+from learner.journal.metrics import copy_metrics
 from learner.objective.dead_settings import log_summary
-from learner.recovery.saving import Saving
+from learner.recovery.checksums import Start
 from learner.recovery.step_log import LoggedStep
 from learner.training.rank_processes import LOAD_S
 from learner.training.trainer import TrainResult
@@ -481,4 +482,117 @@ def warn_of_invalid_actions(invalid_frac: float, cfg: RunConfig) -> None:
         100 * invalid_frac,
         remedy,
         cfg.run.name,
+    )
+
+
+class Saving:
+    """Saves checkpoints in the background. Only the learner's main thread may use it.
+
+    Example: save(50) copies the state and returns. Once the checkpoint is complete, settle() writes
+    its replay point, and then prunes the journal and the step log before that point.
+    """
+
+    def __init__(
+        self, learner: Learner, *, set_status: Callable[..., None], check: Callable[[], object]
+    ) -> None:
+        """`set_status` receives the reason of a wait.
+
+        `check` ends a wait for disk space by raising.
+        """
+        self._learner = learner
+        self._set_status = set_status
+        self._check = check
+        self.metrics: dict[str, float] = {}  # Metrics of the last checkpoint.
+
+    def save(self, version: int) -> None:
+        """Begin a checkpoint of a version, after the previous checkpoint is complete."""
+        learner = self._learner
+        started = time.monotonic()
+        self.settle(must_wait=True)
+        learner.checkpoints.save(
+            version, model=learner.model, tokenizer=learner.tokenizer, trainer=learner.trainer
+        )
+        self.metrics["train/checkpoint_stall_s"] = time.monotonic() - started
+        self._set_status(waiting_for="")
+
+    def save_last(self, version: int) -> None:
+        """Save the final checkpoint. If the disk is full, wait for room."""
+        while True:
+            self.save(version)
+            self.settle(must_wait=True)
+            if self._learner.checkpoints.has(version):
+                return
+            self._set_status(waiting_for="disk: room for the last checkpoint")
+            while not self._learner.checkpoints.is_due(version):
+                self._check()
+                time.sleep(POLL_S)
+
+    def settle(self, *, must_wait: bool = False) -> None:
+        """If a checkpoint is complete, write its replay point and prune the logs."""
+        learner = self._learner
+        if must_wait:
+            self._set_status(waiting_for="disk: a checkpoint")
+            learner.checkpoints.wait()
+        took_s = learner.checkpoints.poll()
+        if took_s is None:
+            return
+        self.metrics["train/checkpoint_s"] = took_s
+        version = learner.checkpoints.oldest_version
+        path = learner.run_dir.replay_point
+        point = learner.buffer.replay_point(version=version)
+        needed = learner.step_log.first_needed(version=version, closed_below=point.closed_below)
+        point = replace(point, steps_offset=needed)
+        if if_room(lambda: save_replay_point(path, point), path):
+            learner.upkeep.settled(point.position)
+            steps = learner.run_dir.steps
+            if_room(lambda: self._forget(needed), steps)
+
+    def _forget(self, needed: int) -> None:
+        """Prune the step log and the checksums to the segments that the journal still has."""
+        learner = self._learner
+        before = load_pruned(learner.run_dir.journal).before
+        if learner.step_log.prune(before=before, needed=needed):
+            learner.checksums.prune(learner.step_log.pruned.number)
+
+
+SECTIONS = ("learner", "train")
+OF_TRAINING = ("learner.lr", "learner.muon_lr", "train.num_steps")  # They change the weights.
+
+
+def follow(
+    cfg: RunConfig, learner: Learner, *, version: int, save: Callable[[], object]
+) -> RunConfig:
+    """Return the configuration with the scheduler's live values, once the learner uses them.
+
+    A change of the training begins a new section of the checksum log, so that `recompute` uses each
+    step's own values. `save` then begins a checkpoint: a restart repeats the steps since the newest
+    complete one, and should repeat no step of the earlier values.
+    """
+    live = learner.intake.live_config
+    new = followed(cfg, live, SECTIONS)
+    if new is cfg or live is None:
+        return cfg
+    learner.checkpoints.configure(new.learner)
+    if any(key in OF_TRAINING for key in changed_values(cfg, live, SECTIONS)):
+        rates = {"lr": new.learner.lr, "muon_lr": new.learner.muon_lr}
+        learner.trainer.configure(**rates, num_steps=new.train.num_steps)
+        learner.checksums.begin(_start_with(new, learner, rates, version=version))
+        save()
+    return new
+
+
+def _start_with(
+    cfg: RunConfig, learner: Learner, rates: dict[str, float], *, version: int
+) -> Start:
+    """Return the record of a start that continues the last one with other rates and another end."""
+    last = learner.checksums.last_start
+    assert last is not None  # The learner has begun the record at its own start.
+    weights, frozen = learner.trainer.checksums()
+    settings = last.settings | {
+        "learner": last.settings["learner"] | rates,
+        "train": {"num_steps": cfg.train.num_steps},
+    }
+    number = learner.trainer.num_batches
+    return replace(
+        last, version=version, number=number, weights=weights, frozen=frozen, settings=settings
     )

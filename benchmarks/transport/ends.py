@@ -41,8 +41,7 @@ from learner.ingest.buffer import TrajectoryBuffer
 from learner.ingest.group_assembly import GroupAssembly
 from learner.ingest.intake import Intake
 from learner.ingest.journal_index import JournalIndex
-from learner.ingest.report_log import ReportLog
-from learner.ingest.scheduler_client import ReportClient
+from learner.ingest.reports import ReportClient, ReportLog
 from learner.journal.journal import JournalWriter
 from tools.simulator.synthetic import synthetic_trajectory
 

@@ -22,9 +22,8 @@ from common.wire.messages import (
 )
 from learner.ingest.episode_stats import EpisodeStats
 from learner.ingest.group_assembly import Group, GroupAssembly
-from learner.ingest.journal_index import JournalIndex
-from learner.ingest.replay_point import ReplayPoint
-from learner.ingest.report_log import ReportLog
+from learner.ingest.journal_index import JournalIndex, ReplayPoint
+from learner.ingest.reports import ReportLog
 from learner.journal.journal import JournalPosition
 from learner.teacher.scores import TeacherScores
 from learner.weights.prompts import RecentPrompts

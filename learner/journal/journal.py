@@ -1,6 +1,6 @@
 """The journal: every accepted trajectory of a run, append-only, in segments on disk.
 
-`learner/journal/records.py` defines the format. One process writes while any number of others read.
+`learner/journal/files.py` defines the format. One process writes while any number of others read.
 """
 
 import fcntl
@@ -15,21 +15,19 @@ from common.store.disk import MAX_BUFFERS, AppendFile, is_no_room, with_room
 from common.store.run_dir import sync_folder
 from common.wire.codec import encode
 from common.wire.messages import Trajectory
-from learner.journal.records import (
+from learner.journal.files import (
+    JOURNAL_START,
     MAGIC,
     PACKED_SUFFIX,
     REMEDY,
+    JournalPosition,
     JournalRecord,
     Segment,
-    record_buffers,
-)
-from learner.journal.segments import (
-    JOURNAL_START,
-    JournalPosition,
     SyncedMark,
     list_segments,
     load_pruned,
     open_segment,
+    record_buffers,
     segment_path,
     synced_end,
 )

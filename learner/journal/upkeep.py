@@ -10,8 +10,8 @@ from pathlib import Path
 from common.config.journal import JournalSection
 from common.errors import WireError
 from common.store.disk import is_no_room
-from learner.journal.records import PACKED_SUFFIX
-from learner.journal.segments import (
+from learner.journal.files import (
+    PACKED_SUFFIX,
     JournalPosition,
     Pruned,
     list_segments,

@@ -12,7 +12,7 @@ from common.wire.messages import EpisodeKind, Trajectory
 from learner.batch.credit import samples_of
 from learner.ingest.buffer import TrajectoryBuffer
 from learner.ingest.group_assembly import Group
-from learner.ingest.replay_point import ReplayPoint
+from learner.ingest.journal_index import ReplayPoint
 from learner.journal.journal import read_journal
 from learner.journal.metrics import BEFORE_FIRST_STEP, MetricsWriter, iter_metrics
 from learner.recovery.checksums import ChecksumLog

@@ -8,7 +8,7 @@ from common.config.run_config import RunConfig
 from common.store.run_dir import RunDir
 from common.wire.config_messages import LiveConfig
 from learner.build import Learner
-from learner.live_config import follow
+from learner.main import follow
 from learner.recovery.checksums import Start, settings_of
 from tests.configs import edited
 

@@ -15,7 +15,7 @@ from common.store.run_dir import RunDir
 from learner.build import Learner
 from learner.ingest.group_assembly import Group
 from learner.ingest.intake import LearnerStatus
-from learner.ingest.replay_point import ReplayPoint
+from learner.ingest.journal_index import ReplayPoint
 from learner.journal.journal import JournalPosition
 from learner.main import Loop, TrainBatch, warn_of_cuts, warn_of_invalid_actions
 from learner.training.checkpoint import Checkpoints

@@ -24,8 +24,7 @@ from common.wire.messages import (
     Trajectory,
 )
 from learner.ingest.group_assembly import GroupAssembly, oldest_version
-from learner.ingest.journal_index import JournalIndex
-from learner.ingest.replay_point import FROM_THE_START
+from learner.ingest.journal_index import FROM_THE_START, JournalIndex
 from learner.journal.journal import JournalPosition
 from scheduler.components import build_components
 from scheduler.core import SchedulerCore

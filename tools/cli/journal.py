@@ -18,9 +18,14 @@ from common.errors import ConfigError
 from common.formats.chat_template import fix_template
 from common.store.run_dir import RunDir, read_json
 from common.text import counted
+from learner.journal.files import (
+    PACKED_SUFFIX,
+    list_segments,
+    load_pruned,
+    read_around_damage,
+    synced_end,
+)
 from learner.journal.journal import read_journal
-from learner.journal.records import PACKED_SUFFIX
-from learner.journal.segments import list_segments, load_pruned, read_around_damage, synced_end
 from learner.journal.upkeep import DAY_S, GB, RetentionLimits, prune_old
 from tools.cli.command_line import ParsedCommand
 from tools.copies.command import copy, fetch_run

@@ -20,8 +20,14 @@ from typing import Any, cast
 import yaml
 
 from common.store.run_dir import RunDir
-from learner.journal.records import MAGIC, Segment
-from learner.journal.segments import JournalPosition, list_segments, load_pruned, synced_end
+from learner.journal.files import (
+    MAGIC,
+    JournalPosition,
+    Segment,
+    list_segments,
+    load_pruned,
+    synced_end,
+)
 
 MAX_WINDOW_S = 0.05
 MAX_TRIES = 20

@@ -12,7 +12,7 @@ from common.errors import ConfigError, WireError
 from common.store.disk import if_room
 from common.store.run_dir import RunDir, write_json
 from common.store.status.json_files import json_object
-from learner.journal.segments import JournalPosition, open_segment, synced_end
+from learner.journal.files import JournalPosition, open_segment, synced_end
 from tools.copies import manifest as manifests
 from tools.copies.capture import CapturedFile, RunCapture, SourceChanged, capture
 from tools.copies.manifest import FORMAT, CopyManifest, StoredFile, StoredPart, digest_of

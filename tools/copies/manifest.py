@@ -17,7 +17,7 @@ from common.config.knobs import FILE_NAME
 from common.errors import ConfigError
 from common.join.shards import MANIFEST as SHARDS
 from common.text import is_path_inside
-from learner.journal.segments import JournalPosition
+from learner.journal.files import JournalPosition
 
 FORMAT = 1
 FOLDER = "manifests"

@@ -12,8 +12,7 @@ from common.store.run_dir import RunDir
 from common.store.run_start import load_finished
 from common.store.status.json_files import as_map, json_object
 from common.store.status.members import node_lines
-from learner.journal.copies import copy_state
-from learner.journal.metrics import tail_metrics
+from learner.journal.metrics import copy_state, tail_metrics
 from tools.dashboard.run_view import SILENT_S, WINDOW_STEPS, RunView
 from tools.dashboard.verdict import judge
 from tools.dashboard.words import ledger_line, plain, status_line

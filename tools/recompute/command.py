@@ -14,7 +14,7 @@ from common.store.run_dir import RunDir, write_json
 from common.text import counted
 from learner.objective.dead_settings import summary_lines
 from learner.policy.model import pick_device
-from learner.recovery.machine import differences, machine_facts
+from learner.recovery.checksums import differences, machine_facts
 from learner.training.digests import first_difference
 from tools.cli.command_line import ParsedCommand
 from tools.recompute.counterfactual import RecordedResults, header, split_options

@@ -8,9 +8,9 @@ from pathlib import Path
 from common.errors import ConfigError
 from common.store.run_dir import RunDir
 from common.wire.messages import Trajectory
-from learner.ingest.replay_point import load_replay_point
+from learner.ingest.journal_index import load_replay_point
+from learner.journal.files import list_segments, load_pruned, read_around_damage
 from learner.journal.journal import JournalPosition
-from learner.journal.segments import list_segments, load_pruned, read_around_damage
 from learner.recovery.checksums import ChecksumRecord, Start, read_checksums
 from learner.recovery.step_log import LoggedStep, load_pruned_steps, read_steps
 from learner.training.checkpoint import complete_checkpoints, load_values

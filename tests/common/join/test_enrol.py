@@ -83,7 +83,7 @@ class Scheduler(threading.Thread):
 def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scheduler]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     scheduler = Scheduler(tmp_path)
-    scheduler.main()
+    scheduler.start()
     yield scheduler
     scheduler.stop()
 

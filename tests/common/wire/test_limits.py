@@ -7,6 +7,7 @@ import typing
 import numpy as np
 import pytest
 import zmq
+from common.wire.weight_messages import TensorSpec, WeightsOffer
 
 from common.config.horizon import MAX_STAGE
 from common.errors import MessageTooLarge, WireError
@@ -23,7 +24,7 @@ from common.wire.codec import MESSAGE_TYPES, decode, encode
 from common.wire.messages import EpisodeKind, Lease, LeaseGrant, PolicyKind, Rejected, Trajectory
 from common.wire.security import RunKeys, create_keys
 from common.wire.sockets import Router, connect_dealer
-from learner.journal.records import MAX_RECORD_BYTES, record_buffers
+from learner.journal.files import MAX_RECORD_BYTES, record_buffers
 from scheduler.dispatch.grants import MAX_LEASES
 from tests.learner.builders import make_trajectory
 

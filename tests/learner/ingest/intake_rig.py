@@ -35,8 +35,7 @@ from learner.ingest.buffer import ScoreGroup, TrajectoryBuffer
 from learner.ingest.group_assembly import GroupAssembly
 from learner.ingest.intake import Intake
 from learner.ingest.journal_index import JournalIndex
-from learner.ingest.report_log import ReportLog
-from learner.ingest.scheduler_client import ReportClient
+from learner.ingest.reports import ReportClient, ReportLog
 from learner.journal.journal import JournalWriter, read_journal
 from scheduler.core import ReportCursor
 from tests.learner.builders import make_trajectory

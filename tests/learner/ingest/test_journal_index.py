@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from common.wire.messages import EndReason, EpisodeKind, Trajectory
-from learner.ingest.journal_index import MAX_EVALUATIONS, JournalIndex
-from learner.ingest.replay_point import ReplayPoint
+from learner.ingest.journal_index import MAX_EVALUATIONS, JournalIndex, ReplayPoint
 from learner.journal.journal import JOURNAL_START, JournalPosition
 from tests.learner.builders import make_trajectory
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.ingest.replay_point import (
+from learner.ingest.journal_index import (
     FROM_THE_START,
     ReplayPoint,
     load_replay_point,

@@ -3,7 +3,7 @@
 from common.wire.access.bounds import ID_CHARS
 from common.wire.codec import decode, encode
 from common.wire.messages import EpisodeOutcome, Outcome, Outcomes, StepDone
-from learner.ingest.report_log import MAX_ENTRIES, Report, ReportLog
+from learner.ingest.reports import MAX_ENTRIES, Report, ReportLog
 
 
 def outcomes(*episode_ids: str) -> Outcomes:

@@ -14,9 +14,8 @@ from common.errors import WireError
 from common.repository import ROOT
 from common.wire.codec import encode, pack_record
 from common.wire.messages import Trajectory
+from learner.journal.files import MAGIC, load_pruned, pack, prune, record_buffers
 from learner.journal.journal import JOURNAL_START, JournalPosition, JournalWriter, read_journal
-from learner.journal.records import MAGIC, record_buffers
-from learner.journal.segments import load_pruned, pack, prune
 from tests.learner import builders
 
 

@@ -11,16 +11,15 @@ from common.errors import ConfigError
 from common.store.run_dir import RunDir
 from common.wire.messages import EpisodeOutcome, Outcome
 from learner.build import Learner
-from learner.ingest.journal_index import JournalIndex
-from learner.ingest.replay_point import ReplayPoint, load_replay_point
+from learner.ingest.journal_index import JournalIndex, ReplayPoint, load_replay_point
 from learner.journal import metrics as metrics_module
+from learner.journal.files import load_pruned
 from learner.journal.journal import JournalPosition, JournalWriter, read_journal
 from learner.journal.metrics import MetricsWriter
-from learner.journal.segments import load_pruned
 from learner.journal.upkeep import RetentionLimits, prune_old
+from learner.main import Saving
 from learner.recovery.checksums import ChecksumLog
 from learner.recovery.resume import steps_since
-from learner.recovery.saving import Saving
 from learner.recovery.step_log import LoggedStep, StepLog, read_steps
 from learner.training.digests import StepDigests
 from scheduler import main as scheduler_module

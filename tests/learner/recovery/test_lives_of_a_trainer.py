@@ -15,7 +15,7 @@ from common.store.run_dir import RunDir
 from common.wire.messages import EpisodeOutcome, Outcome, Trajectory
 from learner.batch.credit import samples_of
 from learner.ingest.group_assembly import Group
-from learner.ingest.replay_point import FROM_THE_START
+from learner.ingest.journal_index import FROM_THE_START
 from learner.journal.journal import JournalWriter
 from learner.journal.metrics import MetricsWriter
 from learner.policy.forward import Networks

@@ -8,7 +8,7 @@ import pytest
 from common.errors import ConfigError
 from common.store.run_dir import RunDir
 from common.wire.messages import EpisodeOutcome, Outcome
-from learner.ingest.replay_point import FROM_THE_START, ReplayPoint
+from learner.ingest.journal_index import FROM_THE_START, ReplayPoint
 from learner.recovery.resume import steps_since
 from learner.recovery.step_log import LoggedStep, StepLog, read_steps
 

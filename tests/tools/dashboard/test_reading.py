@@ -17,8 +17,7 @@ from common.formats.scripted import chars_of
 from common.store.run_dir import RunDir
 from common.wire.codec import pack_record
 from common.wire.messages import EpisodeKind, PolicyKind
-from learner.journal.records import MAGIC
-from learner.journal.segments import pack
+from learner.journal.files import MAGIC, pack
 from tests.marks import long_for
 from tests.tools.dashboard.runs import TOKENIZER, append, episode, make_run
 from tools.dashboard.reading.conversations import ConversationFile

@@ -15,7 +15,7 @@ from common.store.run_start import save_config
 from common.wire.messages import EpisodeOutcome, Outcome, Trajectory
 from learner.batch.credit import samples_of
 from learner.ingest.group_assembly import Group
-from learner.ingest.replay_point import ReplayPoint
+from learner.ingest.journal_index import ReplayPoint
 from learner.journal.journal import JournalWriter
 from learner.journal.metrics import MetricsWriter
 from learner.recovery.checksums import ChecksumLog, start_of

@@ -10,7 +10,7 @@ import pytest
 from common.errors import ConfigError
 from common.repository import ROOT
 from common.store.run_dir import RunDir
-from learner.journal.segments import list_segments, prune
+from learner.journal.files import list_segments, prune
 from learner.recovery.checksums import ChecksumLog, read_checksums
 from learner.recovery.step_log import StepLog, read_steps
 from tests.tools.recompute.lives import config, live

@@ -10,7 +10,7 @@ from playwright.sync_api import Request, expect, sync_playwright
 
 from common.errors import ConfigError
 from common.repository import ROOT
-from learner.journal.segments import list_segments
+from learner.journal.files import list_segments
 from tests.tools.dashboard.runs import append, episode, make_run
 from tools.cli.command_line import parse
 from tools.dashboard.web.overview import horizon_marks

@@ -14,8 +14,7 @@ from common.host.lock import is_held
 from common.store.run_dir import RunDir
 from common.store.status.json_files import as_map, json_object
 from common.store.status.members import members_of
-from learner.journal.copies import copy_state
-from learner.journal.metrics import MetricsLine, tail_metrics
+from learner.journal.metrics import MetricsLine, copy_state, tail_metrics
 from tools.dashboard.prometheus.table import SampleTable
 
 LATE_S = 30.0  # Age of a stale status. The scheduler writes it once a second, or every few seconds.

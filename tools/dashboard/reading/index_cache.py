@@ -18,7 +18,7 @@ import numpy as np
 
 from actor.engine import cache
 from common.errors import WireError
-from learner.journal.segments import list_segments, open_segment
+from learner.journal.files import list_segments, open_segment
 from tools.dashboard.reading.rows import EpisodeRows
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,7 @@ import numpy as np
 from common.errors import ConfigError, WireError
 from common.ids import subset_of
 from common.wire.messages import EpisodeKind, Trajectory
-from learner.journal.records import PACKED_SUFFIX, Segment
-from learner.journal.segments import list_segments, load_pruned, open_segment
+from learner.journal.files import PACKED_SUFFIX, Segment, list_segments, load_pruned, open_segment
 from tools.dashboard.reading.rows import EpisodeRows
 
 MAX_PROBLEMS = 50  # Maximum number of stored messages. Further problems are only counted.

@@ -35,7 +35,7 @@ def test_restarted_scheduler_receives_all_reports_again(
     running.deliver(replace(member(0, group_id="eval-0"), kind=EpisodeKind.EVAL))
     told = {"g/0", "g/1", "g/2", "eval-0/0"}
     scheduler.pump_until(lambda: set(scheduler.seen) == told)
-    scheduler.main("epoch-2", is_at_new_address=is_at_new_address)
+    scheduler.start("epoch-2", is_at_new_address=is_at_new_address)
     scheduler.pump_until(lambda: set(scheduler.seen) == told and scheduler.groups == {"g": True})
     assert SAID in scheduler.heard
     done = StepDone(version=1, is_last=False, max_ahead_steps=1, signals={"entropy": 0.5})
@@ -63,7 +63,7 @@ def test_reports_saved_by_a_scheduler_are_not_resent(running: Setup) -> None:
     scheduler.pump_beats(2)
     running.deliver(member(1))
     scheduler.pump_until(lambda: scheduler.seen == ["g/0", "g/1"])
-    scheduler.main("epoch-2")
+    scheduler.start("epoch-2")
     scheduler.pump_until(lambda: len(scheduler.seen) > 0)
     scheduler.pump_beats(2)
     assert scheduler.seen == ["g/1"]

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from learner.ingest.group_commit import GroupCommit, PendingCommit
+from learner.ingest.intake import JournalSync, PendingCommit
 from learner.journal.journal import JournalPosition
 
 TIMEOUT_S = 5.0
@@ -29,8 +29,8 @@ def batch(offset: int) -> PendingCommit:
     return PendingCommit(answers=[], accepted=[], end=JournalPosition(offset=offset))
 
 
-def start(disk: Disk) -> GroupCommit:
-    commit = GroupCommit(disk.sync, on_done=disk.done.release)
+def start(disk: Disk) -> JournalSync:
+    commit = JournalSync(disk.sync, on_done=disk.done.release)
     commit.start()
     return commit
 
