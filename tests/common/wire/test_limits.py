@@ -7,7 +7,6 @@ import typing
 import numpy as np
 import pytest
 import zmq
-from common.wire.weight_messages import TensorSpec, WeightsOffer
 
 from common.config.horizon import MAX_STAGE
 from common.errors import MessageTooLarge, WireError
