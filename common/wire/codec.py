@@ -23,7 +23,8 @@ import msgpack
 import numpy as np
 
 from common.errors import MessageTooLarge, WireError
-from common.wire import config_messages, join_messages, messages, rank_messages, weight_messages
+from common.weights import messages as weight_messages
+from common.wire import config_messages, join_messages, messages, rank_messages
 from common.wire.access.bounds import (
     ITEM_CHARS,
     MAX_FRAME_BYTES,
