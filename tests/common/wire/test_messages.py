@@ -14,7 +14,7 @@ from common.wire.codec import MESSAGE_TYPES as MESSAGES
 from common.wire.messages import EpisodeIdentity
 
 PACKAGES = ("actor", "common", "envhub", "learner", "scheduler", "tools")
-DEFINED_IN = [ROOT / "common" / "wire" / name for name in ("messages.py", "weight_messages.py")]
+DEFINED_IN = [ROOT / "common" / name for name in ("wire/messages.py", "weights/messages.py")]
 PASSED_ON = {  # Read outside the handler, like nested messages.
     "Trajectory",  # journal, batches, reports and offline training read it
     "LeaseGrant",  # the actor's loop reads what its client received
