@@ -51,7 +51,7 @@ owners = cache(importlib.metadata.packages_distributions)
 
 @cache
 def owner_of(top: str) -> str:
-    """Return the distribution of a package; several share a namespace such as `opentelemetry`."""
+    """Return the distribution of a package; several may share a namespace."""
     names = sorted(map(canonical, owners().get(top, [top])))
     return next((name for name in names if name in declared()), names[0])
 

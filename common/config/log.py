@@ -44,8 +44,8 @@ class LogSection:
     )
     otlp_every_s: float = seconds(
         0.0,
-        "Sends the metrics of all roles by OTLP every this many seconds during `train`, to the "
-        "collector in the variable OTEL_EXPORTER_OTLP_ENDPOINT. 0 turns it off.",
+        "Is ignored and will be refused. An OpenTelemetry collector reads the page of "
+        "log.metrics_port instead: docs/daemons/otel-collector.yaml.",
         also=0,
         ge=1,
         le=86_400,

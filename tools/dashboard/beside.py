@@ -116,17 +116,6 @@ def exporter(run_dir: RunDir, listener: socket.socket) -> SideProcess:
     return SideProcess("metrics", words, log_path=run_dir.logs / "metrics.log", pass_fds=[fd])
 
 
-def otlp_sender(cfg: RunConfig, run_dir: RunDir) -> SideProcess:
-    """Return the process that sends the metrics of the run by OTLP."""
-    words = [
-        "dashboard",
-        run_dir.root.name,
-        f"run.dir={run_dir.root.parent}",
-        f"otlp_every_s={cfg.log.otlp_every_s:g}",
-    ]
-    return SideProcess("otlp", words, log_path=run_dir.logs / "otlp.log")
-
-
 def copier(cfg: RunConfig, run_dir: RunDir) -> SideProcess:
     """Return the process that copies the run to a store."""
     words = [

@@ -1,6 +1,7 @@
 """The terminal of a supervised run, and the commands `status` and `probe`."""
 
 import json
+import logging
 import shlex
 import sys
 from collections.abc import Generator
@@ -24,8 +25,10 @@ from tools.dashboard.web.run_dashboard import run_dashboard
 from tools.dashboard.web.server import url_of
 from tools.launch.base import Ending, LaunchState
 
+logger = logging.getLogger(__name__)
+
 MAX_REFUSED_LINES = 20
-STOP_S = 3.0  # Seconds for a process that serves or sends metrics to end.
+STOP_S = 3.0  # Seconds for a process that serves metrics to end.
 
 
 class TerminalObserver:
@@ -81,8 +84,10 @@ class TerminalObserver:
                 stack.callback(self._beside[-1].stop, timeout_s=STOP_S)
                 print(f"metrics: {url_of(listener, '')}metrics", flush=True)
             if cfg.log.otlp_every_s:
-                self._beside.append(beside.otlp_sender(cfg, self._run_dir))
-                stack.callback(self._beside[-1].stop, timeout_s=STOP_S)
+                logger.warning(
+                    "log.otlp_every_s is ignored and will be refused. Set log.metrics_port, and"
+                    " let a collector read it (docs/daemons/otel-collector.yaml)"
+                )
             if cfg.journal.copy_to:
                 self._copier = beside.copier(cfg, self._run_dir)
                 self._beside.append(self._copier)

@@ -4,9 +4,7 @@ import contextlib
 import logging
 import os
 import secrets
-import signal
 import socket
-import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
     from tools.dashboard.web.play import PlayService
 
 USAGE = "dashboard [RUN|FILE ...] [port=N] [host=H] [token=T]"
-OPTIONS = ("port", "host", "token", "run.dir", "fd", "metrics_token_file", "otlp_every_s")
+OPTIONS = ("port", "host", "token", "run.dir", "fd", "metrics_token_file")
 PORT = 8600
 PORTS_TRIED = 20  # Number of ports to try from the default on, if none is requested.
 BESIDE_NICE = 10  # Niceness beside a run, which has priority.
@@ -53,8 +51,6 @@ def dashboard(
     host = options.get("host", loopback())
     runs = root / options.get("run.dir", "runs")
     sources = Sources(words, runs=runs, cache=cache_folder())
-    if "otlp_every_s" in options:  # The launcher starts this process.
-        return send_metrics(sources, every_s=float(options["otlp_every_s"]))
     token = options.get("token") or ("" if is_loopback(host) else secrets.token_urlsafe(24))
     if "fd" in options:  # The launcher has bound this socket and printed its address.
         os.nice(BESIDE_NICE)
@@ -132,25 +128,6 @@ def serve_metrics(listener: socket.socket, sources: Sources, *, token: str) -> N
     from tools.dashboard.prometheus.page import make_metrics_app
 
     _run_server(make_metrics_app(sources.run_folders, token=token), listener)
-
-
-def send_metrics(sources: Sources, *, every_s: float) -> int:
-    """Send the metrics of all runs by OTLP until a signal; return the exit code."""
-    from common.log import configure_logging
-    from tools.dashboard.prometheus.otlp import send_until_stopped
-    from tools.dashboard.prometheus.run_metrics import RunMetrics
-
-    configure_logging("otlp", "INFO")
-    os.nice(BESIDE_NICE)
-    stop = threading.Event()
-
-    def on_signal(*_: object) -> None:
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
-    send_until_stopped(RunMetrics(sources.run_folders), stop, every_s=every_s)
-    return 0
 
 
 def server_config(app: "FastAPI") -> "uvicorn.Config":
