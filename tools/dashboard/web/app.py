@@ -12,7 +12,7 @@ from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 
 from common.errors import ConfigError, WireError
-from tools.dashboard.prometheus.page import add_metrics_page
+from tools.dashboard.prometheus import add_metrics_page
 from tools.dashboard.reading.query import KEYS, PAGE
 from tools.dashboard.reading.run_source import RunSource
 from tools.dashboard.reading.sources import Source

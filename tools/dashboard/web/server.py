@@ -125,7 +125,7 @@ def serve(
 
 def serve_metrics(listener: socket.socket, sources: Sources, *, token: str) -> None:
     """Answer scrapes of the page `/metrics` until a signal ends the server."""
-    from tools.dashboard.prometheus.page import make_metrics_app
+    from tools.dashboard.prometheus import make_metrics_app
 
     _run_server(make_metrics_app(sources.run_folders, token=token), listener)
 

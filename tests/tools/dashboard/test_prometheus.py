@@ -21,8 +21,7 @@ from common.http import serving as limits
 from common.store.run_dir import RunDir
 from envhub.http.exposition import MetricsPage
 from tests.tools.dashboard.runs import make_run, step_metrics
-from tools.dashboard.prometheus.page import make_metrics_app
-from tools.dashboard.prometheus.run_metrics import RunMetrics
+from tools.dashboard.prometheus import RunMetrics, make_metrics_app
 from tools.dashboard.reading.sources import Sources
 from tools.dashboard.web.server import server_config
 
