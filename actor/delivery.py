@@ -8,7 +8,7 @@ from typing import Any
 from common.errors import LongstrideError, MessageTooLarge, WireError
 from common.text import counted
 from common.wire.addresses import Addresses
-from common.wire.codec import decode, encode
+from common.wire.codec import check_bounds, encode
 from common.wire.following_dealer import FollowingDealer
 from common.wire.messages import Ack, EndReason, Rejected, Trajectory
 from common.wire.security import RunKeys
@@ -50,21 +50,20 @@ async def wait_with_warnings(
 
 
 def deliverable(trajectory: Trajectory) -> tuple[Trajectory, list[bytes]]:
-    """Return an episode that every receiver can decode, and its frames.
+    """Return an episode that every receiver accepts, and its frames.
 
     An episode beyond a limit of the wire would break each connection, or be refused each time. It
     becomes a failure that names the limit, and its group continues without it.
     """
     try:
-        frames = encode(trajectory)
-        decode(frames)
+        check_bounds(trajectory)
+        return trajectory, encode(trajectory)
     except WireError as error:
         failed = _failure_of(trajectory, error)
         logger.error(
             "trajectory cannot be sent episode=%s reason=%s", trajectory.episode_id, failed.error
         )
         return failed, encode(failed)
-    return trajectory, frames
 
 
 def _failure_of(trajectory: Trajectory, error: WireError) -> Trajectory:

@@ -9,15 +9,15 @@ from typing import Any
 
 from common.errors import LongstrideError, PeerMissing
 from common.wire.addresses import AddressBook, node_name
-from common.wire.config_messages import LiveConfig
 from common.wire.following_dealer import FollowingDealer
-from common.wire.join_messages import Directory
 from common.wire.messages import (
+    Directory,
     Goodbye,
     Heartbeat,
     Hello,
     LeaseGrant,
     LeaseRequest,
+    LiveConfig,
     Progress,
     Rejected,
     Welcome,

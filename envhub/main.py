@@ -29,7 +29,7 @@ from common.join.enrol import Joined
 from common.stall.beacon import beacon_of
 from common.store.run_dir import RunDir
 from common.wire.addresses import AddressBook, Addresses, with_host
-from common.wire.join_messages import HubHello, HubPlace
+from common.wire.messages import HubHello, HubPlace
 from common.wire.security import RunKeys, own_keys
 from envhub.catalogue.content import changed_content, contents_of, record_content
 from envhub.catalogue.registry import Registry, missing_requirements

@@ -15,8 +15,7 @@ from common.errors import LongstrideError
 from common.memory import resident_bytes
 from common.wire.addresses import Addresses, advertised, node_name
 from common.wire.following_dealer import FollowingDealer
-from common.wire.join_messages import HubGoodbye, HubHello, HubNoted, HubUse
-from common.wire.messages import Rejected
+from common.wire.messages import HubGoodbye, HubHello, HubNoted, HubUse, Rejected
 from common.wire.security import RunKeys
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from common.join.enrol import Joined
 from common.weights.rendezvous import StorePlace
 from common.wire.addresses import host_of, local_address_towards, node_name, reachable
 from common.wire.codec import decode, encode
-from common.wire.rank_messages import (
+from common.wire.messages import (
     NodeState,
     RankBeat,
     RankChannel,

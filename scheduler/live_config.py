@@ -19,8 +19,14 @@ from common.config.live import (
 from common.config.run_config import RunConfig, check_training
 from common.errors import ConfigError
 from common.store.run_dir import RunDir
-from common.wire.config_messages import ConfigChanged, ConfigRequest, LiveConfig
-from common.wire.messages import Heartbeat, Hello, Rejected
+from common.wire.messages import (
+    ConfigChanged,
+    ConfigRequest,
+    Heartbeat,
+    Hello,
+    LiveConfig,
+    Rejected,
+)
 
 logger = logging.getLogger(__name__)
 

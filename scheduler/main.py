@@ -23,19 +23,25 @@ from common.store.run_dir import RunDir, cut_head, write_atomically, write_json
 from common.store.status.json_files import json_object
 from common.wire.access.lease_mac import lease_key, marked
 from common.wire.addresses import WILDCARDS, bracketed
-from common.wire.config_messages import ConfigChanged, ConfigRequest
-from common.wire.join_messages import FileRequest, HubGoodbye, HubHello, HubNoted, JoinRequest
 from common.wire.messages import (
+    ConfigChanged,
+    ConfigRequest,
+    FileRequest,
     Goodbye,
     Heartbeat,
     Hello,
+    HubGoodbye,
+    HubHello,
+    HubNoted,
+    JoinRequest,
     LeaseGrant,
     LeaseRequest,
     Progress,
+    RanksPlace,
+    RanksRequest,
     Rejected,
     StepDone,
 )
-from common.wire.rank_messages import RanksPlace, RanksRequest
 from common.wire.security import RunKeys, load_keys, write_join_key, write_rank_keys
 from common.wire.sockets import Received, Router
 from scheduler import state

@@ -136,8 +136,10 @@ def test_vllm_is_imported_only_in_the_engine() -> None:
     assert places <= {"actor/engine", "actor/engine/cpu"}
 
 
-def test_msgpack_is_imported_only_by_the_codec() -> None:
-    assert _importers("msgpack") == {"common/wire/codec.py"}
+def test_only_the_codec_packs_messages() -> None:
+    assert _importers("msgpack") == set()
+    packers = {_name(path) for path in PRODUCT if "msgspec.msgpack" in text_of(path)}
+    assert packers == {"common/wire/codec.py"}
 
 
 def test_chat_templates_are_rendered_in_one_place() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from actor.rollout.env_client import Environments, HubClient, HubSession
 from common.config.actor import ActorSection
 from common.errors import EnvError, EnvPaused, HubLost
-from common.wire.join_messages import HubPlace
+from common.wire.messages import HubPlace
 
 logger = logging.getLogger(__name__)
 

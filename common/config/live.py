@@ -23,7 +23,7 @@ from common.repository import ROOT
 from common.store.disk import AppendFile
 from common.store.run_dir import RunDir
 from common.store.run_start import save_config
-from common.wire.config_messages import LiveConfig
+from common.wire.messages import LiveConfig
 
 logger = logging.getLogger(__name__)
 

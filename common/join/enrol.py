@@ -18,18 +18,19 @@ from common.host.process_settings import cache_home
 from common.join.files import check_bounds, is_intact, manifest_digest
 from common.wire.addresses import bracketed
 from common.wire.codec import decode, encode
-from common.wire.join_messages import (
+from common.wire.messages import (
     NAME_IN_USE,
+    SCHEMA_VERSION,
     Enrolment,
     FilePart,
     FileRequest,
     JoinRequest,
+    Rejected,
     SharedFile,
 )
-from common.wire.messages import SCHEMA_VERSION, Rejected
-from common.wire.negotiation import accepted_version
 from common.wire.security import JoinKey
 from common.wire.sockets import connect_dealer
+from common.wire.versions import accepted_version
 
 logger = logging.getLogger(__name__)
 

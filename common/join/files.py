@@ -7,7 +7,7 @@ from typing import Protocol
 
 from common.errors import ConfigError
 from common.text import counted
-from common.wire.join_messages import SharedFile
+from common.wire.messages import SharedFile
 
 PART_BYTES = 1 << 20
 MAX_FILE_BYTES = 128 << 20  # A tokenizer with a large vocabulary has 20 MB.

@@ -3,16 +3,26 @@
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from common.wire.access.bounds import Count, Id, Names, Seconds, Version
+from common.wire.access.bounds import (
+    Content,
+    Count,
+    Entries,
+    Id,
+    Integer,
+    Names,
+    Seconds,
+    Text,
+    Version,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
     """Position of one tensor in the flat transfer buffer."""
 
-    name: str
-    shape: list[int]
-    dtype: str  # The name in torch without its prefix, such as "bfloat16".
+    name: Text
+    shape: Entries[int]
+    dtype: Text  # The name in torch without its prefix, such as "bfloat16".
     offset_bytes: Count
     num_bytes: Count
 
@@ -55,18 +65,18 @@ class WeightsOffer:
     # copy, it is the rank of the copy.
     rank: Count
     world_size: Count  # Number of copies that are sent, plus the learner.
-    store_host: str
-    store_port: int
+    store_host: Text
+    store_port: Integer
     store_public: Id  # Public key of the rendezvous store, Z85.
     store_secret: Id = field(repr=False)  # The secret key that admits a member to the store, Z85.
     group_key: Id = field(repr=False)  # The secret name of the group in the store.
-    transport: str  # "gloo", "nccl", "ipc", "file" or "memory"
-    folder: str  # The shared folder of the transport "file".
+    transport: Text  # "gloo", "nccl", "ipc", "file" or "memory"
+    folder: Text  # The shared folder of the transport "file".
     timeout_s: Seconds
-    tensors: list[TensorSpec]
+    tensors: Entries[TensorSpec]
     total_bytes: Count
     bucket_bytes: Count
-    canary_token_ids: list[list[int]]  # Prompts that learner and engine score after loading.
+    canary_token_ids: Entries[list[int]]  # Prompts that learner and engine score after loading.
     # The version whose changes arrive, packed as in `common.weights.delta`; -1: the bytes
     # are the whole version.
     base: Version = -1
@@ -98,14 +108,14 @@ class WeightsOffer:
 class WeightsCancel:
     """Learner -> actor: the transfer of this group is cancelled."""
 
-    group_epoch: int
+    group_epoch: Integer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsPing:
     """Learner -> actor: the learner waits for this engine. Sending it fails if the link is gone."""
 
-    version: int
+    version: Integer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,9 +129,9 @@ class EngineSleep:
 class CanaryCheck:
     """Learner -> actor: score these additional prompts if the engine has this version loaded."""
 
-    version: int
-    number: int  # Number of the request.
-    token_ids: list[list[int]]
+    version: Integer
+    number: Integer  # Number of the request.
+    token_ids: Entries[list[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +153,7 @@ class WeightsLoaded:
     version: Version
     group_epoch: Count
     is_ok: bool
-    error: str
+    error: Text
     stage_s: Seconds  # Duration of the transfer, during which generation continued.
     pause_s: Seconds  # Duration of loading, during which generation was paused.
 
@@ -154,8 +164,8 @@ class CanaryScores:
 
     actor: Id
     version: Version
-    logprobs: list[list[float]]  # [canary, seq-1] nats of token t given tokens < t
-    number: int = 0  # Number of the answered `CanaryCheck`; 0: the prompts of the offer.
+    logprobs: Entries[list[float]]  # [canary, seq-1] nats of token t given tokens < t
+    number: Integer = 0  # Number of the answered `CanaryCheck`; 0: the prompts of the offer.
 
 
 class StoreOp(StrEnum):
@@ -175,8 +185,8 @@ class StoreRequest:
     group: Id  # The secret name of the group.
     op: StoreOp
     keys: Names
-    value: bytes = field(default=b"", repr=False)
-    amount: int = 0
+    value: Content = field(default=b"", repr=False)
+    amount: Integer = 0
     wait_s: Seconds = 0.0
 
 
@@ -186,5 +196,5 @@ class StoreAnswer:
 
     number: Count
     is_there: bool  # True if all keys of the request exist.
-    values: list[bytes] = field(default_factory=list[bytes], repr=False)
-    error: str = ""
+    values: Entries[bytes] = field(default_factory=list[bytes], repr=False)
+    error: Text = ""

@@ -16,9 +16,9 @@ from common.weights.rendezvous import StorePlace
 from common.wire.addresses import bracketed
 from common.wire.codec import decode, encode
 from common.wire.messages import SCHEMA_VERSION
-from common.wire.negotiation import accepted_version
 from common.wire.security import RunKeys
 from common.wire.sockets import connect_dealer
+from common.wire.versions import accepted_version
 
 WAIT_S = 1.0  # Maximum wait for a key in one request. Longer waits use several requests.
 ANSWER_S = 5.0  # Further seconds after which a server that has not answered counts as failed.

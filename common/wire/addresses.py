@@ -10,7 +10,7 @@ import psutil
 
 from common.errors import ConfigError, WireError
 from common.host.loopback import loopback
-from common.wire.join_messages import Directory, HubPlace
+from common.wire.messages import Directory, HubPlace
 
 SAME_MACHINE = "*"  # Host of an address that stands for the host of the scheduler.
 WILDCARDS = ("0.0.0.0", "::", SAME_MACHINE)

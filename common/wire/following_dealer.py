@@ -10,11 +10,11 @@ import zmq
 
 from common.errors import PeerMissing
 from common.wire.addresses import Addresses
-from common.wire.codec import decode, encode
+from common.wire.codec import decode, encode, in_version
 from common.wire.messages import SCHEMA_VERSION
-from common.wire.negotiation import accepted_version, in_version
 from common.wire.security import RunKeys
 from common.wire.sockets import connect_dealer
+from common.wire.versions import accepted_version
 
 logger = logging.getLogger(__name__)
 

@@ -1,23 +1,22 @@
-"""Versions of the wire: the fields of each message by version, and conversions between versions.
+"""Versions of the wire: the fields of each message by version, and the version between two peers.
 
 A process understands its own schema version and the previous one. It speaks the lower version of
 the two peers: an answer has the version of the message that it answers. A peer whose message was
 refused speaks the previous version from then on. `schema.json` lists the fields that each version
 has added. A field of a later version is left out for an older peer, and the field of an older
-peer's message has its default. A field that was renamed, or has another meaning, has a conversion.
+peer's message has its default. So a later version may add messages, and fields with a default; it
+renames none.
 """
 
 import functools
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, cast
 
+from common.errors import WireError
 from common.repository import code_name
 from common.wire.access.bounds import shown
-from common.wire.messages import SCHEMA_VERSION
+from common.wire.messages import SCHEMA_VERSION, Rejected
 
 PREVIOUS_VERSION = SCHEMA_VERSION - 1
 OLDEST_RECORD = 3  # Oldest version of the records in journals and logs that can be read.
@@ -25,34 +24,16 @@ REFUSAL = "schema version"  # Begin of the reason with which a message is refuse
 REJECTED = "Rejected"  # This message has the same form in all versions.
 _FIXARRAY, _SMALL = 0x93, 0x80  # msgpack: an array of three values, and the end of small integers.
 
-Convert = Callable[[dict[str, Any]], dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversion:
-    """The difference of a message between two consecutive versions, apart from added fields.
-
-    Both functions receive the map of plain fields by name, as it is packed, and return a new one.
-    """
-
-    raised: Convert  # From the older version to the newer one.
-    lowered: Convert  # From the newer version to the older one.
-
-
-# (older version, message) -> conversion between this version and the next one.
-Conversions = Mapping[tuple[int, str], Conversion]
-CONVERSIONS: Conversions = MappingProxyType({})
-
 
 @functools.cache
 def fields_by_version() -> dict[str, dict[str, int]]:
     """Return the version that added each field, by message."""
     listed = json.loads(Path(__file__).with_name("schema.json").read_text(encoding="utf-8"))
-    found: dict[str, dict[str, int]] = {}
+    added: dict[str, dict[str, int]] = {}
     for version, messages in listed.items():
         for name, fields in messages.items():
-            found.setdefault(name, {}).update(dict.fromkeys(fields.split(), int(version)))
-    return found
+            added.setdefault(name, {}).update(dict.fromkeys(fields.split(), int(version)))
+    return added
 
 
 def is_in(version: int, message: str, field: str | None = None) -> bool:
@@ -61,26 +42,6 @@ def is_in(version: int, message: str, field: str | None = None) -> bool:
     if field is None:
         return min(added.values(), default=SCHEMA_VERSION) <= version
     return added.get(field, SCHEMA_VERSION) <= version
-
-
-def raised(
-    fields: dict[str, Any], message: str, version: int, conversions: Conversions = CONVERSIONS
-) -> dict[str, Any]:
-    """Return the fields of a message of an older version, converted to the current version."""
-    for each in range(version, SCHEMA_VERSION):
-        if (each, message) in conversions:
-            fields = conversions[each, message].raised(fields)
-    return fields
-
-
-def lowered(
-    fields: dict[str, Any], message: str, version: int, conversions: Conversions = CONVERSIONS
-) -> dict[str, Any]:
-    """Return the fields of a message of the current version, converted to an older version."""
-    for each in reversed(range(version, SCHEMA_VERSION)):
-        if (each, message) in conversions:
-            fields = conversions[each, message].lowered(fields)
-    return fields
 
 
 def refusal(version: object, fields: object) -> str:
@@ -98,3 +59,24 @@ def version_of(frames: list[bytes]) -> int:
     head = frames[0][:2] if frames else b""
     is_header = len(head) == 2 and head[0] == _FIXARRAY and head[1] < _SMALL
     return head[1] if is_header else 0
+
+
+def accepted_version(message: Any, frames: list[bytes], *, current: int) -> int:
+    """Return the version in which to send to a peer after its message.
+
+    It is `current`, or the previous version if the peer has refused `current` and uses that one.
+
+    Args:
+        frames: the frames of the message.
+
+    Raises: WireError: the peer refused `current` and is too old or too new; names both commits.
+    """
+    if not (isinstance(message, Rejected) and message.reason.startswith(REFUSAL)):
+        return current
+    version = version_of(frames)
+    if PREVIOUS_VERSION <= version < current:
+        return version
+    raise WireError(
+        f"{message.reason}; this process is {code_name()} and understands {PREVIOUS_VERSION} and"
+        f" {SCHEMA_VERSION}. Upgrade by one schema version at a time"
+    )

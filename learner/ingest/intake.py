@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from common.store.disk import POLL_S as ROOM_POLL_S
 from common.store.disk import DiskFull, RoomWait
-from common.wire.config_messages import LiveConfig
-from common.wire.messages import Ack, EpisodeKind, Heartbeat, Rejected, Trajectory
+from common.wire.messages import Ack, EpisodeKind, Heartbeat, LiveConfig, Rejected, Trajectory
 from common.wire.sockets import Received, Router
 from learner.ingest.admission import Admission, AdmissionDecision
 from learner.ingest.buffer import TrajectoryBuffer

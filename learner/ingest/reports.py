@@ -12,12 +12,12 @@ import zmq
 from common.errors import LongstrideError
 from common.store.run_dir import RunDir
 from common.wire.addresses import advertised, node_name
-from common.wire.config_messages import LiveConfig
 from common.wire.following_dealer import FollowingDealer
 from common.wire.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    LiveConfig,
     Outcomes,
     Progress,
     Rejected,

@@ -36,7 +36,7 @@ from common.weights.rendezvous_client import GroupStore, StoreConnection
 from common.weights.transport import lower_priority
 from common.wire.addresses import is_loopback
 from common.wire.codec import decode, encode
-from common.wire.rank_messages import FileOp, RankFile, RankFileAnswer
+from common.wire.messages import FileOp, RankFile, RankFileAnswer
 from common.wire.security import RunKeys
 from common.wire.sockets import connect_dealer
 from learner.policy.model import pick_device

@@ -28,8 +28,7 @@ from common.store.run_dir import RunDir
 from common.weights.rendezvous import StoreServer
 from common.wire.addresses import WILDCARDS, advertised, bracketed, own_host_towards
 from common.wire.following_dealer import FollowingDealer
-from common.wire.messages import Rejected
-from common.wire.rank_messages import (
+from common.wire.messages import (
     FileOp,
     NodeState,
     RankBeat,
@@ -39,6 +38,7 @@ from common.wire.rank_messages import (
     RankOrder,
     RankSeat,
     RanksPlace,
+    Rejected,
 )
 from common.wire.security import load_keys, rank_node
 from common.wire.sockets import Received, Router

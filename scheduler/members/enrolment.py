@@ -14,15 +14,15 @@ from common.join.files import PART_BYTES, TEMPLATE, list_shared
 from common.repository import ROOT
 from common.wire.access.identities import Identities, Identity, add_identity
 from common.wire.addresses import is_loopback
-from common.wire.join_messages import (
+from common.wire.messages import (
     NAME_IN_USE,
     Enrolment,
     FilePart,
     FileRequest,
     JoinRequest,
+    Rejected,
     SharedFile,
 )
-from common.wire.messages import Rejected
 from scheduler.members.older_code import default_keys
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,7 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError, EnvError
 from common.host.loopback import loopback
 from common.wire.addresses import SAME_MACHINE, host_of, with_host
-from common.wire.join_messages import HubHello, HubPlace
-from common.wire.rank_messages import RanksPlace
+from common.wire.messages import HubHello, HubPlace, RanksPlace
 from common.wire.sockets import Received, Router
 from scheduler.curriculum.catalogue import (
     Distances,

@@ -5,9 +5,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.wire.addresses import SAME_MACHINE
-from common.wire.join_messages import Directory, HubGoodbye, HubHello, HubNoted, HubPlace
-from common.wire.messages import Heartbeat, Hello
-from common.wire.rank_messages import RanksPlace, RanksRequest
+from common.wire.messages import (
+    Directory,
+    Heartbeat,
+    Hello,
+    HubGoodbye,
+    HubHello,
+    HubNoted,
+    HubPlace,
+    RanksPlace,
+    RanksRequest,
+)
 
 logger = logging.getLogger(__name__)
 

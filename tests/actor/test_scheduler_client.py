@@ -11,14 +11,15 @@ import pytest
 from actor.scheduler_client import SchedulerClient
 from common.errors import LongstrideError
 from common.wire.addresses import AddressBook
-from common.wire.config_messages import LiveConfig
-from common.wire.join_messages import Directory, HubPlace
 from common.wire.messages import (
+    Directory,
     Goodbye,
     Heartbeat,
     Hello,
+    HubPlace,
     LeaseGrant,
     LeaseRequest,
+    LiveConfig,
     Progress,
     Rejected,
     Welcome,

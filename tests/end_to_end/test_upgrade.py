@@ -18,7 +18,10 @@ from tests.end_to_end.runs import REPOSITORY, Run, balances
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 
-PARTS = ("actor", "common", "configs", "envhub", "learner", "pyproject.toml", "run.py")
+PARTS = (
+    *("actor", "common", "configs", "envhub", "learner", "scheduler", "tools"),
+    *("pyproject.toml", "run.py"),
+)
 NEWER = SCHEMA_VERSION + 1
 TRAINED = """
 import json, sys
@@ -61,7 +64,7 @@ def newer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     messages = wire / "messages.py"
     edit(messages, f"SCHEMA_VERSION = {SCHEMA_VERSION}", f"SCHEMA_VERSION = {NEWER}")
     mark = '    novel: Id = "set by newer code"\n'
-    trajectory = "    metrics: dict[str, float] = field(default_factory=dict[str, float])\n"
+    trajectory = "    metrics: Named[float] = field(default_factory=dict[str, float])\n"
     edit(messages, trajectory, trajectory + mark)
     edit(messages, "    cpu_s: Seconds = 0.0", f"{mark}    cpu_s: Seconds = 0.0")
     edit(

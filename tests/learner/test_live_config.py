@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from common.config.run_config import RunConfig
 from common.store.run_dir import RunDir
-from common.wire.config_messages import LiveConfig
+from common.wire.messages import LiveConfig
 from learner.build import Learner
 from learner.main import follow
 from learner.recovery.checksums import Start, settings_of

@@ -19,11 +19,13 @@ from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.store.run_start import save_config
 from common.wire.access.identities import Identity
-from common.wire.config_messages import ConfigChanged, ConfigRequest, LiveConfig
 from common.wire.messages import (
+    ConfigChanged,
+    ConfigRequest,
     GroupArrived,
     Heartbeat,
     Lease,
+    LiveConfig,
     Outcome,
     Outcomes,
     Rejected,

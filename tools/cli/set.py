@@ -14,9 +14,8 @@ from common.config.live import check_effect, check_live, text_at, with_values
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, LongstrideError, WireError
 from common.store.run_dir import RunDir
-from common.wire.config_messages import ConfigChanged, ConfigRequest
 from common.wire.following_dealer import FollowingDealer
-from common.wire.messages import Rejected
+from common.wire.messages import ConfigChanged, ConfigRequest, Rejected
 from common.wire.security import load_keys
 from tools.cli.command_line import ParsedCommand
 

@@ -169,7 +169,7 @@ def join_run(
     from common.repository import code_name, product_version
     from common.stall.beacon import has_begun
     from common.wire.addresses import host_of, is_here
-    from common.wire.join_messages import JoinRequest
+    from common.wire.messages import JoinRequest
     from common.wire.security import read_join_key
     from scheduler.members.older_code import without_unknown
     from tools.checks.hub_models import resolve_models

@@ -12,8 +12,7 @@ from actor.rollout.pool import EpisodePool
 from common.config.actor import ActorSection
 from common.errors import EnvError
 from common.formats.scripted import actions_of
-from common.wire.join_messages import HubPlace
-from common.wire.messages import EndReason, EpisodeKind, Lease, PolicyKind, Trajectory
+from common.wire.messages import EndReason, EpisodeKind, HubPlace, Lease, PolicyKind, Trajectory
 from tests.actor.toy_servers import ToyHub, serve
 
 DEAD = "http://127.0.0.1:1"

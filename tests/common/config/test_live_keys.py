@@ -16,7 +16,7 @@ from common.config.live import (
 )
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.wire.config_messages import LiveConfig
+from common.wire.messages import LiveConfig
 from tests.configs import edited
 from tools.cli.help import LIVE, help_text
 

@@ -21,8 +21,14 @@ from common.join.enrol import enrol, parse_address
 from common.join.files import PART_BYTES
 from common.repository import ROOT, product_version
 from common.wire.access.identities import revoke
-from common.wire.join_messages import NAME_IN_USE, Enrolment, FilePart, FileRequest, JoinRequest
-from common.wire.messages import Rejected
+from common.wire.messages import (
+    NAME_IN_USE,
+    Enrolment,
+    FilePart,
+    FileRequest,
+    JoinRequest,
+    Rejected,
+)
 from common.wire.security import (
     JoinKey,
     create_keys,

@@ -7,7 +7,7 @@ import pytest
 from common.errors import ConfigError
 from common.join import files
 from common.join.files import check_bounds, is_intact, is_shareable, list_shared, manifest_digest
-from common.wire.join_messages import SharedFile
+from common.wire.messages import SharedFile
 
 
 def write_model(folder: Path) -> Path:

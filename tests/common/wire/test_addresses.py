@@ -12,7 +12,7 @@ from common.wire.addresses import (
     own_host_towards,
     with_host,
 )
-from common.wire.join_messages import Directory, HubPlace
+from common.wire.messages import Directory, HubPlace
 
 FAR = "192.0.2.77"  # of the documentation's network: no machine has it
 

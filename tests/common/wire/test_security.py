@@ -10,8 +10,7 @@ import pytest
 
 from common.errors import ConfigError
 from common.wire.access.identities import NODE, PEERS, Identity, add_identity, revoke
-from common.wire.join_messages import FileRequest, JoinRequest
-from common.wire.messages import Heartbeat
+from common.wire.messages import FileRequest, Heartbeat, JoinRequest
 from common.wire.security import create_keys, load_keys, own_keys
 
 

@@ -13,12 +13,11 @@ import pytest
 from common.errors import WireError
 from common.repository import code_name
 from common.wire.access.lease_mac import lease_mac
-from common.wire.codec import MESSAGE_TYPES, decode, encode, pack_frames, unpack_record
-from common.wire.config_messages import ConfigChanged
-from common.wire.join_messages import Enrolment
+from common.wire.codec import MESSAGE_TYPES, decode, encode, in_version, pack_frames, unpack_record
 from common.wire.messages import (
     SCHEMA_VERSION,
-    Ack,
+    ConfigChanged,
+    Enrolment,
     Heartbeat,
     Hello,
     LagBound,
@@ -26,11 +25,10 @@ from common.wire.messages import (
     Rejected,
     Trajectory,
 )
-from common.wire.negotiation import accepted_version, in_version
 from common.wire.versions import (
     OLDEST_RECORD,
     PREVIOUS_VERSION,
-    Conversion,
+    accepted_version,
     fields_by_version,
     version_of,
 )
@@ -109,22 +107,6 @@ def test_nested_messages_and_arrays_reach_an_older_peer_unchanged() -> None:
     assert found.token_ids.tolist() == [5, 6, 7]
     assert in_version(encode(trajectory), 3) == frames
     assert in_version(frames, 3) is frames
-
-
-def test_converted_field_keeps_its_value_across_versions() -> None:
-    """In version 3 the reason of an acknowledgement was named `why`."""
-    renamed = Conversion(
-        raised=lambda old: {"reason" if key == "why" else key: old[key] for key in old},
-        lowered=lambda new: {"why" if key == "reason" else key: new[key] for key in new},
-    )
-    conversions = {(3, "Ack"): renamed}
-    ack = Ack(episode_id="g/0", is_accepted=False, reason="stale")
-    frames = encode(ack, 3, conversions=conversions)
-    assert header_of(frames)[2]["why"] == "stale"
-    assert decode(frames, conversions=conversions) == ack
-    assert decode(encode(ack, conversions=conversions), conversions=conversions) == ack
-    with pytest.raises(WireError, match="missing fields"):
-        decode(frames)
 
 
 def test_message_that_an_older_version_lacks_is_not_sent() -> None:

@@ -18,7 +18,7 @@ from common.config.scheduler import SchedulerSection
 from common.errors import LongstrideError
 from common.store.run_dir import RunDir
 from common.wire.codec import decode, encode
-from common.wire.rank_messages import NodeState, RankBeat, RankChannel, RankOrder, RankSeat
+from common.wire.messages import NodeState, RankBeat, RankChannel, RankOrder, RankSeat
 from common.wire.security import JoinKey, create_keys, read_join_key, write_rank_keys
 from common.wire.sockets import connect_dealer
 from learner.policy.weight_files import RemoteWeightFiles

@@ -12,8 +12,7 @@ import zmq
 from common.config.run_config import RunConfig
 from common.store.run_dir import RunDir
 from common.wire.codec import decode, encode
-from common.wire.join_messages import Directory, HubHello, HubPlace
-from common.wire.messages import Welcome
+from common.wire.messages import Directory, HubHello, HubPlace, Welcome
 from common.wire.security import RunKeys, create_keys
 from common.wire.sockets import connect_dealer
 from envhub.registration import Registration

@@ -10,8 +10,7 @@ import pytest
 
 from common.errors import ConfigError, EnvError
 from common.store.run_dir import RunDir
-from common.wire.join_messages import HubHello, HubPlace
-from common.wire.messages import Outcomes, Rejected, Welcome
+from common.wire.messages import HubHello, HubPlace, Outcomes, Rejected, Welcome
 from common.wire.security import create_keys, own_keys, read_join_key
 from scheduler.curriculum.catalogue import HubCatalogue
 from scheduler.main import serve

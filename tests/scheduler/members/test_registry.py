@@ -3,8 +3,16 @@
 from dataclasses import replace
 
 from common.store.status.members import hub_text
-from common.wire.join_messages import HubGoodbye, HubHello, HubNoted, HubPlace, HubUse
-from common.wire.messages import Goodbye, Heartbeat, Hello
+from common.wire.messages import (
+    Goodbye,
+    Heartbeat,
+    Hello,
+    HubGoodbye,
+    HubHello,
+    HubNoted,
+    HubPlace,
+    HubUse,
+)
 from scheduler.members.registry import AddressRegistry
 
 HUB = HubPlace(url="http://10.0.0.1:80", token="t", envs=["a"])

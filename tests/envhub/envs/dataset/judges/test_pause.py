@@ -11,8 +11,7 @@ import pytest
 from actor.rollout.hubs import Hubs
 from common.config.actor import ActorSection
 from common.errors import EnvPaused
-from common.wire.join_messages import HubPlace
-from common.wire.messages import EndReason
+from common.wire.messages import EndReason, HubPlace
 from tests.actor.rollout.test_hubs import Box, lease_of, start_episodes
 from tests.envhub.envs.dataset.judges.judge_server import JudgeServer, free_port, serving
 from tests.envhub.envs.dataset.made import GSM8K, make
