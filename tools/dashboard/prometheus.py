@@ -28,6 +28,21 @@ STEP_PREFIX = "longstride_step_"  # Prefix of the metrics that the learner logs 
 PATH = "/metrics"  # Path of the page.
 MEMBER = ("role", "name", "node")
 _NO_NAME = re.compile(r"[^a-zA-Z0-9_]")
+LATE_S = 30.0  # Age of a stale status. The scheduler writes it once a second, or every few seconds.
+OUTCOMES = ("trained", "filtered", "stale", "failed", "evaluated")
+MEMBER_METRICS = {  # Field of a member in status.json -> metric.
+    "version": "longstride_member_version",
+    "running": "longstride_member_running",
+    "num_slots": "longstride_member_slots",
+    "tokens_per_s": "longstride_member_tokens_per_second",
+    "num_finished": "longstride_member_finished_episodes_total",
+    "unchanged_s": "longstride_member_unchanged_seconds",
+    "rss_bytes": "longstride_member_resident_bytes",
+    "cpu_s": "longstride_member_cpu_seconds_total",
+    "num_restarts": "longstride_member_restarts_total",
+    "num_sessions": "longstride_hub_sessions",
+    "max_sessions": "longstride_hub_max_sessions",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,23 +176,6 @@ def step_name(key: str) -> str:
     Two keys may have the same exported name. Their samples differ in the label `key`.
     """
     return STEP_PREFIX + _NO_NAME.sub("_", key)
-
-
-LATE_S = 30.0  # Age of a stale status. The scheduler writes it once a second, or every few seconds.
-OUTCOMES = ("trained", "filtered", "stale", "failed", "evaluated")
-MEMBER_METRICS = {  # Field of a member in status.json -> metric.
-    "version": "longstride_member_version",
-    "running": "longstride_member_running",
-    "num_slots": "longstride_member_slots",
-    "tokens_per_s": "longstride_member_tokens_per_second",
-    "num_finished": "longstride_member_finished_episodes_total",
-    "unchanged_s": "longstride_member_unchanged_seconds",
-    "rss_bytes": "longstride_member_resident_bytes",
-    "cpu_s": "longstride_member_cpu_seconds_total",
-    "num_restarts": "longstride_member_restarts_total",
-    "num_sessions": "longstride_hub_sessions",
-    "max_sessions": "longstride_hub_max_sessions",
-}
 
 
 class RunMetrics(Collector):

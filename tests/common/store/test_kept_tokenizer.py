@@ -11,7 +11,7 @@ from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.store.run_start import keep_tokenizer
 from tests.actor.formats.trl_templates import byte_tokenizer, folder
-from tools.dashboard.reading.tokens import TokenTexts
+from tools.dashboard.reading.episode import TokenTexts
 from tools.exchange.writing import load_framing
 
 

@@ -14,7 +14,7 @@ from common.repository import ROOT
 from common.store.run_dir import RunDir
 from tests.tools.dashboard.runs import make_run
 from tools.cli.command_line import parse
-from tools.dashboard.reading.sources import Sources
+from tools.dashboard.reading.sources import SourceRefresher, Sources
 from tools.dashboard.run_state import details
 from tools.dashboard.run_view import view_run
 from tools.dashboard.web.access import AccessMiddleware
@@ -23,7 +23,6 @@ from tools.dashboard.web.fleet import slots
 from tools.dashboard.web.overview import flat_config, pools
 from tools.dashboard.web.play import PATH, EpisodeReply
 from tools.dashboard.web.server import dashboard, listen
-from tools.dashboard.web.watch import SourceRefresher
 from tools.dashboard.words import status_line
 
 MAX_PAGE_BYTES = 300_000

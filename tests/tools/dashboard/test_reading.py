@@ -20,14 +20,11 @@ from common.wire.messages import EpisodeKind, PolicyKind
 from learner.journal.files import MAGIC, pack
 from tests.marks import long_for
 from tests.tools.dashboard.runs import TOKENIZER, append, episode, make_run
-from tools.dashboard.reading.conversations import ConversationFile
-from tools.dashboard.reading.episode import group_advantages
-from tools.dashboard.reading.index_cache import MIN_ROWS
-from tools.dashboard.reading.query import find, page
-from tools.dashboard.reading.rows import FLOATS, INTS, NAMES, EpisodeRows
+from tools.dashboard.reading.episode import TokenTexts, group_advantages
+from tools.dashboard.reading.journal_index import MIN_ROWS
+from tools.dashboard.reading.rows import FLOATS, INTS, NAMES, EpisodeRows, find, page
 from tools.dashboard.reading.run_source import RunSource
-from tools.dashboard.reading.sources import Sources, find_run, open_source
-from tools.dashboard.reading.tokens import TokenTexts
+from tools.dashboard.reading.sources import ConversationFile, Sources, find_run, open_source
 from tools.dashboard.web.overview import overview
 from tools.dashboard.web.results import samples
 

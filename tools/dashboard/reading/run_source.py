@@ -15,18 +15,16 @@ from common.store.run_dir import RunDir
 from common.store.status.json_files import as_map, json_object
 from tools.dashboard.reading.episode import (
     Texts,
+    TokenIdDecoder,
+    TokenTexts,
     first_difference,
     group_advantages,
     recorded_of,
     segments_of,
 )
-from tools.dashboard.reading.index_cache import IndexCache
-from tools.dashboard.reading.journal_index import IN_FLIGHT, EpisodeIndex
-from tools.dashboard.reading.metric_columns import MetricColumns
-from tools.dashboard.reading.outcomes import OutcomeLog
-from tools.dashboard.reading.query import page
-from tools.dashboard.reading.rows import EpisodeRows
-from tools.dashboard.reading.tokens import TokenIdDecoder, TokenTexts
+from tools.dashboard.reading.journal_index import IN_FLIGHT, EpisodeIndex, IndexCache
+from tools.dashboard.reading.line_logs import MetricColumns, OutcomeLog
+from tools.dashboard.reading.rows import EpisodeRows, page
 from tools.dashboard.verdict import ThroughputVerdict, judge
 
 VERDICT_STEPS = 20  # Number of newest steps in the verdict.

@@ -13,14 +13,13 @@ from fastapi.staticfiles import StaticFiles
 
 from common.errors import ConfigError, WireError
 from tools.dashboard.prometheus import add_metrics_page
-from tools.dashboard.reading.query import KEYS, PAGE
+from tools.dashboard.reading.rows import KEYS, PAGE
 from tools.dashboard.reading.run_source import RunSource
-from tools.dashboard.reading.sources import Source
+from tools.dashboard.reading.sources import Source, SourceRefresher
 from tools.dashboard.web.access import AccessMiddleware
 from tools.dashboard.web.fleet import fleet
 from tools.dashboard.web.overview import compare, drawn_names, overview
 from tools.dashboard.web.play import PlayService, add_play
-from tools.dashboard.web.watch import SourceRefresher
 
 STATIC = Path(__file__).with_name("static")
 MAX_PAGE = 1000

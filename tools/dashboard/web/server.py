@@ -14,7 +14,7 @@ from common.errors import ConfigError
 from common.host.loopback import family_of, loopback
 from common.wire.addresses import is_loopback
 from tools.cli.command_line import ParsedCommand
-from tools.dashboard.reading.index_cache import cache_folder
+from tools.dashboard.reading.journal_index import cache_folder
 from tools.dashboard.reading.sources import Sources
 
 if TYPE_CHECKING:
@@ -107,10 +107,10 @@ def serve(
     listener: socket.socket, sources: Sources, *, host: str, token: str, table: "PlayService | None"
 ) -> None:
     """Answer requests until a signal ends the server."""
+    from tools.dashboard.reading.sources import SourceRefresher
     from tools.dashboard.web.access import AccessMiddleware
     from tools.dashboard.web.app import make_app
     from tools.dashboard.web.play import PATH
-    from tools.dashboard.web.watch import SourceRefresher
 
     watch = SourceRefresher(sources)
     watch.start()
