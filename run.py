@@ -478,7 +478,7 @@ def run_command(command: Command, request: ParsedCommand) -> int:
 
 def show_config(cfg: RunConfig, command: str, *, has_plan: bool) -> int:
     """Print the resolved configuration, memory plan, precision and objective; return exit code."""
-    from learner.objective.dead_settings import summary_lines
+    from learner.objective.description import summary_lines
     from tools.offline.checks import rate_lines
 
     lines = memory_lines(cfg) if has_plan else []

@@ -29,7 +29,6 @@ from common.wire.messages import Hello, Progress
 from common.wire.security import RunKeys, load_keys
 from common.wire.sockets import Router
 from learner.batch.batching import Sample
-from learner.batch.credit import group_has_signal
 from learner.ingest.admission import Admission
 from learner.ingest.buffer import TrajectoryBuffer
 from learner.ingest.group_assembly import GroupAssembly
@@ -39,6 +38,7 @@ from learner.ingest.reports import ReportClient, ReportLog
 from learner.journal.journal import JournalWriter
 from learner.journal.metrics import MetricsSink, MetricsWriter
 from learner.journal.upkeep import Upkeep
+from learner.objective.advantages import group_has_signal
 from learner.policy.model import pick_device, vocabulary_size
 from learner.policy.timing import choose_compute
 from learner.recovery.checksums import ChecksumLog, start_of

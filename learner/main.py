@@ -22,14 +22,14 @@ from common.stall.beacon import Beacon, beacon_of
 from common.store.disk import POLL_S, DiskFull, if_room
 from common.store.run_dir import RunDir
 from common.wire.messages import EpisodeOutcome, Outcome, Trajectory
-from learner.batch.credit import samples_of
 from learner.build import Learner, MakeSink, build
 from learner.ingest.episode_stats import horizon_mix
 from learner.ingest.group_assembly import Group
 from learner.ingest.journal_index import save_replay_point
 from learner.journal.files import load_pruned
 from learner.journal.metrics import copy_metrics
-from learner.objective.dead_settings import log_summary
+from learner.objective.advantages import samples_of
+from learner.objective.description import log_summary
 from learner.recovery.checksums import Start
 from learner.recovery.step_log import LoggedStep
 from learner.training.rank_processes import LOAD_S

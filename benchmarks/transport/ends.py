@@ -35,7 +35,6 @@ from common.wire.messages import (
 )
 from common.wire.security import load_keys
 from common.wire.sockets import Router, connect_dealer
-from learner.batch.credit import group_has_signal
 from learner.ingest.admission import Admission
 from learner.ingest.buffer import TrajectoryBuffer
 from learner.ingest.group_assembly import GroupAssembly
@@ -43,6 +42,7 @@ from learner.ingest.intake import Intake
 from learner.ingest.journal_index import JournalIndex
 from learner.ingest.reports import ReportClient, ReportLog
 from learner.journal.journal import JournalWriter
+from learner.objective.advantages import group_has_signal
 from tools.simulator.synthetic import synthetic_trajectory
 
 HOST = "127.0.0.1"

@@ -14,10 +14,10 @@ from actor.rollout.render import Renderer
 from common.config.algorithm import AlgorithmSection
 from envhub.catalogue.registry import Registry
 from envhub.env import Env, Style
-from learner.batch.advantage import group_advantages
+from learner.algorithms.grpo import group_advantages
+from learner.algorithms.interface import LossInputs, log_ratio
 from learner.batch.batching import collate_tokens
-from learner.objective.correction import importance_weights, log_ratio
-from learner.objective.loss import Denominator, LossInputs, policy_loss
+from learner.objective.loss import Denominator, importance_weights, policy_loss
 from learner.policy.model import Scoring, load_policy, token_logprobs
 
 MODEL, SUBSET, NUM_STEPS = "configs/policies/tiny-expert", "ActionObjDoor", 3

@@ -29,7 +29,7 @@ from common.ids import episode_id_of
 from common.repository import ROOT
 from common.wire.messages import EpisodeKind, Lease, PolicyKind
 from envhub.catalogue.registry import Registry
-from learner.batch.advantage import shaped_reward
+from learner.algorithms.rewards import shaped_reward
 from scheduler.curriculum.catalogue import parse_catalogue
 from scheduler.curriculum.curriculum import horizon_at
 from scheduler.curriculum.sampling import Item, Sampler, member_seed

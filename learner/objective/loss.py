@@ -1,30 +1,27 @@
-"""The policy loss. Pure functions on tensors.
+"""The loss of the policy, and the weights of its tokens. Pure functions on tensors.
 
-Symbols: r = pi_theta / pi_anchor, A is the advantage, w is the importance weight, a is the
-aggregation's weight of a token, and D is its denominator. The weight a and D belong to the whole
-minibatch and are computed before masking.
+Symbols: f is the surrogate of `learner/algorithms`, A is the advantage, w is the importance weight,
+a is the aggregation's weight of a token, and D is its denominator. The weight a and D belong to the
+whole minibatch and are computed before masking.
 
     loss = -(1/D) sum_tokens
         a * (w * f(r, A) + entropy_coef * H - kl_coef * v * KL - drift_coef * d^2 - T)
 
-    ppo    f = min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), at least dual_clip * A if A < 0
-    gspo   the same with s = exp(mean over the sequence of log r) for every token of it (the
-           token form: equal to the sequence form where A is constant over the sequence)
-    turn   the same with s the geometric mean of r over each turn
-    cispo  f = detach(min(r, 1 + clip_high)) * A * log pi_theta
-    dppo   f = r A, but 0 where A > 0 and pi - mu > dppo_delta, or A < 0 and pi - mu < -dppo_delta
-    unclipped  f = r A
+    r      pi_theta / pi_anchor
+    w      the weight of `algorithm.correction`, see `anchor_and_weights`
     d      log pi_theta - log mu
     v      pi_theta / mu after `correction`: mu sampled the tokens that estimate the KL
-    T      the teacher's term, see `learner/objective/teacher.py`; 0 without form=topk
+    T      the teacher's term, see `learner/algorithms/teacher.py`; 0 without form=topk
 
 The anchor is the sampler mu or a proximal policy, see `Proximal`. If a batch makes one update,
 pi_prox equals pi_theta: the ratio to it is always one and no clip would ever bind. Therefore the
 sampler is the anchor in this case. The trust region then limits how far the policy may move from
 the sampler. Importance weights never include a ratio that f already contains.
+
+Source: constant denominator, Dr. GRPO, arXiv:2503.20783; decoupled anchor, arXiv:2110.00641.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,48 +30,23 @@ from common.config.algorithm import (
     Aggregation,
     AlgorithmSection,
     KlEstimator,
-    PolicyLoss,
+    Proximal,
     TeacherForm,
     TeacherSection,
 )
-from learner.objective.correction import log_ratio, mean_over, sequence_mean
-from learner.objective.teacher import sampled_divergence, topk_divergence
+from learner.algorithms.interface import (
+    MAX_LOG_RATIO,
+    LossInputs,
+    Unit,
+    log_ratio,
+    mean_over,
+    sequence_mean,
+)
+from learner.algorithms.table import surrogate_of, weight_of
+from learner.algorithms.teacher import sampled_divergence, topk_divergence
+from learner.batch.batching import MicroBatch
 
 METRIC_OF = {"teacher": "teacher/kl"}  # Term -> metric; the others are below `policy/`.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossInputs:
-    """The sampled tokens of one microbatch. Other tokens are absent, so no mask is needed."""
-
-    new_logprobs: Tensor = field(repr=False)  # [tokens] nats, current policy, with gradient
-    anchor_logprobs: Tensor = field(repr=False)  # [tokens] nats, denominator of the ratio
-    sampler_logprobs: Tensor = field(repr=False)  # [tokens] nats of mu
-    advantages: Tensor = field(repr=False)  # [tokens]
-    is_weights: Tensor = field(repr=False)  # [tokens] importance weights, masks included
-    sequence_ids: Tensor = field(repr=False)  # [tokens] int64 in [0, num_sequences)
-    num_sequences: int
-    entropy: Tensor | None = field(repr=False, default=None)  # [tokens] nats, with gradient
-    reference_logprobs: Tensor | None = field(repr=False, default=None)  # [tokens] nats
-    # [tokens] int64; None: one turn for each sequence
-    turn_ids: Tensor | None = field(repr=False, default=None)
-    num_turns: int | None = None  # Above all of `turn_ids`; None: the loss reads the largest.
-    kl_weights: Tensor | None = field(repr=False, default=None)  # [tokens] v above; None: 1
-    # [tokens] nats of the teacher at the sampled tokens, with form=sampled
-    teacher_logprobs: Tensor | None = field(repr=False, default=None)
-    # [tokens, k] nats at the teacher's most probable tokens, with form=topk
-    teacher_top: Tensor | None = field(repr=False, default=None)
-    # [tokens, k] nats of the current policy at these tokens, with gradient
-    support_logprobs: Tensor | None = field(repr=False, default=None)
-    # [sequence] sampled tokens in all rows of the episode; None: each sequence is an episode
-    episode_tokens: Tensor | None = field(repr=False, default=None)
-
-    def __post_init__(self) -> None:
-        logprobs = (self.new_logprobs, self.anchor_logprobs, self.sampler_logprobs)
-        others = (self.advantages, self.is_weights, self.sequence_ids)
-        shapes = {tuple(each.shape) for each in (*logprobs, *others)}
-        if len(shapes) != 1 or self.new_logprobs.ndim != 1:
-            raise ValueError(f"inputs must share one [tokens] shape, got {sorted(shapes)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,16 +78,12 @@ def policy_loss(
 
     Raises:
         ValueError: the entropy or the reference is missing and its coefficient is not 0.
-
-    Source: PPO, arXiv:1707.06347; clip-higher, DAPO, arXiv:2503.14476; dual clip, arXiv:1912.09729;
-    GSPO, arXiv:2507.18071; turn's ratio, GAGPO, arXiv:2605.13217; CISPO, arXiv:2506.13585; constant
-    denominator, Dr. GRPO, arXiv:2503.20783; decoupled anchor, arXiv:2110.00641.
     """
-    surrogate, is_bound = _surrogate(inputs, cfg)
+    token_losses, is_bound = _token_losses(inputs, cfg)
     weights = inputs.is_weights.detach()
     scale = _token_scale(inputs, denominator, cfg)  # [tokens]
     num_tokens = denominator.num_tokens
-    policy = -(scale * weights * surrogate).sum()
+    policy = (scale * weights * token_losses).sum()
     metrics = {
         "loss/policy": policy.detach(),
         "policy/clipped_frac": is_bound.sum() / num_tokens,
@@ -143,6 +111,14 @@ def metric_names(cfg: AlgorithmSection) -> list[str]:
     if cfg.teacher.is_on:
         names.append(METRIC_OF["teacher"])
     return names
+
+
+def _token_losses(inputs: LossInputs, cfg: AlgorithmSection) -> tuple[Tensor, Tensor]:
+    """Return -f(r, A) and whether a bound determines it, both [tokens]."""
+    losses = surrogate_of(cfg).loss(inputs, cfg)
+    if isinstance(losses, Tensor):
+        return losses, torch.zeros_like(losses, dtype=torch.bool)
+    return losses
 
 
 def _extra_terms(inputs: LossInputs, cfg: AlgorithmSection) -> list[tuple[str, float, Tensor]]:
@@ -199,42 +175,6 @@ def kl_estimate(new_logprobs: Tensor, reference_logprobs: Tensor, kind: KlEstima
     return torch.exp(-delta) - 1 + delta
 
 
-def _surrogate(inputs: LossInputs, cfg: AlgorithmSection) -> tuple[Tensor, Tensor]:
-    """Return f(r, A) and whether a bound determines it, both [tokens]."""
-    log_r = log_ratio(inputs.new_logprobs, inputs.anchor_logprobs)
-    advantages = inputs.advantages
-    if cfg.policy_loss is PolicyLoss.CISPO:
-        ratio = log_r.detach().exp()
-        limited = ratio.clamp(max=1 + cfg.clip_high)
-        return limited * advantages * inputs.new_logprobs, limited != ratio
-    if cfg.policy_loss is PolicyLoss.DPPO:
-        moved = (inputs.new_logprobs.exp() - inputs.sampler_logprobs.exp()).detach()
-        too_far = torch.where(advantages > 0, moved, -moved) > cfg.dppo_delta
-        return log_r.exp() * advantages * ~too_far, too_far
-    if cfg.policy_loss is PolicyLoss.UNCLIPPED:
-        plain = log_r.exp() * advantages
-        return plain, torch.zeros_like(plain, dtype=torch.bool)
-    if cfg.policy_loss is PolicyLoss.TURN:
-        is_single = inputs.turn_ids is None
-        turns = inputs.sequence_ids if inputs.turn_ids is None else inputs.turn_ids
-        num_turns = inputs.num_sequences if is_single else inputs.num_turns
-        mean = mean_over(log_r.detach(), turns, num_turns)
-        log_r = mean + inputs.new_logprobs - inputs.new_logprobs.detach()
-    if cfg.policy_loss is PolicyLoss.GSPO:
-        # The value belongs to the sequence, the gradient to each token: advantages may differ by
-        # turn.
-        mean = sequence_mean(log_r.detach(), inputs.sequence_ids, inputs.num_sequences)
-        log_r = mean[inputs.sequence_ids] + inputs.new_logprobs - inputs.new_logprobs.detach()
-    ratio = log_r.exp()
-    plain = ratio * advantages
-    clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
-    surrogate = torch.minimum(plain, clipped * advantages)
-    if cfg.dual_clip > 0:
-        floored = torch.maximum(surrogate, cfg.dual_clip * advantages)
-        surrogate = torch.where(advantages < 0, floored, surrogate)
-    return surrogate, surrogate != plain
-
-
 def _token_scale(inputs: LossInputs, denominator: Denominator, cfg: AlgorithmSection) -> Tensor:
     """Return the factor of each token's term, [tokens]; see `Aggregation`."""
     ones = torch.ones_like(inputs.advantages)
@@ -248,24 +188,148 @@ def _token_scale(inputs: LossInputs, denominator: Denominator, cfg: AlgorithmSec
     return 1.0 / (counts[inputs.sequence_ids] * denominator.num_sequences)
 
 
-def value_loss(
-    values: Tensor, targets: Tensor, old_values: Tensor, weights: Tensor, *, clip: float
-) -> Tensor:
-    """Return the weighted mean squared error of the critic, with PPO's clipping.
-
-    0.5 * max((V - target)^2, (old + clamp(V - old, -clip, clip) - target)^2)
+def anchor_and_weights(
+    new_logprobs: Tensor,
+    before: Tensor,
+    micro: MicroBatch,
+    cfg: AlgorithmSection,
+    *,
+    proximal: Proximal,
+    version: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the anchor of the surrogate's ratio, and the weight of each token's surrogate.
 
     Args:
-        values: [entry] with gradient.
-        targets: [entry].
-        old_values: [entry], the critic's values before the step.
-        weights: [entry], with sum one over the whole minibatch.
-        clip: 0 disables clipping.
+        new_logprobs: [tokens] nats, current policy.
+        before: [tokens] nats, policy before the step, or at the sample's first update.
+        proximal: never AUTO, see `proximal_in_use`.
+        version: version of the weights before the step.
 
-    Source: arXiv:1707.06347; its reference implementation.
+    Returns:
+        ([tokens] nats, [tokens] >= 0 without gradient). With the sampler as anchor, the surrogates
+        of GSPO and `turn` contain no ratio of a single token. The weights are then those of the
+        sequences' or the turns' ratios. The mask of correction=second_moment over a whole batch is
+        not included.
     """
-    error = (values - targets) ** 2
-    if clip > 0:
-        held = old_values + (values - old_values).clamp(-clip, clip)
-        error = torch.maximum(error, (held - targets) ** 2)
-    return 0.5 * (weights * error).sum()
+    mu = micro.sampler_logprobs
+    sequences = (micro.sequence_ids, micro.num_sequences)
+    is_ratio_included = proximal is Proximal.SAMPLER
+    anchor = before
+    if proximal is Proximal.SAMPLER:
+        anchor = mu
+    elif proximal is Proximal.INTERPOLATED:
+        anchor = interpolated_logprobs(new_logprobs, mu, micro.versions, version)
+    log_rho = log_ratio((new_logprobs if is_ratio_included else anchor).detach(), mu)
+    unit = surrogate_of(cfg).unit
+    if is_ratio_included and unit is Unit.SEQUENCE:
+        log_rho = sequence_mean(log_rho, *sequences)[micro.sequence_ids]
+    if is_ratio_included and unit is Unit.TURN:
+        log_rho = mean_over(log_rho, micro.turn_ids, micro.num_turns)
+    weights = importance_weights(log_rho, *sequences, cfg, is_ratio_included=is_ratio_included)
+    return anchor, weights * negative_mask(
+        log_ratio(before, mu), micro.advantages, *sequences, delta=cfg.negative_mask_delta
+    )
+
+
+def importance_weights(
+    log_rho: Tensor,
+    sequence_ids: Tensor,
+    num_sequences: int,
+    cfg: AlgorithmSection,
+    *,
+    is_ratio_included: bool,
+) -> Tensor:
+    """Return the weight of each token's surrogate, [tokens] >= 0, without gradient.
+
+    Args:
+        is_ratio_included: the surrogate's own ratio already is rho (its anchor is the sampler). The
+            weight is then corrected(rho) / rho, so that the product is corrected(rho). A
+            mask only keeps or removes a token, so the surrogate's ratio does not change. CISPO
+            limits its ratio itself: the product is min(corrected(rho), 1 + clip_high).
+    """
+    weights = corrected(log_rho, sequence_ids, num_sequences, cfg)
+    if not is_ratio_included or weight_of(cfg).is_mask:
+        return weights
+    rho = log_rho.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    if (limit := surrogate_of(cfg).limit) is not None:
+        weights = weights.clamp(max=limit(cfg))
+        rho = rho.clamp(max=limit(cfg))
+    return weights / rho
+
+
+def corrected(
+    log_rho: Tensor, sequence_ids: Tensor, num_sequences: int, cfg: AlgorithmSection
+) -> Tensor:
+    """Return the weight that replaces rho = pi / mu, see `Correction`; rho = 1 always stays 1.
+
+    Args:
+        log_rho: [tokens] nats.
+        sequence_ids: [tokens] int64, the sequence of each token.
+
+    Returns:
+        [tokens] >= 0, without gradient. 0 marks a masked token.
+    """
+    log_rho = log_rho.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    weights = weight_of(cfg).weight(log_rho, sequence_ids, num_sequences, cfg)
+    return weights.to(log_rho.dtype)  # A mask is bool.
+
+
+def kl_weights(new_logprobs: Tensor, micro: MicroBatch, cfg: AlgorithmSection) -> Tensor:
+    """Return the weight of each token's KL(pi | reference), [tokens] >= 0, without gradient.
+
+    The estimators assume tokens sampled by pi, but mu sampled them. `correction` is applied to pi /
+    mu here as in the surrogate.
+
+    Args:
+        new_logprobs: [tokens] nats, current policy.
+
+    Source: the KL estimate of DeepSeek-V3.2, arXiv:2512.02556; there the ratio has a gradient, too.
+    """
+    log_rho = log_ratio(new_logprobs.detach(), micro.sampler_logprobs)
+    return corrected(log_rho, micro.sequence_ids, micro.num_sequences, cfg)
+
+
+def negative_mask(
+    log_rho: Tensor, advantages: Tensor, sequence_ids: Tensor, num_sequences: int, *, delta: float
+) -> Tensor:
+    """Return [tokens] float: 0 if A < 0 and the episode is too far from the policy, else 1.
+
+    An episode is too far if the mean of log(mu / pi) over its tokens exceeds `delta`. A negative
+    advantage would push the policy further away from actions that it no longer takes. Such
+    gradients are large and contribute little.
+
+    Args:
+        delta: nats per token; 0 masks nothing.
+
+    Source: off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556.
+    """
+    if delta == 0:
+        return torch.ones_like(advantages)
+    distance = sequence_mean(-log_rho.detach(), sequence_ids, num_sequences)[sequence_ids]
+    return 1.0 - ((advantages < 0) & (distance > delta)).to(advantages.dtype)
+
+
+def interpolated_logprobs(
+    new_logprobs: Tensor, sampler_logprobs: Tensor, versions: Tensor, version: int
+) -> Tensor:
+    """Return log-probabilities of a proximal policy between mu and pi, without a forward pass.
+
+    log pi_prox = log mu + lag / (lag + 1) * (log pi - log mu). Between the sampler and the policy
+    under training there are `lag + 1` updates, and the policy of `version` is `lag` of them after
+    the sampler. At lag 0 pi_prox is mu, so the clip is relative to the sampler. A larger lag makes
+    the clip around the sampler wider.
+
+    AReaL uses (lag - 1) / lag, a proximal policy one update behind the current one, and masks
+    tokens whose weight pi_prox / mu is above the cap. Here `correction` truncates the weight.
+
+    Args:
+        new_logprobs: [tokens] nats, current policy; detached.
+        sampler_logprobs: [tokens] nats of mu.
+        versions: [tokens] int64, version of the policy that sampled each token.
+        version: version of the current weights.
+
+    Source: A-3PO, the log-linear proximal policy of AReaL.
+    """
+    lag = (version - versions).clamp(min=0).to(new_logprobs.dtype)
+    share = lag / (lag + 1.0)
+    return sampler_logprobs + share * (new_logprobs.detach() - sampler_logprobs)

@@ -8,9 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.config.algorithm import AlgorithmSection, Correction, Proximal
+from common.config.algorithm import AlgorithmSection, Proximal
 from common.config.learner import LearnerSection
 from common.wire.messages import Trajectory
+from learner.algorithms.critic import value_loss
+from learner.algorithms.interface import LossInputs, log_ratio
+from learner.algorithms.table import weight_of
+from learner.algorithms.teacher import with_teacher
 from learner.batch.batching import (
     MicroBatch,
     Sample,
@@ -20,24 +24,26 @@ from learner.batch.batching import (
     plan_blocks,
     sampled,
 )
-from learner.batch.critic_advantage import Scored, advantages_from_critic
 from learner.batch.device_copy import placed
 from learner.batch.rows import BySample, by_sample, in_order, with_advantage, with_ends
-from learner.objective.correction import (
-    Overlap,
+from learner.objective.advantages import Scored, advantages_from_critic
+from learner.objective.description import proximal_in_use
+from learner.objective.loss import (
+    Denominator,
     anchor_and_weights,
     kl_weights,
+    metric_names,
+    policy_loss,
+)
+from learner.objective.measures import (
+    Overlap,
+    first_answers,
     lag_statistics,
-    log_ratio,
+    mutual_information,
     overlap_of,
     ratio_statistics,
     weight_moments,
 )
-from learner.objective.describe import proximal_in_use
-from learner.objective.information import first_answers, mutual_information
-from learner.objective.loss import Denominator, LossInputs, metric_names, policy_loss, value_loss
-from learner.objective.second_moment import second_moment_mask
-from learner.objective.teacher import with_teacher
 from learner.policy.expert_routing import balance_loss_of
 from learner.policy.forward import Networks, Passes, Scores
 from learner.training.ranks import Ranks, deal
@@ -71,7 +77,7 @@ class ScoredBatch:
     first: BySample = field(default_factory=dict)  # [tokens] nats at each sample's first update
     # [tokens] nats of the reference; empty without a reference
     reference: BySample = field(default_factory=dict)
-    # [tokens] 0 or 1, mask of correction=second_moment
+    # [tokens] 0 or 1, mask of a correction over a whole batch
     trusted: BySample = field(default_factory=dict)
 
     def with_scored(self, logprobs: BySample) -> "ScoredBatch":
@@ -122,8 +128,8 @@ class Gradients:
         critic = self._networks.critic
         has_reference = self._networks.has_reference
         batch = ScoredBatch(samples=samples, version=version)
-        is_second = self._algorithm.correction is Correction.SECOND_MOMENT
-        is_asked = is_second or self._proximal is Proximal.RECOMPUTED or has_reference
+        batch_mask = weight_of(self._algorithm).batch_mask
+        is_asked = batch_mask is not None or self._proximal is Proximal.RECOMPUTED or has_reference
         if not is_asked and critic is None:
             return batch
         values: BySample = {}
@@ -146,8 +152,11 @@ class Gradients:
             for tokens in self._idle(scored_rows, range(len(scored_rows))):
                 self.passes.score(tokens, with_values=critic is not None)
                 self.passes.score_by_reference(tokens)
-        if is_second:
-            batch.trusted.update(self._trusted(batch))
+        if batch_mask is not None:
+            mask = batch_mask(self._log_ratios(batch), self._algorithm).float()
+            moved = placed({"mask": mask.numpy()}, self._networks.device)["mask"]
+            sizes = [sample.num_sampled_tokens for sample in samples]
+            batch.trusted.update(enumerate(moved.split(sizes)))
         if critic is None:
             return batch
         sizes = [sample.num_sampled_tokens for sample in scored_rows]
@@ -160,14 +169,11 @@ class Gradients:
         samples = advantages_from_critic(samples, scored, self._algorithm, self._cfg.critic)
         return replace(batch, samples=samples)
 
-    def _trusted(self, batch: ScoredBatch) -> BySample:
-        """Return the mask of correction=second_moment for the samples of all ranks."""
+    def _log_ratios(self, batch: ScoredBatch) -> Tensor:
+        """Return log(pi / mu) [tokens] nats of all ranks' samples, before the step."""
         trajectories = [sample.trajectory for sample in batch.samples]
         mu = sampled(trajectories, [t.logprobs for t in trajectories]).astype(np.float32)
-        ratios = log_ratio(self.before(batch), torch.from_numpy(mu))
-        kept = second_moment_mask(ratios, threshold=self._algorithm.m2_threshold).float()
-        moved = placed({"kept": kept.numpy()}, self._networks.device)["kept"]
-        return dict(enumerate(moved.split([s.num_sampled_tokens for s in batch.samples])))
+        return log_ratio(self.before(batch), torch.from_numpy(mu))
 
     def accumulate(self, batch: ScoredBatch, part: Sequence[int]) -> Gradient:
         """Add the gradient of a minibatch (indices of samples), microbatch by microbatch."""

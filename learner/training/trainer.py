@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from common.segments import RoutingShape
+from learner.algorithms.running import RunningBaseline
 from learner.batch.batching import Sample, make_minibatches
 from learner.batch.codec import pack_samples, unpack_samples
 from learner.batch.rows import rows_of
-from learner.batch.running_baseline import RunningBaseline
-from learner.objective.correction import Overlap
+from learner.objective.measures import Overlap
 from learner.policy.finite import TrainingDiverged, WeightsNotFinite, first_not_finite
 from learner.policy.forward import Networks
 from learner.policy.model import whole

@@ -20,8 +20,8 @@ from common.config.learner import LearnerSection
 from common.config.offline import DpoSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
+from learner.algorithms.interface import sequence_sum
 from learner.batch.batching import plan_microbatches
-from learner.objective.correction import sequence_sum
 from tools.offline.rows import Row, num_episodes, read_rows
 from tools.offline.scratch import save_policy
 from tools.offline.training import (

@@ -12,7 +12,7 @@ from common.errors import ConfigError
 from common.repository import git_revision
 from common.store.run_dir import RunDir, write_json
 from common.text import counted
-from learner.objective.dead_settings import summary_lines
+from learner.objective.description import summary_lines
 from learner.policy.model import pick_device
 from learner.recovery.checksums import differences, machine_facts
 from learner.training.digests import first_difference

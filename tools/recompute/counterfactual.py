@@ -12,7 +12,7 @@ import torch
 from common.config.keys import dotted
 from common.errors import ConfigError
 from common.wire.messages import EndReason
-from learner.objective.correction import ratio_statistics
+from learner.objective.measures import ratio_statistics
 from learner.training.trainer import TrainingDiverged
 from tools.recompute.rebuild import EpisodeFilter, RecomputedBatch
 

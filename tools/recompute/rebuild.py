@@ -19,8 +19,8 @@ from common.repository import ROOT
 from common.segments import as_rows
 from common.store.run_dir import RunDir
 from common.wire.messages import EndReason, Trajectory
-from learner.batch.credit import samples_of
 from learner.ingest.group_assembly import Group
+from learner.objective.advantages import samples_of
 from learner.policy.model import pick_device
 from learner.recovery.checksums import Start
 from learner.recovery.resume import groups_of, redo

@@ -29,7 +29,6 @@ from common.wire.messages import (
 )
 from common.wire.security import RunKeys, create_keys
 from common.wire.sockets import Router, connect_dealer
-from learner.batch.credit import group_has_signal
 from learner.ingest.admission import Admission
 from learner.ingest.buffer import ScoreGroup, TrajectoryBuffer
 from learner.ingest.group_assembly import GroupAssembly
@@ -37,6 +36,7 @@ from learner.ingest.intake import Intake
 from learner.ingest.journal_index import JournalIndex
 from learner.ingest.reports import ReportClient, ReportLog
 from learner.journal.journal import JournalWriter, read_journal
+from learner.objective.advantages import group_has_signal
 from scheduler.core import ReportCursor
 from tests.learner.builders import make_trajectory
 

@@ -11,8 +11,8 @@ import pytest
 from common.errors import LongstrideError
 from common.wire.codec import decode, encode
 from common.wire.messages import EpisodeKind, Trajectory
-from learner.batch.credit import samples_of
 from learner.ingest.group_assembly import Group
+from learner.objective.advantages import samples_of
 from learner.teacher.scores import TeacherScores
 from tests.learner.ingest.intake_rig import Setup, member
 

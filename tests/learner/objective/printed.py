@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from common.wire.messages import Trajectory
-from learner.batch.turn_states import turn_actions, turn_states
+from learner.algorithms.states import turn_actions, turn_states
 
 Groups = list[list[Trajectory]]
 

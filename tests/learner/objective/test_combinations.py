@@ -24,16 +24,14 @@ from common.config.algorithm import (
     StateCredit,
 )
 from common.config.learner import ControllerSection, CriticSection, LearnerSection, Timestep
+from learner.algorithms.interface import LossInputs
+from learner.algorithms.m2po import second_moment_mask
+from learner.algorithms.running import RunningBaseline
 from learner.batch.batching import Sample, make_microbatches
-from learner.batch.credit import samples_of
-from learner.batch.critic_advantage import Scored, advantages_from_critic
-from learner.batch.running_baseline import RunningBaseline
 from learner.ingest.group_assembly import Group
-from learner.objective.correction import anchor_and_weights, kl_weights
-from learner.objective.dead_settings import dead_knobs
-from learner.objective.describe import proximal_in_use
-from learner.objective.loss import Denominator, LossInputs, policy_loss
-from learner.objective.second_moment import second_moment_mask
+from learner.objective.advantages import Scored, advantages_from_critic, samples_of
+from learner.objective.description import dead_knobs, proximal_in_use
+from learner.objective.loss import Denominator, anchor_and_weights, kl_weights, policy_loss
 from tests.learner.builders import make_trajectory
 
 VERSION = 2

@@ -9,22 +9,24 @@ import torch
 from torch import Tensor
 
 from common.config.algorithm import AlgorithmSection, Correction, PolicyLoss, Proximal
+from learner.algorithms.interface import LossInputs, log_ratio, sequence_mean
 from learner.batch.batching import MicroBatch, Sample, make_microbatches
-from learner.objective.correction import (
+from learner.objective.loss import (
+    Denominator,
     anchor_and_weights,
     corrected,
     importance_weights,
     interpolated_logprobs,
     kl_weights,
-    lag_statistics,
-    log_ratio,
     negative_mask,
+    policy_loss,
+)
+from learner.objective.measures import (
+    lag_statistics,
     ratio_statistics,
     sample_size_of,
-    sequence_mean,
     weight_moments,
 )
-from learner.objective.loss import Denominator, LossInputs, policy_loss
 from tests.learner.builders import make_trajectory
 
 MU = torch.tensor([log(0.5), log(0.1), log(0.4)])

@@ -24,8 +24,13 @@ from common.config.learner import (
     LoraSection,
     Timestep,
 )
-from learner.objective.dead_settings import dead_knobs, notes, summary_lines
-from learner.objective.describe import objective_text, proximal_in_use
+from learner.objective.description import (
+    dead_knobs,
+    notes,
+    objective_text,
+    proximal_in_use,
+    summary_lines,
+)
 
 PPO = {"advantage": Advantage.PPO}
 Effect = Callable[[AlgorithmSection, LearnerSection], Any]

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from common.config.algorithm import Aggregation, AlgorithmSection, KlEstimator, PolicyLoss
-from learner.objective.loss import Denominator, LossInputs, kl_estimate, policy_loss, value_loss
+from learner.algorithms.critic import value_loss
+from learner.algorithms.interface import LossInputs
+from learner.objective.loss import Denominator, kl_estimate, policy_loss
 
 CFG = AlgorithmSection(clip_low=0.2, clip_high=0.28, dual_clip=3.0)
 ANCHOR = -2.0

@@ -30,12 +30,11 @@ from common.config.learner import (
     Precision,
     Timestep,
 )
+from learner.algorithms.running import RunningBaseline
 from learner.batch.batching import make_microbatches
-from learner.batch.credit import samples_of
-from learner.batch.critic_advantage import Scored, advantages_from_critic
-from learner.batch.running_baseline import RunningBaseline
 from learner.ingest.group_assembly import Group
-from learner.objective.describe import objective_text
+from learner.objective.advantages import Scored, advantages_from_critic, samples_of
+from learner.objective.description import objective_text
 from learner.objective.loss import Denominator, policy_loss
 from learner.policy.forward import Networks, Scores
 from learner.policy.model import make_critic

@@ -13,11 +13,11 @@ from common.config.algorithm import Advantage, AlgorithmSection, Correction
 from common.config.learner import LearnerSection, Precision
 from common.store.run_dir import RunDir
 from common.wire.messages import EpisodeOutcome, Outcome, Trajectory
-from learner.batch.credit import samples_of
 from learner.ingest.group_assembly import Group
 from learner.ingest.journal_index import FROM_THE_START
 from learner.journal.journal import JournalWriter
 from learner.journal.metrics import MetricsWriter
+from learner.objective.advantages import samples_of
 from learner.policy.forward import Networks
 from learner.policy.model import make_critic
 from learner.recovery.resume import repeat_steps, steps_since

@@ -31,8 +31,8 @@ from common.config.learner import (
     Precision,
 )
 from common.repository import ROOT
-from learner.batch.credit import group_has_signal, samples_of
 from learner.ingest.group_assembly import Group
+from learner.objective.advantages import group_has_signal, samples_of
 from learner.policy.forward import Networks
 from learner.policy.model import make_critic
 from learner.training.controller import Controller
@@ -152,7 +152,7 @@ ELSEWHERE = {
             "learner/teacher/scorer.py": (
                 *("path", "url", "model", "key_env", "timeout_s", "concurrency", "max_waiting"),
             ),
-            "learner/objective/teacher.py": ("coef", "reward_coef", "form"),
+            "learner/algorithms/teacher.py": ("coef", "reward_coef", "form"),
             "common/config/algorithm.py": ("k",),
             "tools/checks/served/teacher.py": ("serve", "gpus"),
         }.items()

@@ -32,13 +32,12 @@ from common.wire.codec import decode, encode, pack_record, unpack_record
 from common.wire.messages import EndReason, Trajectory
 from learner.batch.batching import Sample, make_microbatches, make_minibatches
 from learner.batch.codec import pack_samples, unpack_samples
-from learner.batch.credit import samples_of
-from learner.batch.critic_advantage import Scored, advantages_from_critic
 from learner.batch.rows import rows_of
 from learner.ingest.admission import refusal
 from learner.ingest.episode_stats import EpisodeStats
 from learner.ingest.group_assembly import Group
 from learner.journal.journal import JournalWriter
+from learner.objective.advantages import Scored, advantages_from_critic, samples_of
 from learner.training.digests import _of_episode
 from tests.learner.builders import VOCAB, make_trajectory
 from tests.learner.training.test_gradients import gradient_step

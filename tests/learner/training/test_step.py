@@ -11,8 +11,8 @@ from torch import Tensor
 
 from common.config.algorithm import Aggregation, AlgorithmSection, Correction, PolicyLoss, Proximal
 from common.config.learner import LearnerSection, Precision
+from learner.algorithms.interface import LossInputs
 from learner.batch.batching import MicroBatch, make_microbatches
-from learner.objective.loss import LossInputs
 from learner.policy.forward import Networks
 from learner.training.ranks import Ranks
 from learner.training.step import Gradients, TrainerSettings

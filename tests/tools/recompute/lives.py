@@ -13,11 +13,11 @@ from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.store.run_start import save_config
 from common.wire.messages import EpisodeOutcome, Outcome, Trajectory
-from learner.batch.credit import samples_of
 from learner.ingest.group_assembly import Group
 from learner.ingest.journal_index import ReplayPoint
 from learner.journal.journal import JournalWriter
 from learner.journal.metrics import MetricsWriter
+from learner.objective.advantages import samples_of
 from learner.recovery.checksums import ChecksumLog, start_of
 from learner.recovery.resume import repeat_steps, steps_since
 from learner.recovery.step_log import LoggedStep, StepLog

@@ -27,8 +27,8 @@ from common.wire.messages import EndReason
 from envhub import main
 from envhub.env import EnvFailure, Style, UnknownItem
 from envhub.envs.dataset.env import DatasetEnv, check, make_spec
+from learner.algorithms.critic import with_advantages
 from learner.batch.batching import Sample
-from learner.batch.critic_advantage import with_advantages
 from tests.actor.formats.trl_templates import tokenizer_of
 from tests.actor.rollout.playing import LEASE, Letters
 from tests.envhub.envs.dataset.made import GSM8K, make, play, played, run

@@ -16,11 +16,15 @@ probabilities cannot show a remainder below about 1e-7: such a remainder of the 
 and such a remainder of the teacher as 1e-7.
 """
 
-import torch
-from torch import Tensor
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from common.config.algorithm import TeacherForm, TeacherSection
-from learner.objective.correction import log_ratio
+from learner.algorithms.interface import log_ratio
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # A smaller logprob of the teacher at one token counts as this one in the topk form.
 MIN_LOGPROB = -30.0  # nats
@@ -70,6 +74,24 @@ def topk_divergence(support_logprobs: Tensor, teacher_logprobs: Tensor) -> Tenso
     log_rest_q = (1 - log_q.exp().sum(-1)).clamp(min=MIN_REST).log()
     rest = (1 - support_logprobs.exp().sum(-1)).clamp(min=MIN_REST)
     inside = support_logprobs.exp() * (support_logprobs - log_q.clamp(min=MIN_LOGPROB))
-    return inside.sum(-1) + torch.where(
-        rest > MIN_REST, rest * (rest.log() - log_rest_q), torch.zeros_like(rest)
-    )
+    outside = rest * (rest.log() - log_rest_q)
+    return inside.sum(-1) + outside.where(rest > MIN_REST, 0.0)
+
+
+def name_of(cfg: TeacherSection) -> str:
+    return cfg.path or f"{cfg.model} at {cfg.url}"
+
+
+def taught_formula(advantage: str, cfg: TeacherSection) -> str:
+    """Return the formula of A with the part of a teacher, given that of the rewards."""
+    if not cfg.is_on:
+        return advantage
+    parts = [f"{cfg.reward_coef:g}*({advantage})"] if cfg.reward_coef else []
+    if cfg.form is TeacherForm.SAMPLED:
+        parts.append(f"{cfg.coef:g}*(log {name_of(cfg)} - log sg(pi))")
+    return " + ".join(parts) or "0"
+
+
+def term_formula(cfg: TeacherSection) -> str:
+    """Return the formula of the teacher's term in the loss; "" without one."""
+    return f"{cfg.coef:g}*KL_top{cfg.k}(pi|{name_of(cfg)})" if cfg.num_top and cfg.is_on else ""

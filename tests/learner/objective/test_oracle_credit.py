@@ -8,7 +8,7 @@ import pytest
 
 from common.config.algorithm import Advantage, AlgorithmSection, Baseline, StateCredit
 from common.wire.messages import Trajectory
-from learner.batch.credit import samples_of
+from learner.objective.advantages import samples_of
 from tests.learner.objective.ragged import groups
 
 Members = list[Trajectory]

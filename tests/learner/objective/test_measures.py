@@ -10,7 +10,7 @@ import torch
 from common.config.algorithm import AlgorithmSection
 from common.config.learner import Layout, LearnerSection, Precision
 from learner.batch.batching import Sample
-from learner.objective.information import NUM_PROMPTS, first_answers, mutual_information
+from learner.objective.measures import NUM_PROMPTS, first_answers, mutual_information
 from learner.policy.forward import Networks
 from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer

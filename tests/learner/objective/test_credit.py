@@ -8,9 +8,10 @@ import pytest
 from common.config.algorithm import Advantage, AlgorithmSection, Baseline, CreditLevel
 from common.formats.seats import seat_metrics
 from common.wire.messages import Trajectory
-from learner.batch.credit import group_has_signal, samples_of, turn_rewards
-from learner.batch.running_baseline import RunningBaseline
+from learner.algorithms.rewards import turn_rewards
+from learner.algorithms.running import RunningBaseline
 from learner.ingest.group_assembly import Group
+from learner.objective.advantages import group_has_signal, samples_of
 from tests.learner.builders import make_trajectory
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from common.config.algorithm import Baseline
-from learner.batch.advantage import group_advantages, has_signal, shaped_reward
+from learner.algorithms.grpo import group_advantages, has_signal
+from learner.algorithms.rewards import shaped_reward
 
 
 def test_leave_one_out_baseline_excludes_own_reward() -> None:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from learner.batch.returns import discounted_returns, gae, vtrace
+from learner.algorithms.critic import gae, vtrace
+from learner.algorithms.rewards import discounted_returns
 
 REWARDS = torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64)
 VALUES = torch.tensor([0.5, 1.5, 1.0], dtype=torch.float64)

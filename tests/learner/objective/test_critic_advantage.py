@@ -9,7 +9,7 @@ from common.config.algorithm import AlgorithmSection
 from common.config.learner import CriticSection, CriticTargets
 from common.wire.messages import EndReason
 from learner.batch.batching import Sample
-from learner.batch.critic_advantage import Scored, advantages_from_critic
+from learner.objective.advantages import Scored, advantages_from_critic
 from tests.learner.builders import make_trajectory
 
 

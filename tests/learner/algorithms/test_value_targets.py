@@ -8,8 +8,8 @@ import pytest
 from common.config.algorithm import AlgorithmSection, CreditLevel
 from common.config.learner import CriticSection, CriticTargets, Timestep
 from common.wire.messages import EndReason, Trajectory
+from learner.algorithms.critic import step_rewards, timesteps, with_advantages
 from learner.batch.batching import Sample
-from learner.batch.critic_advantage import step_rewards, timesteps, with_advantages
 from tests.learner.builders import make_trajectory
 
 

@@ -12,11 +12,13 @@ import torch
 from common.config.algorithm import AlgorithmSection, Baseline, StateCredit
 from common.segments import Aside
 from common.wire.messages import Trajectory
-from learner.batch.credit import samples_of
-from learner.batch.running_baseline import RunningBaseline
-from learner.batch.state_credit import grouped_gae, shrunk_advantages, step_advantages
+from learner.algorithms.ecpo import shrunk_advantages
+from learner.algorithms.gagpo import grouped_gae
+from learner.algorithms.gigpo import step_advantages
+from learner.algorithms.m2po import second_moment_mask
+from learner.algorithms.running import RunningBaseline
 from learner.ingest.group_assembly import Group
-from learner.objective.second_moment import second_moment_mask
+from learner.objective.advantages import samples_of
 from tests.learner.builders import make_trajectory
 
 STATES = np.array([0, 1, 0, 0, 2])

@@ -1,16 +1,34 @@
-"""Running mean credit of items: a baseline for groups of one episode.
+"""A running mean of each item as its baseline, for groups of one episode.
+
+    R - running mean of the item
+
+This version tracks plain decayed means. The estimate of a rare item is shrunk towards the mean of
+its task.
 
 Source: SPO (one rollout per prompt, a tabular tracker of each prompt's value), arXiv:2509.13232;
-a moving average per task and seat, SPIRAL (role-conditioned advantages), arXiv:2506.24119. This
-version tracks plain decayed means. The estimate of a rare item is shrunk towards the mean of its
-task. `learner.batch.credit` decides which credits share a mean.
+a moving average per task and seat, SPIRAL (role-conditioned advantages), arXiv:2506.24119.
 """
+# torch's type stubs lack numpy's element types:
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from common.config.algorithm import AlgorithmSection, CreditLevel
+from common.config.learner import LearnerSection
+from common.formats.seats import role_of
+from common.wire.messages import Trajectory
+from learner.algorithms.interface import Estimator, GroupAdvantages, tensor_of
+from learner.algorithms.rewards import credit_formula, turn_credit, turn_penalty_formula
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_ITEMS = 100_000  # Largest number of stored items; other items use the mean of their task.
 
@@ -90,3 +108,66 @@ class RunningBaseline:
     def load_state_dict(self, state: dict[str, dict[str, Tally]]) -> None:
         self.items = {key: (number, total) for key, (number, total) in state["items"].items()}
         self.tasks = {key: (number, total) for key, (number, total) in state["tasks"].items()}
+
+
+def running_advantages(
+    rewards: Tensor, members: Sequence[Trajectory], cfg: AlgorithmSection, baseline: RunningBaseline
+) -> GroupAdvantages:
+    """Return the advantages of a batch against running means of their items, which it updates.
+
+    A mean belongs to one seat and one opponent: they decide an outcome, and the policy does not
+    choose them. The return or the penalty of a turn is compared with those of turns of the same
+    number.
+    """
+    advantages = rewards.new_zeros(rewards.shape)
+    credit = turn_credit(members, cfg)
+    is_of_turns = cfg.reward_level is CreditLevel.TURN
+    if not is_of_turns and members:
+        outcomes = [outcome[None] for outcome in rewards.numpy()]
+        less = _less_running_mean(outcomes, members, cfg, baseline, "")
+        advantages = tensor_of(np.concatenate(less))
+    if credit is None:
+        return advantages, None
+    kind = "turn" if is_of_turns else "penalty of turn"
+    return advantages, _less_running_mean(credit, members, cfg, baseline, kind)
+
+
+def _less_running_mean(
+    credit: list[np.ndarray],
+    members: Sequence[Trajectory],
+    cfg: AlgorithmSection,
+    baseline: RunningBaseline,
+    kind: str,
+) -> list[np.ndarray]:
+    """Return credit minus its running means, which this call updates.
+
+    Args:
+        credit: for each member [entry] float32.
+        kind: names the entries, which are numbered turns; "": one entry for the episode.
+    """
+    items: list[str] = []
+    tasks: list[str] = []
+    for entries, member in zip(credit, members, strict=True):
+        role = role_of(member.metrics)
+        for number in range(len(entries)):
+            where = (f" in seat {role}" if role else "") + (f" {kind} {number}" if kind else "")
+            items.append(f"{member.env}/{member.item_id}{where}")
+            tasks.append(f"{member.env}/{member.item_id.rpartition('-')[0]}{where}")
+    less = baseline.advantages(
+        [float(entry) for entries in credit for entry in entries],
+        items,
+        tasks,
+        memory=cfg.running_memory,
+        prior=cfg.running_prior,
+    )
+    return np.split(less, np.cumsum([len(entries) for entries in credit])[:-1]) if credit else []
+
+
+def formula(cfg: AlgorithmSection, learner: LearnerSection) -> str:
+    means = f"memory={cfg.running_memory:g}, prior={cfg.running_prior:g}"
+    entry = "item, turn" if cfg.reward_level is CreditLevel.TURN else "item"
+    text = f"({credit_formula(cfg)} - running_mean({entry}; {means}))"
+    return text + turn_penalty_formula(cfg, less=f"running_mean(item, turn; {means})")
+
+
+RUNNING = Estimator(formula=formula, keys=("running_memory", "running_prior"), of_group=None)

@@ -9,10 +9,9 @@ import torch
 from common.config.algorithm import Advantage, AlgorithmSection, CreditLevel
 from common.config.learner import CriticSection, Timestep
 from common.wire.messages import Trajectory
+from learner.algorithms.critic import value_loss
 from learner.batch.batching import Sample
-from learner.batch.credit import samples_of
-from learner.batch.critic_advantage import Scored, advantages_from_critic
-from learner.objective.loss import value_loss
+from learner.objective.advantages import Scored, advantages_from_critic, samples_of
 from tests.learner.objective.ragged import groups
 
 GAMMA, LAMBDA = 0.9, 0.8

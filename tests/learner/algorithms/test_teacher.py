@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from common.config.algorithm import AlgorithmSection, PolicyLoss, TeacherForm, TeacherSection
-from learner.objective.loss import Denominator, LossInputs, policy_loss
-from learner.objective.teacher import sampled_divergence, topk_divergence, with_teacher
+from learner.algorithms.interface import LossInputs
+from learner.algorithms.teacher import sampled_divergence, topk_divergence, with_teacher
+from learner.objective.loss import Denominator, policy_loss
 
 SAMPLED = TeacherSection(path="t", coef=2.0)
 TOPK = TeacherSection(path="t", coef=2.0, form=TeacherForm.TOPK, k=2)
