@@ -62,16 +62,16 @@ class _Choosing(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func not in _TOPK or args[0].shape[-1] != self._block.num_experts:
-            return found
+            return result
         scores: Tensor = args[0]
-        self.sizes.append(found.indices.shape[-1])
+        self.sizes.append(result.indices.shape[-1])
         if self._ids is None or self._mask is None or len(self.sizes) != self._block.num_calls:
-            return found
-        shape = found.indices.shape
-        own = found.indices.reshape(-1, shape[-1])
-        chosen = torch.where(self._mask[:, None], self._ids.long(), own).view(shape)
+            return result
+        shape = result.indices.shape
+        drawn = result.indices.reshape(-1, shape[-1])
+        chosen = torch.where(self._mask[:, None], self._ids.long(), drawn).view(shape)
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))
 
 

@@ -32,13 +32,13 @@ def expert_weights(model: nn.Module) -> list[str]:
 
     Example: ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"].
     """
-    found: set[str] = set()
+    names: set[str] = set()
     for name, module in model.named_modules():
         if holds_experts(module):
             place = ".".join(name.split(".")[-2:])
             weights = module.named_parameters(recurse=False)
-            found |= {f"{place}.{key}" for key, each in weights if each.ndim == 3}
-    return sorted(found)
+            names |= {f"{place}.{key}" for key, each in weights if each.ndim == 3}
+    return sorted(names)
 
 
 def holds_experts(module: nn.Module) -> bool:
@@ -102,13 +102,13 @@ def plan_reads(
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     prefix = network.base_model_prefix
-    known = dict(weights)
+    targets = dict(weights)
     reads: dict[str, WeightRead] = {}
     for name in sorted(names, key=dot_natural_key):
-        weight, pattern = rename_source_key(name, renamings, converters, prefix, known)
-        if weight not in known:
-            weight, pattern = rename_source_key(name, [], [], prefix, known)
-        if weight in known:
+        weight, pattern = rename_source_key(name, renamings, converters, prefix, targets)
+        if weight not in targets:
+            weight, pattern = rename_source_key(name, [], [], prefix, targets)
+        if weight in targets:
             converter = None if pattern is None else by_pattern[pattern]
             read = reads.setdefault(weight, WeightRead(weight, converter))
             read.sources.setdefault(pattern or name, []).append(name)
@@ -163,10 +163,10 @@ def stored_tensors(
     bare = {name: torch.empty(each.shape, device="meta") for name, each in weights.items()}
     origins = {id(each): name for name, each in bare.items()}
     named = revert_weight_conversion(network, bare)
-    kept = {name: origins[id(each)] for name, each in named.items() if id(each) in origins}
-    others = {name: weights[name] for name in weights.keys() - set(kept.values())}
+    unchanged = {name: origins[id(each)] for name, each in named.items() if id(each) in origins}
+    others = {name: weights[name] for name in weights.keys() - set(unchanged.values())}
     made = _converted(network, {name: others[name] for name in weights if name in others})
-    return {name: weights[kept[name]] if name in kept else made[name] for name in named}
+    return {name: weights[unchanged[name]] if name in unchanged else made[name] for name in named}
 
 
 def _converted(network: PreTrainedModel, weights: Mapping[str, FlatWeight]) -> dict[str, Stored]:
@@ -181,8 +181,8 @@ def _converted(network: PreTrainedModel, weights: Mapping[str, FlatWeight]) -> d
         starts.append(total)
         total += count
     bases = list(weights.values())
-    found = revert_weight_conversion(network, proxies) if proxies else {}
-    return {name: _stored(name, each, bases, starts) for name, each in found.items()}
+    tensors = revert_weight_conversion(network, proxies) if proxies else {}
+    return {name: _stored(name, each, bases, starts) for name, each in tensors.items()}
 
 
 def _proxy_shape(shape: torch.Size) -> torch.Size:

@@ -48,9 +48,9 @@ def first_not_finite(tensors: Sequence[Tensor]) -> int | None:
             flags.setdefault(tensor.device, []).append((index, torch.isfinite(ends).all()))
     bad = [
         index
-        for own in flags.values()
+        for pairs in flags.values()
         for (index, _), is_good in zip(
-            own, torch.stack([flag for _, flag in own]).cpu().tolist(), strict=True
+            pairs, torch.stack([flag for _, flag in pairs]).cpu().tolist(), strict=True
         )
         if not is_good
     ]

@@ -111,7 +111,7 @@ class _Trained(nn.Module):
     def forward(
         self,
         tokens: TokenBatch,
-        how: Scoring,
+        scoring: Scoring,
         *,
         with_entropy: bool,
         with_values: bool,
@@ -127,14 +127,14 @@ class _Trained(nn.Module):
         if probed is Probed.HEAD:
             return own_logits_gap(self.policy), *NO_OTHERS
         if probed is Probed.LOGITS:
-            return plain_logprobs(self.policy, tokens, autocast=how.autocast), *NO_OTHERS
+            return plain_logprobs(self.policy, tokens, autocast=scoring.autocast), *NO_OTHERS
         settings = (with_entropy, with_values, with_balance, with_support, probed)
         group = self._group
         if group is None or tokens.packing is None:
-            return self._computed(tokens, how, *settings)
+            return self._computed(tokens, scoring, *settings)
         part = row_part(tokens, group)
-        found = self._computed(part.tokens, how, *settings, whole=tokens)
-        logprobs, entropy, values, end_values, balance, support = found
+        fields = self._computed(part.tokens, scoring, *settings, whole=tokens)
+        logprobs, entropy, values, end_values, balance, support = fields
         scored = [gather_entries(each, part.scored, group) for each in (logprobs, entropy, values)]
         ends = gather_entries(end_values, part.ends, group)
         return *scored, ends, balance, gather_entries(support, part.scored, group)
@@ -142,7 +142,7 @@ class _Trained(nn.Module):
     def _computed(
         self,
         tokens: TokenBatch,
-        how: Scoring,
+        scoring: Scoring,
         with_entropy: bool,
         with_values: bool,
         with_balance: bool,
@@ -157,31 +157,31 @@ class _Trained(nn.Module):
         if probed is Probed.TRUNK:
             assert critic is not None
             assert critic.trunk is not None
-            states = flat_hidden(critic.trunk, tokens, autocast=how.autocast)
+            states = flat_hidden(critic.trunk, tokens, autocast=scoring.autocast)
             return states[tokens.source_rows], *NO_OTHERS
         body = trunk_of(policy)
         balance = None
         if with_balance:
-            hidden, routers = flat_hidden_and_routers(body, tokens, autocast=how.autocast)
+            hidden, routers = flat_hidden_and_routers(body, tokens, autocast=scoring.autocast)
             if whole is not None and self._group is not None:
                 num = whole.token_ids.shape[1]
                 routers = tuple(gather_positions(each, num, self._group) for each in routers)
             balance = balance_loss_of(policy)(routers, whole or tokens)
         else:
-            hidden = flat_hidden(body, tokens, autocast=how.autocast)
+            hidden = flat_hidden(body, tokens, autocast=scoring.autocast)
         rows = hidden[tokens.source_rows]
         targets = tokens.target_ids
         logprobs, entropy, support = hidden_logprobs(
             policy,
             rows,
             targets,
-            how,
+            scoring,
             with_entropy=with_entropy,
             support_ids=tokens.support_ids if with_support else None,
         )
         if not with_values or critic is None:
             return logprobs, entropy, None, None, balance, support
-        states = critic.hidden(tokens, hidden, autocast=how.autocast)
+        states = critic.hidden(tokens, hidden, autocast=scoring.autocast)
         of_tokens = critic.of_hidden(states[tokens.source_rows])
         of_ends = critic.of_hidden(states[tokens.last_rows])
         return logprobs, entropy, of_tokens, of_ends, balance, support
@@ -300,8 +300,8 @@ class Passes:
         """Compare the scores of each network in each arithmetic."""
         for network in self._existing_networks():
             self._settle_head(network)
-            for how in arithmetics(network, self.scoring):
-                self._check_network(network, how)
+            for scoring in arithmetics(network, self.scoring):
+                self._check_network(network, scoring)
 
     @torch.no_grad()
     def _settle_head(self, network: _Trained) -> None:
@@ -314,9 +314,9 @@ class Passes:
         if not float(self._logprobs(network, tokens, self.scoring, Probed.HEAD)) <= 1.0:
             use_own_logits(network.policy)
 
-    def _check_network(self, network: _Trained, how: Scoring) -> None:
+    def _check_network(self, network: _Trained, scoring: Scoring) -> None:
         """Compare a network's scores in one arithmetic. Raises: ScoresDiffer."""
-        settings = {"is_packed": self.is_packed, "is_bf16": how.autocast}
+        settings = {"is_packed": self.is_packed, "is_bf16": scoring.autocast}
         vocab_size = vocabulary_size(network.policy)
         probe = make_probe(
             network.policy,
@@ -325,7 +325,7 @@ class Passes:
             shares_prefix=self._cfg.shared_prefix,
             **settings,
         )
-        compute = partial(self._logprobs, network, how=how)
+        compute = partial(self._logprobs, network, scoring=scoring)
         check_scores(probe, compute, partial(compute, probed=Probed.LOGITS))
         trunk = None if network.critic is None else network.critic.trunk
         if trunk is not None:
@@ -346,7 +346,7 @@ class Passes:
         if self._replay is not None and not self._replay.is_measured:
             self._measure_routing()
         unit = self._units[self._trained]
-        found = unit(
+        fields = unit(
             tokens,
             self.scoring,
             with_entropy=with_entropy,
@@ -356,7 +356,7 @@ class Passes:
         )
         if not torch.is_grad_enabled():
             reshard(unit)
-        logprobs, entropy, values, end_values, balance, support = found
+        logprobs, entropy, values, end_values, balance, support = fields
         return Scores(
             logprobs=logprobs,
             entropy=entropy,
@@ -387,8 +387,8 @@ class Passes:
             ids = [np.arange(length) % 2 for length in lengths]
             masks = [np.arange(length) > 1 for length in lengths]
             tokens = collate_tokens(ids, masks, device=self._device, is_packed=self.is_packed)
-            found = self.score(tokens, with_values=self._trained.critic is not None)
-            ends = [each.sum() for each in (found.logprobs, found.values) if each is not None]
+            scores = self.score(tokens, with_values=self._trained.critic is not None)
+            ends = [each.sum() for each in (scores.logprobs, scores.values) if each is not None]
             torch.stack(ends).sum().backward()
             self._trained.zero_grad()
             with torch.no_grad():
@@ -410,14 +410,14 @@ class Passes:
     def score_sequences(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the logprob of each token after the first, at temperature 1, per sequence."""
         scores: list[list[float]] = [[] for _ in token_ids]
-        how = replace(self.scoring, temperature=1.0)
+        scoring = replace(self.scoring, temperature=1.0)
         lengths = [len(ids) for ids in token_ids]
         is_packed = self.is_packed
         for block in plan_microbatches(lengths, max_tokens=self._max_tokens, is_packed=is_packed):
             sequences = [np.asarray(token_ids[index]) for index in block]
             masks = [np.arange(len(sequence)) > 0 for sequence in sequences]
             tokens = collate_tokens(sequences, masks, device=self._device, is_packed=is_packed)
-            logprobs = self._logprobs(self._trained, tokens, how)
+            logprobs = self._logprobs(self._trained, tokens, scoring)
             parts = logprobs.cpu().split([len(sequence) - 1 for sequence in sequences])
             for index, part in zip(block, parts, strict=True):
                 scores[index] = part.tolist()
@@ -434,7 +434,7 @@ class Passes:
                 once.
         """
         num = len(answers)
-        how = replace(self.scoring, temperature=1.0)
+        scoring = replace(self.scoring, temperature=1.0)
         pairs = [(prompt, answer) for prompt in prompts for answer in answers]
         sequences = [np.concatenate(pair) for pair in pairs]
         lengths = [len(sequence) for sequence in sequences]
@@ -445,7 +445,7 @@ class Passes:
             blocks = [[at * num + each for at in block for each in range(num)] for block in planned]
         else:
             blocks = plan_microbatches(lengths, max_tokens=self._max_tokens)
-        found = torch.zeros(len(pairs))
+        sums = torch.zeros(len(pairs))
         for block in blocks:
             heads = [(num, len(pairs[index][0])) for index in block[::num]]
             tokens = collate_tokens(
@@ -455,19 +455,19 @@ class Passes:
                 is_packed=self.is_packed,
                 shared=heads if self.is_packed else (),
             )
-            parts = self._logprobs(self._trained, tokens, how).cpu()
+            parts = self._logprobs(self._trained, tokens, scoring).cpu()
             parts = parts.split([len(pairs[index][1]) for index in block])
-            found[block] = torch.stack([part.sum() for part in parts])
-        return found.view(len(prompts), num).T
+            sums[block] = torch.stack([part.sum() for part in parts])
+        return sums.view(len(prompts), num).T
 
     def _logprobs(
-        self, network: _Trained, tokens: TokenBatch, how: Scoring, probed: Probed | None = None
+        self, network: _Trained, tokens: TokenBatch, scoring: Scoring, probed: Probed | None = None
     ) -> Tensor:
         """Return a network's log-probabilities of a block; the whole weights are freed again."""
         unit = self._units[network]
-        found = unit(tokens, how, with_entropy=False, with_values=False, probed=probed)[0]
+        logprobs = unit(tokens, scoring, with_entropy=False, with_values=False, probed=probed)[0]
         reshard(unit)
-        return found
+        return logprobs
 
 
 def _head_dtype(policy: PreTrainedModel, engine_dtype: str) -> torch.dtype:

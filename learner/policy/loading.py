@@ -46,11 +46,11 @@ def fix_rotary(model: PreTrainedModel, path: str, *, max_tokens: int | None) -> 
 
 def _kinds(module: nn.Module) -> Iterator[tuple[str | None, str]]:
     """Yield (layer type, rope type) of a rotary embedding; layer type None means all layers."""
-    found: Any = getattr(module, "rope_type", None)
-    if isinstance(found, str):
-        yield None, found
-    elif isinstance(found, dict):
-        yield from list(found.items())
+    kind: Any = getattr(module, "rope_type", None)
+    if isinstance(kind, str):
+        yield None, kind
+    elif isinstance(kind, dict):
+        yield from list(kind.items())
 
 
 def _fix_long(
@@ -64,9 +64,9 @@ def _fix_long(
             f"model.path={path!r}: {type(module).__name__} scales its rotary embedding by the"
             " longest sequence of a forward pass. This is not supported. Choose another model."
         )
-    own = {} if layer_type is None else {"layer_type": layer_type}
+    options = {} if layer_type is None else {"layer_type": layer_type}
     seq_len = original + 1 if most > original else original
-    made, _ = ROPE_INIT_FUNCTIONS[_LONG](config, torch.device("cpu"), seq_len=seq_len, **own)
+    made, _ = ROPE_INIT_FUNCTIONS[_LONG](config, torch.device("cpu"), seq_len=seq_len, **options)
     prefix = "" if layer_type is None else f"{layer_type}_"
     for name in ("inv_freq", "original_inv_freq"):
         buffer = getattr(module, prefix + name)
@@ -249,8 +249,8 @@ def _compute_constants(model: PreTrainedModel) -> None:
     bare = [
         (owner, name)
         for owner in model.modules()
-        for name, each in owner.named_buffers(recurse=False)
-        if each.is_meta and name in owner._non_persistent_buffers_set
+        for name, buffer in owner.named_buffers(recurse=False)
+        if buffer.is_meta and name in owner._non_persistent_buffers_set
     ]
     for owner, name in bare:
         empty = torch.zeros_like(getattr(owner, name), device="cpu")
@@ -282,10 +282,10 @@ def take_memory(network: nn.Module) -> None:
     # Parameters without memory by original; layers may share one.
     taken: dict[int, nn.Parameter] = {}
     for owner in network.modules():
-        for name, each in owner.named_parameters(recurse=False):
-            if not each.requires_grad:
-                bare = nn.Parameter(torch.empty_like(each, device=META), requires_grad=False)
-                setattr(owner, name, taken.setdefault(id(each), bare))
+        for name, parameter in owner.named_parameters(recurse=False):
+            if not parameter.requires_grad:
+                bare = nn.Parameter(torch.empty_like(parameter, device=META), requires_grad=False)
+                setattr(owner, name, taken.setdefault(id(parameter), bare))
 
 
 def fill(network: PreTrainedModel, path: str, files: WeightFiles = LOCAL) -> None:
@@ -331,9 +331,9 @@ def _parts(
     if read.converter is None:
         ((name,),) = read.sources.values()
         tensor = weights[read.weight]
-        found = files[name].get_slice(name)
-        _check_shape(name, found.get_shape(), tensor, path)
-        yield read.weight, _rows(found, tensor) if tensor.ndim else files[name].get_tensor(name)
+        entry = files[name].get_slice(name)
+        _check_shape(name, entry.get_shape(), tensor, path)
+        yield read.weight, _rows(entry, tensor) if tensor.ndim else files[name].get_tensor(name)
         return
     is_by_row = read.is_by_row and weights[read.weight].ndim
     rows = _range_of(weights[read.weight]) if is_by_row else slice(None)
@@ -341,22 +341,22 @@ def _parts(
         yield read.weight, torch.empty(0)
         return
     made = convert_read(network, read, lambda name: files[name].get_tensor(name), rows)
-    for name, each in made.items():
+    for name, part in made.items():
         tensor = weights[name]
         if is_by_row:
             expected = _local(tensor)
-            _check_shape(name, each.shape, expected, path)
-            yield name, each
+            _check_shape(name, part.shape, expected, path)
+            yield name, part
         else:
-            _check_shape(name, each.shape, tensor, path)
-            yield name, _rows(each, tensor) if tensor.ndim else each
+            _check_shape(name, part.shape, tensor, path)
+            yield name, _rows(part, tensor) if tensor.ndim else part
 
 
-def _check_shape(name: str, found: Sequence[int], tensor: Tensor, path: str) -> None:
+def _check_shape(name: str, shape: Sequence[int], tensor: Tensor, path: str) -> None:
     """Raise ConfigError if a tensor in the files has another shape than the configuration."""
-    if list(found) != list(tensor.shape):
+    if list(shape) != list(tensor.shape):
         raise ConfigError(
-            f"{path}: {name} has shape {list(found)}, but config.json requires {list(tensor.shape)}"
+            f"{path}: {name} has shape {list(shape)}, but config.json requires {list(tensor.shape)}"
         )
 
 
@@ -364,9 +364,9 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _rows(found: Any, tensor: Tensor) -> Tensor:
+def _rows(entry: Any, tensor: Tensor) -> Tensor:
     """Return this rank's rows of a tensor on disk: FSDP shards along the first axis."""
-    return found[_range_of(tensor)]
+    return entry[_range_of(tensor)]
 
 
 def _range_of(tensor: Tensor) -> slice:

@@ -147,14 +147,14 @@ def live_merged(
 
 def _changes(model: nn.Module) -> dict[str, _Change]:
     """Return the change of each adapted weight, by its transformers name."""
-    found: dict[str, _Change] = {}
+    changes: dict[str, _Change] = {}
     for name, layer in adapted_layers(model):
         parameter = getattr(layer, "parameter_name", "weight")
         plain = ADAPTED.sub(".", f"{name}.{parameter}")
         num_experts = layer.num_experts if hasattr(layer, "parameter_name") else 0
         is_output_first = bool(getattr(layer, "_did_swap_in_out_features", True))
-        found[plain] = _Change(name, layer.scaling[ADAPTER], num_experts, is_output_first)
-    return found
+        changes[plain] = _Change(name, layer.scaling[ADAPTER], num_experts, is_output_first)
+    return changes
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -153,13 +153,13 @@ class Scoring:
     head_dtype: torch.dtype = torch.bfloat16
 
 
-def token_logprobs(model: PreTrainedModel, tokens: TokenBatch, how: Scoring) -> Tensor:
+def token_logprobs(model: PreTrainedModel, tokens: TokenBatch, scoring: Scoring) -> Tensor:
     """Return the log-probability of each scored token given its own sequence before it.
 
     Returns: [tokens] float32 nats.
     """
-    hidden = flat_hidden(trunk_of(model), tokens, autocast=how.autocast)[tokens.source_rows]
-    return hidden_logprobs(model, hidden, tokens.target_ids, how, with_entropy=False)[0]
+    hidden = flat_hidden(trunk_of(model), tokens, autocast=scoring.autocast)[tokens.source_rows]
+    return hidden_logprobs(model, hidden, tokens.target_ids, scoring, with_entropy=False)[0]
 
 
 def flat_hidden(body: nn.Module, tokens: TokenBatch, *, autocast: bool) -> Tensor:
@@ -195,7 +195,7 @@ def hidden_logprobs(
     model: PreTrainedModel,
     hidden: Tensor,
     target_ids: Tensor,
-    how: Scoring,
+    scoring: Scoring,
     *,
     with_entropy: bool,
     support_ids: Tensor | None = None,
@@ -211,14 +211,14 @@ def hidden_logprobs(
         with_entropy: return the entropies [tokens], else None.
         support_ids: [tokens, k] further tokens to score at each position; None: none.
     """
-    dtype = how.head_dtype if how.autocast else torch.float32
-    logits_of = logits_function(model, dtype, is_rounded=how.autocast)
+    dtype = scoring.head_dtype if scoring.autocast else torch.float32
+    logits_of = logits_function(model, dtype, is_rounded=scoring.autocast)
 
     logprobs: list[Tensor] = []
     entropies: list[Tensor] = []
     supports: list[Tensor] = []
     num_rows = hidden.shape[0]
-    chunk_tokens = how.chunk_tokens
+    chunk_tokens = scoring.chunk_tokens
     for start in range(0, max(num_rows, 1), chunk_tokens):  # Without rows there is one empty chunk.
         rows = hidden[start : start + chunk_tokens]
         targets = target_ids[start : start + chunk_tokens]
@@ -228,7 +228,7 @@ def hidden_logprobs(
             rows = F.pad(rows, (0, 0, 0, missing))
             targets = F.pad(targets, (0, missing))
             support = None if support is None else F.pad(support, (0, 0, 0, missing))
-        args = (rows, logits_of, targets, how.temperature, with_entropy, support)
+        args = (rows, logits_of, targets, scoring.temperature, with_entropy, support)
         if torch.is_grad_enabled() and num_rows > chunk_tokens:
             chunk = checkpoint(_score_rows, *args, use_reentrant=False, preserve_rng_state=False)
         else:

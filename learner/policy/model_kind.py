@@ -39,10 +39,10 @@ def rope_problem(tree: dict[str, Any], max_tokens: int) -> str:
 
 def _ropes(tree: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the rotary embeddings of a network, one for each kind of layer."""
-    found: object = next((tree[name] for name in SECTIONS if tree.get(name)), None)
-    if not isinstance(found, dict):
+    content: object = next((tree[name] for name in SECTIONS if tree.get(name)), None)
+    if not isinstance(content, dict):
         return
-    section = cast(dict[str, Any], found)
+    section = cast(dict[str, Any], content)
     inner = [cast(dict[str, Any], each) for each in section.values() if isinstance(each, dict)]
     yield from inner or [section]
 
@@ -80,10 +80,10 @@ def _problem(tree: dict[str, Any], rope: dict[str, Any], max_tokens: int) -> str
 
 
 def _dynamic_problem(family: object, rope: dict[str, Any]) -> str:
-    own = ["max_trained_positions"]
+    ignored = ["max_trained_positions"]
     if not str(family).startswith("hunyuan"):  # Transformers reads `alpha` in these families only.
-        own.append("alpha")
-    name = next((each for each in own if rope.get(each)), "")
+        ignored.append("alpha")
+    name = next((each for each in ignored if rope.get(each)), "")
     return f"has {name} in rope_type=dynamic, which the learner ignores. Remove it" if name else ""
 
 
@@ -104,8 +104,10 @@ def _long_problem(tree: dict[str, Any], rope: dict[str, Any], max_tokens: int) -
     original = tree.get(ORIGINAL, default)
     if not isinstance(most, int) or not isinstance(original, int):
         return ""
-    given = rope.get("attention_factor")
-    ours = float(given) if given else _scale(rope.get("factor") or most / original, original)
+    configured = rope.get("attention_factor")
+    ours = (
+        float(configured) if configured else _scale(rope.get("factor") or most / original, original)
+    )
     length = "long" if max_tokens > original else "short"
     theirs = float(rope.get(f"{length}_mscale") or _scale(most / original, original))
     if abs(ours - theirs) <= MAX_GAP:
@@ -271,10 +273,11 @@ def _text_remedy(config: dict[str, Any]) -> str:
         value for name, value in config.items() if NESTED.search(name) and isinstance(value, dict)
     ]
     kind = inner[0].get("model_type") if inner else None
-    own = f" with model_type={kind}" if kind and kind != config.get("model_type") else ""
+    description = f" with model_type={kind}" if kind and kind != config.get("model_type") else ""
     return (
-        f"Use the text-only checkpoint of this family{own}, with architectures=...ForCausalLM and"
-        " without such sections; a checkpoint for images is not read as text only"
+        f"Use the text-only checkpoint of this family{description}, with"
+        " architectures=...ForCausalLM and without such sections; a checkpoint for images is not"
+        " read as text only"
     )
 
 
@@ -296,8 +299,8 @@ def _name(config: dict[str, Any]) -> str:
 
 
 def _architectures(config: dict[str, Any]) -> list[str]:
-    found: object = config.get("architectures")
-    return [str(each) for each in cast(list[object], found)] if isinstance(found, list) else []
+    names: object = config.get("architectures")
+    return [str(each) for each in cast(list[object], names)] if isinstance(names, list) else []
 
 
 def _read(folder: Path) -> dict[str, Any]:
@@ -335,9 +338,9 @@ def _method_of(config: Mapping[str, Any]) -> str:
     """Return the method by which a configuration, or its section for text, is quantised; or ""."""
     for section in (config, *_inner(config)):
         for name in KEYS:
-            found: object = section.get(name)
-            if isinstance(found, dict) and found:
-                tree = cast(dict[str, object], found)
+            content: object = section.get(name)
+            if isinstance(content, dict) and content:
+                tree = cast(dict[str, object], content)
                 return str(tree.get("quant_method") or tree.get("quant_algo") or name)
     return ""
 

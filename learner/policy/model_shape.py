@@ -206,10 +206,10 @@ def _indexed(folder: Path) -> set[str]:
         return set()
     tree: object = json.loads(index.read_text(encoding="utf-8"))
     entries = cast(dict[str, object], tree) if isinstance(tree, dict) else {}
-    found = entries.get("weight_map")
-    if not isinstance(found, dict) or not found:
+    files = entries.get("weight_map")
+    if not isinstance(files, dict) or not files:
         raise ValueError(f"{INDEX} has no list of files (weight_map)")
-    return {str(name) for name in cast(dict[str, object], found).values()}
+    return {str(name) for name in cast(dict[str, object], files).values()}
 
 
 def check_weights(folder: Path, *, key: str, shown: str) -> None:

@@ -40,15 +40,15 @@ UNREADABLE = ("backend", "is_local", "local_files_only")
 
 def save_model(folder: Path, model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
     """Write the weights and `config.json`, with RoPE in both notations of transformers."""
-    own = getattr(model, "generation_config", None)  # None: the model cannot generate text.
+    generation = getattr(model, "generation_config", None)  # None: the model cannot generate text.
     # Its file is copied from the model's folder, since some published ones cannot be saved again.
-    if own is not None:
+    if generation is not None:
         model.generation_config = GenerationConfig()
     try:
         model.save_pretrained(folder, state_dict=dict(state))
     finally:
-        if own is not None:
-            model.generation_config = own
+        if generation is not None:
+            model.generation_config = generation
     _add_rope_of_4(folder, model)
 
 
@@ -59,10 +59,10 @@ def _add_rope_of_4(folder: Path, model: PreTrainedModel) -> None:
         return
     written = path.read_text(encoding="utf-8")
     _rewrite(path, lambda config: {**config, **rope_of_4(config)})
-    own = model.config
+    original = model.config
     try:
-        again = type(own).from_pretrained(folder, local_files_only=True)
-        is_same = getattr(again, _ROPE, None) == getattr(own, _ROPE, None)
+        again = type(original).from_pretrained(folder, local_files_only=True)
+        is_same = getattr(again, _ROPE, None) == getattr(original, _ROPE, None)
     except (KeyError, ValueError, TypeError, StrictDataclassError):
         is_same = False
     if not is_same:
@@ -73,8 +73,8 @@ def save_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write the tokenizer: the files of the folder that it came from, or new ones."""
     name = str(getattr(tokenizer, "name_or_path", "") or "")
     if name and Path(name).is_dir():
-        found = {path for each in TOKENIZER_FILES for path in Path(name).glob(each)}
-        for path in sorted(found):
+        files = {path for each in TOKENIZER_FILES for path in Path(name).glob(each)}
+        for path in sorted(files):
             shutil.copy(path, folder / path.name)
     else:
         tokenizer.save_pretrained(folder)
@@ -103,18 +103,18 @@ def rope_of_4(config: Mapping[str, Any]) -> dict[str, Any]:
     whole = parameters.get("full_attention")
     if not isinstance(local, dict) or not isinstance(whole, dict):
         return {}
-    own = rope_of_4({"rope_parameters": whole})
-    return {**own, "rope_local_base_freq": cast(dict[str, Any], local).get("rope_theta")}
+    keys = rope_of_4({"rope_parameters": whole})
+    return {**keys, "rope_local_base_freq": cast(dict[str, Any], local).get("rope_theta")}
 
 
 def readable_by_4(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return `tokenizer_config.json` with names that transformers 4 and 5 know."""
-    found = {key: value for key, value in config.items() if key not in UNREADABLE}
-    if found.get("tokenizer_class") == "TokenizersBackend":
-        found["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if isinstance(found.get("extra_special_tokens"), list):
-        found["additional_special_tokens"] = found.pop("extra_special_tokens")
-    return found
+    readable = {key: value for key, value in config.items() if key not in UNREADABLE}
+    if readable.get("tokenizer_class") == "TokenizersBackend":
+        readable["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(readable.get("extra_special_tokens"), list):
+        readable["additional_special_tokens"] = readable.pop("extra_special_tokens")
+    return readable
 
 
 def _rewrite(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:

@@ -108,36 +108,36 @@ def make_probe(
     )
 
 
-def arithmetics(network: nn.Module, how: Scoring) -> list[Scoring]:
+def arithmetics(network: nn.Module, scoring: Scoring) -> list[Scoring]:
     """Return the scoring settings of a check: fp32 if the weights allow it, and as configured."""
-    own = replace(how, temperature=1.0)
+    configured = replace(scoring, temperature=1.0)
     weights = list(network.parameters())
     is_fp32 = all(each.dtype == torch.float32 for each in weights)
     is_sharded = any(isinstance(each, DTensor) for each in weights)
-    if own.autocast and is_fp32 and not is_sharded:
-        return [replace(own, autocast=False), own]
-    return [own]
+    if configured.autocast and is_fp32 and not is_sharded:
+        return [replace(configured, autocast=False), configured]
+    return [configured]
 
 
-def check_policy(model: PreTrainedModel, how: Scoring, *, is_packed: bool) -> None:
+def check_policy(model: PreTrainedModel, scoring: Scoring, *, is_packed: bool) -> None:
     """Check a policy that one process holds whole, without a critic. Raises: ScoresDiffer."""
-    for each in arithmetics(model, how):
+    for arithmetic in arithmetics(model, scoring):
         probe = make_probe(
             model,
             model.device,
             vocab_size=vocabulary_size(model),
             is_packed=is_packed,
-            is_bf16=each.autocast,
+            is_bf16=arithmetic.autocast,
         )
         check_scores(
             probe,
-            partial(token_logprobs, model, how=each),
-            partial(plain_logprobs, model, autocast=each.autocast),
+            partial(token_logprobs, model, scoring=arithmetic),
+            partial(plain_logprobs, model, autocast=arithmetic.autocast),
         )
 
 
 @torch.no_grad()
-def check_scores(probe: Probe, own: Score, plain: Score) -> None:
+def check_scores(probe: Probe, score: Score, plain: Score) -> None:
     """Compare the learner's scores with the network's.
 
     Args:
@@ -151,30 +151,31 @@ def check_scores(probe: Probe, own: Score, plain: Score) -> None:
     with torch.compiler.set_stance("force_eager"):
         expected = [plain(probe.alone(i, is_packed=False)) for i in range(len(probe.sequences))]
     block = probe.together()
-    together = own(block)
-    found = _difference(own(block), together, probe)
-    if found:
+    together = score(block)
+    difference = _difference(score(block), together, probe)
+    if difference:
         raise ScoresDiffer(
-            f"{probe.name} scores the same tokens differently in two forward passes: {found}. A"
-            " module draws random numbers in its forward pass, such as dropout. Set its rate to 0"
+            f"{probe.name} scores the same tokens differently in two forward passes: {difference}."
+            " A module draws random numbers in its forward pass, such as dropout. Set its rate to 0"
             " in the model's config.json."
         )
-    found = _difference(own(probe.alone(0, is_packed=probe.is_packed)), expected[0], probe)
-    if found:
+    difference = _difference(score(probe.alone(0, is_packed=probe.is_packed)), expected[0], probe)
+    if difference:
         raise ScoresDiffer(
             f"The learner's scores of {probe.name} differ from those of the network's own forward"
-            f" pass: {found}. The learner does not support this family. Choose another model.path."
+            f" pass: {difference}. The learner does not support this family. Choose another"
+            " model.path."
         )
-    found = _difference(together, torch.cat(expected), probe)
-    if found and probe.is_packed:
+    difference = _difference(together, torch.cat(expected), probe)
+    if difference and probe.is_packed:
         raise NeighboursDiffer(
             f"learner.layout=packed: packed sequences of {probe.name} attend to each other: a"
-            f" token scores {found} (packed, and alone). Use learner.layout=padded."
+            f" token scores {difference} (packed, and alone). Use learner.layout=padded."
         )
-    if found:
+    if difference:
         raise NeighboursDiffer(
             f"learner.layout=padded: the scores of {probe.name} depend on the other sequences of a"
-            f" forward pass: a token scores {found} (with others, and alone). Choose another"
+            f" forward pass: a token scores {difference} (with others, and alone). Choose another"
             " model.path."
         )
 
@@ -191,9 +192,9 @@ def packing_difference(probe: Probe, packed: Score, padded: Score) -> str:
     return _difference(packed(probe.together()), torch.cat(expected), probe)
 
 
-def _difference(found: Tensor, expected: Tensor, probe: Probe) -> str:
+def _difference(scores: Tensor, expected: Tensor, probe: Probe) -> str:
     """Return the two scores that differ most; "" if all agree within rounding."""
-    ours = found.double().flatten()
+    ours = scores.double().flatten()
     theirs = expected.double().flatten()
     gaps = (ours - theirs).abs().nan_to_num(0.0, posinf=0.0)  # Other checks detect NaN.
     size = theirs.nan_to_num(0.0, posinf=0.0, neginf=0.0).abs().mean().item()

@@ -122,7 +122,7 @@ def choose_compute(
             timings |= {each.name: round(1e3 * t.seconds, 3) for each, t in timed.items()}
         if is_open["num_threads"]:
             num_threads = best_threads(model, config, num_cores, num_tokens=num_tokens)
-    found = replace(
+    section = replace(
         learner,
         precision=config.precision,
         layout=config.layout,
@@ -130,10 +130,10 @@ def choose_compute(
         num_threads=num_threads,
     )
     shown = ", ".join(f"{name} {ms:.1f} ms" for name, ms in timings.items())
-    summary = _shown(settled(found), is_open)
+    summary = _shown(settled(section), is_open)
     logger.info("chose compute settings: %s; timings: %s", summary, shown or "none")
-    write_json(file, settled(found) | {"precision_reason": reason, "cpu_ms": timings})
-    return found
+    write_json(file, settled(section) | {"precision_reason": reason, "cpu_ms": timings})
+    return section
 
 
 def _kept(learner: LearnerSection, file: Path, is_open: Mapping[str, bool]) -> LearnerSection:
@@ -170,8 +170,8 @@ def settled(learner: LearnerSection) -> dict[str, Any]:
 
 def with_settled(learner: LearnerSection, plain: Mapping[str, Any]) -> LearnerSection:
     """Return the section with the values that another rank has settled."""
-    found = {name: kind(plain[name]) for name, kind in _CHOICES.items()}
-    return replace(learner, **found, num_threads=int(plain["num_threads"]))
+    chosen = {name: kind(plain[name]) for name, kind in _CHOICES.items()}
+    return replace(learner, **chosen, num_threads=int(plain["num_threads"]))
 
 
 def _shown(plain: Mapping[str, Any], is_open: Mapping[str, bool]) -> str:
@@ -215,10 +215,10 @@ def fastest(
     plainest = timed[min(timed, key=lambda config: config.plainness)].logprobs
     max_delta *= max(1.0, plainest.abs().mean().item())
     agreeing: dict[ComputeConfig, float] = {}
-    for config, each in timed.items():
-        delta = (each.logprobs - plainest).abs().mean().item()
+    for config, result in timed.items():
+        delta = (result.logprobs - plainest).abs().mean().item()
         if delta <= max_delta:
-            agreeing[config] = each.seconds
+            agreeing[config] = result.seconds
         else:
             text = "rejected compute settings %s: their logprobs differ by %.3f nats"
             logger.warning(text, config.name, delta)
@@ -282,9 +282,9 @@ def _time_pass(
     """Return the duration and the results of one forward and backward pass."""
     tokens = _tokens(model, config, num_tokens)
     use_attention([model], model.device.type, config.layout, config.attention)
-    how = Scoring(chunk_tokens=num_tokens, autocast=config.precision is Precision.BF16)
+    scoring = Scoring(chunk_tokens=num_tokens, autocast=config.precision is Precision.BF16)
     started = clock()
-    logprobs = token_logprobs(model, tokens, how)
+    logprobs = token_logprobs(model, tokens, scoring)
     (-logprobs.mean()).backward()
     took_s = clock() - started
     model.zero_grad(set_to_none=True)

@@ -125,10 +125,10 @@ class RemoteWeightFiles(WeightFiles):
         there = self._there(path)
         for start in range(0, len(view), PART_BYTES):
             part = view[start : start + PART_BYTES]
-            found = self._service.read(there, offset + start, len(part))
-            if len(found) != len(part):
+            content = self._service.read(there, offset + start, len(part))
+            if len(content) != len(part):
                 raise EOFError(f"{there} on rank 0's node: the file ends within a tensor")
-            part[:] = found
+            part[:] = content
 
     def write(self, path: Path, parts: Sequence[memoryview]) -> None:
         offset = 0

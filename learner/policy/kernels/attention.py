@@ -90,41 +90,41 @@ def _measured_problem(model: PreTrainedModel) -> str:
     is_bf16 = any(each.dtype != torch.float32 for each in model.parameters())
     vocab_size = vocabulary_size(model)
     probe = make_probe(model, model.device, vocab_size=vocab_size, is_packed=True, is_bf16=is_bf16)
-    how = Scoring(chunk_tokens=sum(map(len, probe.sequences)), autocast=is_bf16)
+    scoring = Scoring(chunk_tokens=sum(map(len, probe.sequences)), autocast=is_bf16)
 
     def padded(tokens: TokenBatch) -> Tensor:
         with own_attention(model):
-            return _scores(model, tokens, how)
+            return _scores(model, tokens, scoring)
 
     def packed(tokens: TokenBatch) -> Tensor:
         """Return the scores of packed sequences."""
         with own_attention(model):
             _set_attention(model, _packed_name(attention_by_rule(model.device.type)))
-            return _scores(model, tokens, how)
+            return _scores(model, tokens, scoring)
 
     try:
-        found = packing_difference(probe, packed, padded)
+        difference = packing_difference(probe, packed, padded)
     except torch.OutOfMemoryError:
         raise
     except (ConfigError, TypeError, RuntimeError) as error:  # The kernel lacks these shapes.
         problem = f"{probe.name} cannot compute packed sequences: {error}"
     else:
         problem = (
-            f"packed sequences of {probe.name} attend to each other: a token scores {found}"
+            f"packed sequences of {probe.name} attend to each other: a token scores {difference}"
             " (packed, and alone)"
         )
-        problem = problem if found else ""
+        problem = problem if difference else ""
     if not problem:
         return ""
     logger.warning("learner.layout: sequences are padded, not packed: %s", problem)
     return problem
 
 
-def _scores(model: PreTrainedModel, tokens: TokenBatch, how: Scoring) -> Tensor:
+def _scores(model: PreTrainedModel, tokens: TokenBatch, scoring: Scoring) -> Tensor:
     """Return log-probabilities, or the states that predict tokens if there is no head."""
     if model.get_output_embeddings() is None:
-        return flat_hidden(model, tokens, autocast=how.autocast)[tokens.source_rows]
-    return token_logprobs(model, tokens, how)
+        return flat_hidden(model, tokens, autocast=scoring.autocast)[tokens.source_rows]
+    return token_logprobs(model, tokens, scoring)
 
 
 def _packed_name(attention: Attention) -> str:
@@ -309,8 +309,8 @@ def _one_by_one(
         query.split(lengths, 2), key.split(key_lengths, 2), value.split(key_lengths, 2), strict=True
     )
     with sdpa_kernel(SDPA_BACKENDS):
-        found = [out for each in parts for out in _one_fused(*each, scaling, window)]
-    return torch.cat(found, 2).transpose(1, 2).contiguous()  # Some families view the result.
+        outputs = [out for each in parts for out in _one_fused(*each, scaling, window)]
+    return torch.cat(outputs, 2).transpose(1, 2).contiguous()  # Some families view the result.
 
 
 def _one_fused(
@@ -426,8 +426,8 @@ def _divisible(kernel: Callable[..., tuple[Tensor, None]]) -> Callable[..., tupl
         rows = (query, repeated_heads(key, group.size()), repeated_heads(value, group.size()))
         num_tokens = sum(packing.lengths)
         heads = [heads_of_row(each, group, num_tokens) for each in rows]
-        found, _ = kernel(module, *heads, attention_mask, packing=packing, **others)
-        return rows_of_heads(found, group), None
+        attended, _ = kernel(module, *heads, attention_mask, packing=packing, **others)
+        return rows_of_heads(attended, group), None
 
     return divided
 

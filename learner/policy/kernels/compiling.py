@@ -35,33 +35,33 @@ def compile_parts(networks: Sequence[nn.Module], *, fit: str) -> int:
     Raises: ConfigError: the machine has no compiler for them, or there is no such part.
     """
     check_compiler("learner.compile=true")
-    found = check_parts(networks)
+    parts = check_parts(networks)
     torch.compiler.config.cache_key_tag = fit
     torch._dynamo.config.recompile_limit = MAX_VARIANTS  # pyright: ignore[reportAttributeAccessIssue]
-    for part in found:
+    for part in parts:
         kind = type(part)
         if kind not in _compiled:
             _compiled[kind] = torch.compile(kind.forward, dynamic=True)
         # A bound method, not the function: copies of the part bind their own.
         part.forward = MethodType(_compiled[kind], part)
-    return len(found)
+    return len(parts)
 
 
 def check_parts(networks: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the parts of networks that can be compiled. Raises: ConfigError: there are none."""
-    found = [
+    parts = [
         part
         for network in networks
         for part in network.modules()
         if type(part).__name__.endswith(PARTS)
     ]
-    if not found:
+    if not parts:
         names = ", ".join(type(each).__name__ for each in networks)
         raise ConfigError(
             f"learner.compile=true: {names} has no {' and no '.join(PARTS)}, so there is"
             " nothing to compile. Use learner.compile=false."
         )
-    return found
+    return parts
 
 
 @contextmanager

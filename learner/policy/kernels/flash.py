@@ -41,8 +41,8 @@ def _device_problem(device: torch.device) -> str:
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
         least = ".".join(map(str, MIN_CAPABILITY))
-        found = ".".join(map(str, capability))
-        return f"the GPU has compute capability {found}, below {least}"
+        present = ".".join(map(str, capability))
+        return f"the GPU has compute capability {present}, below {least}"
     return ""
 
 
@@ -96,9 +96,9 @@ def _call(
     """Call the kernel of this torch; without grouped heads it gets a copy of a key for each."""
     query, key, value = rows
     group = query.shape[1] // key.shape[1]
-    more: dict[str, Any] = {}
+    grouping: dict[str, Any] = {}
     if group > 1 and _takes(kernel, "enable_gqa"):
-        more["enable_gqa"] = True
+        grouping["enable_gqa"] = True
     elif group > 1:
         key, value = (each.repeat_interleave(group, 1) for each in (key, value))
     out = kernel(
@@ -111,7 +111,7 @@ def _call(
         packing.max_key_length,
         scale=scaling,
         window_size=CAUSAL if window is None else (window - 1, 0),
-        **more,
+        **grouping,
     )
     assert isinstance(out, Tensor)  # No other output was requested.
     return out

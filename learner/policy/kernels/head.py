@@ -99,7 +99,7 @@ class _TrunkBypassed(RuntimeError):
 @contextmanager
 def _returning(trunk: Any, states: Tensor) -> Iterator[list[_TrunkOutput]]:
     """Replace the forward pass of a trunk within the context; yield its outputs."""
-    kept = vars(trunk).get("forward")
+    original = vars(trunk).get("forward")
     outputs: list[_TrunkOutput] = []
 
     def forward(*_: object, **__: object) -> _TrunkOutput:
@@ -110,10 +110,10 @@ def _returning(trunk: Any, states: Tensor) -> Iterator[list[_TrunkOutput]]:
     try:
         yield outputs
     finally:
-        if kept is None:
+        if original is None:
             del trunk.forward
         else:
-            trunk.forward = kept
+            trunk.forward = original
 
 
 @torch.no_grad()
@@ -128,13 +128,13 @@ def own_logits_gap(model: PreTrainedModel) -> Tensor:
     drawn = torch.randn(PROBE_TOKENS, head.weight.shape[1], generator=generator)
     rows = torch.cat([scale * drawn for scale in SCALES]).to(head.weight.device)
     try:
-        own = own_logits(model, rows, torch.float32).float()
+        by_network = own_logits(model, rows, torch.float32).float()
     except _TrunkBypassed:  # The start check compares the head's logits with the network's.
         return torch.zeros(1)
     alone = head(rows.to(head.weight.dtype)).float()
-    largest = torch.maximum(own.abs(), alone.abs()).amax(-1, keepdim=True)
+    largest = torch.maximum(by_network.abs(), alone.abs()).amax(-1, keepdim=True)
     limit = BF16_ROUNDING if is_bf16 else FP32_ROUNDING
-    return ((own - alone).abs() / (limit * largest).clamp_min(1e-30)).amax().reshape(1)
+    return ((by_network - alone).abs() / (limit * largest).clamp_min(1e-30)).amax().reshape(1)
 
 
 def use_own_logits(model: Any) -> None:

@@ -24,7 +24,7 @@ class CausalProducts(torch.autograd.Function):
         kv_heads = key.shape[1]
         queries = query.flatten(1)
         both = torch.cat([key, value], 1).flatten(1)
-        kept: list[Tensor] = []
+        saved: list[Tensor] = []
         with torch.autocast(query.device.type, enabled=False):
             for block in blocks:
                 asked = _by_head(queries[block.queries], kv_heads, query.shape[2])
@@ -34,32 +34,32 @@ class CausalProducts(torch.autograd.Function):
                 weights = torch.softmax(scores, -1)  # In fp32 internally.
                 num_queries = block.queries.stop - block.queries.start
                 out[block.queries] = _by_row(weights @ values, num_queries)
-                kept.append(weights)
-        ctx.save_for_backward(queries, both, *kept)
+                saved.append(weights)
+        ctx.save_for_backward(queries, both, *saved)
         ctx.blocks, ctx.shapes = blocks, (query.shape, key.shape)
         return out.view(query.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradients of query, key and value."""
-        (queries, both, *kept), (shape, key_shape) = ctx.saved_tensors, ctx.shapes
+        (queries, both, *saved), (shape, key_shape) = ctx.saved_tensors, ctx.shapes
         kv_heads, size = key_shape[1:]
         flat = gradient.flatten(1)
         of_query = torch.empty_like(flat)
         # Dtype in which the pieces are summed.
         wide = torch.promote_types(flat.dtype, torch.float32)
         of_both = flat.new_zeros((key_shape[0], 2 * kv_heads * size), dtype=wide)
-        for block, weights in zip(ctx.blocks, kept, strict=True):
+        for block, weights in zip(ctx.blocks, saved, strict=True):
             asked = _by_head(queries[block.queries], kv_heads, size)
             keys, values = _keys_and_values(block, both, kv_heads)
-            own = _by_head(flat[block.queries], kv_heads, size)
-            of_weights = own @ values.transpose(1, 2)
+            of_out = _by_head(flat[block.queries], kv_heads, size)
+            of_weights = of_out @ values.transpose(1, 2)
             of_scores = torch.ops.aten._softmax_backward_data(
                 of_weights, weights, -1, weights.dtype
             )
             num_queries = block.queries.stop - block.queries.start
             of_query[block.queries] = _by_row(of_scores @ keys, num_queries)
-            parts = (of_scores.transpose(1, 2) @ asked, weights.transpose(1, 2) @ own)
+            parts = (of_scores.transpose(1, 2) @ asked, weights.transpose(1, 2) @ of_out)
             _add(of_both, block, [_by_row(each, keys.shape[1]) for each in parts])
         of_key, of_value = of_both.to(flat.dtype).view(-1, 2 * kv_heads, size).split(kv_heads, 1)
         return of_query.view(shape), of_key, of_value, None
@@ -72,9 +72,9 @@ def _by_head(rows: Tensor, kv_heads: int, size: int) -> Tensor:
     return apart.reshape(kv_heads, -1, size)
 
 
-def _by_row(found: Tensor, num_entries: int) -> Tensor:
+def _by_row(products: Tensor, num_entries: int) -> Tensor:
     """Return [entry, head * size] from the layout of `_by_head`."""
-    apart = found.view(found.shape[0], num_entries, -1).transpose(0, 1)
+    apart = products.view(products.shape[0], num_entries, -1).transpose(0, 1)
     return apart.reshape(num_entries, -1)
 
 

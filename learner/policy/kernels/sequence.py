@@ -22,20 +22,26 @@ from common.errors import ConfigError
 from learner.batch.row_parts import Places
 
 
-def gather_entries(own: Tensor | None, places: Places, group: dist.ProcessGroup) -> Tensor | None:
+def gather_entries(
+    entries: Tensor | None, places: Places, group: dist.ProcessGroup
+) -> Tensor | None:
     """Return the entries [entry, ...] of all ranks, from this rank's own ones; None for None."""
-    return None if own is None else _gathered(own, places.most, group).index_select(0, places.at)
+    return (
+        None
+        if entries is None
+        else _gathered(entries, places.most, group).index_select(0, places.at)
+    )
 
 
-def gather_positions(own: Tensor, num_tokens: int, group: dist.ProcessGroup) -> Tensor:
+def gather_positions(rows: Tensor, num_tokens: int, group: dist.ProcessGroup) -> Tensor:
     """Return the rows [num_tokens, ...] of all positions, from those of this rank's part."""
-    return _gathered(own, len(own), group)[:num_tokens]
+    return _gathered(rows, len(rows), group)[:num_tokens]
 
 
-def _gathered(own: Tensor, most: int, group: dist.ProcessGroup) -> Tensor:
-    found = _Gathered.apply(own, most, group)
-    assert isinstance(found, Tensor)
-    return found
+def _gathered(rows: Tensor, most: int, group: dist.ProcessGroup) -> Tensor:
+    gathered = _Gathered.apply(rows, most, group)
+    assert isinstance(gathered, Tensor)
+    return gathered
 
 
 def heads_of_row(rows: Tensor, group: dist.ProcessGroup, num_tokens: int) -> Tensor:
@@ -51,8 +57,8 @@ def heads_of_row(rows: Tensor, group: dist.ProcessGroup, num_tokens: int) -> Ten
     if heads % num_ranks:
         raise ConfigError(heads_problem(heads, num_ranks))
     parts = rows[0].reshape(num_ranks, heads // num_ranks, width, size).transpose(1, 2)
-    found = _exchange(parts, group).reshape(num_ranks * width, heads // num_ranks, size)
-    return found[:num_tokens].transpose(0, 1)[None]
+    exchanged = _exchange(parts, group).reshape(num_ranks * width, heads // num_ranks, size)
+    return exchanged[:num_tokens].transpose(0, 1)[None]
 
 
 def rows_of_heads(heads: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -65,8 +71,8 @@ def rows_of_heads(heads: Tensor, group: dist.ProcessGroup) -> Tensor:
     _, num_tokens, share, size = heads.shape
     width = -(-num_tokens // num_ranks)
     filled = F.pad(heads[0], (0, 0, 0, 0, 0, num_ranks * width - num_tokens))
-    found = _exchange(filled.view(num_ranks, width, share, size), group)
-    return found.transpose(0, 1).reshape(1, width, num_ranks * share, size)
+    exchanged = _exchange(filled.view(num_ranks, width, share, size), group)
+    return exchanged.transpose(0, 1).reshape(1, width, num_ranks * share, size)
 
 
 def repeated_heads(rows: Tensor, num_ranks: int) -> Tensor:
@@ -85,9 +91,9 @@ def heads_problem(num_heads: int, num_ranks: int) -> str:
 
 def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Send one part [rank, ...] to each rank; return the parts from all ranks."""
-    found = _Exchanged.apply(parts, group)
-    assert isinstance(found, Tensor)
-    return found
+    exchanged = _Exchanged.apply(parts, group)
+    assert isinstance(exchanged, Tensor)
+    return exchanged
 
 
 class _Exchanged(torch.autograd.Function):
@@ -114,11 +120,11 @@ class _Gathered(torch.autograd.Function):
     """All-gather of entries. Each rank keeps the gradient of its own entries only."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, most: int, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, entries: Tensor, most: int, group: dist.ProcessGroup) -> Tensor:
         """Return [rank * most, ...]; each rank's entries are filled to `most`."""
-        ctx.kept = slice(group.rank() * most, group.rank() * most + len(own))
-        sent = own.new_zeros(most, *own.shape[1:])
-        sent[: len(own)] = own
+        ctx.kept = slice(group.rank() * most, group.rank() * most + len(entries))
+        sent = entries.new_zeros(most, *entries.shape[1:])
+        sent[: len(entries)] = entries
         gathered = [torch.empty_like(sent) for _ in range(group.size())]
         dist.all_gather(gathered, sent, group=group)
         return torch.cat(gathered)
