@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
-from common.config.learner import Layout, WeightsTransport
+from common.config.learner import Layout
 from common.config.run_config import RunConfig
 from common.config.train import TrainMode
 from common.errors import LongstrideError
@@ -22,7 +22,6 @@ from common.host.cgroups import num_cores
 from common.repository import code_name
 from common.segments import RoutingShape
 from common.store.run_dir import RunDir, remove_partial_files
-from common.weights.mailbox import remove_files
 from common.wire.access.lease_mac import lease_key
 from common.wire.addresses import bracketed
 from common.wire.messages import Hello, Progress
@@ -190,7 +189,7 @@ def build(
         score=None if teacher is None else teacher.begin,
     )
     readopt(buffer, run_dir, start)
-    publisher = _publisher(cfg, run_dir, keys, lock)
+    publisher = _publisher(cfg, keys, lock)
     admission = _admission(cfg, index, model, keys, trainer.routing)
     router = Router(keys, host=cfg.learner.host, port=cfg.learner.port)
     client = _scheduler_client(
@@ -343,15 +342,9 @@ def _with_layout(cfg: RunConfig, trainer: Trainer) -> RunConfig:
     return replace(cfg, learner=replace(cfg.learner, layout=layout))
 
 
-def _publisher(
-    run: RunConfig, run_dir: RunDir, keys: RunKeys, weights_lock: WeightsLock
-) -> Publisher:
-    """Return the publisher; for transfers by files, remove those of an earlier learner."""
+def _publisher(run: RunConfig, keys: RunKeys, weights_lock: WeightsLock) -> Publisher:
+    """Return the publisher."""
     cfg = run.learner
-    folder = run_dir.root / "weights"
-    if cfg.weights_transport is WeightsTransport.FILE:
-        folder.mkdir(exist_ok=True)
-        remove_files(folder)
     settings = PublishSettings(
         host=cfg.advertise or cfg.host,
         timeout_s=cfg.publish_timeout_s,
@@ -360,7 +353,6 @@ def _publisher(
         bucket_bytes=cfg.publish_bucket_mb << 20,
         transport=cfg.weights_transport,
         num_parts=cfg.publish_parts,
-        folder=str(folder.resolve()),
         keeps_versions=cfg.publish.keeps_versions(
             run.model.dtype, has_adapters=cfg.lora.rank > 0, is_sleeping=run.actor.sleep > 0
         ),

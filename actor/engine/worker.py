@@ -12,7 +12,7 @@ from actor.engine.transfer_engine import StagedTransferEngine, register
 from actor.weights.stage import Staging
 from common.amx import TilePermission
 from common.stall.stacks import tell_stacks
-from common.weights.collective import device_id
+from common.weights.transport import device_id
 
 cast_weights = count_cast_weights()
 register()  # Runs when the module is imported, at the start of the worker process.

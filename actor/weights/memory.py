@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from common.errors import WeightSyncError
-from common.weights.collective import CPU, aligned, views
+from common.weights.buckets import CPU, aligned, views
 from common.weights.messages import TensorSpec, WeightsOffer
 from common.weights.node_copy import CopyView, MappedCopy, NodeCopy
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from actor.weights.memory import Copy, OwnCopy, VersionMemory, consumed, whole_bytes
 from common.errors import LongstrideError, WeightSyncError
-from common.weights.collective import check_layout, views
+from common.weights.buckets import check_layout, views
 from common.weights.delta import apply_changes, digest_of_whole
 from common.weights.messages import WeightsOffer
 from common.weights.node_copy import CopyUnreachable, NodeCopy

@@ -28,7 +28,7 @@ from benchmarks.table import BenchTable
 from common.errors import LongstrideError
 from common.host.machine import gpus
 from common.host.process_settings import ONE_THREAD
-from common.weights.collective import CPU
+from common.weights.buckets import CPU
 from common.wire.messages import Trajectory
 from learner.journal.files import synced_end
 from learner.journal.journal import read_journal

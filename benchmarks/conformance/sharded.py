@@ -17,7 +17,7 @@ from benchmarks.conformance.part_results import NETWORK_ERRORS
 from common.config.learner import Layout, LearnerSection, Precision
 from common.errors import LongstrideError
 from common.host.loopback import loopback
-from common.weights.collective import interface_of
+from common.weights.rendezvous import interface_of
 from learner.policy.forward import Networks, Passes
 from learner.policy.loading import fill
 from learner.policy.model import load_policy

@@ -14,7 +14,7 @@ from benchmarks.learner.step import STILL, make_trainer
 from common.config.algorithm import AlgorithmSection
 from common.config.learner import LearnerSection, Precision
 from common.repository import ROOT
-from common.weights.collective import CPU
+from common.weights.buckets import CPU
 from learner.training.checkpoint import Checkpoints
 
 TOKENIZER = ROOT / "configs/policies/tiny"

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from benchmarks.learner.batch import ModelShape, make_random_model
 from benchmarks.table import BenchTable
 from common.config.learner import LearnerSection
-from common.weights.collective import CPU
+from common.weights.buckets import CPU
 from common.weights.delta import apply_changes, digest_of_whole
 from learner.training.optimizer import PolicyOptimizer, make_optimizer
 from learner.weights.delta import VersionKeeper

@@ -10,12 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from common.weights.buckets import BucketLayout, Channel, receive_buckets
-from common.weights.collective import BroadcastGroup, CollectiveMember
-from common.weights.mailbox import FolderStorage, GpuStorage, Mailbox
 from common.weights.node_copy import CopyView, MappedCopy
-from common.weights.rendezvous import StorePlace
-from common.weights.rendezvous_client import GroupStore, StoreConnection
-from common.weights.transport import lower_priority
+from common.weights.rendezvous import GroupStore, StoreConnection, StorePlace
+from common.weights.transport import BroadcastGroup, CollectiveMember, IpcChannel, lower_priority
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 120.0
@@ -36,7 +33,6 @@ class Receiver:
     plan: list[str]  # "raw" or "ours" for each round.
     transport: str = "gloo"  # The name of the transport in an offer.
     device: str = "cpu"  # Device of this side.
-    folder: str = ""  # Folder of the transport "file".
     timeout_s: float = TIMEOUT_S
 
 
@@ -65,12 +61,11 @@ class TransferPeer:
     def channel(self, number: int) -> Channel:
         """Return the channel for the buckets of a round, made as for a version of a run."""
         receiver = self._receiver
-        if receiver.transport not in ("ipc", "file"):
+        if receiver.transport != "ipc":
             return self.carrier
-        is_file = receiver.transport == "file"
-        return Mailbox(
+        return IpcChannel(
             self._store,
-            FolderStorage(receiver.folder, 1) if is_file else GpuStorage(self._device),
+            self._device,
             name=str(number),
             rank=receiver.rank,
             world_size=receiver.world_size,

@@ -18,8 +18,7 @@ from benchmarks.weights.receiver import HOST, TIMEOUT_S, Receiver, TransferPeer,
 from common.errors import LongstrideError, WeightSyncError
 from common.host.child_process import ChildProcess
 from common.memory import descendants, trim_heap
-from common.weights.buckets import NUM_SLOTS, BucketLayout, send_buckets, write_buckets
-from common.weights.collective import CPU
+from common.weights.buckets import CPU, NUM_SLOTS, BucketLayout, send_buckets, write_buckets
 from common.weights.node_copy import NodeCopy
 from common.weights.rendezvous import StoreServer
 from learner.weights.source import WeightSource
@@ -73,7 +72,6 @@ def receivers(
             plan=plan,
             transport=route.transport,
             device=route.device,
-            folder=folder,
             timeout_s=route.timeout_s,
         )
         log = Path(folder) / "receivers.log"

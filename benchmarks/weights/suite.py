@@ -27,8 +27,7 @@ from benchmarks.weights.rounds import (
 )
 from common.config.algorithm import AlgorithmSection
 from common.config.learner import LearnerSection, Precision
-from common.weights.buckets import BucketLayout, send_buckets
-from common.weights.collective import CPU
+from common.weights.buckets import CPU, BucketLayout, send_buckets
 from common.weights.transport import lower_priority
 from learner.weights.lock import WeightsLock
 from learner.weights.source import LiveWeights

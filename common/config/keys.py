@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import logging
 import re
 from dataclasses import Field, fields, is_dataclass
 from enum import Enum
@@ -14,9 +15,13 @@ from omegaconf import MISSING
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 MAX_WHOLE = 1 << 1000  # Numbers below this can be compared with a float.
 # Short forms of keys, with the whole keys.
 SHORT_KEYS = {"data": "envs.dataset", "reward": "envs.dataset.reward"}
+# Values that a key had in the release before, and the values that are used for them.
+REMOVED_VALUES = {("learner.weights_transport", "file"): "auto"}
 NEAR_LAST_FRAC = 0.7  # Smallest similarity of a suggested key's last word.
 MAX_NAMES_CHARS = 300  # A longer list of a section's keys is not shown.
 Tree = dict[str, Any]  # Values by key; sections are trees again.
@@ -289,6 +294,12 @@ def _first_leaf(key: str, value: Any) -> tuple[str, Any]:
     return key, cast(Any, value)
 
 
+@cache
+def _warn_once(text: str) -> None:
+    """Log a warning, once for a process that loads its configuration several times."""
+    logger.warning("%s", text)
+
+
 def _conform_leaf(value: Any, kind: Any, key: str) -> Any:
     """Return a plain value as its type. Raises: ConfigError: it has another type.
 
@@ -299,6 +310,10 @@ def _conform_leaf(value: Any, kind: Any, key: str) -> Any:
         named = value.value if isinstance(value, Enum) else value
         if isinstance(named, bool):  # YAML reads the words true and false as booleans.
             named = str(named)
+        if isinstance(named, str) and (key, named.lower()) in REMOVED_VALUES:
+            used = REMOVED_VALUES[key, named.lower()]
+            _warn_once(f"{key}={named} is removed and will be refused; {key}={used} is used")
+            named = used
         member = by_name.get(named.lower()) if isinstance(named, str) else None
         if member is not None:
             return member

@@ -105,9 +105,7 @@ class WeightsTransport(StrEnum):
 
     auto: ipc to an engine on the learner's GPU, nccl between GPUs, else memory on the learner's
     machine and gloo to others. nccl: NCCL. ipc: CUDA IPC, on one GPU. memory: host memory of the
-    learner, which engines of its machine, its user and its container map. gloo: TCP. file: a
-    folder of the run directory that learner and actors share, for networks that block the other
-    transports.
+    learner, which engines of its machine, its user and its container map. gloo: TCP.
     """
 
     AUTO = "auto"
@@ -115,7 +113,6 @@ class WeightsTransport(StrEnum):
     IPC = "ipc"
     MEMORY = "memory"
     GLOO = "gloo"
-    FILE = "file"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

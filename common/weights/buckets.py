@@ -1,29 +1,119 @@
-"""Transfer of a version in buckets: the next one is filled while one is sent, each has a digest.
+"""The flat bytes of a version: the layout of its tensors, digests, and the transfer in buckets.
 
-Buckets on a CPU are filled in pieces. A thread checks and hashes a piece, which is still in the
-CPU's cache, while the next piece is filled.
+The next bucket is filled while one is sent, and each has a digest. Buckets on a CPU are filled in
+pieces. A thread checks and hashes a piece, which is still in the CPU's cache, while the next piece
+is filled.
 """
 
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import xxhash
 from torch import Tensor
 
 from common.errors import WeightSyncError
+from common.host.cgroups import num_cores
 from common.text import counted
-from common.weights.digest import DIGEST_BYTES, PIECE_BYTES, Checksum, bytes_of, digest, hexadecimal
-from common.weights.messages import TensorSpec
+from common.weights.messages import TensorSpec, WeightsOffer
 
+CPU = torch.device("cpu")
+ALIGN_BYTES = 16  # Every tensor starts at a multiple of this, so a view of any dtype is legal.
+DIGEST_BYTES = 16
+PIECE_BYTES = 16 << 20  # A thread checks this many bytes of a version at a time.
+MAX_THREADS = 4  # Threads that check a version, at most one for each core.
+ROW_WORDS = 4096  # Row length of the int64 matrix whose rows and columns a GPU sums.
 NUM_SLOTS = 2  # Number of buckets in transit at once.
 MAX_PIECES = 4  # Most filled pieces that wait for their check, if each has memory of its own.
 
 # A function of the offset of a part in the version, and of the part [num_bytes] uint8.
 OnPart = Callable[[int, Tensor], object]
+
+
+def digest(buffer: Tensor) -> Tensor:
+    """Return the digest [16] uint8 of `buffer` [num_bytes] uint8, on its device.
+
+    On a CPU it is XXH3. On a GPU it is two wrapping 64-bit sums over the 64-bit words, one plain
+    and one weighted by position, without synchronization. Neither is cryptographic.
+    """
+    if buffer.device.type != "cpu":
+        return word_sums(buffer).view(torch.uint8)
+    return torch.frombuffer(bytearray(xxhash.xxh3_128_digest(bytes_of(buffer))), dtype=torch.uint8)
+
+
+def word_sums(buffer: Tensor) -> Tensor:
+    """Return the plain and the position-weighted sum [2] int64 of `buffer` [num_bytes] uint8.
+
+    The words have 64 bits. A last word of fewer than 8 bytes is padded with zeros.
+    """
+    num_whole = buffer.numel() // 8 * 8
+    words = buffer[:num_whole].view(torch.int64)
+    if num_whole < buffer.numel():
+        rest = buffer.new_zeros(8)
+        rest[: buffer.numel() - num_whole] = buffer[num_whole:]
+        words = torch.cat([words, rest.view(torch.int64)])
+    num_rows = words.numel() // ROW_WORDS
+    matrix = words[: num_rows * ROW_WORDS].view(num_rows, ROW_WORDS)
+    tail = words[num_rows * ROW_WORDS :]
+    position = torch.arange(max(ROW_WORDS, num_rows), device=buffer.device) + 1
+    row_sums = matrix.sum(1)  # [rows]
+    by_row = (row_sums * position[:num_rows]).sum() * ROW_WORDS
+    by_column = (matrix.sum(0) * position[:ROW_WORDS]).sum()
+    tail_place = position[: tail.numel()] + (num_rows + 1) * ROW_WORDS
+    by_tail = (tail * tail_place).sum()
+    return torch.stack([row_sums.sum() + tail.sum(), by_row + by_column + by_tail])
+
+
+def hexadecimal(value: Tensor) -> str:
+    """Return a digest [16] uint8 as hexadecimal text."""
+    return bytes(cast(list[int], value.tolist())).hex()  # pyright: ignore[reportUnknownMemberType]
+
+
+class Checksum:
+    """The checksum of bytes that come in order: XXH3 of the XXH3 digests of pieces.
+
+    Threads can hash the pieces of a complete buffer at the same time: see `checksum`.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[xxhash.xxh3_128] = []
+        self._num_bytes = 0
+
+    def update(self, view: memoryview) -> None:
+        """Add the next bytes."""
+        while view:
+            num_begun = self._num_bytes % PIECE_BYTES
+            if num_begun == 0:
+                self._pieces.append(xxhash.xxh3_128())
+            part = view[: PIECE_BYTES - num_begun]
+            self._pieces[-1].update(part)
+            self._num_bytes += len(part)
+            view = view[len(part) :]
+
+    def text(self) -> str:
+        """Return the checksum of all bytes so far, as hexadecimal text."""
+        return _joined(each.digest() for each in self._pieces)
+
+
+def checksum(buffer: Tensor) -> str:
+    """Return the `Checksum` of `buffer` [num_bytes] uint8 on a CPU. Several threads compute it."""
+    view = bytes_of(buffer)
+    pieces = [view[at : at + PIECE_BYTES] for at in range(0, len(view), PIECE_BYTES)]
+    with ThreadPoolExecutor(min(MAX_THREADS, num_cores())) as threads:
+        return _joined(threads.map(xxhash.xxh3_128_digest, pieces))
+
+
+def bytes_of(buffer: Tensor) -> memoryview:
+    """Return the bytes of `buffer` [num_bytes] uint8 on a CPU, without a copy."""
+    return memoryview(cast(Any, buffer.numpy()))
+
+
+def _joined(digests: Iterable[bytes]) -> str:
+    return xxhash.xxh3_128_hexdigest(b"".join(digests))
 
 
 class BucketDamaged(WeightSyncError):
@@ -268,3 +358,59 @@ def _compare(cut: BucketLayout, found: Tensor, sent: Tensor, specs: Sequence[Ten
         f"is not the sender's {hexadecimal(sent[index])};"
         f" {counted(len(damaged), 'bucket is', 'buckets are')} damaged"
     )
+
+
+def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[TensorSpec], int]:
+    """Return the position of each tensor in the flat buffer, and the buffer's size in bytes."""
+    specs: list[TensorSpec] = []
+    offset = 0
+    for name, tensor in tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        specs.append(
+            TensorSpec(
+                name=name,
+                shape=list(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                offset_bytes=offset,
+                num_bytes=num_bytes,
+            )
+        )
+        offset += aligned(num_bytes)
+    return specs, offset
+
+
+def check_layout(offer: WeightsOffer) -> None:
+    """Check the sizes and positions in an offer. Raises: WeightSyncError: one is invalid."""
+    if offer.bucket_bytes < 1 or not 0 <= offer.rank <= offer.world_size:
+        raise WeightSyncError(
+            f"offer of version {offer.version}: buckets of {offer.bucket_bytes} bytes, rank"
+            f" {offer.rank} of {offer.world_size}"
+        )
+    end = 0
+    for spec in offer.tensors:
+        dtype = getattr(torch, spec.dtype, None)
+        is_there = spec.offset_bytes >= end and spec.offset_bytes % ALIGN_BYTES == 0
+        if (
+            not isinstance(dtype, torch.dtype)
+            or min(spec.shape, default=0) < 0
+            or spec.num_bytes != math.prod(spec.shape) * dtype.itemsize
+            or not is_there
+        ):
+            raise WeightSyncError(f"offer of version {offer.version}: impossible tensor {spec}")
+        end = spec.offset_bytes + spec.num_bytes
+    if not offer.tensors or (offer.base < 0 and end > offer.total_bytes):
+        raise WeightSyncError(
+            f"offer of version {offer.version}: tensors of {end} bytes in {offer.total_bytes}"
+        )
+
+
+def aligned(num_bytes: int) -> int:
+    """Return the number of bytes, rounded up to the alignment of tensors."""
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def views(buffer: Tensor, specs: list[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) views into `buffer` [num_bytes] uint8, without a copy."""
+    for spec in specs:
+        part = buffer[spec.offset_bytes : spec.offset_bytes + spec.num_bytes]
+        yield spec.name, part.view(getattr(torch, spec.dtype)).view(spec.shape)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.errors import WeightSyncError
-from common.weights.digest import ROW_WORDS, hexadecimal, word_sums
+from common.weights.buckets import ROW_WORDS, hexadecimal, word_sums
 
 HEADER_BYTES = 16
 ALIGN_BYTES = 16

@@ -70,8 +70,8 @@ class WeightsOffer:
     store_public: Id  # Public key of the rendezvous store, Z85.
     store_secret: Id = field(repr=False)  # The secret key that admits a member to the store, Z85.
     group_key: Id = field(repr=False)  # The secret name of the group in the store.
-    transport: Text  # "gloo", "nccl", "ipc", "file" or "memory"
-    folder: Text  # The shared folder of the transport "file".
+    transport: Text  # "gloo", "nccl", "ipc" or "memory"
+    folder: Text = ""  # Empty; code of the release before requires the field.
     timeout_s: Seconds
     tensors: Entries[TensorSpec]
     total_bytes: Count

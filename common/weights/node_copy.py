@@ -24,7 +24,7 @@ from torch import Tensor
 
 from common.errors import WeightSyncError
 from common.host.cgroups import memory_limit
-from common.weights.digest import checksum
+from common.weights.buckets import checksum
 
 NAMESPACES = ("pid", "net")  # Processes in different ones count as those of different nodes.
 FORM = "pieces"  # Name of the form of memory and checksum. Code of another form is another node.

@@ -11,7 +11,7 @@ import xxhash
 from torch import Tensor, nn
 
 from common.text import counted
-from common.weights.digest import digest
+from common.weights.buckets import digest
 from common.wire.messages import Trajectory
 from learner.batch.batching import Sample
 from learner.policy.lora import trained_state

@@ -30,9 +30,13 @@ from common.log import configure_logging
 from common.quick_exit import leave
 from common.stall.stacks import tell_stacks
 from common.text import is_path_inside
-from common.weights.collective import interface_of, prove_members
-from common.weights.rendezvous import StorePlace
-from common.weights.rendezvous_client import GroupStore, StoreConnection
+from common.weights.rendezvous import (
+    GroupStore,
+    StoreConnection,
+    StorePlace,
+    interface_of,
+    prove_members,
+)
 from common.weights.transport import lower_priority
 from common.wire.addresses import is_loopback
 from common.wire.codec import decode, encode

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from common.weights.buckets import word_sums
 from common.weights.delta import ChangePacker, sums_text
-from common.weights.digest import word_sums
 from learner.weights.snapshot import PublishedWeights
 from learner.weights.source import CopiedWeights, WeightSource
 

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from common.config.learner import WeightsTransport
-from common.weights.collective import SLICE
+from common.weights.transport import SLICE
 from learner.weights.receivers import SILENT_AFTER_S, EngineMember
 
 MEMORY = "memory"
-SHARED = ("gloo", "file")  # Transports whose receivers share a copy in each node.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +30,6 @@ class PublishSettings:
     bucket_bytes: int = 256 << 20
     transport: WeightsTransport = WeightsTransport.AUTO
     num_parts: int = 1  # Parts of the fleet that are updated one after the other.
-    folder: str = ""  # Folder of the transport "file".
     keeps_versions: bool = False  # Send changes where an engine has the version before.
 
 
@@ -79,7 +77,7 @@ def engine_places(receivers: ReceiverGroup) -> tuple[list[EnginePlace], int]:
     num_copies = 0
     for member in receivers.members:
         node = member.node
-        if not node or num_workers[node] == 1 or receivers.transport not in SHARED:
+        if not node or num_workers[node] == 1 or receivers.transport != "gloo":
             places.append(EnginePlace(1 + num_copies, "", 0))
             num_copies += len(member.devices)
             continue

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from common.errors import LongstrideError, RankLost
-from common.weights.collective import lay_out
+from common.weights.buckets import lay_out
 from common.weights.messages import TensorSpec
 from learner.policy.expert_weights import Stored
 from learner.policy.finite import WeightsNotFinite, first_not_finite

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from common.errors import LongstrideError, WeightSyncError
-from common.weights.collective import aligned, device_id
+from common.weights.buckets import aligned
 from common.weights.messages import (
     CanaryScores,
     WeightsCancel,
@@ -29,7 +29,7 @@ from common.weights.messages import (
     WeightsReady,
 )
 from common.weights.rendezvous import StoreServer
-from common.weights.transport import TransferCancelled
+from common.weights.transport import TransferCancelled, device_id
 from common.wire.addresses import own_host_towards
 from common.wire.messages import Rejected
 from common.wire.sockets import Router
@@ -389,7 +389,6 @@ class Transfers:
             store_secret=self.rendezvous.place.secret,
             group_key=group_key,
             transport=receivers.transport,
-            folder=self._settings.folder,
             timeout_s=self._settings.timeout_s,
             tensors=weights.tensors,
             total_bytes=weights.source.total_bytes,

@@ -13,7 +13,7 @@ from common.config.algorithm import AlgorithmSection
 from common.config.learner import ControllerSection, LearnerSection, LoraSection, Precision
 from common.config.model import ModelSection
 from common.config.run_config import RunConfig
-from common.weights.collective import views
+from common.weights.buckets import views
 from common.wire.messages import Trajectory
 from learner.batch.batching import Sample
 from learner.ingest.group_assembly import GroupAssembly

@@ -18,9 +18,9 @@ from benchmarks.conformance.part_results import Verdict, read
 from benchmarks.conformance.suite import RESULTS
 from common.config.actor import ActorSection
 from common.config.model import ModelSection
-from common.weights.buckets import BucketLayout, send_buckets
-from common.weights.collective import CPU, BroadcastGroup, CollectiveMember
+from common.weights.buckets import CPU, BucketLayout, send_buckets
 from common.weights.messages import TensorSpec, WeightsOffer
+from common.weights.transport import BroadcastGroup, CollectiveMember
 from learner.policy.model import load_policy
 from learner.weights.exact import policy_weights
 from tests.actor.engine.engine_rig import HOST, PATIENT_S, freeze_heap, save_tiny_policy

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from actor.weights.stage import Staged, Staging, failure_of
 from common.errors import WeightSyncError
-from common.weights.collective import CPU
+from common.weights.buckets import CPU
 from common.weights.messages import WeightsOffer
 from common.weights.node_copy import CopyUnreachable
 from common.weights.transport import TransferCancelled, WeightGroup
@@ -53,7 +53,6 @@ class Node:
             world_size=2,
             **self.meeting.of_offer(),
             transport="gloo",
-            folder="",
             timeout_s=TIMEOUT_S,
             tensors=weights.tensors,
             total_bytes=weights.source.total_bytes,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from actor.weights.stage import Staged, Staging
-from common.weights.collective import CPU
+from common.weights.buckets import CPU
 from common.weights.messages import WeightsOffer
 from common.weights.transport import WeightGroup
 from learner.weights.delta import KeptVersion, VersionKeeper
@@ -47,7 +47,6 @@ class Bench:
             world_size=2,
             **self.meeting.of_offer(),
             transport="gloo",
-            folder="",
             timeout_s=TIMEOUT_S,
             tensors=weights.tensors,
             total_bytes=weights.source.total_bytes,

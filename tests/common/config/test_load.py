@@ -7,6 +7,7 @@ import pytest
 
 from common.config.actor import ContextKind
 from common.config.algorithm import Baseline
+from common.config.learner import WeightsTransport
 from common.config.live import with_values
 from common.config.load import (
     config_as_yaml,
@@ -400,4 +401,17 @@ def test_home_is_expanded_in_every_path(
         "show",
         "x=/home/a/y",
         "/home/a/z",
+    ]
+
+
+def test_removed_transport_is_replaced_with_a_warning(
+    repository: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for config in (None, write(repository, "old", "learner: {weights_transport: file}")):
+        overrides = [MODEL, *["learner.weights_transport=file"][: config is None]]
+        cfg = load_config(config, overrides, root=repository)
+        assert cfg.learner.weights_transport is WeightsTransport.AUTO
+    assert caplog.messages == [
+        "learner.weights_transport=file is removed and will be refused;"
+        " learner.weights_transport=auto is used"
     ]

@@ -58,7 +58,8 @@ from actor.agents.server import AgentServer
 from actor.api.serve import bound
 from tools.dashboard.web.server import listen, url_of
 from common.host.loopback import loopback
-from common.weights.collective import BroadcastGroup, CollectiveMember, interface_of
+from common.weights.transport import BroadcastGroup, CollectiveMember
+from common.weights.rendezvous import interface_of
 from common.weights.rendezvous import StoreServer
 from envhub.web.local_site import LocalSite
 with listen(loopback(), "0") as page:

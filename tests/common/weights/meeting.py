@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from common.weights.rendezvous import StoreServer
-from common.weights.rendezvous_client import GroupStore, StoreConnection
+from common.weights.rendezvous import GroupStore, StoreConnection, StoreServer
 
 HOST = "127.0.0.1"
 

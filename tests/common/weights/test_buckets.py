@@ -1,33 +1,37 @@
 """Laws of buckets: their bytes arrive, verified, over every channel of a CPU."""
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from torch import Tensor
 
 from common.errors import WeightSyncError
 from common.weights.buckets import (
+    CPU,
     NUM_SLOTS,
     PIECE_BYTES,
+    ROW_WORDS,
     BucketDamaged,
     BucketLayout,
+    Checksum,
     Pending,
+    bytes_of,
+    checksum,
+    digest,
+    hexadecimal,
+    lay_out,
     receive_buckets,
     send_buckets,
+    word_sums,
     write_buckets,
 )
-from common.weights.collective import CPU, lay_out
-from common.weights.digest import checksum
-from common.weights.mailbox import remove_files
 from common.weights.messages import WeightsOffer
 from common.weights.transport import WeightGroup
 from tests.common.weights.meeting import Meeting
-from tests.full_disk import no_room_beyond
 
 TIMEOUT_S = 30.0
 BUCKET = 1_024
@@ -171,17 +175,16 @@ def test_written_buckets_have_the_bytes_and_their_checksum(has_slots: bool) -> N
     assert digest == checksum(target)
 
 
-@pytest.mark.parametrize("transport", ["gloo", "file"])
-def test_three_receivers_get_two_versions_in_turn(transport: str, tmp_path: Path) -> None:
+def test_three_receivers_get_two_versions_in_turn() -> None:
     store = Meeting()
     sender, *receivers = [WeightGroup() for _ in range(4)]
     for version in (1, 2):
-        offer = offer_of(store, version, transport, str(tmp_path))
+        offer = offer_of(store, version)
         came = [torch.zeros(TOTAL, dtype=torch.uint8) for _ in receivers]
         with ThreadPoolExecutor(3) as pool:
             receiving = [
-                pool.submit(group.receive, each, CPU, replace(offer, rank=1 + index))
-                for index, (group, each) in enumerate(zip(receivers, came, strict=True))
+                pool.submit(group.receive, staging, CPU, replace(offer, rank=1 + index))
+                for index, (group, staging) in enumerate(zip(receivers, came, strict=True))
             ]
             sender.send(
                 slots_of(BucketLayout(TOTAL, BUCKET)),
@@ -192,81 +195,97 @@ def test_three_receivers_get_two_versions_in_turn(transport: str, tmp_path: Path
         for task in receiving:
             assert task.result() >= 0
         expected = version + torch.arange(TOTAL) // BUCKET
-        assert all(torch.equal(each, expected.to(torch.uint8)) for each in came)
+        assert all(torch.equal(staging, expected.to(torch.uint8)) for staging in came)
     for group in [sender, *receivers]:
         group.leave()
-    remove_files(tmp_path)
-    assert list(tmp_path.iterdir()) == []
 
 
-def test_unshared_folder_is_named(tmp_path: Path) -> None:
-    store = Meeting()
-    sender, receiver, gone = WeightGroup(), WeightGroup(), threading.Event()
-    offer = replace(offer_of(store, 1, "file", str(tmp_path)), world_size=2)
-    elsewhere = replace(offer, rank=1, folder=str(tmp_path / "elsewhere"))
-    with ThreadPoolExecutor(1) as pool:
-        sending = pool.submit(
-            sender.send,
-            slots_of(BucketLayout(TOTAL, BUCKET)),
-            lambda at, part: part.zero_(),
-            offer,
-            is_cancelled=gone.is_set,
-        )
-        with pytest.raises(WeightSyncError, match=r"elsewhere.*learner and actor must share"):
-            receiver.receive(torch.zeros(TOTAL, dtype=torch.uint8), CPU, elsewhere)
-        gone.set()
-        assert isinstance(sending.exception(), WeightSyncError)
-
-
-@pytest.mark.parametrize("is_given_up", [False, True])
-def test_full_disk_delays_version_until_space_frees(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_given_up: bool
-) -> None:
-    store, gone = Meeting(), threading.Event()
-    sender, receiver, came = WeightGroup(), WeightGroup(), torch.zeros(TOTAL, dtype=torch.uint8)
-    offer = replace(offer_of(store, 1, "file", str(tmp_path)), world_size=2)
-    cut = BucketLayout(TOTAL, BUCKET)
-    with ThreadPoolExecutor(2) as pool:
-        own = replace(offer, rank=1)
-        receiving = pool.submit(receiver.receive, came, CPU, own, is_cancelled=gone.is_set)
-        with no_room_beyond(BUCKET // 2):
-            sending = pool.submit(
-                sender.send,
-                slots_of(cut),
-                lambda at, part: part.fill_(7),
-                offer,
-                is_cancelled=gone.is_set,
-            )
-            deadline = time.monotonic() + TIMEOUT_S
-            while "disk full: no room for" not in caplog.text:
-                assert time.monotonic() < deadline, "nothing is said"
-                time.sleep(0.01)
-            if is_given_up:
-                gone.set()
-                assert isinstance(sending.exception(TIMEOUT_S), WeightSyncError)
-        if is_given_up:
-            assert isinstance(receiving.exception(TIMEOUT_S), WeightSyncError)
-        else:
-            assert sending.result(TIMEOUT_S) >= 0
-            assert receiving.result(TIMEOUT_S) >= 0
-            assert bool((came == 7).all())
-            assert "disk has room again" in caplog.text
-    for group in (sender, receiver):
-        group.leave()
-
-
-def offer_of(meeting: Meeting, version: int, transport: str, folder: str) -> WeightsOffer:
+def offer_of(meeting: Meeting, version: int) -> WeightsOffer:
     return WeightsOffer(
         version=version,
         group_epoch=1,
         rank=0,
         world_size=4,
         **meeting.of_offer(),
-        transport=transport,
-        folder=folder,
+        transport="gloo",
         timeout_s=TIMEOUT_S,
         tensors=SPECS,
         total_bytes=TOTAL,
         bucket_bytes=BUCKET,
         canary_token_ids=[],
     )
+
+
+MATRIX_BYTES = 8 * ROW_WORDS  # of one row
+
+
+def seeded_bytes(num: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (num,), dtype=torch.uint8, generator=generator)
+
+
+def sums(buffer: Tensor) -> str:
+    """What a GPU computes."""
+    return hexadecimal(word_sums(buffer).view(torch.uint8))
+
+
+on_both = pytest.mark.parametrize("of", [checksum, sums], ids=["cpu", "gpu"])
+
+
+@on_both
+@pytest.mark.parametrize("num_bytes", [1, 16, 1_000, MATRIX_BYTES, 3 * MATRIX_BYTES + 24])
+def test_flipped_bit_changes_the_digest_anywhere(of, num_bytes: int) -> None:
+    buffer = seeded_bytes(num_bytes)
+    before = of(buffer)
+    for place in {0, num_bytes // 2, num_bytes - 1}:
+        for bit in (0, 7):
+            damaged = buffer.clone()
+            damaged[place] ^= 1 << bit
+            assert of(damaged) != before
+    assert of(buffer.clone()) == before
+    assert len(before) == 32
+
+
+@on_both
+@pytest.mark.parametrize(
+    "places", [(0, 1), (0, ROW_WORDS), (5, ROW_WORDS + 5), (7, 2 * ROW_WORDS + 2)]
+)
+def test_swapped_words_change_the_digest(of, places: tuple[int, int]) -> None:
+    words = torch.zeros(2 * ROW_WORDS + 4, dtype=torch.int64)
+    words[list(places)] = torch.tensor([3, -7])
+    before = of(words.view(torch.uint8))
+    words[list(places)] = torch.tensor([-7, 3])
+    assert of(words.view(torch.uint8)) != before
+
+
+def test_word_sums_include_plain_and_positional_parts() -> None:
+    words = torch.arange(2 * ROW_WORDS + 3)
+    row, column = words // ROW_WORDS + 1, words % ROW_WORDS + 1
+    expected = [int(words.sum()), int((words * (row * ROW_WORDS + column)).sum())]
+    assert word_sums(words.view(torch.uint8)).tolist() == expected
+
+
+def test_large_buffer_digest_equals_the_whole_hash() -> None:
+    buffer = seeded_bytes((4 << 20) + 5)
+    assert bytes(digest(buffer).tolist()) == xxhash.xxh3_128(buffer.numpy().tobytes()).digest()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5, PIECE_BYTES, 2 * PIECE_BYTES + 5])
+@pytest.mark.parametrize("step", [PIECE_BYTES // 3, PIECE_BYTES, 2 * PIECE_BYTES])
+def test_checksum_in_parts_equals_that_of_the_whole(num_bytes: int, step: int) -> None:
+    buffer = seeded_bytes(num_bytes)
+    hashed = Checksum()
+    for start in range(0, num_bytes, step):
+        hashed.update(bytes_of(buffer[start : start + step]))
+    assert hashed.text() == checksum(buffer)
+
+
+def test_checksum_depends_on_each_piece_and_their_order() -> None:
+    buffer = seeded_bytes(2 * PIECE_BYTES + 5)
+    swapped = torch.cat([buffer[PIECE_BYTES : 2 * PIECE_BYTES], buffer[:PIECE_BYTES], buffer[-5:]])
+    found = {checksum(buffer), checksum(swapped)}
+    for place in (0, PIECE_BYTES, 2 * PIECE_BYTES + 4):
+        damaged = buffer.clone()
+        damaged[place] ^= 1
+        found.add(checksum(damaged))
+    assert len(found) == 5

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from common.errors import WeightSyncError
+from common.weights.buckets import word_sums
 from common.weights.delta import (
     CHUNK_WORDS,
     ChangePacker,
@@ -12,7 +13,6 @@ from common.weights.delta import (
     digest_of_whole,
     sums_text,
 )
-from common.weights.digest import word_sums
 
 HEADER = 16
 

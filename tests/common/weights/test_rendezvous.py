@@ -13,9 +13,14 @@ import pytest
 import torch
 
 from common.errors import WeightSyncError
-from common.weights.collective import BroadcastGroup, CollectiveMember
-from common.weights.rendezvous import MAX_GROUP_BYTES, MAX_GROUPS, StorePlace
-from common.weights.rendezvous_client import GroupStore, StoreConnection
+from common.weights.rendezvous import (
+    MAX_GROUP_BYTES,
+    MAX_GROUPS,
+    GroupStore,
+    StoreConnection,
+    StorePlace,
+)
+from common.weights.transport import BroadcastGroup, CollectiveMember
 from tests.common.weights.meeting import HOST, Meeting
 
 

@@ -1,16 +1,24 @@
-"""Laws of a place in the weight plane's groups: real stores and gloo groups."""
+"""Laws of a place in the weight plane's groups: real stores and gloo groups.
+
+Files stand for the GPU memory of a transfer by CUDA IPC.
+"""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from torch import Tensor
 
 from common.errors import WeightSyncError
-from common.weights.collective import CPU
+from common.weights import transport
+from common.weights.buckets import CPU, BucketLayout, lay_out, receive_buckets, send_buckets
 from common.weights.messages import WeightsOffer
-from common.weights.transport import TransferCancelled, WeightGroup
+from common.weights.rendezvous import GroupStore
+from common.weights.transport import IpcChannel, TransferCancelled, WeightGroup
 from tests.common.weights.meeting import NOWHERE, Meeting
 
 TIMEOUT_S = 30.0
@@ -24,7 +32,6 @@ def offer_of(meeting: Meeting | None, *, epoch: int, rank: int) -> WeightsOffer:
         world_size=2,
         **(meeting.of_offer() if meeting else NOWHERE),
         transport="gloo",
-        folder="",
         timeout_s=TIMEOUT_S,
         tensors=[],
         total_bytes=8,
@@ -112,3 +119,85 @@ def test_worker_without_a_report_gives_up_in_time() -> None:
         WeightGroup().find_copy(offer, is_cancelled=lambda: False)
     with pytest.raises(TransferCancelled, match="epoch=1"):
         WeightGroup().find_copy(offer, is_cancelled=lambda: True)
+
+
+def test_offer_with_an_unknown_transport_is_refused_by_name() -> None:
+    offer = replace(offer_of(Meeting(), epoch=1, rank=1), transport="file")
+    with pytest.raises(WeightSyncError, match="no transport 'file'; use learner"):
+        WeightGroup().receive(torch.zeros(8, dtype=torch.uint8), CPU, offer)
+
+
+class FileChannel(IpcChannel):
+    """Parts in files, which their receivers may release when the test allows it."""
+
+    def __init__(self, store: GroupStore, folder: Path, *, rank: int, world_size: int) -> None:
+        super().__init__(
+            store,
+            CPU,
+            name="1/1",
+            rank=rank,
+            world_size=world_size,
+            timeout_s=TIMEOUT_S,
+            is_left=lambda: False,
+        )
+        self._folder = folder
+        self.may_release = threading.Event()
+        self.may_release.set()
+
+    def share(self, part: Tensor) -> str:
+        path = self._folder / str(part.data_ptr())
+        path.write_bytes(bytes(part.tolist()))
+        return str(path)
+
+    def copy(self, shared: str, part: Tensor) -> None:
+        part.copy_(torch.frombuffer(bytearray(Path(shared).read_bytes()), dtype=torch.uint8))
+
+    def release(self) -> None:
+        assert self.may_release.wait(TIMEOUT_S)
+
+
+def test_shared_part_changes_only_after_every_receiver_has_copied_it(tmp_path: Path) -> None:
+    meeting = Meeting()
+    specs, total = lay_out([("first", torch.empty(700)), ("second", torch.empty(301))])
+    cut = BucketLayout(total, 1_024)
+    sender, *receivers = [
+        FileChannel(meeting.store(), tmp_path, rank=rank, world_size=3) for rank in range(3)
+    ]
+    came = [torch.zeros(total, dtype=torch.uint8) for _ in receivers]
+    slots = [torch.zeros(1_024, dtype=torch.uint8) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        receiving = [
+            pool.submit(receive_buckets, channel, cut, staging, specs)
+            for channel, staging in zip(receivers, came, strict=True)
+        ]
+        send_buckets(sender, cut, slots, lambda at, part: part.fill_(1 + at // 1_024))
+        for task in receiving:
+            task.result(timeout=TIMEOUT_S)
+    expected = (1 + torch.arange(total) // 1_024).to(torch.uint8)
+    assert all(torch.equal(staging, expected) for staging in came)
+    keys = [f"mail/1/1/{index}{end}" for index in range(cut.num + 1) for end in ("", "/1", "/2")]
+    assert not any(meeting.store().check([key]) for key in keys), "the store does not grow"
+
+
+def test_sender_ends_after_its_receiver_has_released_shared_memory(tmp_path: Path) -> None:
+    meeting = Meeting()
+    sender, receiver = [
+        FileChannel(meeting.store(), tmp_path, rank=rank, world_size=2) for rank in range(2)
+    ]
+    receiver.may_release.clear()
+    with ThreadPoolExecutor(2) as pool:
+        releasing = pool.submit(receiver.finish)
+        ending = pool.submit(sender.finish)
+        with pytest.raises(TimeoutError):
+            ending.result(timeout=0.3)
+        receiver.may_release.set()
+        ending.result(timeout=TIMEOUT_S)
+        releasing.result(timeout=TIMEOUT_S)
+
+
+def test_receiver_that_keeps_memory_delays_the_sender_for_bounded_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(transport, "RELEASE_S", 0.1)
+    FileChannel(Meeting().store(), tmp_path, rank=0, world_size=2).finish()
+    assert "an engine has not closed shared memory transfer=1/1" in caplog.text

@@ -15,6 +15,7 @@ from common.wire.messages import EpisodeIdentity
 
 PACKAGES = ("actor", "common", "envhub", "learner", "scheduler", "tools")
 DEFINED_IN = [ROOT / "common" / name for name in ("wire/messages.py", "weights/messages.py")]
+FORMER = {"WeightsOffer.folder"}  # Fields that only code of the release before requires.
 PASSED_ON = {  # Read outside the handler, like nested messages.
     "Trajectory",  # journal, batches, reports and offline training read it
     "LeaseGrant",  # the actor's loop reads what its client received
@@ -124,4 +125,4 @@ def test_every_message_field_is_written_and_read(uses: Uses) -> None:
         fields = {field.name for field in dataclasses.fields(cls)}
         unwritten |= {f"{name}.{field}" for field in fields - uses.written[name]}
         unread |= {f"{name}.{field}" for field in fields - read}
-    assert (unwritten, unread) == (set(), set())
+    assert (unwritten - FORMER, unread) == (set(), FORMER)

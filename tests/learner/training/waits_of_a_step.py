@@ -21,7 +21,7 @@ from common.config.learner import (
     LoraSection,
     Precision,
 )
-from common.weights.collective import views
+from common.weights.buckets import views
 from learner.batch.device_copy import placed
 from learner.policy.forward import Networks
 from learner.policy.kernels import attention, flash

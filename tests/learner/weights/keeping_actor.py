@@ -7,7 +7,7 @@ import zmq
 from torch import Tensor
 
 from actor.weights.stage import Staging
-from common.weights.collective import CPU
+from common.weights.buckets import CPU
 from common.weights.messages import WeightsOffer
 from common.weights.node_copy import node_id
 from common.wire.security import RunKeys, load_keys

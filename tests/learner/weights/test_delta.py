@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.config.learner import PublishMode, WeightsTransport
+from common.config.learner import PublishMode
 from common.wire.security import create_keys
 from common.wire.sockets import Router
 from learner.policy.finite import WeightsNotFinite
@@ -88,11 +88,8 @@ def bench_of(root: Path, **settings: object) -> Iterator[Bench]:
         bench.stop()
 
 
-@pytest.mark.parametrize("transport", [WeightsTransport.AUTO, WeightsTransport.FILE])
-def test_workers_with_the_version_before_receive_changes(
-    tmp_path: Path, transport: WeightsTransport
-) -> None:
-    with bench_of(tmp_path, transport=transport, folder=str(tmp_path)) as bench:
+def test_workers_with_the_version_before_receive_changes(tmp_path: Path) -> None:
+    with bench_of(tmp_path) as bench:
         bench.publish(0)
         actors = [bench.start(f"tp-{n}", num_workers=n) for n in (1, 2)]
         for actor in actors:

@@ -195,7 +195,6 @@ def write(
         world_size=2,
         **NOWHERE,
         transport="memory",
-        folder="",
         timeout_s=START_S,
         tensors=weights.tensors,
         total_bytes=weights.source.total_bytes,

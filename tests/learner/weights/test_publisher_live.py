@@ -172,13 +172,9 @@ def test_non_finite_weights_are_not_sent_and_end_the_run(tmp_path: Path) -> None
         assert actor.loaded == [0]
 
 
-@pytest.mark.parametrize("transport", [WeightsTransport.AUTO, WeightsTransport.FILE])
 @pytest.mark.parametrize("num_parts", [1, 2, 3])
-def test_every_worker_in_every_fleet_part_receives_weights(
-    tmp_path: Path, transport: WeightsTransport, num_parts: int
-) -> None:
-    options = {"transport": transport, "num_parts": num_parts, "folder": str(tmp_path)}
-    with bench_of(tmp_path, **options) as bench:
+def test_every_worker_in_every_fleet_part_receives_weights(tmp_path: Path, num_parts: int) -> None:
+    with bench_of(tmp_path, num_parts=num_parts) as bench:
         bench.begin(0)
         actors = [bench.start(f"tp-{n}", num_workers=n) for n in (1, 2, 3)]
         for actor in actors:

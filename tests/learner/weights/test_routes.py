@@ -50,7 +50,6 @@ def test_auto_transport_is_ipc_nccl_or_gloo_by_location(
         (Choice.IPC, "GPU-0", "GPU-1", ""),
         (Choice.IPC, "GPU-0", "GPU-0", "ipc"),
         (Choice.GLOO, "GPU-0", "GPU-1", "gloo"),
-        (Choice.FILE, "", "", "file"),
     ],
 )
 def test_chosen_transport_is_used_or_refused(
@@ -131,8 +130,7 @@ def test_parts_of_the_fleet_keep_nodes_together() -> None:
     assert [[each.node for each in part.members] for part in found] == [["m", "m"], ["n", "n"]]
 
 
-@pytest.mark.parametrize("transport", ["gloo", "file"])
-def test_workers_of_a_node_share_one_rank(transport: str) -> None:
+def test_workers_of_a_node_share_one_rank() -> None:
     members = (
         member("a", "", "", node="n"),
         member("alone", "", node="o"),
@@ -140,7 +138,7 @@ def test_workers_of_a_node_share_one_rank(transport: str) -> None:
         member("unshared", "", "", ""),
         member("c", "", "", node="p"),
     )
-    places, num_copies = engine_places(ReceiverGroup(transport, members))
+    places, num_copies = engine_places(ReceiverGroup("gloo", members))
     # a and b: 1. The only worker of node o: 2. Workers without a node: 3 to 5. c: 6.
     assert [place.rank for place in places] == [1, 2, 1, 3, 6]
     assert [place.copy_index for place in places] == [0, 0, 2, 0, 0]

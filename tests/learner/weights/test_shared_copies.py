@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.config.learner import WeightsTransport
 from learner.weights.snapshot import PublishedWeights
 from learner.weights.source import LiveWeights
 from tests.common.weights.test_node_copy import shared_files
@@ -48,16 +47,11 @@ def bench_of(root: Path, **settings: object) -> Iterator[NodeBench]:
         bench.stop()
 
 
-@pytest.mark.parametrize(
-    ("transport", "keeps_versions"),
-    [(WeightsTransport.AUTO, False), (WeightsTransport.FILE, True)],
-    ids=["full over gloo", "delta over files"],
-)
+@pytest.mark.parametrize("keeps_versions", [False, True], ids=["full", "delta"])
 def test_version_crosses_the_network_once_for_each_node(
-    tmp_path: Path, transport: WeightsTransport, keeps_versions: bool
+    tmp_path: Path, keeps_versions: bool
 ) -> None:
-    options = {"transport": transport, "folder": str(tmp_path), "keeps_versions": keeps_versions}
-    with bench_of(tmp_path, **options) as bench:
+    with bench_of(tmp_path, keeps_versions=keeps_versions) as bench:
         bench.publish(0)
         actors = [
             bench.start_on("n", "n-1", num_workers=2),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.weights.collective import views
+from common.weights.buckets import views
 from learner.policy.finite import WeightsNotFinite
 from learner.weights.source import CopiedWeights, LiveWeights, copied
 from tests.learner.builders import tensors_of

@@ -12,7 +12,7 @@ import torch
 import zmq
 
 from common.errors import WeightSyncError
-from common.weights.collective import CPU, views
+from common.weights.buckets import CPU, views
 from common.weights.messages import (
     CanaryCheck,
     CanaryScores,

@@ -11,17 +11,10 @@ import torch
 from torch import Tensor
 
 from common.errors import WeightSyncError
-from common.weights.collective import (
-    ALIGN_BYTES,
-    BroadcastGroup,
-    CollectiveMember,
-    check_layout,
-    choose_interface,
-    interface_of,
-    lay_out,
-    views,
-)
+from common.weights.buckets import ALIGN_BYTES, check_layout, lay_out, views
 from common.weights.messages import WeightsOffer
+from common.weights.rendezvous import choose_interface, interface_of
+from common.weights.transport import BroadcastGroup, CollectiveMember
 from common.wire.addresses import local_address_towards
 from tests.common.weights.meeting import NOWHERE, Meeting
 
