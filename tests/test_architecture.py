@@ -100,7 +100,6 @@ def test_two_roles_need_each_module_of_common() -> None:
 
 
 PLUGINS = {  # Files that load modules by name: environments, adapters, the user's own code.
-    "envhub/catalogue/extensions.py",
     "envhub/catalogue/registry.py",
     "envhub/envs/code/harness.py",
     "envhub/envs/dataset/files.py",
@@ -174,7 +173,7 @@ HTTP_MODULES = {
 HTTP_CLASSES = {"AsyncClient", "AsyncOpenAI", "ClientSession", "HTTPConnection", "OpenAI"}
 HTTP_CLIENTS_ELSEWHERE = {
     # It runs with verifiers' own interpreter, which cannot import the product.
-    "envhub/interop/verifiers/theirs/longstride_chat.py"
+    "envhub/interop/verifiers_process/longstride_chat.py"
 }
 
 

@@ -29,7 +29,7 @@ BY_NAME = {
     "trl": "its chat templates are found by find_spec",
     "websockets": "uvicorn's WebSockets",
 }
-THEIRS = "envhub/interop/verifiers/theirs/"  # runs with an interpreter of verifiers' own
+THEIRS = "envhub/interop/verifiers_process/"  # runs with an interpreter of verifiers' own
 LOCKS = ("requirements-cpu.lock", "requirements-gpu.lock")
 
 project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

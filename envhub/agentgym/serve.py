@@ -1,9 +1,13 @@
 """AgentGym's routes: its unmodified clients play the hub's environments under /agentgym/<env>."""
 
+import asyncio
 import contextlib
+import secrets
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, Query, Request, Response
 from pydantic import BaseModel, Field, ValidationError, create_model
@@ -11,9 +15,11 @@ from starlette.routing import Route
 
 from common.errors import EnvError
 from envhub.agentgym.dialects import DIALECTS, SCIWORLD, WEBARENA, WORDLE, Dialect, Faults
-from envhub.agentgym.instance import EpisodeOver, InstanceUnknown, NotReset, ServedInstance
-from envhub.agentgym.instances import Instances
 from envhub.agentgym.replies import (
+    EpisodeOver,
+    InstanceUnknown,
+    NotReset,
+    ServedInstance,
     create_reply,
     detail_reply,
     fault_reply,
@@ -22,11 +28,273 @@ from envhub.agentgym.replies import (
     step_reply,
 )
 from envhub.catalogue.registry import LOADERS
-from envhub.env import UnknownItem
+from envhub.env import EnvSpec, Isolation, StepResult, Style, UnknownItem
 from envhub.envs.wordle.words import vocabulary
-from envhub.errors import CapacityFull, SessionUnknown
+from envhub.errors import CapacityFull, EnvRaised, SessionUnknown
+from envhub.hosting.leases import LeaseTable
+from envhub.hosting.sessions import Sessions
 from envhub.http.bodies import body_of, json_response, validated
-from envhub.http.parts import HubParts
+from envhub.http.parts import AgentGymLimits, HubParts
+
+T = TypeVar("T")
+
+POLL_S = 0.1  # Seconds between two attempts to get a free session.
+REMEDIES = {  # Config keys that raise the number of sessions, where it is not the hub's capacity.
+    "sciworld": "envs.sciworld.max_jvms",
+    "webarena": "envs.browser.max_sessions",
+    "minisites": "envs.browser.max_sessions",
+}
+MAX_ASIDE = 4_096  # Maximum instances of an environment whose episodes can be suspended.
+# Maximum characters of an episode's actions; a longer episode keeps its session.
+MAX_REPEATED_CHARS = 100_000
+ID_BITS = 53  # Bits that a JSON number represents exactly everywhere.
+
+
+class Instances:
+    """The instances of one environment, each with at most one session of the hub.
+
+    Example: two requests step instance 5 at the same time. The second waits for the first, then
+    takes the next step. A third request closes 5: it waits as well, and later requests find no
+    instance 5.
+
+    An instance without requests lives `limits.lease_s`; expired instances are removed at the next
+    create or reset. If no session is free, requests wait in order, at most `limits.queue_s`.
+    Instances with an ended episode give up their sessions for them.
+
+    If sessions occupy worker processes and the environment is repeatable, an idle episode is
+    suspended in favour of a requested one. At its next step its actions are repeated in a new
+    session. Thus 8 sessions can serve 128 instances, slowly.
+    """
+
+    def __init__(self, spec: EnvSpec, sessions: Sessions, *, limits: AgentGymLimits) -> None:
+        self._spec = spec
+        self._sessions = sessions
+        self._limits = limits
+        self._turns: deque[object] = deque()  # Requests that wait for an instance, in order.
+        self._puts_aside = spec.is_repeatable and spec.isolation is not Isolation.INLINE
+        # The order selects the episode to suspend.
+        self._instances: LeaseTable[int, ServedInstance] = LeaseTable(
+            limits.lease_s, sessions.now_s
+        )
+
+    def __len__(self) -> int:
+        return len(self._instances)
+
+    def add(self) -> int:
+        """Return the number of a new instance; it is random, since only the number protects it.
+
+        Raises:
+            CapacityFull: no session is available now. AgentGym's trainer repeats a refused create,
+                but a refused reset ends its run.
+        """
+        capacity = self._sessions.placement.capacity(self._spec)
+        num_held = sum(instance.holds_place for instance in self._instances)
+        num_used = max(num_held, self._sessions.num_live[self._spec.name])
+        if self._puts_aside:
+            capacity = MAX_ASIDE
+            num_used = len(self._instances)
+        if num_used >= capacity:
+            text = f"all sessions are in use, at most {capacity}"
+            raise CapacityFull(f"{self._spec.name}: {text}")
+        number = secrets.randbits(ID_BITS)
+        self._instances.put(number, ServedInstance())
+        return number
+
+    async def add_in_turn(self) -> int:
+        """Do as `add`, after all earlier requests. Raises: CapacityFull: the wait timed out."""
+        turn = object()
+        self._turns.append(turn)
+
+        async def add() -> int:
+            """Add an instance if no earlier request waits. Raises: CapacityFull."""
+            if self._turns[0] is not turn:
+                raise CapacityFull(f"{self._spec.name}: other requests already wait for a session")
+            return self.add()
+
+        try:
+            return await self._when_free(add)
+        finally:
+            self._turns.remove(turn)
+
+    async def _when_free(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of `attempt` once it gets a free session.
+
+        Raises: CapacityFull: no session became free in time; the text names the key that adds some.
+        """
+        began_s = time.monotonic()
+        queue_s = self._limits.queue_s
+        while True:
+            await self.expire()
+            try:
+                return await attempt()
+            except CapacityFull as error:
+                if await self._free_ended() or await self._put_aside():
+                    continue
+                if time.monotonic() - began_s >= queue_s:
+                    raise CapacityFull(f"{error}{self._remedy()}") from error
+            await asyncio.sleep(min(POLL_S, queue_s))
+
+    async def _free_ended(self) -> bool:
+        """End the session of the oldest ended episode; False if there is none.
+
+        An instance with a locked lock is in use by a request.
+        """
+        for instance in self._instances:
+            if instance.is_over and instance.session_id and not instance.lock.locked():
+                await self._end_session(instance)
+                return True
+        return False
+
+    async def _put_aside(self) -> bool:
+        """Suspend the least recently used episode: end its session. False if there is none."""
+        for instance in self._instances if self._puts_aside else ():
+            is_idle = instance.session_id is not None and not instance.lock.locked()
+            if is_idle and instance.performed is not None:
+                async with instance.lock:
+                    await self._end_session(instance)
+                return True
+        return False
+
+    async def _resume(self, instance: ServedInstance) -> str:
+        """Resume a suspended episode by repeating its actions; return its session.
+
+        Raises: CapacityFull; EnvRaised: the repetition gave other results.
+        """
+        session_id, first = await self._begin(instance.item_id)
+        last: StepResult | None = None
+        async with contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(self._delete, session_id)
+            for action in instance.performed or ():
+                last = await self._sessions.step(session_id, action)
+            if first != instance.first_observation or last != instance.answer:
+                instance.item_id = ""
+                raise EnvRaised(
+                    f"{self._spec.name}: the replay of a suspended episode had another result."
+                    f" Raise {self._key}, so that each episode keeps its session."
+                )
+            undo.pop_all()
+        instance.session_id = session_id
+        return session_id
+
+    async def _begin(self, item_id: str) -> tuple[str, str]:
+        """Return a new session of an item and its first observation."""
+        name = self._spec.name
+        return await self._when_free(
+            lambda: self._sessions.create(name, item_id, seed=0, style=Style.AGENTGYM)
+        )
+
+    @property
+    def _key(self) -> str:
+        """Return the configuration key of the limit on sessions."""
+        return REMEDIES.get(self._spec.name, "envhub.capacity")
+
+    def _remedy(self) -> str:
+        """Return the end of an error about too many instances."""
+        limits = self._limits
+        key = self._key
+        return (
+            f", and none was closed within envhub.agentgym_queue_s={limits.queue_s:g}."
+            f" Raise {key}, let clients close their finished instances, or lower"
+            f" envhub.agentgym_lease_s={limits.lease_s:g}, which closes idle instances."
+        )
+
+    def find(self, number: int) -> ServedInstance:
+        """Return an instance and renew its lease. Raises: InstanceUnknown."""
+        instance = self._instances.find(number)
+        if instance is None:
+            raise InstanceUnknown(f"The id {number} is not valid.")
+        return instance
+
+    async def reset(self, number: int, index: int) -> ServedInstance:
+        """Start the episode of AgentGym's data index and return its instance.
+
+        Raises: InstanceUnknown, UnknownItem, and the errors of `Sessions.create`.
+        """
+        instance = self.find(number)
+        async with instance.lock:
+            await self._end_session(instance)
+            instance.item_id = ""
+            if self._spec.from_agentgym is None:
+                raise UnknownItem(f"{self._spec.name} does not support AgentGym's data indices")
+            item_id = self._spec.from_agentgym(index)
+            instance.session_id, instance.first_observation = await self._begin(item_id)
+            instance.item_id, instance.performed = item_id, [] if self._puts_aside else None
+            instance.answer, instance.score, instance.reward = None, 0.0, 0.0
+            if number not in self._instances:  # The instance was closed during the reset.
+                await self._end_session(instance)
+                raise InstanceUnknown(f"The id {number} is not valid.")
+            return instance
+
+    async def step(
+        self, number: int, action: str, *, refuses_after_done: bool
+    ) -> tuple[ServedInstance, StepResult]:
+        """Perform a step and return its result; after the end, return the last result again.
+
+        Raises: InstanceUnknown, NotReset, EpisodeOver, and the errors of `Sessions.step`.
+        """
+        instance = self.find(number)
+        async with instance.lock:
+            if instance.answer is not None and instance.is_over:
+                if refuses_after_done:
+                    raise EpisodeOver(number)
+                return instance, instance.answer
+            try:
+                result = await self._sessions.step(await self._session_of(instance), action)
+            except SessionUnknown as error:
+                instance.session_id, instance.item_id = None, ""
+                raise InstanceUnknown(
+                    f"The episode of instance {number} no longer exists."
+                ) from error
+            instance.answer = result
+            if instance.performed is not None:
+                instance.performed.append(action)
+                if sum(map(len, instance.performed)) > MAX_REPEATED_CHARS:
+                    instance.performed = None
+            return instance, result
+
+    async def _session_of(self, instance: ServedInstance) -> str:
+        """Return the session of an instance that the caller holds. Raises: NotReset."""
+        if not instance.item_id:
+            raise NotReset
+        return instance.session_id or await self._resume(instance)
+
+    async def detail(self, instance: ServedInstance, what: str) -> Any:
+        """Return additional data of an environment for AgentGym's pages; None if it has none.
+
+        Raises: NotReset: there is no episode.
+        """
+        async with instance.lock:
+            return await self._sessions.detail(await self._session_of(instance), what)
+
+    async def close(self, number: int) -> bool:
+        """End an instance; False if it does not exist."""
+        instance = self._instances.pop(number)
+        if instance is None:
+            return False
+        async with instance.lock:
+            await self._end_session(instance)
+        return True
+
+    async def expire(self) -> None:
+        """End the instances whose lease has run out."""
+        gone = self._instances.pop_expired(keeps=lambda each: each.lock.locked())
+        for instance in gone:
+            await self._end_session(instance)
+        if gone:
+            await self._sessions.expire()  # Sessions whose own lease expired at the same time.
+
+    async def _end_session(self, instance: ServedInstance) -> None:
+        """End the hub's session of an instance, if it has one."""
+        if instance.session_id is None:
+            return
+        session_id, instance.session_id = instance.session_id, None
+        await self._delete(session_id)
+
+    async def _delete(self, session_id: str) -> None:
+        """Delete a session, which may have ended by itself."""
+        with contextlib.suppress(SessionUnknown):  # Its own lease may have ended it already.
+            await self._sessions.delete(session_id)
+
 
 # Built-in environments that use another environment's protocol under their own names.
 LIKE = {"minisites": WEBARENA}

@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
+from functools import cache
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
@@ -16,18 +17,30 @@ from common.config.env import RemoteOptions
 from common.config.envs import EnvsSection, own_tasks
 from common.repository import ROOT
 from common.text import known_hint
-from envhub.catalogue.extensions import load_extensions
 from envhub.env import EnvSpec, Isolation, Style
 from envhub.errors import UnknownEnv
 from envhub.summed_rewards import with_summed_rewards
 from envhub.tables import read_table
 
+
+@cache
+def load_extensions(kind: str) -> tuple[Callable[..., Any], ...]:
+    """Return the functions that are registered under `kind`, in the order of the table."""
+    names: list[str] = read_table(__file__, "extensions.yaml")[kind]
+    pairs = (name.split(":") for name in names)
+    return tuple(
+        getattr(import_module(module), function)
+        for module, function in pairs
+        if importlib.util.find_spec(module.rpartition(".")[0]) is not None
+    )
+
+
 REMOTE = "envhub.agentgym.remote"
 LIBRARIES = {  # Prefixes of references to libraries, with the module that builds the environment.
     "gymnasium": "envhub.interop.games",
     "textarena": "envhub.interop.games",
-    "mcp": "envhub.interop.mcp.spec",
-    "verifiers": "envhub.interop.verifiers.spec",
+    "mcp": "envhub.interop.mcp_server",
+    "verifiers": "envhub.interop.verifiers_taskset",
 }
 # Modules for dialects that are not AgentGym's.
 REMOTES = {"openenv": "envhub.interop.openenv_remote"}

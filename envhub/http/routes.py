@@ -1,22 +1,28 @@
-"""The HTTP interface of the hub: routes and status codes."""
+"""The HTTP interface of the hub: routes and status codes, access before them, and metrics."""
 
 import asyncio
 import contextlib
+import hmac
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager
+from itertools import accumulate
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
-from fastapi import FastAPI, Query, Request, Response
+import psutil
+from fastapi import FastAPI, HTTPException, Query, Request, Response
+from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import EnvTimeout
-from common.formats.action_size import DEFAULT_ACTION_MIB, FIELDS_BYTES, MIB
-from common.http.serving import Refusals
-from envhub.catalogue.extensions import load_extensions
-from envhub.catalogue.registry import Registry
+from common.formats.action_size import DEFAULT_ACTION_MIB, FIELDS_BYTES, MIB, TOGETHER_BYTES
+from common.http.serving import REFUSED, Refusals, token_in
+from envhub.catalogue.registry import Registry, load_extensions
 from envhub.env import UnknownItem
 from envhub.errors import (
     CapacityFull,
@@ -27,8 +33,8 @@ from envhub.errors import (
     SessionUnknown,
     UnknownEnv,
 )
+from envhub.hosting.session import STEP_BUCKETS_S
 from envhub.hosting.sessions import Sessions
-from envhub.http.auth import AuthMiddleware
 from envhub.http.bodies import (
     MAX_NAME_CHARS,
     BadBody,
@@ -51,11 +57,179 @@ from envhub.http.bodies import (
     parse_body,
     parse_entry,
 )
-from envhub.http.exposition import CONTENT_TYPE
-from envhub.http.metrics import HubMetrics
+from envhub.http.exposition import CONTENT_TYPE, MetricsPage, counter, gauge
 from envhub.http.parts import AgentGymLimits, HubParts
 
 logger = logging.getLogger(__name__)
+
+
+COUNTS = ("created", "expired", "deleted", "steps", "repeated", "refused", "failed", "repaired")
+CONNECTION_REFUSALS = (
+    "large_headers",
+    "slow",
+    "too_many",
+)  # Refused connections, see `common.http.serving`.
+
+
+class HubMetrics(Collector):
+    """The metrics of one hub. Counts are read from the session table at every scrape."""
+
+    def __init__(self, sessions: Sessions, refusals: Refusals) -> None:
+        self._sessions = sessions
+        self._refusals = refusals
+        self._process = psutil.Process()
+        self._page = MetricsPage(self)
+        # The histogram is built per environment, since each prometheus_client counter takes a lock.
+
+    def text(self) -> bytes:
+        return self._page.text()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the current values of the session table and the workers."""
+        sessions = self._sessions
+        live = [((env_name,), num) for env_name, num in sessions.num_live.items()]
+        yield gauge("envhub_sessions_live", "Open sessions.", ["env"], live)
+        steps = HistogramMetricFamily(
+            "envhub_step_seconds", "Duration of one executed step in seconds.", labels=["env"]
+        )
+        bounds = [*map(str, STEP_BUCKETS_S), "+Inf"]
+        for env_name, (steps_s, *nums) in sessions.steps.items():
+            buckets = list(zip(bounds, accumulate(nums), strict=True))
+            steps.add_metric([env_name], buckets, steps_s)
+        yield steps
+        for name in (*COUNTS, *CONNECTION_REFUSALS):
+            num = sessions.num_steps if name == "steps" else sessions.counts[name]
+            text = f"Number of sessions or steps since the start: {name}."
+            yield counter(f"envhub_{name}", text, [], [((), num)])
+        yield counter(
+            "envhub_refused_requests",
+            "Number of refused requests since the start.",
+            ["address", "reason"],
+            [(who.rsplit("/", 1), num) for who, num in self._refusals.report().items()],
+        )
+        services = sessions.services
+        yield gauge(
+            "envhub_paused",
+            "1 for an environment that waits for a service, such as a judge.",
+            ["env"],
+            [((name,), float(name in services.paused)) for name in services.names],
+        )
+        placement = sessions.placement
+        yield counter(
+            "envhub_worker_restarts",
+            "Number of lost worker processes since the start.",
+            ["env", "cause"],
+            [(list(labels), num) for labels, num in placement.num_lost.items()],
+        )
+        memory = [(("hub",), float(self._process.memory_info().rss))]
+        memory += [((str(worker),), float(worker.rss_bytes)) for worker in placement.workers()]
+        text = "Resident memory of the hub and its workers in bytes."
+        yield gauge("envhub_resident_bytes", text, ["process"], memory)
+
+
+OPEN_PATHS = frozenset({"/healthz", "/readyz"})
+
+
+class AuthMiddleware:
+    """ASGI middleware that answers 401 without the token and 413 to bodies over the limit."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        token: str | None,
+        max_body_bytes: int,
+        max_action_bytes: int,
+        refusals: Refusals,
+    ) -> None:
+        """Requests that carry actions may have `max_action_bytes`, others `max_body_bytes`."""
+        self._app = app
+        self._refusals = refusals
+        self._token = token.encode() if token is not None else None
+        self._max_body_bytes = max_body_bytes
+        self._max_action_bytes = max(max_action_bytes, TOGETHER_BYTES + max_body_bytes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket" and (refusal := self._no_socket(scope)) is not None:
+            self._refusals.note(scope["client"], REFUSED[refusal.status_code])
+            await refusal(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        send = self._counted(scope, send)
+        headers = dict(scope["headers"])
+        if not self._is_allowed(scope["path"], headers):
+            await _refusal(401, "a valid bearer token is required")(scope, receive, send)
+            return
+        path = scope["path"]
+        is_large = path.endswith(("/step", "/batch")) or path.startswith("/agentgym/")
+        limit = self._max_action_bytes if is_large else self._max_body_bytes
+        length = headers.get(b"content-length")
+        if length is not None and (not length.isdigit() or int(length[:20]) > limit):
+            detail = f"request bodies are limited to {limit} bytes"
+            await _refusal(413, detail)(scope, receive, send)
+            return
+        if length is None and b"transfer-encoding" in headers:
+            receive = _limited(receive, limit)
+        await self._app(scope, receive, send)
+
+    def _no_socket(self, scope: Scope) -> Response | None:
+        """Return the refusal of a WebSocket; None if it is allowed.
+
+        A browser opens a WebSocket for any page and sends the page's origin. Other origins are
+        refused.
+        """
+        headers = dict(scope["headers"])
+        if not self._is_allowed(scope["path"], headers):
+            return _refusal(401, "a valid bearer token is required")
+        origin = headers.get(b"origin")
+        host = headers.get(b"host", b"")
+        if origin is not None and urlsplit(origin.decode("latin-1")).netloc.encode() != host:
+            return _refusal(403, "pages of other origins may not open a WebSocket here")
+        return None
+
+    def _counted(self, scope: Scope, send: Send) -> Send:
+        """Return a `send` that counts answers which refuse a request."""
+
+        async def counting(message: Message) -> None:
+            """Send a message, and count it if it refuses the request."""
+            if reason := REFUSED.get(message.get("status", 0)):
+                self._refusals.note(scope["client"], reason)
+            await send(message)
+
+        return counting
+
+    def _is_allowed(self, path: str, headers: dict[bytes, bytes]) -> bool:
+        """Return whether a path is open to all, or the request has the token."""
+        if self._token is None or path in OPEN_PATHS:
+            return True
+        return hmac.compare_digest(token_in(headers.get(b"authorization", b"")), self._token)
+
+
+def _limited(receive: Receive, max_bytes: int) -> Receive:
+    """Return a `receive` that raises 413 once a body of undeclared length grows too large."""
+    num_bytes = 0
+
+    async def receive_limited() -> Message:
+        """Return the next part of the body; 413 once it is too large."""
+        nonlocal num_bytes
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > max_bytes:
+            raise HTTPException(413, "the request body is too large")
+        return message
+
+    return receive_limited
+
+
+def _refusal(status: int, detail: str) -> Response:
+    """Return the response with which a request is refused."""
+    response = json_response({"detail": detail}, status=status)
+    if status == 401:
+        response.headers["www-authenticate"] = "Bearer"
+    return response
+
 
 RETRY_AFTER_S = 1
 SIGN_S = 0.5  # Seconds between two bytes to a client that holds a presence connection.

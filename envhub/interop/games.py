@@ -17,7 +17,7 @@ import numpy as np
 
 from common.errors import ConfigError
 from envhub.env import EnvSpec, Isolation, StepResult, Style, SubsetSpec, action_text, parse_item
-from envhub.interop.gym.game import GymnasiumGame
+from envhub.interop.gym_game import GymnasiumGame
 from envhub.interop.texts import ActionResult, BadAction, RewardRule, Rewards
 from envhub.interop.yaml_environments import SUBSET, optional_package
 

@@ -1,4 +1,10 @@
-"""BabyAI's catalogue entry."""
+"""BabyAI's catalogue entry, and its episodes by AgentGym's own rules.
+
+AgentGym's rules decide the offered actions, their numbers and the paths. They are copied exactly,
+for comparisons with its results. Only reachable objects are numbered, so an object's number can
+differ from its number in the description. Actions without effect are offered. Paths can lead
+through cells out of sight.
+"""
 
 from collections import deque
 from collections.abc import Iterable

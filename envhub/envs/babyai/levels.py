@@ -1,4 +1,7 @@
-"""The offered BabyAI levels and tasks, their turn limits, and AgentGym's numbering of them."""
+"""The offered BabyAI levels and tasks, their turn limits, and AgentGym's numbering of them.
+
+Some layouts lock the only key behind its own door. They are not offered.
+"""
 
 from collections.abc import Callable
 from functools import cache

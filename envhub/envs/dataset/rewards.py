@@ -27,6 +27,9 @@ from envhub.envs.dataset.judges.options import is_judge
 from envhub.envs.dataset.judges.term import JudgeTerm, judge_term
 from envhub.envs.dataset.records import load_tokenizer
 
+logger = logging.getLogger(__name__)
+
+
 # Keywords that hold a list. A function with one of them has TRL's signature.
 BATCHED = frozenset(("prompts", "completions", "completion_ids"))
 LOGS = ("log_metric", "log_extra")
@@ -66,8 +69,6 @@ def _metric_name(reward: str, name: str) -> str:
     """Return the name of a metric of a reward."""
     return f"reward_{reward}_{re.sub(r'[^0-9A-Za-z_]', '_', name)}"
 
-
-logger = logging.getLogger(__name__)
 
 # Names of the number in a returned dictionary: verl and slime, rLLM, EasyR1, OpenRLHF.
 SCORES = ("score", "reward", "overall", "rewards", "scores")

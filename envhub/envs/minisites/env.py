@@ -10,8 +10,7 @@ from envhub.envs.minisites.tasks import SUBSETS, make_task
 from envhub.envs.minisites.world import LocalWorld
 from envhub.tasks import load_tasks
 from envhub.web.browser import check_browser
-from envhub.web.site_tasks.addresses import PublicNames
-from envhub.web.site_tasks.env import SiteCatalogue, site_tasks_spec
+from envhub.web.site_tasks.env import PublicNames, SiteCatalogue, site_tasks_spec
 
 NUM_WEBARENA_TASKS = 812
 

@@ -11,7 +11,7 @@ from envhub.env import EnvFailure
 from envhub.envs.minisites.apps import SITES, make_app
 from envhub.web.local_site import LocalBrowser
 from envhub.web.session import SnapshotSettings, WebSession
-from envhub.web.site_tasks.addresses import may_go, start_urls
+from envhub.web.site_tasks.env import may_go, start_urls
 
 SESSION_HEADER = "X-Longstride-Session"
 CALL_TIMEOUT_S = 10.0

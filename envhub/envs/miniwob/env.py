@@ -31,7 +31,7 @@ from envhub.web.actions import (
 from envhub.web.browser import browser_spec, check_browser
 from envhub.web.local_site import LocalBrowser
 from envhub.web.session import SnapshotSettings, WebSession
-from envhub.web.site_tasks.text import agentgym as agentgym_observation
+from envhub.web.site_tasks.env import agentgym_observation
 
 HOST = "miniwob.test"
 START_SCRIPT = (Path(__file__).parent / "episode.js").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Problems about the generated databases."""
+"""Problems about the generated databases: questions, each with its gold statement."""
 
 import random
 import threading

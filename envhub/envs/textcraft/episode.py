@@ -2,16 +2,65 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from envhub.env import StepResult, Style, action_text, parse_item
 from envhub.envs.text_env import TextEnv, plain_result
-from envhub.envs.textcraft import solver
 from envhub.envs.textcraft.book import Book, Recipe
 from envhub.envs.textcraft.minecraft import NAMESPACE
 from envhub.envs.textcraft.tasks import CraftCatalogue, CraftTask, our_catalogue
+
+
+def next_action(
+    book: Book, goal: str, inventory: Mapping[str, int], members: Mapping[str, tuple[str, ...]]
+) -> str:
+    """Return the next `get` or `craft` towards `goal`; following it always reaches the goal.
+
+    Args:
+        book: the recipe book.
+        goal: a craftable item.
+        inventory: counts of held items.
+        members: for each tag, the items to use for it, the preferred one first.
+    """
+    recipe = book.recipes[goal][0]
+    return _craft(book, recipe, 1, Counter(inventory), members)
+
+
+def _craft(book: Book, recipe: Recipe, num_times: int, free: Counter[str], members: Mapping) -> str:
+    """Return the next action towards crafting a recipe; remove the used items from `free`."""
+    used = []
+    for count, part in recipe.ingredients:
+        total = count * num_times
+        item = _choose(book, part, count, free, members)
+        action = _provide(book, item, total, free, members)
+        if action is not None:
+            return action
+        used.append(f"{count} {item}")
+    return f"craft {recipe.count} {recipe.target} using {', '.join(used)}"
+
+
+def _choose(book: Book, part: str, count: int, free: Counter[str], members: Mapping) -> str:
+    """Return the item for a slot: a member held in full, or else the preferred one."""
+    if part not in book.tags:
+        return part
+    held = [member for member in book.tags[part] if free[member] >= count]
+    return held[0] if held else members.get(part, book.members(part))[0]
+
+
+def _provide(book: Book, item: str, count: int, free: Counter[str], members: Mapping) -> str | None:
+    """Reserve `count` of an item in `free`; return the next action for the missing amount."""
+    taken = min(count, free[item])
+    free[item] -= taken
+    missing = count - taken
+    if not missing:
+        return None
+    if book.is_gettable(item):
+        return f"get {missing} {item}"
+    recipe = book.recipes[item][0]
+    return _craft(book, recipe, -(-missing // recipe.count), free, members)
+
 
 MAX_ECHO_CHARS = 200  # Limit of repeated action text in observations, since it is untrusted.
 COUNTED = re.compile(r"([0-9]{1,9}) +(\S.*)")
@@ -174,7 +223,7 @@ class TextCraftEnv(TextEnv):
 
     def _expert_action(self) -> str | None:
         task = self._task
-        return solver.next_action(self._book, task.goal, self._inventory, task.members)
+        return next_action(self._book, task.goal, self._inventory, task.members)
 
     def render(self) -> str:
         """Return the goal, the commands and the inventory."""

@@ -1,10 +1,11 @@
-"""Episodes of tasks on web sites, in WebArena's task format."""
+"""Episodes of tasks on web sites, in WebArena's task format: start pages, texts, solutions."""
 
 import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from common.config.envs import EnvsSection
 from envhub.conversations import begun
@@ -23,10 +24,134 @@ from envhub.web.actions import (
 from envhub.web.browser import browser_spec
 from envhub.web.performing import NO_ELEMENT
 from envhub.web.session import WebSession
-from envhub.web.site_tasks import text
-from envhub.web.site_tasks.addresses import PublicNames
-from envhub.web.site_tasks.evaluate import grade
-from envhub.web.site_tasks.solution import Solution
+from envhub.web.site_tasks.checks import grade
+from envhub.web.tree import PageNode
+
+
+def start_urls(task: Mapping[str, Any]) -> list[str]:
+    """Return the start addresses of a task, one for each tab."""
+    return [url.strip() for url in task["start_url"].split("|AND|")]
+
+
+def may_go(hosts: set[str]) -> Callable[[str], bool]:
+    """Return a function that tests whether an address is on one of these hosts, including ports."""
+
+    def test(url: str) -> bool:
+        """Return whether an address is on an allowed host."""
+        try:
+            parts = urlsplit(url)
+        except ValueError:
+            return False
+        return parts.scheme in ("http", "https") and parts.netloc.lower() in hosts
+
+    return test
+
+
+class PublicNames:
+    """Translates between the sites' addresses and the public names shown to agents.
+
+    Args:
+        names: public name by address, both without a trailing slash; {}: agents see the addresses.
+    """
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        # Longest first: the address of one site may begin with that of another.
+        self._pairs = sorted(names.items(), key=lambda pair: -len(pair[0]))
+        self._publics = sorted(names.items(), key=lambda pair: -len(pair[1]))
+
+    def public(self, text: str) -> str:
+        """Return a text in which public names replace the addresses."""
+        for url, public in self._pairs:
+            text = text.replace(url, public)
+        return text
+
+    def local(self, url: str) -> str:
+        """Return the address of a public name."""
+        for address, public in self._publics:
+            for form in (public, public.replace("http://", "https://"), public[len("http://") :]):
+                if url == form or url.startswith((form + "/", form + "?")):
+                    return address + url[len(form) :]
+        return url
+
+
+def tab_line(titles: list[str], current: int) -> str:
+    """Return the line with the titles of the open tabs."""
+    marks = [" (current)" if i == current else "" for i in range(len(titles))]
+    return " | ".join(
+        f"Tab {i}{mark}: {title}" for i, (mark, title) in enumerate(zip(marks, titles, strict=True))
+    )
+
+
+def agentgym_observation(*, tabs: str, tree: str, url: str, goal: str, previous: str) -> str:
+    """Return an observation in AgentGym's wording."""
+    return (
+        f"OBSERVATION:\n{tabs}\n\n{tree}\nURL: {url}\nOBJECTIVE: {goal}\n"
+        f"PREVIOUS ACTION: {previous}"
+    )
+
+
+def compact_observation(*, tabs: str, tree: str, url: str, goal: str, previous: str) -> str:
+    """Return an observation for small models; `tabs` and `previous` may be ""."""
+    lines = [f"goal: {goal}", f"url: {url}", tabs, tree, f"last: {previous}" if previous else ""]
+    return "\n".join(line for line in lines if line)
+
+
+class Solution:
+    """The expert of one episode. It has one solution, and stops when the agent leaves it.
+
+    Args:
+        steps: {"do": click|type|stop, "role", "name", "text", "enter", "answer"}; empty if the
+            solution is unknown.
+    """
+
+    def __init__(self, steps: list[dict[str, Any]]) -> None:
+        self._steps = steps
+        self._at = 0
+        self._is_lost = not steps
+
+    def next(self, nodes: tuple[PageNode, ...], *, only_in_view: bool) -> WebAction | None:
+        """Return the next action; None if the solution was left or does not fit the page."""
+        if self._is_lost or self._at >= len(self._steps):
+            return None
+        step = self._steps[self._at]
+        if step["do"] == "stop":
+            return WebAction(kind=WebActionType.STOP, text=str(step.get("answer", "")))
+        node = _find(nodes, step)
+        if node is None:
+            return None
+        if only_in_view and not node.is_in_view:
+            return WebAction(kind=WebActionType.SCROLL, text=_direction(node, nodes))
+        if step["do"] == "type":
+            enter = bool(step.get("enter", False))
+            return WebAction(
+                kind=WebActionType.TYPE, element=node.id, text=step["text"], enter=enter
+            )
+        return WebAction(kind=WebActionType.CLICK, element=node.id)
+
+    def follow(self, taken: WebAction, expected: WebAction | None) -> None:
+        """Record a performed action, and the expert's action before it."""
+        if taken.kind in (WebActionType.SCROLL, WebActionType.HOVER) and taken != expected:
+            return
+        if taken != expected:
+            self._is_lost = True
+        elif taken.kind is not WebActionType.SCROLL:
+            self._at += 1
+
+
+def _find(nodes: tuple[PageNode, ...], step: dict[str, Any]) -> PageNode | None:
+    """Return the element with a step's role and name."""
+    name = " ".join(str(step.get("name", "")).split())
+    found = [node for node in nodes if node.role == step["role"]]
+    exact = [node for node in found if node.name == name]
+    partial = [node for node in found if name and name in node.name]
+    return next(iter(exact), None) or (partial[0] if len(partial) == 1 else None)
+
+
+def _direction(node: PageNode, nodes: tuple[PageNode, ...]) -> str:
+    """Return the direction in which to scroll to a node."""
+    seen = [other.y for other in nodes if other.is_in_view]
+    return "up" if seen and node.y < min(seen) else "down"
+
 
 MAX_SAMPLED_CLICKS = 200
 ENDED = "The episode has ended."
@@ -159,13 +284,13 @@ class SiteTaskEnv:
         tabs = ""
         if self._style is Style.AGENTGYM or len(session.tabs) > 1:
             current = session.tabs.index(session.page)
-            tabs = text.tab_line(await session.tab_titles(), current)
+            tabs = tab_line(await session.tab_titles(), current)
         if self._style is Style.AGENTGYM:
             lines = tree.agentgym_lines(self._shown)
-            write = text.agentgym
+            write = agentgym_observation
         else:
             lines = tree.compact_lines(self._shown, self._snapshot.nodes, ids=False)
-            write = text.compact
+            write = compact_observation
         none = "None" if self._style is Style.AGENTGYM else ""
         return write(
             tabs=tabs,

@@ -3,7 +3,7 @@
 import pytest
 
 from envhub.agentgym.dialects import DIALECTS
-from envhub.agentgym.extraction import extract
+from envhub.agentgym.remote import extract
 from envhub.env import Style
 
 

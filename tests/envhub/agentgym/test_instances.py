@@ -9,8 +9,8 @@ from typing import cast
 import pytest
 
 from common.config.envs import EnvsSection
-from envhub.agentgym.instance import InstanceUnknown, NotReset
-from envhub.agentgym.instances import Instances
+from envhub.agentgym.replies import InstanceUnknown, NotReset
+from envhub.agentgym.serve import Instances
 from envhub.catalogue.registry import Registry
 from envhub.env import EnvSpec, StepResult, Style, SubsetSpec
 from envhub.errors import CapacityFull

@@ -8,8 +8,7 @@ import httpx
 import pytest
 
 from envhub.agentgym.dialects import SCIWORLD, WEBARENA
-from envhub.agentgym.instance import ServedInstance
-from envhub.agentgym.replies import reset_reply
+from envhub.agentgym.replies import ServedInstance, reset_reply
 from envhub.conversations import CONVERSATIONS
 from envhub.envs.sciworld.catalogue import from_agentgym
 from tests.envhub.agentgym.agentgym_clients import (

@@ -7,8 +7,7 @@ import pytest
 
 from common.config.envs import EnvsSection, TextcraftOptions
 from envhub.env import Env, Style
-from envhub.envs.textcraft.env import make_spec, our_catalogue
-from envhub.envs.textcraft.exchange import Exchange, ExchangedEnv
+from envhub.envs.textcraft.env import Exchange, ExchangedEnv, make_spec, our_catalogue
 from envhub.envs.textcraft.tasks import MAX_TURNS
 from tests.envhub.envs.playing import expert_results, new_episode
 

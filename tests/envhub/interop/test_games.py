@@ -131,7 +131,7 @@ def test_missing_package_is_named_as_in_the_extras(repository: Path) -> None:
         ("gymnasium:Doors-v0?turns=3", "turns=3: unknown or invalid; the options are num_train"),
         ("gymnasium:Doors-v0?max_turns=many", "max_turns=many"),
         ("gymnasium:Doors-v0?max_turns=0", "all others >= 1"),
-        ("gymnasium:tests.envhub.interop.gym.little_games:Wired-v0", "a Graph has no text form"),
+        ("gymnasium:tests.envhub.interop.little_games:Wired-v0", "a Graph has no text form"),
         (
             "textarena:Sudoku-v0",
             r"textarena: the Python package is missing.*pip install textarena==",

@@ -8,7 +8,7 @@ from envhub.env import Style
 from envhub.interop.games import make_spec
 from envhub.interop.texts import RewardRule, Rewards
 
-JUDGED = "gymnasium:tests.envhub.interop.gym.little_games:Judged-v0"
+JUDGED = "gymnasium:tests.envhub.interop.little_games:Judged-v0"
 
 
 @pytest.mark.parametrize(

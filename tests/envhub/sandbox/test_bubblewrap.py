@@ -22,7 +22,7 @@ from envhub.sandbox.interface import (
     SandboxFailed,
     SandboxRequest,
 )
-from envhub.sandbox.seccomp import NAMES_FIRST, NUMBERS
+from envhub.sandbox.process import NAMES_FIRST, NUMBERS
 from tests.envhub.sandbox.boxes import (
     OPTIONS,
     PATIENT_S,

@@ -11,7 +11,7 @@ from envhub.sandbox.backends import limits_of, make_backend, worker_bytes
 from envhub.sandbox.cgroup import Cgroup
 from envhub.sandbox.containers import Containers, Python, container_arguments
 from envhub.sandbox.interface import MIB, CommandEnd, CommandResult, SandboxLimits, SandboxRequest
-from envhub.sandbox.seccomp import AUDIT, NAMES_FIRST, NUMBERS, REFUSED, filter_program
+from envhub.sandbox.process import AUDIT, NAMES_FIRST, NUMBERS, REFUSED, filter_program
 
 ALLOW = 0x7FFF0000
 REFUSE = 0x00050000 | errno.EPERM

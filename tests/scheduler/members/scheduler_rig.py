@@ -15,7 +15,7 @@ from common.wire.codec import decode, encode
 from common.wire.messages import Directory, HubHello, HubPlace, Welcome
 from common.wire.security import RunKeys, create_keys
 from common.wire.sockets import connect_dealer
-from envhub.registration import Registration
+from envhub.main import Registration
 from scheduler.main import serve
 from tests.configs import edited
 from tests.scheduler.builders import hello_of

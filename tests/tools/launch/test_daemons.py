@@ -18,7 +18,7 @@ from common.config.load import load_config
 from common.host.lock import hold_run
 from common.repository import ROOT
 from common.store.run_dir import RunDir, write_json
-from envhub.http.auth import OPEN_PATHS
+from envhub.http.routes import OPEN_PATHS
 from envhub.main import DRAIN_S
 from tools.checks.environments import spell_out
 from tools.cli.command_line import ParsedCommand, parse

@@ -10,18 +10,50 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from common.http.model_endpoint import Refused, RequestCost, Unanswered, key_from
+from common.http.model_endpoint import ModelEndpoint, Refused, RequestCost, Unanswered, key_from
 from common.store.run_dir import RunDir
 from common.text import counted
 from envhub.env import EnvFailure, ServiceDown
 from envhub.envs.dataset.functions import Caller, Ungraded, shipped_function
 from envhub.envs.dataset.graders import last_match
-from envhub.envs.dataset.judges.client import JudgeEndpoint
 from envhub.envs.dataset.judges.options import JudgeOptions, find_model
 from envhub.envs.dataset.judges.rubric import Rubric, Unparsed
 from envhub.envs.dataset.judges.store import Answer, JudgeStore, key_of
 
 logger = logging.getLogger(__name__)
+
+
+MAX_REPLY_BYTES = 8 << 20
+SHOWN_REPLY_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeEndpoint(ModelEndpoint):
+    """An endpoint of chat completions."""
+
+    max_reply_bytes: int = MAX_REPLY_BYTES
+
+    async def complete(self, body: dict[str, Any]) -> tuple[Answer, float]:
+        """Return the answer to a request, and its seconds. Raises: Unanswered, Refused."""
+        reply, took_s = await self.send(f"{self.base_url()}/chat/completions", body)
+        return self._read(reply), took_s
+
+    def _read(self, reply: dict[str, Any]) -> Answer:
+        """Return the answer in a reply. Raises: Refused: the reply is no chat completion."""
+        try:
+            text = reply["choices"][0]["message"].get("content") or ""
+            usage: dict[str, Any] = reply.get("usage") or {}
+            if not isinstance(text, str):
+                raise TypeError(f"content is {type(text).__name__}")
+            return Answer(
+                text=text,
+                prompt_tokens=int(usage.get("prompt_tokens") or 0),
+                completion_tokens=int(usage.get("completion_tokens") or 0),
+            )
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            shown = self.redacted(f"{reply!s:.{4 * SHOWN_REPLY_CHARS}}")[:SHOWN_REPLY_CHARS]
+            raise Refused(f"not a chat completion ({error!r}): {shown}") from error
+
 
 BACKOFF_S = 0.5  # Seconds before the first retry. The wait doubles with each retry.
 # An equal request at temperature 0 has an equal answer. A request after an answer without a score

@@ -18,8 +18,7 @@ from envhub.envs.searchqa.questions import (
     make_question,
     question_path,
 )
-from envhub.envs.searchqa.world.relations import NOUN_BEFORE_NAME, RELATIONS, Relation
-from envhub.envs.searchqa.world.things import Thing, Things
+from envhub.envs.searchqa.world.things import NOUN_BEFORE_NAME, RELATIONS, Relation, Thing, Things
 from envhub.tables import read_table
 
 Row = dict[str, object]

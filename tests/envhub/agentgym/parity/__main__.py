@@ -33,7 +33,7 @@ from common.config.envs import (
     WordleOptions,
 )
 from envhub.agentgym.dialects import DIALECTS
-from envhub.agentgym.extraction import extract
+from envhub.agentgym.remote import extract
 from envhub.catalogue.registry import Registry
 from envhub.env import Style
 from tests.envhub.agentgym.parity import search

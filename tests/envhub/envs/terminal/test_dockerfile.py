@@ -6,8 +6,16 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from envhub.envs.terminal.dockerfile import IgnoreRules, expand, pattern_of, read_instructions
-from envhub.envs.terminal.image import BUILDER, MACHINE, TaskImage, read_image
+from envhub.envs.terminal.image import (
+    BUILDER,
+    MACHINE,
+    IgnoreRules,
+    TaskImage,
+    expand,
+    pattern_of,
+    read_image,
+    read_instructions,
+)
 from envhub.sandbox.interface import PATH
 
 

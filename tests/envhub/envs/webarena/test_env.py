@@ -10,8 +10,7 @@ from common.errors import ConfigError
 from envhub.catalogue.registry import missing_requirements
 from envhub.env import AsyncEnv, EnvFailure, EnvSpec, Style, SubsetSpec
 from envhub.envs.webarena import env as webarena
-from envhub.envs.webarena.remote_sites import public_names
-from envhub.envs.webarena.world import RemoteWorld
+from envhub.envs.webarena.env import RemoteWorld, public_names
 from envhub.web.site_tasks.env import SiteCatalogue, SiteTaskEnv
 from tests.envhub.web.web_rig import Rig, needs_browser
 

@@ -6,8 +6,7 @@ import pytest
 
 from common.config.envs import WebarenaOptions
 from envhub.env import ItemId, UnknownItem
-from envhub.envs.webarena.remote_sites import check_urls, login_state, public_names
-from envhub.envs.webarena.tasks_file import read_tasks
+from envhub.envs.webarena.env import check_urls, login_state, public_names, read_tasks
 
 
 def raw_task(number, sites, *, locator="", references=None):

@@ -1,6 +1,6 @@
 """Which addresses may be visited."""
 
-from envhub.web.site_tasks.addresses import may_go
+from envhub.web.site_tasks.env import may_go
 
 
 def test_may_go_compares_host_and_port():

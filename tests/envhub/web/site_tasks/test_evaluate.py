@@ -2,8 +2,13 @@
 
 import pytest
 
-from envhub.web.site_tasks.evaluate import answer_matches, contents_match, url_matches
-from envhub.web.site_tasks.page_functions import reddit_post_url, unsupported
+from envhub.web.site_tasks.checks import (
+    answer_matches,
+    contents_match,
+    reddit_post_url,
+    unsupported,
+    url_matches,
+)
 
 
 @pytest.mark.parametrize(

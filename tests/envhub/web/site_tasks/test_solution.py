@@ -1,7 +1,7 @@
 """The expert of the web sites follows one known way."""
 
 from envhub.web.actions import WebAction, WebActionType
-from envhub.web.site_tasks.solution import Solution
+from envhub.web.site_tasks.env import Solution
 from tests.envhub.web.test_tree import nodes_of, row
 
 NODES = nodes_of(row(-1, 0, "link", "Orders"), row(-1, 0, "textbox", "Search", in_view=0))

@@ -1,4 +1,4 @@
-"""Plays tasks of verifiers with its own interpreter; envhub/interop/verifiers/link.py starts it.
+"""Plays tasks of verifiers with its own interpreter; envhub/interop/verifiers_taskset.py starts it.
 
 Both directions use lines of JSON. The first input line is the configuration; the answer is
 {"ready": [train, test]}. Later inputs are {"start": episode, "split", "index"}, {"answer": episode,

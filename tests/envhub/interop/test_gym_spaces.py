@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envhub.env import action_text
-from envhub.interop.gym.spaces import (
+from envhub.interop.gym_game import (
     NoText,
     check_actions,
     describe,

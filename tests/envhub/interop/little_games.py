@@ -1,4 +1,4 @@
-"""Small gymnasium environments: `gymnasium:tests.envhub.interop.gym.little_games:NAME-v0`."""
+"""Small gymnasium environments: `gymnasium:tests.envhub.interop.little_games:NAME-v0`."""
 
 import string
 from typing import Any

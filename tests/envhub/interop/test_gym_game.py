@@ -10,7 +10,7 @@ from envhub.env import EnvSpec, StepResult, Style
 from envhub.interop.games import make_spec
 from envhub.interop.texts import SUCCESS_KEYS, reported_truth
 
-LITTLE = "gymnasium:tests.envhub.interop.gym.little_games"
+LITTLE = "gymnasium:tests.envhub.interop.little_games"
 
 
 def spec_of(name: str, options: str = "") -> EnvSpec:

@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, urlsplit, urlunsplit
 
 from playwright.async_api import Error as BrowserError
 from playwright.async_api import Page
@@ -14,7 +14,76 @@ from playwright.async_api import Page
 from envhub.env import EnvFailure
 from envhub.tables import read_table
 from envhub.web.session import WebSession
-from envhub.web.site_tasks import page_functions
+
+CALL = re.compile(r"func:(?P<name>\w+)\((?P<arguments>.*)\)")
+TARGETS = frozenset({"shopping_get_latest_order_url", "reddit_get_post_url"})
+VALUES = frozenset({"gitlab_get_project_memeber_role"})
+ORDER_LINKS = "() => document.querySelector('#my-orders-table a[href*=\"order_id\"]')?.href ?? ''"
+MEMBER_ROLE = """(user) => {
+  const rows = Array.from(document.querySelectorAll('tr'));
+  const row = rows.find((r) => r.querySelector('[data-label="Account"]')
+    ?.innerText.split(/\\s+/).includes('@' + user));
+  return row ? row.querySelector('[data-label="Max role"], .col-max-role')?.innerText ?? '' : '';
+}"""
+
+
+def unsupported(checks: dict) -> str:
+    """Return the name of an unimplemented function in a task's checks; "" if there is none."""
+    for target in checks["program_html"] or ():
+        for text, known in ((target["url"], TARGETS), (target["locator"], VALUES)):
+            if text.startswith("func:"):
+                match = CALL.fullmatch(text.strip())
+                if match is None or match["name"] not in known:
+                    return match["name"] if match else text
+    return ""
+
+
+async def target_url(url: str, session: WebSession) -> str:
+    """Return the address of the page to check; "last" is the agent's current page.
+
+    Raises:
+        ValueError: an unknown function.
+        EnvFailure: a required page does not respond.
+    """
+    if not url.startswith("func:"):
+        return url
+    match = CALL.fullmatch(url)
+    if match is None or match["name"] not in TARGETS:
+        raise ValueError(f"unknown function {url!r}")
+    if match["name"] == "reddit_get_post_url":
+        return reddit_post_url(session.page.url)
+    parts = urlsplit(session.page.url)
+    history = urlunsplit((parts.scheme, parts.netloc, "/sales/order/history/", "", ""))
+    async with session.aside(history) as page:
+        found = await page.evaluate(ORDER_LINKS)
+    if not found:
+        raise EnvFailure("the shop lists no order; check the account in envs.webarena.auth_dir")
+    return found
+
+
+def reddit_post_url(url: str) -> str:
+    """Return the address of the post to which an address belongs, or the address itself.
+
+    A post is at /f/<forum>/<number>/<title>; its comments are below it.
+    """
+    parts = urlsplit(url)
+    words = parts.path.strip("/").split("/")
+    if len(words) >= 3 and words[0] == "f" and words[2].isdigit():
+        return urlunsplit((parts.scheme, parts.netloc, "/" + "/".join(words[:3]) + "/", "", ""))
+    return url
+
+
+async def page_value(locator: str, page: Page) -> str:
+    """Return the value that a check's function reads from a page.
+
+    Raises: ValueError: an unknown function.
+    """
+    match = CALL.fullmatch(locator)
+    if match is None or match["name"] not in VALUES:
+        raise ValueError(f"unknown function {locator!r}")
+    user = re.findall(r"'([^']*)'", match["arguments"])
+    return await page.evaluate(MEMBER_ROLE, user[-1] if user else "")
+
 
 logger = logging.getLogger(__name__)
 OR = " |OR| "
@@ -158,7 +227,7 @@ async def _passes(kind: str, checks: Mapping[str, Any], session: WebSession, ans
 async def _pages_match(targets: Iterable[Mapping[str, Any]], session: WebSession) -> bool:
     """Return whether all pages have their required contents."""
     for target in targets:
-        url = await page_functions.target_url(target["url"], session)
+        url = await target_url(target["url"], session)
         if url == "last":
             text = await _read(session.page, target)
         else:
@@ -181,7 +250,7 @@ async def _read(page: Page, target: Mapping[str, Any]) -> str:
         for action in target.get("prep_actions", ()):
             await page.evaluate(f"() => {{ {action} }}")
         if locator.startswith("func:"):
-            found = await page_functions.page_value(locator, page)
+            found = await page_value(locator, page)
         else:
             found = await page.evaluate(f"() => {locator}")
     except BrowserError as error:
