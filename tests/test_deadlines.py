@@ -45,7 +45,7 @@ ALLOWED = {  # file:function -> why no deadline of its own is needed
     "envhub/interop/mcp_server.py:": "a task of the connection; each request has a deadline",
     "envhub/envs/dataset/functions.py:_watched": "the reply is done",
     "envhub/envs/dataset/grader_process.py:": "the caller has a deadline and ends the process",
-    "envhub/sandbox/apart.py:run_apart": "each caller's coroutine has its own deadline",
+    "envhub/sandbox/interface.py:run_apart": "each caller's coroutine has its own deadline",
     "envhub/sandbox/containers.py:_run": "the process was killed",
     "envhub/hosting/session.py:__aenter__": "the session's step has a deadline",
     "benchmarks/learner/checkpoint.py:": "a checkpoint has the time limit of its wait",

@@ -16,7 +16,7 @@ from common.host.guardian import Guardian
 from common.repository import ROOT
 from envhub.env import UnknownItem
 from envhub.errors import EnvRaised, ServicePaused, WorkerLost
-from envhub.hosting.frames import MAX_FRAME_BYTES, encode_frame, read_frame
+from envhub.hosting.worker_main import MAX_FRAME_BYTES, encode_frame, read_frame
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from common.config.envs import SandboxOptions
-from envhub.sandbox.apart import run_apart
 from envhub.sandbox.cgroup import Cgroup
 from envhub.sandbox.interface import (
     HOME,
@@ -19,6 +18,7 @@ from envhub.sandbox.interface import (
     RefusedBySandbox,
     SandboxFailed,
     SandboxRequest,
+    run_apart,
     work_folder,
 )
 from envhub.sandbox.process import AgentSandbox, Launch, agent_argv, agent_text

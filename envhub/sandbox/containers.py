@@ -17,7 +17,6 @@ from functools import partial
 from typing import IO
 
 from common.config.envs import SandboxOptions
-from envhub.sandbox.apart import run_apart
 from envhub.sandbox.bubblewrap import find_python
 from envhub.sandbox.interface import (
     MIB,
@@ -26,6 +25,7 @@ from envhub.sandbox.interface import (
     RefusedBySandbox,
     SandboxFailed,
     SandboxRequest,
+    run_apart,
 )
 from envhub.sandbox.process import AgentSandbox, Launch, agent_argv
 

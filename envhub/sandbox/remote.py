@@ -12,7 +12,6 @@ import aiohttp
 
 from common.config.envs import SandboxOptions
 from common.http.sessions import open_session
-from envhub.sandbox.apart import run_apart
 from envhub.sandbox.interface import (
     CommandEnd,
     CommandResult,
@@ -21,6 +20,7 @@ from envhub.sandbox.interface import (
     SandboxRequest,
     check_command,
     check_words,
+    run_apart,
 )
 
 GRACE_S = 90.0  # Seconds beyond the time limit of a command in which the server must answer.

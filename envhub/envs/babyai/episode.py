@@ -1,9 +1,13 @@
 """BabyAI levels in text form, with high-level actions."""
 
 import hashlib
+import heapq
 import struct
 import zlib
 from base64 import b64encode
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
 
 from minigrid.envs.babyai.unlock import KeyInBox
 
@@ -13,10 +17,299 @@ from envhub.envs.babyai import actions as act
 from envhub.envs.babyai import levels, text
 from envhub.envs.babyai import scene as sc
 from envhub.envs.babyai.actions import ActionEffect, GridAction
-from envhub.envs.babyai.expert import Expert
 from envhub.envs.babyai.scene import GridScene
-from envhub.envs.babyai.targets import closes_doors
+from envhub.envs.babyai.targets import (
+    DROPPING,
+    OPENING,
+    PICKING_UP,
+    FacingTarget,
+    closes_doors,
+    current_targets,
+)
 from envhub.envs.text_env import TextEnv
+
+# Cost of entering a cell, in primitives. An obstacle costs as much as clearing it.
+COSTS = {sc.FREE: 1, sc.OPEN: 1, sc.GOAL: 1, sc.CLOSED: 2, sc.THING: 15, sc.LOCKED: 40}
+UNLOCK_COST = 2
+UNREACHABLE = 1 << 20
+MAX_ERRANDS = 8
+
+
+def distances(
+    scene: GridScene, target: FacingTarget, *, through_locks: bool = True
+) -> dict[int, int]:
+    """Return for each position the cost of walking to a cell that faces a target cell.
+
+    Without `through_locks` a door whose key is not in hand is a wall.
+    """
+    steps = [sc.delta(scene.stride, heading) for heading in range(4)]
+    heap = [(0, position + s) for position in target.positions for s in steps]
+    heapq.heapify(heap)
+    cost: dict[int, int] = {}
+    while heap:
+        so_far, position = heapq.heappop(heap)
+        if position in cost:
+            continue
+        entering = _cost(scene, position)
+        if entering is None or (not through_locks and _is_locked_without_key(scene, position)):
+            continue
+        cost[position] = so_far
+        for s in steps:
+            if position + s not in cost:
+                heapq.heappush(heap, (so_far + entering, position + s))
+    return cost
+
+
+def _is_locked_without_key(scene: GridScene, position: int) -> bool:
+    return scene.codes[position] == sc.LOCKED and not act.has_key(scene, position)
+
+
+def _cost(scene: GridScene, position: int) -> int | None:
+    """Return the cost of entering a cell; None: it cannot be entered."""
+    code = scene.codes[position]
+    if code == sc.LOCKED and not _is_locked_without_key(scene, position):
+        return UNLOCK_COST
+    return COSTS.get(code)
+
+
+def cheapest_path(scene: GridScene, start: int, cost: dict[int, int]) -> list[int]:
+    """Return the cheapest path from `start`, excluded, to the last cell before the target."""
+    steps = [sc.delta(scene.stride, heading) for heading in range(4)]
+    at = start
+    passed = []
+    while cost.get(at, 0) > 0:
+        at = min(
+            (at + s for s in steps if at + s in cost),
+            key=lambda p: (cost[p] + (_cost(scene, p) or 0), p),
+        )
+        if at in passed:
+            break
+        passed.append(at)
+    return passed
+
+
+def first_errand(
+    scene: GridScene,
+    target: FacingTarget,
+    *,
+    kept_free: frozenset[int] = frozenset(),
+    num_errands: int = 0,
+) -> FacingTarget | None:
+    """Return the target itself, or an errand that must come first; None if there is no way.
+
+    Errands: fetch the key of a locked door, unlock it, carry an object out of the way, and empty
+    the hand before a pickup. An errand may need another one first, up to `MAX_ERRANDS` deep.
+
+    Args:
+        scene: the map.
+        target: the wanted target.
+        kept_free: cells of the paths that this errand serves; nothing is dropped there.
+        num_errands: nesting depth of this errand.
+    """
+    if not target.positions or num_errands > MAX_ERRANDS:
+        return None
+    deeper = num_errands + 1
+    if target.kinds == OPENING:
+        ready = _openable(scene, target)
+        if not ready.positions:
+            keys = [_key_of(scene, door) for door in sorted(target.positions)]
+            # A key may lie behind its own door while another equal key is reachable.
+            return _first_possible(_walled(scene, target.positions), keys, kept_free, deeper)
+        target = ready
+    cost = distances(scene, target)
+    if scene.at not in cost:
+        return None
+    passed = cheapest_path(scene, scene.at, cost)
+    kept = kept_free | frozenset(passed)
+    errand = _obstacle(scene, passed)
+    if errand is None and target.then is not None:
+        passed = _onward(scene, target, passed[-1] if passed else scene.at)
+        kept |= frozenset(passed)
+        errand = _obstacle(scene, passed)
+    if errand is not None:
+        found = first_errand(scene, errand, kept_free=kept, num_errands=deeper)
+        if found is not None or errand.kinds != OPENING:
+            return found
+        # The door cannot be unlocked. Try a path around it.
+        around = _walled(scene, errand.positions)
+        return first_errand(around, target, kept_free=kept_free, num_errands=deeper)
+    if target.kinds == PICKING_UP and scene.carrying is not None:
+        return _drop_beside(scene, target, kept)
+    return target
+
+
+def _first_possible(
+    scene: GridScene, errands: list[FacingTarget], kept_free: frozenset[int], num_errands: int
+) -> FacingTarget | None:
+    """Return the first errand that can be done; None if there is none."""
+    found = (
+        first_errand(scene, errand, kept_free=kept_free, num_errands=num_errands)
+        for errand in errands
+    )
+    return next((errand for errand in found if errand is not None), None)
+
+
+def _walled(scene: GridScene, positions: frozenset[int]) -> GridScene:
+    """Return the scene with walls at these positions."""
+    codes = scene.codes.copy()
+    for position in positions:
+        codes[position] = sc.WALL
+    return replace(scene, codes=codes)
+
+
+def _openable(scene: GridScene, target: FacingTarget) -> FacingTarget:
+    """Return the target without doors that cannot be opened."""
+    return FacingTarget(
+        frozenset(p for p in target.positions if not _is_locked_without_key(scene, p)), OPENING
+    )
+
+
+def _onward(scene: GridScene, target: FacingTarget, standing: int) -> list[int]:
+    """Return the path from the pickup of an object to its destination."""
+    assert target.then is not None
+    steps = [sc.delta(scene.stride, heading) for heading in range(4)]
+    picked = next((standing + s for s in steps if standing + s in target.positions), standing)
+    codes = scene.codes.copy()
+    codes[picked] = sc.FREE
+    without = replace(scene, codes=codes)
+    cost = distances(without, target.then)
+    return cheapest_path(without, standing, cost) if standing in cost else []
+
+
+def _obstacle(scene: GridScene, passed: list[int]) -> FacingTarget | None:
+    """Return the errand for the first obstacle on a path; None if it is clear."""
+    for position in passed:
+        code = scene.codes[position]
+        if code == sc.THING:
+            return FacingTarget(frozenset({position}), PICKING_UP)
+        if code == sc.LOCKED:
+            return FacingTarget(frozenset({position}), OPENING)
+    return None
+
+
+def _key_of(scene: GridScene, door: int) -> FacingTarget:
+    """Return the errand for the key of a door: the key itself, or a box that may contain it."""
+    key = (scene.things[door][0], "key")
+    places = frozenset(p for p, thing in scene.things.items() if thing == key)
+    if not places and scene.opens_boxes:
+        boxes = frozenset(p for p, (_, kind) in scene.things.items() if kind == "box")
+        return FacingTarget(boxes, (ActionEffect.TOGGLE,))
+    return FacingTarget(places, PICKING_UP, then=FacingTarget(frozenset({door}), OPENING))
+
+
+def _drop_beside(scene: GridScene, target: FacingTarget, kept_free: frozenset[int]) -> FacingTarget:
+    """Return the cells to drop the carried object on, away from paths and doors."""
+    steps = [sc.delta(scene.stride, heading) for heading in range(4)]
+    before_doors = {
+        position + s
+        for position in scene.things
+        if scene.codes[position] in sc.DOOR_STATE
+        for s in steps
+    }
+    wanted = target.then.positions if target.then is not None else frozenset()
+    free = {p for p, code in enumerate(scene.codes) if code == sc.FREE and p not in kept_free}
+    for unwanted in (wanted | before_doors, before_doors, frozenset()):
+        if free - unwanted:
+            return FacingTarget(frozenset(free - unwanted), DROPPING)
+    return FacingTarget(frozenset(), DROPPING)
+
+
+MAX_EXPANSIONS = 48
+PRIMITIVES_PER_ACTION = 3.0  # Estimated primitives of one action, for the search heuristic.
+
+
+class Expert:
+    """Chooses actions for one level. It keeps its plan while the state matches the plan.
+
+    A search of at most `MAX_EXPANSIONS` scenes bounds the time of a decision. If no target is
+    found, the expert walks to the nearest scene of the search from which no earlier plan began.
+    This rules out endless circles.
+    """
+
+    def __init__(self, level) -> None:
+        self._level = level
+        self._plan: deque[tuple[tuple, str]] = deque()  # Pairs (state before, action).
+        self._visited: set[tuple] = set()
+
+    def choose(self, scene: GridScene, by_name: Mapping[str, GridAction]) -> str | None:
+        """Return the name of the next action in `scene`; None if no plan exists."""
+        here = _key(scene)
+        if not self._plan or self._plan[0][0] != here or self._plan[0][1] not in by_name:
+            self._plan = self._make_plan(scene)
+        if not self._plan:
+            return None
+        return self._plan.popleft()[1]
+
+    def _make_plan(self, scene: GridScene) -> deque[tuple[tuple, str]]:
+        """Return the planned actions, each with its state before; empty: there is no plan."""
+        wanted = current_targets(self._level, scene)
+        targets = [t for t in (first_errand(scene, w) for w in wanted) if t is not None]
+        if any(w.kinds in (PICKING_UP, DROPPING) for w in wanted):
+            # Only one part at a time: the parts would compete for the one hand.
+            targets = targets[:1]
+        self._visited.add(_key(scene))
+        if not targets:
+            return deque()
+        return deque(search(scene, targets, self._visited))
+
+
+def _key(scene: GridScene) -> tuple:
+    """Return the planner's key of a scene, unique within an episode."""
+    return scene.at, scene.heading, scene.carrying, bytes(scene.codes)
+
+
+def finishes(scene: GridScene, action: GridAction, target: FacingTarget) -> bool:
+    """Return whether one of an action's primitives meets the target."""
+    if target.kinds:
+        return action.kind in target.kinds and action.position in target.positions
+    passed = act.poses(scene, action)
+    return any(at + sc.delta(scene.stride, h) in target.positions for at, h in passed)
+
+
+def search(
+    scene: GridScene, targets: list[FacingTarget], visited: set[tuple]
+) -> list[tuple[tuple, str]]:
+    """Return the actions to a target, or to the nearest scene, each with the state before it.
+
+    Weighted best-first search; ties go to fewer primitives, then to the order of the action list.
+    """
+    ranges = [distances(scene, target, through_locks=False) for target in targets]
+
+    def remaining(at: int) -> int:
+        """Return the cost of the way to the nearest target."""
+        return min(r.get(at, UNREACHABLE) for r in ranges)
+
+    counter = 0
+    start = (_key(scene), scene, [])
+    frontier = [(remaining(scene.at) / PRIMITIVES_PER_ACTION, 0, counter, start)]
+    seen_states = {start[0]}
+    best = (UNREACHABLE, [])
+    for _ in range(MAX_EXPANSIONS):
+        if not frontier:
+            break
+        _, num_primitives, _, (state, here, path) = heapq.heappop(frontier)
+        if path and state not in visited:
+            best = min(best, (remaining(here.at), path), key=lambda b: b[0])
+        objects, _ = sc.see(here)
+        options = act.list_actions(here, objects)
+        final = [a for a in options if any(finishes(here, a, t) for t in targets)]
+        if final:
+            return [*path, (state, min(final, key=lambda a: len(a.primitives)).name)]
+        for action in options:
+            if action.kind not in (ActionEffect.MOVE, ActionEffect.TOGGLE_THROUGH):
+                continue
+            following = act.after(here, action)
+            key = _key(following)
+            if key in seen_states:
+                continue
+            seen_states.add(key)
+            counter += 1
+            total = num_primitives + len(action.primitives)
+            guess = len(path) + 1 + remaining(following.at) / PRIMITIVES_PER_ACTION
+            step = (key, following, [*path, (state, action.name)])
+            heapq.heappush(frontier, (guess, total, counter, step))
+    return best[1]
+
 
 # minigrid's step count lowers the reward and truncates episodes. Here the caller limits the turns.
 ENDLESS_STEPS = 1_000_000_000

@@ -8,7 +8,7 @@ import pytest
 
 from envhub.catalogue.registry import Registry
 from envhub.env import EnvFailure, EnvSpec, Isolation
-from envhub.hosting.placement import EpisodeFactory
+from envhub.hosting.sessions import EpisodeFactory
 from tests.envhub.agentgym.agentgym_stubs import Counted, Stub
 from tests.envhub.agentgym.driving import drive, made, opened, spec_of, stop
 

@@ -14,8 +14,7 @@ from fastapi import FastAPI, WebSocket
 from common.config.env import RemoteOptions
 from common.errors import ConfigError
 from envhub.env import EnvFailure, EnvSpec, Style
-from envhub.interop.openenv_remote import OpenEnvEpisode, make_spec
-from envhub.interop.openenv_socket import OpenEnvClosed, OpenEnvFailure
+from envhub.interop.openenv_remote import OpenEnvClosed, OpenEnvEpisode, OpenEnvFailure, make_spec
 from tests.envhub.agentgym.agentgym_clients import DIRECT, native_spec, serve_app, serve_envs
 
 T = TypeVar("T")

@@ -9,9 +9,8 @@ import pytest
 
 from common.config.envs import EnvsSection
 from envhub.env import EnvFailure, Style
-from envhub.envs.sqlgym import database
 from envhub.envs.sqlgym.env import make_spec
-from envhub.envs.sqlgym.generated import questions
+from envhub.envs.sqlgym.generated import image, questions
 from envhub.envs.sqlgym.memory import MEMORY, SharedMemory
 from envhub.envs.sqlgym.query import Database, StatementLimits, open_image, rows_of
 from tests.configs import edited
@@ -70,7 +69,7 @@ def test_session_without_memory_waits_for_the_running_statement(spec, is_known):
     played(spec, "easy-test-0", Style.COMPACT)
     if not is_known:  # The worker plays its first item of a split.
         questions.cache_clear()
-        database.image.cache_clear()
+        image.cache_clear()
     with ThreadPoolExecutor(3) as threads, filled_by_another(threads) as may_end:
         opened = threads.submit(played, spec, "easy-test-0", Style.COMPACT)
         assert is_waiting(opened)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError
-from envhub.envs.terminal.settings import (
+from envhub.envs.terminal.tasks import (
     BENCH_FIELDS,
     HARBOR_FIELDS,
     Healthcheck,

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from envhub.envs.dataset.judges.store import Answer, JudgeStore
+from envhub.envs.dataset.judges.judge import Answer, JudgeStore
 
 
 def test_totals_of_two_processes_share_one_limit(tmp_path: Path) -> None:
