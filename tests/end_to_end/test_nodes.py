@@ -20,7 +20,7 @@ from tests.end_to_end.runs import Run, balances
 from tests.scheduler.builders import make_config
 from tests.scheduler.members.scheduler_rig import running
 from tools.dashboard.reading.run_source import RunSource
-from tools.dashboard.web.fleet import fleet
+from tools.dashboard.web.views import fleet
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1500)]
 

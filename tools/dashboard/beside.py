@@ -1,27 +1,65 @@
-"""Processes beside a run: the exporter of its metrics, and the copies to a store."""
+"""Processes beside a run: the dashboard, the exporter of metrics, and the copies to a store."""
 
+import contextlib
 import logging
 import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 from common.config.run_config import RunConfig
+from common.errors import ConfigError
 from common.host.child_process import ChildProcess, describe_exit
+from common.host.guardian import Guardian
 from common.host.loopback import loopback
 from common.repository import ROOT
 from common.store.run_dir import RunDir, write_atomically
 from common.wire.addresses import is_loopback
-from tools.dashboard.web.server import listen
+from tools.dashboard.web.server import listen, url_of
 
 logger = logging.getLogger(__name__)
 
+STOP_S = 3.0
 FIRST_PAUSE_S = 1.0  # Seconds until the first restart. They double with each quick failure.
 MAX_PAUSE_S = 60.0
 CALM_S = 60.0  # A process that ran for this long restarts with the first pause.
 TOKEN = "metrics_token"
+
+
+@contextlib.contextmanager
+def run_dashboard(run_dir: RunDir, *, root: Path, echo: Callable[[str], None]) -> Generator[None]:
+    """Serve the dashboard of a run during the context. A failure is only logged.
+
+    Args:
+        root: folder of `run.py`.
+        echo: receives the page's address.
+    """
+    guardian = child = None
+    log = run_dir.logs / "dashboard.log"
+    try:
+        guardian = Guardian()
+        # Binding in this process gives the address at once.
+        with listen(loopback(), "") as listener:
+            fd = listener.fileno()
+            name = "dashboard"
+            where = f"run.dir={run_dir.root.parent}"
+            words = [name, run_dir.root.name, where, f"fd={fd}", f"host={loopback()}"]
+            argv = [sys.executable, str(root / "run.py"), *words]
+            child = ChildProcess(name, argv, log_path=log, pass_fds=[fd], guardian=guardian)
+            echo(f"dashboard: {url_of(listener, '')}")
+    except (OSError, ConfigError) as error:
+        logger.warning("dashboard not started reason=%s", error)
+    try:
+        yield
+    finally:
+        if child is not None:
+            if code := child.poll():
+                logger.warning("dashboard process ended exit=%s log=%s", describe_exit(code), log)
+            child.stop(timeout_s=STOP_S)
+        if guardian is not None:
+            guardian.close()
 
 
 class SideProcess:

@@ -1,10 +1,12 @@
-"""The state of a run in one line: finished, stopped, or its current activity."""
+"""The state of a run in text, its probes for supervisors, and estimates of its durations."""
 
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from actor.engine.startup_history import StartupHistory
+from common.config.model import ModelSection
 from common.config.run_config import RunConfig
 from common.cpu import cpu_seconds
 from common.host.lock import is_held
@@ -17,7 +19,39 @@ from tools.dashboard.run_view import SILENT_S, WINDOW_STEPS, RunView
 from tools.dashboard.verdict import judge
 from tools.dashboard.words import ledger_line, plain, status_line
 
+HUNG_S = 60.0  # Maximum age of launch.json. The launcher writes it several times a second.
+KINDS = ("actor", "learner", "scheduler", "envhub")
 GOES_ON = "the same command resumes the run"
+
+
+def why_not_live(run_dir: RunDir) -> str:
+    """Return why a run must be restarted; "" if it is live or finished."""
+    if run_dir.finished.exists():
+        return ""
+    if not is_held(run_dir.root):
+        return "no launcher process supervises the run"
+    try:
+        silent_s = time.time() - run_dir.launch.stat().st_mtime
+    except FileNotFoundError:  # The run has just begun.
+        return ""
+    if silent_s <= HUNG_S:
+        return ""
+    return f"the launcher hangs: it last wrote launch.json {silent_s:.0f} s ago"
+
+
+def why_not_ready(run_dir: RunDir, view: RunView) -> str:
+    """Return why a run does no work at the moment; "" if it works or is finished."""
+    if run_dir.finished.exists():
+        return ""
+    if view.stop_in_s is not None:
+        return "the run is stopping"
+    if view.silent_s is None or view.silent_s > SILENT_S:
+        return "the scheduler does not write status.json"
+    if view.starting:
+        return f"roles are starting: {', '.join(sorted(view.starting))}"
+    if not view.status.actors:
+        return "no actor has joined the run"
+    return why_not_live(run_dir)
 
 
 def state_line(run_dir: RunDir, view: RunView) -> str:
@@ -97,3 +131,49 @@ def stop_line(run_dir: RunDir, step: int) -> str:
         last = "no checkpoint" if saved is None else f"the last checkpoint at step {saved}"
         return f"stopped at step {step} with {last}; {GOES_ON} and repeats the later steps"
     return f"stopped with a checkpoint at step {saved}; {GOES_ON}"
+
+
+def start_of(role: str, model: ModelSection) -> str:
+    """Return the key of a role's start in `StartupHistory`; the model is a part of it."""
+    kind = next((kind for kind in KINDS if role.startswith(kind)), role)
+    return f"{kind} {model.path} {model.dtype}"
+
+
+class EtaEstimator:
+    """Measures startup times and phase progress of a run, and supplies them to the displays."""
+
+    def __init__(self, model: ModelSection, *, usual: StartupHistory | None = None) -> None:
+        self._model, self._usual = model, usual or StartupHistory()
+        self._starting: dict[str, float] = {}
+        self._known: dict[str, float] = {}
+        self._phase: tuple[str, int] = ("", 0)  # Name and total number of episodes.
+        # Time of the first observation of the phase, and the episodes done then.
+        self._began: tuple[float, int] = (0.0, 0)
+
+    def observe(self, view: RunView) -> None:
+        """Record the roles that finished starting, and the current phase."""
+        known = {each.name for each in view.status.actors if each.last_seen_s is not None}
+        if view.status.learner.last_seen_s is not None:
+            known.add("learner")  # The launcher's name of this role.
+        for role in (set(self._starting) - set(view.starting)) & known:
+            self._usual.note(start_of(role, self._model), self._starting[role])
+        for role in set(view.starting) - set(self._starting):
+            self._known.pop(role, None)
+            if (usual_s := self._usual.seconds(start_of(role, self._model))) is not None:
+                self._known[role] = round(usual_s, 1)
+        self._starting = dict(view.starting)
+        phase = (view.status.phase, view.status.num_total)
+        if phase != self._phase:
+            self._phase = phase
+            self._began = (time.time(), view.status.num_done)
+
+    def as_dict(self) -> Mapping[str, Any]:
+        """Return the known fields of a `LaunchState`."""
+        usual_s = {role: self._known[role] for role in self._starting if role in self._known}
+        began, done = self._began
+        return {
+            "usual_s": usual_s,
+            "phase": self._phase[0],
+            "phase_began_at": began,
+            "phase_done": done,
+        }

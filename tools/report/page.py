@@ -16,9 +16,7 @@ from common.errors import WireError
 from common.text import html_text
 from tools.dashboard.reading.run_source import RunSource
 from tools.dashboard.web.app import STATIC
-from tools.dashboard.web.fleet import fleet
-from tools.dashboard.web.overview import compare, drawn_names, overview
-from tools.dashboard.web.results import samples
+from tools.dashboard.web.views import compare, drawn_names, fleet, overview, samples
 
 MAX_EPISODES_BYTES = 8 << 20  # Maximum size of all sample episodes of a page.
 POLICY = (

@@ -8,8 +8,7 @@ from common.errors import WireError
 from common.store.run_dir import RunDir
 from learner.wandb_sink import COLUMNS, WandbSink
 from tools.dashboard.reading.run_source import RunSource
-from tools.dashboard.web.overview import charts
-from tools.dashboard.web.results import evaluations, samples
+from tools.dashboard.web.views import charts, evaluations, samples
 from tools.dashboard.words import plain
 
 MAX_ROWS = 30

@@ -17,12 +17,10 @@ from tools.cli.command_line import parse
 from tools.dashboard.reading.sources import SourceRefresher, Sources
 from tools.dashboard.run_state import details
 from tools.dashboard.run_view import view_run
-from tools.dashboard.web.access import AccessMiddleware
-from tools.dashboard.web.app import STATIC, make_app
-from tools.dashboard.web.fleet import slots
-from tools.dashboard.web.overview import flat_config, pools
+from tools.dashboard.web.app import STATIC, AccessMiddleware, make_app
 from tools.dashboard.web.play import PATH, EpisodeReply
 from tools.dashboard.web.server import dashboard, listen
+from tools.dashboard.web.views import flat_config, pools, slots
 from tools.dashboard.words import status_line
 
 MAX_PAGE_BYTES = 300_000

@@ -25,8 +25,7 @@ from tools.dashboard.reading.journal_index import MIN_ROWS
 from tools.dashboard.reading.rows import FLOATS, INTS, NAMES, EpisodeRows, find, page
 from tools.dashboard.reading.run_source import RunSource
 from tools.dashboard.reading.sources import ConversationFile, Sources, find_run, open_source
-from tools.dashboard.web.overview import overview
-from tools.dashboard.web.results import samples
+from tools.dashboard.web.views import overview, samples
 
 NUM_MANY = 100_000
 

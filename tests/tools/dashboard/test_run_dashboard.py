@@ -13,7 +13,7 @@ import pytest
 
 from common.repository import ROOT
 from tests.tools.dashboard.runs import make_run
-from tools.dashboard.web.run_dashboard import run_dashboard
+from tools.dashboard.beside import run_dashboard
 
 
 def _runs(url: str) -> list[str]:

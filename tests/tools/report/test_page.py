@@ -13,8 +13,7 @@ from common.repository import ROOT
 from learner.journal.files import list_segments
 from tests.tools.dashboard.runs import append, episode, make_run
 from tools.cli.command_line import parse
-from tools.dashboard.web.overview import horizon_marks
-from tools.dashboard.web.results import MIN_SAMPLES, pooled_score, samples
+from tools.dashboard.web.views import MIN_SAMPLES, horizon_marks, pooled_score, samples
 from tools.report.command import read_run, report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")

@@ -26,7 +26,6 @@ from tools.dashboard.reading.rows import EpisodeRows
 
 logger = logging.getLogger(__name__)
 
-
 MAX_PROBLEMS = 50  # Maximum number of stored messages. Further problems are only counted.
 IN_FLIGHT = "in_flight"
 EVALUATED = "evaluated"

@@ -19,7 +19,6 @@ from tools.exchange.agent_traj import Conversation, read_conversations
 
 logger = logging.getLogger(__name__)
 
-
 MAX_RUNS = 200  # Maximum number of runs of a folder. The newest runs are kept.
 RUN_FILES = ("config.yaml", "journal", "metrics.jsonl")
 PARTS = ("eval", "sft", "dpo", "evolve", "iteration-*")  # Folders of commands within a run's.

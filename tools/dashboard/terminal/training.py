@@ -15,13 +15,18 @@ from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.text import counted
 from tools.dashboard import beside
-from tools.dashboard.beside import SideProcess
+from tools.dashboard.beside import SideProcess, run_dashboard
 from tools.dashboard.live import LiveDisplay
-from tools.dashboard.pace import EtaEstimator
-from tools.dashboard.probe import why_not_live, why_not_ready
-from tools.dashboard.run_state import copy_line, details, state_line, stop_line
+from tools.dashboard.run_state import (
+    EtaEstimator,
+    copy_line,
+    details,
+    state_line,
+    stop_line,
+    why_not_live,
+    why_not_ready,
+)
 from tools.dashboard.run_view import RunView, view_run
-from tools.dashboard.web.run_dashboard import run_dashboard
 from tools.dashboard.web.server import url_of
 from tools.launch.base import Ending, LaunchState
 

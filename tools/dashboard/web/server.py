@@ -108,8 +108,7 @@ def serve(
 ) -> None:
     """Answer requests until a signal ends the server."""
     from tools.dashboard.reading.sources import SourceRefresher
-    from tools.dashboard.web.access import AccessMiddleware
-    from tools.dashboard.web.app import make_app
+    from tools.dashboard.web.app import AccessMiddleware, make_app
     from tools.dashboard.web.play import PATH
 
     watch = SourceRefresher(sources)
