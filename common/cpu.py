@@ -14,9 +14,8 @@ from common.ids import process_of
 from common.memory import descendants
 from common.stall.report import read_activity
 from common.store.disk import if_room
-from common.store.run_dir import RunDir, write_json
-from common.store.status.json_files import as_map, json_object
-from common.store.status.members import members_of
+from common.store.members import members_of
+from common.store.run_dir import RunDir, as_map, json_object, write_json
 
 SAMPLE_S = 5.0  # Seconds between two samples. Each sample queries every process of the run.
 Key = tuple[int, float]  # Process id and creation time of a process.

@@ -47,6 +47,13 @@ def segments_of(trajectory: Trajectory) -> list[slice]:
     return [slice(a, b) for a, b in zip(starts, [*starts[1:], num_tokens], strict=True)]
 
 
+def num_rows(trajectory: Trajectory) -> int:
+    """Return the number of training rows; the prompt after the last turn is none of them."""
+    parts = segments_of(trajectory)
+    has_end = len(parts) > 1 and not trajectory.loss_mask[parts[-1]].any()
+    return len(parts) - has_end
+
+
 def as_rows(trajectory: Trajectory) -> list[Trajectory]:
     """Return each segment as a one-segment trajectory. Fields of the episode are unchanged.
 

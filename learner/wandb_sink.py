@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from common.config.load import without_secrets
 from common.config.log import WandbMode
 from common.config.run_config import RunConfig
-from common.store.run_dir import RunDir, write_atomically
-from common.store.status.json_files import as_map
+from common.store.run_dir import RunDir, as_map, write_atomically
 from learner.wandb_mode import choose_mode
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from common.host.loopback import loopback
 from common.stall.beacon import beacon_of
 from common.store.disk import POLL_S as ROOM_POLL_S
 from common.store.disk import DiskFull, RoomWait, if_room
-from common.store.run_dir import RunDir, cut_head, write_atomically, write_json
-from common.store.status.json_files import json_object
+from common.store.run_dir import RunDir, cut_head, json_object, write_atomically, write_json
 from common.wire.access.lease_mac import lease_key, marked
 from common.wire.addresses import WILDCARDS, bracketed
 from common.wire.messages import (

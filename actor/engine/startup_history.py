@@ -5,8 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from actor.engine.cache import cache_folder
-from common.store.run_dir import write_json
-from common.store.status.json_files import as_map, json_object
+from common.store.run_dir import as_map, json_object, write_json
 
 MAX_KNOWN = 500  # Kinds of start; the oldest are removed.
 WEIGHT = 0.5  # Weight of the newest duration in the mean.

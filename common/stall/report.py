@@ -9,8 +9,8 @@ import psutil
 from pydantic import TypeAdapter, ValidationError
 
 from common.stall.beacon import MonitoredWork, boot_id
+from common.store.members import hub_text
 from common.store.run_dir import RunDir
-from common.store.status.members import hub_text
 from common.text import counted
 
 LEARNER = "learner"

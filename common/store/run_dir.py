@@ -224,3 +224,16 @@ def read_json(path: Path, kinds: Mapping[str, type], *, remedy: str) -> dict[str
 def write_json(path: Path, value: object, *, indent: int | None = 2) -> None:
     """Replace a JSON file atomically. Without indent it is one line, and ten times as fast."""
     write_atomically(path, json.dumps(value, indent=indent, sort_keys=True) + "\n")
+
+
+def as_map(found: object) -> dict[str, Any]:
+    """Return a JSON object unchanged, {} for any other value."""
+    return cast(dict[str, Any], found) if isinstance(found, dict) else {}
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, {} if the file is missing or has another content."""
+    try:
+        return as_map(json.loads(path.read_bytes()))
+    except (OSError, ValueError):
+        return {}

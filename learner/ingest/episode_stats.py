@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from common.ids import subset_of
-from common.segments import as_rows
+from common.segments import num_rows
 from common.wire.messages import EndReason, Trajectory
 
 
@@ -43,7 +43,7 @@ class EpisodeStats:
             "episodes/repaired_texts_mean": trajectory.num_repaired_texts,
             "episodes/invalid_frac": trajectory.num_invalid_actions,
             "episodes/tokens_mean": len(trajectory.token_ids),
-            "episodes/segments_mean": len(as_rows(trajectory)),
+            "episodes/segments_mean": num_rows(trajectory),
             "episodes/generate_s_mean": trajectory.generate_s,
             "episodes/env_s_mean": trajectory.env_s,
             "episodes/wall_s_mean": trajectory.wall_s,

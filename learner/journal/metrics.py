@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from common.store.disk import AppendFile, if_room, with_room
-from common.store.run_dir import RunDir, write_atomically
-from common.store.status.json_files import json_object
+from common.store.run_dir import RunDir, json_object, write_atomically
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import numpy as np
 from common.config.learner import LearnerSection, OptimizerKind, Precision
 from common.errors import ConfigError
 from common.host.machine import has_bf16_units
-from common.store.status.json_files import json_object
+from common.store.run_dir import json_object
 from learner.policy.model_shape import weight_entries, weight_files
 
 SAMPLED = 1 << 10  # Numbers of each matrix that the rule reads.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from common.store.status.members import node_lines
+from common.store.members import node_lines
 from learner.journal.journal import read_journal
 from tests.configs import edited
 from tests.end_to_end.nodes import Network, Node, why_not

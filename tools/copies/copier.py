@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass, field
 
 from common.errors import ConfigError, WireError
 from common.store.disk import if_room
-from common.store.run_dir import RunDir, write_json
-from common.store.status.json_files import json_object
+from common.store.run_dir import RunDir, json_object, write_json
 from learner.journal.files import JournalPosition, open_segment, synced_end
 from tools.copies import manifest as manifests
 from tools.copies.capture import CapturedFile, RunCapture, SourceChanged, capture

@@ -17,9 +17,8 @@ from prometheus_client.registry import Collector
 
 from common.cpu import cpu_seconds
 from common.host.lock import is_held
-from common.store.run_dir import RunDir
-from common.store.status.json_files import as_map, json_object
-from common.store.status.members import members_of
+from common.store.members import members_of
+from common.store.run_dir import RunDir, as_map, json_object
 from envhub.http.exposition import CONTENT_TYPE, MetricsPage, counter, gauge
 from learner.journal.metrics import MetricsLine, copy_state, tail_metrics
 

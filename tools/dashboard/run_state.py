@@ -10,10 +10,9 @@ from common.config.model import ModelSection
 from common.config.run_config import RunConfig
 from common.cpu import cpu_seconds
 from common.host.lock import is_held
-from common.store.run_dir import RunDir
+from common.store.members import node_lines
+from common.store.run_dir import RunDir, as_map, json_object
 from common.store.run_start import load_finished
-from common.store.status.json_files import as_map, json_object
-from common.store.status.members import node_lines
 from learner.journal.metrics import copy_state, tail_metrics
 from tools.dashboard.run_view import SILENT_S, WINDOW_STEPS, RunView
 from tools.dashboard.verdict import judge

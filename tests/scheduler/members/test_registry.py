@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from common.store.status.members import hub_text
+from common.store.members import hub_text
 from common.wire.messages import (
     Goodbye,
     Heartbeat,

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from common.store.run_dir import RunDir
-from common.store.status.json_files import as_map
+from common.store.run_dir import RunDir, as_map
 from tools.dashboard.reading.rows import EpisodeRows
 
 LAST_BYTES = 4096

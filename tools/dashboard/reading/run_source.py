@@ -11,8 +11,7 @@ from common.config.actor import AgentFormat
 from common.errors import ConfigError, WireError
 from common.host.lock import is_held
 from common.repository import ROOT
-from common.store.run_dir import RunDir
-from common.store.status.json_files import as_map, json_object
+from common.store.run_dir import RunDir, as_map, json_object
 from tools.dashboard.reading.episode import (
     Texts,
     TokenIdDecoder,

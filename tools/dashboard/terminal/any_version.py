@@ -13,7 +13,7 @@ from common.config.model import ModelSection
 from common.config.run import RunSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.store.status.json_files import as_map
+from common.store.run_dir import as_map
 from tools.cli.command_line import ParsedCommand
 from tools.cli.requested import load_joined, own_config
 

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-from common.store.status.json_files import as_map
+from common.store.run_dir import as_map
 from common.text import counted
 
 
