@@ -1,18 +1,95 @@
-"""The command `report`: writes the page of one run, or one page that compares several runs."""
+"""The command `report`: the dashboard's page as one file, for one run or several side by side.
 
+The page shows runs without a server: its scripts read the server's answers from the element
+`answers`. A content security policy forbids the page to load any other resource.
+"""
+
+import base64
+import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
-from common.errors import ConfigError
+from common.errors import ConfigError, WireError
 from common.store.run_dir import write_atomically
+from common.text import html_text
 from tools.cli.command_line import ParsedCommand
 from tools.dashboard.reading.run_source import RunSource
 from tools.dashboard.reading.sources import open_source
+from tools.dashboard.web.app import STATIC
+from tools.dashboard.web.views import compare, drawn_names, fleet, overview, samples
 from tools.dashboard.words import plain
-from tools.report.page import render
 
+MAX_EPISODES_BYTES = 8 << 20  # Maximum size of all sample episodes of a page.
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline';"
+    " img-src data:; base-uri 'none'; form-action 'none'"
+)
+AS_IN_SCRIPTS = "!*'()"  # Characters that `encodeURIComponent` leaves unescaped, unlike `quote`.
+_IMPORT = re.compile(r'"\./([\w-]+\.js)"')
 USAGE = "report RUN [RUN ...] [to=FILE]"
 NAMES_SHOWN = 3  # Maximum number of run names in a file name.
+
+
+def render(runs: Sequence[RunSource], *, title: str) -> str:
+    """Return the page over runs that were read completely."""
+    answers: dict[str, Any] = {"api/runs": [run.summary() for run in runs]}
+    for run in runs:
+        answers |= _answers(run, max_bytes=MAX_EPISODES_BYTES // len(runs))
+    answers["api/compare"] = compare(runs)
+    # A "<" in a run's text must not end the element.
+    content = json.dumps(answers, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    styles = "".join(_text(path) for path in ("vendor/uPlot.min.css", "style.css"))
+    modules = {path.name: _module(path) for path in sorted(STATIC.glob("*.js"))}
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f'<title>{html_text(title)}</title><link rel="icon" href="data:,">'
+        f"<style>{styles}</style></head>{_body()}"
+        f'<script type="application/json" id="answers">{content}</script>'
+        f"<script>{_text('vendor/uPlot.iife.min.js')}</script>"
+        f'<script type="importmap">{json.dumps({"imports": modules})}</script>'
+        '<script type="module">import "main.js";</script></html>\n'
+    )
+
+
+def _answers(run: RunSource, *, max_bytes: int) -> dict[str, Any]:
+    """Return the server's answers about a run, by request path."""
+    path = f"api/run/{quote(run.name, safe=AS_IN_SCRIPTS)}"
+    shown = overview(run)
+    drawn = drawn_names(run.metrics.columns)
+    found = {path: shown, f"{path}/metrics": run.metrics.series(drawn), f"{path}/fleet": fleet(run)}
+    rows: list[dict[str, Any]] = []
+    for row in samples(run.rows):
+        try:
+            episode = run.episode(row["id"])
+        except WireError as error:
+            shown["problems"].append(f"{row['id']}: {error}")
+            continue
+        max_bytes -= len(json.dumps(episode["segments"]))
+        if max_bytes > 0:
+            rows.append(row)
+            found[f"{path}/episode?id={row['id']}"] = episode
+    return {**found, f"{path}/episodes": {"rows": rows}}
+
+
+def _text(name: str) -> str:
+    """Return a file of the dashboard's page."""
+    return (STATIC / name).read_text(encoding="utf-8")
+
+
+def _body() -> str:
+    """Return the body of the dashboard's page."""
+    return "<body>" + _text("index.html").partition("<body>")[2].rpartition("</html>")[0]
+
+
+def _module(path: Path) -> str:
+    """Return a script as a data URL; its imports resolve through the page's import map."""
+    source = _IMPORT.sub(r'"\1"', path.read_text(encoding="utf-8"))
+    return "data:text/javascript;base64," + base64.b64encode(source.encode()).decode()
 
 
 def report(request: ParsedCommand, *, root: Path, echo: Callable[[str], None]) -> int:

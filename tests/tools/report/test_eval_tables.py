@@ -14,7 +14,7 @@ from tests.learner.journal.test_journal import make_trajectory
 from tools.evaluate.intervals import wilson_interval
 from tools.evaluate.scores import ItemPlays, all_scores, pass_at, scores
 from tools.evaluate.table import as_markdown
-from tools.report.curve import eval_curve
+from tools.report.results import eval_curve, read_totals
 
 
 def item(name: str, marks: str, *, env: str = "textcraft", subset: str = "depth1") -> ItemPlays:
@@ -125,7 +125,7 @@ def test_curve_reports_success_and_versions_per_evaluation(tmp_path: Path) -> No
     play("eval-step-2-model/0", [2, 2], solved=True)  # played again
     play("eval-before-model/0", [0, 0], solved=True)
     writer.close()
-    early, late = eval_curve(tmp_path)
+    early, late = eval_curve(read_totals(tmp_path))
     assert (early.step, early.num, early.num_failed, early.success) == (2, 1, 0, 1.0)
     assert (late.step, late.num, late.num_failed, late.success) == (4, 2, 1, 0.5)
     assert (late.first_version, late.last_version) == (4, 6)

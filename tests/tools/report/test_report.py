@@ -19,9 +19,14 @@ from common.text import html_text
 from common.wire.messages import EndReason, EpisodeKind, Trajectory
 from learner.journal.journal import JournalWriter
 from tests.learner.journal.test_journal import make_trajectory
-from tools.report.model import Report, SubsetScore
-from tools.report.results import HeldOutEpisode, paired_gain, score
-from tools.report.write import write_report
+from tools.report.results import (
+    HeldOutEpisode,
+    Report,
+    SubsetScore,
+    paired_gain,
+    score,
+    write_report,
+)
 
 
 def play(index: int, *, is_success: bool, subset: str = "a") -> HeldOutEpisode:

@@ -129,7 +129,7 @@ class TerminalObserver:
 def _report(cfg: RunConfig, run_dir: RunDir, *, wall_s: float, peak_memory_bytes: int) -> None:
     """Write the report of a finished run, mark the run as finished, and print the paths."""
     from common.store.run_start import mark_finished
-    from tools.report.write import summary, write_report
+    from tools.report.results import summary, write_report
 
     report = write_report(run_dir, cfg, wall_s=wall_s, peak_memory_bytes=peak_memory_bytes)
     num_steps = _view(cfg, run_dir).num_steps
