@@ -10,10 +10,10 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from common.store.status.json_files import as_map, json_object
-from common.store.status.members import members_of
 
 from common.cpu import cpu_seconds
+from common.store.members import members_of
+from common.store.run_dir import as_map, json_object
 from common.wire.messages import EndReason
 from learner.policy.precision_choice import recorded_precision
 from tools.dashboard.reading.rows import EpisodeRows
