@@ -34,7 +34,7 @@ HEAVY = end_to_end benchmarks docs actor/agents actor/engine actor/formats actor
   common/join tools/launch tools/cli tools/copies common/weights envhub \
   tools/offline learner/policy tools/recompute learner/recovery tools/simulator \
   learner/training learner/weights actor/rollout/test_hubs.py \
-  actor/rollout/test_templates_of_models.py common/config/test_curriculum.py \
+  actor/formats/test_templates_of_models.py common/config/test_curriculum.py \
   common/config/test_knobs.py common/config/test_live_keys.py common/config/test_live_record.py \
   common/config/test_load.py \
   common/formats/test_own_template.py common/store/test_run_start.py common/test_quick_exit.py \

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from actor.delivery import Delivery, wait_with_warnings
+from actor.formats.renderer import Renderer
 from actor.rollout.hubs import Hubs
 from actor.rollout.pool import EpisodePool
-from actor.rollout.render import Renderer
 from actor.scheduler_client import SchedulerClient
 from common.config.live import followed
 from common.config.run_config import RunConfig

@@ -17,12 +17,12 @@ from actor.agents.agents import agents_of
 from actor.api.serve import serve_engine
 from actor.delivery import Delivery
 from actor.engine.engine import Engine
+from actor.formats.renderer import Renderer
 from actor.formats.tools import load_renderer
 from actor.loops import Parts, ProcessUsage, shut_down, work_together
 from actor.rollout.hubs import Hubs
 from actor.rollout.lockstep import Rounds
 from actor.rollout.pool import EpisodePool
-from actor.rollout.render import Renderer
 from actor.scheduler_client import SchedulerClient
 from actor.seeds import engine_seed
 from actor.weights.receive import WeightLink

@@ -8,9 +8,9 @@ from actor.agents.episode import AgentEpisode
 from actor.agents.long_lived import LongLived
 from actor.agents.process import AgentProcess
 from actor.agents.server import AgentServer
+from actor.formats.renderer import Renderer
 from actor.rollout.context import History, Room
 from actor.rollout.episode import Act, EpisodeState, OpenSession, record_end_reason, trajectory_of
-from actor.rollout.render import Renderer
 from common.config.actor import ActorSection, AgentLifetime
 from common.host.guardian import Guardian
 from common.wire.messages import EndReason, Lease, Trajectory

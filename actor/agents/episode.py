@@ -10,6 +10,7 @@ from typing import Any
 from actor.api.history import check_thoughts, continued, matched
 from actor.api.prompts import check_tools, cut_answer, encode_messages, read_turn, thoughts_of
 from actor.api.requests import ApiError, Message, PolicyAnswer, PolicyRequest, invalid, with_system
+from actor.formats.renderer import Renderer
 from actor.rollout.context import Turn, ending
 from actor.rollout.env_client import HubStepResult
 from actor.rollout.episode import (
@@ -21,7 +22,6 @@ from actor.rollout.episode import (
     action_number,
     first_text,
 )
-from actor.rollout.render import Renderer
 from common.wire.messages import EndReason, Lease
 
 logger = logging.getLogger(__name__)

@@ -5,9 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from actor.api.requests import Message, PolicyRequest, invalid
-from actor.formats.measured import in_order
+from actor.formats.renderer import Renderer, in_order
 from actor.formats.thoughts import FIELDS
-from actor.rollout.render import Renderer
 
 THOUGHTS = FIELDS[0]
 

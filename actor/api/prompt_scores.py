@@ -11,7 +11,7 @@ from aiohttp import web
 
 from actor.api.http_requests import read_body
 from actor.api.requests import ApiError, invalid, openai_error
-from actor.rollout.render import Renderer
+from actor.formats.renderer import Renderer
 from common.config.actor import ActorSection
 from common.errors import EngineError
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from actor.api.requests import ApiError, Message, PolicyRequest, invalid
+from actor.formats.renderer import Renderer
 from actor.formats.thoughts import FIELDS
-from actor.rollout.render import Renderer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ from actor.api.prompts import check_tools, cut_answer, encode_messages, read_tur
 from actor.api.requests import ApiError, PolicyAnswer, PolicyRequest, event_text, openai_error
 from actor.api.sampling import MAX_SEED, Sampling, read_sampling
 from actor.api.served_role import ServedRole
-from actor.rollout.render import Renderer
+from actor.formats.renderer import Renderer
 from actor.seats.endpoint import read_key
 from common.config.actor import ActorSection
 from common.config.learner import FULL, LoraSection

@@ -53,7 +53,7 @@ from actor.api.history import matched
 from actor.api.prompts import encode_messages
 from actor.api.requests import ApiError, arguments_text, check_fields
 from actor.engine.engine import Engine
-from actor.rollout.render import Renderer
+from actor.formats.renderer import Renderer
 from common.formats.calls import CallForm
 
 logger = logging.getLogger(__name__)

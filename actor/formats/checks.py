@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from actor.formats.renderer import Renderer
 from actor.formats.tools import load_renderer, make_renderer
 from actor.rollout.context import Room
 from actor.rollout.episode import first_text, opening
 from actor.rollout.folding import history_of
-from actor.rollout.render import Renderer
 from common.config.actor import AgentFormat
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, EnvError

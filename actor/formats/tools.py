@@ -10,9 +10,9 @@ from typing import Any
 from jinja2 import TemplateError
 
 from actor.formats.call_turn import CallTurn
+from actor.formats.renderer import Renderer
 from actor.rollout.context import Render
 from actor.rollout.env_client import HubStepResult
-from actor.rollout.render import Renderer
 from common.config.actor import AgentFormat
 from common.errors import ConfigError
 from common.formats.answers import ARGUMENT, NO_TOOLS, read_react, sent
@@ -109,7 +109,7 @@ class ToolRenderer(Renderer):
         if isinstance(self.calls, str):
             raise ConfigError(f"actor.format=function_call: model.path: {self.calls}")
         first = self._template([{"role": "user", "content": USER}])
-        if first == self._rendered([{"role": "user", "content": USER}]):
+        if first == self.rendered([{"role": "user", "content": USER}]):
             raise ConfigError(NO_TOOLS)
         self._before_first, _, self._after_first = first.partition(USER)
         self._called = self._call_of_own(self._names[0])
@@ -121,6 +121,7 @@ class ToolRenderer(Renderer):
     def _call_of_own(self, name: str) -> CallTurn:
         """Return the turn of a call of a tool and its result."""
         try:
+            assert isinstance(self.calls, CallForm)
             return self._measured_call(tools=self._tools, name=name, form=self.calls)
         except (TemplateError, TypeError, ValueError) as error:
             raise ConfigError(
@@ -157,12 +158,12 @@ class ToolRenderer(Renderer):
         if key not in self._by_tools:
             if len(self._by_tools) >= MAX_RENDERERS:  # Items may have tools of their own.
                 del self._by_tools[next(iter(self._by_tools))]
-            self._by_tools[key] = ToolRenderer(self._tokenizer, env=env, tools=tools)
+            self._by_tools[key] = ToolRenderer(self.tokenizer, env=env, tools=tools)
         return self._by_tools[key]
 
     def without_tools(self) -> Renderer:
         """Return the renderer of conversations without tools."""
-        return Renderer(self._tokenizer)
+        return Renderer(self.tokenizer)
 
     def opened(self, messages: list[dict[str, Any]], text: str) -> list[int]:
         """Return the ids of messages and a user's message after them; see `of_messages`.
@@ -187,9 +188,14 @@ class ToolRenderer(Renderer):
             answer: the sampled answer, whose tool the result belongs to; (): the first tool.
         """
         called = self._turn_of(answer)
-        shown = called.shown(observation)
-        how: dict[str, Any] = {"is_stopped": is_stopped, "end": end}
-        return self._framed(self._call_end, called.between, shown, called.after, **how)
+        return self._framed(
+            self._call_end,
+            called.between,
+            called.shown(observation),
+            called.after,
+            is_stopped=is_stopped,
+            end=end,
+        )
 
     def called(self, token_ids: list[int]) -> str | None:
         """Return the action for the environment; None: the answer calls no tool, or several."""
@@ -214,7 +220,7 @@ class ToolRenderer(Renderer):
 
     def _template(self, messages: Sequence[Message]) -> str:
         try:
-            return self._rendered(messages, tools=self._tools)
+            return self.rendered(messages, tools=self._tools)
         except (TemplateError, TypeError) as error:
             raise ConfigError(
                 f"actor.format=function_call: the chat template of model.path failed: {error}"

@@ -100,7 +100,7 @@ Encode = Callable[[str], list[int]]
 
 
 class Render(Protocol):
-    """Encodes text to token ids and decodes them; `actor.rollout.render.Renderer` is one."""
+    """Encodes text to token ids and decodes them; `actor.formats.renderer.Renderer` is one."""
 
     def first_prompt(
         self, text: str, *, before: tuple[str, str] | None = None

@@ -10,10 +10,10 @@ from actor.agents.agents import Agents
 from actor.agents.waits import AGENTS
 from actor.delivery import Delivery
 from actor.engine.concurrency import Concurrency, EngineLoad
+from actor.formats.renderer import Renderer
 from actor.rollout.episode import WHOLE, Act, Render, Turn, run_episode
 from actor.rollout.hubs import Hubs
 from actor.rollout.lockstep import Rounds
-from actor.rollout.render import Renderer
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender, with_actions
 from actor.seats.seats import Seats
 from actor.seeds import SamplingSeeds, environment_seed

@@ -21,11 +21,11 @@ from actor.delivery import Delivery
 from actor.engine.engine import Engine
 from actor.engine.process_watch import ProcessWatch
 from actor.engine.start import connect_llm, engine_arguments, engine_config
+from actor.formats.renderer import Renderer
 from actor.formats.tools import load_renderer
 from actor.loops import Parts, ProcessUsage, shut_down, work_together
 from actor.rollout.hubs import Hubs
 from actor.rollout.pool import EpisodePool
-from actor.rollout.render import Renderer
 from actor.scheduler_client import SchedulerClient
 from actor.weights.receive import WeightLink
 from benchmarks.engines.clocks import addresses_of

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
+from actor.formats.renderer import Renderer
 from actor.rollout.episode import first_text
-from actor.rollout.render import Renderer
 from common.config.algorithm import AlgorithmSection
 from envhub.catalogue.registry import Registry
 from envhub.env import Env, Style

@@ -16,10 +16,10 @@ import zmq.asyncio
 from transformers import AutoTokenizer
 
 from actor.delivery import Delivery
+from actor.formats.renderer import Renderer
 from actor.rollout.episode import Turn
 from actor.rollout.hubs import Hubs
 from actor.rollout.pool import EpisodePool
-from actor.rollout.render import Renderer
 from actor.scheduler_client import SchedulerClient
 from common.config.load import load_config
 from common.config.run_config import RunConfig

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from actor.formats.call_turn import CallTurn
 from actor.formats.checks import renderer_of
+from actor.formats.renderer import Renderer
 from actor.formats.tools import tool_of
-from actor.rollout.render import Renderer
 from common.config.actor import AgentFormat
 from common.config.run_config import RunConfig
 from common.errors import ConfigError

@@ -5,9 +5,9 @@ from itertools import count
 
 from actor.agents.agents import agents_of
 from actor.engine.engine import Engine
+from actor.formats.renderer import Renderer
 from actor.formats.tools import load_renderer
 from actor.rollout.episode import Act, EnvSession, Render, Turn
-from actor.rollout.render import Renderer
 from actor.seats.seats import Seats
 from actor.seeds import SamplingSeeds
 from common.config.actor import ActorSection

@@ -13,8 +13,8 @@ import numpy as np
 from jinja2 import TemplateError
 
 from actor.formats.call_turn import CallTurn
-from actor.formats.chat_renderer import ChatRenderer
 from actor.formats.control_tokens import special_tokens
+from actor.formats.renderer import Renderer
 from common.errors import ConfigError
 from common.formats.calls import NAME
 from common.formats.chat_template import fingerprint, render_chat
@@ -65,7 +65,7 @@ class Framing:
     """Text that one tokenizer's chat template adds around and between messages."""
 
     def __init__(self, tokenizer: Any, *, day: str = "") -> None:
-        """Measure the chat template. Raises: ConfigError: as `ChatRenderer`.
+        """Measure the chat template. Raises: ConfigError: as `Renderer`.
 
         Args:
             day: the date in the prompts, as in `render_chat`.
@@ -77,7 +77,7 @@ class Framing:
             number: str(token.content) for number, token in tokenizer.added_tokens_decoder.items()
         }
         self._names |= special_tokens(tokenizer)
-        renderer = ChatRenderer(tokenizer)
+        renderer = Renderer(tokenizer)
         turns = renderer.turns
         self._ends = {f"{_OPEN}{number}{_CLOSE}" for number in renderer.end_of_turn_ids}
         self._headers = sorted(map(self._framed, (turns.asked, turns.answered)), key=len)

@@ -12,8 +12,8 @@ from typing import Any, cast
 from jinja2 import TemplateError
 
 from actor.formats.call_turn import CallTurn
-from actor.formats.chat_renderer import ChatRenderer
 from actor.formats.control_tokens import special_tokens
+from actor.formats.renderer import Renderer
 from actor.formats.sampled import without_marks
 from actor.formats.thoughts import FIELDS
 from common.errors import ConfigError
@@ -44,8 +44,8 @@ class AnswerWriter:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """Measure the chat template. Raises: ConfigError: as `ChatRenderer`."""
-        self.renderer = ChatRenderer(tokenizer)
+        """Measure the chat template. Raises: ConfigError: as `Renderer`."""
+        self.renderer = Renderer(tokenizer)
         self._tokenizer = tokenizer
         turns = self.renderer.turns
         frame = "".join((turns.before, turns.closed, turns.between, turns.ended))

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from actor.formats.chat_renderer import ChatRenderer
-from actor.formats.measured import RESULT_ID, in_order
+from actor.formats.renderer import RESULT_ID, Renderer, in_order
 from actor.formats.thoughts import FIELDS
 from common.config.actor import KeepThinking
 from tools.exchange.agent_traj import Conversation, Message
@@ -105,7 +104,7 @@ def _with_results(shown: list[dict[str, Any]], calls: list[dict[str, Any]]) -> l
 
 
 def _prompt(
-    renderer: ChatRenderer,
+    renderer: Renderer,
     shown: list[dict[str, Any]],
     tools: list[dict[str, Any]],
     last: WrittenAnswer | None,

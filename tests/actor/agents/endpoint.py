@@ -12,9 +12,9 @@ import aiohttp
 
 from actor.agents.episode import AgentEpisode
 from actor.agents.server import AgentServer
+from actor.formats.renderer import Renderer
 from actor.rollout.context import History, Room, Tape
 from actor.rollout.episode import EnvSession, EpisodeState, Turn
-from actor.rollout.render import Renderer
 from common.config.actor import AgentServerOptions
 from common.wire.messages import Lease
 from tests.actor.agents.test_tool_calls import TOKENIZER

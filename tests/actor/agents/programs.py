@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from actor.agents.agents import Agents
+from actor.formats.renderer import Renderer
 from actor.rollout.env_client import HubStepResult
 from actor.rollout.episode import EnvSession, Turn, run_episode
-from actor.rollout.render import Renderer
 from common.config.actor import ActorSection
 from common.wire.messages import Lease, Trajectory
 from learner.ingest.admission import refusal
+from tests.actor.formats.test_renderer import TOKENIZERS
 from tests.actor.rollout.playing import LEASE, Count, go_on
-from tests.actor.rollout.test_render import TOKENIZERS
 
 TOKENIZER = TOKENIZERS["chatml"]
 RENDERER = Renderer(TOKENIZER)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from actor.agents.http import MAX_BODY_BYTES
-from actor.rollout.render import Renderer
+from actor.formats.renderer import Renderer
 from common.errors import EngineError, EnvError
 from common.formats.calls import as_call
 from tests.actor.agents.endpoint import RENDERER, ByHeart, Endpoint, endpoint
 from tests.actor.agents.test_tool_calls import LOOK, TOKENIZER, TOOL
-from tests.actor.rollout.test_render import TOKENIZERS
+from tests.actor.formats.test_renderer import TOKENIZERS
 
 CHAT, BARE = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from actor.formats.renderer import Renderer
 from actor.formats.tools import ToolRenderer
 from actor.rollout.context import Turn
 from actor.rollout.episode import EnvSession, run_episode, trajectory_of
-from actor.rollout.render import Renderer
 from common.config.actor import AgentFormat, AgentOptions
 from common.formats.answers import worded
 from common.wire.messages import Trajectory

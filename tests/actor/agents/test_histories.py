@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from actor.rollout.render import Renderer
+from actor.formats.renderer import Renderer
 from common.formats.calls import as_call
 from common.formats.chat_template import render_chat
 from tests.actor.agents.endpoint import ByHeart, endpoint

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from transformers import AddedToken, PreTrainedTokenizerFast
 
-from actor.rollout.render import Renderer
+from actor.formats.renderer import Renderer
 from common.formats.calls import as_call
-from tests.actor.rollout.test_render import CHATML, make_chatml
+from tests.actor.formats.test_renderer import CHATML, make_chatml
 
 # The form of Qwen2.5's
 TOOLS_TEMPLATE = """

@@ -29,8 +29,8 @@ from actor.api.serve import (
     serving,
     with_context,
 )
+from actor.formats.renderer import Renderer
 from actor.rollout.episode import ContextFull, PolicyFailed, Turn
-from actor.rollout.render import Renderer
 from actor.seats.endpoint import Endpoint
 from common.config.load import load_config
 from common.config.policy import PolicySection

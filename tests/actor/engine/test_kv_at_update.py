@@ -121,8 +121,8 @@ class _Corridor:
 def test_turns_reuse_old_prefixes_only_if_kept(rig: Rig, prefixes: AtUpdate) -> None:
     from transformers import AutoTokenizer
 
+    from actor.formats.renderer import Renderer
     from actor.rollout.pool import EpisodePool
-    from actor.rollout.render import Renderer
 
     async def law() -> None:
         rig.engine.version = {AtUpdate.KEEP: 10, AtUpdate.DROP: 20}[prefixes]

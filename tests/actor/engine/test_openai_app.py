@@ -192,7 +192,7 @@ def test_typed_text_has_no_control_tokens(client: "OpenAI") -> None:
     """The prompt is that of an episode: its tokens are as many as the renderer's."""
     from transformers import AutoTokenizer
 
-    from actor.rollout.render import Renderer
+    from actor.formats.renderer import Renderer
 
     path = ROOT / "configs" / "policies" / "tiny"
     renderer = Renderer(AutoTokenizer.from_pretrained(path, local_files_only=True))

@@ -2,7 +2,7 @@
 
 from transformers import AddedToken, PreTrainedTokenizerFast
 
-from tests.actor.rollout.test_render import make_chatml
+from tests.actor.formats.test_renderer import make_chatml
 
 TOOLS = (
     "{% if tools %}<|im_start|>system\nTools:{% for t in tools %}\n{{ t | tojson }}{% endfor %}"

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from actor.formats.renderer import Renderer
 from actor.formats.tools import make_renderer
 from actor.rollout.context import GO, PLAN, REFLECT, least_prompt
 from actor.rollout.env_client import HubStepResult
 from actor.rollout.episode import EnvSession, Turn
-from actor.rollout.render import Renderer
 from common.config.actor import ActorSection, AgentFormat, AgentOptions, ContextKind
 from common.config.horizon import HorizonUnit
 from common.errors import ConfigError

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from actor.rollout.render import Renderer, with_ids
+from actor.formats.renderer import Renderer, with_ids
 from common.formats.calls import CallForm, as_call
 from tests.actor.agents.endpoint import ByHeart, endpoint
 from tests.actor.formats.templates import CALLERS

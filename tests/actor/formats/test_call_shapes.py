@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from actor.formats.renderer import Renderer, with_ids
 from actor.formats.tools import ToolRenderer, fault_of, reader_of
 from actor.rollout.context import History, Room, Turn
-from actor.rollout.render import Renderer, with_ids
 from common.config.actor import AgentFormat
 from common.errors import ConfigError
 from common.formats.calls import CallForm, as_call
@@ -136,7 +136,7 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
 
 
 def turn_of(render: ToolRenderer, text: str) -> Turn:
-    ids = ids_of(render._tokenizer, text)
+    ids = ids_of(render.tokenizer, text)
     return Turn(ids, [0.0] * len(ids), [0] * len(ids))
 
 
@@ -164,7 +164,7 @@ def test_observation_has_the_name_of_the_called_tool() -> None:
         assert await history.go_on("look: a wall", taken, 1, never)
 
     asyncio.run(play())
-    tokenizer = render._tokenizer
+    tokenizer = render.tokenizer
     assert history.tape.context == whole_of(tokenizer, messages_of("look"))
     assert "tool look<|message|>" in tokenizer.decode(history.tape.context)
 
@@ -223,9 +223,9 @@ OF_SECTIONS = pytest.mark.parametrize(
 def test_calls_of_one_section_are_read(template: str) -> None:
     render = of_tools(template)
     read = reader_of(render, AgentFormat.FUNCTION_CALL, is_whole=False)
-    one = ids_of(render._tokenizer, SAMPLED[template].replace("SECOND", ""))
+    one = ids_of(render.tokenizer, SAMPLED[template].replace("SECOND", ""))
     assert json.loads(read(one)[1] or "null") == {"tool": "go", "arguments": GIVEN}
-    two = ids_of(render._tokenizer, SAMPLED[template].replace("SECOND", SECOND[template]))
+    two = ids_of(render.tokenizer, SAMPLED[template].replace("SECOND", SECOND[template]))
     assert isinstance(render.calls, CallForm)
     _, calls = render.calls.read(render.call_text(two), FUNCTIONS)
     assert calls == [("go", GIVEN), ("look", {})]
@@ -236,7 +236,7 @@ def test_calls_of_one_section_are_read(template: str) -> None:
 @OF_SECTIONS
 def test_text_within_a_section_of_calls_is_a_fault(template: str) -> None:
     render = of_tools(template)
-    ids = ids_of(render._tokenizer, SAMPLED[template].replace("SECOND", " and so on"))
+    ids = ids_of(render.tokenizer, SAMPLED[template].replace("SECOND", " and so on"))
     assert render.called(ids) is None
     assert fault_of(render, ids) == "the call cannot be read: a call does not end"
 

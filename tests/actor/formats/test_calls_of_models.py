@@ -7,9 +7,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from actor.formats.call_turn import CallTurn, as_text
+from actor.formats.renderer import with_ids
 from actor.formats.tools import ToolRenderer, fault_of, reader_of
 from actor.rollout.context import Turn
-from actor.rollout.render import with_ids
 from common.config.actor import AgentFormat
 from common.formats.calls import as_call
 from common.formats.chat_template import render_chat

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from actor.formats.renderer import Renderer, with_ids
 from actor.formats.tools import ToolRenderer, make_renderer, tool_of
-from actor.rollout.render import Renderer, with_ids
 from common.config.actor import AgentFormat
 from common.errors import ConfigError
 from common.formats.calls import as_call
 from tests.actor.formats.templates import BODY, CALLERS, TOOLS
+from tests.actor.formats.test_renderer import CHATML, COMPACT, make_chatml
 from tests.actor.formats.trl_templates import tokenizer_of
-from tests.actor.rollout.test_render import CHATML, COMPACT, make_chatml
 
 CALLING = CALLERS["qwen"]
 ANY_CALLER = pytest.mark.parametrize("tokenizer", CALLERS.values(), ids=CALLERS)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from actor.formats.renderer import Renderer
 from actor.formats.tools import ToolRenderer
 from actor.rollout.context import Turn
-from actor.rollout.render import Renderer
 from common.config.actor import AgentFormat, AgentOptions, ContextKind, KeepThinking
 from common.config.load import load_config
 from common.errors import ConfigError

@@ -10,12 +10,12 @@ import pytest
 import transformers.utils.chat_template_utils as theirs
 from jinja2.exceptions import SecurityError
 
-from actor.rollout.render import Renderer
+from actor.formats.renderer import Renderer
 from common.errors import ConfigError
 from common.formats import chat_template
 from common.formats.chat_template import fix_date, names_date, prompt_date, render_chat
 from common.repository import ROOT
-from tests.actor.rollout.test_render import make_chatml
+from tests.actor.formats.test_renderer import make_chatml
 from tools.exchange.agent_traj import Conversation, Message
 from tools.exchange.framing import Framing
 from tools.offline.rows import row_of_conversation

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from actor.rollout.render import Renderer
+from actor.formats.renderer import Renderer
 from common.config.load import load_config, load_received, sections_as_yaml
 from common.errors import ConfigError
 from common.formats import chat_template

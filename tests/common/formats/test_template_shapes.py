@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from actor.formats.call_turn import CallTurn
-from actor.rollout.render import Renderer
+from actor.formats.renderer import Renderer
 from common.errors import ConfigError
 from common.formats.chat_template import fix_template, render_chat
 from common.text import shared_end_tags, shared_tags

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from actor.rollout.render import Renderer
+from actor.formats.renderer import Renderer
 from common.errors import ConfigError
 from common.formats.turn_ends import TurnEnd, configured_ends, find_end
 from tests.actor.formats.trl_templates import byte_tokenizer

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from actor.agents.agents import Agents
+from actor.formats.renderer import Renderer
 from actor.rollout.episode import ContextFull, PolicyFailed, Turn
-from actor.rollout.render import Renderer
 from common.config.actor import ActorSection
 from common.errors import ConfigError, LongstrideError
 from common.wire.messages import EndReason, EpisodeKind, Trajectory
 from learner.journal.journal import read_journal
+from tests.actor.formats.test_renderer import TOKENIZERS
 from tests.actor.rollout.playing import Letters
-from tests.actor.rollout.test_render import TOKENIZERS
 from tests.actor.toy_servers import ToyHub, serve
 from tools.evaluate.planned import PlannedEpisode
 from tools.evaluate.play import EpisodePlayer, PlayJob, play

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import run
-from actor.rollout.render import Renderer
+from actor.formats.renderer import Renderer
 from common.config.load import load_config
 from common.formats import chat_template
 from common.formats.chat_template import fix_template

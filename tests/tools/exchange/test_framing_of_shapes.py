@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from actor.formats.renderer import Renderer
 from actor.formats.tools import ToolRenderer
-from actor.rollout.render import Renderer
 from common.errors import ConfigError
 from common.formats.chat_template import fix_template
 from tests.actor.formats.test_call_shapes import JSON_SECTION, NAMED, SECTION, TOOLS, of_tools
@@ -83,7 +83,7 @@ def test_ends_of_several_tokens_are_split(name: str, has_tokens: bool, tmp_path:
 @pytest.mark.parametrize("template", CALLS, ids=["named", "section", "json"])
 def test_prompts_with_tools_and_results_are_split(template: str, tmp_path: Path) -> None:
     render = of_tools(template)
-    tokenizer = render._tokenizer
+    tokenizer = render.tokenizer
     answer = [*ids_of(tokenizer, CALLS[template]), *ids_of(tokenizer, "<|end|>")]
     after = render.after_action("a wall", is_stopped=True, end=answer[-1], answer=answer)
     first = render.first_prompt("Which way?")

@@ -11,15 +11,15 @@ import pytest
 from transformers import AutoTokenizer
 
 import run
+from actor.formats.renderer import Renderer
 from actor.formats.tools import ToolRenderer
-from actor.rollout.render import Renderer
 from common.errors import ConfigError
 from common.repository import ROOT
 from common.segments import as_rows
 from common.wire.messages import EndReason, EpisodeKind, PolicyKind, Trajectory
 from learner.journal.journal import JournalWriter
+from tests.actor.formats.test_renderer import WITH_SYSTEM, make_chatml
 from tests.actor.formats.test_tools import CALLING
-from tests.actor.rollout.test_render import WITH_SYSTEM, make_chatml
 from tests.learner.journal.test_journal import make_trajectory
 from tests.venvs import python_with
 from tools.cli.command_line import parse

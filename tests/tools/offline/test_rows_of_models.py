@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actor.formats.renderer import Renderer
 from actor.rollout.context import History, Room, Tape, Turn
-from actor.rollout.render import Renderer
 from common.config.actor import AgentOptions, KeepThinking
 from common.errors import ConfigError
 from tests.actor.formats.trl_templates import PICTURES, names, tokenizer_of

@@ -10,24 +10,34 @@ the context together with the sampled answer.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, cast
 
 from jinja2 import TemplateError
 
-from actor.formats.call_turn import CallTurn, as_text
-from actor.formats.measured import MeasuredTemplate
-from actor.formats.past_answers import PastAnswers, past_end
-from actor.formats.sampled import without_marks
-from actor.formats.thoughts import FIELDS
+from actor.formats.call_turn import PROBE, CallNames, CallTurn, as_text, measure_call
+from actor.formats.control_tokens import ControlTokens, special_tokens
+from actor.formats.sampled import SampledText, without_marks
+from actor.formats.thoughts import FIELDS, measure_thoughts
+from actor.rollout.context import least_prompt
+from actor.rollout.folding import least_of_branches
+from common.config.actor import ActorSection
+from common.errors import ConfigError
 from common.formats.calls import NAME, CallForm, as_call, each_text
-from common.formats.turn_ends import TurnEnd
-from common.formats.turns import ASSISTANT, USER, Message, Turns
+from common.formats.chat_template import render_chat, template_of
+from common.formats.turn_ends import TurnEnd, configured_ends, find_end
+from common.formats.turns import ASSISTANT, USER, Message, measure_turns
+from common.text import shared_length
 
+# Size of the cache of encoded texts. Episodes of a group begin with the same text.
+NUM_KNOWN_TEXTS = 256
+RESULT_ID = "tool_call_id"  # Field of a tool result: the id of its call.
+CALL_ID = "call{:05}"  # The format that the strictest template requires.
 SHOWN_MARK = "shownmark"  # Begin of texts that show whether a template drops a part.
 
 
-class ChatRenderer(MeasuredTemplate):
-    """Encodes observations for one tokenizer.
+class Renderer:
+    """Encodes and decodes the turns of one tokenizer, whose chat template it measures.
 
     Example (ChatML):
         first_prompt("hi")        <|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n
@@ -35,15 +45,139 @@ class ChatRenderer(MeasuredTemplate):
         after_action("ok", False) the same behind an <|im_end|> that the model did not sample
     """
 
-    @property
-    def turns(self) -> Turns:
-        """Text of the chat template around and between messages."""
-        return self._turns
+    def __init__(self, tokenizer: Any) -> None:
+        """Measure the tokenizer's chat template.
+
+        Raises: ConfigError: the template cannot be used; the message has the reason.
+        """
+        self.tokenizer = tokenizer
+        self._control = ControlTokens(tokenizer)
+        self.num_tokens = len(tokenizer)
+        self._known = lru_cache(NUM_KNOWN_TEXTS)(self._control.encode_between)
+        self._sampled = SampledText(tokenizer)
+        self._special = special_tokens(tokenizer)
+        self.turns = measure_turns(self._asking)
+        self._before_first = self.turns.before
+        self._after_first = self.turns.after_user
+        self.thoughts = measure_thoughts(self._asking, self.turns, self._sampled)
+        marks = self.thoughts.special
+        self._inner = [each for each in self._special if self._sampled.marked([each]) in marks]
+        self._configured = configured_ends(tokenizer)
+        self.turn_end = self._end_of_turn(self.turns.between, self.turns.ended)
+        self.end_of_turn_ids = self._stops()
+
+    def rendered(
+        self, messages: Sequence[Message], *, tools: list[Any] | None = None, is_asking: bool = True
+    ) -> str:
+        """Return the chat template's text of messages. Raises: ConfigError: there is none."""
+        if not template_of(self.tokenizer):
+            raise ConfigError(
+                "model.path: the tokenizer has no chat template; give one (model.chat_template)"
+            )
+        return render_chat(
+            self.tokenizer, with_ids(messages), tools=tools, add_generation_prompt=is_asking
+        )
+
+    def _asking(self, messages: Sequence[Message], is_asking: bool) -> str:
+        """Return the text of messages, with or without the generation prompt."""
+        return self.rendered(messages, is_asking=is_asking)
+
+    def _end_of_turn(self, after: str, last: str) -> TurnEnd:
+        """Return the end of an answer from the template's text behind it."""
+        found = find_end(
+            self.completion(after),
+            self.completion(last),
+            self._special,
+            lambda token_id: not self.tokenizer.decode([token_id]).strip(),
+            self._inner,
+        )
+        if found is None:
+            raise ConfigError(
+                "model.path: the chat template does not end a turn with a special token: it writes"
+                f" {after!r:.200} after an answer; give a template that does (model.chat_template)"
+            )
+        return found
+
+    def _stops(self) -> list[int]:
+        """Return the tokens that end a sampled turn, the template's own first.
+
+        A token that also stands inside of an answer, as between the messages of gpt-oss, ends no
+        turn.
+
+        Raises: ConfigError: no other token ends a turn.
+        """
+        own = [*self.turn_end.run[:1], *self.turn_end.last, *self._configured]
+        ends = list(dict.fromkeys(each for each in own if each not in self._inner))
+        if not ends:
+            raise ConfigError(
+                f"model.path: the chat template ends an answer with {self.shown(own[:1])!r}, which"
+                " also ends its thoughts; give another end of a turn (eos_token_id in"
+                " generation_config.json)"
+            )
+        return ends
+
+    @cached_property
+    def call_turn(self) -> CallTurn | str:
+        """The chat template's turn of a tool call, or the reason why it supports no tools."""
+        try:
+            return self._measured_call()
+        except (TemplateError, TypeError) as error:
+            return f"the policy's chat template cannot render tools: {error}"
+        except ValueError as error:
+            return f"the policy's chat template {error}"
 
     @property
-    def turn_end(self) -> TurnEnd:
-        """End of an answer before a user's message."""
-        return self._end
+    def calls(self) -> CallForm | str:
+        """The chat template's format of tool calls, or the reason why it supports no tools."""
+        return self.call_turn if isinstance(self.call_turn, str) else self.call_turn.form
+
+    def _measured_call(
+        self, *, tools: Sequence[Message] = (PROBE,), name: str = NAME, form: CallForm | None = None
+    ) -> CallTurn:
+        """Return the turn of a call, measured with the special tokens of the vocabulary."""
+        ends = [*self.end_of_turn_ids, *self.turn_end.run[:1]]
+        names = CallNames(
+            special=list(self._special.values()),
+            ends=[self._special[each] for each in ends if each in self._special],
+            after_thoughts=[without_marks(closes) for _, closes in self.thoughts.blocks],
+        )
+        return measure_call(
+            self._with_tools, self.turns, names, self._as_sampled, tools=tools, name=name, form=form
+        )
+
+    def _with_tools(
+        self, messages: Sequence[Message], tools: Sequence[Any], is_asking: bool
+    ) -> str:
+        return self.rendered(messages, tools=list(tools), is_asking=is_asking)
+
+    def _as_sampled(self, text: str) -> str:
+        """Return a text of the template as it reads when the policy has sampled it."""
+        return self.whole_text(self.completion(text))
+
+    def plain_text(self, token_ids: list[int]) -> str:
+        """Return the text of tokens without special tokens. Whitespace at its ends is kept."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def shown(self, token_ids: list[int]) -> str:
+        """Return the text of tokens with all special tokens."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def whole_text(self, token_ids: list[int]) -> str:
+        """Return the text of a sampled answer with its special tokens, except those that end it."""
+        return self.tokenizer.decode(self._without_end(token_ids))
+
+    def _without_end(self, token_ids: list[int]) -> list[int]:
+        """Return the tokens of an answer without those that end the turn."""
+        while token_ids and token_ids[-1] in self.end_of_turn_ids:
+            token_ids = token_ids[:-1]
+        return token_ids
+
+    def _without_lead(self, token_ids: list[int]) -> list[int]:
+        """Return a sampled answer without its end and the template's tokens before the end."""
+        body = self._without_end(token_ids)
+        lead = list(self.turn_end.lead)
+        has_lead = bool(lead) and body[-len(lead) :] == lead
+        return body[: -len(lead)] if has_lead else body
 
     @property
     def call_turn_end(self) -> TurnEnd:
@@ -56,24 +190,22 @@ class ChatRenderer(MeasuredTemplate):
         if has_calls and isinstance(self.call_turn, CallTurn):
             own = self.call_turn_end
             return own.last[0] if own.last else own.run[0]
-        ends = [each for each in (*self._end.last, *self._end.run) if each in self.end_of_turn_ids]
+        ends = [
+            each
+            for each in (*self.turn_end.last, *self.turn_end.run)
+            if each in self.end_of_turn_ids
+        ]
         return ends[0] if ends else self.end_of_turn_ids[0]
 
     @property
     def lead_of_end(self) -> list[int]:
         """Tokens that a policy samples between the text of an answer and the end of the turn."""
-        return list(self._end.lead)
+        return list(self.turn_end.lead)
 
     @property
     def call_end(self) -> str:
         """Text of the token that ends an answer with calls before their results."""
-        return self._tokenizer.decode(self.call_turn_end.run[:1])
-
-    def rendered(
-        self, messages: Sequence[Message], *, tools: list[Any] | None = None, is_asking: bool = True
-    ) -> str:
-        """Return the chat template's text. Raises: TemplateError, TypeError, ConfigError."""
-        return self._rendered(messages, tools=tools, is_asking=is_asking)
+        return self.tokenizer.decode(self.call_turn_end.run[:1])
 
     def first_prompt(self, text: str, *, before: tuple[str, str] | None = None) -> list[int]:
         """Return the ids of the first user turn, up to the start of the assistant's turn.
@@ -82,7 +214,7 @@ class ChatRenderer(MeasuredTemplate):
             before: an instruction and the assistant's answer to it, which come first.
         """
         if before is None:
-            shown = self._turns.shown(text)
+            shown = self.turns.shown(text)
             return list(self._known(self._before_first, shown, self._after_first))
         return self.conversation([*before, text])
 
@@ -100,16 +232,18 @@ class ChatRenderer(MeasuredTemplate):
         Args:
             texts: an odd number of messages; the user's are first and last.
         """
-        turns = self._turns
+        turns = self.turns
         past = self._after_first.removesuffix(turns.asked) + turns.answered
-        end = self._tokenizer.decode([*self._end.lead, *self._end.run[:1]])
+        end = self.tokenizer.decode([*self.turn_end.lead, *self.turn_end.run[:1]])
         num_answers = len(texts) // 2
         after = self._after_first if num_answers == 0 else past
         ids = list(self._known(self._before_first, turns.shown(texts[0]), after))
         for number, (answer, text) in enumerate(zip(texts[1::2], texts[2::2], strict=True), 1):
             after = turns.after_user if number == num_answers else turns.closed + turns.answered
             ids += self._known("", answer, end)
-            ids += self._framed(self._end, turns.between, turns.shown(text), after, is_stopped=True)
+            ids += self._framed(
+                self.turn_end, turns.between, turns.shown(text), after, is_stopped=True
+            )
         return ids
 
     def after_turn(self, text: str, *, is_stopped: bool, end: int | None = None) -> list[int]:
@@ -121,10 +255,15 @@ class ChatRenderer(MeasuredTemplate):
             end: the token that ended the turn; None: the first of `end_of_turn_ids`. The template's
                 own end is inserted after another one.
         """
-        turns = self._turns
-        shown = turns.shown(text)
-        how: dict[str, Any] = {"is_stopped": is_stopped, "end": end}
-        return self._framed(self._end, turns.between, shown, turns.after_user, **how)
+        turns = self.turns
+        return self._framed(
+            self.turn_end,
+            turns.between,
+            turns.shown(text),
+            turns.after_user,
+            is_stopped=is_stopped,
+            end=end,
+        )
 
     def after_action(
         self, observation: str, *, is_stopped: bool, end: int | None = None
@@ -144,21 +283,47 @@ class ChatRenderer(MeasuredTemplate):
         """
         body = self._without_end(answer)
         header, own = self._past_call if has_calls else (self._past_header, self._past_turn_end)
-        past = PastAnswers(self._sampled, self.thoughts, self._turns, header)
         end = answer[-1] if len(body) < len(answer) else None
-        kept = past.without_thoughts(body)
-        before = past.with_header(shown, self._encoded, kept)
-        return before, [*kept, *past_end(end, own)]
+        past = self._beside_thoughts(body)
+        return self._with_header(shown, header, past), [*past, *past_end(end, own)]
+
+    def _beside_thoughts(self, body: list[int]) -> list[int]:
+        """Return the sampled tokens of an answer, without its end, that are no thoughts."""
+        marked = self._sampled.marked(body)
+        rest: list[int] = []
+        for first, last in self.thoughts.spans(marked):
+            space = len(marked[first:last]) - len(marked[first:last].lstrip())
+            is_body = not rest and not self.thoughts.between  # A head may begin with a space.
+            start = self._sampled.num_tokens(body, first + space * is_body)
+            rest += body[start : self._sampled.num_tokens(body, last)]
+        return rest
+
+    def _with_header(self, shown: list[int], header: str, answer: list[int]) -> list[int]:
+        """Return the tokens before an answer with the header of a past answer.
+
+        Args:
+            shown: tokens that end with the generation prompt.
+            header: the template's text before a past answer, behind `Turns.closed`.
+            answer: the tokens of the answer, which may begin with its own header.
+        """
+        form = self.thoughts
+        has_head = bool(form.between) and form.head_end in self._sampled.marked(answer)
+        asked = self.completion(self.turns.after_user)
+        past = self.completion(self.turns.closed + ("" if has_head else header))
+        num_shared = shared_length(asked, past)
+        if shown[-len(asked) :] != asked:  # The template asks without a generation prompt.
+            return shown
+        return [*shown[: len(shown) - len(asked) + num_shared], *past[num_shared:]]
 
     @property
     def _past_header(self) -> str:
         """Header of a past answer, behind the text that all prompts share."""
-        return self._turns.answered
+        return self.turns.answered
 
     @property
     def _past_turn_end(self) -> TurnEnd:
         """End of an answer before an observation."""
-        return self._end
+        return self.turn_end
 
     @property
     def _past_call(self) -> tuple[str, TurnEnd]:
@@ -243,7 +408,7 @@ class ChatRenderer(MeasuredTemplate):
         Raises: ValueError: the chat template refuses it; the message gives the reason.
         """
         answer: Message = {"role": "assistant", "content": ASSISTANT}
-        ends = [self._end]
+        ends = [self.turn_end]
         mark = ASSISTANT
         if has_calls and isinstance(self.call_turn, CallTurn):
             answer = {**answer, "content": "", "tool_calls": self._answered_calls(messages, calls)}
@@ -299,7 +464,7 @@ class ChatRenderer(MeasuredTemplate):
     def _place_of(self, end: TurnEnd, tail: str) -> tuple[int, TurnEnd] | None:
         """Return the position of the end of a turn in a text, and its tokens there."""
         for lead in (end.lead, ()):  # A template may write another lead before other messages.
-            name = self._tokenizer.decode([*lead, *end.run[:1]])
+            name = self.tokenizer.decode([*lead, *end.run[:1]])
             if name in tail:
                 return tail.index(name), replace(end, lead=lead)
         return None
@@ -314,7 +479,7 @@ class ChatRenderer(MeasuredTemplate):
             for each in messages
         ]
         try:
-            return self._rendered(safe, tools=[each_text(each, broken) for each in tools] or None)
+            return self.rendered(safe, tools=[each_text(each, broken) for each in tools] or None)
         except (TemplateError, TypeError, RecursionError) as error:
             raise ValueError(f"the chat template: {error}") from error
 
@@ -331,7 +496,7 @@ class ChatRenderer(MeasuredTemplate):
 
     def completion(self, text: str) -> list[int]:
         """Return the ids of a bare text. Control tokens in it are encoded as such."""
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def action_text(self, token_ids: list[int]) -> str:
         """Return the text of a sampled action without its thoughts and special tokens."""
@@ -364,12 +529,99 @@ class ChatRenderer(MeasuredTemplate):
         """Return the text beside calls without special tokens and heads of messages."""
         marked = self._sampled.encoded(text)
         form = self.thoughts
-        has_heads = bool(form.between and self._turns.answered.strip())
+        has_heads = bool(form.between and self.turns.answered.strip())
         if has_heads and form.head_end not in marked:
             return ""  # The head of the call's own message.
         return form.shown(marked).strip()
+
+    def of(self, env: str, tools: Sequence[Message] = ()) -> "Renderer":
+        """Return the renderer of an environment's episodes, whose actions may call `tools`."""
+        return self
+
+    def without_tools(self) -> "Renderer":
+        """Return the renderer of conversations without tools."""
+        return self
+
+    def check_room(self, actor: ActorSection) -> None:
+        """Check that the beginning of a page fits beside a turn.
+
+        Raises: ConfigError: it does not fit, so that no episode could ever be played.
+        """
+        turn_tokens = actor.max_turn_tokens
+        needed = least_prompt(self, actor, turn_tokens)
+        needed = max(needed, least_of_branches(self, actor, turn_tokens)) + turn_tokens
+        if actor.max_model_len < needed:
+            asides = {
+                "actor.plan": actor.plan,
+                "actor.reflect_every": actor.reflect_every,
+                "actor.reflect_on_invalid": actor.reflect_on_invalid,
+            }
+            named = [f"actor.context={actor.context.value}"]
+            named += [f"{key}={str(value).lower()}" for key, value in asides.items() if value]
+            raise ConfigError(
+                f"actor.max_model_len={actor.max_model_len}: no observation fits with"
+                f" {', '.join(named)} and actor.max_turn_tokens={turn_tokens};"
+                f" use at least actor.max_model_len={needed}"
+            )
+
+
+def past_end(end: int | None, own: TurnEnd) -> list[int]:
+    """Return the end of a past answer that was sampled with `end`; None: it was cut.
+
+    The text after the answer holds the template's own end after any other one.
+    """
+    if end is None:
+        return []
+    if end in own.last and end not in own.run:
+        return list(own.run)
+    return [end] if end in own.run else []
 
 
 def _id_of(message: Message, name: str) -> dict[str, Any]:
     """Return the id of a call as a field, {} without one."""
     return {"id": message[name]} if message.get(name) else {}
+
+
+def with_ids(messages: Sequence[Message]) -> list[Message]:
+    """Return messages whose calls and results have ids, and results the name of their call.
+
+    Some templates require them.
+    """
+    found: list[Message] = []
+    names: list[str] = []  # Names of the calls of the latest answer, without those of its results.
+    place = 0
+    for each in messages:
+        if each["role"] == "tool":
+            name = {"name": names[place]} if place < len(names) else {}
+            each = {"tool_call_id": CALL_ID.format(place), **name, **each}
+            place = place + 1
+        else:
+            place = 0
+            names = []
+        if calls := cast(list[dict[str, Any]], each.get("tool_calls") or []):
+            named = [{"id": CALL_ID.format(i), **call} for i, call in enumerate(calls)]
+            names = [str(call["function"]["name"]) for call in calls]
+            each = {**each, "tool_calls": named}
+        found.append(each)
+    return found
+
+
+def in_order(results: Sequence[Message], calls: Sequence[Message]) -> list[Message]:
+    """Return tool results without ids, in the order of the calls whose ids they have.
+
+    Raises: ValueError: a result has the id of no call.
+    """
+    places = {str(call["id"]): i for i, call in enumerate(calls) if call.get("id")}
+    order: list[int] = []
+    for place, each in enumerate(results):
+        given = str(each.get(RESULT_ID) or "")
+        if given and places and given not in places:
+            known = ", ".join(places)
+            raise ValueError(
+                f"{RESULT_ID}={given!r:.80}: the answer before it has no such call; it has {known}"
+            )
+        order.append(places.get(given, place))
+    if len(set(order)) < len(order):  # Two results of one call stay as they are.
+        order = list(range(len(results)))
+    placed = sorted(zip(order, results, strict=True), key=lambda pair: pair[0])
+    return [{k: v for k, v in each.items() if k != RESULT_ID} for _, each in placed]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from actor.formats.renderer import Renderer, with_ids
 from actor.rollout.context import History, Room, Tape, Turn
-from actor.rollout.render import Renderer, with_ids
 from common.config.actor import AgentOptions, KeepThinking
 from common.errors import ConfigError
 from common.formats.chat_template import render_chat
@@ -60,7 +60,7 @@ def sampled(renderer: Renderer, thought: str, action: str) -> list[int]:
     form = renderer.thoughts
     if form.between:  # Thoughts and answer are messages of their own.
         told = f"{form.opens}{thought}{form.between}" if thought else ""
-        text = f"{told}{renderer._sampled.encoded(renderer._turns.answered)}{action}"
+        text = f"{told}{renderer._sampled.encoded(renderer.turns.answered)}{action}"
         text = text.replace("\udc02", "").replace("\udc03", "")
     else:
         (opens, closes), *_ = form.blocks
@@ -75,7 +75,7 @@ def sampled(renderer: Renderer, thought: str, action: str) -> list[int]:
 def between(renderer: Renderer, observation: str) -> list[int]:
     """The template's tokens from the first one after an answer's end up to the next answer."""
     told = [{"role": "user", "content": OBSERVATIONS[0]}, {"role": "assistant", "content": "ANSW"}]
-    tokenizer = renderer._tokenizer
+    tokenizer = renderer.tokenizer
     whole = rendered(tokenizer, [*told, {"role": "user", "content": observation}])
     mark = renderer.completion("ANSW")
     start = next(i for i in range(len(whole)) if whole[i : i + len(mark)] == mark)
@@ -127,7 +127,7 @@ def test_last_thoughts_stand_until_the_next_answer(name: str) -> None:
     answers = [sampled(renderer, f"Why {action}?", action) for action in ACTIONS]
     tape = played(renderer, answers, KeepThinking.LAST)
     shown = [
-        renderer._tokenizer.decode(tape.token_ids[a:b])
+        renderer.tokenizer.decode(tape.token_ids[a:b])
         for a, b in zip(tape.starts, [*tape.starts[1:], len(tape.token_ids)], strict=True)
     ]
     assert [("Why go left?" in each, "Why open it?" in each) for each in shown] == [

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from actor.rollout.render import Renderer
+from actor.formats.renderer import Renderer
 from common.config.actor import ActorSection
 from common.errors import ConfigError
 from tools.offline.scratch import CHAT_TEMPLATE, make_tokenizer
