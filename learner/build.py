@@ -274,7 +274,7 @@ def _journal(cfg: RunConfig, run_dir: RunDir) -> JournalWriter:
     """Return the journal at its end; remove the partial files of ended writers."""
     for folder in (run_dir.root, run_dir.journal):
         remove_partial_files(folder)
-    return JournalWriter(run_dir.journal, max_segment_bytes=cfg.journal.segment_mb << 20)
+    return JournalWriter(run_dir.journal, max_file_bytes=cfg.journal.segment_mb << 20)
 
 
 def _admission(

@@ -305,7 +305,7 @@ class Loop:
             outcomes=[*outcomes, *batch.stale],
             is_skipped=is_skipped,
             number=learner.trainer.num_batches,
-            segment=learner.journal.position.segment,
+            journal_file=learner.journal.position.file,
         )
         learner.log_batch(step, check=self._check_disk)
         self.version = step.version
@@ -548,7 +548,7 @@ class Saving:
             if_room(lambda: self._forget(needed), steps)
 
     def _forget(self, needed: int) -> None:
-        """Prune the step log and the checksums to the segments that the journal still has."""
+        """Prune the step log and the checksums to the files that the journal still has."""
         learner = self._learner
         before = load_pruned(learner.run_dir.journal).before
         if learner.step_log.prune(before=before, needed=needed):

@@ -36,7 +36,8 @@ FROM_THE_START = ReplayPoint()
 
 def save_replay_point(path: Path, replay_point: ReplayPoint) -> None:
     """Replace the replay point; it survives a power failure when this returns."""
-    write_atomically(path, json.dumps(asdict(replay_point)) + "\n", is_durable=True)
+    plain = asdict(replay_point) | {"position": replay_point.position.plain()}
+    write_atomically(path, json.dumps(plain) + "\n", is_durable=True)
 
 
 def load_replay_point(path: Path, *, version: int) -> ReplayPoint:
@@ -51,11 +52,9 @@ def load_replay_point(path: Path, *, version: int) -> ReplayPoint:
     kinds = {"position": dict, "closed_below": int, "version": int}
     try:
         plain = read_json(path, kinds, remedy="the whole journal is read instead")
-        position = JournalPosition(**plain.pop("position"))
+        position = JournalPosition.of_plain(plain.pop("position"))
         replay_point = ReplayPoint(position=position, **plain)
-        if not all(isinstance(each, int) for each in (position.segment, position.offset)):
-            raise TypeError(f"{path}: damaged, {position} is not a journal position")
-    except (ConfigError, TypeError) as error:
+    except (ConfigError, KeyError, TypeError) as error:
         logger.warning("reading the whole journal: %s", error)
         return FROM_THE_START
     if version < replay_point.version:

@@ -1,9 +1,9 @@
-"""Binary format of the journal's segments: records with checksums over content and length.
+"""Binary format of the journal's files: records with checksums over content and length.
 
-A segment begins with MAGIC. A record is a head of 20 bytes, then its payload:
+A file begins with MAGIC. A record is a head of 20 bytes, then its payload:
     head     mark, u32 payload size, u64 XXH3 of the payload, u32 CRC-32 of these sixteen bytes
     payload  u32 number of frames, u32 size of each frame, then the frames of a message
-All numbers are little endian. Segments of earlier product versions stay readable. They have no
+All numbers are little endian. Files of earlier product versions stay readable. They have no
 MAGIC, and each of their records is u32 length, u32 CRC-32 of the payload, payload.
 """
 
@@ -15,7 +15,7 @@ import shutil
 import struct
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, NamedTuple, cast
@@ -30,7 +30,7 @@ from common.wire.versions import OLDEST_RECORD
 
 MAGIC = b"LSJ\xf5\x02\0\0\0"  # As the length of an old record it would exceed the limit.
 MAX_RECORD_BYTES = 1024 * 1024 * 1024
-PACKED_SUFFIX = ".gz"  # Suffix of a compressed segment.
+PACKED_SUFFIX = ".gz"  # Suffix of a compressed file.
 _MARK = b"\xfaREC"
 _HEAD = struct.Struct("<4sIQ")
 _CHECK = struct.Struct("<I")
@@ -64,14 +64,14 @@ def record_buffers(frames: Sequence[bytes]) -> list[bytes]:
     return [head + _CHECK.pack(zlib.crc32(head)) + table, *frames]
 
 
-class Segment:
-    """One segment, opened for reading; it may still grow. Offsets count the bytes of records.
+class JournalFile:
+    """One file, opened for reading; it may still grow. Offsets count the bytes of records.
 
-    Example: with Segment(path) as segment: segment.record_at(0) -> the first record, its end.
+    Example: with JournalFile(path) as file: file.record_at(0) -> the first record, its end.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open a segment, compressed or not. Raises: FileNotFoundError."""
+        """Open a file, compressed or not. Raises: FileNotFoundError."""
         self.path = path
         self._is_packed = path.suffix == PACKED_SUFFIX
         self._handle: IO[bytes] = (
@@ -86,7 +86,7 @@ class Segment:
         if not self.is_old:
             self._base = len(MAGIC)
 
-    def __enter__(self) -> "Segment":
+    def __enter__(self) -> "JournalFile":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -241,25 +241,37 @@ _CHUNK_BYTES = 1 << 20
 class JournalPosition:
     """Position of a record. Positions are ordered as the records were written."""
 
-    segment: int = 0
-    offset: int = 0  # Number of bytes of earlier records in the segment.
+    file: int = 0  # Number of the file.
+    offset: int = 0  # Number of bytes of earlier records in the file.
+
+    def plain(self) -> dict[str, int]:
+        """Return the fields for JSON, with the name that earlier versions of the product read."""
+        return {"segment": self.file, "offset": self.offset}
+
+    @classmethod
+    def of_plain(cls, plain: Mapping[str, int]) -> "JournalPosition":
+        """Return the position of `plain`. Raises: TypeError, KeyError: it is none."""
+        file, offset = plain["segment"], plain["offset"]
+        if not (isinstance(file, int) and isinstance(offset, int)):
+            raise TypeError(f"{dict(plain)} is not a journal position")
+        return cls(file=file, offset=offset)
 
     def mark(self) -> bytes:
         """Return the content of the file `synced` for this position."""
-        content = _SYNCED.pack(self.segment, self.offset)
+        content = _SYNCED.pack(self.file, self.offset)
         return content + zlib.crc32(content).to_bytes(4, "little")
 
 
 JOURNAL_START = JournalPosition()
 
 
-def segment_path(folder: Path, segment: int) -> Path:
-    """Return the path of an uncompressed segment."""
-    return folder / f"{segment:06d}.log"
+def journal_file_path(folder: Path, number: int) -> Path:
+    """Return the path of an uncompressed file."""
+    return folder / f"{number:06d}.log"
 
 
-def list_segments(folder: Path) -> dict[int, Path]:
-    """Return the paths of existing segments, in order. Compressed ones end in `.log.gz`."""
+def journal_files(folder: Path) -> dict[int, Path]:
+    """Return the paths of existing files, in order. Compressed ones end in `.log.gz`."""
     found: dict[int, Path] = {}
     for path in sorted(folder.glob(f"[0-9]*.log{PACKED_SUFFIX}")) + sorted(
         folder.glob("[0-9]*.log")
@@ -270,12 +282,12 @@ def list_segments(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def open_segment(folder: Path, segment: int) -> Segment | None:
-    """Open a segment for reading, compressed or not; None if it does not exist."""
-    plain = segment_path(folder, segment)
+def open_journal_file(folder: Path, number: int) -> JournalFile | None:
+    """Open a file for reading, compressed or not; None if it does not exist."""
+    plain = journal_file_path(folder, number)
     for path in (plain, plain.with_name(plain.name + PACKED_SUFFIX)):
         try:
-            return Segment(path)
+            return JournalFile(path)
         except FileNotFoundError:
             continue
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -311,75 +323,76 @@ def synced_end(folder: Path) -> JournalPosition:
     check = content[_SYNCED.size :]
     if len(check) != 4 or zlib.crc32(body).to_bytes(4, "little") != check:
         return JOURNAL_START
-    segment, offset = _SYNCED.unpack(body)
-    return JournalPosition(segment=segment, offset=offset)
+    number, offset = _SYNCED.unpack(body)
+    return JournalPosition(file=number, offset=offset)
 
 
 def read_around_damage(
     folder: Path, number: int, *, is_last: bool, offset: int = 0
 ) -> Iterator[Trajectory | str]:
-    """Yield the trajectories of a segment from an offset on, and an error text for each damage.
+    """Yield the trajectories of a file from an offset on, and an error text for each damage.
 
     Args:
-        is_last: whether it is the last segment, whose tail may be torn or incomplete.
+        is_last: whether it is the last file, whose tail may be torn or incomplete.
     """
     synced = synced_end(folder)
     try:
-        segment = open_segment(folder, number)
-        if segment is None:
-            return  # The segment was pruned after it was listed.
-        with segment:
+        journal_file = open_journal_file(folder, number)
+        if journal_file is None:
+            return  # The file was pruned after it was listed.
+        with journal_file:
             while True:
                 try:
-                    record = segment.record_at(offset)
+                    record = journal_file.record_at(offset)
                     if record is not None:
-                        yield segment.message(record, offset)
+                        yield journal_file.message(record, offset)
                         offset = record.end
                         continue
                 except WireError as error:
                     yield str(error)
-                following = segment.next_whole(offset)
+                following = journal_file.next_whole(offset)
                 if following is None:
                     break
                 offset = following
-            is_acknowledged = (number, offset) < (synced.segment, synced.offset)
-            if (offset < segment.size and not is_last) or (is_acknowledged and is_last):
-                yield f"{segment.path}: no valid record from offset {offset} to {segment.size}"
+            is_acknowledged = (number, offset) < (synced.file, synced.offset)
+            if (offset < journal_file.size and not is_last) or (is_acknowledged and is_last):
+                end = journal_file.size
+                yield f"{journal_file.path}: no valid record from offset {offset} to {end}"
     except WireError as error:
         yield str(error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
-    """Record of the pruned segments of a journal."""
+    """Record of the pruned files of a journal."""
 
-    before: int = 0  # Segments with smaller numbers were removed.
+    before: int = 0  # Files with smaller numbers were removed.
     at: str = ""  # Local time of the last removal.
-    num_bytes: int = 0  # Total size of all removed segments.
+    num_bytes: int = 0  # Total size of all removed files.
 
     def text(self, folder: Path) -> str:
-        return f"segments 0 to {self.before - 1} of {folder} were pruned ({self.at})"
+        return f"files 0 to {self.before - 1} of {folder} were pruned ({self.at})"
 
 
 def load_pruned(folder: Path) -> Pruned:
-    """Return the pruned segments of a journal. Raises: ConfigError: pruned.json is damaged."""
+    """Return the pruned files of a journal. Raises: ConfigError: pruned.json is damaged."""
     path = folder / _PRUNED
     if not path.exists():
         return Pruned()
     kinds = {"before": int, "at": str, "num_bytes": int}
-    first = next(iter(list_segments(folder)), 0)
+    first = next(iter(journal_files(folder)), 0)
     remedy = f'replace its content by {{"before": {first}, "at": "", "num_bytes": 0}}'
     return Pruned(**read_json(path, kinds, remedy=remedy))
 
 
 def prune(folder: Path, *, before: int, may_remove: Callable[[int, Path], bool]) -> Pruned:
-    """Remove the oldest segments below `before`, up to the first for which `may_remove` is False.
+    """Remove the oldest files below `before`, up to the first for which `may_remove` is False.
 
     The removal is recorded first, so that no reader takes the rest for the whole journal.
     """
     pruned = load_pruned(folder)
     going = list[Path]()
-    for number, path in list_segments(folder).items():
+    for number, path in journal_files(folder).items():
         if number >= before or not may_remove(number, path):
             break
         going.append(path)
@@ -395,19 +408,19 @@ def prune(folder: Path, *, before: int, may_remove: Callable[[int, Path], bool])
     return pruned
 
 
-def pack(folder: Path, segment: int, *, check: Callable[[], object] = lambda: None) -> int:
-    """Replace a finished segment by a compressed file; return the number of freed bytes.
+def pack(folder: Path, number: int, *, check: Callable[[], object] = lambda: None) -> int:
+    """Replace a finished file by a compressed file; return the number of freed bytes.
 
     Readers find one of the two files at any time. The compressed file is read back and compared
-    before the segment is removed.
+    before the file is removed.
 
     Args:
         check: called every megabyte; ends the compression by raising.
 
     Raises: OSError: the disk is full. WireError: the compressed file differs. After any error the
-        segment is unchanged.
+        file is unchanged.
     """
-    path = segment_path(folder, segment)
+    path = journal_file_path(folder, number)
     packed = path.with_name(path.name + PACKED_SUFFIX)
     partial = packed.with_name(f".{packed.name}.partial")
     try:

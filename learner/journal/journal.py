@@ -1,4 +1,4 @@
-"""The journal: every accepted trajectory of a run, append-only, in segments on disk.
+"""The journal: every accepted trajectory of a run, append-only, in files on disk.
 
 `learner/journal/files.py` defines the format. One process writes while any number of others read.
 """
@@ -20,15 +20,15 @@ from learner.journal.files import (
     MAGIC,
     PACKED_SUFFIX,
     REMEDY,
+    JournalFile,
     JournalPosition,
     JournalRecord,
-    Segment,
     SyncedMark,
-    list_segments,
+    journal_file_path,
+    journal_files,
     load_pruned,
-    open_segment,
+    open_journal_file,
     record_buffers,
-    segment_path,
     synced_end,
 )
 
@@ -36,7 +36,7 @@ __all__ = ["JOURNAL_START", "JournalPosition", "JournalWriter", "read_journal"]
 
 logger = logging.getLogger(__name__)
 
-MAX_SEGMENT_BYTES = 256 * 1024 * 1024
+MAX_FILE_BYTES = 256 * 1024 * 1024
 
 
 class JournalWriter:
@@ -47,7 +47,7 @@ class JournalWriter:
     again. It also syncs the complete records that a crash left, before the run uses them.
     """
 
-    def __init__(self, folder: Path, *, max_segment_bytes: int = MAX_SEGMENT_BYTES) -> None:
+    def __init__(self, folder: Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
         """Open the journal of `folder` at its end, and create it if it is missing.
 
         Raises:
@@ -56,12 +56,12 @@ class JournalWriter:
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = self._folder = folder
-        self._max_segment_bytes = max_segment_bytes
+        self._max_file_bytes = max_file_bytes
         self._sync_lock = threading.Lock()  # Prevents closing a file during its sync.
         self._is_stopping = threading.Event()
         self._lock = _lock_folder(folder)
         try:
-            self._segment, self._file = self._open_last()
+            self._number, self._file = self._open_last()
         except BaseException:
             self._lock.close()
             raise
@@ -70,8 +70,8 @@ class JournalWriter:
 
     @property
     def position(self) -> JournalPosition:
-        """Position of the next record, unless it begins a new segment."""
-        return JournalPosition(segment=self._segment, offset=self._file.size - len(MAGIC))
+        """Position of the next record, unless it begins a new file."""
+        return JournalPosition(file=self._number, offset=self._file.size - len(MAGIC))
 
     def append(self, message: Trajectory, frames: Sequence[bytes] | None = None) -> JournalPosition:
         """Write one trajectory and return its position. It is not durable before `sync`.
@@ -87,7 +87,7 @@ class JournalWriter:
     def append_some(
         self, records: Iterable[tuple[Trajectory, Sequence[bytes]]]
     ) -> list[JournalPosition]:
-        """Write the first of these records: as many as fit into one system call and one segment.
+        """Write the first of these records: as many as fit into one system call and one file.
 
         Args:
             records: at least one trajectory with its frames.
@@ -107,7 +107,7 @@ class JournalWriter:
             except WireError as error:
                 raise WireError(f"{message.episode_id}: {error}") from error
             num_bytes = sum(map(len, record))
-            is_over = end > 0 and end + num_bytes > self._max_segment_bytes
+            is_over = end > 0 and end + num_bytes > self._max_file_bytes
             if starts and (is_over or len(buffers) + len(record) > MAX_BUFFERS):
                 break
             if is_over:
@@ -117,8 +117,7 @@ class JournalWriter:
             starts.append(end)
             end += num_bytes
         self._file.append(buffers)
-        segment = self._segment
-        return [JournalPosition(segment=segment, offset=offset) for offset in starts]
+        return [JournalPosition(file=self._number, offset=offset) for offset in starts]
 
     def sync(self) -> None:
         """Wait until all appended records survive a power cut. Thread-safe.
@@ -129,7 +128,7 @@ class JournalWriter:
             self._sync()
 
     def _sync(self) -> None:
-        """Sync the current segment, and record its end as synced."""
+        """Sync the current file, and record its end as synced."""
         end = self.position
         try:
             self._file.sync()
@@ -142,8 +141,8 @@ class JournalWriter:
 
     def _sync_again(self) -> None:
         """Write the records since the last sync once more, and sync them."""
-        known = synced_end(self._folder)
-        start = known.offset if known.segment == self._segment else 0
+        synced = synced_end(self._folder)
+        start = synced.offset if synced.file == self._number else 0
         self._file.write_again(len(MAGIC) + start, self._file.size)
         self._file.sync()
 
@@ -164,65 +163,65 @@ class JournalWriter:
             self._lock.close()
 
     def _rotate(self) -> None:
-        """Sync and close the current segment, and continue with a new one."""
-        following = self._new_segment(self._segment + 1)
+        """Sync and close the current file, and continue with a new one."""
+        following = self._new_file(self._number + 1)
         with self._sync_lock:
             self._sync()
             self._file.close()
-            self._segment = self._segment + 1
+            self._number = self._number + 1
             self._file = following
 
-    def _new_segment(self, segment: int) -> AppendFile:
-        """Return a segment without records. An incomplete MAGIC of a crash is overwritten."""
-        file = AppendFile(segment_path(self._folder, segment))
+    def _new_file(self, number: int) -> AppendFile:
+        """Return a file without records. An incomplete MAGIC of a crash is overwritten."""
+        file = AppendFile(journal_file_path(self._folder, number))
         try:
             file.truncate(0)
             file.append([MAGIC])
             sync_folder(self._folder)  # Without it a power cut could remove the new file.
         except OSError:
             file.close()
-            file.path.unlink()  # Readers would take the segment before it for complete.
+            file.path.unlink()  # Readers would take the file before it for complete.
             raise
         return file
 
     def _open_last(self) -> tuple[int, AppendFile]:
-        """Return the segment to append to, durable; a new one if the last is packed or old."""
-        number = max(list_segments(self._folder), default=load_pruned(self._folder).before)
+        """Return the file to append to, durable; a new one if the last is packed or old."""
+        number = max(journal_files(self._folder), default=load_pruned(self._folder).before)
         synced = synced_end(self._folder)
-        if synced.segment > number:
-            raise WireError(f"{segment_path(self._folder, synced.segment)} is missing; {REMEDY}")
-        segment = open_segment(self._folder, number)
-        if segment is None:
-            return number, self._new_segment(number)
-        with segment:
+        if synced.file > number:
+            raise WireError(f"{journal_file_path(self._folder, synced.file)} is missing; {REMEDY}")
+        journal_file = open_journal_file(self._folder, number)
+        if journal_file is None:
+            return number, self._new_file(number)
+        with journal_file:
             end = 0
-            for _, record in segment.records():
+            for _, record in journal_file.records():
                 end = record.end
-            if synced > JournalPosition(segment=number, offset=end):
-                raise _loss_of_acknowledged(segment, end, synced)
-            is_packed = segment.path != segment_path(self._folder, number)
-            if is_packed or (segment.is_old and end):
-                self._cut(segment, end, is_packed=is_packed)
-                return number + 1, self._new_segment(number + 1)
+            if synced > JournalPosition(file=number, offset=end):
+                raise _loss_of_acknowledged(journal_file, end, synced)
+            is_packed = journal_file.path != journal_file_path(self._folder, number)
+            if is_packed or (journal_file.is_old and end):
+                self._cut(journal_file, end, is_packed=is_packed)
+                return number + 1, self._new_file(number + 1)
             if not end:
-                self._cut(segment, end)
-                return number, self._new_segment(number)
-            self._cut(segment, end)
-        file = AppendFile(segment_path(self._folder, number))
+                self._cut(journal_file, end)
+                return number, self._new_file(number)
+            self._cut(journal_file, end)
+        file = AppendFile(journal_file_path(self._folder, number))
         sync_folder(self._folder)
         return number, file
 
-    def _cut(self, segment: Segment, end: int, *, is_packed: bool = False) -> None:
+    def _cut(self, journal_file: JournalFile, end: int, *, is_packed: bool = False) -> None:
         """Move torn bytes to a separate `.torn` file, and sync the remaining records."""
         if is_packed:
             return
-        file = AppendFile(segment.path)
-        num_torn = segment.size - end
+        file = AppendFile(journal_file.path)
+        num_torn = journal_file.size - end
         torn = file.truncate(file.size - num_torn) if num_torn > 0 else b""
         file.sync()
         file.close()
         if torn:
-            path = segment.path
+            path = journal_file.path
             path.with_name(f"{path.stem}-{end}.torn").write_bytes(torn)
             logger.warning("cut torn tail file=%s offset=%d bytes=%d", path, end, len(torn))
 
@@ -239,75 +238,79 @@ def read_journal(
         start: None is the first record that was not pruned.
 
     Raises:
-        WireError: an acknowledged record is damaged, a segment is missing or was pruned, or `start`
-            is beyond the end of its segment; names file and offset.
+        WireError: an acknowledged record is damaged, a file is missing or was pruned, or `start`
+            is beyond the end of its file; names file and offset.
     """
     pruned = load_pruned(folder)
-    if start is not None and start.segment < pruned.before:
+    if start is not None and start.file < pruned.before:
         raise WireError(f"{pruned.text(folder)}, but {start} is needed; restore them from a backup")
     if start is None and pruned.before:
-        logger.warning("%s; the remaining segments are read", pruned.text(folder))
-    first = start or JournalPosition(segment=pruned.before)
-    number = first.segment
+        logger.warning("%s; the remaining files are read", pruned.text(folder))
+    first = start or JournalPosition(file=pruned.before)
+    number = first.file
     offset = first.offset
-    while (segment := open_segment(folder, number)) is not None:
-        with segment:
-            if offset > segment.size:
-                raise WireError(f"{segment.path}: offset {offset} is beyond the end of the file")
-            for here, record in _records(folder, segment, number, offset):
-                position = JournalPosition(segment=number, offset=here)
-                yield position, segment.message(record, here)
+    while (journal_file := open_journal_file(folder, number)) is not None:
+        with journal_file:
+            if offset > journal_file.size:
+                raise WireError(
+                    f"{journal_file.path}: offset {offset} is beyond the end of the file"
+                )
+            for here, record in _records(folder, journal_file, number, offset):
+                position = JournalPosition(file=number, offset=here)
+                yield position, journal_file.message(record, here)
         number = number + 1
         offset = 0
-    last = max(max(list_segments(folder), default=-1), synced_end(folder).segment)
+    last = max(max(journal_files(folder), default=-1), synced_end(folder).file)
     if last > number or (last == number and synced_end(folder).offset):
-        raise WireError(f"{segment_path(folder, number)} is missing; {REMEDY}")
+        raise WireError(f"{journal_file_path(folder, number)} is missing; {REMEDY}")
 
 
 def _records(
-    folder: Path, segment: Segment, number: int, offset: int
+    folder: Path, journal_file: JournalFile, number: int, offset: int
 ) -> Iterator[tuple[int, JournalRecord]]:
-    """Yield the complete records of a segment, each with its offset. Raises: WireError."""
+    """Yield the complete records of a file, each with its offset. Raises: WireError."""
     is_sealed = False
     while True:
-        # Checked before the read: a segment is complete if its successor existed by then.
+        # Checked before the read: a file is complete if its successor existed by then.
         is_sealed = is_sealed or _has(folder, number + 1)
-        record = segment.record_at(offset)
+        record = journal_file.record_at(offset)
         if record is not None:
             yield offset, record
             offset = record.end
-        elif is_sealed and offset < segment.size:
+        elif is_sealed and offset < journal_file.size:
             raise WireError(
-                f"{segment.path} at offset {offset}: incomplete record in a finished segment;"
+                f"{journal_file.path} at offset {offset}: incomplete record in a finished file;"
                 f" {REMEDY}"
             )
         elif is_sealed:
             return
         else:
             synced = synced_end(folder)
-            if synced <= JournalPosition(segment=number, offset=offset):
+            if synced <= JournalPosition(file=number, offset=offset):
                 if not _has(folder, number + 1):
                     return
-            elif segment.record_at(offset) is None and not _has(folder, number + 1):
-                raise _loss_of_acknowledged(segment, offset, synced)
+            elif journal_file.record_at(offset) is None and not _has(folder, number + 1):
+                raise _loss_of_acknowledged(journal_file, offset, synced)
 
 
 def _has(folder: Path, number: int) -> bool:
-    """Return whether a segment exists, compressed or not."""
-    path = segment_path(folder, number)
+    """Return whether a file exists, compressed or not."""
+    path = journal_file_path(folder, number)
     return path.exists() or path.with_name(path.name + PACKED_SUFFIX).exists()
 
 
-def _loss_of_acknowledged(segment: Segment, offset: int, synced: JournalPosition) -> WireError:
+def _loss_of_acknowledged(
+    journal_file: JournalFile, offset: int, synced: JournalPosition
+) -> WireError:
     """Return the error for damage within records that were acknowledged."""
-    folder = segment.path.parent
-    number = int(segment.path.name.partition(".")[0])
-    lost = f"{segment.path} at offset {offset}: damaged"
-    if synced.segment > number:
-        lost = f"{segment_path(folder, number + 1)} is missing"
+    folder = journal_file.path.parent
+    number = int(journal_file.path.name.partition(".")[0])
+    lost = f"{journal_file.path} at offset {offset}: damaged"
+    if synced.file > number:
+        lost = f"{journal_file_path(folder, number + 1)} is missing"
     return WireError(
-        f"{lost}, but acknowledged records extend to offset {synced.offset} of segment"
-        f" {synced.segment}; {REMEDY}, or remove {folder / 'synced'} to continue without them"
+        f"{lost}, but acknowledged records extend to offset {synced.offset} of file"
+        f" {synced.file}; {REMEDY}, or remove {folder / 'synced'} to continue without them"
     )
 
 

@@ -1,4 +1,4 @@
-"""Limits the size of a journal: compresses segments that no restart needs, prunes the oldest."""
+"""Limits the size of a journal: compresses files that no restart needs, prunes the oldest."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ from learner.journal.files import (
     PACKED_SUFFIX,
     JournalPosition,
     Pruned,
-    list_segments,
+    journal_files,
     load_pruned,
     pack,
     prune,
@@ -29,7 +29,7 @@ GB = 10**9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionLimits:
-    """Limits on the segments that a restart does not need. None: no limit."""
+    """Limits on the files that a restart does not need. None: no limit."""
 
     keep_bytes: float | None = None
     keep_s: float | None = None
@@ -41,17 +41,17 @@ class RetentionLimits:
 
 
 def prune_old(folder: Path, limits: RetentionLimits, *, before: int) -> Pruned:
-    """Remove the oldest segments below `before` that exceed a limit; return the new `Pruned`."""
-    left = sum(path.stat().st_size for path in list_segments(folder).values())
+    """Remove the oldest files below `before` that exceed a limit; return the new `Pruned`."""
+    left = sum(path.stat().st_size for path in journal_files(folder).values())
     now = time.time()
 
     def may_remove(_: int, path: Path) -> bool:
-        """Return whether the oldest remaining segment exceeds a limit."""
+        """Return whether the oldest remaining file exceeds a limit."""
         nonlocal left
-        found = path.stat()
+        status = path.stat()
         is_over = limits.keep_bytes is not None and left > limits.keep_bytes
-        is_old = limits.keep_s is not None and now - found.st_mtime > limits.keep_s
-        left -= found.st_size
+        is_old = limits.keep_s is not None and now - status.st_mtime > limits.keep_s
+        left -= status.st_size
         return is_over or is_old
 
     earlier = load_pruned(folder)
@@ -70,7 +70,7 @@ class Upkeep(threading.Thread):
 
     consumes:   positions from `settled`
     waits for:  the disk, and an idle CPU core
-    unblocked by: `stop`, which leaves a segment in compression unchanged
+    unblocked by: `stop`, which leaves a file in compression unchanged
     """
 
     def __init__(self, folder: Path, cfg: JournalSection) -> None:
@@ -100,25 +100,25 @@ class Upkeep(threading.Thread):
         _idle_priority()
         while (position := self._next_position()) is not None:
             try:
-                prune_old(self._folder, RetentionLimits.of(self._cfg), before=position.segment)
+                prune_old(self._folder, RetentionLimits.of(self._cfg), before=position.file)
                 if self._cfg.compress:
-                    self._pack_below(position.segment)
+                    self._pack_below(position.file)
             except (OSError, WireError) as error:
                 text = "disk full" if is_no_room(error) else "failed"
                 logger.error("%s: cannot compress or prune the journal: %s", text, error)
             except _Stopped:
                 return
 
-    def _pack_below(self, segment: int) -> None:
-        """Compress the finished segments below a number."""
-        for number, path in list_segments(self._folder).items():
-            if number < segment and path.suffix != PACKED_SUFFIX:
+    def _pack_below(self, end: int) -> None:
+        """Compress the finished files below a number."""
+        for number, path in journal_files(self._folder).items():
+            if number < end and path.suffix != PACKED_SUFFIX:
                 started = time.monotonic()
                 before = path.stat().st_size
                 freed = pack(self._folder, number, check=self._check_not_stopped)
                 took_s = time.monotonic() - started
                 logger.info(
-                    "compressed segment=%d mb=%.1f to=%.1f took_s=%.1f",
+                    "compressed file=%d mb=%.1f to=%.1f took_s=%.1f",
                     number,
                     before / 1e6,
                     (before - freed) / 1e6,

@@ -36,7 +36,9 @@ class LoggedStep:
     is_skipped: bool = False  # The controller skipped the batch; the weights did not change.
     # Number of batches so far, with this one; 0: logged by a release without numbers.
     number: int = 0
-    segment: int = -1  # Newest segment of the journal at the time of logging; -1: unknown.
+    journal_file: int = (
+        -1
+    )  # Number of the journal's newest file at the time of logging; -1: unknown.
     offset: int = field(default=0, compare=False)  # Byte offset of the line.
 
     @property
@@ -123,7 +125,7 @@ class StepLog:
         """Remove the first lines whose episodes the journal has pruned, if the log is large enough.
 
         Args:
-            before: segments of smaller numbers were pruned.
+            before: files of smaller numbers were pruned.
             needed: offset of the first line that a restart reads, as in the saved replay point.
 
         Returns: whether lines were removed.
@@ -140,9 +142,9 @@ class StepLog:
                 version = may_go.version
                 number = may_go.number
                 gone = PrunedSteps(num_bytes=step.offset, version=version, number=number)
-            if step.offset >= needed or step.segment >= before:
+            if step.offset >= needed or step.journal_file >= before:
                 break
-            may_go = step if step.segment >= 0 else None
+            may_go = step if step.journal_file >= 0 else None
         if gone.num_bytes:
             head = json.dumps({"pruned": asdict(gone)}).encode() + b"\n"
             cut_head(path, gone.num_bytes - self._shift, head=head)
@@ -168,7 +170,7 @@ def _line(step: LoggedStep) -> bytes:
     plain = {"version": step.version, "groups": step.groups, "outcomes": outcomes}
     plain |= {"number": step.number} if step.number else {}
     plain |= {"skipped": True} if step.is_skipped else {}
-    plain |= {"segment": step.segment} if step.segment >= 0 else {}
+    plain |= {"segment": step.journal_file} if step.journal_file >= 0 else {}
     return json.dumps(plain, separators=(",", ":")).encode() + b"\n"
 
 
@@ -217,7 +219,7 @@ def _parse(plain: dict[str, Any], offset: int) -> LoggedStep:
         ],
         is_skipped=plain.get("skipped", False),
         number=plain.get("number", 0),
-        segment=plain.get("segment", -1),
+        journal_file=plain.get("segment", -1),
         offset=offset,
     )
 

@@ -20,7 +20,7 @@ from common.store.run_dir import RunDir, read_json
 from common.text import counted
 from learner.journal.files import (
     PACKED_SUFFIX,
-    list_segments,
+    journal_files,
     load_pruned,
     read_around_damage,
     synced_end,
@@ -70,22 +70,22 @@ def journal(request: ParsedCommand, *, root: Path, echo: Echo) -> int:
 
 
 def _needed_from(run_dir: RunDir) -> int:
-    """Return the first segment that a restart reads, 0 without a replay point."""
+    """Return the first file that a restart reads, 0 without a replay point."""
     if not run_dir.replay_point.exists():
         return 0
     remedy = "remove the file; a restart then reads the whole journal"
     found = read_json(run_dir.replay_point, {"position": dict}, remedy=remedy)["position"]
     number = found.get("segment")
     if not isinstance(number, int):
-        raise ConfigError(f"{run_dir.replay_point}: damaged, it names no segment; {remedy}")
+        raise ConfigError(f"{run_dir.replay_point}: damaged, it names no file; {remedy}")
     return number
 
 
 def _list(run_dir: RunDir, _: dict[str, str], echo: Echo) -> int:
-    """Print each segment with its size, its age and whether a restart needs it."""
+    """Print each file with its size, its age and whether a restart needs it."""
     needed = _needed_from(run_dir)
     total = 0
-    for number, path in list_segments(run_dir.journal).items():
+    for number, path in journal_files(run_dir.journal).items():
         found = path.stat()
         total += found.st_size
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.st_mtime))
@@ -96,9 +96,7 @@ def _list(run_dir: RunDir, _: dict[str, str], echo: Echo) -> int:
     synced = synced_end(run_dir.journal)
     if pruned.before:
         echo(f"{pruned.text(run_dir.journal)}, {pruned.num_bytes / 1e6:.1f} MB")
-    echo(
-        f"{total / 1e6:.1f} MB; acknowledged up to byte {synced.offset} of segment {synced.segment}"
-    )
+    echo(f"{total / 1e6:.1f} MB; acknowledged up to byte {synced.offset} of file {synced.file}")
     return 0
 
 
@@ -107,10 +105,10 @@ def _verify(run_dir: RunDir, _: dict[str, str], echo: Echo) -> int:
     problems: list[str] = []
     names: set[str] = set()
     num_episodes = 0
-    numbers = list(list_segments(run_dir.journal))
+    numbers = list(journal_files(run_dir.journal))
     first = load_pruned(run_dir.journal).before
     missing = sorted(set(range(first, max(numbers, default=first - 1) + 1)) - set(numbers))
-    problems += [f"segment {number} is missing" for number in missing]
+    problems += [f"file {number} is missing" for number in missing]
     for number in numbers:
         count = 0
         for found in read_around_damage(run_dir.journal, number, is_last=number == numbers[-1]):
@@ -127,7 +125,7 @@ def _verify(run_dir: RunDir, _: dict[str, str], echo: Echo) -> int:
     for problem in problems:
         echo(f"damaged: {problem}")
     found = counted(len(problems), "problem") if problems else "no problems"
-    read = f"{counted(num_episodes, 'episode')} in {counted(len(numbers), 'segment')}"
+    read = f"{counted(num_episodes, 'episode')} in {counted(len(numbers), 'file')}"
     echo(f"{read}, {found}")
     return 1 if problems else 0
 
@@ -185,7 +183,7 @@ def _export(run_dir: RunDir, options: dict[str, str], echo: Echo) -> int:
         for position, trajectory in read_journal(run_dir.journal):
             row = asdict(trajectory) | {
                 "step": consumed.get(trajectory.episode_id),
-                "segment": position.segment,
+                "segment": position.file,
                 "offset": position.offset,
             }
             out.write(json.dumps(row, default=_as_plain) + "\n")
@@ -203,7 +201,7 @@ def _as_plain(value: Any) -> Any:
 
 
 def _prune(run_dir: RunDir, options: dict[str, str], echo: Echo) -> int:
-    """Remove the oldest segments over a limit, but none that a restart reads."""
+    """Remove the oldest files over a limit, but none that a restart reads."""
     if not options:
         raise ConfigError(f"prune needs keep_gb=N or keep_days=N; usage: run.py {USAGE}")
     given = {key: _number(key, value) for key, value in options.items()}
@@ -214,8 +212,8 @@ def _prune(run_dir: RunDir, options: dict[str, str], echo: Echo) -> int:
     before = load_pruned(run_dir.journal)
     pruned = prune_old(run_dir.journal, limits, before=_needed_from(run_dir))
     echo(
-        f"{counted(pruned.before - before.before, 'segment')} pruned,"
-        f" {(pruned.num_bytes - before.num_bytes) / 1e6:.1f} MB; segments from"
+        f"{counted(pruned.before - before.before, 'file')} pruned,"
+        f" {(pruned.num_bytes - before.num_bytes) / 1e6:.1f} MB; files from"
         f" {_needed_from(run_dir)} on are kept, because a restart needs them"
     )
     return 0

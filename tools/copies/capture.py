@@ -22,9 +22,9 @@ import yaml
 from common.store.run_dir import RunDir
 from learner.journal.files import (
     MAGIC,
+    JournalFile,
     JournalPosition,
-    Segment,
-    list_segments,
+    journal_files,
     load_pruned,
     synced_end,
 )
@@ -114,7 +114,7 @@ class RunCapture:
 
     at: float  # Unix time.
     journal: JournalPosition  # Synced end of the journal.
-    pruned_before: int  # The journal's segments with smaller numbers were removed.
+    pruned_before: int  # The journal's files with smaller numbers were removed.
     files: list[CapturedFile] = field(default_factory=list[CapturedFile])
 
     def close(self) -> None:
@@ -281,16 +281,16 @@ def _scheduler(root: Path) -> Iterator[CapturedFile]:
 
 
 def _add_journal(found: RunCapture, run_dir: RunDir) -> int:
-    """Add the journal up to its synced end; return the number of its first segment."""
+    """Add the journal up to its synced end; return the number of its first file."""
     root = run_dir.root
     end = found.journal
     pruned = load_pruned(run_dir.journal)
-    segments = {n: path for n, path in list_segments(run_dir.journal).items() if n <= end.segment}
-    if segments and [*segments] != [*range(pruned.before, end.segment + 1)]:
-        raise SourceChanged(f"a segment of {run_dir.journal}")
-    for number, path in segments.items():
+    files = {n: path for n, path in journal_files(run_dir.journal).items() if n <= end.file}
+    if files and [*files] != [*range(pruned.before, end.file + 1)]:
+        raise SourceChanged(f"a file of {run_dir.journal}")
+    for number, path in files.items():
         file = _whole(root, path)
-        found.files.append(file if number < end.segment else _last_segment(file, path, end))
+        found.files.append(file if number < end.file else _last_file(file, path, end))
     found.files += _replaced(root, "journal/pruned.json")
     if (run_dir.journal / "synced").exists():
         mark = end.mark()
@@ -298,10 +298,10 @@ def _add_journal(found: RunCapture, run_dir: RunDir) -> int:
     return pruned.before
 
 
-def _last_segment(file: CapturedFile, path: Path, end: JournalPosition) -> CapturedFile:
-    """Return the synced part of the last segment. Raises: OSError: it is shorter."""
-    with Segment(path) as segment:
-        size = end.offset + (0 if segment.is_old else len(MAGIC))
+def _last_file(file: CapturedFile, path: Path, end: JournalPosition) -> CapturedFile:
+    """Return the synced part of the last file. Raises: OSError: it is shorter."""
+    with JournalFile(path) as journal_file:
+        size = end.offset + (0 if journal_file.is_old else len(MAGIC))
     if path.suffix != ".log":
         return file
     if file.size < size and end.offset:

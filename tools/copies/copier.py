@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from common.errors import ConfigError, WireError
 from common.store.disk import if_room
 from common.store.run_dir import RunDir, json_object, write_json
-from learner.journal.files import JournalPosition, open_segment, synced_end
+from learner.journal.files import JournalPosition, open_journal_file, synced_end
 from tools.copies import manifest as manifests
 from tools.copies.capture import CapturedFile, RunCapture, SourceChanged, capture
 from tools.copies.manifest import FORMAT, CopyManifest, StoredFile, StoredPart, digest_of
@@ -28,7 +28,7 @@ MAX_PAUSE_S = 60.0  # Longest pause after a failed round.
 LAST_TRIES = 5  # Tries of the last round if files change.
 STATE_FILE = "copies.json"
 _CHECKPOINT = re.compile(r"checkpoints/step-(\d+)/")
-_SEGMENT = re.compile(r"journal/(\d+)\.log\.gz")
+_PACKED = re.compile(r"journal/(\d+)\.log\.gz")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -153,13 +153,13 @@ class RunCopier:
         return self._with_kept_checkpoint(files)
 
     def _copied_plain(self, name: str) -> str | None:
-        """Return the name of the uncompressed segment that the copy has instead of this file."""
-        match = _SEGMENT.fullmatch(name)
+        """Return the name of the uncompressed file that the copy has instead of this file."""
+        match = _PACKED.fullmatch(name)
         plain = name.removesuffix(".gz")
         last = self._last
         if match is None or last is None or plain not in last.files:
             return None
-        return plain if last.journal.segment > int(match[1]) else None
+        return plain if last.journal.file > int(match[1]) else None
 
     def _known_file(self, name: str) -> StoredFile:
         assert self._last is not None
@@ -221,7 +221,7 @@ class RunCopier:
         state = self.state
         state.copied_at = manifest.at
         state.num_copies += num
-        state.segment = manifest.journal.segment
+        state.segment = manifest.journal.file
         state.offset = manifest.journal.offset
         state.checkpoint = manifest.checkpoint
 
@@ -251,13 +251,15 @@ class RunCopier:
 
     def write_state(self) -> None:
         """Write the state file with the current lag. A full disk is ignored. Thread-safe."""
-        end = JournalPosition(segment=self.state.segment, offset=self.state.offset)
+        end = JournalPosition(file=self.state.segment, offset=self.state.offset)
         path = self._run_dir.root / STATE_FILE
         with self._state_lock:
             try:
                 self.state.lag_bytes = bytes_after(self._run_dir, end)
             except (FileNotFoundError, WireError) as error:
-                logger.debug("lag not measured, a segment was pruned or is damaged: %s", error)
+                logger.debug(
+                    "lag not measured, a file of the journal was pruned or is damaged: %s", error
+                )
             if_room(lambda: write_json(path, asdict(self.state)), path)
 
 
@@ -309,13 +311,13 @@ def bytes_after(run_dir: RunDir, position: JournalPosition) -> int:
     """Return the number of acknowledged bytes of the journal after a position."""
     end = synced_end(run_dir.journal)
     total = 0
-    for number in range(position.segment, end.segment + 1):
-        segment = open_segment(run_dir.journal, number)
-        if segment is None:
-            continue  # The segment was pruned.
-        with segment:
-            size = end.offset if number == end.segment else segment.size
-        total += max(0, size - (position.offset if number == position.segment else 0))
+    for number in range(position.file, end.file + 1):
+        journal_file = open_journal_file(run_dir.journal, number)
+        if journal_file is None:
+            continue  # The file was pruned.
+        with journal_file:
+            size = end.offset if number == end.file else journal_file.size
+        total += max(0, size - (position.offset if number == position.file else 0))
     return total
 
 

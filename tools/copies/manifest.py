@@ -52,12 +52,13 @@ class CopyManifest:
     id: str  # Random id of the run, so that runs of the same name have copies of their own.
     at: float  # Unix time of the cut.
     journal: JournalPosition  # Synced end of the journal.
-    pruned_before: int  # The journal's segments with smaller numbers were removed.
+    pruned_before: int  # The journal's files with smaller numbers were removed.
     files: dict[str, StoredFile]
 
     def encode(self) -> bytes:
         """Return the content of the manifest's file."""
-        return json.dumps(asdict(self), separators=(",", ":")).encode()
+        plain = asdict(self) | {"journal": self.journal.plain()}
+        return json.dumps(plain, separators=(",", ":")).encode()
 
     def digests(self) -> Iterator[tuple[str, int]]:
         """Yield the digest and the size of each part."""
@@ -121,19 +122,22 @@ def decode(name: str, content: bytes) -> CopyManifest | None:
     if number is None or file_name(number, content) != name:
         return None
     try:
-        format: Any = json.loads(content).get("format")
-        if format != FORMAT:
+        plain: Any = json.loads(content)
+        if (format := plain.get("format")) != FORMAT:
             raise ConfigError(f"{name}: the copy has format {format}, this version reads {FORMAT}")
-        found = _MANIFEST.validate_json(content)
-    except (ValidationError, ValueError, AttributeError) as error:
+        journal = JournalPosition.of_plain(plain["journal"])
+        manifest = _MANIFEST.validate_python(plain | {"journal": journal})
+    except (ValidationError, ValueError, AttributeError, KeyError, TypeError) as error:
         raise ConfigError(f"{name}: not a manifest of a copy ({error!r:.200})") from error
-    if not FILE_NAME.fits(found.run):
-        raise ConfigError(f"{name}: the name of the run {found.run!r} must be {FILE_NAME.phrase}")
-    for path, file in found.files.items():
+    if not FILE_NAME.fits(manifest.run):
+        raise ConfigError(
+            f"{name}: the name of the run {manifest.run!r} must be {FILE_NAME.phrase}"
+        )
+    for path, file in manifest.files.items():
         is_inside = is_path_inside(path)
         has_digests = all(_DIGEST.fullmatch(part.digest) for part in file.parts)
         has_sizes = min([part.size for part in file.parts], default=0) >= 0
         has_sizes = has_sizes and sum(part.size for part in file.parts) == file.size
         if not is_inside or not has_digests or not has_sizes:
             raise ConfigError(f"{name}: the entry {path!r} is not valid")
-    return found
+    return manifest

@@ -9,7 +9,7 @@ from common.errors import ConfigError
 from common.store.run_dir import RunDir
 from common.wire.messages import Trajectory
 from learner.ingest.journal_index import load_replay_point
-from learner.journal.files import list_segments, load_pruned, read_around_damage
+from learner.journal.files import journal_files, load_pruned, read_around_damage
 from learner.journal.journal import JournalPosition
 from learner.recovery.checksums import ChecksumRecord, Start, read_checksums
 from learner.recovery.step_log import LoggedStep, load_pruned_steps, read_steps
@@ -198,12 +198,12 @@ class JournalEpisodes:
 
     def _read(self) -> Iterator[Trajectory]:
         """Yield the trajectories of the journal, and keep the texts of damaged parts."""
-        numbers = list(list_segments(self._folder))
+        numbers = list(journal_files(self._folder))
         start = self._start or JournalPosition()
         for number in numbers:
-            if number < start.segment:
+            if number < start.file:
                 continue
-            offset = start.offset if number == start.segment else 0
+            offset = start.offset if number == start.file else 0
             is_last = number == numbers[-1]
             for found in read_around_damage(self._folder, number, is_last=is_last, offset=offset):
                 if isinstance(found, str):

@@ -12,7 +12,7 @@ from learner.ingest.journal_index import (
 )
 from learner.journal.journal import JournalPosition
 
-POINT = ReplayPoint(position=JournalPosition(segment=2, offset=99), closed_below=40, version=25)
+POINT = ReplayPoint(position=JournalPosition(file=2, offset=99), closed_below=40, version=25)
 
 
 def test_saved_replay_point_loads_unchanged(tmp_path: Path) -> None:

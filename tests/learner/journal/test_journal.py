@@ -61,10 +61,10 @@ def test_reopened_journal_continues_at_its_end(tmp_path: Path) -> None:
     assert ids(tmp_path) == ["g/0", "g/1"]
 
 
-def test_full_journal_segment_starts_a_new_one(tmp_path: Path) -> None:
+def test_full_journal_file_starts_a_new_one(tmp_path: Path) -> None:
     size = _record_size(tmp_path / "one")
-    positions = write(tmp_path, "g/0", "g/1", "g/2", max_segment_bytes=2 * size)
-    assert [(p.segment, p.offset) for p in positions] == [(0, 0), (0, size), (1, 0)]
+    positions = write(tmp_path, "g/0", "g/1", "g/2", max_file_bytes=2 * size)
+    assert [(p.file, p.offset) for p in positions] == [(0, 0), (0, size), (1, 0)]
     assert ids(tmp_path) == ["g/0", "g/1", "g/2"]
 
 
@@ -105,11 +105,11 @@ def test_damaged_record_error_names_file_and_offset(tmp_path: Path) -> None:
         JournalWriter(tmp_path)
 
 
-def test_torn_or_missing_finished_segment_raises(tmp_path: Path) -> None:
-    write(tmp_path, "g/0", "g/1", "g/2", max_segment_bytes=1)
+def test_torn_or_missing_finished_file_raises(tmp_path: Path) -> None:
+    write(tmp_path, "g/0", "g/1", "g/2", max_file_bytes=1)
     path = tmp_path / "000001.log"
     path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(WireError, match="finished segment"):
+    with pytest.raises(WireError, match="finished file"):
         ids(tmp_path)
     path.unlink()
     with pytest.raises(WireError, match="missing"):
@@ -119,7 +119,7 @@ def test_torn_or_missing_finished_segment_raises(tmp_path: Path) -> None:
 def test_start_position_beyond_the_end_raises(tmp_path: Path) -> None:
     write(tmp_path, "g/0")
     with pytest.raises(WireError, match="999999"):
-        ids(tmp_path, start=JournalPosition(segment=0, offset=999999))
+        ids(tmp_path, start=JournalPosition(file=0, offset=999999))
 
 
 def test_journal_reads_only_complete_records_during_writes(tmp_path: Path) -> None:
@@ -134,8 +134,8 @@ def test_journal_reads_only_complete_records_during_writes(tmp_path: Path) -> No
         assert len(ids(partial)) == num_whole
 
 
-def test_journal_reader_follows_its_writer_across_segments(tmp_path: Path) -> None:
-    writer = JournalWriter(tmp_path, max_segment_bytes=1)
+def test_journal_reader_follows_its_writer_across_files(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path, max_file_bytes=1)
     writer.append(make_trajectory("g/0"))
     reader = read_journal(tmp_path)
     assert next(reader)[1].episode_id == "g/0"
@@ -159,7 +159,7 @@ def test_flipped_head_bit_never_cuts_acknowledged_records(tmp_path: Path, number
         assert path.read_bytes() == damaged
 
 
-def test_journal_refuses_a_segment_with_damaged_magic(tmp_path: Path) -> None:
+def test_journal_refuses_a_file_with_damaged_magic(tmp_path: Path) -> None:
     write(tmp_path, "g/0")
     path = tmp_path / "000000.log"
     content = path.read_bytes()
@@ -188,7 +188,7 @@ def test_damaged_middle_record_is_refused_without_mark(tmp_path: Path) -> None:
 
 
 def test_missing_acknowledged_tail_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, "g/0", "g/1", max_segment_bytes=1)
+    write(tmp_path, "g/0", "g/1", max_file_bytes=1)
     last = tmp_path / "000001.log"
     content = last.read_bytes()
     for left in (content[:-1], content[: len(MAGIC)], b""):
@@ -204,8 +204,8 @@ def test_missing_acknowledged_tail_is_refused(tmp_path: Path) -> None:
     JournalWriter(tmp_path).close()
 
 
-def _write_old_segment(folder: Path, *episode_ids: str) -> list[int]:
-    """Write a segment as versions before did; return where its records begin."""
+def _write_old_file(folder: Path, *episode_ids: str) -> list[int]:
+    """Write a file as versions before did; return where its records begin."""
     folder.mkdir(exist_ok=True)
     content, starts = b"", []
     for episode_id in episode_ids:
@@ -216,16 +216,16 @@ def _write_old_segment(folder: Path, *episode_ids: str) -> list[int]:
     return starts
 
 
-def test_old_format_segments_are_read_and_continued(tmp_path: Path) -> None:
-    starts = _write_old_segment(tmp_path, "g/0", "g/1")
+def test_old_format_files_are_read_and_continued(tmp_path: Path) -> None:
+    starts = _write_old_file(tmp_path, "g/0", "g/1")
     assert ids(tmp_path, start=JournalPosition(offset=starts[1])) == ["g/1"]
     (position,) = write(tmp_path, "g/2")
-    assert position == JournalPosition(segment=1)
+    assert position == JournalPosition(file=1)
     assert ids(tmp_path) == ["g/0", "g/1", "g/2"]
 
 
 def test_old_format_with_flipped_length_is_refused(tmp_path: Path) -> None:
-    starts = _write_old_segment(tmp_path, "g/0", "g/1", "g/2")
+    starts = _write_old_file(tmp_path, "g/0", "g/1", "g/2")
     path, content = tmp_path / "000000.log", (tmp_path / "000000.log").read_bytes()
     for bit in range(32):
         damaged = bytearray(content)
@@ -256,10 +256,10 @@ def test_opening_a_journal_syncs_before_any_acknowledgement(tmp_path: Path) -> N
     assert ids(tmp_path) == ["g/0"]
 
 
-def test_packed_segments_read_as_before_from_anywhere(tmp_path: Path) -> None:
+def test_packed_files_read_as_before_from_anywhere(tmp_path: Path) -> None:
     size = _record_size(tmp_path / "one")
     names = [f"g/{i}" for i in range(6)]
-    positions = write(tmp_path, *names, max_segment_bytes=2 * size)
+    positions = write(tmp_path, *names, max_file_bytes=2 * size)
     reader = read_journal(tmp_path)
     next(reader)
     assert pack(tmp_path, 0) != 0
@@ -280,14 +280,14 @@ def test_packed_segments_read_as_before_from_anywhere(tmp_path: Path) -> None:
         ids(tmp_path)
 
 
-def test_pruned_segments_are_refused_or_skipped(tmp_path: Path) -> None:
-    positions = write(tmp_path, "g/0", "g/1", "g/2", max_segment_bytes=1)
+def test_pruned_files_are_refused_or_skipped(tmp_path: Path) -> None:
+    positions = write(tmp_path, "g/0", "g/1", "g/2", max_file_bytes=1)
     prune(tmp_path, before=2, may_remove=lambda number, path: True)
     assert load_pruned(tmp_path).before == 2
     assert ids(tmp_path) == ["g/2"]
     assert ids(tmp_path, start=positions[2]) == ["g/2"]
     for start in (JOURNAL_START, positions[1]):
-        with pytest.raises(WireError, match=r"segments 0 to 1 of .* were pruned"):
+        with pytest.raises(WireError, match=r"files 0 to 1 of .* were pruned"):
             ids(tmp_path, start=start)
     JournalWriter(tmp_path).close()
 
@@ -319,10 +319,10 @@ def test_batched_append_equals_single_appends(tmp_path: Path) -> None:
     trajectories = [make_trajectory(f"g/{i}") for i in range(9)]
     records = [(each, encode(each)) for each in trajectories]
     num_bytes = sum(map(len, record_buffers(records[0][1])))
-    single = JournalWriter(tmp_path / "single", max_segment_bytes=4 * num_bytes)
+    single = JournalWriter(tmp_path / "single", max_file_bytes=4 * num_bytes)
     one_by_one = [single.append(*record) for record in records]
     single.close()
-    batched = JournalWriter(tmp_path / "batched", max_segment_bytes=4 * num_bytes)
+    batched = JournalWriter(tmp_path / "batched", max_file_bytes=4 * num_bytes)
     at_once: list[JournalPosition] = []
     num_calls = 0
     while len(at_once) < len(records):
@@ -330,6 +330,6 @@ def test_batched_append_equals_single_appends(tmp_path: Path) -> None:
         num_calls += 1
     batched.close()
     assert at_once == one_by_one
-    assert num_calls == 3  # one for each segment
+    assert num_calls == 3  # one for each file
     for path in (tmp_path / "single").glob("*.log"):
         assert path.read_bytes() == (tmp_path / "batched" / path.name).read_bytes()

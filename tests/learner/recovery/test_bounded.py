@@ -34,7 +34,7 @@ class LongRun:
 
     def __init__(self, root: Path) -> None:
         self.run_dir = RunDir(root=root)
-        self.journal = JournalWriter(self.run_dir.journal, max_segment_bytes=5_000)
+        self.journal = JournalWriter(self.run_dir.journal, max_file_bytes=5_000)
         self.step_log = StepLog(self.run_dir.steps, prune_from_bytes=4_000)
         self.checksums = ChecksumLog(self.run_dir.checksums, version=0)
         self.metrics = MetricsWriter(self.run_dir, [])
@@ -52,7 +52,7 @@ class LongRun:
         return self.index.replay_point(num_saved=0, version=version)
 
     def settled(self, position: JournalPosition) -> None:
-        prune_old(self.run_dir.journal, LIMITS, before=position.segment)
+        prune_old(self.run_dir.journal, LIMITS, before=position.file)
 
     def step(self) -> None:
         self.version += 1
@@ -65,8 +65,8 @@ class LongRun:
         self.index.move_end(self.journal.position)
         ids = [each.episode_id for each in members]
         told = [EpisodeOutcome(episode_id=i, outcome=Outcome.TRAINED, cause="") for i in ids]
-        segment, v = self.journal.position.segment, self.version
-        step = LoggedStep(version=v, groups=[ids], outcomes=told, number=v, segment=segment)
+        number, v = self.journal.position.file, self.version
+        step = LoggedStep(version=v, groups=[ids], outcomes=told, number=v, journal_file=number)
         self.step_log.append(step)
         digests = dict.fromkeys(StepDigests.__dataclass_fields__, "0" * 16)
         self.checksums.log(step, StepDigests(**digests))  # pyright: ignore[reportArgumentType]

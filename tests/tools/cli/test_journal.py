@@ -11,7 +11,7 @@ import pytest
 import run
 from common.config.journal import JournalSection
 from common.store.run_dir import RunDir, write_json
-from learner.journal.files import JournalPosition, list_segments, load_pruned
+from learner.journal.files import JournalPosition, journal_files, load_pruned
 from learner.journal.journal import JournalWriter, read_journal
 from learner.journal.upkeep import RetentionLimits, Upkeep, prune_old
 from tests.learner.journal.test_journal import make_trajectory
@@ -21,9 +21,9 @@ NUM = 5
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
-    """A run with an episode in each of five segments; a restart reads from the fourth on."""
+    """A run with an episode in each of five files; a restart reads from the fourth on."""
     made = RunDir(root=tmp_path / "r")
-    writer = JournalWriter(made.journal, max_segment_bytes=1)
+    writer = JournalWriter(made.journal, max_file_bytes=1)
     for number in range(NUM):
         writer.append(make_trajectory(f"g{number:07d}/0"))
     writer.close()
@@ -39,7 +39,7 @@ def carry_out(run_dir: RunDir, capsys: pytest.CaptureFixture[str], *words: str) 
     return code, out + err
 
 
-def test_list_shows_segments_needed_by_a_restart(
+def test_list_shows_files_needed_by_a_restart(
     run_dir: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, text = carry_out(run_dir, capsys, "list")
@@ -54,7 +54,7 @@ def test_verify_reports_damage_and_continues(
 ) -> None:
     code, text = carry_out(run_dir, capsys, "verify")
     assert code == 0
-    assert f"{NUM} episodes in {NUM} segments, no problems" in text
+    assert f"{NUM} episodes in {NUM} files, no problems" in text
     path = run_dir.journal / "000000.log"
     content = bytearray(path.read_bytes())
     content[40] ^= 1
@@ -81,13 +81,13 @@ def test_export_writes_episodes_with_their_consuming_step(
     assert rows[4]["segment"] == 4
 
 
-def test_prune_keeps_the_segments_of_a_restart(
+def test_prune_keeps_the_files_of_a_restart(
     run_dir: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, text = carry_out(run_dir, capsys, "prune", "keep_gb=0")
     assert code == 0
-    assert "3 segments pruned" in text
-    assert list(list_segments(run_dir.journal)) == [3, 4]
+    assert "3 files pruned" in text
+    assert list(journal_files(run_dir.journal)) == [3, 4]
     assert [t.episode_id for _, t in read_journal(run_dir.journal)] == ["g0000003/0", "g0000004/0"]
     assert carry_out(run_dir, capsys, "verify")[0] == 0
 
@@ -111,34 +111,34 @@ def test_wrong_usage_error_shows_correct_usage(
     assert said in text
 
 
-def test_oldest_segments_go_by_size_and_age(run_dir: RunDir) -> None:
-    paths = list_segments(run_dir.journal)
+def test_oldest_files_go_by_size_and_age(run_dir: RunDir) -> None:
+    paths = journal_files(run_dir.journal)
     size = paths[0].stat().st_size
     prune_old(run_dir.journal, RetentionLimits(), before=NUM)
-    assert len(list_segments(run_dir.journal)) == NUM
+    assert len(journal_files(run_dir.journal)) == NUM
     prune_old(run_dir.journal, RetentionLimits(keep_bytes=4.5 * size), before=NUM)
-    assert list(list_segments(run_dir.journal)) == [1, 2, 3, 4]
+    assert list(journal_files(run_dir.journal)) == [1, 2, 3, 4]
     os.utime(paths[1], (time.time() - 100, time.time() - 100))
     prune_old(run_dir.journal, RetentionLimits(keep_s=50), before=NUM)
-    assert list(list_segments(run_dir.journal)) == [2, 3, 4]
+    assert list(journal_files(run_dir.journal)) == [2, 3, 4]
     prune_old(run_dir.journal, RetentionLimits(keep_bytes=0), before=3)
-    assert list(list_segments(run_dir.journal)) == [3, 4]
+    assert list(journal_files(run_dir.journal)) == [3, 4]
     assert load_pruned(run_dir.journal).before == 3
 
 
-def test_upkeep_packs_settled_segments_transparently(run_dir: RunDir) -> None:
+def test_upkeep_packs_settled_files_transparently(run_dir: RunDir) -> None:
     upkeep = Upkeep(run_dir.journal, JournalSection())
     upkeep.start()
     reader = read_journal(run_dir.journal)
     next(reader)
-    upkeep.settled(JournalPosition(segment=3))
+    upkeep.settled(JournalPosition(file=3))
     deadline = time.monotonic() + 60.0
-    while len(list(run_dir.journal.glob("*.gz"))) < 3 or len(list_segments(run_dir.journal)) > NUM:
+    while len(list(run_dir.journal.glob("*.gz"))) < 3 or len(journal_files(run_dir.journal)) > NUM:
         assert time.monotonic() < deadline
         threading.Event().wait(0.02)
     upkeep.stop()
     assert not upkeep.is_alive()
-    packed = [path.name for path in list_segments(run_dir.journal).values()]
+    packed = [path.name for path in journal_files(run_dir.journal).values()]
     assert packed == [*(f"00000{i}.log.gz" for i in range(3)), "000003.log", "000004.log"]
     assert len(list(reader)) == NUM - 1
     assert len(list(read_journal(run_dir.journal))) == NUM

@@ -11,7 +11,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry, register_implementation
 
 from common.store.run_dir import RunDir, write_json
-from learner.journal.files import list_segments, pack, prune, synced_end
+from learner.journal.files import journal_files, pack, prune, synced_end
 from learner.journal.journal import JournalWriter, read_journal
 from learner.journal.metrics import copy_metrics, copy_state
 from tests.tools.copies.runs import (
@@ -92,7 +92,7 @@ def test_copy_killed_in_a_write_leaves_the_previous_copy_whole(
     stored = dict(MemoryFileSystem.store)
     append(run_dir, episode(8), episode(9))
     add_checkpoint(run_dir, 20)
-    # New are a segment, the synced mark, three files of the checkpoint and the manifest.
+    # New are a file, the synced mark, three files of the checkpoint and the manifest.
     for num_writes in range(6):
         MemoryFileSystem.store.clear()
         MemoryFileSystem.store.update(stored)
@@ -126,15 +126,15 @@ def test_journal_loses_only_the_uncopied_tail(run_dir: RunDir, tmp_path: Path) -
     ]
 
 
-def test_lag_counts_the_bytes_of_all_later_segments(tmp_path: Path) -> None:
+def test_lag_counts_the_bytes_of_all_later_files(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path / "a")
-    writer = JournalWriter(run_dir.journal, max_segment_bytes=1)
+    writer = JournalWriter(run_dir.journal, max_file_bytes=1)
     copier = copier_of(run_dir, f"{tmp_path}/copies")
     copier.copy_once()
     total = 0
     for number in range(3):
         start = writer.append(episode(number)).offset
-        assert start == 0  # Each segment has one record.
+        assert start == 0  # Each file has one record.
         total += writer.position.offset
     writer.close()
     copier.write_state()
@@ -162,12 +162,12 @@ def test_next_copy_stores_only_new_parts(run_dir: RunDir, tmp_path: Path) -> Non
     copy_all(copier_of(run_dir, f"{tmp_path}/copies"))  # Another process of the same run.
     after = {path.name: path.stat().st_mtime_ns for path in objects.iterdir()}
     assert {name for name in after if after[name] != before.get(name)} == after.keys() - before
-    assert len(after.keys() - before) == 2  # The segment's last part, and the file `synced`.
+    assert len(after.keys() - before) == 2  # The file's last part, and the file `synced`.
 
 
-def test_compressed_segment_is_not_copied_again(tmp_path: Path) -> None:
+def test_compressed_file_is_not_copied_again(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path / "a")
-    writer = JournalWriter(run_dir.journal, max_segment_bytes=1)
+    writer = JournalWriter(run_dir.journal, max_file_bytes=1)
     for number in range(3):
         writer.append(episode(number))
     writer.close()
@@ -182,7 +182,7 @@ def test_compressed_segment_is_not_copied_again(tmp_path: Path) -> None:
 
 def test_copy_follows_the_retention_of_the_run(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path / "a")
-    writer = JournalWriter(run_dir.journal, max_segment_bytes=1)
+    writer = JournalWriter(run_dir.journal, max_file_bytes=1)
     for number in range(3):
         writer.append(episode(number))
     writer.close()
@@ -196,7 +196,7 @@ def test_copy_follows_the_retention_of_the_run(tmp_path: Path) -> None:
         append(run_dir, episode(number))
         copier.copy_once()
     restored = fetched(f"{tmp_path}/copies", tmp_path)
-    assert [*list_segments(restored.journal)] == [*list_segments(run_dir.journal)]
+    assert [*journal_files(restored.journal)] == [*journal_files(run_dir.journal)]
     assert [path.name for path in restored.checkpoints.iterdir()] == ["step-000020"]
     assert ids(restored) == ids(run_dir)
     assert copier.store.sizes(OBJECTS).keys() == {
@@ -241,7 +241,7 @@ def test_old_checkpoint_stays_until_its_successor_is_copied(
 
 def test_copy_waits_if_its_checkpoint_needs_pruned_records(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path / "a")
-    writer = JournalWriter(run_dir.journal, max_segment_bytes=1)
+    writer = JournalWriter(run_dir.journal, max_file_bytes=1)
     for number in range(3):
         writer.append(episode(number))
     writer.close()

@@ -30,7 +30,7 @@ SETTINGS = [
     *["learner.num_threads=1", "learner.max_tokens_per_microbatch=64"],
     *["learner.controller.skip_step=false"],
 ]
-SEGMENT_BYTES = 1500  # some two episodes
+FILE_BYTES = 1500  # some two episodes
 
 
 def config(*overrides: str) -> RunConfig:
@@ -92,7 +92,7 @@ def live(
     trainer, version = rebuilt.trainer, rebuilt.version
     with (
         closing(rebuilt),
-        closing(JournalWriter(run_dir.journal, max_segment_bytes=SEGMENT_BYTES)) as journal,
+        closing(JournalWriter(run_dir.journal, max_file_bytes=FILE_BYTES)) as journal,
         closing(StepLog(run_dir.steps)) as step_log,
         closing(ChecksumLog(run_dir.checksums, version=version)) as checksums,
         closing(MetricsWriter(run_dir, [], resumed_at_step=version or -1)) as metrics,
@@ -130,7 +130,7 @@ def live(
                 ],
                 is_skipped=is_skipped,
                 number=trainer.num_batches,
-                segment=journal.position.segment,
+                journal_file=journal.position.file,
             )
             step_log.append(step)
             assert trainer.digests is not None

@@ -10,7 +10,7 @@ import pytest
 from common.errors import ConfigError
 from common.repository import ROOT
 from common.store.run_dir import RunDir
-from learner.journal.files import list_segments, prune
+from learner.journal.files import journal_files, prune
 from learner.recovery.checksums import ChecksumLog, read_checksums
 from learner.recovery.step_log import StepLog, read_steps
 from tests.tools.recompute.lives import config, live
@@ -59,7 +59,7 @@ def run(_run: RunDir, tmp_path: Path) -> RunDir:
 
 def flip(run: RunDir, episode: str) -> None:
     """Flip one bit of the tokens of an episode in the journal."""
-    for path in list_segments(run.journal).values():
+    for path in journal_files(run.journal).values():
         content = bytearray(path.read_bytes())
         at = content.find(episode.encode())
         if at >= 0:
@@ -163,8 +163,8 @@ def test_running_run_is_recomputed_up_to_its_last_record(run: RunDir) -> None:
 
 
 def test_pruned_range_is_refused_by_name(run: RunDir) -> None:
-    segments = list(list_segments(run.journal))
-    prune(run.journal, before=segments[3], may_remove=lambda *_: True)
+    numbers = list(journal_files(run.journal))
+    prune(run.journal, before=numbers[3], may_remove=lambda *_: True)
     with pytest.raises(ConfigError, match=r"--steps=1:6: .*pruned.*--steps=3:6 can be") as refused:
         computed(run.root)
     assert "steps 1 to" in str(refused.value)
@@ -178,7 +178,7 @@ def test_pruned_range_is_refused_by_name(run: RunDir) -> None:
 
 def test_steps_pruned_from_the_log_are_refused_by_name(run: RunDir) -> None:
     steps, size = list(read_steps(run.steps)), run.steps.stat().st_size
-    before = steps[2].segment  # Step 2 comes after a step and a skipped batch.
+    before = steps[2].journal_file  # Step 2 comes after a step and a skipped batch.
     prune(run.journal, before=before, may_remove=lambda *_: True)
     log, sums = StepLog(run.steps, prune_from_bytes=0), ChecksumLog(run.checksums, version=6)
     assert log.prune(before=before, needed=size)

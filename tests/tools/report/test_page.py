@@ -10,7 +10,7 @@ from playwright.sync_api import Request, expect, sync_playwright
 
 from common.errors import ConfigError
 from common.repository import ROOT
-from learner.journal.files import list_segments
+from learner.journal.files import journal_files
 from tests.tools.dashboard.runs import append, episode, make_run
 from tools.cli.command_line import parse
 from tools.dashboard.web.views import MIN_SAMPLES, horizon_marks, pooled_score, samples
@@ -76,10 +76,10 @@ def test_wrong_argument_is_reported_and_writes_nothing(tmp_path: Path) -> None:
 
 def test_page_names_damaged_journal_and_shows_rest(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "a")
-    (segment,) = list_segments(run_dir.journal).values()
-    damaged = bytearray(segment.read_bytes())
+    (path,) = journal_files(run_dir.journal).values()
+    damaged = bytearray(path.read_bytes())
     damaged[len(damaged) // 2] ^= 0xFF
-    segment.write_bytes(damaged)
+    path.write_bytes(damaged)
     code, text = write(tmp_path, "a")
     assert code == 0
     assert "note: " in text

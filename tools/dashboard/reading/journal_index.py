@@ -21,7 +21,13 @@ from actor.engine import cache
 from common.errors import ConfigError, WireError
 from common.ids import subset_of
 from common.wire.messages import EpisodeKind, Trajectory
-from learner.journal.files import PACKED_SUFFIX, Segment, list_segments, load_pruned, open_segment
+from learner.journal.files import (
+    PACKED_SUFFIX,
+    JournalFile,
+    journal_files,
+    load_pruned,
+    open_journal_file,
+)
 from tools.dashboard.reading.rows import EpisodeRows
 
 logger = logging.getLogger(__name__)
@@ -52,7 +58,7 @@ class EpisodeIndex:
         self._offset = 0
         self._size = 0
         self._is_done = True
-        self._segment: Segment | None = None
+        self._segment: JournalFile | None = None
         self._checked_bytes = -1  # Size of a segment at which its end was found torn or damaged.
         self._done_bytes = 0
 
@@ -91,7 +97,7 @@ class EpisodeIndex:
 
     def progress(self) -> float:
         """Return the indexed share of the journal's bytes."""
-        paths = list_segments(self._folder)
+        paths = journal_files(self._folder)
         total = sum(path.stat().st_size for n, path in paths.items() if n > self._number)
         whole = self._done_bytes + max(self._size, self._offset) + total
         return 1.0 if whole <= 0 else (self._done_bytes + self._offset) / whole
@@ -100,7 +106,7 @@ class EpisodeIndex:
         """Return a complete trajectory. Raises: WireError: it is damaged, or was pruned."""
         number = int(self.rows.column("segment")[row])
         offset = int(self.rows.column("offset")[row])
-        segment = open_segment(self._folder, number)
+        segment = open_journal_file(self._folder, number)
         if segment is None:
             raise WireError(f"{self._folder}: segment {number} was pruned")
         with segment:
@@ -125,7 +131,7 @@ class EpisodeIndex:
                 break
         else:
             return True
-        is_last = not any(number > self._number for number in list_segments(self._folder))
+        is_last = not any(number > self._number for number in journal_files(self._folder))
         # The writer may have filled the segment since the last record was read.
         if self._record(self._segment):
             return True
@@ -148,7 +154,7 @@ class EpisodeIndex:
         """Open the current or the next segment; return whether one exists."""
         if not self._is_done:
             try:
-                self._segment = open_segment(self._folder, self._number)
+                self._segment = open_journal_file(self._folder, self._number)
             except WireError as error:
                 self._add_problem(str(error))
             if self._segment is not None:
@@ -158,7 +164,7 @@ class EpisodeIndex:
 
     def _next_segment(self) -> bool:
         """Continue with the next segment of the journal; return whether there is one."""
-        numbers = list(list_segments(self._folder))
+        numbers = list(journal_files(self._folder))
         following = [number for number in numbers if number > self._number]
         if not following:
             return False
@@ -179,7 +185,7 @@ class EpisodeIndex:
         self._is_done = False
         return self._open()
 
-    def _record(self, segment: Segment) -> bool:
+    def _record(self, segment: JournalFile) -> bool:
         """Index one record, or skip a damaged part; return whether the position advanced."""
         size = segment.size
         if size == self._checked_bytes or self._offset >= size:
@@ -308,7 +314,7 @@ class IndexCache:
         """Return size and mtime of each finished segment: those numbered below `reached`."""
         return {
             path.name: [(found := path.stat()).st_size, found.st_mtime_ns]
-            for number, path in list_segments(self._journal).items()
+            for number, path in journal_files(self._journal).items()
             if number < reached
         }
 
@@ -318,7 +324,7 @@ class IndexCache:
             return False
         number, offset = header["end"]
         try:
-            segment = open_segment(self._journal, number)
+            segment = open_journal_file(self._journal, number)
             if segment is None:
                 return False
             with segment:
