@@ -267,10 +267,10 @@ class Loop:
 
     def _note_wait(self, missing: str) -> None:
         """Report the resource that a wait for a batch lacks, until it is there again."""
-        known = self._learner.intake.status.waiting_for
-        if missing and missing != known:
+        waiting_for = self._learner.intake.status.waiting_for
+        if missing and missing != waiting_for:
             self._set_status(waiting_for=missing)
-        elif not missing and known.startswith("teacher: "):
+        elif not missing and waiting_for.startswith("teacher: "):
             self._set_status(waiting_for="actors: a batch")
 
     def _report_skipped(self, batch: TrainBatch) -> None:

@@ -167,12 +167,12 @@ class RankService:
         """Return this node's folder for the checkpoint files of this run."""
         key = self._joined.key
         run = f"{key.run}-{hashlib.sha256(key.server_public.encode()).hexdigest()[:8]}"
-        own = self._cfg.learner.shard_folder or cache_home() / "longstride" / "shards"
+        parent = self._cfg.learner.shard_folder or cache_home() / "longstride" / "shards"
         return ShardHome(
             node=self._number,
             host=socket.gethostname(),
             address=host,
-            folder=Path(own).absolute() / run,
+            folder=Path(parent).absolute() / run,
             start=self._incarnation,
         )
 

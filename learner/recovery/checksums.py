@@ -151,9 +151,9 @@ class ChecksumLog:
         self._start: Start | None = None
         self.last_start: Start | None = None  # The record whose settings are in use.
         self._known: dict[Key, StepDigests] = {}
-        for found in _read(path, on_damage=lambda text: logger.warning("%s", text)):
-            if isinstance(found, tuple) and found[0][0] >= version:
-                self._known[found[0]] = found[1]
+        for record in _read(path, on_damage=lambda text: logger.warning("%s", text)):
+            if isinstance(record, tuple) and record[0][0] >= version:
+                self._known[record[0]] = record[1]
 
     def begin(self, start: Start) -> None:
         """Record a start of the learner. It is written together with its first batch."""
@@ -174,12 +174,12 @@ class ChecksumLog:
         Args:
             check: as in `StepLog.append`.
         """
-        known = self._known.pop((step.version, step.number), None)
-        if known == digests:
+        expected = self._known.pop((step.version, step.number), None)
+        if expected == digests:
             return
-        if known is not None and is_repeated:
+        if expected is not None and is_repeated:
             names = [name for ids in step.groups for name in ids]
-            what = first_difference(known, digests, names)
+            what = first_difference(expected, digests, names)
             logger.warning(
                 "repeated step=%d differs from its first computation: %s", step.version, what
             )
@@ -227,11 +227,11 @@ def read_checksums(path: Path) -> ChecksumRecord:
     def refuse(text: str) -> None:
         raise ConfigError(f"{text}; restore it from a backup")
 
-    for found in _read(path, on_damage=refuse):
-        if isinstance(found, Start):
-            record.starts.append(found)
+    for entry in _read(path, on_damage=refuse):
+        if isinstance(entry, Start):
+            record.starts.append(entry)
         else:
-            key, digests, cpu_s = found
+            key, digests, cpu_s = entry
             start = len(record.starts) - 1
             record.lines[key] = BatchChecksums(digests=digests, start=start, cpu_s=cpu_s)
     return record

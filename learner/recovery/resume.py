@@ -65,14 +65,14 @@ def _episodes_of(
     if not wanted:
         return {}
     journal = read_journal(run_dir.journal, start=start.position)
-    found = {t.episode_id: t for _, t in journal if t.episode_id in wanted}
+    episodes = {t.episode_id: t for _, t in journal if t.episode_id in wanted}
     for name, version in wanted.items():
-        if name not in found:
+        if name not in episodes:
             raise LongstrideError(
                 f"{run_dir.journal}: episode {name} is missing after {start.position}, but step"
                 f" {version} trained on it. Restore the journal from a backup."
             )
-    return found
+    return episodes
 
 
 def repeat_steps(

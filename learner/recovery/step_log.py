@@ -248,7 +248,7 @@ def whole_bytes(path: Path) -> int:
     with path.open("rb") as handle:
         for end in range(size, 0, -4096):
             handle.seek(max(0, end - 4096))
-            found = handle.read(end - max(0, end - 4096)).rfind(b"\n")
-            if found >= 0:
-                return max(0, end - 4096) + found + 1
+            newline = handle.read(end - max(0, end - 4096)).rfind(b"\n")
+            if newline >= 0:
+                return max(0, end - 4096) + newline + 1
     return 0

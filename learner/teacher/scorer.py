@@ -103,15 +103,15 @@ class VocabularyCheck:
         reply: dict[str, Any] = {}
         for text in PROBES:
             reply = await endpoint.tokenize(text)
-            found = reply.get("tokens")
-            own = self.tokenizer.encode(text, add_special_tokens=False)
-            if found != own:
+            by_teacher = reply.get("tokens")
+            by_policy = self.tokenizer.encode(text, add_special_tokens=False)
+            if by_teacher != by_policy:
                 size = await self._size(endpoint, reply)
                 raise ConfigError(
                     f"{self.name}: the teacher has another tokenizer than the policy. It encodes"
-                    f" {text[:20]!r}... as {found!s:.60}, the policy as {own!s:.60}. The teacher's"
-                    f" vocabulary has {size} tokens, the policy's {own_size}. Choose a teacher of"
-                    " the policy's family"
+                    f" {text[:20]!r}... as {by_teacher!s:.60}, the policy as {by_policy!s:.60}. The"
+                    f" teacher's vocabulary has {size} tokens, the policy's {own_size}. Choose a"
+                    " teacher of the policy's family"
                 )
         size = await self._size(endpoint, reply)
         if size != own_size:
@@ -137,9 +137,9 @@ class VocabularyCheck:
             return size
         low = 0
         high = SEARCHED
-        own = len(self.tokenizer)
-        if await self._ends_at(endpoint, own):
-            return own
+        policy_size = len(self.tokenizer)
+        if await self._ends_at(endpoint, policy_size):
+            return policy_size
         while low < high:
             middle = (low + high) // 2
             if await self._has_text(endpoint, middle):

@@ -71,8 +71,8 @@ def read_scores(
         if num_top:
             return _read_top(entries, num_top)
         chosen = zip(entries, token_ids[positions], strict=True)
-        found = [float(entry[str(int(token))]["logprob"]) for entry, token in chosen]
-        return TeacherScores(logprobs=_finite(found))
+        logprobs = [float(entry[str(int(token))]["logprob"]) for entry, token in chosen]
+        return TeacherScores(logprobs=_finite(logprobs))
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise Refused(
             f"its answer has no usable prompt_logprobs ({error!r}). The endpoint must support"
@@ -92,7 +92,7 @@ def _read_top(entries: Sequence[Mapping[str, Any]], num_top: int) -> TeacherScor
 
 
 def _finite(values: Sequence[Any]) -> np.ndarray:
-    found = np.array(values, dtype=np.float32)
-    if not np.isfinite(found).all():
+    array = np.array(values, dtype=np.float32)
+    if not np.isfinite(array).all():
         raise ValueError("a logprob is NaN or infinite")
-    return found
+    return array

@@ -71,9 +71,9 @@ def _complete(root: Path) -> list[Path]:
 
 def _version_of(folder: Path) -> tuple[int, bool]:
     """Return the version in a folder's name, and whether the folder is not set aside."""
-    found = _NAME.fullmatch(folder.name)
-    assert found is not None
-    return int(found[1]), not found[2]
+    match = _NAME.fullmatch(folder.name)
+    assert match is not None
+    return int(match[1]), not match[2]
 
 
 def check_marker(folder: Path) -> None:
@@ -81,8 +81,8 @@ def check_marker(folder: Path) -> None:
     path = folder / _MARKER
     remedy = remedy_without(folder)
     version = read_json(path, {"version": int}, remedy=remedy)["version"]
-    found = _NAME.fullmatch(folder.name)
-    if found is not None and int(found[1]) != version:
+    match = _NAME.fullmatch(folder.name)
+    if match is not None and int(match[1]) != version:
         raise ConfigError(f"{path}: damaged, it names version {version}; {remedy}")
 
 
@@ -293,9 +293,9 @@ class Checkpoints:
                 _remove(path)
         complete = _complete(self._root)
         passing = [path for path in complete if _is_temporary(path)]
-        kept = [path for path in complete if path not in passing][-self._cfg.keep_checkpoints :]
+        newest = [path for path in complete if path not in passing][-self._cfg.keep_checkpoints :]
         for path in complete[:-1]:
-            if path not in kept:
+            if path not in newest:
                 _remove(path)
 
 
@@ -329,8 +329,8 @@ def export(folder: Path, model: Any, tokenizer: Any, copies: Mapping[str, Tensor
     if copies is None:
         state = dict(read_weights(folder / TENSORS, "model"))
     else:
-        own = "model."
-        state = {n.removeprefix(own): each for n, each in copies.items() if n.startswith(own)}
+        prefix = "model."
+        state = {n.removeprefix(prefix): each for n, each in copies.items() if n.startswith(prefix)}
     if has_adapters(model):
         save_adapter(folder, model, state)
     else:

@@ -118,16 +118,16 @@ class Digester:
         Args:
             frozen: networks whose untrained weights make the second checksum.
         """
-        own = {id(tensor) for tensor in self._weights()}
+        trained_ids = {id(tensor) for tensor in self._weights()}
         others = (t for network in frozen for t in network.state_dict(keep_vars=True).values())
-        fixed = [tensor for tensor in others if id(tensor) not in own]
+        fixed = [tensor for tensor in others if id(tensor) not in trained_ids]
         trained, rest = self._whole([_of_tensors(self._weights()), _of_tensors(fixed)])
         return trained, rest
 
     def _weights(self) -> Iterator[Tensor]:
         """Yield the trained tensors, tied weights once."""
-        found = (t for module in self._modules.values() for t in trained_state(module).values())
-        yield from {id(tensor): tensor for tensor in found}.values()
+        tensors = (t for module in self._modules.values() for t in trained_state(module).values())
+        yield from {id(tensor): tensor for tensor in tensors}.values()
 
     def _all_gradients(self) -> Iterator[Tensor]:
         """Yield the gradients of all trained weights."""
@@ -136,14 +136,14 @@ class Digester:
                 if parameter.grad is not None:
                     yield parameter.grad
 
-    def _whole(self, own: list[Tensor]) -> list[str]:
+    def _whole(self, digests: list[Tensor]) -> list[str]:
         """Combine the digests of all ranks and return them as hexadecimal text."""
-        of_all = torch.zeros(self._ranks.size, len(own), 2, dtype=torch.int64)
-        of_all[self._ranks.index] = torch.stack(own)
+        of_all = torch.zeros(self._ranks.size, len(digests), 2, dtype=torch.int64)
+        of_all[self._ranks.index] = torch.stack(digests)
         of_all = self._ranks.sum(of_all)
         return [
             xxhash.xxh3_128(of_all[:, index].numpy().tobytes()).hexdigest()
-            for index in range(len(own))
+            for index in range(len(digests))
         ]
 
 
@@ -188,16 +188,16 @@ def _buffers(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     for tensor in tensors:
         if not tensor.numel():
             continue
-        own = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        is_alone = own.device.type == "cpu"
-        if waiting and (is_alone or size + own.numel() > JOINED_BYTES):
+        content = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        is_alone = content.device.type == "cpu"
+        if waiting and (is_alone or size + content.numel() > JOINED_BYTES):
             yield waiting[0] if len(waiting) == 1 else torch.cat(waiting)
             waiting = []
             size = 0
         if is_alone:
-            yield own
+            yield content
         else:
-            waiting.append(own)
-            size += own.numel()
+            waiting.append(content)
+            size += content.numel()
     if waiting:
         yield waiting[0] if len(waiting) == 1 else torch.cat(waiting)

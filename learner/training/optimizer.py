@@ -77,15 +77,15 @@ def batches_of(matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     A matrix that several ranks share is alone: its products need all ranks.
     """
     alike: dict[Any, list[Tensor]] = {}
-    for number, each in enumerate(matrices):
-        is_shared = isinstance(each, DTensor)
-        key = number if is_shared else (each.shape, each.dtype, each.device)
-        alike.setdefault(key, []).append(each)
-    for own in alike.values():
-        limit = MAX_NUMBERS if own[0].is_cuda else MAX_CPU_NUMBERS
-        size = max(1, limit // max(1, own[0].numel()))
-        for start in range(0, len(own), size):
-            yield own[start : start + size]
+    for number, matrix in enumerate(matrices):
+        is_shared = isinstance(matrix, DTensor)
+        key = number if is_shared else (matrix.shape, matrix.dtype, matrix.device)
+        alike.setdefault(key, []).append(matrix)
+    for batch in alike.values():
+        limit = MAX_NUMBERS if batch[0].is_cuda else MAX_CPU_NUMBERS
+        size = max(1, limit // max(1, batch[0].numel()))
+        for start in range(0, len(batch), size):
+            yield batch[start : start + size]
 
 
 def all_orthogonalised(matrices: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
@@ -142,12 +142,12 @@ class ExpertMuon(torch.optim.Optimizer):
         weights.mul_(1 - lr * group["weight_decay"])
         size = max(1, MAX_NUMBERS // (num_rows * num_columns))  # Number of experts at once.
         dtype = arithmetic_of(weights)
-        for own, direction in zip(
+        for experts, direction in zip(
             weights.split(size), gradient.lerp(mean, momentum).split(size), strict=True
         ):
-            if own.numel():
+            if experts.numel():
                 update = orthogonalised(direction.to(dtype), dtype)
-                own.add_(update.to(own.dtype), alpha=-lr * math.sqrt(max(1.0, ratio)))
+                experts.add_(update.to(experts.dtype), alpha=-lr * math.sqrt(max(1.0, ratio)))
 
 
 def _own_experts(tensor: Tensor) -> Tensor:
@@ -225,8 +225,8 @@ class PolicyOptimizer:
     def set_rates(self, lr: float, muon_lr: float) -> None:
         """Replace the configured rates of AdamW and of Muon from the next `set_lr_scale` on."""
         rates = [
-            muon_lr if isinstance(each, BatchedMuon | ExpertMuon) else lr
-            for each in self.optimizers
+            muon_lr if isinstance(optimizer, BatchedMuon | ExpertMuon) else lr
+            for optimizer in self.optimizers
         ]
         self._base_lrs = [
             [rate] * len(opt.param_groups) for rate, opt in zip(rates, self.optimizers, strict=True)
@@ -326,9 +326,9 @@ def _adamw(
     for parameters, decay in groups:
         is_coarse = [cfg.moments is Moments.INT8 and has_whole_blocks(each) for each in parameters]
         for chosen, wanted in ((exact, False), (coarse, True)):
-            own = [p for p, found in zip(parameters, is_coarse, strict=True) if found is wanted]
-            if own:
-                chosen.append({"params": own, "weight_decay": decay})
+            weights = [p for p, found in zip(parameters, is_coarse, strict=True) if found is wanted]
+            if weights:
+                chosen.append({"params": weights, "weight_decay": decay})
     if not (exact or coarse):
         raise ValueError("the model has no weights to train")
     betas = (cfg.beta1, cfg.beta2)

@@ -239,12 +239,12 @@ class RankProcesses:
         deadline = time.monotonic() + LOAD_S
         for worker in self.workers:
             remaining_s = max(0.0, deadline - time.monotonic())
-            found = wait([worker.pipe, worker.process.sentinel], remaining_s)
-            if not found:
+            ready = wait([worker.pipe, worker.process.sentinel], remaining_s)
+            if not ready:
                 raise LongstrideError(
                     f"learner rank {worker.rank} did not load its model within {LOAD_S:g} s"
                 )
-            if worker.pipe in found:
+            if worker.pipe in ready:
                 self._await_loaded(worker)
             else:  # An ending process has no exit code before it has ended.
                 worker.process.join(STOP_S)
@@ -412,8 +412,8 @@ def _serve_rank(
         pipe.send_bytes(READY)
         may_pad = cfg.learner.layout is Layout.AUTO
         # Rank 0 may take longer to load than the group's timeout.
-        found, host = json.loads(pipe.recv_bytes())
-        cfg = replace(cfg, learner=with_settled(cfg.learner, found))
+        settled, host = json.loads(pipe.recv_bytes())
+        cfg = replace(cfg, learner=with_settled(cfg.learner, settled))
         if device.type == "cpu":
             torch.set_num_threads(max(1, cfg.learner.num_threads))
         ranks = meet(cfg, rank, replace(meeting, host=meeting.host or host), device)

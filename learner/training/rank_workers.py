@@ -70,8 +70,8 @@ class FileServer:
         try:
             match request.op:
                 case FileOp.LIST:
-                    found = (each for each in path.rglob("*") if each.is_file())
-                    names = sorted(str(each.relative_to(path)) for each in found)
+                    files = (each for each in path.rglob("*") if each.is_file())
+                    names = sorted(str(each.relative_to(path)) for each in files)
                     return RankFileAnswer(number=number, names=names)
                 case FileOp.READ:
                     with path.open("rb", buffering=0) as file:
@@ -274,9 +274,9 @@ class NodeServer(threading.Thread):
             return
         line.take_all()
         host = self._cfg.advertise or self._cfg.host
-        own = f"tcp://{bracketed(host)}:{self.port}"
+        address = f"tcp://{bracketed(host)}:{self.port}"
         place = RanksPlace(
-            address=advertised(own, towards=line.address), incarnation=self.incarnation
+            address=advertised(address, towards=line.address), incarnation=self.incarnation
         )
         line.send(place)
 

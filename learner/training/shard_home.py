@@ -59,23 +59,23 @@ class ShardHome:
 
         Raises: ShardNotWritten: has the system's error number.
         """
-        own = self.folder / f"{_version(path.parent)}-{self.start}" / path.name
+        file = self.folder / f"{_version(path.parent)}-{self.start}" / path.name
         try:
-            own.parent.mkdir(parents=True, exist_ok=True)
-            LOCAL.write(own, parts)
-            sync_folder(own.parent)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            LOCAL.write(file, parts)
+            sync_folder(file.parent)
             sync_folder(self.folder)
         except OSError as error:
-            raise ShardNotWritten(error.errno, f"{self.label}: {error.strerror}: {own}") from error
+            raise ShardNotWritten(error.errno, f"{self.label}: {error.strerror}: {file}") from error
         digest = hashlib.sha256()
         for part in parts:
             digest.update(part)
         return ShardFile(
-            name=own.name,
+            name=file.name,
             node=self.node,
             host=self.host,
             address=self.address,
-            path=str(own.absolute()),
+            path=str(file.absolute()),
             num_bytes=sum(map(len, parts)),
             sha256=digest.hexdigest(),
         )
@@ -94,15 +94,17 @@ class ShardHome:
         """
         current = _version(tensors)
         root = tensors.parents[1]
-        for each in self.folder.glob("step-*-*"):
-            version = each.name.rpartition("-")[0]
+        for checkpoint in self.folder.glob("step-*-*"):
+            version = checkpoint.name.rpartition("-")[0]
             places = (f"{root}/{version}", f"{root}/{version}{ASIDE}")
             try:
                 if version == current or any(names(place) for place in places):
                     continue
-                shutil.rmtree(each)
+                shutil.rmtree(checkpoint)
             except (OSError, LongstrideError) as error:  # The next checkpoint tries again.
-                logger.warning("cannot remove old shard files folder=%s error=%s", each, error)
+                logger.warning(
+                    "cannot remove old shard files folder=%s error=%s", checkpoint, error
+                )
 
 
 def _version(tensors: Path) -> str:

@@ -57,17 +57,17 @@ def find_shards(tensors: Path, needed: Iterable[str], ranks: Ranks) -> dict[str,
         for rank, names in enumerate(wanted):
             by_node[ranks.node_of(rank)] |= names
         everything = sorted(set[str]().union(*by_node))
-        own = [files[name] for name in everything[ranks.local_index :: ranks.local_ranks]]
-        held: list[dict[str, str]] = ranks.exchange(_held(own, tensors, ranks))
-        holders = _holders(held)
+        searched = [files[name] for name in everything[ranks.local_index :: ranks.local_ranks]]
+        places_of_ranks: list[dict[str, str]] = ranks.exchange(_held(searched, tensors, ranks))
+        holders = _holders(places_of_ranks)
         missing = [files[name] for name in everything if name not in holders]
         if missing:
             raise ConfigError(_missing(tensors, missing, ranks))
-        places = _places_here(held, ranks)
+        places = _places_here(places_of_ranks, ranks)
         errors = [""]
-        for file, source, target in _transfers(files, by_node, held, holders, ranks):
+        for file, source, target in _transfers(files, by_node, places_of_ranks, holders, ranks):
             if ranks.index == source:
-                _send(Path(held[source][file.name]), file, target, ranks)
+                _send(Path(places_of_ranks[source][file.name]), file, target, ranks)
             elif ranks.index == target:
                 errors.append(_receive(_target(file, tensors, ranks), file, source, ranks))
         problems = [text for text in ranks.exchange(max(errors)) if text]
@@ -79,38 +79,40 @@ def find_shards(tensors: Path, needed: Iterable[str], ranks: Ranks) -> dict[str,
 
 def _held(files: Iterable[ShardFile], tensors: Path, ranks: Ranks) -> dict[str, str]:
     """Return the places of those files that are on this node with the right digest."""
-    found = {file.name: _find(file, tensors, ranks) for file in files}
-    return {name: str(path) for name, path in found.items() if path is not None}
+    places = {file.name: _find(file, tensors, ranks) for file in files}
+    return {name: str(path) for name, path in places.items() if path is not None}
 
 
 def _find(file: ShardFile, tensors: Path, ranks: Ranks) -> Path | None:
-    own = [Path(file.path)] if ranks.home is None else ranks.home.candidates(file)
-    places = dict.fromkeys([tensors / file.name, *own])
+    candidates = [Path(file.path)] if ranks.home is None else ranks.home.candidates(file)
+    places = dict.fromkeys([tensors / file.name, *candidates])
     return next((path for path in places if is_intact(path, file)), None)
 
 
-def _holders(held: list[dict[str, str]]) -> dict[str, int]:
+def _holders(places_of_ranks: list[dict[str, str]]) -> dict[str, int]:
     """Return the first rank that has each file."""
-    return {name: rank for rank, names in reversed([*enumerate(held)]) for name in names}
+    return {name: rank for rank, names in reversed([*enumerate(places_of_ranks)]) for name in names}
 
 
-def _places_here(held: list[dict[str, str]], ranks: Ranks) -> dict[str, Path]:
+def _places_here(places_of_ranks: list[dict[str, str]], ranks: Ranks) -> dict[str, Path]:
     """Return the places of the files that the ranks of this node have found."""
-    ours = [names for rank, names in enumerate(held) if ranks.node_of(rank) == ranks.node]
+    ours = [
+        names for rank, names in enumerate(places_of_ranks) if ranks.node_of(rank) == ranks.node
+    ]
     return {name: Path(path) for names in ours for name, path in names.items()}
 
 
 def _transfers(
     files: Mapping[str, ShardFile],
     by_node: list[set[str]],
-    held: list[dict[str, str]],
+    places_of_ranks: list[dict[str, str]],
     holders: Mapping[str, int],
     ranks: Ranks,
 ) -> Iterator[tuple[ShardFile, int, int]]:
     """Yield (file, sending rank, receiving rank) in the same order on all ranks."""
     for node, names in enumerate(by_node):
         first = node * ranks.local_ranks
-        here = set[str]().union(*held[first : first + ranks.local_ranks])
+        here = set[str]().union(*places_of_ranks[first : first + ranks.local_ranks])
         for name in sorted(names - here):
             yield files[name], holders[name], first
 
@@ -301,13 +303,13 @@ def live_tensors(
 
 def _weights(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     """Return the trained weights by name; tied weights have their first name only."""
-    found = {
+    named = {
         f"{prefix}.{name}": tensor
         for prefix, module in modules.items()
         for name, tensor in trained_state(module).items()
     }
-    first = {id(tensor): name for name, tensor in reversed(found.items())}
-    return {name: tensor for name, tensor in found.items() if first[id(tensor)] == name}
+    first = {id(tensor): name for name, tensor in reversed(named.items())}
+    return {name: tensor for name, tensor in named.items() if first[id(tensor)] == name}
 
 
 @torch.no_grad()
@@ -329,7 +331,7 @@ def restore(
     weights = _weights(modules)
     others = {name for name in saved if not name.startswith(MOMENTS)}
     if others != weights.keys() or any(
-        saved[name].shape != tuple(each.shape) for name, each in weights.items()
+        saved[name].shape != tuple(weight.shape) for name, weight in weights.items()
     ):
         raise ConfigError(
             f"{folder}: the saved weights do not fit this model; resume with the model.path and"
@@ -347,9 +349,9 @@ def restore(
             " with the learner.optimizer and learner.moments of the checkpoint. With 8bit moments,"
             " learner.num_ranks must also be the same."
         )
-    own = {name: each.detach() for name, each in live.items()}
-    places = find_shards(folder, files_needed(saved, own), ranks)
-    read_state(folder, saved, own, ranks.files, places=places)
+    targets = {name: weight.detach() for name, weight in live.items()}
+    places = find_shards(folder, files_needed(saved, targets), ranks)
+    read_state(folder, saved, targets, ranks.files, places=places)
 
 
 def _make_moments(
@@ -371,10 +373,12 @@ def _make_moments(
 
 def read_weights(folder: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
     """Yield (name without prefix, whole tensor on the host) of the saved weights."""
-    found = {
-        name: each for name, each in read_index(folder).items() if name.startswith(f"{prefix}.")
+    entries = {
+        name: entry for name, entry in read_index(folder).items() if name.startswith(f"{prefix}.")
     }
-    wholes = {n: torch.empty(each.shape, dtype=DTYPES[each.dtype]) for n, each in found.items()}
-    read_state(folder, found, wholes, LOCAL)
+    wholes = {
+        n: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for n, entry in entries.items()
+    }
+    read_state(folder, entries, wholes, LOCAL)
     for name, whole in wholes.items():
         yield name.removeprefix(f"{prefix}."), whole

@@ -141,9 +141,9 @@ class Gradients:
         for micro in self._microbatches(scored_rows, range(len(scored_rows))):
             with torch.no_grad():
                 scores = self.passes.score(micro.tokens, with_values=critic is not None)
-                known = self.passes.score_by_reference(micro.tokens)
-            if known is not None:
-                batch.reference.update(_of_rows(by_sample(micro, known), len(samples)))
+                by_reference = self.passes.score_by_reference(micro.tokens)
+            if by_reference is not None:
+                batch.reference.update(_of_rows(by_sample(micro, by_reference), len(samples)))
             batch.before.update(_of_rows(by_sample(micro, scores.logprobs), len(samples)))
             if scores.values is not None and scores.end_values is not None:
                 values |= by_sample(micro, scores.values)
@@ -292,17 +292,17 @@ class Gradients:
     def known(self, batch: ScoredBatch) -> Tensor:
         """Return [tokens] bool of all ranks, on the CPU: whether `before` scores the token."""
         sizes = [sample.num_sampled_tokens for sample in batch.samples]
-        own = torch.tensor([index in batch.before for index in range(len(sizes))])
-        return self._ranks.sum_shares(own.int()).bool().repeat_interleave(torch.tensor(sizes))
+        is_scored = torch.tensor([index in batch.before for index in range(len(sizes))])
+        return self._ranks.sum_shares(is_scored.int()).bool().repeat_interleave(torch.tensor(sizes))
 
     def overlap(self, batch: ScoredBatch) -> Overlap:
         """Return the overlap of pi and mu over all ranks' scored tokens."""
         moments = torch.zeros(3, dtype=torch.float64)
-        known = sorted(batch.before)
-        if known:
-            trajectories = [batch.samples[index].trajectory for index in known]
+        indices = sorted(batch.before)
+        if indices:
+            trajectories = [batch.samples[index].trajectory for index in indices]
             mu = sampled(trajectories, [t.logprobs for t in trajectories]).astype(np.float32)
-            ratio = log_ratio(in_order(batch.before, known).cpu(), torch.from_numpy(mu)).exp()
+            ratio = log_ratio(in_order(batch.before, indices).cpu(), torch.from_numpy(mu)).exp()
             moments = weight_moments(ratio)
         return overlap_of(self._ranks.sum_shares(moments))
 
@@ -351,12 +351,12 @@ class Gradients:
 
     def _whole(self, parts: BySample, sizes: Sequence[int]) -> Tensor:
         """Return the entries of all samples and ranks in order, zeros for missing entries."""
-        known = sorted(parts)
+        indices = sorted(parts)
         whole = torch.zeros(sum(sizes))
-        if known:  # One copy from the device for all samples.
+        if indices:  # One copy from the device for all samples.
             ends = np.cumsum(sizes)
-            joined = in_order(parts, known).cpu().split([sizes[index] for index in known])
-            for index, part in zip(known, joined, strict=True):
+            joined = in_order(parts, indices).cpu().split([sizes[index] for index in indices])
+            for index, part in zip(indices, joined, strict=True):
                 whole[int(ends[index]) - sizes[index] : int(ends[index])] = part
         return self._ranks.sum_shares(whole)
 
@@ -433,13 +433,13 @@ def _metrics_by_actor(
     owner = torch.from_numpy(sampled(trajectories, owners))  # [tokens]
     metrics: dict[str, float] = {}
     for name, number in numbers.items():
-        own = is_known & (owner == number)
-        if not own.any():
+        is_of_actor = is_known & (owner == number)
+        if not is_of_actor.any():
             continue
-        found = lag_statistics(before[own], mu[own], lag[own])
-        overlap = overlap_of(weight_moments(log_ratio(before[own], mu[own]).exp()))
-        found |= {f"offpolicy/{key}": value for key, value in overlap._asdict().items()}
-        metrics |= {f"{key}/{name}": value for key, value in found.items()}
+        statistics = lag_statistics(before[is_of_actor], mu[is_of_actor], lag[is_of_actor])
+        overlap = overlap_of(weight_moments(log_ratio(before[is_of_actor], mu[is_of_actor]).exp()))
+        statistics |= {f"offpolicy/{key}": value for key, value in overlap._asdict().items()}
+        metrics |= {f"{key}/{name}": value for key, value in statistics.items()}
     return metrics
 
 

@@ -219,8 +219,8 @@ class Trainer:
 
     def configure(self, *, lr: float, muon_lr: float, num_steps: int) -> None:
         """Use other learning rates and another length of the schedule from the next step on."""
-        given = {"lr": lr, "muon_lr": muon_lr, "num_steps": num_steps}
-        self._order_ranks(lambda: RankOperation("configure", payload=json.dumps(given).encode()))
+        values = {"lr": lr, "muon_lr": muon_lr, "num_steps": num_steps}
+        self._order_ranks(lambda: RankOperation("configure", payload=json.dumps(values).encode()))
         self._num_steps = num_steps
         self._optimizer.set_rates(lr, muon_lr)
 
@@ -285,8 +285,8 @@ class Trainer:
             batch = batch.with_scored(gradient.logprobs)
             if decision is None:
                 overlap = self._gradients.overlap(batch)
-                found = {n: gradient.sums[f"policy/{n}"] for n in ("masked_frac", "clipped_frac")}
-                decision = decide(**overlap._asdict(), **found)
+                shares = {n: gradient.sums[f"policy/{n}"] for n in ("masked_frac", "clipped_frac")}
+                decision = decide(**overlap._asdict(), **shares)
                 if decision.is_skipped:
                     break
             updates.append(self._update(gradient, version, decision.lr_scale))
@@ -415,12 +415,12 @@ class Trainer:
         with self._ranks.in_touch("a checkpoint"):
             tensors = self.tensors()
             bad = torch.zeros(len(tensors), dtype=torch.int32)
-            own = first_not_finite([local_part(each) for each in tensors.values()])
-            if own is not None:
-                bad[own] = 1
-            found = self._ranks.sum(bad).nonzero()
-            if len(found):
-                name = list(tensors)[int(found[0])]
+            bad_index = first_not_finite([local_part(each) for each in tensors.values()])
+            if bad_index is not None:
+                bad[bad_index] = 1
+            bad_indices = self._ranks.sum(bad).nonzero()
+            if len(bad_indices):
+                name = list(tensors)[int(bad_indices[0])]
                 raise WeightsNotFinite(name, "the checkpoint is not written")
             return self._writer.start(tensors, folder)
 
