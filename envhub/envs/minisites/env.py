@@ -2,15 +2,146 @@
 
 They are a shop and its administration, a map, a code host and a forum. Results on them are not
 results on WebArena and are not comparable with any.
+
+The five sites are one application, selected by the Host header. A visitor names its session in the
+header `X-Longstride-Session`. Requests without it share a demo session:
+`curl -H 'Host: shopping.test' http://127.0.0.1:PORT/`.
 """
 
-from common.config.envs import EnvsSection
-from envhub.env import EnvSpec, UnknownItem
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, Field
+from starlette.routing import Host
+
+from common.config.envs import BrowserOptions, EnvsSection
+from common.http.sessions import open_session
+from envhub.env import EnvFailure, EnvSpec, UnknownItem
+from envhub.envs.minisites.gitlab.pages import GITLAB
+from envhub.envs.minisites.maps.pages import MAPS
+from envhub.envs.minisites.reddit.pages import REDDIT
+from envhub.envs.minisites.shop.admin_pages import CMS
+from envhub.envs.minisites.shop.store_pages import SHOPPING
+from envhub.envs.minisites.site import missing_page
+from envhub.envs.minisites.store import Store
 from envhub.envs.minisites.tasks import SUBSETS, make_task
-from envhub.envs.minisites.world import LocalWorld
 from envhub.tasks import load_tasks
 from envhub.web.browser import check_browser
-from envhub.web.site_tasks.env import PublicNames, SiteCatalogue, site_tasks_spec
+from envhub.web.local_site import LocalBrowser
+from envhub.web.session import SnapshotSettings, WebSession
+from envhub.web.site_tasks.env import (
+    PublicNames,
+    SiteCatalogue,
+    may_go,
+    site_tasks_spec,
+    start_urls,
+)
+
+SITES = {f"{site.name}.test": site for site in (SHOPPING, CMS, MAPS, GITLAB, REDDIT)}
+
+
+class DropBody(BaseModel):
+    """The session to drop."""
+
+    session: str = Field(min_length=1, max_length=200)
+
+
+class ResetBody(DropBody):
+    """The session to reset, and the seed of its world."""
+
+    seed: int = Field(ge=0, lt=2**31)
+
+
+def make_app() -> FastAPI:
+    """Return an application with its own sessions; run it in one process and one event loop."""
+    store = Store()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        store.close()
+
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.store = store
+
+    @app.post("/__reset__")
+    async def reset(body: ResetBody) -> dict[str, int]:
+        store.reset(body.session, body.seed)
+        return {"num_sessions": store.num_sessions}
+
+    @app.post("/__drop__")
+    async def drop(body: DropBody) -> dict[str, bool]:
+        return {"dropped": store.drop(body.session)}
+
+    @app.exception_handler(404)
+    async def missing(request: Request, error: Exception) -> Response:
+        return missing_page()
+
+    app.router.routes.extend(Host(host, app=site.router) for host, site in SITES.items())
+    return app
+
+
+SESSION_HEADER = "X-Longstride-Session"
+CALL_TIMEOUT_S = 10.0
+
+
+class LocalWorld:
+    """The sites; each episode has its own copy."""
+
+    def __init__(self, options: BrowserOptions) -> None:
+        self._options = options
+        self._local = LocalBrowser(options, make_app, tuple(SITES))
+        self._num_opened = 0
+        self._names: dict[WebSession, str] = {}
+
+    async def open(self, task: Mapping[str, Any]) -> WebSession:
+        """Return a browser session on a new copy of the sites, with the task's start page open.
+
+        Raises: EnvFailure: there is no browser, or the sites do not respond.
+        """
+        browser = await self._local.started()
+        self._num_opened += 1
+        name = f"episode-{self._num_opened}"
+        await self._call("reset", {"session": name, "seed": task.get("site_seed", 0)})
+        context = await browser.open_context()
+        await context.set_extra_http_headers({SESSION_HEADER: name})
+        timeout_s = self._options.action_timeout_s
+        session = WebSession(
+            context, SnapshotSettings(), may_go=may_go(set(SITES)), action_timeout_s=timeout_s
+        )
+        self._names[session] = name
+        try:
+            await session.open(*start_urls(task))
+        except EnvFailure:
+            await self.close(session)
+            raise
+        return session
+
+    async def close(self, session: WebSession) -> None:
+        """Close an episode's browser session and drop its copy of the sites."""
+        await session.close()
+        await self._call("drop", {"session": self._names.pop(session)})
+
+    async def _call(self, what: str, body: dict[str, object]) -> None:
+        """Send a control request to the sites. Raises: EnvFailure."""
+        url = f"http://{self._local.address}/__{what}__"
+        timeout = aiohttp.ClientTimeout(total=CALL_TIMEOUT_S)
+        try:
+            async with (
+                open_session(url, is_own=True, timeout=timeout) as http,
+                http.post(url, json=body) as response,
+            ):
+                response.raise_for_status()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EnvFailure(f"the sites failed at {what}: {error}") from error
+
+    async def stop(self) -> None:
+        """Stop the browser and the sites."""
+        await self._local.stop()
+
 
 NUM_WEBARENA_TASKS = 812
 

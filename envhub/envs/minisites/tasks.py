@@ -9,14 +9,11 @@ from zlib import crc32
 
 from common.text import counted
 from envhub.env import SubsetSpec
-from envhub.envs.minisites.gitlab.seed import WORDS as GITLAB_WORDS
-from envhub.envs.minisites.maps.routes import SQL_FUNCTIONS
-from envhub.envs.minisites.maps.seed import WORDS as MAPS_WORDS
-from envhub.envs.minisites.reddit.seed import WORDS as REDDIT_WORDS
-from envhub.envs.minisites.seeding import WORDS as COMMON
-from envhub.envs.minisites.shop.seed import WORDS as SHOP_WORDS
-from envhub.envs.minisites.store import master
-from envhub.envs.minisites.task_tables import TaskDraft, read_tasks
+from envhub.envs.minisites.drafts import TaskDraft
+from envhub.envs.minisites.gitlab import tasks as gitlab_tasks
+from envhub.envs.minisites.maps import tasks as maps_tasks
+from envhub.envs.minisites.reddit import tasks as reddit_tasks
+from envhub.envs.minisites.shop import admin_tasks, store_tasks
 
 NUM_WORLDS = 5  # The worlds have the site seeds 0 to 4.
 NUM_TRAIN = 240
@@ -26,11 +23,11 @@ MAX_TURNS = 15
 
 
 DOMAINS = {
-    "Shopping": read_tasks("shop/store_tasks.yaml", {**COMMON, **SHOP_WORDS}),
-    "CMS": read_tasks("shop/admin_tasks.yaml", {}),
-    "Maps": read_tasks("maps/tasks.yaml", MAPS_WORDS, functions=SQL_FUNCTIONS),
-    "GitLab": read_tasks("gitlab/tasks.yaml", GITLAB_WORDS),
-    "Reddit": read_tasks("reddit/tasks.yaml", REDDIT_WORDS),
+    "Shopping": store_tasks.TASKS,
+    "CMS": admin_tasks.TASKS,
+    "Maps": maps_tasks.TASKS,
+    "GitLab": gitlab_tasks.TASKS,
+    "Reddit": reddit_tasks.TASKS,
 }
 SUBSETS = {
     name: SubsetSpec(num_train=NUM_TRAIN, num_test=NUM_TEST, max_turns=MAX_TURNS)
@@ -94,7 +91,7 @@ def _template_tasks(subset: str, name: str, split: str) -> list[SiteTask]:
     by_world: list[list[SiteTask]] = []
     for seed in range(NUM_WORLDS):
         random = Random(f"{subset}-{name}-{seed}")
-        drafts = domain.drafts(name, master(domain.database, seed), random)
+        drafts = domain.drafts(name, seed, random)
         random.shuffle(drafts)
         by_world.append([SiteTask(template=name, site_seed=seed, draft=draft) for draft in drafts])
     tasks: dict[str, SiteTask] = {}

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from envhub.envs.minisites.maps.seed import NUM_COLUMNS, PLURALS, WEEKDAYS
+from envhub.envs.minisites.maps.seed import NUM_COLUMNS
 
 BLOCK_METERS = 150
 BRIDGE_LINES = (2, 9)  # The streets that cross the river, which flows east of column 5.
@@ -74,23 +74,3 @@ def kilometers(meters: int) -> str:
 def describe(leg: Leg, roads: Mapping[tuple[str, int], str]) -> str:
     """Return a leg in words."""
     return f"Go {leg.heading} on {roads[leg.axis, leg.position]} for {leg.meters} m"
-
-
-def _meters(*corners: int) -> int:
-    """Return the length of a route, for the tables of tasks."""
-    col, line, next_col, next_line = corners
-    return find_route((col, line), (next_col, next_line)).meters
-
-
-def _minutes(col: int, line: int, next_col: int, next_line: int, mode: str) -> int:
-    """Return the duration of a route, for the tables of tasks."""
-    return find_route((col, line), (next_col, next_line)).minutes(mode)
-
-
-# Functions for the SELECTs of the map's tasks.
-SQL_FUNCTIONS = {
-    "meters": _meters,
-    "minutes": _minutes,
-    "day": lambda number: WEEKDAYS[number],
-    "plural": lambda category: PLURALS[category],
-}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from fastapi.testclient import TestClient
 
-from envhub.envs.minisites.apps import SITES, make_app
+from envhub.envs.minisites.env import SITES, make_app
 from envhub.envs.minisites.site import MAX_BODY_BYTES
 from envhub.envs.minisites.store import FILLERS, master
 from tests.envhub.envs.minisites.sites_browser import Browser, parse

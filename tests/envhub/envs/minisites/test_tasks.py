@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from fastapi.testclient import TestClient
 
-from envhub.envs.minisites.apps import make_app
+from envhub.envs.minisites.env import make_app
 from envhub.envs.minisites.tasks import DOMAINS, SUBSETS, make_task, split_tasks
 from tests.envhub.envs.minisites.sites_browser import Browser, satisfies
 from tests.marks import long_for
