@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from common.wire.messages import Trajectory
 from learner.batch.batching import Sample
 from learner.training.trainer import Trainer
-from tools.simulator.synthetic import synthetic_trajectory
+from tools.simulator.workload import synthetic_trajectory
 
 # Noise of the sampler's logprobs in nats: ratios are close to one, and none equals it.
 SAMPLER_NOISE = 0.05

@@ -23,7 +23,7 @@ from common.wire.messages import (
 )
 from scheduler.components import build_components
 from scheduler.core import SchedulerCore
-from tools.simulator.settings import catalogue_of
+from tools.simulator.workload import catalogue_of
 
 LEARNER = "learner-0"
 MIN_LEASES_PER_S = 5_000.0

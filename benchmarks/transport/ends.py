@@ -43,7 +43,7 @@ from learner.ingest.journal_index import JournalIndex
 from learner.ingest.reports import ReportClient, ReportLog
 from learner.journal.journal import JournalWriter
 from learner.objective.advantages import group_has_signal
-from tools.simulator.synthetic import synthetic_trajectory
+from tools.simulator.workload import synthetic_trajectory
 
 HOST = "127.0.0.1"
 EPOCH = "0123456789abcdef"

@@ -22,7 +22,7 @@ from learner.policy.lora import add_adapters
 from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer
 from learner.weights.source import WeightSource, copied
-from tools.simulator.synthetic import synthetic_trajectory
+from tools.simulator.workload import synthetic_trajectory
 
 VOCAB = 50
 

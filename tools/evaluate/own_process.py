@@ -7,10 +7,19 @@ import os
 import secrets
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from actor.agents.agents import agents_of
+from actor.formats.renderer import Renderer
+from actor.formats.tools import load_renderer
+from actor.rollout.episode import Act, EnvSession, Render, Turn
+from actor.seats.seats import Seats
+from actor.seeds import SamplingSeeds
 from common.config.actor import ActorSection
 from common.config.model import ModelSection
 from common.config.run_config import RunConfig
@@ -21,8 +30,10 @@ from common.host.guardian import Guardian, inheriting, kill_marked
 from common.log import configure_logging
 from common.repository import ROOT
 from common.text import counted
-from tools.evaluate.planned import PlannedEpisode
-from tools.evaluate.play import PlayJob
+from tools.evaluate.play import EpisodePlayer, PlannedEpisode, PlayJob, lease_of, play
+
+if TYPE_CHECKING:
+    from actor.engine.engine import Engine
 
 END_S = 10.0  # Seconds for the process to end after a signal.
 
@@ -94,9 +105,58 @@ def _play_process(
 ) -> None:
     """Play the job; this is the main function of the separate process."""
     os.setsid()  # One signal to the group also stops the engine.
-    # Imported here, because it loads the engine.
-    from tools.evaluate.engine_player import play_with_engine
-
     configure_logging("play", log_level)
     fix_prompts(model, ROOT)
     asyncio.run(play_with_engine(job, model, actor, seed=seed))
+
+
+async def play_with_engine(
+    job: PlayJob, model: ModelSection, actor: ActorSection, *, seed: int
+) -> None:
+    """Play the job. Raises: EngineError: the engine did not start or failed; and as `play`."""
+    from actor.engine.engine import Engine  # It loads vLLM.
+
+    renderer = load_renderer(model.path, actor.format)
+    renderer.check_room(actor)
+    engine = await Engine.start(
+        model, actor, end_of_turn_ids=renderer.end_of_turn_ids, seed=seed, is_repeatable=True
+    )
+    engine.version = 0
+    agents = agents_of(actor, actor="play", renderer=renderer)
+    seats = Seats(actor)
+    player = replace(player_of(engine, renderer, actor), agents=agents, seats=seats)
+    try:
+        await play(job, player)
+    finally:
+        if agents is not None:
+            await agents.close()
+        await seats.close()
+        engine.shut_down()
+
+
+def player_of(engine: "Engine", renderer: Renderer, actor: ActorSection) -> EpisodePlayer:
+    """Return a player that samples from an engine in the built-in loop."""
+    numbers = count(1)
+
+    def policy(plan: PlannedEpisode) -> tuple[Act, Render]:
+        """Return the function that samples the turns of an episode, and the renderer."""
+        seeds = SamplingSeeds(lease_of(plan, attempt=0, deadline_s=0.0))
+
+        async def act(ids: list[int], _: EnvSession) -> Turn:
+            return await engine.generate(
+                list(ids),
+                request_id=f"{plan.episode_id}:{next(numbers)}",
+                max_tokens=actor.max_turn_tokens,
+                salt="play",
+                seed=seeds.next(),
+            )
+
+        return act, renderer
+
+    return EpisodePlayer(
+        policy=policy,
+        max_concurrent=actor.max_concurrent,
+        max_tokens=actor.max_model_len,
+        turn_tokens=actor.max_turn_tokens,
+        options=actor,
+    )

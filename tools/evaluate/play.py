@@ -19,15 +19,27 @@ from actor.seats.seats import Seats
 from common.config.actor import AgentOptions
 from common.errors import EnvPaused, LongstrideError
 from common.text import counted
-from common.wire.messages import EpisodeKind, Lease, Trajectory
+from common.wire.messages import EpisodeKind, Lease, PolicyKind, Trajectory
 from learner.journal.journal import JournalWriter
-from tools.evaluate.planned import PlannedEpisode
 
 logger = logging.getLogger(__name__)
+
 
 PAUSE_S = 2.0  # Seconds between two tries of an episode whose environment is paused.
 WARN_EVERY_S = 30.0  # Seconds between two warnings that an episode waits.
 LOG_EVERY_FRAC = 0.1  # Share of the episodes between two log lines of progress.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedEpisode:
+    """One episode to play."""
+
+    episode_id: str
+    env: str
+    item_id: str
+    seed: int  # Seed of the environment.
+    horizon: int  # Maximum number of turns.
+    policy: PolicyKind = PolicyKind.MODEL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

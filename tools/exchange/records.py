@@ -16,6 +16,16 @@ from tools.exchange.writing import FINGERPRINT, REST, arrow
 
 Record = dict[str, Any]
 PARQUET = ".parquet"
+# Role of a message -> sender in AgentTraj, and the role if AgentTraj has none for it.
+_SENDERS = {
+    "user": ("human", ""),
+    "system": ("human", "system"),
+    "developer": ("human", "system"),
+    "tool": ("human", "tool"),
+    "assistant": ("gpt", ""),
+    "agent": ("gpt", ""),
+}
+_ABOUT = ("item_id", "reward", "success")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,18 +215,6 @@ def _as_tool(tool: Record) -> Record:
 
 def _is_map(value: object) -> bool:
     return isinstance(value, dict)
-
-
-# Role of a message -> sender in AgentTraj, and the role if AgentTraj has none for it.
-_SENDERS = {
-    "user": ("human", ""),
-    "system": ("human", "system"),
-    "developer": ("human", "system"),
-    "tool": ("human", "tool"),
-    "assistant": ("gpt", ""),
-    "agent": ("gpt", ""),
-}
-_ABOUT = ("item_id", "reward", "success")
 
 
 def _about(record: Record, place: str) -> Record:

@@ -20,8 +20,7 @@ from common.config.actor import ActorSection, AgentFormat, AgentOptions, SeatsOp
 from common.errors import ConfigError, EnvError
 from common.formats.answers import in_react
 from common.segments import as_rows
-from tools.evaluate.planned import PlannedEpisode
-from tools.evaluate.play import lease_of
+from tools.evaluate.play import PlannedEpisode, lease_of
 
 # Token limit that is never reached. Training cuts segments that are too long for it.
 NO_END = 10**6

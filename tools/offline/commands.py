@@ -17,7 +17,7 @@ from learner.policy.lora import ADAPTER_TENSORS, check_resumable, load_adapter
 from learner.training.checkpoint import newest_checkpoint
 from learner.wandb_sink import WandbSink
 from scheduler.curriculum.catalogue import HubCatalogue, fetch_catalogue, validate_tasks
-from tools.evaluate.planned import PlannedEpisode
+from tools.evaluate.play import PlannedEpisode
 from tools.launch.hub import command_part, serve_hub
 from tools.offline import dpo, evolve, sft
 from tools.offline.heldout import plan_heldout

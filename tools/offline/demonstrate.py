@@ -20,7 +20,7 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.formats.answers import in_react, worded
 from common.wire.messages import PolicyKind
-from tools.evaluate.planned import PlannedEpisode
+from tools.evaluate.play import PlannedEpisode
 from tools.offline.branched import open_beside_random, play_in_branches
 
 logger = logging.getLogger(__name__)

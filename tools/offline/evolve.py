@@ -18,7 +18,7 @@ from common.errors import ConfigError
 from learner.journal.journal import read_journal
 from scheduler.curriculum.catalogue import HubCatalogue
 from scheduler.curriculum.sampling import hash_words, permute, spread
-from tools.evaluate.planned import PlannedEpisode
+from tools.evaluate.play import PlannedEpisode
 from tools.offline import sft
 from tools.offline.rows import Row, num_episodes, read_rows
 from tools.offline.scratch import save_policy

@@ -9,7 +9,7 @@ from common.errors import ConfigError
 from common.ids import subset_of
 from scheduler.curriculum.catalogue import HubCatalogue
 from scheduler.curriculum.sampling import Item, eval_items, hash_words, spread
-from tools.evaluate.planned import PlannedEpisode
+from tools.evaluate.play import PlannedEpisode
 
 logger = logging.getLogger(__name__)
 

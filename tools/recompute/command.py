@@ -17,9 +17,16 @@ from learner.policy.model import pick_device
 from learner.recovery.checksums import differences, machine_facts
 from learner.training.digests import first_difference
 from tools.cli.command_line import ParsedCommand
-from tools.recompute.counterfactual import RecordedResults, header, split_options
 from tools.recompute.plan import EpisodesMissing, Plan, episodes_of, make_plan
-from tools.recompute.rebuild import EpisodeFilter, Rebuilt, Recomputation, RecomputedBatch
+from tools.recompute.rebuild import (
+    EpisodeFilter,
+    Rebuilt,
+    Recomputation,
+    RecomputedBatch,
+    RecordedResults,
+    header,
+    split_options,
+)
 
 Echo = Callable[[str], None]
 USAGE = "recompute RUN [--steps a:b] [--json FILE] [key=value ...]"

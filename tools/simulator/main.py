@@ -1,23 +1,111 @@
 """The command `simulate`: predict a run, compare it with a measured one, recommend settings."""
 
+import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from common.config.run_config import RunConfig
 from common.config.train import TrainMode
 from common.errors import ConfigError
 from common.store.run_dir import write_json
-from tools.simulator.measured import load_measured, load_workload
-from tools.simulator.report import compare, format_advice, format_comparison, format_predictions
-from tools.simulator.search import advise
+from tools.simulator.measured import MeasuredPace, load_measured, load_workload
+from tools.simulator.search import Recommendation, Trial, advise
 from tools.simulator.workload import SampledWorkload, Workload
-from tools.simulator.world import SimulatedRun
+from tools.simulator.world import Prediction, SimulatedRun
 
+LABEL_WIDTH = 34
+WIDTH = 14
+MAX_LAGS = 10  # Maximum number of rows of the histogram.
+BAR = 40
 BOTH = "both"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One figure of the simulation beside its measured value."""
+
+    name: str
+    predicted: float
+    measured: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "relative_error": self.relative_error if self.measured else None}
+
+    @property
+    def relative_error(self) -> float:
+        """The relative error, positive if the prediction is too high; nan without a measurement."""
+        return self.predicted / self.measured - 1.0 if self.measured else float("nan")
+
+
+def compare(prediction: Prediction, measured: MeasuredPace) -> list[Compared]:
+    """Return the figures that both have, side by side."""
+    names = ("steps_per_h", "lag_mean", "learner_wait_frac")
+    return [
+        Compared(name=name, predicted=getattr(prediction, name), measured=getattr(measured, name))
+        for name in names
+    ]
+
+
+def format_predictions(predictions: Sequence[Prediction]) -> str:
+    """Return a table with a column for each prediction, and the lags of the first."""
+    rows = json.loads(Path(__file__).with_name("rows.json").read_text(encoding="utf-8"))
+    lines = [
+        f"{label:<{LABEL_WIDTH}}"
+        + "".join(f"{form.format(getattr(each, name)):>{WIDTH}}" for each in predictions)
+        for label, name, form in rows
+    ]
+    lines += [
+        f"the run would have stopped: {each.stopped_by}" for each in predictions if each.stopped_by
+    ]
+    return "\n".join([*lines, "", *_histogram(predictions[0].lag_counts)]) + "\n"
+
+
+def _histogram(counts: dict[int, int]) -> list[str]:
+    """Return the lines of a histogram of lags."""
+    total = max(1, sum(counts.values()))
+    lines = ["lag of consumed episodes (oldest turn)"]
+    for lag, num in sorted(counts.items())[:MAX_LAGS]:
+        frac = num / total
+        lines.append(f"{lag:>4} {frac:>7.1%} {'#' * round(BAR * frac)}")
+    return lines
+
+
+def format_comparison(compared: Sequence[Compared]) -> str:
+    """Return the table of predicted and measured figures."""
+    head = f"{'':<{LABEL_WIDTH}}{'predicted':>{WIDTH}}{'measured':>{WIDTH}}{'error':>{WIDTH}}"
+    lines = [
+        f"{each.name:<{LABEL_WIDTH}}{each.predicted:>{WIDTH}.3f}{each.measured:>{WIDTH}.3f}"
+        f"{each.relative_error:>+{WIDTH}.1%}"
+        for each in compared
+    ]
+    return "\n".join([head, *lines]) + "\n"
+
+
+def format_advice(advice: Recommendation) -> str:
+    """Return the recommended settings, and all trials."""
+    lines = [
+        "recommended at the longest horizon, with one machine for each actor:",
+        f"  actors {advice.num_actors}, scheduler.max_ahead_steps={advice.max_ahead_steps}"
+        f" learner.max_lag_steps={advice.max_lag_steps} groups.size={advice.group_size}"
+        f" groups.per_step={advice.groups_per_step}",
+        *_trial_lines("max_ahead_steps", advice.ahead_trials),
+        *_trial_lines("actors", advice.actor_trials),
+        *_trial_lines("groups.size", advice.size_trials),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _trial_lines(name: str, trials: Sequence[Trial]) -> list[str]:
+    """Return a line for each trial of a setting."""
+    return [
+        f"  {name:>16} {each.value:>6}: {each.trained_per_h:>10.0f} trained per hour,"
+        f" lag {each.lag_mean:.2f}, actors idle {each.actor_idle_frac:.0%}"
+        for each in trials
+    ]
 
 
 def run(cfg: RunConfig, out: TextIO) -> int:

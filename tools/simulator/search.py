@@ -3,16 +3,15 @@
 from dataclasses import dataclass, replace
 
 from common.config.run_config import RunConfig
-from tools.simulator.settings import (
+from tools.simulator.workload import (
+    Workload,
     at_longest_horizon,
     num_engines,
     with_actors,
     with_ahead,
     with_size,
 )
-from tools.simulator.tally import Prediction
-from tools.simulator.workload import Workload
-from tools.simulator.world import SimulatedRun
+from tools.simulator.world import Prediction, SimulatedRun
 
 AHEAD_STEPS = (1, 2, 4, 8)
 ACTOR_FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4)

@@ -1,13 +1,21 @@
-"""The duration of episodes and steps, sampled from distributions if no run was measured."""
+"""The simulated work: turns and durations of episodes, and the configuration that is simulated."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from random import Random
-from typing import Protocol
+from typing import Any, Protocol
 
-from common.config.horizon import HorizonUnit
+import numpy as np
+
+from common.config.horizon import MAX_TURNS, HorizonKind, HorizonUnit
 from common.config.offline import SimulatorSection
-from common.wire.messages import EndReason
+from common.config.run_config import RunConfig
+from common.wire.messages import EndReason, EpisodeKind, PolicyKind, Trajectory
+from scheduler.curriculum.catalogue import HubCatalogue, SubsetEntry
+
+NUM_ITEMS = 1000  # Number of items in each subset.
+ENDLESS_STEPS = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,3 +104,113 @@ class SampledWorkload:
     def step_s(self, rng: Random, num_tokens: int, *, version: int) -> float:
         """Return a constant plus the time for the tokens at the learner's rate."""
         return self._cfg.step_s + num_tokens / self._cfg.learner_tokens_per_s
+
+
+def for_simulation(cfg: RunConfig, *, is_endless: bool = False) -> RunConfig:
+    """Return the configuration to simulate, without evaluation before and after the run.
+
+    With `is_endless` or a limit in hours it has no last step.
+    """
+    evaluation = replace(cfg.eval, before=False, after=False)
+    num_steps = ENDLESS_STEPS if is_endless or cfg.simulator.hours else cfg.train.num_steps
+    return replace(cfg, eval=evaluation, train=replace(cfg.train, num_steps=num_steps))
+
+
+def catalogue_of(cfg: RunConfig) -> HubCatalogue:
+    """Return a catalogue in which no item ends earlier than the longest horizon."""
+    envs: dict[str, dict[str, SubsetEntry]] = {}
+    for task in cfg.tasks:
+        name = cfg.horizon.name_of(task.env, task.subset)
+        is_in_turns = cfg.horizon.unit is HorizonUnit.TURNS
+        max_turns = max(cfg.horizon.policy(name).stages) if is_in_turns else MAX_TURNS
+        entry = SubsetEntry(num_train=NUM_ITEMS, num_test=NUM_ITEMS, max_turns=max_turns)
+        for bound in (0, *cfg.curriculum.bounds()):
+            envs.setdefault(task.env, {})[task.items(bound)] = entry
+    return HubCatalogue(envs=envs)
+
+
+def at_longest_horizon(cfg: RunConfig) -> RunConfig:
+    """Return the configuration with the longest horizon of its curriculum for all episodes."""
+    per_env = {
+        env: replace(override, kind=HorizonKind.FIXED.value)
+        for env, override in cfg.horizon.per_env.items()
+    }
+    horizon = replace(cfg.horizon, kind=HorizonKind.FIXED, per_env=per_env)
+    return replace(cfg, horizon=horizon)
+
+
+def with_ahead(cfg: RunConfig, value: int, *, max_lag_steps: int) -> RunConfig:
+    """Return a configuration that opens groups this many steps ahead."""
+    scheduler = replace(cfg.scheduler, max_ahead_steps=value)
+    return replace(
+        cfg, scheduler=scheduler, learner=replace(cfg.learner, max_lag_steps=max_lag_steps)
+    )
+
+
+def num_engines(cfg: RunConfig) -> int:
+    """Return the number of simulated engines. Each takes part in the run as an actor of its own."""
+    return cfg.simulator.num_actors or cfg.actor.num_actors * cfg.actor.engines_per_process
+
+
+def with_actors(cfg: RunConfig, value: int) -> RunConfig:
+    return replace(cfg, simulator=replace(cfg.simulator, num_actors=value))
+
+
+def with_size(cfg: RunConfig, value: int) -> RunConfig:
+    """Return a configuration with groups of this size and about as many episodes per step."""
+    groups = cfg.groups
+    per_step = groups.per_step * groups.size // value
+    min_size = max(2, round(groups.min_size * value / groups.size))
+    return replace(cfg, groups=replace(groups, size=value, per_step=per_step, min_size=min_size))
+
+
+def synthetic_trajectory(
+    token_ids: Sequence[int] | np.ndarray,
+    loss_mask: Sequence[int] | np.ndarray,
+    *,
+    group_id: str,
+    member: int,
+    version: int = 0,
+    **changes: Any,
+) -> Trajectory:
+    """Return a training episode of one turn that solved its task.
+
+    Args:
+        token_ids: [seq].
+        loss_mask: [seq], true on sampled tokens.
+        version: version of the policy that sampled, and of the group.
+        changes: values of other `Trajectory` fields that replace the defaults.
+    """
+    mask = np.asarray(loss_mask, dtype=bool)
+    plain: dict[str, Any] = {
+        "episode_id": f"{group_id}/{member}",
+        "group_id": group_id,
+        "member": member,
+        "attempt": 0,
+        "kind": EpisodeKind.TRAIN,
+        "policy": PolicyKind.MODEL,
+        "env": "toy",
+        "item_id": "toy-train-0",
+        "seed": 0,
+        "horizon": 4,
+        "horizon_stage": 0,
+        "opened_at_version": version,
+        "actor": "actor-0",
+        "end_reason": EndReason.DONE,
+        "error": "",
+        "reward": 1.0,
+        "is_success": True,
+        "num_turns": 1,
+        "num_invalid_actions": 0,
+        "generate_s": 0.0,
+        "env_s": 0.0,
+        "wall_s": 0.0,
+        "token_ids": np.asarray(token_ids, dtype=np.int32),
+        "loss_mask": mask,
+        "logprobs": np.zeros(len(mask), dtype=np.float32),
+        "versions": np.where(mask, version, -1).astype(np.int32),
+        "turn_ids": np.zeros(len(mask), dtype=np.int32),
+        "invalid_turns": np.zeros(1, dtype=bool),
+        "turn_scores": np.ones(1, dtype=np.float32),
+    }
+    return Trajectory(**plain | changes)

@@ -13,8 +13,7 @@ from common.wire.messages import EndReason, PolicyKind, Trajectory
 from learner.journal.journal import read_journal
 from tests.actor.seats.nim_sessions import config_of
 from tests.envhub.any_text import TIMEOUT_S, serving
-from tools.evaluate.planned import PlannedEpisode
-from tools.evaluate.play import EpisodePlayer, PlayJob, play
+from tools.evaluate.play import EpisodePlayer, PlannedEpisode, PlayJob, play
 
 NUM_GAMES = 40
 

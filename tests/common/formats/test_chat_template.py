@@ -17,7 +17,7 @@ from common.formats.chat_template import fix_date, names_date, prompt_date, rend
 from common.repository import ROOT
 from tests.actor.formats.test_renderer import make_chatml
 from tools.exchange.agent_traj import Conversation, Message
-from tools.exchange.framing import Framing
+from tools.exchange.writing import Framing
 from tools.offline.rows import row_of_conversation
 
 CHATML = (

@@ -32,7 +32,7 @@ from common.wire.versions import (
     fields_by_version,
     version_of,
 )
-from tools.simulator.synthetic import synthetic_trajectory
+from tools.simulator.workload import synthetic_trajectory
 
 make_trajectory = partial(synthetic_trajectory, group_id="g0", member=0)
 HELLO = Hello(role="actor", name="a", incarnation="i", version=0, config=3, commit="commit 1f")

@@ -25,7 +25,7 @@ from scheduler.components import build_components
 from scheduler.core import SchedulerCore
 from scheduler.curriculum.catalogue import HubCatalogue, SubsetEntry, validate_tasks
 from tests.scheduler.builders import Clock, done_of, hello_of, make_config, request_of
-from tools.simulator.settings import catalogue_of
+from tools.simulator.workload import catalogue_of
 
 KINDS, UNITS = tuple(CurriculumKind), tuple(HorizonUnit)
 HORIZON = [20, 40, 60]

@@ -22,9 +22,8 @@ from common.store.run_dir import RunDir
 from learner.journal.journal import read_journal
 from tests.actor.toy_servers import ToyEndpoint, ToyHub, serve
 from tests.configs import edited
-from tools.evaluate.eval_entry import describe_policy, digest_of
-from tools.evaluate.evaluate import fetch_listed, run
-from tools.evaluate.planned import PlannedEpisode
+from tools.evaluate.evaluate import describe_policy, digest_of, fetch_listed, run
+from tools.evaluate.play import PlannedEpisode
 from tools.evaluate.settings import check_policy
 
 

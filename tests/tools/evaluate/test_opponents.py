@@ -6,7 +6,7 @@ from pathlib import Path
 from common.config.load import load_config
 from common.repository import ROOT
 from common.store.run_dir import RunDir
-from tools.evaluate.opponents import serve_opponents
+from tools.evaluate.evaluate import serve_opponents
 
 
 def test_evaluation_beside_random_play_starts_nothing(tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ from learner.journal.journal import read_journal
 from tests.actor.formats.test_renderer import TOKENIZERS
 from tests.actor.rollout.playing import Letters
 from tests.actor.toy_servers import ToyHub, serve
-from tools.evaluate.planned import PlannedEpisode
-from tools.evaluate.play import EpisodePlayer, PlayJob, play
+from tools.evaluate.play import EpisodePlayer, PlannedEpisode, PlayJob, play
 
 TOKENIZER = TOKENIZERS["chatml"]
 

@@ -14,8 +14,7 @@ from tests.actor.formats.test_call_shapes import JSON_SECTION, NAMED, SECTION, T
 from tests.actor.formats.trl_templates import byte_tokenizer
 from tests.common.formats.test_template_shapes import OF_PARTS, PARTS
 from tests.tools.exchange.test_round_trip import of_tokens
-from tools.exchange.framing import Framing
-from tools.exchange.writing import write
+from tools.exchange.writing import Framing, write
 from tools.offline.rows import read_rows
 
 # Apriel 1.5's: the end of a turn stands behind an answer twice.

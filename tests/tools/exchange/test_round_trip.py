@@ -24,9 +24,8 @@ from tests.learner.journal.test_journal import make_trajectory
 from tests.venvs import python_with
 from tools.cli.command_line import parse
 from tools.exchange.agent_traj import read_conversations
-from tools.exchange.framing import Framing
 from tools.exchange.records import TokenRow, read_records, tokens_of
-from tools.exchange.writing import write
+from tools.exchange.writing import Framing, write
 from tools.offline.rows import read_rows
 
 POLICY = ROOT / "configs" / "policies" / "tiny"

@@ -17,7 +17,7 @@ from common.wire.messages import PolicyKind
 from tests.actor.rollout.playing import Count, go_on
 from tests.actor.toy_servers import ToyHub, serve
 from tests.configs import edited
-from tools.evaluate.planned import PlannedEpisode
+from tools.evaluate.play import PlannedEpisode
 from tools.offline.branched import play_in_branches
 from tools.offline.demonstrate import demonstrate
 

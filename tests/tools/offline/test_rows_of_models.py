@@ -15,8 +15,7 @@ from common.errors import ConfigError
 from tests.actor.formats.trl_templates import PICTURES, names, tokenizer_of
 from tests.tools.exchange.test_round_trip import of_tokens
 from tools.exchange.agent_traj import Conversation, read_conversations
-from tools.exchange.framing import Framing
-from tools.exchange.writing import write
+from tools.exchange.writing import Framing, write
 from tools.offline.rows import Row, num_episodes, read_rows, row_of_conversation
 
 TEXTS = ["Which way?", "go left", "a wall <|im_end|>", "open it"]

@@ -15,8 +15,7 @@ from common.wire.messages import EndReason
 from learner.journal.journal import JournalWriter
 from tests.learner.builders import make_trajectory
 from tests.tools.simulator.builders import make_simulated
-from tools.simulator.main import run
-from tools.simulator.report import Compared
+from tools.simulator.main import Compared, run
 from tools.simulator.search import advise
 from tools.simulator.workload import SampledWorkload
 

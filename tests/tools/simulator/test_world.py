@@ -11,9 +11,8 @@ from common.config.run_config import RunConfig
 from common.config.train import TrainMode
 from tests.configs import edited
 from tests.tools.simulator.builders import make_play, make_simulated
-from tools.simulator.tally import Prediction, SimulationStatistics
 from tools.simulator.workload import SampledWorkload, SimulatedEpisode
-from tools.simulator.world import SimulatedRun
+from tools.simulator.world import Prediction, SimulatedRun, SimulationStatistics
 
 
 class Constant:

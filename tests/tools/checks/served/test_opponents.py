@@ -18,7 +18,7 @@ from common.repository import ROOT
 from common.store.run_dir import RunDir
 from tools.checks.gpu_placement import GpuAssignment, used_gpus
 from tools.checks.served.opponents import opponent_engines
-from tools.evaluate.opponents import serve_opponents
+from tools.evaluate.evaluate import serve_opponents
 from tools.launch.base import RoleSpec
 from tools.launch.roles import make_role_specs
 from tools.launch.served import make_engine_specs, with_engines
