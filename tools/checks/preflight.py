@@ -32,7 +32,7 @@ from tools.checks.engine_args_memory import kv_bytes_per_token
 from tools.checks.gpu_placement import GpuAssignment, assign_gpus, check_slices
 from tools.checks.memory_plan import check_memory, is_elsewhere, plan_here
 from tools.checks.served.teacher import check_teacher
-from tools.copies.target import check_target
+from tools.copies.store import check_target
 from tools.launch.ray_address import cluster_address
 
 logger = logging.getLogger(__name__)

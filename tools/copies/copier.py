@@ -12,9 +12,17 @@ from common.errors import ConfigError, WireError
 from common.store.disk import if_room
 from common.store.run_dir import RunDir, json_object, write_json
 from learner.journal.files import JournalPosition, open_journal_file, synced_end
-from tools.copies import manifest as manifests
 from tools.copies.capture import CapturedFile, RunCapture, SourceChanged, capture
-from tools.copies.manifest import FORMAT, CopyManifest, StoredFile, StoredPart, digest_of
+from tools.copies.manifest import (
+    FOLDER,
+    FORMAT,
+    CopyManifest,
+    StoredFile,
+    StoredPart,
+    decode,
+    digest_of,
+    split_text,
+)
 from tools.copies.store import OBJECTS, ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -110,7 +118,7 @@ class RunCopier:
         self.store.write_manifest(manifest)
         self._note(manifest)
         if (split := manifest.split_checkpoints) and split != self._split:
-            logger.warning("the copy is not whole: %s", manifests.split_text(split))
+            logger.warning("the copy is not whole: %s", split_text(split))
         self._split = split
         self._forget_old()
         return manifest
@@ -230,9 +238,9 @@ class RunCopier:
         names = self.store.manifest_names()
         needed: set[str] = set()
         for name in names[:KEPT_MANIFESTS]:
-            found = manifests.decode(name, self.store.read(f"{manifests.FOLDER}/{name}"))
+            found = decode(name, self.store.read(f"{FOLDER}/{name}"))
             needed |= {digest for digest, _ in found.digests()} if found else set()
-        self.store.remove(f"{manifests.FOLDER}/{name}" for name in names[KEPT_MANIFESTS:])
+        self.store.remove(f"{FOLDER}/{name}" for name in names[KEPT_MANIFESTS:])
         if not self.has_more:  # The parts of an incomplete checkpoint are in no manifest yet.
             going = self._known.forget_all_but(needed)
             self.store.remove(f"{OBJECTS}/{digest}" for digest in going)

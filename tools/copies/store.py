@@ -1,25 +1,68 @@
-"""The objects of a copy in a store: parts named by their digest, and manifests."""
+"""The store of a copy: a folder or URL with parts named by their digest, and manifests."""
 
 import logging
 import posixpath
+import re
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TypeVar
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from common.errors import ConfigError
-from tools.copies import manifest as manifests
-from tools.copies.manifest import CopyManifest, digest_of, file_name, number_of
-from tools.copies.target import KEY, open_target
+from tools.copies.manifest import FOLDER, CopyManifest, decode, digest_of, file_name, number_of
 
 logger = logging.getLogger(__name__)
 
+
+KEY = "journal.copy_to"
 OBJECTS = "objects"
 NUM_THREADS = 4  # Number of requests at once.
 NUM_TRIES = 3  # Tries of one request.
 RETRY_S = 0.5  # Seconds before the second try; the wait doubles with each one.
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+def open_target(url: str, *, key: str = KEY) -> tuple[Any, str]:
+    """Return the file system of a folder or URL, and the path in it. It makes no request.
+
+    Credentials are read by the backend from its own environment variables and files.
+
+    Raises: ConfigError: the URL has a password, its scheme is unknown, or the package of its
+        backend is not installed.
+    """
+    # Imported here, because few runs make a copy.
+    import fsspec  # pyright: ignore[reportMissingTypeStubs]
+
+    backends: Any = fsspec
+    scheme = urlsplit(url).scheme or "file"
+    shown = _shown(url)
+    if shown != url:
+        raise ConfigError(
+            f"{key}={shown}: must contain no password. The backend of {scheme} reads credentials"
+            " from its environment variables and its own files"
+        )
+    try:
+        backends.get_filesystem_class(scheme)
+        return backends.url_to_fs(url)
+    except ImportError as error:
+        text = f"{error}".rstrip(".")
+        raise ConfigError(f"{key}={shown}: its backend is not installed ({text})") from error
+    except ValueError as error:
+        raise ConfigError(f"{key}={shown}: not a usable folder or URL ({error})") from error
+
+
+def check_target(url: str) -> None:
+    """Check that another process can copy a run to a folder or URL. Raises: ConfigError."""
+    open_target(url)
+    if urlsplit(url).scheme == "memory":
+        raise ConfigError(f"{KEY}={url}: the memory of a process is lost at its end; name a folder")
+
+
+def _shown(url: str) -> str:
+    """Return the URL without its password."""
+    return re.sub(r"(?<=://)([^/@:]*):[^/]*@", r"\1:hidden@", url)
 
 
 class StoreFailed(OSError):
@@ -133,13 +176,13 @@ class ObjectStore:
     def write_manifest(self, manifest: CopyManifest) -> str:
         """Write a manifest, after all its parts; return the name of its file."""
         content = manifest.encode()
-        name = f"{manifests.FOLDER}/{file_name(manifest.number, content)}"
+        name = f"{FOLDER}/{file_name(manifest.number, content)}"
         self.write(name, content)
         return name
 
     def manifest_names(self) -> list[str]:
         """Return the names of the manifests' files, the newest first."""
-        names = [name for name in self.sizes(manifests.FOLDER) if number_of(name) is not None]
+        names = [name for name in self.sizes(FOLDER) if number_of(name) is not None]
         return sorted(names, reverse=True)
 
     def newest_manifest(self) -> CopyManifest | None:
@@ -148,7 +191,7 @@ class ObjectStore:
         Raises: ConfigError: another version of the product wrote it.
         """
         for name in self.manifest_names():
-            found = manifests.decode(name, self.read(f"{manifests.FOLDER}/{name}"))
+            found = decode(name, self.read(f"{FOLDER}/{name}"))
             if found is not None:
                 return found
             logger.warning("ignored an incomplete manifest file=%s/%s", self.url, name)

@@ -18,7 +18,7 @@ from common.text import counted
 from learner.policy.model import load_policy
 from learner.training.checkpoint import complete_checkpoints, export, newest_checkpoint, sync_tree
 from tools.cli.command_line import ParsedCommand
-from tools.copies.target import open_target
+from tools.copies.store import open_target
 
 Echo = Callable[[str], object]
 STEP = "step="

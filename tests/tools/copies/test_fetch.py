@@ -18,11 +18,10 @@ from common.join.shards import write_manifest
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 from tests.tools.copies.runs import add_checkpoint, copier_of, digests, make_copied_run
+from tools.copies.command import fetch
 from tools.copies.copier import copy_all
-from tools.copies.fetch import fetch
 from tools.copies.manifest import FOLDER, StoredFile, StoredPart, decode, file_name
-from tools.copies.store import OBJECTS
-from tools.copies.target import check_target, open_target
+from tools.copies.store import OBJECTS, check_target, open_target
 
 
 def quiet(_: str) -> None: ...
