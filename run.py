@@ -48,9 +48,9 @@ EXIT_OUTPUT_CLOSED = 141  # The code of a program that SIGPIPE ends.
 
 logger = logging.getLogger(__name__)
 print_now = partial(print, flush=True)
-load_without_model = partial(requested.load_named, root=ROOT)
-load_named = partial(commands.load_with_model, root=ROOT)
-load_joined = partial(requested.load_joined, root=ROOT)
+load_without_model = requested.load_named
+load_named = commands.load_with_model
+load_joined = requested.load_joined
 
 
 # Commands that work on a run's configuration and directory.
@@ -76,7 +76,7 @@ def train(cfg: RunConfig, run_dir: RunDir) -> int:
             logger.error("the run does not start: %s", error)
             raise
     observer = TerminalObserver(cfg, run_dir)
-    return commands.train(cfg, run_dir, root=ROOT, start_roles=start_roles, observer=observer)
+    return commands.train(cfg, run_dir, start_roles=start_roles, observer=observer)
 
 
 def status(cfg: RunConfig, run_dir: RunDir) -> int:
@@ -89,7 +89,7 @@ def sft(cfg: RunConfig, run_dir: RunDir) -> int:
     from tools.offline.commands import make_policy
     from tools.offline.demonstrate import demonstrate
 
-    return make_policy(cfg, run_dir, root=ROOT, collect=demonstrate)
+    return make_policy(cfg, run_dir, collect=demonstrate)
 
 
 def dpo(cfg: RunConfig, run_dir: RunDir) -> int:
@@ -102,7 +102,7 @@ def evolve(cfg: RunConfig, run_dir: RunDir) -> int:
     from tools.evaluate.own_process import play_given
     from tools.offline.commands import play_and_imitate
 
-    return play_and_imitate(cfg, run_dir, root=ROOT, play=play_given)
+    return play_and_imitate(cfg, run_dir, play=play_given)
 
 
 def merge(cfg: RunConfig, run_dir: RunDir) -> int:
@@ -115,7 +115,7 @@ def evaluate(cfg: RunConfig, run_dir: RunDir) -> int:
     from tools.evaluate import evaluate as player
     from tools.offline.commands import choose_held_out
 
-    return player.evaluate(cfg, run_dir, root=ROOT, choose_items=choose_held_out)
+    return player.evaluate(cfg, run_dir, choose_items=choose_held_out)
 
 
 def serve(cfg: RunConfig, run_dir: RunDir) -> int:
@@ -192,7 +192,7 @@ def missing_for(cfg: RunConfig, *, is_to_train: bool = True) -> list[str]:
 def check_train(cfg: RunConfig) -> None:
     from tools.checks import preflight
 
-    preflight.check(cfg, ROOT, missing=missing_for(cfg))
+    preflight.check(cfg, missing=missing_for(cfg))
     check_roles(cfg)
 
 
@@ -201,9 +201,9 @@ def check_roles(cfg: RunConfig) -> None:
     from tools.checks.actor_start import check_actor
     from tools.checks.learner_start import check_networks
 
-    check_actor(cfg, ROOT)
+    check_actor(cfg)
     check_prompts(cfg)
-    check_networks(cfg, ROOT)
+    check_networks(cfg)
 
 
 def check_prompts(cfg: RunConfig) -> str:
@@ -211,7 +211,7 @@ def check_prompts(cfg: RunConfig) -> str:
     from actor.formats import checks
     from tools.checks.environments import first_prompts
 
-    return checks.check_prompts(cfg, ROOT, first_prompts(cfg))
+    return checks.check_prompts(cfg, first_prompts(cfg))
 
 
 def try_episodes(cfg: RunConfig) -> None:
@@ -222,7 +222,7 @@ def try_episodes(cfg: RunConfig) -> None:
     from actor.formats import checks
     from tools.author.trial import try_episodes
 
-    checks.check_prompts(cfg, ROOT, try_episodes(cfg))
+    checks.check_prompts(cfg, try_episodes(cfg))
 
 
 def check_train_dry(cfg: RunConfig) -> None:
@@ -231,7 +231,7 @@ def check_train_dry(cfg: RunConfig) -> None:
     from tools.checks.environments import examine
 
     lacking, mistakes = examine(cfg)
-    preflight.check_dry(cfg, ROOT, missing=lacking, mistakes=mistakes)
+    preflight.check_dry(cfg, missing=lacking, mistakes=mistakes)
     check_roles(cfg)
     try_episodes(cfg)
 
@@ -239,21 +239,21 @@ def check_train_dry(cfg: RunConfig) -> None:
 def check_sft(cfg: RunConfig) -> None:
     from tools.offline import checks
 
-    checks.check_sft(cfg, ROOT, missing=missing_for(cfg))
+    checks.check_sft(cfg, missing=missing_for(cfg))
 
 
 def check_dpo(cfg: RunConfig) -> None:
     from tools.offline import checks
 
-    checks.check_dpo(cfg, ROOT)
+    checks.check_dpo(cfg)
 
 
 def check_evolve(cfg: RunConfig) -> None:
     from tools.checks.actor_start import check_actor
     from tools.offline import checks
 
-    checks.check_evolve(cfg, ROOT, missing=missing_for(cfg))
-    check_actor(cfg, ROOT)
+    checks.check_evolve(cfg, missing=missing_for(cfg))
+    check_actor(cfg)
     check_prompts(cfg)
 
 
@@ -261,7 +261,7 @@ def check_evaluation(cfg: RunConfig) -> None:
     from tools.checks import preflight
     from tools.evaluate import settings
 
-    settings.check_evaluation(cfg, ROOT, missing=missing_for(cfg, is_to_train=False))
+    settings.check_evaluation(cfg, missing=missing_for(cfg, is_to_train=False))
     preflight.warn_of_unread_keys(cfg)
     if not cfg.policy.url:
         check_prompts(cfg)
@@ -276,7 +276,7 @@ def check_engine(cfg: RunConfig) -> None:
 def load_evaluation(request: ParsedCommand) -> RunConfig:
     from tools.evaluate import settings
 
-    return settings.load_evaluation(request, root=ROOT)
+    return settings.load_evaluation(request)
 
 
 def load_sft(request: ParsedCommand) -> RunConfig:
@@ -290,7 +290,7 @@ def load_sft(request: ParsedCommand) -> RunConfig:
 def load_any_version(request: ParsedCommand) -> RunConfig:
     from tools.dashboard.terminal.any_version import load_of_any_version
 
-    return load_of_any_version(request, root=ROOT, echo=print)
+    return load_of_any_version(request, echo=print)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,7 +341,7 @@ def bench(request: ParsedCommand) -> int:
         )
     from benchmarks import command
 
-    return command.bench(request, root=ROOT)
+    return command.bench(request)
 
 
 def doctor(request: ParsedCommand) -> int:
@@ -350,62 +350,62 @@ def doctor(request: ParsedCommand) -> int:
     from tools.cli import doctor as checks
 
     own = {"missing_for": missing_for, "examine_environments": examine_environments}
-    return checks.doctor(request, root=ROOT, preview=preview_lines, **own)
+    return checks.doctor(request, preview=preview_lines, **own)
 
 
 def recompute(request: ParsedCommand) -> int:
     configure_logging("recompute", "WARNING")  # Libraries read the level when they are imported.
     from tools.recompute import command
 
-    return command.recompute(request, root=ROOT, echo=print_now)
+    return command.recompute(request, echo=print_now)
 
 
 def journal(request: ParsedCommand) -> int:
     from tools.cli import journal as journal_command
 
-    return journal_command.journal(request, root=ROOT, echo=print)
+    return journal_command.journal(request, echo=print)
 
 
 def dashboard(request: ParsedCommand) -> int:
     from tools.dashboard.table.interactive import InteractiveEpisodes
     from tools.dashboard.web import server
 
-    return server.dashboard(request, root=ROOT, echo=print_now, make_table=InteractiveEpisodes)
+    return server.dashboard(request, echo=print_now, make_table=InteractiveEpisodes)
 
 
 def show_or_replay(request: ParsedCommand) -> int:
     from tools.dashboard.terminal import commands as terminal
 
     command = terminal.show if request.command == "show" else terminal.replay
-    return command(request, root=ROOT, echo=print)
+    return command(request, echo=print)
 
 
 def report(request: ParsedCommand) -> int:
     from tools.report import command
 
-    return command.report(request, root=ROOT, echo=print)
+    return command.report(request, echo=print)
 
 
 def envs(request: ParsedCommand) -> int:
     from tools.cli.envs import list_environments
 
-    return list_environments(request.overrides, root=ROOT, echo=print)
+    return list_environments(request.overrides, echo=print)
 
 
 def author(request: ParsedCommand) -> int:
     from tools.author import check_env, play, scaffold
 
     if request.command == "new-env":
-        return scaffold.new_env(request, root=ROOT, echo=print)
+        return scaffold.new_env(request, echo=print)
     if request.command == "check-env":
-        return check_env.check_env(request, root=ROOT, echo=print_now, check_prompts=check_prompts)
-    return play.play(request, root=ROOT, echo=print_now, lines=sys.stdin)
+        return check_env.check_env(request, echo=print_now, check_prompts=check_prompts)
+    return play.play(request, echo=print_now, lines=sys.stdin)
 
 
 def gather(request: ParsedCommand) -> int:
     from tools.offline import gather as gathering
 
-    return gathering.gather(request, root=ROOT, load=load_joined, echo=print_now)
+    return gathering.gather(request, load=load_joined, echo=print_now)
 
 
 def set_or_revoke(request: ParsedCommand) -> int:
@@ -413,7 +413,7 @@ def set_or_revoke(request: ParsedCommand) -> int:
     from tools.cli.set import set_keys
 
     command = set_keys if request.command == "set" else revoke_key
-    return command(request, root=ROOT, load=load_joined, echo=print_now)
+    return command(request, load=load_joined, echo=print_now)
 
 
 def help_on(request: ParsedCommand) -> int:
@@ -448,11 +448,11 @@ def dispatch(request: ParsedCommand) -> int:
         return STANDALONE[request.command](request)
     choose_allocators(request.command, is_dry=request.is_dry)
     if request.join is not None:
-        return commands.join_run(request, JOINED_ROLES[request.command], root=ROOT)
+        return commands.join_run(request, JOINED_ROLES[request.command])
     if request.command == "envhub" and requested.belongs_to_no_run(request):
         from tools.checks.environments import run_hub
 
-        return run_hub(request.overrides, root=ROOT, is_dry=request.is_dry, echo=print_now)
+        return run_hub(request.overrides, is_dry=request.is_dry, echo=print_now)
     return run_command(COMMANDS[request.command], request)
 
 
@@ -482,7 +482,7 @@ def show_config(cfg: RunConfig, command: str, *, has_plan: bool) -> int:
     from tools.offline.checks import rate_lines
 
     lines = memory_lines(cfg) if has_plan else []
-    lines += rate_lines(command, cfg, ROOT)
+    lines += rate_lines(command, cfg)
     if command not in ("sft", "dpo", "evolve"):  # They have objectives of their own.
         lines += summary_lines(cfg.algorithm, cfg.learner)
         lines += cfg.curriculum.warnings(cfg.horizon)
@@ -496,12 +496,12 @@ def memory_lines(cfg: RunConfig) -> list[str]:
     from tools.checks import memory_plan, preflight
     from tools.checks.preview import preview_lines
 
-    lines = memory_plan.lines_here(preflight.on_this_machine(cfg), ROOT)
+    lines = memory_plan.lines_here(preflight.on_this_machine(cfg))
     if cfg.launcher == "ray":
         from tools.launch.ray.cluster import placement_lines
 
         lines += placement_lines(cfg)
-    return [*lines, *preview_lines(cfg, ROOT)]
+    return [*lines, *preview_lines(cfg)]
 
 
 def has_lost_output() -> bool:
@@ -517,7 +517,7 @@ def has_lost_output() -> bool:
 def main(argv: list[str]) -> int:
     """Return the exit code of the command line."""
     try:
-        request = parse(argv, root=ROOT)
+        request = parse(argv)
         if request.config is not None and os.path.isfile(request.config):
             request = replace(request, config=str(Path(request.config).resolve()))
         if request.key is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from benchmarks.table import BenchTable
 from common.errors import ConfigError
 from common.log import configure_logging
+from common.repository import ROOT
 from tools.cli.command_line import STUDIES, ParsedCommand, version_text
 
 Suite = Callable[[BenchTable], None]  # It adds its figures to the table.
@@ -35,13 +36,13 @@ GPU_SUITES = {"gpu": "gpu", "gpu-small": "small"}  # Suite of the device checks:
 WITH_ONLY = (*GPU_SUITES, CONFORMANCE)  # Suites that accept --only.
 
 
-def bench(request: ParsedCommand, *, root: Path) -> int:
+def bench(request: ParsedCommand) -> int:
     """Run the suite of a request, write its figures, and return 0 if every bound holds.
 
     Raises: ConfigError: the suite, its overrides or the path of the figures are wrong.
     """
-    path = Path(request.json or root / "runs" / "bench" / f"{request.suite}.json")
-    suite = _find_suite(request, root, path)
+    path = Path(request.json or ROOT / "runs" / "bench" / f"{request.suite}.json")
+    suite = _find_suite(request, path)
     _check_writable(path)
     configure_logging("bench", "INFO")
     table = BenchTable(out=sys.stdout)
@@ -49,12 +50,12 @@ def bench(request: ParsedCommand, *, root: Path) -> int:
     if request.is_dry:
         return 0
     code = table.finish()
-    table.save(path, suite=request.suite or "", product=version_text(root))
+    table.save(path, suite=request.suite or "", product=version_text())
     print(f"as JSON: {path}")
     return code
 
 
-def _find_suite(request: ParsedCommand, root: Path, path: Path) -> Suite:
+def _find_suite(request: ParsedCommand, path: Path) -> Suite:
     """Return the suite that a request names. Raises: ConfigError: there is no such suite."""
     name = request.suite or ""
     if request.only is not None and name not in WITH_ONLY:
@@ -63,7 +64,7 @@ def _find_suite(request: ParsedCommand, root: Path, path: Path) -> Suite:
         asked = f"--minutes={request.minutes:g}"
         raise ConfigError(f"{asked}: only --suite={'|'.join(GPU_SUITES)} accepts it")
     if name in STUDIES:
-        return _find_study(name, request, root)
+        return _find_study(name, request)
     if name not in {**SUITES, **GPU_SUITES}:
         raise ConfigError(f"--suite={name}: one of {', '.join([*SUITES, *GPU_SUITES, *STUDIES])}")
     if request.overrides or request.is_dry:
@@ -89,7 +90,7 @@ def _find_gpu_suite(request: ParsedCommand, path: Path) -> Suite:
     return partial(run_suite, request=asked)
 
 
-def _find_study(name: str, request: ParsedCommand, root: Path) -> Suite:
+def _find_study(name: str, request: ParsedCommand) -> Suite:
     """Return a study. Raises: ConfigError: a package of the extra `benchmarks` is missing."""
     module = "benchmarks.study.peer" if name == "peer" else "benchmarks.study.command"
     try:
@@ -98,7 +99,7 @@ def _find_study(name: str, request: ParsedCommand, root: Path) -> Suite:
         raise ConfigError(
             f"--suite={name} needs the package {error.name}: pip install it"
         ) from error
-    return partial(measure, name, request, root=root)
+    return partial(measure, name, request)
 
 
 def _check_writable(path: Path) -> None:

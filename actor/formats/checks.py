@@ -17,6 +17,7 @@ from common.errors import ConfigError, EnvError
 from common.formats.answers import tools_instruction, worded
 from common.formats.chat_template import fix_prompts
 from common.formats.turns import FirstPrompt
+from common.repository import ROOT
 from common.text import counted
 
 logger = logging.getLogger(__name__)
@@ -24,15 +25,15 @@ logger = logging.getLogger(__name__)
 FRAME_TOKENS = 64  # Tokens of a chat template around a further message, at most.
 
 
-def check_rendering(cfg: RunConfig, root: Path) -> None:
+def check_rendering(cfg: RunConfig) -> None:
     """Check that the chat template at `model.path` is usable, and that a page fits beside a turn.
 
     A folder without `tokenizer.json` is left to the actor.
 
     Raises: ConfigError: the template or `actor.max_model_len` cannot be used.
     """
-    fix_prompts(cfg.model, root)
-    folder = root / cfg.model.path
+    fix_prompts(cfg.model)
+    folder = ROOT / cfg.model.path
     if (folder / "tokenizer.json").is_file():
         renderer_of(folder, cfg.actor.format).check_room(cfg.actor)
 
@@ -61,7 +62,7 @@ def _load_quickly(folder: Path) -> Any:
         logging.set_verbosity(before)
 
 
-def check_prompts(cfg: RunConfig, root: Path, prompts: Iterable[FirstPrompt]) -> str:
+def check_prompts(cfg: RunConfig, prompts: Iterable[FirstPrompt]) -> str:
     """Check that first prompts fit into the context; return a sentence about their lengths.
 
     Short prompts are not encoded, except for the first one, because a token has at least one byte.
@@ -69,10 +70,10 @@ def check_prompts(cfg: RunConfig, root: Path, prompts: Iterable[FirstPrompt]) ->
 
     Raises: ConfigError: a prompt does not fit, or the chat template refuses it.
     """
-    folder = root / cfg.model.path
+    folder = ROOT / cfg.model.path
     if not (folder / "tokenizer.json").is_file():
         return ""
-    fix_prompts(cfg.model, root)
+    fix_prompts(cfg.model)
     renderer = renderer_of(folder, cfg.actor.format)
     actor = cfg.actor
     room = Room(max_tokens=actor.max_model_len, turn_tokens=actor.max_turn_tokens, options=actor)

@@ -19,7 +19,6 @@ from vllm.sampling_params import RequestOutputKind
 
 from actor.engine.start import shut_down_llm, start_llm
 from common.config.load import load_config
-from common.repository import ROOT
 from common.store.run_dir import RunDir, write_atomically
 
 NUM_WARM_UP = 64  # Number of episodes before the measurement starts.
@@ -63,7 +62,7 @@ class BareEngine:
 
 async def measure(run_dir: RunDir, window_s: float) -> dict[str, float]:
     """Return the counters of the run's turns."""
-    cfg = load_config(str(run_dir.config), [], root=ROOT)
+    cfg = load_config(str(run_dir.config), [])
     llm, _ = start_llm(cfg.model, cfg.actor, seed=cfg.run.seed, meter=None)
     engine = BareEngine(llm)
     try:

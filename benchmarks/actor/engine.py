@@ -20,7 +20,6 @@ from common.config.learner import LoraSection
 from common.config.load import load_config
 from common.config.model import ModelSection
 from common.errors import EngineError
-from common.repository import ROOT
 from common.store.run_dir import RunDir, write_atomically
 from common.weights.messages import WeightsJoin
 from common.wire.security import load_keys
@@ -69,7 +68,7 @@ def actor_section(settings: dict[str, Any]) -> ActorSection:
     if settings["enforce_eager"]:
         values["enforce_eager"] = settings["enforce_eager"]
     given = [f"actor.{key}={value}" for key, value in values.items()]
-    return load_config(None, ["model.path=unset", *given], root=ROOT).actor
+    return load_config(None, ["model.path=unset", *given]).actor
 
 
 async def _follow_learner(engine: Engine, run_dir: RunDir, settings: dict[str, Any]) -> None:

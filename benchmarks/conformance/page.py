@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.conformance.part_results import PARTS, FamilyResult, PartResult, Verdict
+from common.repository import ROOT
 
 PAGE = Path("docs") / "MODELS.md"
 HEAD = Path(__file__).with_name("page_head.md").read_text(encoding="utf-8")
@@ -101,6 +102,6 @@ def _shown(text: str) -> str:
     return short.replace("|", "\\|").replace("<", "&lt;").replace("`", "'").replace("*", "\\*")
 
 
-def write_page(root: Path, results: Mapping[str, FamilyResult]) -> None:
+def write_page(results: Mapping[str, FamilyResult]) -> None:
     """Write the page of these results below a repository."""
-    (root / PAGE).write_text(page_text(results), encoding="utf-8")
+    (ROOT / PAGE).write_text(page_text(results), encoding="utf-8")

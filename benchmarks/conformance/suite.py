@@ -31,7 +31,7 @@ from benchmarks.conformance.part_results import (
 from benchmarks.table import BenchTable, versions
 from common.errors import ConfigError
 from common.log import configure_logging
-from common.repository import ROOT, git_revision
+from common.repository import git_revision
 
 if TYPE_CHECKING:  # Importing torch takes seconds.
     import torch
@@ -81,7 +81,7 @@ def run_suite(
         done[family] = result
     rewrite(results, list(done.values()))
     if results == RESULTS:
-        write_page(ROOT, done)
+        write_page(done)
 
 
 def short_commit() -> str:

@@ -33,7 +33,6 @@ from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.ids import engine_names
 from common.log import configure_logging
-from common.repository import ROOT
 from common.stall.beacon import beacon_of
 from common.store.run_dir import RunDir
 from common.wire.addresses import AddressBook
@@ -122,7 +121,7 @@ def main(folder: str, name: str, clocks: str) -> None:
     """Run as one actor process of a run."""
     gc.set_threshold(10_000)  # `run.py` sets the same threshold for every role.
     run_dir = RunDir(root=Path(folder))
-    cfg = load_config(str(run_dir.config), [], root=ROOT)
+    cfg = load_config(str(run_dir.config), [])
     configure_logging(name, cfg.log.level)
     uvloop.run(play(cfg, run_dir, name, Path(clocks)))
 

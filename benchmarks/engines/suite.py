@@ -156,7 +156,7 @@ def prepare_run(folder: Path, *, per_process: int) -> RunDir:
         "actor.max_turn_tokens=200",
         f"learner.max_tokens_per_microbatch={MAX_TOKENS}",
     )
-    cfg = load_config("quickstart", overrides, root=ROOT)
+    cfg = load_config("quickstart", overrides)
     run_dir = RunDir(root=folder / "r")
     create_keys(run_dir.keys)
     save_config(cfg, run_dir.config)

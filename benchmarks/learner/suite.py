@@ -39,7 +39,7 @@ def run_suite(table: BenchTable) -> None:
     """Measure the learner in ten minutes of one core."""
     torch.set_num_threads(1)
     table.title(LEGEND.format(num_rounds=NUM_ROUNDS).rstrip())
-    cfg = load_config("quickstart", [], root=ROOT)
+    cfg = load_config("quickstart", [])
     path = str(ROOT / cfg.model.path)
     policy = load_policy(path, device=CPU, gradient_checkpointing=False)
     sizes: list[tuple[str, PreTrainedModel, BatchShape]] = [

@@ -7,7 +7,6 @@ from typing import Any
 from benchmarks.table import BenchTable
 from common.config.load import load_config
 from common.config.run_config import RunConfig
-from common.repository import ROOT
 from common.wire.messages import (
     EndReason,
     EpisodeOutcome,
@@ -73,7 +72,7 @@ def bench_config() -> RunConfig:
         "scheduler.max_ahead_steps=7",
         "scheduler.gate_margin=0",
     )
-    return load_config("quickstart", overrides, root=ROOT)
+    return load_config("quickstart", overrides)
 
 
 def _play(core: SchedulerCore, actor: str, version: int) -> list[Lease]:

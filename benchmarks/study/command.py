@@ -19,6 +19,7 @@ from common.config.offline import StudySection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, LongstrideError
 from common.host.child_process import ChildProcess
+from common.repository import ROOT
 from common.store.run_dir import write_atomically
 from tools.cli.command_line import ParsedCommand
 
@@ -29,15 +30,15 @@ POLL_S = 0.5
 NUM_SHOWN = 5  # Number of error messages to show of failed runs.
 
 
-def measure(name: str, request: ParsedCommand, table: BenchTable, *, root: Path) -> None:
+def measure(name: str, request: ParsedCommand, table: BenchTable) -> None:
     """Run the study `name` and add its figures and table; a dry run prints the plan.
 
     Raises: ConfigError: an override is wrong, or the folder holds results of other settings.
     """
-    cfg = load_config(CONFIG, request.overrides, root=root)
-    work = study_work(name, cfg, request.overrides, root=root)
+    cfg = load_config(CONFIG, request.overrides)
+    work = study_work(name, cfg, request.overrides)
     for run in work.study.runs()[: len(work.study.arms)]:
-        load_config(CONFIG, run.overrides, root=root)  # Every arm is checked before the first run.
+        load_config(CONFIG, run.overrides)  # Every arm is checked before the first run.
     table.title(work.plan_text())
     if not request.is_dry:
         work.make_start()
@@ -45,11 +46,11 @@ def measure(name: str, request: ParsedCommand, table: BenchTable, *, root: Path)
         report(work, table)
 
 
-def study_work(name: str, cfg: RunConfig, overrides: Sequence[str], *, root: Path) -> "StudyWork":
+def study_work(name: str, cfg: RunConfig, overrides: Sequence[str]) -> "StudyWork":
     """Return the work of a study, in the configured folder."""
     study = read_study(name, cfg.study, overrides)
     size = "" if cfg.study.size == 1 else f"-x{cfg.study.size:g}"
-    folder = root / cfg.run.dir / (cfg.study.folder or f"study-{name}{size}")
+    folder = ROOT / cfg.run.dir / (cfg.study.folder or f"study-{name}{size}")
     return StudyWork(study=study, folder=folder, section=cfg.study)
 
 

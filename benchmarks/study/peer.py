@@ -21,6 +21,7 @@ from benchmarks.table import BenchTable
 from common.config.load import load_config
 from common.errors import LongstrideError
 from common.host.child_process import ChildProcess
+from common.repository import ROOT
 from common.store.run_dir import write_atomically
 from tools.cli.command_line import ParsedCommand
 
@@ -65,7 +66,7 @@ OURS = {  # Name in the table -> name of the run, and its own overrides.
 }
 
 
-def measure(_: str, request: ParsedCommand, table: BenchTable, *, root: Path) -> None:
+def measure(_: str, request: ParsedCommand, table: BenchTable) -> None:
     """Train all sides below `runs/study-peer` and compare them. Completed runs are not repeated.
 
     Raises: LongstrideError: a side failed; names its log.
@@ -73,10 +74,10 @@ def measure(_: str, request: ParsedCommand, table: BenchTable, *, root: Path) ->
     own = [each for each in request.overrides if not each.startswith(OWN)]
     overrides = merged(OVERRIDES, own)
     free = [each for each in overrides if each not in own]
-    cfg = load_config(CONFIG, [*request.overrides, *free], root=root)
+    cfg = load_config(CONFIG, [*request.overrides, *free])
     steps = max(1, round(cfg.train.num_steps * cfg.study.size))
     overrides = merged(overrides, [f"train.num_steps={steps}"])
-    folder = root / cfg.run.dir / (cfg.study.folder or "study-peer")
+    folder = ROOT / cfg.run.dir / (cfg.study.folder or "study-peer")
     further = max(1, round(FURTHER_SHARE * steps / KEEP_EVERY_STEPS)) * KEEP_EVERY_STEPS
     num_seeds = cfg.study.num_seeds or NUM_SEEDS
     lengths = [min(steps, further) if seed else steps for seed in range(num_seeds)]
@@ -91,7 +92,7 @@ def measure(_: str, request: ParsedCommand, table: BenchTable, *, root: Path) ->
     sides = [Side(name=name, courses=[]) for name in (REQUIREMENT, *OURS)]
     for seed, length in enumerate(lengths, start=cfg.run.seed):
         for side in sides:
-            plan = _Plan(seed, length, steps, tuple(overrides), folder / f"seed{seed}", root)
+            plan = _Plan(seed, length, steps, tuple(overrides), folder / f"seed{seed}")
             plan.folder.mkdir(exist_ok=True)
             clocks, policies = _ours(plan, side.name) if side.name in OURS else _theirs(plan)
             success = _scored(plan, side.name, policies)
@@ -111,7 +112,6 @@ class _Plan:
     num_steps: int
     overrides: tuple[str, ...]
     folder: Path
-    root: Path
 
     def with_seed(self, *own: str) -> list[str]:
         return merged(self.overrides, [f"run.seed={self.seed}", *own])
@@ -141,7 +141,7 @@ def _theirs(plan: _Plan) -> Played:
         path.write_text(json.dumps(settings), encoding="utf-8")
         argv = [str(python), SCRIPT, str(path)]
         log = plan.folder / "trl.log"
-        process = ChildProcess("TRL", argv, log_path=log, cwd=plan.root, env=ENVIRONMENT)
+        process = ChildProcess("TRL", argv, log_path=log, cwd=ROOT, env=ENVIRONMENT)
         try:
             await_success(process, timeout_s=plan.timeout_s)
         finally:

@@ -20,7 +20,6 @@ import zmq
 from numpy.random import default_rng
 
 from common.config.load import load_config
-from common.repository import ROOT
 from common.store.run_dir import RunDir, write_atomically
 from common.wire.codec import decode, encode
 from common.wire.messages import (
@@ -155,7 +154,7 @@ def take_in(folder: Path) -> None:
     """Run the learner's intake, with a main thread that takes batches and ends steps."""
     run_dir, keys = RunDir(root=folder), load_keys(folder / "keys")
     is_run = run_dir.config.exists()  # Otherwise only senders are connected.
-    cfg = load_config(str(run_dir.config) if is_run else "quickstart", [], root=ROOT)
+    cfg = load_config(str(run_dir.config) if is_run else "quickstart", [])
     groups_cfg = replace(cfg.groups, size=GROUP_SIZE)
     journal = JournalWriter(run_dir.journal)
     index, reports = JournalIndex(end=journal.position), ReportLog()

@@ -19,7 +19,6 @@ from common.config.learner import OptimizerKind
 from common.config.load import load_config, parse_override
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.repository import ROOT
 from common.store.disk import AppendFile
 from common.store.run_dir import RunDir
 from common.store.run_start import save_config
@@ -216,7 +215,7 @@ def record_change(run_dir: RunDir, cfg: RunConfig, change: ConfigChange) -> None
     Raises: OSError: the disk is full; both files are whole, and the call can be repeated.
     """
     path = run_dir.config
-    known = load_config(str(path), [], root=ROOT) if path.is_file() else cfg
+    known = load_config(str(path), []) if path.is_file() else cfg
     save_config(with_values(known, change.new), path)
     append_change(run_dir, change)
 

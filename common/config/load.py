@@ -30,6 +30,7 @@ from common.config.keys import (
 )
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
+from common.repository import ROOT
 from common.text import counted, near_hint
 
 # The start of a path in the home of a user, perhaps after a kind as in yaml:~/tasks.yaml.
@@ -43,7 +44,6 @@ def load_config(
     config: str | None,
     overrides: Sequence[str],
     *,
-    root: Path,
     is_dry: bool = False,
     schema: type[Config] = RunConfig,  # type: ignore[assignment]
 ) -> Config:
@@ -52,7 +52,6 @@ def load_config(
     Args:
         config: a name (`configs/<name>.yaml` below `root`) or a YAML file; None: defaults only.
         overrides: "section.key=value" each; text values are not parsed.
-        root: the repository.
         is_dry: model.architecture replaces a missing model.path.
         schema: the configuration class of the command.
 
@@ -63,24 +62,24 @@ def load_config(
     """
     settings: Tree = {}
     if config is not None:
-        path = find_config(config, root=root)
+        path = find_config(config)
         settings = {"run": {"name": path.stem}}
-        for tree in _read_chain(path, root=root, schema=schema):
+        for tree in _read_chain(path, schema=schema):
             settings = _merged(settings, tree)
-    return _loaded(settings, overrides, root=root, is_dry=is_dry, schema=schema)
+    return _loaded(settings, overrides, is_dry=is_dry, schema=schema)
 
 
-def load_received(text: str, overrides: Sequence[str], *, root: Path) -> RunConfig:
+def load_received(text: str, overrides: Sequence[str]) -> RunConfig:
     """Return the configuration of a role from the YAML sections that its run has sent.
 
     Raises: ConfigError: as `load_config`.
     """
     _, settings = _parse(text, "the configuration of the run", schema=RunConfig)
-    return _loaded(settings, overrides, root=root, is_dry=False, schema=RunConfig)
+    return _loaded(settings, overrides, is_dry=False, schema=RunConfig)
 
 
 def _loaded(
-    settings: Tree, overrides: Sequence[str], *, root: Path, is_dry: bool, schema: type[Config]
+    settings: Tree, overrides: Sequence[str], *, is_dry: bool, schema: type[Config]
 ) -> Config:
     """Return the configuration with the settings of files, then overrides."""
     tree = _merged(default_tree(schema), settings)
@@ -88,7 +87,7 @@ def _loaded(
     tree = _resolved(tree, schema=schema) if _refers(tree) else copy.deepcopy(tree)
     _derive(tree, is_dry=is_dry)
     if tree["envhub"]["style"] == "auto":
-        tree["envhub"]["style"] = _style_of_policy(tree, root)
+        tree["envhub"]["style"] = _style_of_policy(tree)
     groups = tree["groups"]
     if "groups.min_size" not in seen and "min_size" not in settings.get("groups", {}):
         groups["min_size"] = max(1, min(groups["min_size"], groups["size"]))
@@ -153,20 +152,20 @@ def word_with_home(word: str) -> str:
     return f"{name}={with_home(value)}" if equals else str(with_home(word))
 
 
-def list_configs(root: Path) -> list[str]:
+def list_configs() -> list[str]:
     """Return the names of the configs that are part of the project."""
-    return sorted(path.stem for path in (root / "configs").glob("*.yaml"))
+    return sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 
 
-def find_config(config: str, *, root: Path) -> Path:
+def find_config(config: str) -> Path:
     """Return the file for a value of `--config`.
 
     Raises: ConfigError: neither a file nor a known name; the message lists the known names.
     """
-    for path in (root / "configs" / f"{config}.yaml", Path(config)):
+    for path in (ROOT / "configs" / f"{config}.yaml", Path(config)):
         if os.path.isfile(path):  # isfile is False for an overlong name.
             return path
-    known = list_configs(root)
+    known = list_configs()
     hint = near_hint(Path(config).stem, known, form=str)
     raise ConfigError(
         f"--config {show(config)}: no such config{hint} (there are: {', '.join(known)})"
@@ -211,7 +210,7 @@ def override_value(overrides: Sequence[str], key: str) -> str | None:
     return None
 
 
-def _read_chain(path: Path, *, root: Path, schema: type[RunConfig]) -> list[Tree]:
+def _read_chain(path: Path, *, schema: type[RunConfig]) -> list[Tree]:
     """Return the YAML trees of the `defaults` chain, from its base to `path` itself."""
     chain: list[Tree] = []
     seen: list[Path] = []
@@ -223,12 +222,12 @@ def _read_chain(path: Path, *, root: Path, schema: type[RunConfig]) -> list[Tree
         chain.insert(0, tree)
         if base is None:
             return chain
-        path = _find_base(base, path, root=root)
+        path = _find_base(base, path)
 
 
-def _find_base(base: Any, path: Path, *, root: Path) -> Path:
+def _find_base(base: Any, path: Path) -> Path:
     """Return the file that `defaults` in the file at `path` refers to."""
-    for folder in (path.parent, root / "configs"):
+    for folder in (path.parent, ROOT / "configs"):
         if isinstance(base, str) and "/" not in base and os.path.isfile(folder / f"{base}.yaml"):
             return folder / f"{base}.yaml"
     law = "expects the name, without .yaml, of a file in the same folder or in configs/"
@@ -287,12 +286,12 @@ def _derive(tree: Tree, *, is_dry: bool) -> None:
         actor["num_actors"] = actor["num_gpus"] // width
 
 
-def _style_of_policy(tree: Tree, root: Path) -> str:
+def _style_of_policy(tree: Tree) -> str:
     """Return the style of the prompts on which the policy was trained, or `instructed`."""
     model = tree["model"]
     if tree["policy"]["url"] or model["path"] == MISSING:
         return "instructed"
-    folders = (root / folder for folder in (model["path"], model["architecture"]) if folder)
+    folders = (ROOT / folder for folder in (model["path"], model["architecture"]) if folder)
     folder = next((path for path in folders if path.is_dir()), None)
     return "instructed" if folder is None else style_of_model(folder)
 

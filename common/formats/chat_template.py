@@ -25,6 +25,7 @@ from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.errors import ConfigError
+from common.repository import ROOT
 
 FILES = ("chat_template.jinja", "tokenizer_config.json")  # Files that may contain a chat template.
 DATE_STRING = "%d %b %Y"  # Format of `date_string` in Llama's templates.
@@ -186,18 +187,18 @@ def fix_date(day: str) -> None:
     _process.date = day or _process.date
 
 
-def fix_prompts(model: PromptSettings, root: Path) -> None:
+def fix_prompts(model: PromptSettings) -> None:
     """Set the date, the chat template and its variables in all prompts of this process.
 
     Raises: ConfigError: `model.chat_template` cannot be read.
     """
     fix_date(model.date)
-    fix_template(template_at(model, root), model.chat_template_kwargs)
+    fix_template(template_at(model), model.chat_template_kwargs)
 
 
-def template_at(model: PromptSettings, root: Path) -> Path | None:
+def template_at(model: PromptSettings) -> Path | None:
     """Return the file of `model.chat_template`; None: the tokenizer's own template is used."""
-    return root / model.chat_template if model.chat_template else None
+    return ROOT / model.chat_template if model.chat_template else None
 
 
 def fix_template(path: Path | None, variables: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.formats.chat_template import read_template, template_at, today
 from common.formats.turn_ends import GENERATION_CONFIG
-from common.repository import git_revision
+from common.repository import ROOT, git_revision
 from common.store.run_dir import RunDir, read_json, write_atomically, write_json
 
 logger = logging.getLogger(__name__)
@@ -112,13 +112,13 @@ def _other_date(cfg: RunConfig, run_dir: RunDir) -> list[str]:
     return [f"model.date: was {was}, now {now}"] if was and now and was != now else []
 
 
-def keep_tokenizer(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> None:
+def keep_tokenizer(cfg: RunConfig, run_dir: RunDir) -> None:
     """Copy the policy's tokenizer to the run directory, to decode the token ids of the journal.
 
     A tokenizer in another format than `tokenizer.json` is converted, so that the pages and the
     exports of the run need no other files.
     """
-    source = root / cfg.model.path
+    source = ROOT / cfg.model.path
     run_dir.tokenizer.mkdir(parents=True, exist_ok=True)
     if (source / TOKENIZER_FILES[0]).is_file():
         for name in TOKENIZER_FILES:
@@ -128,7 +128,7 @@ def keep_tokenizer(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> None:
         _convert_tokenizer(source, run_dir.tokenizer)
     if (source / GENERATION_CONFIG).is_file():  # It names ends of a turn.
         shutil.copyfile(source / GENERATION_CONFIG, run_dir.tokenizer / GENERATION_CONFIG)
-    if template := template_at(cfg.model, root):  # Written without a byte order mark.
+    if template := template_at(cfg.model):  # Written without a byte order mark.
         (run_dir.tokenizer / OWN_TEMPLATE).write_text(read_template(template), encoding="utf-8")
 
 

@@ -26,7 +26,6 @@ from actor.rollout.episode import Turn
 from benchmarks.actor.in_process import InProcessPlayer
 from common.config.load import load_config
 from common.ids import episode_id_of
-from common.repository import ROOT
 from common.wire.messages import EpisodeKind, Lease, PolicyKind
 from envhub.catalogue.registry import Registry
 from learner.algorithms.rewards import shaped_reward
@@ -175,7 +174,7 @@ def main(path: Path) -> None:
     """Train as the settings say: overrides, keep_every_steps, last_step, out."""
     settings = json.loads(path.read_text(encoding="utf-8"))
     out = Path(settings["out"])
-    cfg = load_config("quickstart", settings["overrides"], root=ROOT)
+    cfg = load_config("quickstart", settings["overrides"])
     rollouts = Rollouts(cfg)
     num_groups = cfg.groups.per_step * cfg.train.num_steps
     size = cfg.groups.size * cfg.groups.per_step

@@ -11,7 +11,6 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.formats.chat_template import template_at
 from common.join.files import PART_BYTES, TEMPLATE, list_shared
-from common.repository import ROOT
 from common.wire.access.identities import Identities, Identity, add_identity
 from common.wire.addresses import is_loopback
 from common.wire.messages import (
@@ -140,7 +139,7 @@ class Enrolments:
 
     def _template(self) -> Path | None:
         """Return the file that a node receives as the chat template of the model."""
-        return template_at(self._cfg.model, ROOT)
+        return template_at(self._cfg.model)
 
     def _part(self, request: FileRequest) -> FilePart | Rejected:
         """Return a part of a listed file. No other file is read."""

@@ -160,5 +160,5 @@ def test_learner_allocates_pinned_memory_exactly(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)  # whatever happens here ends with the test
     with pytest.raises(ConfigError, match="no such run"):
-        run.dispatch(run.parse(["learner", "run.name=nobodys"], root=ROOT))
+        run.dispatch(run.parse(["learner", "run.name=nobodys"]))
     assert os.environ["PYTORCH_ALLOC_CONF"] == "pinned_max_round_threshold_mb:1"

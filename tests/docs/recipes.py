@@ -33,15 +33,15 @@ class Recipe:
     @property
     def request(self) -> ParsedCommand:
         """The parsed command, with a policy of the project in place of the reader's model."""
-        return parse(shlex.split(self.command.replace(FOLDER, POLICY))[2:], root=ROOT)
+        return parse(shlex.split(self.command.replace(FOLDER, POLICY))[2:])
 
     @property
     def configuration(self) -> RunConfig:
         """The configuration; a model that is not on this machine has its preset's sizes."""
         request = self.request
         named = request.config or DEFAULT_CONFIG
-        cfg = load_config(named, request.overrides, root=ROOT, is_dry=True)
-        return resolve_models(cfg, ROOT, is_dry=True, may_stand_in=True)
+        cfg = load_config(named, request.overrides, is_dry=True)
+        return resolve_models(cfg, is_dry=True, may_stand_in=True)
 
     def __str__(self) -> str:
         return re.sub(r"[^a-z0-9]+", "-", self.have.partition(" ([")[0].lower())

@@ -146,10 +146,10 @@ def test_documented_command_works(
     elif rule.how is How.DRY:
         call([*words, *([] if "--dry-run" in words else ["--dry-run"])])
     elif rule.how is How.CONFIG:
-        asked = parse(words, root=ROOT)
-        load_config(asked.config or "quickstart", asked.overrides, root=ROOT, is_dry=True)
+        asked = parse(words)
+        load_config(asked.config or "quickstart", asked.overrides, is_dry=True)
     elif rule.how is How.PARSE:
-        assert parse(words, root=ROOT).command in words[0]
+        assert parse(words).command in words[0]
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_documented_code_block_works(block: Block, tmp_path: Path):
     elif block.language == "yaml":
         path = tmp_path / "shown.yaml"
         path.write_text(yaml.safe_dump({"defaults": "quickstart"}) + block.text, encoding="utf-8")
-        load_config(str(path), [], root=ROOT)
+        load_config(str(path), [])
     else:
         json.loads(block.text)
 

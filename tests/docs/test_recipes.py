@@ -38,7 +38,7 @@ def test_every_row_of_a_recipe_is_read() -> None:
 def test_memory_of_a_recipe_is_its_plan(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     cfg = recipe.configuration
-    place = fullest(plan_here(cfg, ROOT))
+    place = fullest(plan_here(cfg))
     wanted = [place.total_bytes / GIB]
     wanted += [place.capacity_bytes / GIB] if cfg.machine.num_gpus else []
     assert recipe.memory.endswith(" GiB")

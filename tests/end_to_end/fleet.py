@@ -48,7 +48,7 @@ class Fleet:
         )
         self.run_dir = RunDir(root=folder / "r")
         create_keys(self.run_dir.keys)
-        cfg = load_config("quickstart", [*settings, *overrides], root=ROOT)
+        cfg = load_config("quickstart", [*settings, *overrides])
         save_config(cfg, self.run_dir.config)
         self._folder = folder
         self._log = (folder / "fleet.log").open("ab")
@@ -194,7 +194,7 @@ def be(role: str, arguments: list[Any], namespace: str) -> None:
     elif role == "learner":
         ends.take_in(run_dir.root)
     else:
-        scheduler.run(load_config(str(run_dir.config), [], root=ROOT), run_dir)
+        scheduler.run(load_config(str(run_dir.config), []), run_dir)
 
 
 def main() -> None:

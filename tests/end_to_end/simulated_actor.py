@@ -23,7 +23,6 @@ from actor.rollout.pool import EpisodePool
 from actor.scheduler_client import SchedulerClient
 from common.config.load import load_config
 from common.config.run_config import RunConfig
-from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.wire.addresses import AddressBook
 from common.wire.messages import Heartbeat, Hello
@@ -142,5 +141,5 @@ def main(folder: str, number: str, num_slots: str, token_s: str = str(TOKEN_S)) 
     """Run as one actor of a run, with `num_slots` concurrent episodes."""
     slots = (f"actor.max_concurrent={num_slots}", f"actor.min_concurrent={num_slots}")
     run_dir = RunDir(root=Path(folder))
-    cfg = load_config(str(run_dir.config), slots, root=ROOT)
+    cfg = load_config(str(run_dir.config), slots)
     uvloop.run(play(cfg, run_dir, number=int(number), token_s=float(token_s)))

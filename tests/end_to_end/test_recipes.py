@@ -158,7 +158,7 @@ def run_offline(recipe: Recipe, folder: Path) -> None:
     where = [f"run.dir={folder}", "run.name=r", "log.wandb=disabled"]
     config = ["--config", request.config] if request.config else []
     overrides = merged_overrides([*request.overrides, *own, *where])
-    start = load_config(request.config or DEFAULT_CONFIG, overrides, root=REPOSITORY)
+    start = load_config(request.config or DEFAULT_CONFIG, overrides)
     argv = [sys.executable, "run.py", request.command, *config]
     done = subprocess.run(
         [*argv, *overrides],

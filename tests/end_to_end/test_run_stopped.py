@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from common.repository import ROOT
 from tests.end_to_end.runs import Run, balances, unbounded
 from tools.dashboard.table.interactive import InteractiveEpisodes
 
@@ -79,7 +78,7 @@ def hub_stands_still(run: Run) -> None:
 
 async def played_by_own_policy(root: Path) -> str:
     """Let the run's policy take one action at the dashboard's table; return the model's name."""
-    table = InteractiveEpisodes(root=ROOT)
+    table = InteractiveEpisodes()
     try:
         first = await table.open("babyai", "GoToLocal-test-0")
         return (await table.ask_run(first["id"], str(root)))["by"]

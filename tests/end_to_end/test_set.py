@@ -61,7 +61,7 @@ def test_changed_keys_hold_through_restarts_and_a_resume(tmp_path: Path) -> None
         "horizon.stages": "[4]",
         "actor.max_concurrent": "16",
     }
-    cfg = load_config(str(run.root / "config.yaml"), [], root=REPOSITORY)
+    cfg = load_config(str(run.root / "config.yaml"), [])
     assert (cfg.learner.lr, cfg.horizon.stages, cfg.train.num_steps) == (2e-4, [6], 500)
     before = len(run.metrics())
     with Run(tmp_path, *OVERRIDES) as again:  # The same command.

@@ -12,7 +12,6 @@ import yaml
 
 from benchmarks.runs.real_run import TRAINING_ALONE, train
 from common.config.load import load_config
-from common.repository import ROOT
 from common.store.run_dir import RunDir
 from learner.journal.metrics import read_metrics
 from tools.dashboard.reading.sources import open_source
@@ -122,6 +121,6 @@ def rate(root: Path) -> float:
 
 def _simulated(root: Path, *overrides: str) -> float:
     """Return the episodes per second that `simulate` predicts from a run with a changed setting."""
-    cfg = load_config(str(RunDir(root=root).config), overrides, root=ROOT)
+    cfg = load_config(str(RunDir(root=root).config), overrides)
     with quiet_scheduler():
         return SimulatedRun(cfg, load_workload(root, cfg.algorithm)).run().trained_per_h / 3600.0

@@ -16,7 +16,6 @@ from typing import Any
 
 from common.config.load import load_config
 from common.log import configure_logging
-from common.repository import ROOT
 from common.store.run_dir import RunDir
 from learner.ingest.buffer import TrajectoryBuffer
 from learner.journal.journal import JournalWriter
@@ -68,7 +67,7 @@ def live(root: Path, point: str, number: int) -> None:
         owner, name, is_it = POINTS[point]
         before(owner, name, number, is_it=is_it)
     run_dir = RunDir(root=root)
-    run(load_config(str(run_dir.config), [], root=ROOT), run_dir)
+    run(load_config(str(run_dir.config), []), run_dir)
 
 
 def main() -> None:

@@ -143,7 +143,7 @@ class Neighbours:
     def __init__(self, root: Path) -> None:
         self.run_dir = RunDir(root=root)
         root.mkdir()
-        save_config(load_config("smoke", SETTINGS, root=ROOT), self.run_dir.config)
+        save_config(load_config("smoke", SETTINGS), self.run_dir.config)
         self._keys = create_keys(self.run_dir.keys)
         self.scheduler = Scheduler(self.run_dir, self._keys)
         self.scheduler.start("epoch-1")

@@ -15,7 +15,6 @@ from common.config.live import read_changes
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.store.run_start import save_config
 from common.wire.access.identities import Identity
@@ -87,7 +86,7 @@ def test_applied_change_is_recorded_and_answered_after_a_restart(run_dir: RunDir
     assert again.cfg == edited(CFG, {"learner.lr": 2e-5})
     (change,) = read_changes(run_dir.config_changes)
     assert (change.number, change.step, change.new) == (1, 5, {"learner.lr": "2e-05"})
-    assert load_config(str(run_dir.config), [], root=ROOT) == again.cfg
+    assert load_config(str(run_dir.config), []) == again.cfg
     assert accept(again, CHANGE) == ConfigChanged(number=1, step=5)
     third = LiveChanges(again.cfg, run_dir, saved)
     assert third.number == 1
@@ -192,18 +191,16 @@ def test_set_changes_horizons_at_the_next_step_boundary(run_dir: RunDir) -> None
         accepted.set()
 
     def load(request: ParsedCommand) -> RunConfig:
-        return load_config(str(run_dir.config), request.overrides, root=ROOT)
+        return load_config(str(run_dir.config), request.overrides)
 
     with serve_catalogue(CATALOGUE) as url, ThreadPoolExecutor(1) as pool:
         save_config(edited(CFG, {"envhub.url": url}), run_dir.config)
-        cfg = load_config(str(run_dir.config), [], root=ROOT)
+        cfg = load_config(str(run_dir.config), [])
         with serving(cfg, run_dir) as role:
             assert isinstance(role.ask(hello_of("actor-0")), Welcome)
             first = role.ask(request_of("actor-0", 4)).leases
             request = request_to_set(run_dir, "horizon.stages=[7,14,28]", "learner.lr=2e-5")
-            done = pool.submit(
-                set_keys, request, root=Path("/"), load=load, echo=echo, answer_s=WAIT_S
-            )
+            done = pool.submit(set_keys, request, load=load, echo=echo, answer_s=WAIT_S)
             assert accepted.wait(WAIT_S), done.exception(1.0)
             second = role.ask(request_of("actor-0", 4)).leases
             assert {lease.horizon for lease in (*first, *second)} == {5}
@@ -213,7 +210,7 @@ def test_set_changes_horizons_at_the_next_step_boundary(run_dir: RunDir) -> None
             assert {(lease.opened_at_version, lease.horizon) for lease in third} == {(1, 7)}
         status = json.loads(run_dir.status.read_text(encoding="utf-8"))
         assert status["live_config"]["number"] == 1
-        changed = load_config(str(run_dir.config), [], root=ROOT)
+        changed = load_config(str(run_dir.config), [])
         assert changed == edited(cfg, {"horizon.stages": [7, 14, 28], "learner.lr": 2e-5})
         (change,) = read_changes(run_dir.config_changes)
         assert (change.step, change.old["horizon.stages"]) == (1, "[5, 10, 20]")
@@ -222,7 +219,7 @@ def test_set_changes_horizons_at_the_next_step_boundary(run_dir: RunDir) -> None
             answers = [role.answer(), role.answer()]
             (live,) = [each for each in answers if isinstance(each, LiveConfig)]
             assert live.values["horizon.stages"] == "[7, 14, 28]"
-            assert set_keys(request, root=Path("/"), load=load, echo=echo) == 0
+            assert set_keys(request, load=load, echo=echo) == 0
     assert "waiting for the next step boundary" in told[0]
     assert "change 1 is in force after step 1: horizon.stages [5, 10, 20] -> [7, 14, 28]" in told[1]
     assert told[2].endswith("the run has these values already")
@@ -241,4 +238,4 @@ def test_set_changes_horizons_at_the_next_step_boundary(run_dir: RunDir) -> None
 )
 def test_set_reports_a_wrong_request(run_dir: RunDir, words: list[str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        set_keys(request_to_set(run_dir, *words), root=Path("/"), load=lambda _: CFG, echo=print)
+        set_keys(request_to_set(run_dir, *words), load=lambda _: CFG, echo=print)

@@ -7,11 +7,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from itertools import chain
-from pathlib import Path
 
 from common.config.load import load_config, override_value
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, EnvError
+from common.repository import ROOT
 from envhub.env import EnvSpec, Style, UnknownItem
 from tools.author import checks, episode_checks
 from tools.author.episodes import Driver, RecordedPlay, spec_of
@@ -28,7 +28,6 @@ USAGE = "check-env NAME|FILE.py:FUNCTION [items=N] [style=NAME] [key=value ...]"
 def check_env(
     request: ParsedCommand,
     *,
-    root: Path,
     echo: Callable[[str], None],
     check_prompts: Callable[[RunConfig], str],
 ) -> int:
@@ -44,9 +43,9 @@ def check_env(
     failed = False
     spec = spec_of(name, overrides)
     with Driver(spec, style) as driver:
-        all_findings = findings(driver, name, num, overrides, root=root)
+        all_findings = findings(driver, name, num, overrides)
         if spec.prompts is not None:
-            lengths = prompt_lengths(spec, name, overrides, check_prompts, root=root)
+            lengths = prompt_lengths(spec, name, overrides, check_prompts)
             all_findings = chain(all_findings, lengths)
         for finding in all_findings:
             failed = failed or finding.grade is Grade.FAIL
@@ -56,12 +55,7 @@ def check_env(
 
 
 def prompt_lengths(
-    spec: EnvSpec,
-    name: str,
-    overrides: list[str],
-    check_prompts: Callable[[RunConfig], str],
-    *,
-    root: Path,
+    spec: EnvSpec, name: str, overrides: list[str], check_prompts: Callable[[RunConfig], str]
 ) -> Iterator[Finding]:
     """Yield whether all first prompts fit into the context of the given model."""
     if override_value(overrides, "model.path") is None:
@@ -70,7 +64,7 @@ def prompt_lengths(
         return
     task = f"tasks=[{{env: {spec.name}, subset: {next(iter(spec.subsets))}}}]"
     environment = [] if name == spec.name else [f"envhub.envs=[{json.dumps(name)}]"]
-    cfg = load_config(None, [task, *environment, *overrides], root=root)
+    cfg = load_config(None, [task, *environment, *overrides])
     try:
         text = check_prompts(cfg) or f"model.path={cfg.model.path} has no tokenizer.json"
         yield Finding(Grade.OK, "prompts", text)
@@ -93,9 +87,7 @@ def options_of(request: ParsedCommand, usage: str) -> tuple[str, Style, int, lis
     return words[0], Style(style), int(num), [f"{key}={value}" for key, value in given.items()]
 
 
-def findings(
-    driver: Driver, name: str, num: int, overrides: list[str], *, root: Path
-) -> Iterator[Finding]:
+def findings(driver: Driver, name: str, num: int, overrides: list[str]) -> Iterator[Finding]:
     """Yield all findings. An environment that raises yields a last finding and ends the checks."""
     spec = driver.spec
     entry = [*checks.check_spec(spec)]
@@ -112,7 +104,7 @@ def findings(
         yield from checks.check_items(driver, items)
         yield from checks.check_determinism(driver, plays)
         yield from checks.check_at_once(driver, plays)
-        yield from _elsewhere(driver, name, plays, overrides, root=root)
+        yield from _elsewhere(driver, name, plays, overrides)
         yield from episode_checks.check_rewards(spec, plays)
         yield from checks.check_actions(driver, items)
         check_play = check_seats if spec.seats > 1 else episode_checks.check_players
@@ -123,20 +115,18 @@ def findings(
         yield Finding(Grade.FAIL, "raises", str(error))
 
 
-def _elsewhere(
-    driver: Driver, name: str, plays: Plays, overrides: list[str], *, root: Path
-) -> Iterator[Finding]:
+def _elsewhere(driver: Driver, name: str, plays: Plays, overrides: list[str]) -> Iterator[Finding]:
     """Yield whether a process with another hash seed repeats the episodes exactly."""
     if not driver.spec.is_repeatable:
         return
     played = [[each.item_id, each.actions] for each in plays.all]
-    paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     try:
         found = subprocess.run(
             [sys.executable, "-m", "tools.author.check_env", name, driver.style, *overrides],
             input=json.dumps(played),
             env={**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(paths)},
-            cwd=root,
+            cwd=ROOT,
             capture_output=True,
             encoding="utf-8",
             timeout=OTHER_PROCESS_S,

@@ -10,7 +10,6 @@ from typing import Any, Self
 from common.config.load import load_config, override_value
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.repository import ROOT
 from common.text import counted
 from envhub.catalogue.registry import Registry, is_reference, missing_requirements
 from envhub.env import EnvSpec, StepResult, Style
@@ -137,7 +136,7 @@ def spec_of(name: str, overrides: list[str]) -> EnvSpec:
     """
     has_model = override_value(overrides, "model.path") is not None
     unset = [] if has_model else ["model.path=unset"]
-    cfg = load_config(None, [*unset, *overrides], root=ROOT)
+    cfg = load_config(None, [*unset, *overrides])
     if missing := missing_requirements([name], cfg.envs, cfg.env):
         raise ConfigError("; ".join(missing))
     loading = call_environment(name, lambda: _load(name, cfg), passes=(UnknownEnv,))

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 
 from common.errors import ConfigError, EnvError
 from envhub.env import StepResult, UnknownItem
@@ -16,9 +15,7 @@ USAGE = "play NAME|FILE.py:FUNCTION [item=ID] [style=NAME] [key=value ...]"
 KEYS = "Enter an action, or ? (valid actions), ! (the expert's), * (the whole state), q (quit)"
 
 
-def play(
-    request: ParsedCommand, *, root: Path, echo: Callable[[str], None], lines: Iterable[str]
-) -> int:
+def play(request: ParsedCommand, *, echo: Callable[[str], None], lines: Iterable[str]) -> int:
     """Play one episode; return 0 if it was solved, else 1.
 
     Raises: ConfigError: no such environment or item, a wrong option, or the environment failed.

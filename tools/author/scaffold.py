@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.errors import ConfigError
+from common.repository import ROOT
 from envhub.catalogue.registry import LOADERS
 from tools.cli.command_line import ParsedCommand
 
@@ -20,7 +21,7 @@ python run.py --config {config}        train
 """.strip("\n")
 
 
-def new_env(request: ParsedCommand, *, root: Path, echo: Callable[[str], None]) -> int:
+def new_env(request: ParsedCommand, *, echo: Callable[[str], None]) -> int:
     """Write `NAME.py` and `NAME.yaml` and print the next commands; return the exit code.
 
     Raises: ConfigError: an invalid name, or one of the files exists already.
@@ -37,14 +38,14 @@ def new_env(request: ParsedCommand, *, root: Path, echo: Callable[[str], None]) 
         raise ConfigError(f"{name}: an environment of this name exists; use another name")
     texts = {
         folder / f"{name}{suffix}": renamed(
-            (root / f"{EXAMPLE}{suffix}").read_text(encoding="utf-8"), name, folder
+            (ROOT / f"{EXAMPLE}{suffix}").read_text(encoding="utf-8"), name, folder
         )
         for suffix in (".py", ".yaml")
     }
     for path in texts:
         if path.exists():
             raise ConfigError(f"{path}: exists already; remove it, or use another name")
-    (root / folder).mkdir(parents=True, exist_ok=True)
+    (ROOT / folder).mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")
         echo(f"written: {path}")

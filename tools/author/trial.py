@@ -199,7 +199,7 @@ def main(argv: list[str]) -> None:
     """Try the named environments with the configuration in a folder, and write events there."""
     folder = Path(argv[0])
     configure_logging("trial", "WARNING")
-    cfg = load_config(str(folder / "config.yaml"), [], root=ROOT)
+    cfg = load_config(str(folder / "config.yaml"), [])
 
     def write(**event: Any) -> None:
         with (folder / "events.jsonl").open("a", encoding="utf-8") as handle:

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from common.config.curriculum import subsets_in_use
 from common.config.load import config_as_yaml, load_config, without_secrets
@@ -31,9 +30,7 @@ from tools.launch.commands import on_loopback
 SHORT_KEYS = {"port": "envhub.port", "host": "envhub.host", "token": "envhub.token"}
 
 
-def run_hub(
-    overrides: Sequence[str], *, root: Path, is_dry: bool, echo: Callable[[str], None]
-) -> int:
+def run_hub(overrides: Sequence[str], *, is_dry: bool, echo: Callable[[str], None]) -> int:
     """Serve a standalone hub until a signal stops it; return the exit code.
 
     Args:
@@ -42,7 +39,7 @@ def run_hub(
 
     Raises: ConfigError: an environment cannot be served, or the address cannot be bound.
     """
-    cfg = load_alone(overrides, root=root)
+    cfg = load_alone(overrides)
     if is_dry:
         echo(config_as_yaml(without_secrets(cfg)).rstrip("\n"))
         return 0
@@ -189,10 +186,10 @@ def spell_out(overrides: Sequence[str]) -> list[str]:
     return spelt
 
 
-def load_alone(overrides: Sequence[str], *, root: Path) -> RunConfig:
+def load_alone(overrides: Sequence[str]) -> RunConfig:
     """Return the config of a standalone hub. It has no model."""
     overrides = ["model.path=unset", *spell_out(overrides)]
-    return on_loopback(load_config(None, overrides, root=root))
+    return on_loopback(load_config(None, overrides))
 
 
 def _lacking(names: Sequence[str], cfg: RunConfig) -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any, cast
 from common.config.model import ModelSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
+from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.store.run_start import starts_anew
 from learner.policy.model_kind import check_kind
@@ -48,18 +49,18 @@ class HubModel:
         return f"{self.repository}@{self.commit}"
 
 
-def is_hub_name(path: str, root: Path) -> bool:
+def is_hub_name(path: str) -> bool:
     """Return whether a path is the name of a repository, not a local path.
 
     A path is local if it exists, or if its first folder exists below `root`.
     """
     if NAME.fullmatch(path) is None:
         return False
-    return not (root / path).exists() and not (root / path.split("/", 1)[0]).is_dir()
+    return not (ROOT / path).exists() and not (ROOT / path.split("/", 1)[0]).is_dir()
 
 
 def resolve_models(
-    cfg: RunConfig, root: Path, *, is_dry: bool = False, may_stand_in: bool = False
+    cfg: RunConfig, *, is_dry: bool = False, may_stand_in: bool = False
 ) -> RunConfig:
     """Return the config with folders in place of all names of models.
 
@@ -72,14 +73,14 @@ def resolve_models(
 
     Raises: ConfigError: a file is missing and cannot be fetched; the message has the remedies.
     """
-    names = _Names(cfg, root)
+    names = _Names(cfg)
     model = cfg.model
-    if model.architecture and is_hub_name(model.architecture, root):
+    if model.architecture and is_hub_name(model.architecture):
         found = names.resolve("model.architecture", model.architecture, has_weights=False)
         model = replace(model, architecture=str(found.folder))
         if cfg.model.path == cfg.model.architecture:  # It stands in for the model of a dry run.
             return replace(cfg, model=replace(model, path=str(found.folder)))
-    if is_hub_name(model.path, root):
+    if is_hub_name(model.path):
         try:
             found = names.resolve("model.path", model.path, has_weights=not is_dry)
         except ConfigError as error:
@@ -90,15 +91,15 @@ def resolve_models(
         else:
             model = _with_folder(model, found, is_dry=is_dry)
     algorithm = cfg.algorithm
-    if is_hub_name(algorithm.reference_path, root):
+    if is_hub_name(algorithm.reference_path):
         found = names.resolve("algorithm.reference_path", algorithm.reference_path)
         algorithm = replace(algorithm, reference_path=str(found.folder))
     teacher = algorithm.teacher
-    if is_hub_name(teacher.path, root):
+    if is_hub_name(teacher.path):
         found = _resolve("algorithm.teacher.path", teacher.path, has_weights=not is_dry)
         algorithm = replace(algorithm, teacher=replace(teacher, path=str(found.folder)))
     critic = cfg.learner.critic
-    if is_hub_name(critic.path, root):
+    if is_hub_name(critic.path):
         found = names.resolve("learner.critic.path", critic.path)
         critic = replace(critic, path=str(found.folder))
     learner = replace(cfg.learner, critic=critic)
@@ -110,16 +111,15 @@ def resolve_models(
 class _Names:
     """Resolves the names in one configuration and collects their commits."""
 
-    def __init__(self, cfg: RunConfig, root: Path) -> None:
+    def __init__(self, cfg: RunConfig) -> None:
         self._cfg = cfg
-        self._root = root
         self.commits: dict[str, str] = {}
 
     @cached_property
     def _kept(self) -> Mapping[str, str]:
         """The names of an unfinished run: name in the configuration -> name with commit."""
         run = self._cfg.run
-        run_dir = RunDir(root=self._root / run.dir / run.name)
+        run_dir = RunDir(root=ROOT / run.dir / run.name)
         if starts_anew(self._cfg, run_dir):
             return {}
         source = run_dir.read_source()

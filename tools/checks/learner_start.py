@@ -1,15 +1,15 @@
 """Checks of the learner's networks before a run starts. The learner repeats them."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from common.config.algorithm import Advantage, AlgorithmSection
 from common.config.learner import Attention, CriticKind, Layout, LearnerSection
 from common.config.run_config import RunConfig
+from common.repository import ROOT
 
 
-def check_networks(cfg: RunConfig, root: Path, *, is_offline: bool = False) -> None:
+def check_networks(cfg: RunConfig, *, is_offline: bool = False) -> None:
     """Check that the networks support the settings that the configuration sets explicitly.
 
     The networks are built without weights, and only if there is such a setting: importing torch
@@ -30,7 +30,7 @@ def check_networks(cfg: RunConfig, root: Path, *, is_offline: bool = False) -> N
     from learner.policy.lora import add_adapters
     from learner.policy.model import make_bare
 
-    networks = [make_bare(str(root / path)) for path in _paths(cfg, is_offline=is_offline)]
+    networks = [make_bare(str(ROOT / path)) for path in _paths(cfg, is_offline=is_offline)]
     check_attention(networks, cfg.learner.layout, cfg.learner.attention)
     if cfg.learner.sequence_ranks > 1 and not is_offline:
         check_sequence_ranks(networks, cfg.learner.sequence_ranks)

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path
 
 from common.config.learner import Moments, Offload, OptimizerKind
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.host.machine import GIB, Gpu, gpus, memory_bytes
+from common.repository import ROOT
 from common.text import counted
 from learner.policy.model_shape import ModelShape, read_shape
 from learner.policy.precision_choice import choose_precision
@@ -186,19 +186,19 @@ def is_elsewhere(cfg: RunConfig) -> bool:
     return cfg.machine.num_gpus > 0 and cfg.learner.device != "cpu" and not gpus()
 
 
-def plan_here(cfg: RunConfig, root: Path) -> list[MemoryBudget]:
+def plan_here(cfg: RunConfig) -> list[MemoryBudget]:
     """Return the plan for this machine, or for the config's machine (see `is_elsewhere`).
 
     Raises: ConfigError: there are too few GPUs.
     """
-    shape = read_shape(root / cfg.model.path)
+    shape = read_shape(ROOT / cfg.model.path)
     found = gpus()
     num_gpus = len(_named_gpus(cfg) if is_elsewhere(cfg) else found)
     is_cuda = trains_on_gpu(cfg, num_gpus=num_gpus)
-    precision, _ = choose_precision(cfg.learner, root / cfg.model.path, is_cuda=is_cuda)
+    precision, _ = choose_precision(cfg.learner, ROOT / cfg.model.path, is_cuda=is_cuda)
     cfg = replace(cfg, learner=replace(cfg.learner, precision=precision))
     if is_elsewhere(cfg):
-        return _with_served(cfg, root, plan_named(cfg, shape), _named_gpus(cfg))
+        return _with_served(cfg, plan_named(cfg, shape), _named_gpus(cfg))
     try:
         places = make_plan(cfg, shape, on=found, host_bytes=memory_bytes()[0])
     except ConfigError as error:
@@ -211,7 +211,7 @@ def plan_here(cfg: RunConfig, root: Path) -> list[MemoryBudget]:
             f" {shown(needed)} of GPU memory; the GPUs of this machine have {shown(has)}. Change"
             " learner.num_gpus and actor.num_gpus"
         ) from error
-    return _with_served(cfg, root, places, found)
+    return _with_served(cfg, places, found)
 
 
 def plan_named(cfg: RunConfig, shape: ModelShape) -> list[MemoryBudget]:
@@ -233,7 +233,7 @@ def _named_gpus(cfg: RunConfig) -> tuple[Gpu, ...]:
 
 
 def _with_served(
-    cfg: RunConfig, root: Path, places: Sequence[MemoryBudget], on: Sequence[Gpu]
+    cfg: RunConfig, places: Sequence[MemoryBudget], on: Sequence[Gpu]
 ) -> list[MemoryBudget]:
     """Return the plan with the engines of judges, teacher and opponents on the first node.
 
@@ -242,7 +242,7 @@ def _with_served(
     assignment = assign_gpus(cfg, num_gpus=len(on)) if on else None
     num_gpus = len(on) // cfg.machine.num_nodes if is_elsewhere(cfg) else len(on)
     found = list(places)
-    for engine in served_engines(cfg, root=root, assignment=assignment, num_gpus=num_gpus):
+    for engine in served_engines(cfg, assignment=assignment, num_gpus=num_gpus):
         if not engine.gpus:
             *others, host = found
             found = [*others, replace(host, parts=[*host.parts, *engine.parts(None)])]
@@ -294,9 +294,9 @@ def _equal_places(places: Sequence[MemoryBudget]) -> Iterator[list[MemoryBudget]
         yield list(alike)
 
 
-def lines_here(cfg: RunConfig, root: Path) -> list[str]:
+def lines_here(cfg: RunConfig) -> list[str]:
     """Return the plan for this machine, or for the config's machine, as a table."""
-    places = plan_lines(plan_here(cfg, root))
+    places = plan_lines(plan_here(cfg))
     if is_elsewhere(cfg):
         places.insert(0, f"This machine has no GPU. Plan for the target, {cfg.machine.text}:")
     if names := uncounted(cfg):

@@ -24,6 +24,7 @@ from common.host.machine import GIB, check_compiler, gpus, has_cuda
 from common.host.process_settings import check_caches
 from common.host.temporary import check_temporary_room
 from common.join.shards import check_whole
+from common.repository import ROOT
 from common.wire.addresses import is_loopback
 from learner.policy.model_kind import check_engine_equal, check_kind, check_trainable
 from learner.policy.model_shape import ModelShape, check_heads, check_weights, read_shape
@@ -41,7 +42,7 @@ MIN_FREE_DISK_GIB = 2
 SMALLEST_BLOCK_TOKENS = 16  # Block of an engine's KV cache.
 
 
-def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
+def check(cfg: RunConfig, *, missing: Sequence[str] = ()) -> None:
     """Check that a training run can start.
 
     Args:
@@ -52,12 +53,12 @@ def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
     _check_tasks(cfg)
     if missing:
         raise ConfigError("; ".join(missing))
-    check_model(cfg.model.path, root, output=cfg.sft.output)
-    check_trainable(root / cfg.model.path, shown=cfg.model.path)
-    check_tools(cfg.actor.format, root / cfg.model.path, template=template_at(cfg.model, root))
-    _check_other_models(cfg, root)
+    check_model(cfg.model.path, output=cfg.sft.output)
+    check_trainable(ROOT / cfg.model.path, shown=cfg.model.path)
+    check_tools(cfg.actor.format, ROOT / cfg.model.path, template=template_at(cfg.model))
+    _check_other_models(cfg)
     check_ports(cfg)
-    run_dir = root / cfg.run.dir / cfg.run.name
+    run_dir = ROOT / cfg.run.dir / cfg.run.name
     is_used = any((run_dir / name).exists() for name in ("journal", "checkpoints", "metrics.jsonl"))
     if cfg.run.resume is Resume.NEVER and is_used:
         raise ConfigError(
@@ -74,12 +75,12 @@ def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
         check_agent(here.actor)
     if cfg.learner.compile and here is cfg:
         check_compiler("learner.compile=true")
-    shape = read_shape(root / cfg.model.path)
+    shape = read_shape(ROOT / cfg.model.path)
     if here.actor.num_actors and not has_cuda():
         check_heads(shape, cfg.model.path)
     _check_context(cfg, shape)
-    check_engine_equal(root / cfg.model.path, cfg.actor.max_model_len, shown=cfg.model.path)
-    check_memory(here, plan_here(here, root), shape)
+    check_engine_equal(ROOT / cfg.model.path, cfg.actor.max_model_len, shown=cfg.model.path)
+    check_memory(here, plan_here(here), shape)
 
 
 def on_this_machine(cfg: RunConfig) -> RunConfig:
@@ -89,9 +90,7 @@ def on_this_machine(cfg: RunConfig) -> RunConfig:
     return replace(cfg, actor=replace(cfg.actor, num_actors=0, num_gpus=0))
 
 
-def check_dry(
-    cfg: RunConfig, root: Path, *, missing: Sequence[str] = (), mistakes: Sequence[str] = ()
-) -> None:
+def check_dry(cfg: RunConfig, *, missing: Sequence[str] = (), mistakes: Sequence[str] = ()) -> None:
     """Check that a training run can start here, or on the config's machine if this has no GPU.
 
     Args:
@@ -103,24 +102,24 @@ def check_dry(
     """
     is_stand_in = cfg.model.path == cfg.model.architecture
     if not is_stand_in and not is_elsewhere(cfg):
-        return check(cfg, root, missing=missing or mistakes)
+        return check(cfg, missing=missing or mistakes)
     _check_tasks(cfg)
     if mistakes:
         raise ConfigError("; ".join(mistakes))
     check_mode(cfg.log, os.environ)
     if is_stand_in:
-        check_kind(root / cfg.model.path, key="model.architecture", shown=cfg.model.path)
+        check_kind(ROOT / cfg.model.path, key="model.architecture", shown=cfg.model.path)
     else:
-        check_model(cfg.model.path, root, output=cfg.sft.output)
-        check_tools(cfg.actor.format, root / cfg.model.path, template=template_at(cfg.model, root))
+        check_model(cfg.model.path, output=cfg.sft.output)
+        check_tools(cfg.actor.format, ROOT / cfg.model.path, template=template_at(cfg.model))
     key = "model.architecture" if is_stand_in else "model.path"
-    check_trainable(root / cfg.model.path, key=key, shown=cfg.model.path)
-    _check_other_models(cfg, root)
+    check_trainable(ROOT / cfg.model.path, key=key, shown=cfg.model.path)
+    _check_other_models(cfg)
     here = on_this_machine(cfg)
-    shape = read_shape(root / cfg.model.path)
+    shape = read_shape(ROOT / cfg.model.path)
     _check_context(cfg, shape)
-    check_engine_equal(root / cfg.model.path, cfg.actor.max_model_len, shown=cfg.model.path)
-    check_memory(here, plan_here(here, root), shape)
+    check_engine_equal(ROOT / cfg.model.path, cfg.actor.max_model_len, shown=cfg.model.path)
+    check_memory(here, plan_here(here), shape)
 
 
 def _check_context(cfg: RunConfig, shape: ModelShape) -> None:
@@ -178,7 +177,7 @@ def warn_of_unread_keys(cfg: RunConfig) -> None:
             )
 
 
-def _check_other_models(cfg: RunConfig, root: Path) -> None:
+def _check_other_models(cfg: RunConfig) -> None:
     """Check the models of the reference and of the critic, if they have their own."""
     reference = cfg.algorithm.reference_path if cfg.algorithm.kl_coef else ""
     for key, path in (
@@ -186,13 +185,13 @@ def _check_other_models(cfg: RunConfig, root: Path) -> None:
         ("learner.critic.path", cfg.learner.critic.path),
     ):
         if path:
-            check_model(path, root, key=key)
-            check_trainable(root / path, key=key, shown=path)
+            check_model(path, key=key)
+            check_trainable(ROOT / path, key=key, shown=path)
     if cfg.algorithm.teacher.path:
-        check_model(cfg.algorithm.teacher.path, root, key="algorithm.teacher.path")
+        check_model(cfg.algorithm.teacher.path, key="algorithm.teacher.path")
     for path in cfg.actor.seats.folders():
-        check_model(path, root, key="actor.seats.opponents")
-    check_teacher(cfg, root)
+        check_model(path, key="actor.seats.opponents")
+    check_teacher(cfg)
 
 
 def check_devices(cfg: RunConfig) -> GpuAssignment:
@@ -246,15 +245,15 @@ def check_engine() -> None:
         check_compiler("the engine (vLLM on a CPU)")
 
 
-def check_model(path: str, root: Path, *, key: str = "model.path", output: str = "") -> None:
+def check_model(path: str, *, key: str = "model.path", output: str = "") -> None:
     """Check that `path`, the value of `key`, is a transformers checkpoint with its tokenizer.
 
     Raises: ConfigError: files are missing, or the model is no decoder of text.
     """
-    folder = root / path
+    folder = ROOT / path
     if not folder.is_dir():
         # The preset whose `sft` writes a policy to this path.
-        preset = next((n for n in list_configs(root) if path == f"runs/{n}/policy"), "tiny")
+        preset = next((n for n in list_configs() if path == f"runs/{n}/policy"), "tiny")
         config = "the same --config" if path == output else f"--config {preset}"
         remedy = f"give a checkpoint directory; `python run.py sft` with {config} makes one"
         raise ConfigError(f"{key}={path}: no such directory; {remedy}")

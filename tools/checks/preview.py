@@ -1,7 +1,5 @@
 """A conversation as the policy receives it, for `--dry-run` and `doctor`."""
 
-from pathlib import Path
-
 from actor.formats.call_turn import CallTurn
 from actor.formats.checks import renderer_of
 from actor.formats.renderer import Renderer
@@ -11,6 +9,7 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.formats.chat_template import fix_prompts
 from common.formats.turns import Message
+from common.repository import ROOT
 
 ENV = "maze"
 PAGE = "You see a door."
@@ -18,17 +17,17 @@ ACTION = "open the door"
 RESULT = "The door is open."
 
 
-def preview_lines(cfg: RunConfig, root: Path) -> list[str]:
+def preview_lines(cfg: RunConfig) -> list[str]:
     """Return two turns of a conversation with special tokens, and what ends a turn.
 
     Without a tokenizer at `model.path`, the result is []. For a chat template that cannot be used,
     it is the reason.
     """
-    folder = root / cfg.model.path
+    folder = ROOT / cfg.model.path
     if not (folder / "tokenizer.json").is_file():
         return []
     try:
-        fix_prompts(cfg.model, root)
+        fix_prompts(cfg.model)
         renderer = renderer_of(folder, AgentFormat.PLAIN)
     except ConfigError as error:
         return [f"prompts: {error}"]

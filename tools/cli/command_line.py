@@ -13,7 +13,7 @@ import yaml
 
 from common.config.load import list_configs, word_with_home
 from common.errors import ConfigError
-from common.repository import git_revision
+from common.repository import ROOT, git_revision
 from common.text import near_hint
 
 
@@ -70,15 +70,15 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (see run.py --help)")
 
 
-def parse(argv: Sequence[str], *, root: Path) -> ParsedCommand:
+def parse(argv: Sequence[str]) -> ParsedCommand:
     """Return the parsed command line; `--help` and `--version` print and exit.
 
     Raises: ConfigError: an unknown flag or command.
     """
-    parser = _make_parser(root)
+    parser = _make_parser()
     asked = parser.parse_intermixed_args(list(map(word_with_home, argv)))
     if asked.version:
-        _print_and_exit(version_text(root))
+        _print_and_exit(version_text())
     words: list[str] = asked.words
     is_named = bool(words) and "=" not in words[0]
     command = words.pop(0) if is_named else "train"
@@ -193,9 +193,9 @@ def command_help(name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def version_text(root: Path) -> str:
+def version_text() -> str:
     """Return the version of the project and the commit of its code."""
-    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     revision = git_revision()
     code = f"git {revision}, " if revision else ""
     return f"{project['name']} {project['version']} ({code}Python {platform.python_version()})"
@@ -206,7 +206,7 @@ def _print_and_exit(text: str) -> NoReturn:
     sys.exit(0)
 
 
-def _make_parser(root: Path) -> _Parser:
+def _make_parser() -> _Parser:
     """Return the parser of all commands with their flags."""
     commands = "\n".join(f"  {name:<10} {command.text}" for name, command in COMMANDS.items())
     parser = _Parser(
@@ -214,7 +214,7 @@ def _make_parser(root: Path) -> _Parser:
         usage="run.py [COMMAND] [--config NAME|FILE] [--dry-run] [key=value ...]",
         description=f"Train language-model agents on long tasks.\n\ncommands:\n{commands}",
         epilog=(
-            f"configs: {', '.join(list_configs(root))}\n"
+            f"configs: {', '.join(list_configs())}\n"
             "overrides: a key and its value; `run.py help` lists the sections. Examples:\n"
             "  run.py                                  train with --config quickstart\n"
             "  run.py --config quickstart run.name=a train.num_steps=20 learner.lr=3e-4\n"

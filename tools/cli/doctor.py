@@ -61,10 +61,9 @@ class Check:
 def doctor(
     request: ParsedCommand,
     *,
-    root: Path,
     missing_for: Callable[[RunConfig], list[str]],
     examine_environments: Callable[[RunConfig], dict[str, list[str]]],
-    preview: Callable[[RunConfig, Path], list[str]],
+    preview: Callable[[RunConfig], list[str]],
 ) -> int:
     """Print the table for the run that `train` with the same arguments would start.
 
@@ -73,25 +72,25 @@ def doctor(
     it. Return the exit code.
     """
     if request.is_quick:
-        return _print_table(examine_quickly(root, request.overrides))
+        return _print_table(examine_quickly(request.overrides))
     problem = ""
     try:
-        cfg = resolve_models(load_named(request, root=root), root, is_dry=True)
+        cfg = resolve_models(load_named(request), is_dry=True)
     except ConfigError as error:
         if override_value(request.overrides, "model.path") is not None:
             raise
         problem = str(error)
-        cfg = load_named(request, root=root, defaults=["model.path=unset"])
+        cfg = load_named(request, defaults=["model.path=unset"])
     missing = missing_for(cfg)
-    checks = examine_machine(root)
+    checks = examine_machine()
     checks += [
         _examine_environment(name, needs) for name, needs in examine_environments(cfg).items()
     ]
     found, lacking = ("all requirements are met", "") if not missing else ("", "; ".join(missing))
     checks.append(Check(what="environments", found=found, remedy=lacking))
     name = request.config or cfg.run.name or DEFAULT_CONFIG
-    checks.append(_examine_config(cfg, root, name=name, problem=problem, missing=missing))
-    return _print_table(checks, *_plan(cfg, root), *preview(cfg, root))
+    checks.append(_examine_config(cfg, name=name, problem=problem, missing=missing))
+    return _print_table(checks, *_plan(cfg), *preview(cfg))
 
 
 def _print_table(checks: Sequence[Check], *below: str) -> int:
@@ -106,33 +105,31 @@ def _examine_environment(name: str, missing: Sequence[str]) -> Check:
     return Check(what=f"env {name}", found=found, remedy="; ".join(missing), is_optional=True)
 
 
-def _plan(cfg: RunConfig, root: Path) -> list[str]:
+def _plan(cfg: RunConfig) -> list[str]:
     """Return the memory plan. A preset without weights uses its `model.architecture`."""
-    if not (root / cfg.model.path).is_dir() and cfg.model.architecture:
+    if not (ROOT / cfg.model.path).is_dir() and cfg.model.architecture:
         cfg = replace(cfg, model=replace(cfg.model, path=cfg.model.architecture))
     with contextlib.suppress(ConfigError, FileNotFoundError):  # The table already reports this.
-        return lines_here(cfg, root)
+        return lines_here(cfg)
     return []
 
 
-def _examine_config(
-    cfg: RunConfig, root: Path, *, name: str, problem: str, missing: Sequence[str]
-) -> Check:
+def _examine_config(cfg: RunConfig, *, name: str, problem: str, missing: Sequence[str]) -> Check:
     """Return the check of the configuration and of the devices that it needs."""
     what = f"config {Path(name).name.removesuffix('.yaml')}"
     try:
         if problem:
             raise ConfigError(problem)
         is_stand_in = cfg.model.path == cfg.model.architecture  # The start fetches the weights.
-        (check_dry if is_stand_in else check)(cfg, root, missing=missing)
+        (check_dry if is_stand_in else check)(cfg, missing=missing)
         check_devices(cfg)
     except ConfigError as error:
         return Check(what=what, found="a run cannot start", remedy=str(error))
-    needs = "; ".join(f"{p.name} {p.total_bytes / GIB:.1f} GiB" for p in plan_here(cfg, root))
+    needs = "; ".join(f"{p.name} {p.total_bytes / GIB:.1f} GiB" for p in plan_here(cfg))
     return Check(what=what, found=f"a run can start and needs memory: {needs}", remedy="")
 
 
-def examine_quickly(root: Path, overrides: Sequence[str]) -> list[Check]:
+def examine_quickly(overrides: Sequence[str]) -> list[Check]:
     """Return the fast checks. They compile nothing and start no environment."""
     cores = cores_here()
     load = os.getloadavg()[0]
@@ -140,12 +137,12 @@ def examine_quickly(root: Path, overrides: Sequence[str]) -> list[Check]:
     remedy = "stop other programs that use the cores; they slow down a run" if is_busy else ""
     found = f"{counted(cores, 'core', form='g')}, load {load:.1f}"
     busy = Check(what="cores", found=found, remedy=remedy, is_optional=True)
-    folder = root / (override_value(overrides, "run.dir") or "runs")
+    folder = ROOT / (override_value(overrides, "run.dir") or "runs")
     return [
         *_examine_versions(),
         busy,
         _examine_memory(),
-        _examine_disk(root),
+        _examine_disk(),
         _examine_folder(folder),
         _examine_port(),
     ]
@@ -180,11 +177,11 @@ def _examine_port() -> Check:
     return Check(what="ports", found=found, remedy="")
 
 
-def examine_machine(root: Path) -> list[Check]:
+def examine_machine() -> list[Check]:
     """Return the checks of the machine, without environments and configuration."""
     checks = [*_examine_versions(), _examine_compiler(), *_examine_cpu()]
-    checks += [_examine_memory(), _examine_disk(root)]
-    names = list_configs(root)
+    checks += [_examine_memory(), _examine_disk()]
+    names = list_configs()
     checks.append(Check(what="configs", found=", ".join(names) or "none", remedy=""))
     return checks
 
@@ -278,8 +275,8 @@ def _examine_memory() -> Check:
     return Check(what="memory", found=found, remedy=remedy)
 
 
-def _examine_disk(root: Path) -> Check:
+def _examine_disk() -> Check:
     """Return the check of the free disk space."""
-    free_gib = shutil.disk_usage(root).free / GIB
+    free_gib = shutil.disk_usage(ROOT).free / GIB
     remedy = "" if free_gib >= MIN_FREE_DISK_GIB else f"a run needs {MIN_FREE_DISK_GIB} GiB"
-    return Check(what="disk", found=f"{free_gib:.0f} GiB free at {root}", remedy=remedy)
+    return Check(what="disk", found=f"{free_gib:.0f} GiB free at {ROOT}", remedy=remedy)

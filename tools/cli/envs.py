@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from common.config.env import RemoteOptions
 from common.config.envs import EnvsSection
@@ -41,9 +40,9 @@ class ListingRow:
         return (self.scenario, self.task, self.env, self.subset, *numbers, turns, state)
 
 
-def list_environments(overrides: Sequence[str], *, root: Path, echo: Callable[[str], None]) -> int:
+def list_environments(overrides: Sequence[str], *, echo: Callable[[str], None]) -> int:
     """Print the tasks of the named environments, or of all environments; return the exit code."""
-    cfg = load_alone(overrides, root=root)
+    cfg = load_alone(overrides)
     names = cfg.envhub.envs or with_remote([*LOADERS], cfg)
     try:
         rows = list_rows(names, cfg.envs, cfg.env, is_short=not cfg.envhub.envs)

@@ -16,6 +16,7 @@ import numpy as np
 
 from common.errors import ConfigError
 from common.formats.chat_template import fix_template
+from common.repository import ROOT
 from common.store.run_dir import RunDir, read_json
 from common.text import counted
 from learner.journal.files import (
@@ -45,7 +46,7 @@ OPTIONS = {
 }
 
 
-def journal(request: ParsedCommand, *, root: Path, echo: Echo) -> int:
+def journal(request: ParsedCommand, *, echo: Echo) -> int:
     """Run one of the actions; return the exit code: 1 if `verify` finds damage.
 
     Raises: ConfigError: an unknown run or action, or an invalid option. WireError: the journal is
@@ -56,7 +57,7 @@ def journal(request: ParsedCommand, *, root: Path, echo: Echo) -> int:
     options = dict(word.split("=", 1) for word in request.overrides if "=" in word)
     if len(words) != 2 or words[1] not in (*actions, "fetch"):
         raise ConfigError(f"usage: run.py {USAGE}")
-    runs = root / options.pop("run.dir", "runs")
+    runs = ROOT / options.pop("run.dir", "runs")
     if unknown := sorted(options.keys() - OPTIONS.get(words[1], set())):
         raise ConfigError(f"{unknown[0]}: {words[1]} has no such option; usage: run.py {USAGE}")
     if words[1] == "fetch":

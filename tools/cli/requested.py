@@ -7,6 +7,7 @@ from common.config.knobs import FILE_NAME, PATH
 from common.config.load import find_config, load_config, override_value
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
+from common.repository import ROOT
 from common.text import known_hint
 from tools.cli.command_line import ParsedCommand
 
@@ -20,18 +21,18 @@ def belongs_to_no_run(request: ParsedCommand) -> bool:
     return request.config is None and not named
 
 
-def load_named(request: ParsedCommand, *, root: Path, defaults: Sequence[str] = ()) -> RunConfig:
+def load_named(request: ParsedCommand, *, defaults: Sequence[str] = ()) -> RunConfig:
     """Return the config of a request: overrides come after `defaults`; a named run uses its own."""
     overrides = [*defaults, *request.overrides]
     if request.config is None and (name := override_value(overrides, "run.name")) is not None:
-        own = own_config(overrides, name, root=root)
+        own = own_config(overrides, name)
         if own.is_file():
-            return load_config(str(own), overrides, root=root)
+            return load_config(str(own), overrides)
     named = request.config or DEFAULT_CONFIG
-    return load_config(named, overrides, root=root, is_dry=request.is_dry)
+    return load_config(named, overrides, is_dry=request.is_dry)
 
 
-def load_joined(request: ParsedCommand, *, root: Path) -> RunConfig:
+def load_joined(request: ParsedCommand) -> RunConfig:
     """Return the config of the run that a role joins, or that a command reads.
 
     Without `run.name` it is the run that `--config` names, or the latest one.
@@ -43,33 +44,33 @@ def load_joined(request: ParsedCommand, *, root: Path) -> RunConfig:
     overrides = request.overrides
     name = override_value(overrides, "run.name")
     if name is None and request.config is not None:
-        name = find_config(request.config, root=root).stem
+        name = find_config(request.config).stem
     if name is None:
-        latest = _folder(overrides, root=root) / "latest"
+        latest = _folder(overrides) / "latest"
         name = latest.resolve().name if latest.exists() else DEFAULT_CONFIG
-    own = own_config(overrides, name, root=root)
+    own = own_config(overrides, name)
     if own.is_file():
-        return load_config(str(own), overrides, root=root)
+        return load_config(str(own), overrides)
     if request.command == "scheduler" and request.config is not None:
-        return load_config(request.config, overrides, root=root)
+        return load_config(request.config, overrides)
     # A wrong key is reported before a missing run.
-    load_config(request.config or DEFAULT_CONFIG, overrides, root=root)
+    load_config(request.config or DEFAULT_CONFIG, overrides)
     raise ConfigError(f"run.name={name}: no such run in {own.parents[1]}/{_nearest_run(own)}")
 
 
-def _folder(overrides: Sequence[str], *, root: Path) -> Path:
+def _folder(overrides: Sequence[str]) -> Path:
     """Return the folder of the runs: `run.dir`, or the default."""
     folder = override_value(overrides, "run.dir")
     if folder is not None and not PATH.fits(folder):
         raise ConfigError(f"run.dir={folder!r:.100}: must be {PATH.phrase}")
-    return root / (folder or "runs")
+    return ROOT / (folder or "runs")
 
 
-def own_config(overrides: Sequence[str], name: str, *, root: Path) -> Path:
+def own_config(overrides: Sequence[str], name: str) -> Path:
     """Return the path of a run's configuration. Raises: ConfigError: not a valid run name."""
     if not FILE_NAME.fits(name):  # The name becomes part of a path.
         raise ConfigError(f"run.name={name!r:.100}: must be {FILE_NAME.phrase}")
-    return _folder(overrides, root=root) / name / "config.yaml"
+    return _folder(overrides) / name / "config.yaml"
 
 
 def _nearest_run(own: Path) -> str:

@@ -4,7 +4,6 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import zmq
@@ -13,6 +12,7 @@ from common.config.keys import dotted
 from common.config.live import check_effect, check_live, text_at, with_values
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, LongstrideError, WireError
+from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.wire.following_dealer import FollowingDealer
 from common.wire.messages import ConfigChanged, ConfigRequest, Rejected
@@ -29,7 +29,6 @@ POLL_S = 0.05
 def set_keys(
     request: ParsedCommand,
     *,
-    root: Path,
     load: Callable[[ParsedCommand], RunConfig],
     echo: Callable[[str], object],
     answer_s: float = ANSWER_S,
@@ -46,7 +45,7 @@ def set_keys(
     wanted = [word for word in request.overrides if word not in given]
     cfg = load(replace(request, overrides=given))
     new = _new_values(cfg, wanted)
-    run_dir = RunDir(root=root / cfg.run.dir / cfg.run.name)
+    run_dir = RunDir(root=ROOT / cfg.run.dir / cfg.run.name)
     if not new:
         echo(f"{run_dir.root}: the run has these values already")
         return 0

@@ -9,7 +9,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from actor.rollout.env_client import HubClient
@@ -224,13 +223,13 @@ class ItemListing:
     notes: dict[str, str] = field(default_factory=dict[str, str])
 
 
-def evaluate(cfg: RunConfig, run_dir: RunDir, *, root: Path, choose_items: ChooseItems) -> int:
+def evaluate(cfg: RunConfig, run_dir: RunDir, *, choose_items: ChooseItems) -> int:
     """Play held-out items with one policy, write and print the tables; return the exit code."""
     hub_cfg, hub_dir = command_part(cfg, run_dir, "eval")
     with (
         hold_run(hub_dir.root, name="eval"),
-        serve_hub(hub_cfg, hub_dir, root=root) as (url, token),
-        serve_opponents(hub_cfg, hub_dir, root=root),
+        serve_hub(hub_cfg, hub_dir) as (url, token),
+        serve_opponents(hub_cfg, hub_dir),
     ):
         listed = fetch_listed(cfg, hub_url=url, token=token)
         episodes = choose_items(cfg, url, token, listed.items, listed.turns)

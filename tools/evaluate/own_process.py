@@ -28,7 +28,6 @@ from common.formats.chat_template import fix_prompts
 from common.host.child_process import describe_exit
 from common.host.guardian import Guardian, inheriting, kill_marked
 from common.log import configure_logging
-from common.repository import ROOT
 from common.text import counted
 from tools.evaluate.play import EpisodePlayer, PlannedEpisode, PlayJob, lease_of, play
 
@@ -106,7 +105,7 @@ def _play_process(
     """Play the job; this is the main function of the separate process."""
     os.setsid()  # One signal to the group also stops the engine.
     configure_logging("play", log_level)
-    fix_prompts(model, ROOT)
+    fix_prompts(model)
     asyncio.run(play_with_engine(job, model, actor, seed=seed))
 
 

@@ -17,6 +17,7 @@ from common.errors import ConfigError
 from common.formats.answers import check_tools
 from common.formats.chat_template import template_at
 from common.join.shards import check_whole
+from common.repository import ROOT
 from learner.policy.model_shape import read_shape
 from tools.checks.fitting import fitting_overrides
 from tools.checks.hub_models import resolve_models
@@ -25,7 +26,7 @@ from tools.cli.command_line import ParsedCommand
 from tools.cli.requested import load_named
 
 
-def load_evaluation(request: ParsedCommand, *, root: Path) -> RunConfig:
+def load_evaluation(request: ParsedCommand) -> RunConfig:
     """Return the config of an evaluation.
 
     Without `--config`, a `model.path` of another shape than the configured policy's gets a context
@@ -37,28 +38,26 @@ def load_evaluation(request: ParsedCommand, *, root: Path) -> RunConfig:
     is_listed = override_value(request.overrides, "eval.items") in ("tasks", "paper")
     if is_listed and not _overrides_key(request, "eval.num_items"):
         defaults.append("eval.num_items=-1")  # All items of the lists.
-    cfg = resolve_models(load_named(request, root=root, defaults=defaults), root)
+    cfg = resolve_models(load_named(request, defaults=defaults))
     if request.config is not None or cfg.policy.url or not _overrides_key(request, "model.path"):
         return cfg
-    fitting = [
-        each for each in _fitting(cfg, request, root) if not _overrides_key(request, _key(each))
-    ]
+    fitting = [each for each in _fitting(cfg, request) if not _overrides_key(request, _key(each))]
     if not fitting:
         return cfg
     name = cfg.model.source or cfg.model.path
     chosen = f"eval: {' '.join(fitting)} (from {name}; give them, or --config NAME)"
     print(chosen, file=sys.stderr)
-    return resolve_models(load_named(request, root=root, defaults=[*defaults, *fitting]), root)
+    return resolve_models(load_named(request, defaults=[*defaults, *fitting]))
 
 
-def check_evaluation(cfg: RunConfig, root: Path, *, missing: Sequence[str]) -> None:
+def check_evaluation(cfg: RunConfig, *, missing: Sequence[str]) -> None:
     """Check that the evaluation can start.
 
     Raises: ConfigError: the environments, the policy or the engine lack a requirement.
     """
     if missing:
         raise ConfigError("; ".join(missing))
-    check_policy(cfg, root)
+    check_policy(cfg)
     if not cfg.policy.url:
         check_own_engine(cfg)
         check_agent(cfg.actor)
@@ -71,7 +70,7 @@ def check_own_engine(cfg: RunConfig) -> None:
     check_engine_args(cfg.actor.engine_args)
 
 
-def check_policy(cfg: RunConfig, root: Path) -> None:
+def check_policy(cfg: RunConfig) -> None:
     """Check the tasks and the policy before anything starts.
 
     Raises:
@@ -89,10 +88,10 @@ def check_policy(cfg: RunConfig, root: Path) -> None:
             )
         read_key(cfg.policy)
         return
-    check_model(cfg.model.path, root)
-    check_tools(cfg.actor.format, root / cfg.model.path, template=template_at(cfg.model, root))
-    _check_vocabulary(root / cfg.model.path, cfg.model.path)
-    check_rendering(cfg, root)
+    check_model(cfg.model.path)
+    check_tools(cfg.actor.format, ROOT / cfg.model.path, template=template_at(cfg.model))
+    _check_vocabulary(ROOT / cfg.model.path, cfg.model.path)
+    check_rendering(cfg)
 
 
 def _check_vocabulary(folder: Path, shown: str) -> None:
@@ -122,14 +121,14 @@ def _overrides_key(request: ParsedCommand, key: str) -> bool:
     return override_value(request.overrides, key) is not None
 
 
-def _fitting(cfg: RunConfig, request: ParsedCommand, root: Path) -> list[str]:
+def _fitting(cfg: RunConfig, request: ParsedCommand) -> list[str]:
     """Return overrides that fit the model; [] if it has the shape of the configured policy."""
-    check_model(cfg.model.path, root)
-    shape = read_shape(root / cfg.model.path)
+    check_model(cfg.model.path)
+    shape = read_shape(ROOT / cfg.model.path)
     others = [each for each in request.overrides if _key(each).strip() != "model.path"]
-    configured = load_named(replace(request, overrides=others), root=root).model.path
-    if (root / configured / "config.json").is_file():
-        own = read_shape(root / configured)
+    configured = load_named(replace(request, overrides=others)).model.path
+    if (ROOT / configured / "config.json").is_file():
+        own = read_shape(ROOT / configured)
         if (own.hidden, own.layers, own.vocab) == (shape.hidden, shape.layers, shape.vocab):
             return []
     return fitting_overrides(shape)

@@ -15,7 +15,6 @@ from common.config.load import load_received, override_value
 from common.config.run_config import Launcher, RunConfig
 from common.errors import ConfigError
 from common.log import configure_logging
-from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.store.run_start import save_config
 from tools.cli.command_line import ParsedCommand
@@ -31,16 +30,16 @@ StartRoles = Callable[[RunConfig, RunDir], AbstractContextManager[RoleStarter]]
 WITH_MODEL = ("learner", "actor")  # Roles that read the folder `model.path`.
 
 
-def load_with_model(request: ParsedCommand, *, root: Path) -> RunConfig:
+def load_with_model(request: ParsedCommand) -> RunConfig:
     """Return the config of a request, with folders in place of the names of models."""
     from tools.checks.hub_models import resolve_models
 
-    cfg = load_named(request, root=root)
-    return resolve_models(cfg, root, is_dry=request.is_dry, may_stand_in=request.is_dry)
+    cfg = load_named(request)
+    return resolve_models(cfg, is_dry=request.is_dry, may_stand_in=request.is_dry)
 
 
 def train(
-    cfg: RunConfig, run_dir: RunDir, *, root: Path, start_roles: StartRoles, observer: RunObserver
+    cfg: RunConfig, run_dir: RunDir, *, start_roles: StartRoles, observer: RunObserver
 ) -> int:
     """Start all roles and wait for the end of the run; return the exit code."""
     from common.config.live import with_changes
@@ -57,8 +56,8 @@ def train(
     is_here = cfg.launcher is Launcher.LOCAL
     assignment = check_devices(cfg) if is_here else None
     found = gpus() if is_here else ()
-    served = served_engines(cfg, root=root, assignment=assignment, num_gpus=len(found))
-    engines = make_engine_specs(cfg, run_dir, served, root=root, found=found)
+    served = served_engines(cfg, assignment=assignment, num_gpus=len(found))
+    engines = make_engine_specs(cfg, run_dir, served, found=found)
     started = time.monotonic()
     with hold_run(run_dir.root, name=cfg.run.name), start_roles(cfg, run_dir) as starter:
         cfg = reachable_at(cfg, starter.host)
@@ -69,12 +68,11 @@ def train(
             run_dir.forget_address(role)
         create_keys(run_dir.keys)
         save_config(cfg, run_dir.config)
-        keep_tokenizer(cfg, run_dir, root=root)
+        keep_tokenizer(cfg, run_dir)
         _link_latest(run_dir)
         specs = make_role_specs(
             cfg.run,
             run_dir,
-            root=root,
             num_actors=cfg.actor.num_processes,
             has_hub=cfg.envhub.is_started and not cfg.envhub.url,
             num_rank_nodes=0 if is_here else cfg.learner.num_nodes - 1,
@@ -143,21 +141,19 @@ def be_role(
 
     configure_logging(name, cfg.log.level)
     if name in WITH_MODEL:
-        check_model(cfg.model.path, ROOT)
+        check_model(cfg.model.path)
     if name == "scheduler":  # It begins a run, and the other roles join it.
         create_keys(run_dir.keys)
     if not run_dir.config.exists():
         cfg = dated(cfg, run_dir, is_kept=True)
         save_config(cfg, run_dir.config)
-    fix_prompts(cfg.model, ROOT)
+    fix_prompts(cfg.model)
     with StartGuard(run_dir.root, has_begun=has_begun):
         run(cfg, run_dir)
     return 0
 
 
-def join_run(
-    request: ParsedCommand, run: Callable[[RunConfig, "Joined"], None], *, root: Path
-) -> int:
+def join_run(request: ParsedCommand, run: Callable[[RunConfig, "Joined"], None]) -> int:
     """Run a role of another machine's run in this process until it ends; return the exit code.
 
     Raises:
@@ -190,19 +186,19 @@ def join_run(
     configure_logging(role, "INFO")
     joined = enrol(address, key, question)
     config = without_unknown(joined.config, joined.defaults)
-    cfg = load_received(config, _with_defaults(role, overrides, joined), root=root)
+    cfg = load_received(config, _with_defaults(role, overrides, joined))
     if role != "learner":
-        cfg = resolve_models(cfg, root)
+        cfg = resolve_models(cfg)
     if role == "actor":
-        _check_weights(cfg, joined, root=root)
+        _check_weights(cfg, joined)
     configure_logging(role, cfg.log.level)
-    fix_prompts(cfg.model, ROOT)
+    fix_prompts(cfg.model)
     with StartGuard(None, has_begun=has_begun):
         run(cfg, joined)
     return 0
 
 
-def _check_weights(cfg: RunConfig, joined: "Joined", *, root: Path) -> None:
+def _check_weights(cfg: RunConfig, joined: "Joined") -> None:
     """Check that an actor has the weights that the run does not send.
 
     Raises: ConfigError: the base model of the adapters or its own model folder is missing.
@@ -210,7 +206,7 @@ def _check_weights(cfg: RunConfig, joined: "Joined", *, root: Path) -> None:
     from tools.checks.preflight import check_model
 
     if cfg.model.path != joined.model_path:
-        check_model(cfg.model.path, root)
+        check_model(cfg.model.path)
     elif rank := cfg.learner.lora.in_engine.rank:
         raise ConfigError(
             f"learner.lora.rank={rank}: this run sends only adapters, without their base model"
@@ -251,7 +247,7 @@ def with_date(
     from common.store.run_start import dated
 
     cfg = dated(cfg, run_dir, is_kept=is_kept)
-    fix_prompts(cfg.model, ROOT)
+    fix_prompts(cfg.model)
     return run(cfg, run_dir)
 
 

@@ -5,7 +5,6 @@ import logging
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, EnvError
@@ -36,7 +35,7 @@ def command_part(cfg: RunConfig, run_dir: RunDir, command: str) -> tuple[RunConf
 
 
 @contextlib.contextmanager
-def serve_hub(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> Generator[tuple[str, str]]:
+def serve_hub(cfg: RunConfig, run_dir: RunDir) -> Generator[tuple[str, str]]:
     """Yield (address, token) of a hub: the configured hub, or one that is started here.
 
     The hub's keys and configuration are written to `run_dir`.
@@ -53,8 +52,8 @@ def serve_hub(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> Generator[tuple
     found = gpus() if own_judges(cfg) else ()
     used = range(cfg.actor.tensor_parallel_size)
     judges = judge_engines(cfg, used=used, num_gpus=len(found))
-    engines = make_engine_specs(cfg, run_dir, judges, root=root, found=found)
-    hub = make_role_specs(cfg.run, run_dir, root=root, num_actors=0, has_hub=True)[0]
+    engines = make_engine_specs(cfg, run_dir, judges, found=found)
+    hub = make_role_specs(cfg.run, run_dir, num_actors=0, has_hub=True)[0]
     roles = with_engines([hub], engines, run_dir)
     with serve_roles(roles, run_dir, timeout_s=cfg.actor.start_timeout_s):
         yield run_dir.find_address("envhub") or "", token

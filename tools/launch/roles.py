@@ -9,6 +9,7 @@ from common.config.run import RunSection
 from common.host.machine import Gpu
 from common.host.process_settings import ONE_THREAD
 from common.ids import actor_name
+from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.wire.security import rank_node
 from tools.checks.gpu_placement import GpuAssignment, visible_to
@@ -27,7 +28,6 @@ def make_role_specs(
     run: RunSection,
     run_dir: RunDir,
     *,
-    root: Path,
     num_actors: int,
     has_hub: bool,
     num_rank_nodes: int = 0,
@@ -38,7 +38,6 @@ def make_role_specs(
 
     Args:
         run_dir: holds the roles' config and receives their logs.
-        root: the folder of `run.py`.
         has_hub: whether the run starts its own hub, as the first role.
         num_rank_nodes: further nodes of the learner that the launcher starts. They stop after it,
             since its last checkpoint needs all ranks.
@@ -54,7 +53,7 @@ def make_role_specs(
             visible_to(role, number, assignment, found) if assignment is not None else {}
         )
         where = (f"run.dir={run.dir}", f"run.name={run.name}")
-        argv = (sys.executable, str(root / "run.py"), role, *where, *overrides)
+        argv = (sys.executable, str(ROOT / "run.py"), role, *where, *overrides)
         log_path = run_dir.logs / f"{name}.log"
         return RoleSpec(name=name, argv=argv, env=env, log_path=log_path, **policy)  # type: ignore[arg-type]
 

@@ -4,13 +4,13 @@ import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from actor.seats.engines import KEY_VARIABLE as OPPONENT_KEY
 from actor.seats.engines import RUN_VARIABLE
 from common.config.run_config import RunConfig
 from common.host.machine import Gpu
 from common.host.process_settings import ONE_THREAD
+from common.repository import ROOT
 from common.store.run_dir import RunDir
 from envhub.envs.dataset.judges.options import KEY_VARIABLE as JUDGE_KEY
 from learner.teacher.scores import KEY_VARIABLE as TEACHER_KEY
@@ -24,23 +24,17 @@ USERS = {JUDGE_KEY: "envhub", TEACHER_KEY: "learner", OPPONENT_KEY: "actor"}
 
 
 def make_engine_specs(
-    cfg: RunConfig,
-    run_dir: RunDir,
-    engines: Sequence[ServedEngine],
-    *,
-    root: Path,
-    found: Sequence[Gpu] = (),
+    cfg: RunConfig, run_dir: RunDir, engines: Sequence[ServedEngine], *, found: Sequence[Gpu] = ()
 ) -> list[RoleSpec]:
     """Return the roles that serve models to other roles of the run.
 
     All engines of one kind share a new key. Without GPUs an engine gets one thread.
 
     Args:
-        root: the folder of `run.py`.
         found: the GPUs of this machine.
     """
     keys = {each.key_variable: secrets.token_urlsafe(24) for each in engines}
-    program = (sys.executable, str(root / "run.py"), "serve", "--config", ENGINE_CONFIG)
+    program = (sys.executable, str(ROOT / "run.py"), "serve", "--config", ENGINE_CONFIG)
     specs: list[RoleSpec] = []
     for engine in engines:
         words = merged_overrides(

@@ -12,6 +12,7 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.host.machine import GIB, check_compiler, has_cuda, memory_bytes
 from common.host.temporary import check_temporary_room
+from common.repository import ROOT
 from learner.policy.model_kind import check_trainable
 from learner.policy.precision_choice import choose_precision
 from learner.wandb_mode import check_mode
@@ -23,7 +24,7 @@ from tools.exchange.records import as_conversation, preference_of, read_records,
 SHIPPED_POLICIES = Path("configs") / "policies"  # Folder below the repository.
 
 
-def check_sft(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
+def check_sft(cfg: RunConfig, *, missing: Sequence[str] = ()) -> None:
     """Check that `sft` can start.
 
     Raises:
@@ -36,18 +37,18 @@ def check_sft(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> Non
     if cfg.sft.from_scratch:
         _check_size_from_scratch(cfg.sft)
     else:
-        check_model(cfg.model.path, root)
-        check_trainable(root / cfg.model.path, shown=cfg.model.path)
-    output = (root / cfg.sft.output).resolve() if cfg.sft.output else root
-    if output.is_relative_to((root / SHIPPED_POLICIES).resolve()) and not cfg.sft.overwrite:
+        check_model(cfg.model.path)
+        check_trainable(ROOT / cfg.model.path, shown=cfg.model.path)
+    output = (ROOT / cfg.sft.output).resolve() if cfg.sft.output else ROOT
+    if output.is_relative_to((ROOT / SHIPPED_POLICIES).resolve()) and not cfg.sft.overwrite:
         raise ConfigError(
             f"sft.output={cfg.sft.output}: this folder has policies that ship with the project."
             " To overwrite them, give sft.overwrite=true; otherwise use another sft.output"
         )
-    check_disk(root / cfg.run.dir / cfg.run.name)
-    check_base(cfg, root)
+    check_disk(ROOT / cfg.run.dir / cfg.run.name)
+    check_base(cfg)
     if cfg.sft.demonstrations:
-        _check_episodes(cfg.sft.demonstrations, root, key="sft.demonstrations")
+        _check_episodes(cfg.sft.demonstrations, key="sft.demonstrations")
 
 
 def check_model_is_used(request: ParsedCommand, cfg: RunConfig) -> None:
@@ -60,10 +61,10 @@ def check_model_is_used(request: ParsedCommand, cfg: RunConfig) -> None:
         )
 
 
-def check_base(cfg: RunConfig, root: Path) -> None:
+def check_base(cfg: RunConfig) -> None:
     """Check the network that `sft` begins with. Raises: ConfigError: as `check_networks`."""
     if not cfg.sft.from_scratch:
-        check_networks(cfg, root, is_offline=True)
+        check_networks(cfg, is_offline=True)
     elif cfg.learner.lora.rank:
         raise ConfigError(
             f"learner.lora.rank={cfg.learner.lora.rank}: sft.from_scratch=true makes a policy"
@@ -71,32 +72,32 @@ def check_base(cfg: RunConfig, root: Path) -> None:
         )
 
 
-def check_dpo(cfg: RunConfig, root: Path) -> None:
+def check_dpo(cfg: RunConfig) -> None:
     """Check that `dpo` can start. Raises: ConfigError: the model or the pairs are missing."""
     _check_offline(cfg)
-    check_model(cfg.model.path, root)
-    check_trainable(root / cfg.model.path, shown=cfg.model.path)
-    check_networks(cfg, root, is_offline=True)
+    check_model(cfg.model.path)
+    check_trainable(ROOT / cfg.model.path, shown=cfg.model.path)
+    check_networks(cfg, is_offline=True)
     if not cfg.dpo.data:
         raise ConfigError(
             "dpo.data is not set. Set it to a run directory or to a file of episodes."
         )
-    _check_episodes(cfg.dpo.data, root, key="dpo.data")
+    _check_episodes(cfg.dpo.data, key="dpo.data")
 
 
-def check_evolve(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
+def check_evolve(cfg: RunConfig, *, missing: Sequence[str] = ()) -> None:
     """Check that `evolve` can start. Raises: ConfigError: as `check`."""
     _check_offline(cfg)
-    check(cfg, root, missing=missing)
-    check_networks(cfg, root, is_offline=True)
+    check(cfg, missing=missing)
+    check_networks(cfg, is_offline=True)
 
 
-def _check_episodes(name: str, root: Path, *, key: str) -> None:
+def _check_episodes(name: str, *, key: str) -> None:
     """Check that a source of episodes exists and that the first record of a file has a known form.
 
     Raises: ConfigError: it names the file, the record and the forms.
     """
-    path = root / name
+    path = ROOT / name
     if not path.exists():
         raise ConfigError(f"{key}={name}: no such file or folder. Give a run directory or a file")
     if path.is_dir():
@@ -134,7 +135,7 @@ def _check_size_from_scratch(sft: SftSection) -> None:
         )
 
 
-def rate_lines(command: str, cfg: RunConfig, root: Path) -> list[str]:
+def rate_lines(command: str, cfg: RunConfig) -> list[str]:
     """Return the precision and the rates of a training command on this machine, for `--dry-run`."""
     section = {
         "train": None,
@@ -148,7 +149,7 @@ def rate_lines(command: str, cfg: RunConfig, root: Path) -> list[str]:
     learner = cfg.learner if offline is None else offline.rated(cfg.learner)
     is_new = command == "sft" and cfg.sft.from_scratch
     is_cuda = learner.device.startswith("cuda") or (learner.device == "auto" and has_cuda())
-    folder = None if is_new else root / cfg.model.path
+    folder = None if is_new else ROOT / cfg.model.path
     choice = choose_precision(learner, folder, is_cuda=is_cuda)
     lines = [f"learner.precision: {choice.precision.value} ({choice.reason})"]
     if offline is not None:

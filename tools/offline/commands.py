@@ -48,7 +48,7 @@ def _logged(cfg: RunConfig, run_dir: RunDir, job: str) -> Generator[Log]:
         metrics.close()
 
 
-def make_policy(cfg: RunConfig, run_dir: RunDir, *, root: Path, collect: Collect) -> int:
+def make_policy(cfg: RunConfig, run_dir: RunDir, *, collect: Collect) -> int:
     """Train on demonstrations, collected first if none are given; return the exit code."""
     output = cfg.sft.output or str(run_dir.root / "policy")
     cfg = replace(cfg, sft=replace(cfg.sft, output=output))
@@ -56,7 +56,7 @@ def make_policy(cfg: RunConfig, run_dir: RunDir, *, root: Path, collect: Collect
     path = Path(cfg.sft.demonstrations)
     if not cfg.sft.demonstrations:
         path = part.demonstrations
-        with serve_hub(cfg, part, root=root) as (url, token):
+        with serve_hub(cfg, part) as (url, token):
             collect(cfg, url, token, path)
     with _logged(cfg, part, "sft") as log:
         print(f"policy: {sft.run(cfg, path, log=log)}")
@@ -92,13 +92,13 @@ def merge(cfg: RunConfig, run_dir: RunDir) -> int:
     return 0
 
 
-def play_and_imitate(cfg: RunConfig, run_dir: RunDir, *, root: Path, play: PlayGiven) -> int:
+def play_and_imitate(cfg: RunConfig, run_dir: RunDir, *, play: PlayGiven) -> int:
     """Play episodes and train on the successful ones, in iterations; return the exit code."""
     output = cfg.evolve.output or str(run_dir.root / "policy")
     cfg, part = command_part(
         replace(cfg, evolve=replace(cfg.evolve, output=output)), run_dir, "evolve"
     )
-    with serve_hub(cfg, part, root=root) as (url, token):
+    with serve_hub(cfg, part) as (url, token):
         catalogue = _catalogue_of(cfg, url, token)
 
         def play_iteration(now: RunConfig, iteration: int, folder: Path) -> None:

@@ -13,6 +13,7 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.join.files import is_intact
 from common.join.shards import MANIFEST, TENSORS, ShardFile, gather_command, read_manifest
+from common.repository import ROOT
 from common.store.run_dir import RunDir, sync_folder
 from common.text import counted
 from learner.policy.model import load_policy
@@ -26,7 +27,7 @@ PART_BYTES = 16 << 20
 
 
 def gather(
-    request: ParsedCommand, *, root: Path, load: Callable[[ParsedCommand], RunConfig], echo: Echo
+    request: ParsedCommand, *, load: Callable[[ParsedCommand], RunConfig], echo: Echo
 ) -> int:
     """Copy the missing files of a checkpoint into it; return the exit code: 1 if some are missing.
 
@@ -38,7 +39,7 @@ def gather(
     steps = [word for word in request.overrides if word.startswith(STEP)]
     others = [word for word in request.overrides if word not in (*sources, *steps)]
     cfg = load(replace(request, overrides=others))
-    run_dir = RunDir(root=root / cfg.run.dir / cfg.run.name)
+    run_dir = RunDir(root=ROOT / cfg.run.dir / cfg.run.name)
     checkpoint = _checkpoint(run_dir, steps[-1].removeprefix(STEP) if steps else "")
     files = read_manifest(checkpoint)
     if not files:

@@ -46,7 +46,7 @@ def run(cfg: RunConfig, demonstrations: Path, *, log: Log = ignore) -> Path:
     """
     sft = cfg.sft
     if sft.from_scratch:
-        check_base(cfg, Path())
+        check_base(cfg)
         if demonstrations.is_dir():
             raise ConfigError(
                 f"sft.demonstrations={demonstrations}: a journal has token ids, but"

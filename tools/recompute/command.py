@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from common.repository import git_revision
+from common.repository import ROOT, git_revision
 from common.store.run_dir import RunDir, write_json
 from common.text import counted
 from learner.objective.description import summary_lines
@@ -33,7 +33,7 @@ USAGE = "recompute RUN [--steps a:b] [--json FILE] [key=value ...]"
 LOG_EVERY_S = 30.0
 
 
-def recompute(request: ParsedCommand, *, root: Path, echo: Echo) -> int:
+def recompute(request: ParsedCommand, *, echo: Echo) -> int:
     """Recompute a run; return the exit code: 1 if a step differs or cannot be read.
 
     Raises: ConfigError: no such run or steps, pruned data, or an override without effect.
@@ -42,7 +42,7 @@ def recompute(request: ParsedCommand, *, root: Path, echo: Echo) -> int:
     if not words or "=" in words[0] or request.config is not None:
         raise ConfigError(f"usage: run.py {USAGE}")
     given = next((w for w in request.overrides if w.startswith("run.dir=")), "run.dir=runs")
-    own = root / given.removeprefix("run.dir=") / words[0]
+    own = ROOT / given.removeprefix("run.dir=") / words[0]
     run_dir = RunDir(root=own if own.exists() else Path(words[0]))
     if not run_dir.root.is_dir():
         raise ConfigError(f"{words[0]}: there is no such run directory ({own})")

@@ -18,7 +18,6 @@ from actor.agents.listener import OUTSIDE, listen
 from common.config.actor import ActorSection, AgentServerOptions
 from common.config.load import load_config
 from common.errors import ConfigError, WireError
-from common.repository import ROOT
 from common.wire.addresses import is_here, is_loopback, local_address_towards
 from tests.actor.agents.endpoint import ByHeart, endpoint
 from tests.actor.agents.test_repeats import CHAT, connected
@@ -241,7 +240,7 @@ def test_flood_shuts_no_client_with_a_key_out(
 )
 def test_wrong_address_is_refused_by_its_key(given: str, law: str) -> None:
     with pytest.raises(ConfigError, match=rf"actor\.agents\.\w+=.*{law}"):
-        load_config("quickstart", [f"actor.agents.{given}"], root=ROOT)
+        load_config("quickstart", [f"actor.agents.{given}"])
 
 
 def has_route() -> bool:

@@ -8,10 +8,9 @@ from actor.api.past import newer_version, past_versions, with_past_version
 from common.config.load import load_config
 from common.config.policy import PolicySection
 from common.join.shards import write_manifest
-from common.repository import ROOT
 from common.store.run_dir import RunDir
 
-CFG = load_config("smoke", [], root=ROOT)
+CFG = load_config("smoke", [])
 
 
 def save(run_dir: RunDir, step: int, *, is_complete: bool = True) -> Path:

@@ -42,7 +42,7 @@ from common.store.run_dir import RunDir
 if TYPE_CHECKING:  # The import takes a second.
     from openai import AsyncOpenAI
 
-CFG = load_config("quickstart", [], root=ROOT)
+CFG = load_config("quickstart", [])
 TOKENIZER: Any = AutoTokenizer.from_pretrained(
     ROOT / "configs" / "policies" / "tiny", local_files_only=True
 )
@@ -363,7 +363,7 @@ def test_running_actor_serves_chat_and_cleans_up(tmp_path: Path) -> None:
             reply = await ask(found.url, found.key, "goal: go")
             assert (reply.text, reply.model) == ("turn left", f"{CFG.run.name}, version 7")
         assert not path.exists()
-        sync = load_config("quickstart", ["train.mode=sync"], root=ROOT)
+        sync = load_config("quickstart", ["train.mode=sync"])
         async with serve_engine(sync, run_dir, "actor-4", engine, Renderer(TOKENIZER)):
             assert await find_endpoint(tmp_path) is None  # it would change what the run samples
 
@@ -381,14 +381,14 @@ def test_running_actor_serves_chat_and_cleans_up(tmp_path: Path) -> None:
 def test_served_context_is_the_models_own(
     overrides: list[str], context: int, is_fitted: bool
 ) -> None:
-    cfg = load_config("quickstart", overrides, root=ROOT)
+    cfg = load_config("quickstart", overrides)
     actor = with_context(cfg, ROOT / "configs" / "policies" / "tiny")
     assert actor.max_model_len == context
     assert ("max_model_len" in actor.engine_args) == is_fitted
 
 
 def test_model_id_is_one_word() -> None:
-    cfg = load_config("quickstart", ["run.name=a", "model.source=org/Model-1B@main"], root=ROOT)
+    cfg = load_config("quickstart", ["run.name=a", "model.source=org/Model-1B@main"])
     assert model_id(cfg) == "a-org-Model-1B"
 
 

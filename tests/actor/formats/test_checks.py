@@ -10,7 +10,6 @@ from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.formats.turns import FirstPrompt
-from common.repository import ROOT
 
 SHORT = FirstPrompt(
     env="dataset",
@@ -30,28 +29,26 @@ LONG = replace(
 
 
 def _config(max_model_len: int) -> RunConfig:
-    return load_config("dataset", [f"actor.max_model_len={max_model_len}"], root=ROOT)
+    return load_config("dataset", [f"actor.max_model_len={max_model_len}"])
 
 
 def test_prompt_that_loses_its_question_is_refused() -> None:
     cfg = _config(128)
     with pytest.raises(ConfigError, match="1 of 2 first prompts have more than the 112") as refusal:
-        check_prompts(cfg, ROOT, [SHORT, LONG])
+        check_prompts(cfg, [SHORT, LONG])
     text = str(refusal.value)
     assert "record 2 of q.jsonl" in text
     remedies = re.search(r"Use actor.max_model_len=(\d+), or .* with data.max_length=(\d+)", text)
     assert remedies is not None
     assert int(remedies[2]) > 112
-    assert check_prompts(_config(int(remedies[1])), ROOT, [SHORT, LONG]).startswith(
-        "2 first prompts"
-    )
+    assert check_prompts(_config(int(remedies[1])), [SHORT, LONG]).startswith("2 first prompts")
     with pytest.raises(ConfigError, match="record 2 of"):
-        check_prompts(_config(int(remedies[1]) - 1), ROOT, [SHORT, LONG])
+        check_prompts(_config(int(remedies[1]) - 1), [SHORT, LONG])
 
 
 def test_first_page_may_be_cut_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     page = replace(LONG, place="shop-train-0", may_be_cut=True)
-    assert check_prompts(_config(128), ROOT, [page]) == ""
+    assert check_prompts(_config(128), [page]) == ""
     assert re.search(
         r"first observation of shop-train-0 has \d+ tokens and is cut to 112", caplog.text
     )

@@ -15,7 +15,6 @@ from actor.rollout.context import Turn
 from common.config.actor import AgentFormat, AgentOptions, ContextKind, KeepThinking
 from common.config.load import load_config
 from common.errors import ConfigError
-from common.repository import ROOT
 from common.segments import as_rows, refusal_of_segments
 from common.wire.messages import EndReason, Trajectory
 from tests.actor.agents.endpoint import ByHeart, endpoint
@@ -185,4 +184,4 @@ def test_dropped_thoughts_are_refused_beside_other_repetitions() -> None:
         "algorithm.policy_loss=gspo": r"algorithm\.policy_loss='gspo': .*keep_thinking=none",
     }.items():
         with pytest.raises(ConfigError, match=key):
-            load_config("quickstart", ["actor.keep_thinking=none", others], root=ROOT)
+            load_config("quickstart", ["actor.keep_thinking=none", others])

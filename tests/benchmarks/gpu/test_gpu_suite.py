@@ -236,7 +236,7 @@ def hang(device: DeviceBench) -> None:
 
 def run_small(*flags: str, folder: Path) -> tuple[int, list[dict[str, Any]]]:
     argv = ["bench", "--suite", "gpu-small", "--json", str(folder / "own.json"), *flags]
-    code = bench(parse(argv, root=ROOT), root=ROOT)
+    code = bench(parse(argv))
     text = (folder / "own.jsonl").read_text(encoding="utf-8")
     return code, [json.loads(line) for line in text.splitlines()]
 
@@ -300,13 +300,13 @@ def test_hanging_check_is_ended_and_next_one_runs() -> None:
 )
 def test_other_suites_refuse_the_flags(flags: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        bench(parse(["bench", "--suite", "learner", *flags], root=ROOT), root=ROOT)
+        bench(parse(["bench", "--suite", "learner", *flags]))
 
 
 @pytest.mark.parametrize("minutes", ["0", "-1", "nan", "inf"])
 def test_budget_must_be_a_positive_time(minutes: str) -> None:
     with pytest.raises(ConfigError, match=r"--minutes=.*: must be in"):
-        parse(["bench", "--suite", "gpu", f"--minutes={minutes}"], root=ROOT)
+        parse(["bench", "--suite", "gpu", f"--minutes={minutes}"])
 
 
 def test_operator_calls_are_counted() -> None:

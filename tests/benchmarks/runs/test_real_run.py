@@ -41,8 +41,8 @@ def test_window_excludes_first_steps_and_evaluations(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_runs_with_a_long_tail_have_a_valid_configuration(repository: Path) -> None:
-    cfg = load_config("quickstart", [*TRAINING_ALONE, *LONG_TAIL], root=repository)
+def test_runs_with_a_long_tail_have_a_valid_configuration() -> None:
+    cfg = load_config("quickstart", [*TRAINING_ALONE, *LONG_TAIL])
     assert cfg.envs.plugins["tail_factor"] == "10"
     assert [task.env for task in cfg.tasks] == ["slow"]
 

@@ -18,7 +18,6 @@ from common.config.load import load_config
 from common.config.offline import StudySection
 from common.errors import ConfigError
 from common.host.child_process import ChildProcess
-from common.repository import ROOT
 
 REPORT = {"before": None, "after": {"success": 0.5}}
 LINE = {"step": 1, "time_s": 1.0, "train/num_sampled_tokens": 9.0}
@@ -126,8 +125,8 @@ def test_every_arm_has_a_valid_configuration(name: str) -> None:
     study = read_study(name)
     assert {study.base, *study.may_lose} <= study.arms.keys()
     for run in study.runs()[: len(study.arms)]:
-        load_config("quickstart", run.overrides, root=ROOT)
-    load_config("quickstart", study.start[1:], root=ROOT)
+        load_config("quickstart", run.overrides)
+    load_config("quickstart", study.start[1:])
 
 
 @pytest.mark.parametrize("name", names())

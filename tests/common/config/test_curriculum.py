@@ -18,21 +18,21 @@ BASE = [
 ]
 
 
-def test_horizon_override_inherits_unset_keys(repository: Path) -> None:
+def test_horizon_override_inherits_unset_keys() -> None:
     overrides = [*BASE, "horizon.per_env.textcraft.stages=[10, 20, 30]"]
-    cfg = load_config(None, overrides, root=repository)
+    cfg = load_config(None, overrides)
     policy = cfg.horizon.policy("textcraft")
     assert (policy.kind, policy.stages) == (HorizonKind.STEPWISE, (10, 20, 30))
     assert cfg.horizon.policy("babyai").stages == (6, 13, 20)
 
 
-def test_subset_inherits_unset_keys_from_its_environment(repository: Path) -> None:
+def test_subset_inherits_unset_keys_from_its_environment() -> None:
     overrides = [
         *BASE,
         "horizon.per_env.textcraft.stages=[10, 20, 30]",
         "horizon.per_env.textcraft/depth1.every_steps=7",
     ]
-    cfg = load_config(None, overrides, root=repository)
+    cfg = load_config(None, overrides)
     assert cfg.horizon.name_of("textcraft", "depth1") == "textcraft/depth1"
     assert cfg.horizon.name_of("textcraft", "depth2") == "textcraft"
     policy = cfg.horizon.policy("textcraft/depth1")
@@ -40,7 +40,7 @@ def test_subset_inherits_unset_keys_from_its_environment(repository: Path) -> No
     assert (policy.every_steps, cfg.horizon.policy("textcraft").every_steps) == (7, 100)
 
 
-def test_horizon_override_may_have_another_kind(repository: Path, tmp_path: Path) -> None:
+def test_horizon_override_may_have_another_kind(tmp_path: Path) -> None:
     overrides = [
         *BASE,
         "horizon.per_env.textcraft.kind=linear",
@@ -48,12 +48,12 @@ def test_horizon_override_may_have_another_kind(repository: Path, tmp_path: Path
         "mixture.kind=temperature",
         "mixture.temperature=2",
     ]
-    cfg = load_config(None, overrides, root=repository)
+    cfg = load_config(None, overrides)
     policy = cfg.horizon.policy("textcraft")
     assert (policy.kind, policy.stages, policy.over_steps) == (HorizonKind.LINEAR, (6, 13, 20), 50)
     assert cfg.mixture.kind is MixtureKind.TEMPERATURE
     save_config(cfg, tmp_path / "config.yaml")
-    again = load_config(str(tmp_path / "config.yaml"), [], root=repository)
+    again = load_config(str(tmp_path / "config.yaml"), [])
     assert again == cfg
 
 
@@ -90,31 +90,29 @@ def test_horizon_override_may_have_another_kind(repository: Path, tmp_path: Path
         ("mixture.kind=even", "expects one of weights, temperature, adaptive"),
     ],
 )
-def test_invalid_curriculum_is_refused_by_its_key(
-    override: str, words: str, repository: Path
-) -> None:
+def test_invalid_curriculum_is_refused_by_its_key(override: str, words: str) -> None:
     overrides = [each for each in BASE if each.split("=")[0] != override.split("=")[0]]
     with pytest.raises(ConfigError) as caught:
-        load_config(None, [*overrides, override], root=repository)
+        load_config(None, [*overrides, override])
     assert words in str(caught.value)
 
 
-def test_gated_horizon_needs_two_stages(repository: Path) -> None:
+def test_gated_horizon_needs_two_stages() -> None:
     overrides = [*BASE[:2], "horizon.kind=gated", "horizon.stages=[6]"]
     with pytest.raises(ConfigError, match="needs two or more"):
-        load_config(None, overrides, root=repository)
+        load_config(None, overrides)
 
 
-def test_task_weights_of_sum_zero_are_refused(repository: Path) -> None:
+def test_task_weights_of_sum_zero_are_refused() -> None:
     tasks = "tasks=[{env: babyai, subset: GoTo, weight: 0}]"
     with pytest.raises(ConfigError, match="the weights must not sum to zero"):
-        load_config(None, ["model.path=/weights", tasks], root=repository)
+        load_config(None, ["model.path=/weights", tasks])
 
 
-def test_horizon_allows_million_tokens_not_turns(repository: Path) -> None:
+def test_horizon_allows_million_tokens_not_turns() -> None:
     tokens = ["model.path=m", "horizon.unit=tokens", "horizon.stages=[1000000]"]
     room = ["actor.max_model_len=1100000", "learner.max_tokens_per_microbatch=1100000"]
-    cfg = load_config(None, [*tokens, *room], root=repository)
+    cfg = load_config(None, [*tokens, *room])
     assert cfg.horizon.stages == [1_000_000]
     with pytest.raises(ConfigError, match=r"horizon\.stages=\[100001\].*must be in \[1, 100000\]"):
-        load_config(None, ["model.path=m", "horizon.stages=[100001]"], root=repository)
+        load_config(None, ["model.path=m", "horizon.stages=[100001]"])

@@ -8,7 +8,6 @@ from common.config.actor import OWN_ENGINE_ARGS, ActorSection, EnforceEager
 from common.config.keys import list_keys
 from common.config.load import config_as_yaml, load_config
 from common.errors import ConfigError
-from common.repository import ROOT
 from tools.checks.preflight import check_sleep
 
 GIVEN = {
@@ -25,10 +24,10 @@ def test_engine_arguments_are_equal_from_overrides_and_yaml(tmp_path: Path) -> N
         "actor.engine_args.speculative_config.method=ngram",
         "actor.engine_args.speculative_config.num_speculative_tokens=3",
     ]
-    cfg = load_config("quickstart", overrides, root=ROOT)
+    cfg = load_config("quickstart", overrides)
     assert cfg.actor.engine_args == GIVEN
     (tmp_path / "own.yaml").write_text(config_as_yaml(cfg), encoding="utf-8")
-    again = load_config(str(tmp_path / "own.yaml"), [], root=ROOT)
+    again = load_config(str(tmp_path / "own.yaml"), [])
     assert again.actor.engine_args == GIVEN
 
 
@@ -43,7 +42,7 @@ def test_argument_set_by_the_project_names_its_key(name: str) -> None:
 
 def test_argument_set_by_the_project_is_refused_at_loading() -> None:
     with pytest.raises(ConfigError, match=r"^actor\.engine_args\.seed=1: .*use run\.seed instead$"):
-        load_config("quickstart", ["actor.engine_args.seed=1"], root=ROOT)
+        load_config("quickstart", ["actor.engine_args.seed=1"])
 
 
 @pytest.mark.parametrize(
@@ -57,15 +56,15 @@ def test_argument_set_by_the_project_is_refused_at_loading() -> None:
     ],
 )
 def test_eager_execution_takes_booleans_and_words(word: str, meant: EnforceEager) -> None:
-    cfg = load_config("quickstart", [f"actor.enforce_eager={word}"], root=ROOT)
+    cfg = load_config("quickstart", [f"actor.enforce_eager={word}"])
     assert cfg.actor.enforce_eager is meant
 
 
 def test_eager_execution_is_automatic_by_default() -> None:
-    cfg = load_config("quickstart", [], root=ROOT)
+    cfg = load_config("quickstart", [])
     assert cfg.actor.enforce_eager is EnforceEager.AUTO
     with pytest.raises(ConfigError, match="expects one of auto, true, false"):
-        load_config("quickstart", ["actor.enforce_eager=yes please"], root=ROOT)
+        load_config("quickstart", ["actor.enforce_eager=yes please"])
 
 
 COLOCATED = ["train.mode=sync", "actor.placement=colocated"]
@@ -82,14 +81,14 @@ COLOCATED = ["train.mode=sync", "actor.placement=colocated"]
 )
 def test_sleep_is_refused_where_steps_overlap_sampling(overrides: list[str], law: str) -> None:
     with pytest.raises(ConfigError, match=law):
-        load_config("quickstart", ["actor.sleep=1", *overrides], root=ROOT)
+        load_config("quickstart", ["actor.sleep=1", *overrides])
 
 
 def test_deep_sleep_is_refused_with_adapters() -> None:
     adapters = [*COLOCATED, "learner.lora.rank=8", "learner.optimizer=adamw"]
-    assert load_config("quickstart", ["actor.sleep=1", *adapters], root=ROOT).actor.sleep == 1
+    assert load_config("quickstart", ["actor.sleep=1", *adapters]).actor.sleep == 1
     with pytest.raises(ConfigError, match=r"actor\.sleep=2: drops the base weights"):
-        load_config("quickstart", ["actor.sleep=2", *adapters], root=ROOT)
+        load_config("quickstart", ["actor.sleep=2", *adapters])
 
 
 def test_sleep_is_refused_without_a_gpu() -> None:

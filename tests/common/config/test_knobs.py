@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, fields, is_dataclass
 from enum import Enum
-from pathlib import Path
 from types import UnionType
 from typing import Any, get_args
 
@@ -37,7 +36,6 @@ from common.config.model import ModelSection
 from common.config.run_config import Launcher, RunConfig, check_training
 from common.config.tasks import TaskSection
 from common.errors import ConfigError
-from common.repository import ROOT
 from tests.configs import edited
 
 TASK = TaskSection(env="babyai", subset="GoTo")
@@ -104,7 +102,7 @@ def test_every_unconstrained_key_is_flag_or_enum() -> None:
 def test_key_of_an_algorithm_takes_a_name_or_a_function() -> None:
     def loss(value: str) -> PolicyLoss | str:
         overrides = [f"algorithm.policy_loss={value}"]
-        return load_config("smoke", overrides, root=ROOT).algorithm.policy_loss
+        return load_config("smoke", overrides).algorithm.policy_loss
 
     assert loss("CISPO") is PolicyLoss.CISPO
     assert loss("losses.py:clipped") == "losses.py:clipped"
@@ -260,9 +258,9 @@ def test_section_cannot_be_changed() -> None:
         ("tasks[0].env=a b", "tasks[0].env='a b': must be an environment's name"),
     ],
 )
-def test_absurd_value_is_refused_by_its_key(override: str, words: str, repository: Path) -> None:
+def test_absurd_value_is_refused_by_its_key(override: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config("quickstart", [override], root=repository)
+        load_config("quickstart", [override])
     assert str(caught.value).startswith(words)
 
 

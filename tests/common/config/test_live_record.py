@@ -8,7 +8,6 @@ from common.config.live import ConfigChange, read_changes, record_change, with_c
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.store.run_start import save_config
 from tests.configs import edited
@@ -34,7 +33,7 @@ def run_dir(tmp_path: Path) -> RunDir:
 def test_config_has_the_values_in_force_and_the_record_all_changes(run_dir: RunDir) -> None:
     second = change(2, "learner.lr", "5e-05", "2e-05")
     record_change(run_dir, CFG, second)
-    found = load_config(str(run_dir.config), [], root=ROOT)
+    found = load_config(str(run_dir.config), [])
     assert found == edited(CFG, {"learner.lr": 2e-5})
     assert run_dir.config.stat().st_mode & 0o777 == 0o600
     assert read_changes(run_dir.config_changes) == [

@@ -33,59 +33,59 @@ def write(folder: Path, name: str, text: str) -> str:
     return str(path)
 
 
-def error_of(overrides: list[str], repository: Path, config: str | None = None) -> str:
+def error_of(overrides: list[str], config: str | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_config(config, overrides, root=repository)
+        load_config(config, overrides)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-def test_defaults_hold_when_nothing_is_given(repository: Path) -> None:
-    cfg = load_config(None, [MODEL], root=repository)
+def test_defaults_hold_when_nothing_is_given() -> None:
+    cfg = load_config(None, [MODEL])
     assert (cfg.run.name, cfg.learner.lr, cfg.groups.size) == ("quickstart", 1e-6, 8)
 
 
-def test_hub_accepts_every_samplable_action(repository: Path) -> None:
+def test_hub_accepts_every_samplable_action() -> None:
     sizes = ["actor.max_model_len=1000000", "actor.max_turn_tokens=65537"]
-    told = error_of([MODEL, *sizes], repository)
+    told = error_of([MODEL, *sizes])
     assert told.startswith(
         "envhub.max_action_mib=16: must be at least 17: actor.max_turn_tokens=65537"
     )
-    enough = load_config(None, [MODEL, *sizes, "envhub.max_action_mib=17"], root=repository)
+    enough = load_config(None, [MODEL, *sizes, "envhub.max_action_mib=17"])
     assert enough.envhub.max_action_mib == 17
-    told = error_of([MODEL, sizes[0], "actor.max_turn_tokens=200000"], repository)
+    told = error_of([MODEL, sizes[0], "actor.max_turn_tokens=200000"])
     assert told.startswith(
         "actor.max_turn_tokens=200000: can sample 49 MiB, but an action has at most 48"
     )
 
 
-def test_override_beats_file_and_file_beats_default(tmp_path: Path, repository: Path) -> None:
+def test_override_beats_file_and_file_beats_default(tmp_path: Path) -> None:
     text = "model: {path: m}\nlearner: {lr: 2e-4, beta1: 0.8}\n"
-    cfg = load_config(write(tmp_path, "a", text), ["learner.lr=3e-4"], root=repository)
+    cfg = load_config(write(tmp_path, "a", text), ["learner.lr=3e-4"])
     assert (cfg.learner.lr, cfg.learner.beta1, cfg.learner.beta2) == (3e-4, 0.8, 0.95)
 
 
-def test_config_file_inherits_from_its_named_default(tmp_path: Path, repository: Path) -> None:
+def test_config_file_inherits_from_its_named_default(tmp_path: Path) -> None:
     write(tmp_path, "a", "model: {path: m}\ntrain: {num_steps: 7}\nhorizon: {stages: [3, 5]}\n")
     config = write(tmp_path, "b", "defaults: a\nhorizon: {stages: [4]}\n")
-    cfg = load_config(config, [], root=repository)
+    cfg = load_config(config, [])
     assert (cfg.train.num_steps, cfg.horizon.stages, cfg.run.name) == (7, [4], "b")
 
 
-def test_circular_config_files_are_refused(tmp_path: Path, repository: Path) -> None:
+def test_circular_config_files_are_refused(tmp_path: Path) -> None:
     write(tmp_path, "a", "defaults: b\n")
     config = write(tmp_path, "b", "defaults: a\n")
-    assert "returns to this file" in error_of([], repository, config)
+    assert "returns to this file" in error_of([], config)
 
 
-def test_enum_is_given_by_its_value(repository: Path) -> None:
+def test_enum_is_given_by_its_value() -> None:
     overrides = [MODEL, "train.mode=sync", "algorithm.baseline=group_mean"]
-    cfg = load_config(None, overrides, root=repository)
+    cfg = load_config(None, overrides)
     assert (cfg.train.mode, cfg.algorithm.baseline) == (TrainMode.SYNC, Baseline.GROUP_MEAN)
 
 
-def test_text_is_taken_as_it_is_written(repository: Path) -> None:
-    cfg = load_config(None, [MODEL, "run.name=007", "actor.name=on"], root=repository)
+def test_text_is_taken_as_it_is_written() -> None:
+    cfg = load_config(None, [MODEL, "run.name=007", "actor.name=on"])
     assert (cfg.run.name, cfg.actor.name) == ("007", "on")
 
 
@@ -100,8 +100,8 @@ def test_text_is_taken_as_it_is_written(repository: Path) -> None:
         ('say "a"', 'say "a"'),
     ],
 )
-def test_quotes_around_a_whole_text_are_taken_off(raw: str, text: str, repository: Path) -> None:
-    cfg = load_config(None, [MODEL, f"data.system={raw}"], root=repository)
+def test_quotes_around_a_whole_text_are_taken_off(raw: str, text: str) -> None:
+    cfg = load_config(None, [MODEL, f"data.system={raw}"])
     assert cfg.envs.dataset.system == text
     assert with_values(cfg, {"data.system": raw}).envs.dataset.system == text
 
@@ -109,12 +109,12 @@ def test_quotes_around_a_whole_text_are_taken_off(raw: str, text: str, repositor
 @pytest.mark.parametrize(("size", "min_size"), [(1, 1), (2, 2), (4, 4), (8, 4), (64, 4)])
 def test_default_of_min_size_follows_size(size: int, min_size: int) -> None:
     words = ["model.path=x", "algorithm.advantage=reinforce_pp", f"groups.size={size}"]
-    assert load_config(None, words, root=ROOT).groups.min_size == min_size
+    assert load_config(None, words).groups.min_size == min_size
 
 
-def test_one_field_of_one_task_is_overridable(repository: Path) -> None:
-    cfg = load_config("quickstart", ["tasks[0].weight=0.5", "tasks.1.weight=0"], root=repository)
-    untouched = load_config("quickstart", [], root=repository).tasks[2].weight
+def test_one_field_of_one_task_is_overridable() -> None:
+    cfg = load_config("quickstart", ["tasks[0].weight=0.5", "tasks.1.weight=0"])
+    untouched = load_config("quickstart", []).tasks[2].weight
     assert [task.weight for task in cfg.tasks[:3]] == [0.5, 0.0, untouched]
 
 
@@ -148,62 +148,58 @@ def test_one_field_of_one_task_is_overridable(repository: Path) -> None:
         ("log.live=[1", "not valid YAML"),
     ],
 )
-def test_error_names_key_value_and_expectation(override: str, words: str, repository: Path) -> None:
-    assert words in error_of([override], repository, "quickstart")
+def test_error_names_key_value_and_expectation(override: str, words: str) -> None:
+    assert words in error_of([override], "quickstart")
 
 
-def test_key_given_twice_is_refused(repository: Path) -> None:
-    assert "given twice" in error_of([MODEL, "learner.lr=1", "learner.lr=2"], repository)
+def test_key_given_twice_is_refused() -> None:
+    assert "given twice" in error_of([MODEL, "learner.lr=1", "learner.lr=2"])
 
 
-def test_missing_value_is_named(repository: Path) -> None:
-    assert "model.path is not set" in error_of([], repository)
+def test_missing_value_is_named() -> None:
+    assert "model.path is not set" in error_of([])
 
 
-def test_value_that_refers_to_a_missing_one_is_named(repository: Path) -> None:
-    told = error_of(["groups.size=${model.path}"], repository)
+def test_value_that_refers_to_a_missing_one_is_named() -> None:
+    told = error_of(["groups.size=${model.path}"])
     assert told.startswith("groups.size is not set: give groups.size=")
 
 
-def test_value_may_refer_to_a_key_or_a_variable(
-    repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_value_may_refer_to_a_key_or_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIZE", "16")
     words = [
         "learner.lr=${learner.critic.lr}",
         "groups.size=${oc.env:SIZE}",
         "run.name=a${run.seed}",
     ]
-    cfg = load_config(None, [MODEL, *words], root=repository)
+    cfg = load_config(None, [MODEL, *words])
     assert (cfg.learner.lr, cfg.groups.size, cfg.run.name) == (1e-5, 16, "a0")
-    assert error_of([MODEL, "run.name=${a.b}"], repository).startswith(
-        "run.name: Interpolation key"
-    )
+    assert error_of([MODEL, "run.name=${a.b}"]).startswith("run.name: Interpolation key")
 
 
-def test_map_keeps_its_entries_beside_a_new_one(repository: Path) -> None:
+def test_map_keeps_its_entries_beside_a_new_one() -> None:
     words = ["actor.engine_args={a: 1}", "actor.engine_args.b.c=2"]
-    cfg = load_config(None, [MODEL, *words], root=repository)
+    cfg = load_config(None, [MODEL, *words])
     assert cfg.actor.engine_args == {"a": 1, "b": {"c": 2}}
 
 
-def test_task_gets_its_first_configured_environment(tmp_path: Path, repository: Path) -> None:
+def test_task_gets_its_first_configured_environment(tmp_path: Path) -> None:
     config = write(tmp_path, "a", "tasks: [{env: 'webarena|minisites', subset: CMS}]\n")
-    assert load_config(config, [MODEL], root=repository).tasks[0].env == "minisites"
+    assert load_config(config, [MODEL]).tasks[0].env == "minisites"
     site = "envs.webarena.gitlab=http://h:1"
-    assert load_config(config, [MODEL, site], root=repository).tasks[0].env == "webarena"
+    assert load_config(config, [MODEL, site]).tasks[0].env == "webarena"
 
 
-def test_unknown_config_error_lists_existing_ones(repository: Path) -> None:
-    message = error_of([], repository, "quikstart")
+def test_unknown_config_error_lists_existing_ones() -> None:
+    message = error_of([], "quikstart")
     assert "--config quikstart" in message
     assert "nearest is quickstart" in message
-    assert all(name in message for name in list_configs(repository))
+    assert all(name in message for name in list_configs())
 
 
-def test_error_in_a_file_names_the_file(tmp_path: Path, repository: Path) -> None:
+def test_error_in_a_file_names_the_file(tmp_path: Path) -> None:
     config = write(tmp_path, "a", "learner:\n  lrr: 1\n")
-    assert f"{config}: learner.lrr=1" in error_of([], repository, config)
+    assert f"{config}: learner.lrr=1" in error_of([], config)
 
 
 @pytest.mark.parametrize(
@@ -224,68 +220,66 @@ def test_error_in_a_file_names_the_file(tmp_path: Path, repository: Path) -> Non
         ("run: {name: \udcff}", ": cannot be read as UTF-8 text"),
     ],
 )
-def test_broken_file_is_named(text: str, words: str, tmp_path: Path, repository: Path) -> None:
+def test_broken_file_is_named(text: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_bytes(text.encode(errors="surrogateescape"))
-    assert error_of([MODEL], repository, str(path)).startswith(f"{path}{words}")
+    assert error_of([MODEL], str(path)).startswith(f"{path}{words}")
 
 
-def test_override_may_add_keys_beyond_the_files(repository: Path) -> None:
-    cfg = load_config(None, [MODEL, "horizon.per_env.maze.every_steps=3"], root=repository)
+def test_override_may_add_keys_beyond_the_files() -> None:
+    cfg = load_config(None, [MODEL, "horizon.per_env.maze.every_steps=3"])
     assert cfg.horizon.policy("maze").every_steps == 3
 
 
-def test_override_applies_to_values_of_earlier_overrides(repository: Path) -> None:
+def test_override_applies_to_values_of_earlier_overrides() -> None:
     tasks = "tasks=[{env: a, subset: b}, {env: a, subset: c}]"
     overrides = [MODEL, tasks, "tasks[1].weight=3", "horizon.per_env.a.stages=[3]"]
-    cfg = load_config(None, overrides, root=repository)
+    cfg = load_config(None, overrides)
     assert [task.weight for task in cfg.tasks] == [1.0, 3.0]
     assert cfg.horizon.policy("a").stages == (3,)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("are_all", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_shipped_config_survives_saving_and_loading(
-    tmp_path: Path, repository: Path, are_all: bool
-) -> None:
-    names = list_configs(repository)
+def test_shipped_config_survives_saving_and_loading(tmp_path: Path, are_all: bool) -> None:
+    names = list_configs()
     assert set(names) >= USUAL
     for name in names if are_all else USUAL:
-        cfg = load_config(name, [MODEL], root=repository)
+        cfg = load_config(name, [MODEL])
         assert cfg.run.name == name
         save_config(cfg, tmp_path / "deep" / "config.yaml")
-        assert load_config(str(tmp_path / "deep" / "config.yaml"), [], root=repository) == cfg
+        assert load_config(str(tmp_path / "deep" / "config.yaml"), []) == cfg
 
 
-def test_no_value_leaks_into_the_next_load(tmp_path: Path, repository: Path) -> None:
+def test_no_value_leaks_into_the_next_load(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("tasks: [{env: babyai, subset: GoToLocal}]\n", encoding="utf-8")
-    plain = load_config(str(path), [MODEL], root=repository)
+    plain = load_config(str(path), [MODEL])
     more = ["tasks.0.subset=Open", "learner.lr=0.5", "horizon.per_env.babyai.kind=fixed"]
-    changed = load_config(str(path), [MODEL, *more], root=repository)
+    changed = load_config(str(path), [MODEL, *more])
     assert (changed.tasks[0].subset, changed.learner.lr) == ("Open", 0.5)
-    assert load_config(str(path), [MODEL], root=repository) == plain
+    assert load_config(str(path), [MODEL]) == plain
     path.write_text("tasks: [{env: babyai, subset: Open}]\n", encoding="utf-8")
-    assert load_config(str(path), [MODEL], root=repository).tasks[0].subset == "Open"
+    assert load_config(str(path), [MODEL]).tasks[0].subset == "Open"
 
 
-def test_list_of_enums_survives_saving_and_loading(tmp_path: Path, repository: Path) -> None:
-    cfg = load_config(None, [MODEL, "sft.contexts=[full,fold]"], root=repository)
+def test_list_of_enums_survives_saving_and_loading(tmp_path: Path) -> None:
+    cfg = load_config(None, [MODEL, "sft.contexts=[full,fold]"])
     assert cfg.sft.contexts == [ContextKind.FULL, ContextKind.FOLD]
-    wrong = error_of([MODEL, "sft.contexts=[whole]"], repository)
+    wrong = error_of([MODEL, "sft.contexts=[whole]"])
     assert "sft.contexts" in wrong
     assert "full, window, summary, fold, subagent" in wrong
     save_config(cfg, tmp_path / "saved.yaml")
-    assert load_config(str(tmp_path / "saved.yaml"), [], root=repository) == cfg
+    assert load_config(str(tmp_path / "saved.yaml"), []) == cfg
 
 
-def test_config_file_is_private_and_display_redacted(tmp_path: Path, repository: Path) -> None:
+def test_config_file_is_private_and_display_redacted(tmp_path: Path) -> None:
     secrets = ["envhub.token=s3cret", "envhub.url=http://user:s3cret@10.0.0.1:1"]
-    cfg = load_config(None, ["model.path=m", *secrets], root=repository)
+    cfg = load_config(None, ["model.path=m", *secrets])
     assert "s3cret" not in config_as_yaml(without_secrets(cfg))
     save_config(cfg, tmp_path / "config.yaml")
     assert (tmp_path / "config.yaml").stat().st_mode & 0o777 == 0o600
-    assert load_config(str(tmp_path / "config.yaml"), [], root=repository).envhub == cfg.envhub
+    assert load_config(str(tmp_path / "config.yaml"), []).envhub == cfg.envhub
 
 
 @pytest.mark.parametrize(
@@ -299,20 +293,18 @@ def test_config_file_is_private_and_display_redacted(tmp_path: Path, repository:
         (["learner.num_nodes=2", "learner.num_gpus=6"], 6, 3),
     ],
 )
-def test_ranks_are_spread_over_the_nodes(
-    overrides: list[str], ranks: int, local: int, repository: Path
-) -> None:
-    learner = load_config(None, [MODEL, *overrides], root=repository).learner
+def test_ranks_are_spread_over_the_nodes(overrides: list[str], ranks: int, local: int) -> None:
+    learner = load_config(None, [MODEL, *overrides]).learner
     assert (learner.num_ranks, learner.local_ranks) == (ranks, local)
 
 
-def test_gpus_of_all_engines_give_the_number_of_actors(repository: Path) -> None:
+def test_gpus_of_all_engines_give_the_number_of_actors() -> None:
     gpus = ["actor.num_gpus=8", "actor.engines_per_process=2", "actor.tensor_parallel_size=2"]
-    actor = load_config(None, [MODEL, *gpus], root=repository).actor
+    actor = load_config(None, [MODEL, *gpus]).actor
     assert (actor.num_actors, actor.num_processes, actor.num_engines) == (2, 2, 4)
     words = "(actor.num_actors=3) x actor.engines_per_process=2 x actor.tensor_parallel_size=2 = 12"
     with pytest.raises(ConfigError, match=re.escape(words)):
-        load_config(None, [MODEL, *gpus, "actor.num_actors=3"], root=repository)
+        load_config(None, [MODEL, *gpus, "actor.num_actors=3"])
 
 
 @pytest.mark.parametrize(
@@ -342,9 +334,9 @@ def test_gpus_of_all_engines_give_the_number_of_actors(repository: Path) -> None
         ),
     ],
 )
-def test_uneven_ranks_are_refused(overrides: list[str], words: str, repository: Path) -> None:
+def test_uneven_ranks_are_refused(overrides: list[str], words: str) -> None:
     keys = [f"learner.{each}" for each in overrides]
-    assert error_of([MODEL, *keys], repository).startswith(f"learner.{words}")
+    assert error_of([MODEL, *keys]).startswith(f"learner.{words}")
 
 
 @pytest.mark.parametrize(
@@ -366,7 +358,7 @@ def test_uneven_ranks_are_refused(overrides: list[str], words: str, repository: 
 )
 def test_prompt_style_follows_the_policy(overrides: list[str], style: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
-    cfg = load_config(None, [text.format(folder=tmp_path) for text in overrides], root=ROOT)
+    cfg = load_config(None, [text.format(folder=tmp_path) for text in overrides])
     assert cfg.envhub.style == style
 
 
@@ -381,14 +373,12 @@ def test_unknown_prompt_style_is_named(tmp_path: Path) -> None:
         style_of_model(tmp_path)
 
 
-def test_home_is_expanded_in_every_path(
-    tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_home_is_expanded_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/a")
     file = tmp_path / "a.yaml"
     file.write_text("run: {dir: ~/runs}\nreward: {r: ~/g.py:f}\n", encoding="utf-8")
     overrides = ["model.path=~/tiny", "data.train=~/d.jsonl", "envhub.envs=[~/e.py:make]"]
-    cfg = load_config(str(file), overrides, root=repository)
+    cfg = load_config(str(file), overrides)
     assert (cfg.run.dir, cfg.model.path) == ("/home/a/runs", "/home/a/tiny")
     assert (cfg.envs.dataset.train, cfg.envhub.envs) == ("/home/a/d.jsonl", ["/home/a/e.py:make"])
     assert cfg.envs.dataset.reward == {"r": "/home/a/g.py:f"}

@@ -1,7 +1,5 @@
 """The presets against the paper (arXiv 2509.08755, appendix B) and its released scripts."""
 
-from pathlib import Path
-
 import pytest
 
 from common.config.algorithm import KlEstimator
@@ -21,8 +19,8 @@ PAPER = {
 
 
 @pytest.mark.parametrize("env", PAPER)
-def test_preset_matches_the_paper_hyperparameters(env: str, repository: Path) -> None:
-    cfg = load_config(f"{env}-qwen7b", ["model.path=/weights"], root=repository)
+def test_preset_matches_the_paper_hyperparameters(env: str) -> None:
+    cfg = load_config(f"{env}-qwen7b", ["model.path=/weights"])
     stages, every_steps, lr, size, max_model_len = PAPER[env]
     policy = cfg.horizon.policy(env)
     assert (policy.kind, policy.stages) == (HorizonKind.STEPWISE, stages)
@@ -34,15 +32,15 @@ def test_preset_matches_the_paper_hyperparameters(env: str, repository: Path) ->
 
 
 @pytest.mark.parametrize("env", PAPER)
-def test_preset_names_existing_tasks(env: str, repository: Path) -> None:
-    cfg = load_config(f"{env}-qwen7b", ["model.path=/weights"], root=repository)
+def test_preset_names_existing_tasks(env: str) -> None:
+    cfg = load_config(f"{env}-qwen7b", ["model.path=/weights"])
     served = "minisites" if env == "webarena" else env  # no address of its sites is set
     spec = load_spec(served, cfg.envs, cfg.env)
     assert {task.env for task in cfg.tasks} == {served}
     assert all(spec.subsets[task.subset].num_train > 0 for task in cfg.tasks)
 
 
-def test_webarena_preset_uses_webarena_given_site_address(repository: Path) -> None:
+def test_webarena_preset_uses_webarena_given_site_address() -> None:
     url = "envs.webarena.gitlab=http://10.0.0.1:8023"
-    cfg = load_config("webarena-qwen7b", ["model.path=/weights", url], root=repository)
+    cfg = load_config("webarena-qwen7b", ["model.path=/weights", url])
     assert {task.env for task in cfg.tasks} == {"webarena"}

@@ -5,7 +5,6 @@ import pytest
 from common.config.actor import SeatsOptions
 from common.config.load import load_config
 from common.errors import ConfigError
-from common.repository import ROOT
 
 
 def test_opponents_that_are_not_named_are_model_folders() -> None:
@@ -30,11 +29,11 @@ def test_opponents_that_are_not_named_are_model_folders() -> None:
 )
 def test_contradicting_option_is_refused_with_its_key(override: str, reason: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        load_config("smoke", [f"actor.seats.{override}"], root=ROOT)
+        load_config("smoke", [f"actor.seats.{override}"])
     assert "actor.seats." in str(refused.value)
     assert reason in str(refused.value)
 
 
 def test_past_versions_are_served_by_roles_only() -> None:
     with pytest.raises(ConfigError, match="must be 0 without policy"):
-        load_config("smoke", ["policy.past_every_s=5"], root=ROOT)
+        load_config("smoke", ["policy.past_every_s=5"])

@@ -7,13 +7,12 @@ import pytest
 
 from common.config.load import load_config
 from common.errors import ConfigError
-from common.repository import ROOT
 
 
 def dataset_of(text: str, *overrides: str, folder: Path) -> Any:
     path = folder / "mine.yaml"
     path.write_text(f"defaults: quickstart\n{text}", encoding="utf-8")
-    return load_config(str(path), overrides, root=ROOT).envs.dataset
+    return load_config(str(path), overrides).envs.dataset
 
 
 def test_short_keys_work_in_files_and_overrides(tmp_path: Path) -> None:

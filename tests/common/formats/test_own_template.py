@@ -10,7 +10,6 @@ from common.config.load import load_config, load_received, sections_as_yaml
 from common.errors import ConfigError
 from common.formats import chat_template
 from common.formats.chat_template import fix_prompts, fix_template, render_chat
-from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.store.run_start import keep_tokenizer, prepare, save_config
 from scheduler.members.enrolment import SECRET, SECTIONS
@@ -59,10 +58,10 @@ def test_byte_order_mark_and_line_ends_change_no_prompt(tmp_path: Path) -> None:
     own.write_bytes(("\ufeff" + CHATML).replace("<|im_end|>\n", "<|im_end|>\r\n").encode())
     fix_template(own, {})
     assert Renderer(plain).first_prompt("hi") == expected
-    cfg = load_config("quickstart", [], root=ROOT)
+    cfg = load_config("quickstart", [])
     cfg = replace(cfg, model=replace(cfg.model, chat_template=str(own)))
     run_dir = RunDir(root=tmp_path / "r")
-    keep_tokenizer(cfg, run_dir, root=ROOT)
+    keep_tokenizer(cfg, run_dir)
     assert (run_dir.tokenizer / "chat_template.jinja").read_bytes() == CHATML.encode()
 
 
@@ -81,40 +80,40 @@ def test_unreadable_template_is_refused_by_key_and_path(tmp_path: Path) -> None:
 def test_variables_keep_their_types_in_a_run(tmp_path: Path) -> None:
     given = ["enable_thinking=false", "effort=high", "depth=3", "names=[a,b]"]
     overrides = [f"model.chat_template_kwargs.{each}" for each in given]
-    cfg = load_config("quickstart", overrides, root=ROOT)
+    cfg = load_config("quickstart", overrides)
     expected = {"enable_thinking": False, "effort": "high", "depth": 3, "names": ["a", "b"]}
     assert cfg.model.chat_template_kwargs == expected
     save_config(cfg, tmp_path / "config.yaml")
-    assert load_config(str(tmp_path / "config.yaml"), [], root=ROOT).model == cfg.model
+    assert load_config(str(tmp_path / "config.yaml"), []).model == cfg.model
     received = load_received(
-        sections_as_yaml(cfg, SECTIONS["actor"], without=SECRET), ["model.path=m"], root=ROOT
+        sections_as_yaml(cfg, SECTIONS["actor"], without=SECRET), ["model.path=m"]
     )
     assert received.model.chat_template_kwargs == expected
 
 
 def test_reserved_variable_is_refused_by_key() -> None:
     with pytest.raises(ConfigError, match=r"model\.chat_template_kwargs\.tools=\[\]: is set by"):
-        load_config("quickstart", ["model.chat_template_kwargs.tools=[]"], root=ROOT)
+        load_config("quickstart", ["model.chat_template_kwargs.tools=[]"])
 
 
 def test_run_keeps_its_template_with_its_tokenizer(tmp_path: Path) -> None:
-    cfg = load_config("quickstart", [], root=ROOT)
+    cfg = load_config("quickstart", [])
     own = str(folder() / "qwen3.jinja")
     cfg = replace(cfg, model=replace(cfg.model, chat_template=own))
     run_dir = RunDir(root=tmp_path / "r")
     run_dir.root.mkdir()
-    keep_tokenizer(cfg, run_dir, root=ROOT)
+    keep_tokenizer(cfg, run_dir)
     kept = run_dir.tokenizer / "chat_template.jinja"
     assert kept.read_text(encoding="utf-8") == Path(own).read_text(encoding="utf-8")
-    fix_prompts(cfg.model, ROOT)
+    fix_prompts(cfg.model)
     assert chat_template.template_of(object()) == Path(own).read_text(encoding="utf-8")
 
 
 def test_resumed_run_must_have_the_same_prompts(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path / "r")
-    cfg = load_config("quickstart", ["run.name=r"], root=ROOT)
+    cfg = load_config("quickstart", ["run.name=r"])
     save_config(cfg, run_dir.config)
-    other = load_config("quickstart", ["run.name=r", "actor.keep_thinking=none"], root=ROOT)
+    other = load_config("quickstart", ["run.name=r", "actor.keep_thinking=none"])
     with pytest.raises(ConfigError, match=r"actor\.keep_thinking: was all, now none"):
         prepare(other, run_dir)
     older = run_dir.config.read_text(encoding="utf-8").replace("keep_thinking: all", "")

@@ -19,7 +19,7 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.join.enrol import enrol, parse_address
 from common.join.files import PART_BYTES
-from common.repository import ROOT, product_version
+from common.repository import product_version
 from common.wire.access.identities import revoke
 from common.wire.messages import (
     NAME_IN_USE,
@@ -103,7 +103,7 @@ def test_node_receives_files_and_role_config(scheduler: Scheduler) -> None:
     folder = Path(joined.model_path)
     assert (folder / "tokenizer.json").read_bytes() == TOKENIZER
     assert sorted(each.name for each in folder.iterdir()) == ["config.json", "tokenizer.json"]
-    cfg = load_received(joined.config, ["model.path=x", "actor.name=n"], root=ROOT)
+    cfg = load_received(joined.config, ["model.path=x", "actor.name=n"])
     assert cfg.actor == replace(scheduler.cfg.actor, name="n")
     assert cfg.run == scheduler.cfg.run
     assert "secret" not in joined.config
@@ -119,7 +119,7 @@ def test_node_receives_files_and_role_config(scheduler: Scheduler) -> None:
 def test_joining_hub_receives_tasks_and_outside_environments(scheduler: Scheduler) -> None:
     request = replace(REQUEST, role="envhub", name="h")
     joined = enrol(scheduler.address, scheduler.key, request, timeout_s=WAIT_S)
-    cfg = load_received(joined.config, ["model.path=x"], root=ROOT)
+    cfg = load_received(joined.config, ["model.path=x"])
     assert cfg.envhub.envs == sorted({OUTSIDE, *(task.env for task in scheduler.cfg.tasks)})
 
 
@@ -130,7 +130,7 @@ def test_learner_node_joins_with_its_own_key_only(scheduler: Scheduler) -> None:
     request = replace(REQUEST, role="learner")
     joined = enrol(scheduler.address, key, request, timeout_s=WAIT_S)
     assert (joined.key.name, joined.model_path, scheduler.num_parts) == ("ranks-1", "", 0)
-    cfg = load_received(joined.config, [], root=ROOT)
+    cfg = load_received(joined.config, [])
     assert (cfg.learner, cfg.algorithm) == (scheduler.cfg.learner, scheduler.cfg.algorithm)
     assert cfg.model.path == joined.base
     with pytest.raises(ConfigError, match="not for learner"):

@@ -17,8 +17,8 @@ from tools.exchange.writing import load_framing
 
 def kept(tmp_path: Path, model: Path) -> Path:
     run_dir = RunDir(root=tmp_path / "r")
-    cfg = load_config("smoke", [f"model.path={model}"], root=ROOT)
-    keep_tokenizer(cfg, run_dir, root=ROOT)
+    cfg = load_config("smoke", [f"model.path={model}"])
+    keep_tokenizer(cfg, run_dir)
     return run_dir.tokenizer
 
 

@@ -12,7 +12,6 @@ from common.config.run_config import RunConfig
 from common.config.train import TrainSection
 from common.errors import ConfigError
 from common.formats.chat_template import today
-from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.store.run_start import dated, mark_finished, prepare, save_config
 from scheduler.members.enrolment import SECRET, SECTIONS
@@ -114,12 +113,12 @@ def test_checkpoint_is_served_with_the_run_date(run_dir: RunDir, tmp_path: Path)
 def test_date_travels_to_roles_with_the_configuration(run_dir: RunDir) -> None:
     cfg = dated(with_date("2024-02-29"), run_dir, is_kept=True)
     save_config(cfg, run_dir.config)
-    assert load_config(str(run_dir.config), [], root=ROOT).model.date == "2024-02-29"
+    assert load_config(str(run_dir.config), []).model.date == "2024-02-29"
     sent = sections_as_yaml(cfg, SECTIONS["actor"], without=SECRET)
-    assert load_received(sent, [], root=ROOT).model.date == "2024-02-29"
+    assert load_received(sent, []).model.date == "2024-02-29"
 
 
 @pytest.mark.parametrize("day", ["2024-02-30", "today", "24-02-28", "20240228"])
 def test_invalid_date_is_refused_by_its_key(day: str) -> None:
     with pytest.raises(ConfigError, match=r"model\.date"):
-        load_config(None, ["model.path=m", f"model.date={day}"], root=ROOT)
+        load_config(None, ["model.path=m", f"model.date={day}"])

@@ -97,8 +97,8 @@ def test_search_set_loads_from_question_files_and_reports_gaps(tmp_path: Path):
     assert paper.note == "50 of the paper's 400 items"
 
 
-def test_config_of_the_tables_plays_every_set(repository: Path):
-    cfg = load_config("agentgym-paper-tables", ["model.path=unset"], root=repository)
+def test_config_of_the_tables_plays_every_set():
+    cfg = load_config("agentgym-paper-tables", ["model.path=unset"])
     assert (cfg.eval.items, cfg.eval.num_items, cfg.envs.agentgym_rules) == ("paper", -1, True)
     assert cfg.envhub.style == Style.AGENTGYM
     subsets = {(task.env, task.subset) for task in cfg.tasks}

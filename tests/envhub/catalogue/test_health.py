@@ -25,7 +25,7 @@ def nobody() -> str:
 
 
 def configured(*overrides: str) -> RunConfig:
-    return load_config("smoke", ["model.path=unset", *overrides], root=ROOT)
+    return load_config("smoke", ["model.path=unset", *overrides])
 
 
 def test_silent_agentgym_server_is_named(nobody: str) -> None:

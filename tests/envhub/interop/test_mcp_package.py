@@ -17,6 +17,7 @@ from actor.formats.tools import ToolRenderer, make_renderer
 from common.config.actor import AgentFormat
 from common.errors import ConfigError
 from common.formats.answers import CALLS, worded
+from common.repository import ROOT
 from envhub.catalogue.registry import Registry
 from tests.actor.formats.test_tools import CALLING
 from tests.end_to_end.runs import Run, balances
@@ -118,11 +119,11 @@ def described(folder: Path, **options: object) -> str:
     return f"mcp:{folder / 'tools.yaml'}"
 
 
-def play(reference: str, *episodes: tuple[str, list[str]], root: Path) -> tuple[list[Any], int]:
+def play(reference: str, *episodes: tuple[str, list[str]]) -> tuple[list[Any], int]:
     """Return the observations of the episodes and the number of test items."""
     done = subprocess.run(
         [python_with(MCP, sees_ours=True), "-c", PLAY, reference, json.dumps(episodes)],
-        cwd=root,
+        cwd=ROOT,
         capture_output=True,
         encoding="utf-8",
         timeout=200,
@@ -159,9 +160,7 @@ def http_server(folder: Path, *, text: str = SERVER, port: int = 0) -> Iterator[
 @pytest.mark.parametrize(
     "revision", [pytest.param("2025-11-25", marks=pytest.mark.long), "2026-07-28"]
 )
-def test_stdio_tools_are_played_in_both_revisions(
-    revision: str, tmp_path: Path, repository: Path
-) -> None:
+def test_stdio_tools_are_played_in_both_revisions(revision: str, tmp_path: Path) -> None:
     reference = described(tmp_path, revision=revision, max_chars=100, num_test=1, hidden=["begin"])
     actions = [
         "hello",
@@ -176,7 +175,7 @@ def test_stdio_tools_are_played_in_both_revisions(
         call("submit", answer="seven 7 "),
     ]
     episodes = [("all-train-0", actions), ("all-test-0", [call("submit", answer="9")])]
-    (first, second), num_test = play(reference, *episodes, root=repository)
+    (first, second), num_test = play(reference, *episodes)
     assert num_test == 1
     assert "- add: Add a number." in first[0]
     assert "- begin" not in first[0]
@@ -269,14 +268,14 @@ def test_restarted_server_is_used_again(tmp_path: Path, repository: Path) -> Non
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_session_is_an_argument_and_a_server_check_pays(tmp_path: Path, repository: Path) -> None:
+def test_session_is_an_argument_and_a_server_check_pays(tmp_path: Path) -> None:
     check = {"tool": "grade", "arguments": {"right": 8}}
     items = [{"prompt": "Say 8.", "check": check, "split": s} for s in ("train", "test")]
     with http_server(tmp_path) as url:
         reference = described(tmp_path, url=url, session="session", items="mine.json")
         (tmp_path / "mine.json").write_text("\n".join(map(json.dumps, items)), encoding="utf-8")
         moves = [call("add", number=1), call("submit", answer="8")]
-        told, _ = play(reference, *[("all-train-0", moves), ("all-test-0", moves)], root=repository)
+        told, _ = play(reference, *[("all-train-0", moves), ("all-test-0", moves)])
     assert all("session" not in episode[0] and "grade" not in episode[0] for episode in told)
     assert [episode[1][0] for episode in told] == ["sum 1 of 1", "sum 1 of 2"]
     assert [episode[2][1:] for episode in told] == [[0.5, True, True, True]] * 2
@@ -284,17 +283,13 @@ def test_session_is_an_argument_and_a_server_check_pays(tmp_path: Path, reposito
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_paying_tool_may_truncate_succeed_and_pay_negative(
-    tmp_path: Path, repository: Path
-) -> None:
+def test_paying_tool_may_truncate_succeed_and_pay_negative(tmp_path: Path) -> None:
     reference = described(tmp_path, submit="judge", min_reward=-1.0)
     moves = [
         [call("add", number=1), call("judge", reward=-0.5, truncated=is_cut)]
         for is_cut in (True, False)
     ]
-    ((_, on, cut), (_, _, end)), _ = play(
-        reference, *[("all-train-0", each) for each in moves], root=repository
-    )
+    ((_, on, cut), (_, _, end)), _ = play(reference, *[("all-train-0", each) for each in moves])
     assert on[1] == 0.5  # nothing is paid yet: 0 of -1 to 1
     assert cut[1:] == [0.25, True, True, True, "cut short"]
     assert end[1:] == [0.25, True, True, True]
@@ -310,7 +305,7 @@ def test_local_server_bypasses_the_proxy(
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     moves = [call("submit", answer="Seven 7")]
     with http_server(tmp_path) as url:
-        told, _ = play(described(tmp_path, url=url), ("all-train-0", moves), root=repository)
+        told, _ = play(described(tmp_path, url=url), ("all-train-0", moves))
     assert told[0][1][2] is True  # the episode is done
     reference = described(tmp_path, url="http://mcp.example:80/mcp", start_timeout_s=20.0)
     done = subprocess.run(
@@ -325,12 +320,12 @@ def test_local_server_bypasses_the_proxy(
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_faulty_server_fails_episode_by_name(tmp_path: Path, repository: Path) -> None:
+def test_faulty_server_fails_episode_by_name(tmp_path: Path) -> None:
     options = {"items": "tool:listed", "timeout_s": 8.0, "session": "session", "begin": "begin"}
     reference = described(tmp_path, **options)
     ends = [("all-train-0", [call("tell", how=how)]) for how in ("die", "sleep", "odd")]
     right = ("all-test-1", [call("submit", answer="19")])  # the last tenth of twenty
-    (died, slept, odd, last), num_test = play(reference, *ends, right, root=repository)
+    (died, slept, odd, last), num_test = play(reference, *ends, right)
     assert num_test == 2
     assert "server.py: tool 'tell': MCPError: Connection closed" in died[1]
     assert "tool 'tell': no answer within 8 s" in slept[1]
@@ -361,7 +356,7 @@ def test_function_call_of_tool_reaches_server(tmp_path: Path, repository: Path) 
     text = '<tool_call>{"name": "add", "arguments": {"number": 3}}</tool_call>'
     action = render.called(CALLING.encode(text, add_special_tokens=False))
     assert action is not None
-    ((first, added),), _ = play(reference, ("all-train-0", [action]), root=repository)
+    ((first, added),), _ = play(reference, ("all-train-0", [action]))
     assert first == instruction + "Say 7."
     assert added == ["sum 3 of 1", 0.0, False, True, False]
 

@@ -146,4 +146,4 @@ def test_layers_that_peft_refuses_are_found_before_start(tmp_path: Path) -> None
     )
     # A kernel reads these weights directly, so an adapter beside them would have no effect.
     with pytest.raises(ConfigError, match=r"learner\.lora\.targets=out_proj: peft cannot adapt"):
-        check_networks(cfg, Path())
+        check_networks(cfg)

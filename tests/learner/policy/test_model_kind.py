@@ -52,32 +52,30 @@ def save(folder: Path, **config: Any) -> Path:
     return write_model(folder, num_rest=1, vocab_size=64, num_hidden_layers=1, **config)
 
 
-def commands(folder: Path, repository: Path) -> dict[str, Any]:
+def commands(folder: Path) -> dict[str, Any]:
     """Return everything that reads a model, by name."""
     where = [f"model.path={folder}", f"run.dir={folder.parent / 'runs'}"]
 
     def configured(*more: str) -> RunConfig:
-        return load_config("smoke", [*where, *more], root=repository)
+        return load_config("smoke", [*where, *more])
 
     return {
-        "train": lambda: check(configured(), repository),
-        "--dry-run": lambda: check_dry(configured(), repository),
-        "--dry-run without weights": lambda: check_dry(
-            configured(f"model.architecture={folder}"), repository
-        ),
-        "sft": lambda: check_sft(configured("sft.from_scratch=false"), repository),
-        "dpo": lambda: check_dpo(configured(), repository),
-        "serve": lambda: check_policy(configured(), repository),
-        "a role": lambda: check_model(str(folder), repository),
+        "train": lambda: check(configured()),
+        "--dry-run": lambda: check_dry(configured()),
+        "--dry-run without weights": lambda: check_dry(configured(f"model.architecture={folder}")),
+        "sft": lambda: check_sft(configured("sft.from_scratch=false")),
+        "dpo": lambda: check_dpo(configured()),
+        "serve": lambda: check_policy(configured()),
+        "a role": lambda: check_model(str(folder)),
         "the learner": lambda: load_policy(str(folder), device="cpu", gradient_checkpointing=False),
         "the start check": lambda: make_bare(str(folder)),
     }
 
 
-def test_every_command_refuses_a_model_for_images(tmp_path: Path, repository: Path) -> None:
+def test_every_command_refuses_a_model_for_images(tmp_path: Path) -> None:
     name = "Gemma3ForConditionalGeneration"
     folder = save(tmp_path / "model", architectures=[name], **IMAGES[name])
-    for command, start in commands(folder, repository).items():
+    for command, start in commands(folder).items():
         with pytest.raises(ConfigError) as caught:
             start()
         said = str(caught.value)
@@ -114,7 +112,7 @@ def test_encoders_and_headless_models_are_refused(
 ) -> None:
     folder = save(tmp_path / "model", architectures=[name], **config)
     with pytest.raises(ConfigError, match=f"model.path=.*: {name} .*{words}.*decoder-only model"):
-        check_model(str(folder), tmp_path)
+        check_model(str(folder))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +126,7 @@ def test_encoders_and_headless_models_are_refused(
     ],
 )
 def test_decoders_of_text_are_accepted(config: dict[str, Any], tmp_path: Path) -> None:
-    check_model(str(save(tmp_path / "model", **config)), tmp_path)
+    check_model(str(save(tmp_path / "model", **config)))
 
 
 def test_damaged_config_is_left_to_other_checks(tmp_path: Path) -> None:
@@ -138,9 +136,7 @@ def test_damaged_config_is_left_to_other_checks(tmp_path: Path) -> None:
     check_kind(tmp_path)
 
 
-def test_window_that_engine_and_learner_differ_in_is_refused(
-    tmp_path: Path, repository: Path
-) -> None:
+def test_window_that_engine_and_learner_differ_in_is_refused(tmp_path: Path) -> None:
     sizes = {
         "sliding_window": 256,
         "model_type": "cohere2",
@@ -148,10 +144,10 @@ def test_window_that_engine_and_learner_differ_in_is_refused(
     }
     folder = save(tmp_path / "model", **sizes)
     where = [f"model.path={folder}", f"run.dir={tmp_path / 'runs'}"]
-    longer = load_config("smoke", [*where, "actor.max_model_len=512"], root=repository)
+    longer = load_config("smoke", [*where, "actor.max_model_len=512"])
     for start in (check, check_dry):
         with pytest.raises(ConfigError, match=r"256 tokens .* 257 in .*actor\.max_model_len=256"):
-            start(longer, repository)
+            start(longer)
     check_engine_equal(folder, 256, shown="m")
     check_engine_equal(save(tmp_path / "mistral", sliding_window=256), 512, shown="m")
 

@@ -76,9 +76,9 @@ def test_dry_run_names_the_precision_of_each_training(stored: Path) -> None:
         model=ModelSection(path=str(stored)), learner=LearnerSection(device="cpu"), sft=sft
     )
     for command in ("train", "sft", "dpo", "evolve"):
-        line, *_ = rate_lines(command, cfg, Path())
+        line, *_ = rate_lines(command, cfg)
         assert line.startswith("learner.precision: fp32 (")
-    assert rate_lines("eval", cfg, Path()) == []
+    assert rate_lines("eval", cfg) == []
 
 
 def test_report_reads_the_precision_and_its_reason(tmp_path: Path) -> None:

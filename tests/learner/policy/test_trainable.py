@@ -22,29 +22,29 @@ def save(folder: Path, **config: Any) -> Path:
 
 
 @pytest.mark.slow
-def test_every_training_command_refuses_quantised_weights(tmp_path: Path, repository: Path) -> None:
+def test_every_training_command_refuses_quantised_weights(tmp_path: Path) -> None:
     folder = save(tmp_path / "model", quantization_config={"quant_method": "mxfp4"})
 
     def configured(*more: str, path: Path = folder) -> RunConfig:
         where = [f"model.path={path}", f"run.dir={tmp_path / 'runs'}"]
-        return load_config("smoke", [*where, *more], root=repository)
+        return load_config("smoke", [*where, *more])
 
     from_files = "sft.from_scratch=false"
     stand_in = f"model.architecture={folder}"
     small = save(tmp_path / "small", quantization_config=None)
     reference = ["algorithm.kl_coef=0.1", f"algorithm.reference_path={folder}"]
     for start in (
-        lambda: check(configured(), repository),
-        lambda: check_dry(configured(), repository),
-        lambda: check_dry(configured(stand_in), repository),
-        lambda: check(configured(*reference, path=small), repository),
-        lambda: check_sft(configured(from_files), repository),
-        lambda: check_dpo(configured(), repository),
+        lambda: check(configured()),
+        lambda: check_dry(configured()),
+        lambda: check_dry(configured(stand_in)),
+        lambda: check(configured(*reference, path=small)),
+        lambda: check_sft(configured(from_files)),
+        lambda: check_dpo(configured()),
         lambda: load_policy(str(folder), device="cpu", gradient_checkpointing=False),
     ):
         with pytest.raises(ConfigError, match=r"weights are quantised \(mxfp4\).*in bf16"):
             start()
-    check_model(str(folder), repository)  # An engine serves them.
+    check_model(str(folder))  # An engine serves them.
 
 
 @pytest.mark.parametrize(

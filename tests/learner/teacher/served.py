@@ -13,7 +13,7 @@ from common.config.load import load_config
 from common.errors import EngineError
 from common.repository import ROOT
 
-CFG = load_config("quickstart", [], root=ROOT)
+CFG = load_config("quickstart", [])
 TOKENIZER: Any = AutoTokenizer.from_pretrained(
     ROOT / "configs" / "policies" / "tiny", local_files_only=True
 )

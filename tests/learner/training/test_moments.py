@@ -198,7 +198,7 @@ def test_moments_of_another_kind_are_refused(tmp_path: Path) -> None:
 
 def test_muon_is_refused_with_the_remedy() -> None:
     with pytest.raises(ConfigError, match=r"learner\.moments='8bit': must be fp32 with learner"):
-        load_config("smoke", ["learner.optimizer=muon", "learner.moments=8bit"], root=ROOT)
+        load_config("smoke", ["learner.optimizer=muon", "learner.moments=8bit"])
 
 
 def give_moments(model: Any, *, seed: int) -> list[torch.optim.Optimizer]:

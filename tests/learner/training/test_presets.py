@@ -24,7 +24,7 @@ NUM_EXPERTS = 4
 # The presets of other tasks differ in no key of the learner's networks.
 PRESETS = [
     name
-    for name in list_configs(ROOT)
+    for name in list_configs()
     if "qwen" in name and not (name.startswith("babyai") and "qwen3" in name)
 ]
 HERE = (
@@ -64,13 +64,13 @@ def save_small(architecture: Path, folder: Path) -> None:
 
 
 def load_small(name: str, folder: Path, overrides: tuple[str, ...]) -> RunConfig:
-    large = load_config(name, [], root=ROOT, is_dry=True)
+    large = load_config(name, [], is_dry=True)
     save_small(ROOT / large.model.architecture, folder)
     if large.learner.offload is Offload.OPTIMIZER:  # found where there is no GPU
         overrides = (*overrides, "learner.device=auto")
     given = {line.partition("=")[0] for line in overrides}
     here = [line for line in HERE if line.partition("=")[0] not in given]
-    return load_config(name, [f"model.path={folder}", *here, *overrides], root=ROOT)
+    return load_config(name, [f"model.path={folder}", *here, *overrides])
 
 
 # Presets whose learner differs from another one's in the task, or in sizes that are too large here.

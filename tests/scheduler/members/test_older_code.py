@@ -5,7 +5,6 @@ import pytest
 from common.config.load import load_received
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.repository import ROOT
 from scheduler.members.older_code import default_keys, without_unknown
 from tests.configs import edited
 
@@ -28,7 +27,7 @@ def test_changed_keys_are_no_default_keys() -> None:
 
 def test_unknown_key_with_its_default_is_ignored() -> None:
     text = without_unknown(NEWER, DEFAULTS)
-    cfg = load_received(text, ["model.path=x"], root=ROOT)
+    cfg = load_received(text, ["model.path=x"])
     assert (cfg.run.name, cfg.run.seed, cfg.learner.lora.rank) == ("a", 3, 0)
 
 
@@ -36,9 +35,9 @@ def test_unknown_key_with_its_default_is_ignored() -> None:
 def test_unknown_key_with_another_value_is_reported(key: str) -> None:
     text = without_unknown(NEWER, DEFAULTS - {key})
     with pytest.raises(ConfigError, match="no such key"):
-        load_received(text, ["model.path=x"], root=ROOT)
+        load_received(text, ["model.path=x"])
 
 
 def test_unknown_key_of_a_run_without_defaults_is_reported() -> None:
     with pytest.raises(ConfigError, match="no such key"):
-        load_received(without_unknown(NEWER, ()), ["model.path=x"], root=ROOT)
+        load_received(without_unknown(NEWER, ()), ["model.path=x"])

@@ -20,7 +20,7 @@ def found(path: Path, *, num: int = 6) -> list[Finding]:
     """Return the findings of `check-env` for the environment in a file."""
     name = f"{path}:make_spec"
     with Driver(spec_of(name, []), Style.COMPACT) as driver:
-        return list(findings(driver, name, num, [], root=ROOT))
+        return list(findings(driver, name, num, []))
 
 
 def changed(tmp_path: Path, *changes: tuple[str, str]) -> Path:

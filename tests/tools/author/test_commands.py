@@ -23,7 +23,7 @@ def test_scaffold_of_forty_lines_passes_check_env(tmp_path: Path, capsys: Captur
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     assert len(lines) <= 48
     assert "sort" not in path.read_text(encoding="utf-8").lower().replace("sorted", "")
-    cfg = load_config(str(config), [], root=ROOT)
+    cfg = load_config(str(config), [])
     assert (cfg.run.name, cfg.tasks[0].env) == ("my_game", "my_game")
     assert cfg.envhub.envs == [f"{path}:make_spec"]
     assert cfg.model.path == cfg.sft.output == "runs/my_game-start/policy"

@@ -8,7 +8,6 @@ import pytest
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import TrialFailed
-from common.repository import ROOT
 from tools.author.trial import try_episodes
 
 REWARDS = """
@@ -79,14 +78,14 @@ def _dataset(tmp_path: Path, reward: str) -> RunConfig:
     (tmp_path / "q.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}\n' * 3, encoding="utf-8")
     (tmp_path / "own.py").write_text(REWARDS, encoding="utf-8")
     overrides = [f"data.train={tmp_path}/q.jsonl", "data.eval_size=1"]
-    return load_config("dataset", [*overrides, f"reward={tmp_path}/own.py:{reward}"], root=ROOT)
+    return load_config("dataset", [*overrides, f"reward={tmp_path}/own.py:{reward}"])
 
 
 def _door(tmp_path: Path, *, reset: str = "pass", step: str = "pass") -> RunConfig:
     path = tmp_path / "door.py"
     path.write_text(ENVIRONMENT.format(reset=reset, step=step), encoding="utf-8")
     overrides = ["tasks=[{env: door, subset: all}]", f"envhub.envs=['{path}:make_spec']"]
-    return load_config("smoke", overrides, root=ROOT)
+    return load_config("smoke", overrides)
 
 
 @pytest.mark.slow
@@ -99,7 +98,7 @@ def test_trial_returns_the_first_prompt_of_each_task(tmp_path: Path) -> None:
         "the door is closed",
         True,
     )
-    (built_in,) = try_episodes(load_config("smoke", [], root=ROOT))
+    (built_in,) = try_episodes(load_config("smoke", []))
     assert built_in.env == "babyai"
 
 

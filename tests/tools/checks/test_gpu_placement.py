@@ -1,7 +1,6 @@
 """Laws of GPU placement, on machines of any size."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -15,11 +14,9 @@ FOUND = [Gpu(name="H100", memory_bytes=80 * GIB, uuid=f"GPU-{i}") for i in range
 LINES = ["GPU-aa1, NVIDIA H100, 81559", "GPU-aa2, NVIDIA H100, 81559", "GPU-b, odd, name, [N/A]"]
 
 
-def gpus_of(repository: Path, num_gpus: int, *overrides: str) -> GpuAssignment:
+def gpus_of(num_gpus: int, *overrides: str) -> GpuAssignment:
     device = [] if any("device" in each for each in overrides) else ["learner.device=auto"]
-    return assign_gpus(
-        load_config("smoke", [*device, *overrides], root=repository), num_gpus=num_gpus
-    )
+    return assign_gpus(load_config("smoke", [*device, *overrides]), num_gpus=num_gpus)
 
 
 @pytest.mark.parametrize(
@@ -38,13 +35,9 @@ def gpus_of(repository: Path, num_gpus: int, *overrides: str) -> GpuAssignment:
     ],
 )
 def test_engines_and_learner_prefer_separate_gpus(
-    num_gpus: int,
-    overrides: list[str],
-    learner: tuple[int, ...],
-    actors: list[tuple[int, ...]],
-    repository: Path,
+    num_gpus: int, overrides: list[str], learner: tuple[int, ...], actors: list[tuple[int, ...]]
 ) -> None:
-    assert gpus_of(repository, num_gpus, *overrides) == GpuAssignment(learner, tuple(actors))
+    assert gpus_of(num_gpus, *overrides) == GpuAssignment(learner, tuple(actors))
 
 
 @pytest.mark.parametrize(
@@ -63,10 +56,10 @@ def test_engines_and_learner_prefer_separate_gpus(
     ],
 )
 def test_too_few_gpus_are_refused_with_numbers(
-    num_gpus: int, overrides: list[str], words: str, repository: Path
+    num_gpus: int, overrides: list[str], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
-        gpus_of(repository, num_gpus, *overrides)
+        gpus_of(num_gpus, *overrides)
 
 
 @pytest.mark.parametrize(
@@ -81,19 +74,19 @@ def test_too_few_gpus_are_refused_with_numbers(
     ],
 )
 def test_process_of_several_engines_gets_the_gpus_of_all(
-    num_gpus: int, overrides: list[str], processes: list[tuple[int, ...]], repository: Path
+    num_gpus: int, overrides: list[str], processes: list[tuple[int, ...]]
 ) -> None:
     base = ["actor.num_actors=2", "actor.engines_per_process=2"]
     base = [each for each in base if each.split("=")[0] not in " ".join(overrides)]
-    found = gpus_of(repository, num_gpus, *base, *overrides)
+    found = gpus_of(num_gpus, *base, *overrides)
     assert list(found.processes) == processes
 
 
-def test_too_few_gpus_for_all_engines_of_processes_are_refused(repository: Path) -> None:
+def test_too_few_gpus_for_all_engines_of_processes_are_refused() -> None:
     overrides = ["actor.placement=apart", "actor.num_actors=2", "actor.engines_per_process=3"]
     words = "actor.num_actors=2 x actor.engines_per_process=3 x actor.tensor_parallel_size=1 = 6"
     with pytest.raises(ConfigError, match=re.escape(words)):
-        gpus_of(repository, 4, *overrides)
+        gpus_of(4, *overrides)
 
 
 def test_each_role_sees_its_own_gpus_only() -> None:
@@ -185,10 +178,10 @@ def test_fastest_first_order_requires_identical_gpus() -> None:
 @pytest.mark.parametrize(
     "override", ["learner.num_ranks=2", "actor.tensor_parallel_size=2", "learner.device=cuda:1"]
 )
-def test_role_that_needs_two_slices_is_refused(override: str, repository: Path) -> None:
+def test_role_that_needs_two_slices_is_refused(override: str) -> None:
     found = shown_gpus(SLICED, None)
-    check_slices(load_config("smoke", [], root=repository), found)
-    cfg = load_config("smoke", [override], root=repository)
+    check_slices(load_config("smoke", []), found)
+    cfg = load_config("smoke", [override])
     with pytest.raises(
         ConfigError, match=re.escape(f"{override}: the GPUs of this machine are MIG slices")
     ):

@@ -44,12 +44,12 @@ def point_main(repository: Path, commit: str) -> None:
 
 def config(tmp_path: Path, *overrides: str) -> RunConfig:
     where = (f"run.dir={tmp_path}", "run.name=r")
-    return load_config("smoke", [*where, *overrides], root=ROOT)
+    return load_config("smoke", [*where, *overrides])
 
 
 def resolved(cfg: RunConfig, *, is_dry: bool = False) -> RunConfig:
     hub_models._resolve.cache_clear()  # as in another process
-    return resolve_models(cfg, ROOT, is_dry=is_dry)
+    return resolve_models(cfg, is_dry=is_dry)
 
 
 def test_name_becomes_the_folder_of_one_commit(tmp_path: Path, cached: Path) -> None:
@@ -260,7 +260,7 @@ def test_all_keys_of_models_take_names(tmp_path: Path, cached: Path) -> None:
 def test_paths_are_no_names(tmp_path: Path, path: str) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "configs").mkdir()
-    assert not is_hub_name(path, tmp_path)
+    assert not is_hub_name(path)
 
 
 def test_folder_is_left_unchanged(tmp_path: Path) -> None:

@@ -29,34 +29,32 @@ def model(tmp_path: Path) -> Path:
     return write_model(tmp_path / "model", num_rest=1, vocab_size=64, num_hidden_layers=1)
 
 
-def configure(model: Path, repository: Path, *overrides: str) -> RunConfig:
+def configure(model: Path, *overrides: str) -> RunConfig:
     where = [f"model.path={model}", f"run.dir={model.parent / 'runs'}"]
-    return load_config("smoke", [*where, *overrides], root=repository)
+    return load_config("smoke", [*where, *overrides])
 
 
-def test_cluster_engines_are_not_counted_locally(
-    repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cluster_engines_are_not_counted_locally(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    cfg = load_config("smoke", ["launcher=ray", "actor.num_actors=900"], root=repository)
+    cfg = load_config("smoke", ["launcher=ray", "actor.num_actors=900"])
     assert on_this_machine(cfg) == cfg  # a cluster of its own is this machine
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert on_this_machine(cfg).actor.num_actors == 0
     assert on_this_machine(cfg).learner == cfg.learner
 
 
-def test_complete_configuration_passes_preflight(model: Path, repository: Path) -> None:
-    check(configure(model, repository), repository)
+def test_complete_configuration_passes_preflight(model: Path) -> None:
+    check(configure(model))
 
 
 @pytest.mark.skipif(has_cuda(), reason="a GPU's engine takes smaller heads")
-def test_cpu_engine_refuses_small_attention_heads_early(tmp_path: Path, repository: Path) -> None:
+def test_cpu_engine_refuses_small_attention_heads_early(tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "num_attention_heads": 8, "num_hidden_layers": 1}
     model = write_model(tmp_path / "small", num_rest=1, vocab_size=64, **sizes)
     words = r"heads have size 16, .* supports 32, 64, .* sft\.num_heads=4 with sft\.hidden_size=128"
     with pytest.raises(ConfigError, match=words):
-        check(configure(model, repository), repository)
-    check(configure(model, repository, "actor.num_actors=0"), repository)
+        check(configure(model))
+    check(configure(model, "actor.num_actors=0"))
 
 
 @pytest.mark.parametrize(
@@ -67,12 +65,10 @@ def test_cpu_engine_refuses_small_attention_heads_early(tmp_path: Path, reposito
         ("model.safetensors", "*.safetensors"),
     ],
 )
-def test_model_with_a_missing_file_is_refused(
-    name: str, words: str, model: Path, repository: Path
-) -> None:
+def test_model_with_a_missing_file_is_refused(name: str, words: str, model: Path) -> None:
     (model / name).unlink()
     with pytest.raises(ConfigError, match=r"model\.path=") as caught:
-        check(configure(model, repository), repository)
+        check(configure(model))
     assert f"lacks {words};" in str(caught.value)
 
 
@@ -86,18 +82,18 @@ def test_model_with_a_missing_file_is_refused(
     ],
 )
 def test_incomplete_weights_are_refused_before_start(
-    content: bytes, words: str, model: Path, repository: Path
+    content: bytes, words: str, model: Path
 ) -> None:
     file = model / "model.safetensors"
     file.write_bytes(struct.pack("<Q", len(content)) + content + bytes(10))
     if not words:
-        check_model(str(model), repository)
+        check_model(str(model))
         return
     with pytest.raises(ConfigError, match=rf": model\.safetensors {words}; copy or"):
-        check_model(str(model), repository)
+        check_model(str(model))
     file.write_text("version https://git-lfs.github.com/spec/v1", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"model\.safetensors has no header of safetensors"):
-        check_model(str(model), repository)
+        check_model(str(model))
 
 
 WHOLE = "model.safetensors"
@@ -125,65 +121,63 @@ def write_files(model: Path, files: Sequence[str], listed: Sequence[str]) -> Non
     ],
 )
 def test_weights_that_libraries_choose_differently_are_refused(
-    files: Sequence[str], listed: Sequence[str], words: str, model: Path, repository: Path
+    files: Sequence[str], listed: Sequence[str], words: str, model: Path
 ) -> None:
     write_files(model, files, listed)
     with pytest.raises(ConfigError, match=words):
-        check_model(str(model), repository)
+        check_model(str(model))
 
 
-def test_weights_in_a_second_format_are_left_out(model: Path, repository: Path) -> None:
+def test_weights_in_a_second_format_are_left_out(model: Path) -> None:
     before = read_shape(model).num_params
     others = ("consolidated.safetensors", "pytorch_model.bin")
     write_files(model, (*SHARDS, *others), SHARDS)
-    check_model(str(model), repository)
+    check_model(str(model))
     assert [each.name for each in weight_files(model)] == list(SHARDS)
     assert read_shape(model).num_params == 2 * before, "both shards are copies"
 
 
-def test_damaged_index_is_refused_by_its_name(model: Path, repository: Path) -> None:
+def test_damaged_index_is_refused_by_its_name(model: Path) -> None:
     (model / f"{WHOLE}.index.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"index\.json has no list of files \(weight_map\)"):
-        check_model(str(model), repository)
+        check_model(str(model))
 
 
-def test_taken_port_is_refused_by_its_key(model: Path, repository: Path) -> None:
+def test_taken_port_is_refused_by_its_key(model: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"^envhub.port={port}: cannot bind"):
-            check(configure(model, repository, f"envhub.port={port}"), repository)
-        check(
-            configure(model, repository, f"envhub.port={port}", "envhub.url=http://x"), repository
-        )
+            check(configure(model, f"envhub.port={port}"))
+        check(configure(model, f"envhub.port={port}", "envhub.url=http://x"))
 
 
-def test_one_port_for_two_roles_is_refused(model: Path, repository: Path) -> None:
-    cfg = configure(model, repository, "scheduler.port=45123", "learner.port=45123")
+def test_one_port_for_two_roles_is_refused(model: Path) -> None:
+    cfg = configure(model, "scheduler.port=45123", "learner.port=45123")
     with pytest.raises(ConfigError, match=r"learner.port=45123: scheduler.port uses this port"):
-        check(cfg, repository)
+        check(cfg)
 
 
-def test_metrics_port_of_another_role_is_refused(model: Path, repository: Path) -> None:
-    cfg = configure(model, repository, "scheduler.port=45123", "log.metrics_port=45123")
+def test_metrics_port_of_another_role_is_refused(model: Path) -> None:
+    cfg = configure(model, "scheduler.port=45123", "log.metrics_port=45123")
     with pytest.raises(ConfigError, match=r"log\.metrics_port=45123: scheduler.port uses this"):
-        check(cfg, repository)
+        check(cfg)
 
 
-def test_copy_without_its_backend_is_refused_before_start(model: Path, repository: Path) -> None:
+def test_copy_without_its_backend_is_refused_before_start(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"journal\.copy_to=s3://bucket/runs: .*s3fs"):
-        check(configure(model, repository, "journal.copy_to=s3://bucket/runs"), repository)
+        check(configure(model, "journal.copy_to=s3://bucket/runs"))
 
 
 @pytest.mark.parametrize("role", ["scheduler", "learner", "envhub"])
-def test_foreign_host_address_is_refused_by_key(role: str, model: Path, repository: Path) -> None:
+def test_foreign_host_address_is_refused_by_key(role: str, model: Path) -> None:
     for host in ("192.0.2.1", "no-such-host.invalid"):
-        cfg = configure(model, repository, f"{role}.host={host}")
+        cfg = configure(model, f"{role}.host={host}")
         with pytest.raises(
             ConfigError, match=rf"^{role}\.host={host}: not an address of this machine"
         ):
-            check(cfg, repository)
+            check(cfg)
 
 
 @pytest.mark.parametrize(
@@ -198,39 +192,39 @@ def test_foreign_host_address_is_refused_by_key(role: str, model: Path, reposito
     ],
 )
 def test_impossible_engine_size_is_refused_before_start(
-    overrides: list[str], words: str, model: Path, repository: Path
+    overrides: list[str], words: str, model: Path
 ) -> None:
     budget = "learner.max_tokens_per_microbatch=100000"
     with pytest.raises(ConfigError) as caught:
-        check(configure(model, repository, budget, *overrides), repository)
+        check(configure(model, budget, *overrides))
     assert str(caught.value).startswith(words)
 
 
-def test_used_run_directory_is_refused_without_resume(model: Path, repository: Path) -> None:
-    cfg = configure(model, repository, "run.resume=never", "run.name=a")
-    check(cfg, repository)
+def test_used_run_directory_is_refused_without_resume(model: Path) -> None:
+    cfg = configure(model, "run.resume=never", "run.name=a")
+    check(cfg)
     (model.parent / "runs" / "a" / "journal").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"run\.resume=never"):
-        check(cfg, repository)
-    check(configure(model, repository, "run.name=a"), repository)
+        check(cfg)
+    check(configure(model, "run.name=a"))
 
 
-def test_run_without_tasks_is_refused(model: Path, repository: Path) -> None:
+def test_run_without_tasks_is_refused(model: Path) -> None:
     with pytest.raises(ConfigError, match="at least one"):
-        check(configure(model, repository, "tasks=[]"), repository)
+        check(configure(model, "tasks=[]"))
 
 
-def test_missing_program_is_named(model: Path, repository: Path) -> None:
+def test_missing_program_is_named(model: Path) -> None:
     with pytest.raises(ConfigError, match="sciworld needs Java"):
-        check(configure(model, repository), repository, missing=["sciworld needs Java: install it"])
+        check(configure(model), missing=["sciworld needs Java: install it"])
 
 
-def test_missing_sft_policy_error_names_its_command(repository: Path) -> None:
+def test_missing_sft_policy_error_names_its_command() -> None:
     output = "sft.output=runs/nosuch/policy"
     for told, how in (([], "--config tiny"), ([output], "the same --config")):
-        cfg = load_config("smoke", ["model.path=runs/nosuch/policy", *told], root=repository)
+        cfg = load_config("smoke", ["model.path=runs/nosuch/policy", *told])
         with pytest.raises(ConfigError, match=f"no such directory; .* with {how} makes one"):
-            check(cfg, repository)
+            check(cfg)
 
 
 def test_missing_lesson_policy_error_names_its_preset(tmp_path: Path) -> None:
@@ -238,27 +232,27 @@ def test_missing_lesson_policy_error_names_its_preset(tmp_path: Path) -> None:
     first.parent.mkdir()
     first.touch()
     with pytest.raises(ConfigError, match=r"`python run\.py sft` with --config first-lesson makes"):
-        check_model("runs/first-lesson/policy", tmp_path)
+        check_model("runs/first-lesson/policy")
 
 
-def test_missing_reference_model_is_refused(model: Path, repository: Path) -> None:
+def test_missing_reference_model_is_refused(model: Path) -> None:
     where = "algorithm.reference_path=/nosuch"
-    check(configure(model, repository, where), repository)  # Without a KL term it is not loaded.
+    check(configure(model, where))  # Without a KL term it is not loaded.
     with pytest.raises(ConfigError, match=r"^algorithm\.reference_path=/nosuch: no such directory"):
-        check(configure(model, repository, where, "algorithm.kl_coef=0.1"), repository)
+        check(configure(model, where, "algorithm.kl_coef=0.1"))
 
 
 def test_missing_compiler_error_names_the_package(
-    model: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert compiler_problem() == ""
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match=r"the C\+\+ compiler 'no-such-compiler'.*g\+\+"):
-        check(configure(model, repository), repository)
+        check(configure(model))
     no_engine = "actor.num_actors=0"
-    check(configure(model, repository, no_engine), repository)
+    check(configure(model, no_engine))
     with pytest.raises(ConfigError, match=r"^learner\.compile=true needs a compiler: .*g\+\+"):
-        check(configure(model, repository, no_engine, "learner.compile=true"), repository)
+        check(configure(model, no_engine, "learner.compile=true"))
 
 
 def test_answer_about_a_compiler_follows_the_path(
@@ -272,9 +266,9 @@ def test_answer_about_a_compiler_follows_the_path(
 
 
 @pytest.mark.skipif(has_cuda(), reason="a GPU answers here")
-def test_missing_gpu_is_refused(model: Path, repository: Path) -> None:
+def test_missing_gpu_is_refused(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"learner\.device=cuda: nvidia-smi lists no GPU"):
-        check_devices(configure(model, repository, "learner.device=cuda"))
+        check_devices(configure(model, "learner.device=cuda"))
 
 
 def test_run_directory_has_one_launcher(tmp_path: Path) -> None:
@@ -288,15 +282,11 @@ def test_run_directory_has_one_launcher(tmp_path: Path) -> None:
         pass
 
 
-def test_key_of_a_dataset_without_its_task_is_named(
-    repository: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    warn_of_unread_keys(
-        load_config("smoke", ["reward=x.py:f", "data.eval_size=3"], root=repository)
-    )
+def test_key_of_a_dataset_without_its_task_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_unread_keys(load_config("smoke", ["reward=x.py:f", "data.eval_size=3"]))
     named = [each.getMessage().partition(" has no effect")[0] for each in caplog.records]
     assert named == ["data.eval_size=3", "reward=x.py:f"]
     caplog.clear()
-    warn_of_unread_keys(load_config("dataset", ["reward=x.py:f"], root=repository))
-    warn_of_unread_keys(load_config("smoke", [], root=repository))
+    warn_of_unread_keys(load_config("dataset", ["reward=x.py:f"]))
+    warn_of_unread_keys(load_config("smoke", []))
     assert caplog.records == []

@@ -28,7 +28,7 @@ from tools.checks.preflight import check_devices, check_dry
 from tools.cli.command_line import parse
 
 SMALL_HOST_BYTES = 16 * GIB  # a laptop's
-NEEDS_ITS_MACHINE = [name for name in list_configs(ROOT) if "qwen" in name]
+NEEDS_ITS_MACHINE = [name for name in list_configs() if "qwen" in name]
 # Their models are those of `textcraft-qwen3-*`. One of each task always runs.
 OTHER_TASKS = [
     name
@@ -69,13 +69,13 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @cache
 def plain(name: str) -> RunConfig:
     """Return a preset as it is, with its model not resolved."""
-    return load_config(name, [], root=ROOT, is_dry=True)
+    return load_config(name, [], is_dry=True)
 
 
 @cache
 def load(name: str, *overrides: str) -> RunConfig:
-    cfg = load_config(name, overrides, root=ROOT, is_dry=True)
-    return resolve_models(cfg, ROOT, is_dry=True, may_stand_in=True)
+    cfg = load_config(name, overrides, is_dry=True)
+    return resolve_models(cfg, is_dry=True, may_stand_in=True)
 
 
 def cache_model(hub: Path, name: str) -> Path:
@@ -92,7 +92,7 @@ def cache_model(hub: Path, name: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", list_configs(ROOT))
+@pytest.mark.parametrize("name", list_configs())
 def test_preset_fits_its_named_or_small_machine(name: str) -> None:
     cfg = load(name)
     check_training(cfg)
@@ -115,7 +115,7 @@ def test_large_model_preset_names_machine_and_architecture(name: str) -> None:
     assert cfg.machine.num_gpus > 0
     shape = read_shape(ROOT / cfg.model.architecture)
     assert shape.num_params == NUM_PUBLISHED[cfg.model.source]
-    check_dry(cfg, ROOT)
+    check_dry(cfg)
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ def test_dry_run_of_preset_needs_only_its_name(
     name: str, hub: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = cache_model(hub, name)
-    assert run.dispatch(parse(["--config", name, "--dry-run"], root=ROOT)) == 0
+    assert run.dispatch(parse(["--config", name, "--dry-run"])) == 0
     shown = capsys.readouterr().out
     machine = plain(name).machine
     assert f"# This machine has no GPU. Plan for the target, {machine.text}:" in shown
@@ -135,7 +135,7 @@ def test_dry_run_of_preset_needs_only_its_name(
 def test_dry_run_without_model_files_uses_known_sizes(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert run.dispatch(parse(["--config", "babyai-qwen3-4b", "--dry-run"], root=ROOT)) == 0
+    assert run.dispatch(parse(["--config", "babyai-qwen3-4b", "--dry-run"])) == 0
     assert "15.0 GiB  learner weights              4,022.5M x 4 B" in capsys.readouterr().out
     assert "lacks config.json, tokenizer.json of Qwen/Qwen3-4B" in caplog.text
     assert "The plan has the sizes of configs/architectures/qwen3-4b" in caplog.text
@@ -143,7 +143,7 @@ def test_dry_run_without_model_files_uses_known_sizes(
 
 def test_start_without_model_files_is_refused_with_remedies() -> None:
     with pytest.raises(ConfigError, match=r"`hf download Qwen/Qwen3-4B`.*model\.path=FOLDER"):
-        run.dispatch(parse(["--config", "babyai-qwen3-4b"], root=ROOT))
+        run.dispatch(parse(["--config", "babyai-qwen3-4b"]))
 
 
 @pytest.mark.parametrize("name", NEEDS_ITS_MACHINE)
@@ -229,10 +229,8 @@ def test_role_process_across_two_nodes_is_refused() -> None:
         (["actor.num_gpus=2", "actor.num_actors=2"], 1, 2),
     ],
 )
-def test_gpu_count_of_a_role_sets_processes(
-    overrides: list[str], ranks: int, actors: int, repository: Path
-) -> None:
-    cfg = load_config("smoke", ["learner.device=auto", *overrides], root=repository)
+def test_gpu_count_of_a_role_sets_processes(overrides: list[str], ranks: int, actors: int) -> None:
+    cfg = load_config("smoke", ["learner.device=auto", *overrides])
     assert (cfg.learner.num_ranks, cfg.actor.num_actors) == (ranks, actors)
 
 
@@ -248,16 +246,14 @@ def test_gpu_count_of_a_role_sets_processes(
         (["actor.num_gpus=3", "actor.num_actors=2"], "(actor.num_actors=2) x actor.tensor_par"),
     ],
 )
-def test_wrong_gpu_sum_is_refused_with_numbers(
-    overrides: list[str], words: str, repository: Path
-) -> None:
+def test_wrong_gpu_sum_is_refused_with_numbers(overrides: list[str], words: str) -> None:
     device = [] if any("device" in each for each in overrides) else ["learner.device=auto"]
     with pytest.raises(ConfigError, match=re.escape(words)):
-        load_config("smoke", [*device, *overrides], root=repository)
+        load_config("smoke", [*device, *overrides])
 
 
-def test_gpu_request_is_refused_without_a_gpu(repository: Path) -> None:
-    cfg = load_config("smoke", ["actor.num_gpus=1"], root=repository)
+def test_gpu_request_is_refused_without_a_gpu() -> None:
+    cfg = load_config("smoke", ["actor.num_gpus=1"])
     with pytest.raises(ConfigError, match=r"actor\.num_gpus=1: nvidia-smi lists no GPU"):
         check_devices(cfg)
 

@@ -52,6 +52,6 @@ def test_missing_package_names_the_pinned_version() -> None:
 
 
 def test_doctor_lists_pinned_versions(tmp_path: Path) -> None:
-    found = {check.what: check.found for check in examine_quickly(ROOT, [f"run.dir={tmp_path}"])}
+    found = {check.what: check.found for check in examine_quickly([f"run.dir={tmp_path}"])}
     pinned = pinned_versions(ROOT / "requirements-cpu.lock")["pyzmq"]
     assert found["pyzmq"] == f"{PYZMQ} (pinned: {pinned})"

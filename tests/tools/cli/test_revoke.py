@@ -1,6 +1,5 @@
 """Laws of the keys of a run as its owner deals with them."""
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,17 +28,18 @@ def test_key_is_revoked_by_its_exact_name(tmp_path: Path) -> None:
     create_keys(run_dir.keys)
     keys = own_keys(run_dir.keys, role="actor", name="actor-3")
     save_config(RunConfig(run=RunSection(name="a"), model=ModelSection(path="m")), run_dir.config)
-    load = partial(load_joined, root=tmp_path)
-    assert revoke_key(ask("run.name=a", "actor-3"), root=tmp_path, load=load, echo=print) == 0
+    where = f"run.dir={tmp_path / 'runs'}"
+    load = load_joined
+    assert revoke_key(ask("run.name=a", where, "actor-3"), load=load, echo=print) == 0
     known = Identities(run_dir.keys)
     known.refresh()
     found = known.find(keys.client_public)
     assert found is not None
     assert found.is_revoked
     with pytest.raises(ConfigError, match=r"nobody: no key in .* has this name.*actor-3"):
-        revoke_key(ask("run.name=a", "nobody"), root=tmp_path, load=load, echo=print)
+        revoke_key(ask("run.name=a", where, "nobody"), load=load, echo=print)
     with pytest.raises(ConfigError, match="give one name"):
-        revoke_key(ask("run.name=a"), root=tmp_path, load=load, echo=print)
+        revoke_key(ask("run.name=a", where), load=load, echo=print)
 
 
 @pytest.mark.parametrize("gone", ["client_secret", "server_public", "hub_token"])

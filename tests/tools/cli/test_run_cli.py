@@ -24,7 +24,7 @@ from tools.cli.command_line import COMMANDS, SUITES
 
 TIMEOUT_S = 240
 ARCHITECTURE = "configs/architectures/qwen2.5-7b-instruct"
-LARGE = [name for name in list_configs(ROOT) if "qwen" in name]  # their weights are on the hub
+LARGE = [name for name in list_configs() if "qwen" in name]  # their weights are on the hub
 
 
 def run_cli(repository: Path, *argv: str) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,6 @@ from fastapi.testclient import TestClient
 from common.config.model import ModelSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.repository import ROOT
 from common.store.run_dir import RunDir
 from tests.tools.dashboard.runs import make_run
 from tools.cli.command_line import parse
@@ -215,9 +214,9 @@ def test_compared_configurations_hide_secrets_and_pool_seeds() -> None:
 
 @pytest.mark.parametrize("word", ["port=x", "port=70000", "colour=red", "no-such-run"])
 def test_dashboard_reports_bad_arguments_before_serving(tmp_path: Path, word: str) -> None:
-    request = parse(["dashboard", word, f"run.dir={tmp_path}"], root=ROOT)
+    request = parse(["dashboard", word, f"run.dir={tmp_path}"])
     with pytest.raises(ConfigError, match=word.partition("=")[0]):
-        dashboard(request, root=ROOT, echo=lambda _: None)
+        dashboard(request, echo=lambda _: None)
 
 
 def test_taken_port_is_named_or_skipped() -> None:

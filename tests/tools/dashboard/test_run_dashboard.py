@@ -11,7 +11,6 @@ from urllib.request import urlopen
 import psutil
 import pytest
 
-from common.repository import ROOT
 from tests.tools.dashboard.runs import make_run
 from tools.dashboard.beside import run_dashboard
 
@@ -24,7 +23,7 @@ def _runs(url: str) -> list[str]:
 @pytest.mark.slow
 def test_dashboard_serves_until_its_run_ends(tmp_path: Path) -> None:
     run_dir, told = make_run(tmp_path / "a", 4), []
-    with run_dashboard(run_dir, root=ROOT, echo=told.append):
+    with run_dashboard(run_dir, echo=told.append):
         url = told[0].removeprefix("dashboard: ")
         assert urlsplit(url).hostname == "127.0.0.1"
         assert _runs(url) == ["a"]
@@ -35,7 +34,7 @@ def test_dashboard_serves_until_its_run_ends(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_run_continues_when_its_dashboard_is_killed(tmp_path: Path) -> None:
     run_dir, told = make_run(tmp_path / "a", 4), []
-    with run_dashboard(run_dir, root=ROOT, echo=told.append):
+    with run_dashboard(run_dir, echo=told.append):
         child = _dashboard_process()
         child.kill()
         address = urlsplit(told[0].removeprefix("dashboard: "))
@@ -67,7 +66,7 @@ def test_run_continues_without_a_dashboard(
 ) -> None:
     run_dir, told = make_run(tmp_path / "a", 0), []
     run_dir.logs.write_text("a file where the logs would be", encoding="utf-8")
-    with run_dashboard(run_dir, root=ROOT, echo=told.append):
+    with run_dashboard(run_dir, echo=told.append):
         pass
     assert told == []
     assert "dashboard not started" in caplog.text

@@ -20,9 +20,9 @@ from tools.dashboard.terminal.commands import replay, show
 
 def said(tmp_path: Path, command: str, *words: str) -> tuple[int, str]:
     lines: list[str] = []
-    request = parse([command, *words, f"run.dir={tmp_path}"], root=ROOT)
+    request = parse([command, *words, f"run.dir={tmp_path}"])
     act = {"show": show, "replay": replay}[command]
-    code = act(request, root=ROOT, echo=lines.append)
+    code = act(request, echo=lines.append)
     return code, "\n".join(lines)
 
 
@@ -71,16 +71,16 @@ def test_show_names_the_wrong_argument(tmp_path: Path, words: tuple[str, ...]) -
 
 def test_only_show_accepts_filters() -> None:
     with pytest.raises(ConfigError, match="only the command show accepts them"):
-        parse(["status", "--failed"], root=ROOT)
+        parse(["status", "--failed"])
 
 
 def test_status_names_a_run_without_its_key() -> None:
-    assert parse(["status", "mine"], root=ROOT).overrides == ["run.name=mine"]
+    assert parse(["status", "mine"]).overrides == ["run.name=mine"]
 
 
 def test_status_names_a_run_by_its_path(tmp_path: Path) -> None:
     make_run(tmp_path / "a")
-    found = parse(["status", str(tmp_path / "a")], root=ROOT).overrides
+    found = parse(["status", str(tmp_path / "a")]).overrides
     assert found == [f"run.dir={tmp_path}", "run.name=a"]
 
 
@@ -90,7 +90,7 @@ def test_status_of_another_version_shows_a_warning(
     run_dir = make_run(tmp_path / "a", num_steps=7)
     overrides = [f"run.dir={tmp_path}", "run.name=a", "train.num_steps=7"]
     run_dir.config.unlink()
-    save_config(load_config("smoke", overrides, root=ROOT), run_dir.config)
+    save_config(load_config("smoke", overrides), run_dir.config)
     config = run_dir.config.read_text(encoding="utf-8")
     assert main(["status", str(run_dir.root), "foo.x=1"]) == 2  # the request's own fault
     capsys.readouterr()
@@ -106,7 +106,7 @@ def test_status_of_another_version_shows_a_warning(
         assert "episodes: issued 41" in said
     lines: list[str] = []
     with pytest.raises(ConfigError):
-        load_of_any_version(parse(["status", "no"], root=ROOT), root=tmp_path, echo=lines.append)
+        load_of_any_version(parse(["status", "no"]), echo=lines.append)
 
 
 def test_quick_doctor_lists_the_installation(capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,7 +155,7 @@ def test_informational_commands_load_no_heavy_library() -> None:
 
 def test_status_shows_the_ledger_and_the_limit(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "a")
-    lines = details(load_config("smoke", [], root=ROOT), run_dir)
+    lines = details(load_config("smoke", []), run_dir)
     assert lines[0].startswith("episodes: issued 41 = trained 4 + filtered 4 + stale 0 + failed 1")
     assert lines[-1].startswith("limit: ")
 

@@ -175,12 +175,12 @@ def test_mismatched_tokenizer_and_model_are_refused(repository: Path, tmp_path: 
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     tasks = [TaskSection(env="toy", subset="easy")]
     cfg = RunConfig(model=ModelSection(path=str(tmp_path)), tasks=tasks)
-    check_policy(cfg, Path("/"))
+    check_policy(cfg)
     (tmp_path / "config.json").write_text(
         json.dumps({**config, "vocab_size": 100}), encoding="utf-8"
     )
     with pytest.raises(ConfigError, match=r"model\.path=.*: the tokenizer has token id \d+"):
-        check_policy(cfg, Path("/"))
+        check_policy(cfg)
 
 
 def test_added_token_above_the_last_row_is_accepted(repository: Path, tmp_path: Path) -> None:
@@ -193,12 +193,12 @@ def test_added_token_above_the_last_row_is_accepted(repository: Path, tmp_path: 
     tokenizer.save_pretrained(tmp_path)
     assert len(tokenizer) > num_rows
     tasks = [TaskSection(env="toy", subset="easy")]
-    check_policy(RunConfig(model=ModelSection(path=str(tmp_path)), tasks=tasks), Path("/"))
+    check_policy(RunConfig(model=ModelSection(path=str(tmp_path)), tasks=tasks))
 
 
 def test_evaluation_of_nothing_is_refused() -> None:
     tasks = [TaskSection(env="toy", subset="easy")]
     with pytest.raises(ConfigError, match=r"tasks=\[\]"):
-        check_policy(RunConfig(), Path("/"))
+        check_policy(RunConfig())
     with pytest.raises(ConfigError, match=r"eval\.num_items=0"):
-        check_policy(RunConfig(tasks=tasks, eval=EvalSection(num_items=0)), Path("/"))
+        check_policy(RunConfig(tasks=tasks, eval=EvalSection(num_items=0)))

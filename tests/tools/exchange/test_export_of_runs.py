@@ -9,7 +9,6 @@ from actor.formats.renderer import Renderer
 from common.config.load import load_config
 from common.formats import chat_template
 from common.formats.chat_template import fix_template
-from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.store.run_start import keep_tokenizer, save_config
 from learner.journal.journal import JournalWriter
@@ -46,9 +45,9 @@ def played(tokenizer: Any, end: int) -> tuple[list[int], list[int]]:
 def exported(tmp_path: Path, model: Path, parts: tuple[list[int], list[int]], *more: str) -> Path:
     """Return the file of a run's export whose settings were given on the command line."""
     run_dir = RunDir(root=tmp_path / "r")
-    cfg = load_config("smoke", [f"model.path={model}", *more], root=ROOT)
+    cfg = load_config("smoke", [f"model.path={model}", *more])
     save_config(cfg, run_dir.config)
-    keep_tokenizer(cfg, run_dir, root=ROOT)
+    keep_tokenizer(cfg, run_dir)
     writer = JournalWriter(run_dir.journal)
     writer.append(of_tokens(*parts))
     writer.close()

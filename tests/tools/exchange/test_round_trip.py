@@ -272,7 +272,7 @@ def test_export_command_writes_the_requested_format(tmp_path, capsys):
     )
     assert run.main([*base, "--format", "xml"]) == 2
     assert "--format xml: must be one of json, agenttraj" in capsys.readouterr().err
-    assert parse([*base, "--format", "sft"], root=ROOT).overrides[-1] == "format=sft"
+    assert parse([*base, "--format", "sft"]).overrides[-1] == "format=sft"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "r"]
 
 

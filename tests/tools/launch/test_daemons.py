@@ -29,7 +29,7 @@ from tools.launch.supervise import touch_alive_file
 
 DAEMONS = ROOT / "docs" / "daemons"
 UNITS = sorted([*DAEMONS.glob("*.service"), *DAEMONS.glob("*.timer")])
-CFG = load_config("smoke", [], root=ROOT)
+CFG = load_config("smoke", [])
 
 
 def containers() -> dict[str, dict[str, Any]]:
@@ -43,8 +43,8 @@ def asked(words: list[str]) -> ParsedCommand:
     """Return what a command line asks for, if this version understands all of it."""
     assert words[0].endswith(".venv/bin/python")
     assert words[1] == "run.py"
-    request = parse(words[2:], root=ROOT)
-    load_config(request.config or "smoke", spell_out(request.overrides), root=ROOT)
+    request = parse(words[2:])
+    load_config(request.config or "smoke", spell_out(request.overrides))
     return request
 
 

@@ -439,10 +439,8 @@ def test_roles_die_with_a_killed_launcher(tmp_path: Path, repository: Path) -> N
     wait_for(lambda: is_gone(pid), timeout_s=10.0)
 
 
-def test_run_consists_of_hub_scheduler_learner_actors(repository: Path, tmp_path: Path) -> None:
-    make = partial(
-        make_role_specs, RunSection(), RunDir(root=tmp_path), root=repository, num_actors=2
-    )
+def test_run_consists_of_hub_scheduler_learner_actors(tmp_path: Path) -> None:
+    make = partial(make_role_specs, RunSection(), RunDir(root=tmp_path), num_actors=2)
     specs = make(has_hub=True)
     names = ["envhub", "scheduler", "learner", "actor-0", "actor-1"]
     assert [spec.name for spec in specs] == names
@@ -454,17 +452,15 @@ def test_run_consists_of_hub_scheduler_learner_actors(repository: Path, tmp_path
 
 def test_further_learner_nodes_stop_after_the_learner(repository: Path, tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path)
-    specs = make_role_specs(
-        RunSection(), run_dir, root=repository, num_actors=1, has_hub=False, num_rank_nodes=2
-    )
+    specs = make_role_specs(RunSection(), run_dir, num_actors=1, has_hub=False, num_rank_nodes=2)
     names = ["scheduler", "learner", "ranks-1", "ranks-2", "actor-0"]
     assert [spec.name for spec in specs] == names  # Actors get the resources that are left.
     assert [spec.stop_rank for spec in specs] == [1, 0, 1, 1, 0]
     assert specs[2].argv[1:3] == (str(repository / "run.py"), "learner")
 
 
-def test_roles_listen_on_reachable_addresses_unless_configured(repository: Path) -> None:
-    cfg = load_config("smoke", ["learner.host=10.1.0.7"], root=repository)
+def test_roles_listen_on_reachable_addresses_unless_configured() -> None:
+    cfg = load_config("smoke", ["learner.host=10.1.0.7"])
     told = reachable_at(cfg, "10.0.0.1")
     hosts = (told.scheduler.host, told.learner.host, told.envhub.host)
     assert hosts == ("10.0.0.1", "10.1.0.7", "10.0.0.1")

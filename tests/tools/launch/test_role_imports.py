@@ -23,7 +23,7 @@ def test_failed_import_of_a_role_ends_with_code_2(tmp_path: Path) -> None:
     )
     run_dir = RunDir(root=tmp_path / "runs" / "r")
     overrides = [f"run.dir={tmp_path / 'runs'}", "run.name=r"]
-    save_config(load_config("smoke", overrides, root=ROOT), run_dir.config)
+    save_config(load_config("smoke", overrides), run_dir.config)
     create_keys(run_dir.keys)
     done = subprocess.run(
         [sys.executable, str(ROOT / "run.py"), "actor", *overrides],

@@ -16,65 +16,65 @@ def model(tmp_path: Path) -> Path:
     return write_model(tmp_path / "model", num_rest=1, vocab_size=64, num_hidden_layers=1)
 
 
-def configure(model: Path, repository: Path, *overrides: str) -> RunConfig:
+def configure(model: Path, *overrides: str) -> RunConfig:
     runs = model.parent / "runs"
     runs.mkdir(exist_ok=True)
     where = [f"model.path={model}", f"run.dir={runs}"]
     if not any(override.startswith("dpo.data=") for override in overrides):
         where.append(f"dpo.data={runs}")
-    return load_config("smoke", [*where, *overrides], root=repository)
+    return load_config("smoke", [*where, *overrides])
 
 
-def test_new_policy_beyond_the_memory_is_refused(model: Path, repository: Path) -> None:
+def test_new_policy_beyond_the_memory_is_refused(model: Path) -> None:
     sizes = ("sft.from_scratch=true", "sft.hidden_size=65536", "sft.num_layers=1000", "sft.output=")
     with pytest.raises(ConfigError, match=r"^sft\.hidden_size=65536: with sft\.num_layers=1000"):
-        check_sft(configure(model, repository, *sizes), repository)
+        check_sft(configure(model, *sizes))
 
 
 def test_missing_compiler_is_named_for_offline_training(
-    model: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     for check in (check_sft, check_dpo):
-        check(configure(model, repository), repository)
+        check(configure(model))
         with pytest.raises(ConfigError, match=r"^learner\.compile=true needs a compiler: .*g\+\+"):
-            check(configure(model, repository, "learner.compile=true"), repository)
+            check(configure(model, "learner.compile=true"))
 
 
-def test_offline_training_refuses_offload(model: Path, repository: Path) -> None:
+def test_offline_training_refuses_offload(model: Path) -> None:
     offload = ("learner.device=auto", "learner.optimizer=adamw", "learner.offload=optimizer")
-    cfg = configure(model, repository, *offload)
+    cfg = configure(model, *offload)
     for check in (check_sft, check_dpo, check_evolve):
         with pytest.raises(ConfigError, match="sft, dpo and evolve do not support it"):
-            check(cfg, repository)
+            check(cfg)
 
 
 def test_shipped_policy_is_overwritten_only_on_request(repository: Path) -> None:
     def configure_sft(*overrides: str) -> RunConfig:
-        return load_config("tiny", [*overrides], root=repository)
+        return load_config("tiny", [*overrides])
 
-    check_sft(configure_sft(), repository)
+    check_sft(configure_sft())
     for output in ("configs/policies/tiny", str(repository / "configs" / "policies" / "mine")):
         with pytest.raises(ConfigError, match=r"sft\.overwrite=true"):
-            check_sft(configure_sft(f"sft.output={output}"), repository)
-        check_sft(configure_sft(f"sft.output={output}", "sft.overwrite=true"), repository)
+            check_sft(configure_sft(f"sft.output={output}"))
+        check_sft(configure_sft(f"sft.output={output}", "sft.overwrite=true"))
 
 
-def test_missing_episodes_are_refused_before_the_model_loads(model: Path, repository: Path) -> None:
+def test_missing_episodes_are_refused_before_the_model_loads(model: Path) -> None:
     for key, check in (("sft.demonstrations", check_sft), ("dpo.data", check_dpo)):
         with pytest.raises(ConfigError, match=rf"^{key}=/no/file: no such file or folder"):
-            check(configure(model, repository, f"{key}=/no/file"), repository)
+            check(configure(model, f"{key}=/no/file"))
     with pytest.raises(ConfigError, match=r"^dpo\.data is not set"):
-        check_dpo(configure(model, repository, "dpo.data="), repository)
+        check_dpo(configure(model, "dpo.data="))
 
 
-def test_first_record_is_read_before_the_model_loads(model: Path, repository: Path) -> None:
+def test_first_record_is_read_before_the_model_loads(model: Path) -> None:
     file = model.parent / "pairs.jsonl"
     for key, check in (("sft.demonstrations", check_sft), ("dpo.data", check_dpo)):
         file.write_text('{"question": "Hi?", "chosen": "Hello."}\n', encoding="utf-8")
         with pytest.raises(ConfigError, match="record 1: no known format"):
-            check(configure(model, repository, f"{key}={file}"), repository)
+            check(configure(model, f"{key}={file}"))
         file.write_text('{"prompt": "Hi?", "completion": "Hello."}\n', encoding="utf-8")
-        check(configure(model, repository, f"{key}={file}"), repository)
+        check(configure(model, f"{key}={file}"))
     file.write_text('{"prompt": "Hi?", "chosen": "Hello.", "rejected": "Go."}\n', encoding="utf-8")
-    check_dpo(configure(model, repository, f"dpo.data={file}"), repository)
+    check_dpo(configure(model, f"dpo.data={file}"))

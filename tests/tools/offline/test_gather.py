@@ -11,7 +11,6 @@ from common.config.learner import LoraSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.join.shards import is_whole, read_manifest
-from common.repository import ROOT
 from learner.policy.lora import ADAPTER_TENSORS
 from learner.training.checkpoint import TENSORS
 from tests.learner.builders import make_model, make_model_with_adapters, run_config_with_policy
@@ -45,8 +44,8 @@ class Split:
         return self.cfg
 
     def gather(self, *words: str) -> int:
-        request = parse(["gather", "run.name=a", *words], root=ROOT)
-        return gather(request, root=ROOT, load=self.load, echo=self.lines.append)
+        request = parse(["gather", "run.name=a", *words])
+        return gather(request, load=self.load, echo=self.lines.append)
 
 
 def test_gathered_checkpoint_is_whole(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import torch
 
 from common.config.load import load_config
 from common.config.run_config import RunConfig
-from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.store.run_start import save_config
 from common.wire.messages import EpisodeOutcome, Outcome, Trajectory
@@ -37,7 +36,7 @@ def config(*overrides: str) -> RunConfig:
     """Return a configuration; overrides come before the settings."""
     given = [override.partition("=")[0] for override in overrides]
     settings = [each for each in SETTINGS if each.partition("=")[0] not in given]
-    return load_config("smoke", [*settings, *overrides], root=ROOT)
+    return load_config("smoke", [*settings, *overrides])
 
 
 def batch_of(number: int, version: int, *, is_nan: bool = False) -> list[Group]:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError
-from common.repository import ROOT
 from common.store.run_dir import RunDir
 from learner.journal.files import journal_files, prune
 from learner.recovery.checksums import ChecksumLog, read_checksums
@@ -36,7 +35,7 @@ def computed(root: Path, *words: str, steps: str | None = None) -> tuple[int, li
         json=None,
         steps=steps,
     )
-    return recompute(request, root=ROOT, echo=said.append), said
+    return recompute(request, echo=said.append), said
 
 
 def result(root: Path) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """All engines that a run starts beside its actors, in the order in which they get GPUs."""
 
 from functools import partial
-from pathlib import Path
 
 from common.config.run_config import RunConfig
 from tools.checks.gpu_placement import GpuAssignment, used_gpus
@@ -12,12 +11,11 @@ from tools.checks.served.teacher import teacher_engines
 
 
 def served_engines(
-    cfg: RunConfig, *, root: Path, assignment: GpuAssignment | None = None, num_gpus: int = 0
+    cfg: RunConfig, *, assignment: GpuAssignment | None = None, num_gpus: int = 0
 ) -> list[ServedEngine]:
     """Return the engines of judges, of the teacher and of opponents, each with its GPUs.
 
     Args:
-        root: the folder of `run.py`.
         assignment: GPUs of learner and actors.
         num_gpus: number of this machine's GPUs; 0 runs the engines on its CPU.
 
@@ -25,11 +23,7 @@ def served_engines(
     """
     used = used_gpus(assignment)
     engines: list[ServedEngine] = []
-    finders = (
-        judge_engines,
-        partial(teacher_engines, root=root),
-        partial(opponent_engines, root=root),
-    )
+    finders = (judge_engines, partial(teacher_engines), partial(opponent_engines))
     for find in finders:
         found = find(cfg, used=used, num_gpus=num_gpus)
         engines += found

@@ -8,23 +8,18 @@ from common.config.actor import PAST
 from common.config.learner import ShardPlace
 from common.config.run_config import Launcher, RunConfig
 from common.errors import ConfigError
+from common.repository import ROOT
 from learner.policy.model_shape import read_shape
 from tools.checks.fitting import fitting_overrides
 from tools.checks.served.engine import ServedEngine
 
 
 def opponent_engines(
-    cfg: RunConfig,
-    *,
-    root: Path,
-    used: Collection[int] = (),
-    num_gpus: int = 0,
-    in_training: bool = True,
+    cfg: RunConfig, *, used: Collection[int] = (), num_gpus: int = 0, in_training: bool = True
 ) -> list[ServedEngine]:
     """Return the engines of a run's opponents.
 
     Args:
-        root: the folder of `run.py`.
         used: numbers of the GPUs that other roles use.
         num_gpus: number of this machine's GPUs.
         in_training: whether the opponents of training play, too.
@@ -50,7 +45,7 @@ def opponent_engines(
     places = _gpus(seats.gpus, used, num_gpus, len(served))
     engines: list[ServedEngine] = []
     for number, (role, (path, *more)) in enumerate(served.items()):
-        folder = (root / path).resolve()
+        folder = (ROOT / path).resolve()
         engines.append(
             ServedEngine(
                 role=role,

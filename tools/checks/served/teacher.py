@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from common.config.run_config import Launcher, RunConfig
 from common.errors import ConfigError
+from common.repository import ROOT
 from learner.policy.model_shape import ModelShape, read_shape
 from learner.teacher.scores import KEY_VARIABLE, TEACHER
 from tools.checks.fitting import fitting_overrides
@@ -17,7 +18,7 @@ SCORING_CONTEXT = 1  # Tokens that an engine needs beyond the longest prompt.
 VLLM_MAX_LOGPROBS = 20  # Its default limit of logprobs at a position.
 
 
-def check_teacher(cfg: RunConfig, root: Path) -> None:
+def check_teacher(cfg: RunConfig) -> None:
     """Check that the policy can learn from its teacher. The learner asks the teacher itself later.
 
     Raises: ConfigError: the message has the key, its value and the remedy.
@@ -37,8 +38,8 @@ def check_teacher(cfg: RunConfig, root: Path) -> None:
             f"algorithm.teacher.path={teacher.path}: needs launcher=local. Start the engine with"
             " `python run.py serve`, and set algorithm.teacher.url"
         )
-    _check_vocabulary(cfg, root)
-    known = read_shape(root / teacher.path).context_tokens
+    _check_vocabulary(cfg)
+    known = read_shape(ROOT / teacher.path).context_tokens
     needed = cfg.actor.max_model_len + SCORING_CONTEXT
     if 0 < known < needed:
         raise ConfigError(
@@ -48,10 +49,10 @@ def check_teacher(cfg: RunConfig, root: Path) -> None:
         )
 
 
-def _check_vocabulary(cfg: RunConfig, root: Path) -> None:
+def _check_vocabulary(cfg: RunConfig) -> None:
     """Compare the vocabularies in tokenizer.json, if both folders have this file."""
-    own = _vocabulary(root / cfg.model.path)
-    other = _vocabulary(root / cfg.algorithm.teacher.path)
+    own = _vocabulary(ROOT / cfg.model.path)
+    other = _vocabulary(ROOT / cfg.algorithm.teacher.path)
     if own is None or other is None or own == other:
         return
     differing = sorted(own.items() ^ other.items(), key=lambda each: each[1])
@@ -77,13 +78,10 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
     return cast("dict[str, int]", tokens) | {each["content"]: each["id"] for each in added}
 
 
-def teacher_engines(
-    cfg: RunConfig, *, root: Path, used: Collection[int], num_gpus: int
-) -> list[ServedEngine]:
+def teacher_engines(cfg: RunConfig, *, used: Collection[int], num_gpus: int) -> list[ServedEngine]:
     """Return the engine of `algorithm.teacher.path`; an empty list without a path.
 
     Args:
-        root: the folder of `run.py`.
         used: numbers of the GPUs that other roles use.
         num_gpus: number of this machine's GPUs.
 
@@ -94,7 +92,7 @@ def teacher_engines(
         return []
     where = {"section": "algorithm.teacher", "path": teacher.path}
     chosen = engine_gpus(teacher.gpus, used, num_gpus, **where)
-    folder = (root / teacher.path).resolve()
+    folder = (ROOT / teacher.path).resolve()
     width = [f"actor.tensor_parallel_size={len(chosen)}"] if chosen else []
     return [
         ServedEngine(

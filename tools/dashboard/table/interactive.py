@@ -17,6 +17,7 @@ from common.config.actor import AgentFormat
 from common.config.policy import PolicySection
 from common.errors import ConfigError, EnvError
 from common.formats.answers import MARK, read_react, worded
+from common.repository import ROOT
 from tools.dashboard.table.replay_pictures import RecordedEpisode, ReplayPictures, redo
 from tools.dashboard.table.service import START_S, TOKEN, ServiceCommand, options_of
 
@@ -54,9 +55,8 @@ class InteractiveEpisodes:
     episode. No file of a run is written.
     """
 
-    def __init__(self, *, root: Path, idle_s: float = IDLE_S) -> None:
+    def __init__(self, *, idle_s: float = IDLE_S) -> None:
         """Create the table without starting services; `root` is the folder of `run.py`."""
-        self._root = root
         self._idle_s = idle_s
         self._token = secrets.token_urlsafe(24)  # Token of the hubs.
         # kind of service -> the service, at most one for each kind
@@ -208,7 +208,7 @@ class InteractiveEpisodes:
                 self._words[kind] = words
                 token = self._token
                 self._services[kind] = ServiceCommand(
-                    self._root, words, token=token, prefix=prefix, start_s=start_s
+                    ROOT, words, token=token, prefix=prefix, start_s=start_s
                 )
             service = self._services[kind]
         return await service.address()

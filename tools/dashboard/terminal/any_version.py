@@ -20,9 +20,7 @@ from tools.cli.requested import load_joined, own_config
 RUN_FILES = ("config.yaml", "journal", "metrics.jsonl")
 
 
-def load_of_any_version(
-    request: ParsedCommand, *, root: Path, echo: Callable[[str], None]
-) -> RunConfig:
+def load_of_any_version(request: ParsedCommand, *, echo: Callable[[str], None]) -> RunConfig:
     """Return the config of an existing run, written by any product version.
 
     Unknown keys are ignored with a note. A missing or damaged config also only gives a note.
@@ -30,15 +28,15 @@ def load_of_any_version(
     Raises: ConfigError: there is no such run, or the request itself is wrong.
     """
     try:
-        return load_joined(request, root=root)
+        return load_joined(request)
     except ConfigError as error:
         name = override_value(request.overrides, "run.name")
         if name is None:
             raise
-        own = own_config(request.overrides, name, root=root)
+        own = own_config(request.overrides, name)
         if not any((own.parent / each).exists() for each in RUN_FILES):
             raise
-        if _is_whole(own, root=root):
+        if _is_whole(own):
             raise
         why = f"{own} is missing" if not own.is_file() else str(error)
         reason = " ".join(why.split()).rstrip(".")
@@ -46,10 +44,10 @@ def load_of_any_version(
         return _known_part(own)
 
 
-def _is_whole(own: Path, *, root: Path) -> bool:
+def _is_whole(own: Path) -> bool:
     """Return whether a run's config loads in this version. If it does, the request is at fault."""
     try:
-        load_config(str(own), [], root=root)
+        load_config(str(own), [])
     except ConfigError:
         return False
     return True

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, WireError
+from common.repository import ROOT
 from common.text import counted
 from tools.cli.command_line import ParsedCommand
 from tools.dashboard.reading.journal_index import cache_folder
@@ -26,7 +27,7 @@ RESET = "\x1b[0m"
 SHADES = (196, 208, 220, 148, 40)  # Codes of the 256-colour palette, from improbable to certain.
 
 
-def show(request: ParsedCommand, *, root: Path, echo: Echo) -> int:
+def show(request: ParsedCommand, *, echo: Echo) -> int:
     """Print matching episodes as conversations; return 1 if none matches.
 
     Raises: ConfigError: no such run, filter or number.
@@ -38,7 +39,7 @@ def show(request: ParsedCommand, *, root: Path, echo: Echo) -> int:
     num = options.pop("num", str(NUM_SHOWN))
     if not (num.isascii() and num.isdigit() and int(num) > 0):
         raise ConfigError(f"num={num}: expects a number of episodes, at least 1")
-    runs = root / options.pop("run.dir", "runs")
+    runs = ROOT / options.pop("run.dir", "runs")
     if unknown := sorted(options.keys() - set(KEYS)):
         raise ConfigError(f"{unknown[0]}: unknown filter. Use one of: num, {', '.join(KEYS)}.")
     source = _read(words[0], runs, echo)
@@ -53,7 +54,7 @@ def show(request: ParsedCommand, *, root: Path, echo: Echo) -> int:
     return 0 if shown else 1
 
 
-def replay(request: ParsedCommand, *, root: Path, echo: Echo) -> int:
+def replay(request: ParsedCommand, *, echo: Echo) -> int:
     """Print one episode turn by turn, in colour on a terminal; return the exit code.
 
     Raises: ConfigError: no such run or episode.
@@ -62,7 +63,7 @@ def replay(request: ParsedCommand, *, root: Path, echo: Echo) -> int:
     folder = [word for word in request.overrides if word.startswith("run.dir=")]
     if len(words) != 2:
         raise ConfigError("replay: expects a run and an episode. Usage: run.py replay RUN EPISODE")
-    runs = root / (folder[-1].partition("=")[2] if folder else "runs")
+    runs = ROOT / (folder[-1].partition("=")[2] if folder else "runs")
     source = _read(words[0], runs, echo)
     if words[1] not in source.rows.row_of:
         near = next((each for each in source.rows.ids if words[1] in each), "")

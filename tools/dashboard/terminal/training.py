@@ -82,7 +82,7 @@ class TerminalObserver:
         with ExitStack() as stack, ExitStack() as after_error:
             if cfg.dashboard:
                 echo = partial(print, flush=True)
-                stack.enter_context(run_dashboard(self._run_dir, root=ROOT, echo=echo))
+                stack.enter_context(run_dashboard(self._run_dir, echo=echo))
             if cfg.log.metrics_port:
                 listener = stack.enter_context(beside.metrics_listener(cfg))
                 self._beside.append(beside.exporter(self._run_dir, listener))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import ConfigError
 from common.host.loopback import family_of, loopback
+from common.repository import ROOT
 from common.wire.addresses import is_loopback
 from tools.cli.command_line import ParsedCommand
 from tools.dashboard.reading.journal_index import cache_folder
@@ -33,14 +34,13 @@ BESIDE_NICE = 10  # Niceness beside a run, which has priority.
 def dashboard(
     request: ParsedCommand,
     *,
-    root: Path,
     echo: Callable[[str], None],
     make_table: "Callable[..., PlayService] | None" = None,
 ) -> int:
     """Serve until interrupted; return the exit code.
 
     Args:
-        make_table: creates the table of played episodes, given `root`; None: no play routes.
+        make_table: creates the table of played episodes; None: no play routes.
 
     Raises: ConfigError: a run or a file is missing, or the port is unusable; names it.
     """
@@ -49,7 +49,7 @@ def dashboard(
     if unknown := sorted(options.keys() - set(OPTIONS)):
         raise ConfigError(f"{unknown[0]}: unknown option. Usage: run.py {USAGE}")
     host = options.get("host", loopback())
-    runs = root / options.get("run.dir", "runs")
+    runs = ROOT / options.get("run.dir", "runs")
     sources = Sources(words, runs=runs, cache=cache_folder())
     token = options.get("token") or ("" if is_loopback(host) else secrets.token_urlsafe(24))
     if "fd" in options:  # The launcher has bound this socket and printed its address.
@@ -62,7 +62,7 @@ def dashboard(
     else:
         listener = listen(host, options.get("port", ""))
         echo(url_of(listener, token))
-    serve(listener, sources, host=host, token=token, table=make_table and make_table(root=root))
+    serve(listener, sources, host=host, token=token, table=make_table and make_table())
     return 0
 
 

@@ -1,7 +1,5 @@
 """Laws of BabyAI by AgentGym's rules."""
 
-from pathlib import Path
-
 import pytest
 
 from common.config.envs import BabyaiOptions, EnvsSection
@@ -142,9 +140,9 @@ def test_expert_solves_agentgyms_levels_by_agentgyms_rules(seed: int):
     assert unsolved == [KEY_IN_BOX]
 
 
-def test_one_switch_turns_every_rule_on(repository: Path):
+def test_one_switch_turns_every_rule_on():
     overrides = ["model.path=unset", "envs.agentgym_rules=true"]
-    cfg = load_config(None, overrides, root=repository)
+    cfg = load_config(None, overrides)
     assert isinstance(make_spec(cfg.envs).make(Style.AGENTGYM), AgentGymBabyAiEnv)
     assert not isinstance(make_spec(EnvsSection()).make(Style.AGENTGYM), AgentGymBabyAiEnv)
     again, once = (

@@ -49,8 +49,8 @@ def test_presets_for_gpus_have_the_problems_of_the_preset() -> None:
     names = [path.stem for path in (ROOT / "configs").glob("dataset-qwen3-*.yaml")]
     assert len(names) == 7
     for name in names:
-        asked = parse(["--config", name, "--dry-run"], root=ROOT)
-        cfg = load_config(asked.config, [], root=ROOT, is_dry=True)
+        asked = parse(["--config", name, "--dry-run"])
+        cfg = load_config(asked.config, [], is_dry=True)
         assert [task.env for task in cfg.tasks] == ["dataset"]
         assert cfg.envs.dataset.train == "configs/data/arithmetic"
         assert cfg.horizon.stages[0] >= cfg.envs.dataset.max_turns

@@ -9,7 +9,6 @@ from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.host.machine import GIB, Gpu
-from common.repository import ROOT
 from tools.checks.gpu_placement import GpuAssignment, assign_gpus
 from tools.checks.memory_plan import MemoryBudget, _with_served, plan_here
 from tools.checks.served.allocation import served_engines
@@ -17,8 +16,8 @@ from tools.checks.served.allocation import served_engines
 TINY = "configs/policies/tiny"
 EXPERT = "configs/policies/tiny-expert"
 PLACED = GpuAssignment(learner=(0,), actors=((1,),))
-JUDGE = load_config("judge", [], root=ROOT)
-TEACHER = load_config("teacher", [], root=ROOT)
+JUDGE = load_config("judge", [])
+TEACHER = load_config("teacher", [])
 
 
 def with_all(cfg: RunConfig) -> RunConfig:
@@ -45,7 +44,7 @@ def budgets(*names: str) -> list[MemoryBudget]:
 
 
 def test_each_engine_has_a_gpu_of_its_own() -> None:
-    engines = served_engines(with_all(JUDGE), root=ROOT, assignment=PLACED, num_gpus=6)
+    engines = served_engines(with_all(JUDGE), assignment=PLACED, num_gpus=6)
     assert [(each.role, each.gpus) for each in engines] == [
         ("judge-judge", (2,)),
         ("teacher", (3,)),
@@ -53,34 +52,34 @@ def test_each_engine_has_a_gpu_of_its_own() -> None:
         ("opponent-past-0", (5,)),
     ]
     with pytest.raises(ConfigError, match="2 engines of opponents need a GPU each, but 1 are"):
-        served_engines(with_all(JUDGE), root=ROOT, assignment=PLACED, num_gpus=5)
+        served_engines(with_all(JUDGE), assignment=PLACED, num_gpus=5)
 
 
 def test_machine_without_gpus_has_all_engines_on_the_host() -> None:
-    engines = served_engines(with_all(JUDGE), root=ROOT)
+    engines = served_engines(with_all(JUDGE))
     assert [each.gpus for each in engines] == [()] * 4
 
 
 def test_host_plan_counts_every_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    (host,) = plan_here(with_all(JUDGE), ROOT)
+    (host,) = plan_here(with_all(JUDGE))
     labels = [part.label for part in host.parts]
     for role in ("judge-judge", "teacher", "opponent-0", "opponent-past-0"):
         parts = [f"{role} weights", f"{role} KV cache", f"{role} programs"]
         assert [label for label in labels if label.startswith(f"{role} ")] == parts
-    alone = replace(JUDGE, tasks=load_config("quickstart", [], root=ROOT).tasks)
-    (without,) = plan_here(alone, ROOT)
+    alone = replace(JUDGE, tasks=load_config("quickstart", []).tasks)
+    (without,) = plan_here(alone)
     assert host.total_bytes - without.total_bytes > 4 * 3 * GIB
 
 
 def test_teacher_on_a_gpu_of_its_own_has_an_entry() -> None:
     places = budgets("gpu 0", "gpu 1", "host")
-    planned = _with_served(on_gpus(TEACHER), ROOT, places, cards(3))
+    planned = _with_served(on_gpus(TEACHER), places, cards(3))
     assert [each.name for each in planned] == ["gpu 0", "gpu 1", "gpu 2", "host"]
     assert planned[2].total_bytes == pytest.approx(0.85 * 80 * GIB, abs=2)
     teacher = replace(TEACHER.algorithm.teacher, gpus=[1])
     shared = replace(TEACHER, algorithm=replace(TEACHER.algorithm, teacher=teacher))
-    planned = _with_served(on_gpus(shared), ROOT, places, cards(3))
+    planned = _with_served(on_gpus(shared), places, cards(3))
     assert [len(each.parts) for each in planned] == [0, 2, 0]
 
 
@@ -90,7 +89,7 @@ def test_judge_that_shares_a_gpu_counts_there() -> None:
     dataset = replace(JUDGE.envs.dataset, reward=reward | {"judge": judge})
     cfg = on_gpus(replace(JUDGE, envs=replace(JUDGE.envs, dataset=dataset)))
     places = budgets("gpu 0 (H100)", "gpu 1 (H100)", "host")
-    planned = _with_served(cfg, ROOT, places, cards(2))
+    planned = _with_served(cfg, places, cards(2))
     assert [round(each.total_bytes / GIB) for each in planned] == [0, 20, 0]
     assert assign_gpus(cfg, num_gpus=2).learner == (0,)
 
@@ -100,6 +99,6 @@ def test_setting_that_is_no_number_is_named(gpu: Gpu | None) -> None:
     key = "actor.kv_cache_gib" if gpu is None else "actor.gpu_memory_frac"
     teacher = replace(TEACHER.algorithm.teacher, serve=[f"{key}=much"])
     cfg = replace(TEACHER, algorithm=replace(TEACHER.algorithm, teacher=teacher))
-    (engine,) = served_engines(cfg, root=ROOT)
+    (engine,) = served_engines(cfg)
     with pytest.raises(ConfigError, match=rf"algorithm\.teacher\.serve=\[{key}=much\]: expects a"):
         engine.parts(gpu)

@@ -24,7 +24,7 @@ RUN_DIR = RunDir(root=ROOT / "runs" / "x")
 
 
 def config_of(*overrides: str) -> RunConfig:
-    return load_config("judge", overrides, root=ROOT)
+    return load_config("judge", overrides)
 
 
 def specs_of(
@@ -32,7 +32,7 @@ def specs_of(
 ) -> list[RoleSpec]:
     used = used_gpus(assignment)
     engines = judge_engines(cfg, used=used, num_gpus=len(found))
-    return make_engine_specs(cfg, RUN_DIR, engines, root=ROOT, found=found)
+    return make_engine_specs(cfg, RUN_DIR, engines, found=found)
 
 
 def test_judge_with_a_path_is_a_role_of_the_run() -> None:
@@ -51,13 +51,13 @@ def test_judge_with_a_path_is_a_role_of_the_run() -> None:
 def test_judge_with_an_address_starts_no_role() -> None:
     own = ("reward.judge.path=", "reward.judge.url=http://h/v1", "reward.judge.model=m")
     assert specs_of(config_of(*own)) == []
-    assert specs_of(load_config("dataset", [], root=ROOT)) == []
+    assert specs_of(load_config("dataset", [])) == []
     assert specs_of(config_of("tasks=[{env: babyai, subset: GoToLocal}]")) == []
 
 
 def test_only_hub_and_judges_receive_the_key(tmp_path: Path) -> None:
     cfg = config_of()
-    roles = make_role_specs(cfg.run, RunDir(root=tmp_path), root=ROOT, num_actors=1, has_hub=True)
+    roles = make_role_specs(cfg.run, RunDir(root=tmp_path), num_actors=1, has_hub=True)
     every = with_engines(roles, specs_of(cfg), RUN_DIR)
     assert [each.name for each in every] == [
         "judge-judge",

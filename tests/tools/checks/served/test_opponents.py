@@ -27,7 +27,7 @@ FOLDER = "configs/policies/tiny"
 OTHER = "configs/policies/tiny-expert"
 GPUS = [Gpu(uuid=f"GPU-{n}", name="x", memory_bytes=80 << 30) for n in range(4)]
 PLACED = GpuAssignment(learner=(0,), actors=((1,),))
-BASE = load_config("smoke", [], root=ROOT)
+BASE = load_config("smoke", [])
 RUN_DIR = RunDir(root=ROOT / "runs" / "x")
 
 
@@ -43,10 +43,8 @@ def specs_of(
     in_training: bool = True,
 ) -> list[RoleSpec]:
     used = used_gpus(assignment)
-    engines = opponent_engines(
-        cfg, root=ROOT, used=used, num_gpus=len(found), in_training=in_training
-    )
-    return make_engine_specs(cfg, RUN_DIR, engines, root=ROOT, found=found)
+    engines = opponent_engines(cfg, used=used, num_gpus=len(found), in_training=in_training)
+    return make_engine_specs(cfg, RUN_DIR, engines, found=found)
 
 
 def test_model_folder_among_the_opponents_is_a_role() -> None:
@@ -56,7 +54,7 @@ def test_model_folder_among_the_opponents_is_a_role() -> None:
     assert first.argv[1:5] == (str(ROOT / "run.py"), "serve", "--config", "quickstart")
     words = [*first.argv[5:]]
     assert {f"model.path={ROOT / FOLDER}", "policy.role=opponent-0"} <= {*words}
-    served = load_config("quickstart", words, root=ROOT)
+    served = load_config("quickstart", words)
     assert served.actor.max_model_len == cfg.actor.max_model_len
     assert served.policy.past_every_s == 0.0
 
@@ -85,7 +83,7 @@ def test_past_versions_have_engines_of_their_own() -> None:
     cfg = config_of(opponents=["self", "checkpoints"], num_past=2, past_every_s=90.0)
     specs = specs_of(cfg)
     assert [each.name for each in specs] == ["opponent-past-0", "opponent-past-1"]
-    served = load_config("quickstart", [*specs[1].argv[5:]], root=ROOT)
+    served = load_config("quickstart", [*specs[1].argv[5:]])
     assert (served.policy.role, served.policy.past_every_s) == ("opponent-past-1", 90.0)
     assert Path(served.model.path) == ROOT / BASE.model.path
 
@@ -93,7 +91,7 @@ def test_past_versions_have_engines_of_their_own() -> None:
 def test_only_actors_and_opponents_receive_the_key(tmp_path: Path) -> None:
     cfg = config_of(opponents=[FOLDER])
     run_dir = RunDir(root=tmp_path)
-    roles = make_role_specs(cfg.run, run_dir, root=ROOT, num_actors=2, has_hub=True)
+    roles = make_role_specs(cfg.run, run_dir, num_actors=2, has_hub=True)
     every = {each.name: each for each in with_engines(roles, specs_of(cfg), run_dir)}
     assert next(iter(every)) == "opponent-0"
     keys = {name: each.env.get(KEY_VARIABLE) for name, each in every.items()}
@@ -128,6 +126,6 @@ def test_missing_folder_of_an_opponent_is_named(tmp_path: Path) -> None:
     cfg = config_of(eval_opponents=["no/such"])
     with (
         pytest.raises(ConfigError, match=r"seats\.eval_opponents=no/such: no such directory"),
-        serve_opponents(cfg, RunDir(root=tmp_path), root=ROOT),
+        serve_opponents(cfg, RunDir(root=tmp_path)),
     ):
         pass

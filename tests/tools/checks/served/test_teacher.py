@@ -14,7 +14,7 @@ from common.errors import ConfigError
 from common.repository import ROOT
 from tools.checks.served.teacher import check_teacher
 
-BASE = load_config("teacher", [], root=ROOT)
+BASE = load_config("teacher", [])
 
 
 def config_of(**changes: Any) -> RunConfig:
@@ -24,7 +24,7 @@ def config_of(**changes: Any) -> RunConfig:
 
 
 def test_teacher_of_the_same_vocabulary_is_accepted() -> None:
-    check_teacher(config_of(), ROOT)
+    check_teacher(config_of())
 
 
 def test_other_vocabulary_is_refused_with_both_sizes(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_other_vocabulary_is_refused_with_both_sizes(tmp_path: Path) -> None:
     (other / "tokenizer.json").write_text(json.dumps(tree), encoding="utf-8")
     reason = rf"has {own + 1} tokens, that of model\.path=configs/policies/tiny has {own}\."
     with pytest.raises(ConfigError, match=reason):
-        check_teacher(config_of(path=str(other)), ROOT)
+        check_teacher(config_of(path=str(other)))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_other_vocabulary_is_refused_with_both_sizes(tmp_path: Path) -> None:
 )
 def test_impossible_teacher_is_refused(cfg: RunConfig, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        check_teacher(cfg, ROOT)
+        check_teacher(cfg)
 
 
 @pytest.mark.parametrize(

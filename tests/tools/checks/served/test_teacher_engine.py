@@ -25,7 +25,7 @@ GPUS = [Gpu(uuid=f"GPU-{n}", name="x", memory_bytes=80 << 30) for n in range(3)]
 PLACED = GpuAssignment(learner=(0,), actors=((1,),))
 
 
-BASE = load_config("teacher", [], root=ROOT)
+BASE = load_config("teacher", [])
 RUN_DIR = RunDir(root=ROOT / "runs" / "x")
 
 
@@ -43,8 +43,8 @@ def specs_of(
     judges: Sequence[int] = (),
 ) -> list[RoleSpec]:
     used = {*used_gpus(assignment), *judges}
-    engines = teacher_engines(cfg, root=ROOT, used=used, num_gpus=len(found))
-    return make_engine_specs(cfg, RUN_DIR, engines, root=ROOT, found=found)
+    engines = teacher_engines(cfg, used=used, num_gpus=len(found))
+    return make_engine_specs(cfg, RUN_DIR, engines, found=found)
 
 
 def test_teacher_with_a_path_is_a_role_of_the_run() -> None:
@@ -54,7 +54,7 @@ def test_teacher_with_a_path_is_a_role_of_the_run() -> None:
     words = spec.argv[5:]
     assert f"model.path={ROOT / 'configs' / 'policies' / 'tiny-expert'}" in words
     assert {"policy.role=teacher", "actor.max_model_len=513"} <= {*words}
-    served = load_config("quickstart", [*words], root=ROOT)
+    served = load_config("quickstart", [*words])
     assert served.actor.kv_cache_gib == 3
 
 
@@ -63,7 +63,7 @@ def test_many_tokens_raise_the_limit_of_the_engine() -> None:
     (many,) = specs_of(config_of(form=TeacherForm.TOPK, k=21))
     assert not any("max_logprobs" in word for word in few.argv)
     words = list(many.argv[5:])
-    assert load_config("quickstart", words, root=ROOT).actor.engine_args == {"max_logprobs": 21}
+    assert load_config("quickstart", words).actor.engine_args == {"max_logprobs": 21}
 
 
 def test_teacher_with_an_address_starts_no_role() -> None:
@@ -73,7 +73,7 @@ def test_teacher_with_an_address_starts_no_role() -> None:
 
 def test_only_learner_and_teacher_receive_the_key(tmp_path: Path) -> None:
     cfg = config_of()
-    roles = make_role_specs(cfg.run, RunDir(root=tmp_path), root=ROOT, num_actors=1, has_hub=True)
+    roles = make_role_specs(cfg.run, RunDir(root=tmp_path), num_actors=1, has_hub=True)
     every = with_engines(roles, specs_of(cfg), RUN_DIR)
     assert [each.name for each in every] == [
         *("teacher", "envhub", "scheduler", "learner", "actor-0")

@@ -9,7 +9,6 @@ import pytest
 
 from actor.rollout.episode import state_number
 from common.errors import ConfigError, EnvError
-from common.repository import ROOT
 from tests.actor.toy_servers import ToyEndpoint, serve
 from tools.dashboard.table.interactive import MAX_EPISODES, InteractiveEpisodes
 from tools.dashboard.table.replay_pictures import RecordedEpisode
@@ -20,7 +19,7 @@ ITEM = "DoubleT-train-0"
 
 def at_table(work: Callable[[InteractiveEpisodes], Awaitable[None]], **given: float) -> None:
     async def run() -> None:
-        table = InteractiveEpisodes(root=ROOT, **given)
+        table = InteractiveEpisodes(**given)
         try:
             await work(table)
         finally:

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -18,14 +17,14 @@ CPU = ClusterNode(node_id="c", host="10.0.0.3", num_cpus=16, num_gpus=0, labels=
 LAPTOP = ClusterNode(node_id="l", host="127.0.0.1", num_cpus=4, num_gpus=0, is_home=True)
 
 
-def config(repository: Path, *overrides: str) -> RunConfig:
+def config(*overrides: str) -> RunConfig:
     device = [] if any("learner.device" in each for each in overrides) else ["learner.device=auto"]
-    return load_config("smoke", ["launcher=ray", *device, *overrides], root=repository)
+    return load_config("smoke", ["launcher=ray", *device, *overrides])
 
 
-def test_engines_and_learner_request_their_gpu_counts(repository: Path) -> None:
+def test_engines_and_learner_request_their_gpu_counts() -> None:
     overrides = ("learner.num_ranks=2", "actor.num_actors=9", "actor.tensor_parallel_size=2")
-    wanted = place(config(repository, *overrides), [HEAD, GPU, CPU])
+    wanted = place(config(*overrides), [HEAD, GPU, CPU])
     assert (wanted.learner.num_gpus, wanted.learner.is_home) == (2, True)
     assert (wanted.of("actor-8").num_gpus, wanted.of("actor-8").is_home) == (2, False)
     assert wanted.of("envhub").num_gpus == wanted.of("scheduler").num_gpus == 0
@@ -37,27 +36,25 @@ def test_engines_and_learner_request_their_gpu_counts(repository: Path) -> None:
     )
 
 
-def test_process_of_several_engines_requests_all_their_gpus(repository: Path) -> None:
+def test_process_of_several_engines_requests_all_their_gpus() -> None:
     overrides = ("actor.num_actors=3", "actor.engines_per_process=2", "ray.actor_cpus=2")
-    cfg = config(repository, *overrides)
+    cfg = config(*overrides)
     wanted = place(cfg, [HEAD, GPU])
     assert (wanted.of("actor-2").num_gpus, wanted.num_actors) == (2, 3)
     assert wanted.num_fitting == 3  # One in the 3 GPUs beside the learner, two on the other node.
     assert num_cpus_wanted(cfg) == 1 + 1 + 3 * 2
-    shared = place(
-        config(repository, *overrides, "actor.placement=colocated", "learner.num_ranks=4"), [HEAD]
-    )
+    shared = place(config(*overrides, "actor.placement=colocated", "learner.num_ranks=4"), [HEAD])
     assert shared.shared == ((0, 1), (2, 3))
 
 
-def test_cpu_engines_are_counted_beside_the_learner(repository: Path) -> None:
+def test_cpu_engines_are_counted_beside_the_learner() -> None:
     overrides = ("actor.num_actors=50", "ray.actor_cpus=0.5", "ray.learner_cpus=3")
-    wanted = place(config(repository, *overrides), [LAPTOP])
+    wanted = place(config(*overrides), [LAPTOP])
     assert (wanted.num_fitting, wanted.actor.num_gpus) == (2, 0)
 
 
 @pytest.mark.parametrize("placement", ["colocated", "auto"])
-def test_colocated_engines_share_gpus_as_locally(repository: Path, placement: str) -> None:
+def test_colocated_engines_share_gpus_as_locally(placement: str) -> None:
     ranks = 4 if placement == "auto" else 2  # auto shares only where nothing else is left
     overrides = (
         f"learner.num_ranks={ranks}",
@@ -65,7 +62,7 @@ def test_colocated_engines_share_gpus_as_locally(repository: Path, placement: st
         "actor.tensor_parallel_size=2",
         f"actor.placement={placement}",
     )
-    cfg = config(repository, *overrides)
+    cfg = config(*overrides)
     wanted = place(cfg, [HEAD])
     assert wanted.shared == assign_gpus(cfg, num_gpus=4).actors[: ranks // 2]
     assert (wanted.of("actor-0").num_gpus, wanted.of("actor-0").is_home) == (0, True)
@@ -73,10 +70,10 @@ def test_colocated_engines_share_gpus_as_locally(repository: Path, placement: st
     assert wanted.num_fitting == 2  # two that share, or one that shares and one apart
 
 
-def test_learner_nodes_are_distinct_and_reserved_before_actors(repository: Path) -> None:
+def test_learner_nodes_are_distinct_and_reserved_before_actors() -> None:
     third = replace(GPU, node_id="t", host="10.0.0.4", num_gpus=8)
     overrides = ("learner.num_nodes=3", "learner.ranks_per_node=4", "actor.num_actors=9")
-    wanted = place(config(repository, *overrides), [HEAD, GPU, CPU, third])
+    wanted = place(config(*overrides), [HEAD, GPU, CPU, third])
     assert wanted.of("ranks-2") == wanted.of("ranks-1") == wanted.ranks
     assert (wanted.ranks.num_gpus, wanted.ranks.is_home, wanted.num_rank_nodes) == (4, False, 2)
     assert [wanted.ranks.num_fitting(node) for node in (HEAD, GPU, CPU, third)] == [0, 1, 0, 1]
@@ -86,9 +83,9 @@ def test_learner_nodes_are_distinct_and_reserved_before_actors(repository: Path)
     assert "ray learner, 2 further nodes, each: a node of its own with 1 CPU, 4 GPU" in lines
 
 
-def test_labels_choose_the_further_nodes_of_the_learner(repository: Path) -> None:
+def test_labels_choose_the_further_nodes_of_the_learner() -> None:
     overrides = ("learner.num_nodes=2", "learner.device=cpu", "ray.learner_labels=[kind=cpu]")
-    wanted = place(config(repository, *overrides), [HEAD, GPU, CPU])
+    wanted = place(config(*overrides), [HEAD, GPU, CPU])
     assert [wanted.ranks.num_fitting(node) for node in (HEAD, GPU, CPU)] == [0, 0, 1]
     assert wanted.ranks.text == "a node of its own with 1 CPU and kind=cpu"
 
@@ -118,22 +115,22 @@ def test_labels_choose_the_further_nodes_of_the_learner(repository: Path) -> Non
     ],
 )
 def test_unsatisfiable_placement_is_refused_with_cluster_resources(
-    repository: Path, overrides: list[str], nodes: list[ClusterNode], message: str
+    overrides: list[str], nodes: list[ClusterNode], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        place(config(repository, *overrides), nodes)
+        place(config(*overrides), nodes)
 
 
 @pytest.mark.parametrize(
     ("label", "num"),
     [("kind=h100", 4), ("kind=!cpu", 7), ("kind=in(a100, h100)", 4), ("kind=!in(h100,cpu)", 3)],
 )
-def test_labels_select_nodes_as_ray_does(repository: Path, label: str, num: int) -> None:
-    cfg = config(repository, "actor.num_actors=99", f'ray.actor_labels=["{label}"]')
+def test_labels_select_nodes_as_ray_does(label: str, num: int) -> None:
+    cfg = config("actor.num_actors=99", f'ray.actor_labels=["{label}"]')
     assert place(cfg, [HEAD, GPU, CPU]).num_fitting == num
 
 
 @pytest.mark.parametrize("override", ["ray.address=here", "ray.actor_labels=[h100]"])
-def test_malformed_address_and_labels_are_refused(repository: Path, override: str) -> None:
+def test_malformed_address_and_labels_are_refused(override: str) -> None:
     with pytest.raises(ConfigError, match=r"HOST:PORT|key=value"):
-        config(repository, override)
+        config(override)

@@ -77,7 +77,7 @@ def launch(
         f"actor.num_actors={num_actors}",
         "ray.learner_cpus=0.5",
     ]
-    cfg = load_config("smoke", [*own, *overrides], root=Path(__file__).parents[4])
+    cfg = load_config("smoke", [*own, *overrides])
     deadline = time.monotonic() + 300.0
 
     def on_poll_in_time(state: LaunchState) -> None:
@@ -292,7 +292,7 @@ def test_role_of_killed_node_restarts_on_another(
 
 
 def test_silent_or_small_cluster_is_refused_immediately(
-    nodes: Nodes, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     began = time.monotonic()
@@ -302,15 +302,15 @@ def test_silent_or_small_cluster_is_refused_immediately(
         (nodes.address, "learner needs a node with 1 CPU, 8 GPU on the node of the run directory"),
     ):
         wanted = ["learner.device=cuda", "learner.num_ranks=8", "launcher=ray"]
-        cfg = load_config("smoke", [*wanted, f"ray.address={address}"], root=repository)
+        cfg = load_config("smoke", [*wanted, f"ray.address={address}"])
         with pytest.raises(ConfigError, match=words), start_on_ray(cfg, RunDir(root=tmp_path)):
             pass
     assert time.monotonic() - began < 30.0  # 3 s on an idle machine
     monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
     with pytest.raises(ConfigError, match="not as a Ray client"):
-        placement_lines(load_config("smoke", ["launcher=ray"], root=repository))
+        placement_lines(load_config("smoke", ["launcher=ray"]))
     fitting = ["launcher=ray", f"ray.address={nodes.address}", "ray.learner_cpus=0.5"]
-    lines = placement_lines(load_config("smoke", fitting, root=repository))
+    lines = placement_lines(load_config("smoke", fitting))
     assert any("8 CPU, 4 GPU, kind=gpu" in line for line in lines)
 
 
@@ -325,18 +325,18 @@ def rank_nodes(nodes: Nodes) -> Generator[list[Any]]:
             nodes.kill(node)
 
 
-def three_nodes(nodes: Nodes, repository: Path) -> RunConfig:
+def three_nodes(nodes: Nodes) -> RunConfig:
     """Return the config of a learner on the run's node and on two nodes for ranks."""
     own = ["launcher=ray", f"ray.address={nodes.address}", "ray.learner_cpus=0.5"]
     learner = ["learner.num_nodes=3", "ray.learner_labels=[kind=ranks]"]
-    return load_config("smoke", [*own, *learner], root=repository)
+    return load_config("smoke", [*own, *learner])
 
 
 @pytest.mark.long
 def test_each_learner_node_is_another_node_of_ray(
-    nodes: Nodes, rank_nodes: list[Any], repository: Path, tmp_path: Path
+    nodes: Nodes, rank_nodes: list[Any], tmp_path: Path
 ) -> None:
-    cfg = three_nodes(nodes, repository)
+    cfg = three_nodes(nodes)
     with start_on_ray(cfg, RunDir(root=tmp_path)) as starter:
         roles: list[Any] = [
             starter.start(role(tmp_path, name, STAY)) for name in ("learner", "ranks-1", "ranks-2")
@@ -358,9 +358,9 @@ def test_each_learner_node_is_another_node_of_ray(
 
 @pytest.mark.long
 def test_occupied_learner_node_ends_the_start_in_time(
-    nodes: Nodes, rank_nodes: list[Any], repository: Path, tmp_path: Path
+    nodes: Nodes, rank_nodes: list[Any], tmp_path: Path
 ) -> None:
-    cfg = three_nodes(nodes, repository)
+    cfg = three_nodes(nodes)
     with open_cluster(cfg.ray, num_cpus=0) as found:
         from ray.util.placement_group import placement_group
 
