@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 from common.errors import ConfigError, WireError
+from common.repository import ROOT
 from common.store.run_dir import write_atomically
 from common.text import html_text
 from tools.cli.command_line import ParsedCommand
@@ -92,7 +93,7 @@ def _module(path: Path) -> str:
     return "data:text/javascript;base64," + base64.b64encode(source.encode()).decode()
 
 
-def report(request: ParsedCommand, *, root: Path, echo: Callable[[str], None]) -> int:
+def report(request: ParsedCommand, *, echo: Callable[[str], None]) -> int:
     """Write the page of one run, or of several side by side; return the exit code.
 
     Raises: ConfigError: no such run or option, or the file cannot be written.
@@ -105,7 +106,7 @@ def report(request: ParsedCommand, *, root: Path, echo: Callable[[str], None]) -
         raise ConfigError(
             f"report: expects one run, or several different runs. Usage: run.py {USAGE}"
         )
-    folder = root / options.get("run.dir", "runs")
+    folder = ROOT / options.get("run.dir", "runs")
     runs = [read_run(word, runs=folder) for word in words]
     names = [run.name for run in runs]
     if len({*names}) < len(names):

@@ -395,11 +395,11 @@ def test_home_is_expanded_in_every_path(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_removed_transport_is_replaced_with_a_warning(
-    repository: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for config in (None, write(repository, "old", "learner: {weights_transport: file}")):
+    for config in (None, write(tmp_path, "old", "learner: {weights_transport: file}")):
         overrides = [MODEL, *["learner.weights_transport=file"][: config is None]]
-        cfg = load_config(config, overrides, root=repository)
+        cfg = load_config(config, overrides)
         assert cfg.learner.weights_transport is WeightsTransport.AUTO
     assert caplog.messages == [
         "learner.weights_transport=file is removed and will be refused;"

@@ -43,8 +43,7 @@ def test_default_hosts_become_ipv6_addresses() -> None:
         "from tools.checks.preflight import check_ports\n"
         "from common.config.load import load_config\n"
         "from tools.launch.commands import on_loopback\n"
-        "from common.repository import ROOT\n"
-        "cfg = on_loopback(load_config('smoke', ['learner.host=::'], root=ROOT))\n"
+        "cfg = on_loopback(load_config('smoke', ['learner.host=::']))\n"
         "check_ports(cfg)\n"
         "print(cfg.scheduler.host, cfg.learner.host, cfg.envhub.host)\n"
     )

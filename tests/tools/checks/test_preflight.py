@@ -227,12 +227,9 @@ def test_missing_sft_policy_error_names_its_command() -> None:
             check(cfg)
 
 
-def test_missing_lesson_policy_error_names_its_preset(tmp_path: Path) -> None:
-    first = tmp_path / "configs" / "first-lesson.yaml"
-    first.parent.mkdir()
-    first.touch()
-    with pytest.raises(ConfigError, match=r"`python run\.py sft` with --config first-lesson makes"):
-        check_model("runs/first-lesson/policy")
+def test_missing_policy_error_names_the_preset_that_makes_it() -> None:
+    with pytest.raises(ConfigError, match=r"`python run\.py sft` with --config tiny-expert makes"):
+        check_model("runs/tiny-expert/policy")
 
 
 def test_missing_reference_model_is_refused(model: Path) -> None:
