@@ -9,6 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from actor.rollout.env_client import HubClient
@@ -25,7 +26,6 @@ from common.formats.chat_template import names_date, template_at
 from common.host.lock import hold_run
 from common.host.machine import gpus
 from common.ids import subset_of
-from common.repository import ROOT
 from common.store.run_dir import RunDir, write_atomically, write_json
 from common.text import counted
 from common.wire.messages import Trajectory
@@ -50,7 +50,7 @@ ChooseItems = Callable[
 
 
 @contextlib.contextmanager
-def serve_opponents(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> Generator[None]:
+def serve_opponents(cfg: RunConfig, run_dir: RunDir) -> Generator[None]:
     """Serve the opponents of an evaluation inside the context.
 
     This process and its children find the engines by environment variables.
@@ -62,10 +62,10 @@ def serve_opponents(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> Generator
         return
     found = gpus()
     for path in cfg.actor.seats.folders(in_training=False):
-        check_model(path, root, key="actor.seats.eval_opponents")
+        check_model(path, key="actor.seats.eval_opponents")
     used = range(cfg.actor.tensor_parallel_size) if not cfg.policy.url else ()
-    engines = opponent_engines(cfg, root=root, used=used, num_gpus=len(found), in_training=False)
-    roles = make_engine_specs(cfg, run_dir, engines, root=root, found=found)
+    engines = opponent_engines(cfg, used=used, num_gpus=len(found), in_training=False)
+    roles = make_engine_specs(cfg, run_dir, engines, found=found)
     shared = shared_variables(roles, run_dir)
     os.environ.update(shared)
     try:
@@ -103,7 +103,7 @@ def describe_policy(
         "max_turn_tokens": actor.max_turn_tokens,
         "max_model_len": actor.max_model_len,
         **({} if actor.context is ContextKind.FULL else context),
-        **({"date": model.date} if names_date(Path(model.path), template_at(model, ROOT)) else {}),
+        **({"date": model.date} if names_date(Path(model.path), template_at(model)) else {}),
         **_of_prompts(model, actor),
         **({"agent": list(actor.agent)} if actor.endpoint else {}),
         **actor.of_answers(),

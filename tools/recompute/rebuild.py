@@ -22,7 +22,6 @@ from common.config.keys import dotted
 from common.config.load import load_received
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.repository import ROOT
 from common.segments import as_rows
 from common.store.run_dir import RunDir
 from common.wire.messages import EndReason, Trajectory
@@ -246,7 +245,7 @@ def config_of(run_dir: RunDir, start: Start, overrides: list[str]) -> RunConfig:
     tree = yaml.safe_load(run_dir.config.read_text(encoding="utf-8"))
     for name, values in start.settings.items():
         tree[name] = tree.get(name, {}) | values
-    return load_received(yaml.safe_dump(tree, sort_keys=False), overrides, root=ROOT)
+    return load_received(yaml.safe_dump(tree, sort_keys=False), overrides)
 
 
 def split_options(words: Sequence[str]) -> tuple[list[str], EpisodeFilter]:

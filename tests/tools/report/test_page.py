@@ -9,7 +9,6 @@ import pytest
 from playwright.sync_api import Request, expect, sync_playwright
 
 from common.errors import ConfigError
-from common.repository import ROOT
 from learner.journal.files import journal_files
 from tests.tools.dashboard.runs import append, episode, make_run
 from tools.cli.command_line import parse
@@ -22,8 +21,8 @@ HOSTILE = "</script><script>window.broken=1</script><!--\u2028"
 
 def write(folder: Path, *words: str) -> tuple[int, str]:
     lines: list[str] = []
-    request = parse(["report", *words, f"run.dir={folder}"], root=ROOT)
-    code = report(request, root=ROOT, echo=lines.append)
+    request = parse(["report", *words, f"run.dir={folder}"])
+    code = report(request, echo=lines.append)
     return code, "\n".join(lines)
 
 
