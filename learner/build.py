@@ -50,7 +50,7 @@ from learner.training.rank_workers import RankWorkers
 from learner.training.trainer import Trainer
 from learner.weights.lock import WeightsLock
 from learner.weights.publisher import Publisher
-from learner.weights.routes import PublishSettings
+from learner.weights.transfer import PublishSettings
 
 logger = logging.getLogger(__name__)
 

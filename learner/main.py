@@ -34,10 +34,9 @@ from learner.recovery.checksums import Start
 from learner.recovery.step_log import LoggedStep
 from learner.training.rank_processes import LOAD_S
 from learner.training.trainer import TrainResult
-from learner.weights.prompts import Prompts, prompts_of
-from learner.weights.snapshot import PublishedWeights
-from learner.weights.source import copied
-from learner.weights.watch import EngineWatch
+from learner.weights.canary import Prompts, prompts_of
+from learner.weights.publisher import EngineWatch
+from learner.weights.source import PublishedWeights, copied
 
 logger = logging.getLogger(__name__)
 

@@ -36,8 +36,8 @@ from common.wire.security import create_keys
 from common.wire.sockets import Router
 from learner.policy.model_kind import check_engine_equal
 from learner.weights.publisher import Publisher
-from learner.weights.routes import PublishSettings
-from learner.weights.snapshot import PublishedWeights
+from learner.weights.source import PublishedWeights
+from learner.weights.transfer import PublishSettings
 
 HOST = "127.0.0.1"
 START_S = 240.0

@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # Importing torch takes seconds.
     from transformers import PreTrainedModel
 
     from benchmarks.conformance.sharded import RankPair
-    from learner.weights.snapshot import PublishedWeights
+    from learner.weights.source import PublishedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -171,9 +171,7 @@ def examine(family: str, *, method: str) -> FamilyResult:
 
 def _version_of(policy: "PreTrainedModel", dtype: "torch.dtype") -> "PublishedWeights":
     """Return a policy's weights as a learner sends them to an engine of this dtype."""
-    from learner.weights.exact import policy_weights
-    from learner.weights.snapshot import PublishedWeights
-    from learner.weights.source import copied
+    from learner.weights.source import PublishedWeights, copied, policy_weights
 
     source = copied(policy_weights(policy, dtype))
     return PublishedWeights(version=1, source=source)

@@ -20,8 +20,8 @@ from common.wire.sockets import Router
 from learner.training.trainer import Trainer
 from learner.weights.lock import WeightsLock
 from learner.weights.publisher import Publisher
-from learner.weights.routes import PublishSettings
-from learner.weights.snapshot import PublishedWeights
+from learner.weights.source import PublishedWeights
+from learner.weights.transfer import PublishSettings
 from tools.offline.scratch import save_policy
 
 HOST = "127.0.0.1"

@@ -18,10 +18,7 @@ from common.config.learner import LearnerSection
 from common.weights.buckets import CPU
 from common.weights.delta import apply_changes, digest_of_whole
 from learner.training.optimizer import PolicyOptimizer, make_optimizer
-from learner.weights.delta import VersionKeeper
-from learner.weights.exact import policy_weights
-from learner.weights.snapshot import PublishedWeights
-from learner.weights.source import CopiedWeights
+from learner.weights.source import CopiedWeights, PublishedWeights, VersionKeeper, policy_weights
 
 Result = TypeVar("Result")
 

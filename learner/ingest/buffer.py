@@ -26,7 +26,7 @@ from learner.ingest.journal_index import JournalIndex, ReplayPoint
 from learner.ingest.reports import ReportLog
 from learner.journal.journal import JournalPosition
 from learner.teacher.scores import TeacherScores
-from learner.weights.prompts import RecentPrompts
+from learner.weights.canary import RecentPrompts
 
 # Members of a group -> their pending scores by a teacher, in order.
 ScoreGroup = Callable[[Sequence[Trajectory]], Future[list[TeacherScores]]]

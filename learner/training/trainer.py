@@ -41,8 +41,7 @@ from learner.training.step import (
     routing_metrics,
     volume_metrics,
 )
-from learner.weights.exact import policy_weights
-from learner.weights.source import Gathering, LiveWeights
+from learner.weights.source import Gathering, LiveWeights, policy_weights
 
 logger = logging.getLogger(__name__)
 

@@ -1,15 +1,27 @@
-"""Membership of the weight plane: the engines that take part in broadcasts."""
+"""The engines that receive versions: who is present, by which transport, and what they answer.
+
+Workers of one node share a copy. On the learner's node they map the learner's own copy. NCCL is the
+exception: its ring of GPUs enters each node once, and every GPU receives. So is CUDA IPC, whose
+receivers are on the learner's GPU.
+"""
 
 import logging
+import secrets
 import time
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from common.weights.messages import WeightsJoin
+from common.config.learner import WeightsTransport
+from common.weights.messages import WeightsJoin, WeightsLoaded, WeightsOffer, WeightsReady
+from common.weights.transport import SLICE
 
 logger = logging.getLogger(__name__)
 
 SILENT_AFTER_S = 5.0
+MEMORY = "memory"
+NUM_REMEMBERED = 1_000  # Epochs of abandoned transfers that are kept.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,3 +253,229 @@ class Membership:
         if state is not None and state.member == member:
             logger.warning("removed engine actor=%s reason=%s", member.actor, reason)
             del self._by_actor[member.actor]
+
+
+class ReceiverGroup(NamedTuple):
+    """Engines that receive together."""
+
+    transport: str  # The name of the transport in an offer.
+    members: tuple[EngineMember, ...]
+
+
+class SenderPlace(NamedTuple):
+    """The place of the learner's weights."""
+
+    device: str  # `device_id` of the weights.
+    node: str = ""  # Engines with this node map memory of the learner; "": none can.
+
+    def host_transport(self, member: EngineMember) -> str:
+        """Return the transport by host memory to an engine."""
+        return MEMORY if self.node and member.node == self.node else "gloo"
+
+
+class EnginePlace(NamedTuple):
+    """Fields of the offer to one engine."""
+
+    rank: int
+    copy_key: str
+    copy_index: int
+
+
+def engine_places(receivers: ReceiverGroup) -> tuple[list[EnginePlace], int]:
+    """Return the place of each engine, in order, and the number of copies that are sent.
+
+    Example: engines a and b on node n with two workers each, and c elsewhere with two workers.
+    a's first worker receives rank 1 for all of n. c's workers share rank 2.
+
+    On the learner's node no worker is the first one: the copy is the learner's.
+    """
+    if receivers.transport == MEMORY:
+        return [EnginePlace(0, "", 1)] * len(receivers.members), 1
+    num_workers = Counter[str]()
+    for member in receivers.members:
+        num_workers[member.node] += len(member.devices)
+    copies: dict[str, EnginePlace] = {}  # The next free place of each shared copy, by node.
+    places: list[EnginePlace] = []
+    num_copies = 0
+    for member in receivers.members:
+        node = member.node
+        if not node or num_workers[node] == 1 or receivers.transport != "gloo":
+            places.append(EnginePlace(1 + num_copies, "", 0))
+            num_copies += len(member.devices)
+            continue
+        if node not in copies:
+            num_copies += 1
+            copies[node] = EnginePlace(num_copies, f"copy/{secrets.token_hex(8)}", 0)
+        place = copies[node]
+        places.append(place)
+        copies[node] = place._replace(copy_index=place.copy_index + len(member.devices))
+    return places, num_copies
+
+
+def transport_of(member: EngineMember, sender: SenderPlace, choice: WeightsTransport) -> str:
+    """Return the transport to an engine; "" if the chosen one cannot reach it.
+
+    NCCL needs a separate whole GPU for every rank, the learner's included. CUDA IPC needs the
+    engine on the learner's GPU. All other cases use host memory.
+    """
+    own_device = sender.device
+    devices = set(member.devices)
+    can_share = bool(own_device) and devices == {own_device}
+    has_own = len(devices) == len(member.devices) and own_device not in devices
+    has_own &= not any(each.startswith(SLICE) for each in (own_device, *devices))
+    has_gpus = bool(own_device) and all(devices)
+    match choice:
+        case WeightsTransport.AUTO:
+            if can_share:
+                return "ipc"
+            return "nccl" if has_gpus and has_own else sender.host_transport(member)
+        case WeightsTransport.IPC:
+            return "ipc" if can_share else ""
+        case WeightsTransport.NCCL:
+            return "nccl" if has_gpus and has_own else ""
+        case WeightsTransport.MEMORY:
+            return MEMORY if sender.host_transport(member) == MEMORY else ""
+        case _:
+            return choice.value
+
+
+def refusal(member: EngineMember, sender: SenderPlace, choice: WeightsTransport) -> str:
+    """Return the reason why the chosen transport cannot reach an engine; "" if it can."""
+    if transport_of(member, sender, choice):
+        return ""
+    devices = ", ".join(each or "the CPU" for each in member.devices)
+    where = f"on {devices} from {sender.device or 'the CPU'}"
+    if choice is WeightsTransport.MEMORY:
+        where = "because it cannot map memory of the learner"
+    return (
+        f"learner.weights_transport={choice.value} cannot reach {member.actor} {where}; use"
+        " learner.weights_transport=auto"
+    )
+
+
+def receiver_groups(
+    members: Iterable[EngineMember],
+    sender: SenderPlace,
+    choice: WeightsTransport,
+    *,
+    num_parts: int,
+) -> list[ReceiverGroup]:
+    """Return the engines that receive together, in order; each group has one transport.
+
+    Engines that share a GPU with each other use host memory.
+
+    Args:
+        num_parts: parts of the fleet; each part waits for the part before it.
+    """
+    members = sorted(members, key=lambda member: member.node)  # A node belongs to few parts.
+    size = -(-len(members) // num_parts) or 1
+    return [
+        receivers
+        for start in range(0, len(members), size)
+        for receivers in _by_transport(members[start : start + size], sender, choice)
+    ]
+
+
+def _by_transport(
+    members: Sequence[EngineMember], sender: SenderPlace, choice: WeightsTransport
+) -> list[ReceiverGroup]:
+    """Return the engines by transport; NCCL needs a GPU of its own for each."""
+    found: dict[str, list[EngineMember]] = {}
+    num_uses = Counter(device for member in members for device in member.devices)
+    for member in members:
+        transport = transport_of(member, sender, choice)
+        is_shared = any(num_uses[device] > 1 for device in member.devices)
+        if transport == "nccl" and is_shared:
+            transport = sender.host_transport(member)
+        found.setdefault(transport, []).append(member)
+    return [
+        ReceiverGroup(transport, tuple(each))
+        for transport, each in sorted(found.items())
+        if transport
+    ]
+
+
+class Answers:
+    """The answers to one offer. For the publisher's thread.
+
+    If an answer is lost with a broken connection, the next heartbeat replaces it.
+
+    Example: begin(epoch 7, version 3); offered(a); note(a is ready) -> is_ready(a). The final
+    answer of a is lost, but its next hello is not busy and has version 3 -> loaded(a).is_ok.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self._version = -1
+        # Offer and time of sending, by member.
+        self._offers: dict[EngineMember, tuple[WeightsOffer, float]] = {}
+        self._ready: set[EngineMember] = set()
+        self._loaded: dict[EngineMember, WeightsLoaded] = {}
+        self._given_up: deque[int] = deque(maxlen=NUM_REMEMBERED)
+
+    def begin(self, epoch: int, version: int) -> None:
+        """Start a transfer and forget the one before."""
+        self.epoch = epoch
+        self._version = version
+        self._offers = {}
+        self._ready = set()
+        self._loaded = {}
+
+    def offered(self, member: EngineMember, offer: WeightsOffer) -> None:
+        """Record the offer sent to a member."""
+        self._offers[member] = (offer, time.monotonic())
+
+    def unanswered(self, member: EngineMember) -> WeightsOffer | None:
+        """Return the offer to a member that has not answered at all; else None."""
+        found = self._offers.get(member)
+        has_answered = member in self._ready or member in self._loaded
+        return None if found is None or has_answered else found[0]
+
+    def waited_s(self, member: EngineMember) -> float:
+        """Return the seconds since a member was offered the version."""
+        found = self._offers.get(member)
+        return 0.0 if found is None else time.monotonic() - found[1]
+
+    def note(self, member: EngineMember, answer: WeightsReady | WeightsLoaded) -> bool:
+        """Record an answer; True if it belongs to this offer and is new."""
+        if answer.group_epoch != self.epoch or answer.version != self._version:
+            return False
+        if isinstance(answer, WeightsReady):
+            is_new = member not in self._ready
+            self._ready.add(member)
+            return is_new
+        is_new = member not in self._loaded
+        self._loaded[member] = answer
+        return is_new
+
+    def derive_from_heartbeat(self, member: EngineMember, join: WeightsJoin) -> None:
+        """Derive a lost answer from a member's heartbeat."""
+        is_over = not join.busy_epoch and member in self._ready and member not in self._loaded
+        if is_over:
+            is_ok = join.version == self._version
+            self._loaded[member] = WeightsLoaded(
+                actor=member.actor,
+                incarnation=member.incarnation,
+                version=self._version,
+                group_epoch=self.epoch,
+                is_ok=is_ok,
+                error="" if is_ok else f"the engine is idle and has version {join.version}",
+                stage_s=0.0,
+                pause_s=0.0,
+            )
+
+    def is_ready(self, member: EngineMember) -> bool:
+        """Return whether the member receives, or has received."""
+        return member in self._ready or member in self._loaded
+
+    def loaded(self, member: EngineMember) -> WeightsLoaded | None:
+        """Return the member's final answer, None if there is none yet."""
+        return self._loaded.get(member)
+
+    def give_up(self) -> None:
+        """Record that this transfer is abandoned."""
+        self._given_up.append(self.epoch)
+
+    def is_given_up(self, epoch: int) -> bool:
+        """Return whether the transfer of this epoch was abandoned."""
+        return epoch in self._given_up

@@ -1,9 +1,20 @@
-"""The tensors of a version as flat bytes: read live from the policy's shards, or copied."""
+"""Versions of the policy as flat bytes: read live from its shards, or copied.
+
+The numbers are those that the learner's forward pass uses, in the engines' dtype. A pass in bf16
+rounds its weights, so an engine in fp32 receives rounded numbers, too. Otherwise it would follow
+updates that the pass does not see. An engine in a coarser dtype than the pass rounds once more.
+Some tensors stay in fp32, although the engines' dtype is bf16 or fp16.
+
+vLLM (0.32) keeps some tensors in fp32 in every engine: the weights of many routers, the correction
+of their choice, and the decay rates and convolutions of recurrent layers. An engine casts those
+that it keeps in its own dtype, as from a checkpoint in fp32.
+"""
 
 import json
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -11,19 +22,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers import PreTrainedModel
 
 from common.errors import LongstrideError, RankLost
-from common.weights.buckets import lay_out
+from common.weights.buckets import lay_out, word_sums
+from common.weights.delta import ChangePacker, sums_text
 from common.weights.messages import TensorSpec
 from learner.policy.expert_weights import Stored
 from learner.policy.finite import WeightsNotFinite, first_not_finite
+from learner.policy.lora import adapts_experts, has_adapters
 from learner.policy.merging import Merged
+from learner.policy.model import published_tensors
+from learner.policy.precision import exact_names, rounded_names
 from learner.policy.sharding import device_of
 
 # Numbers copied at a time between devices, to bound the memory for the cast.
 CAST_NUMBERS = 16 << 20
 # Bytes of a part that a GPU casts and checks at once, before one copy to the host.
 STAGE_BYTES = 64 << 20
+READ_BYTES = 16 << 20  # Bytes that are read from the live weights at a time.
+MAX_FRAC = 0.5  # Changes above this share of the version's bytes are not sent.
 
 
 class WeightSource(Protocol):
@@ -363,3 +381,144 @@ def copied(source: WeightSource) -> CopiedWeights:
     buffer = torch.zeros(source.total_bytes, dtype=torch.uint8)
     source.fill(0, buffer)
     return CopiedWeights(source.specs, buffer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedWeights:
+    """One version, and the canaries that show whether an engine has loaded it.
+
+    Canaries should leave out tokens that no policy sampled. Their logprobs have a huge absolute
+    value, so rounding errors dominate the difference.
+    """
+
+    version: int
+    source: WeightSource
+    # The version whose holders turn the source's bytes, which are changes, into this one; -1: the
+    # source has the whole version.
+    base: int = -1
+    digest: str = ""  # Digest of the whole version for engines that keep a copy; "": none does.
+    canary_token_ids: list[list[int]] = field(default_factory=list)
+    # [canary, seq-1] nats, of the trainer.
+    canary_logprobs: list[list[float]] = field(default_factory=list)
+    # [canary, seq-1]; empty: all True.
+    canary_masks: list[list[bool]] = field(default_factory=list)
+
+    @property
+    def tensors(self) -> list[TensorSpec]:
+        """Position of each tensor in the flat bytes."""
+        return self.source.specs
+
+    @property
+    def masks(self) -> list[list[bool]]:
+        """Return True on the canary tokens to compare, [canary, seq-1]."""
+        return self.canary_masks or [[True] * len(row) for row in self.canary_logprobs]
+
+
+def snapshot(
+    version: int,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    canary_token_ids: list[list[int]],
+    canary_logprobs: list[list[float]],
+) -> PublishedWeights:
+    """Return a version that is a copy of named tensors, in their own dtypes."""
+    return PublishedWeights(
+        version=version,
+        source=copied(LiveWeights(tensors, None)),
+        canary_token_ids=canary_token_ids,
+        canary_logprobs=canary_logprobs,
+    )
+
+
+def policy_weights(
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    *,
+    is_bf16: bool = False,
+    gathering: Gathering | None = None,
+) -> LiveWeights:
+    """Return a policy's tensors as engines of this dtype receive them.
+
+    Args:
+        is_bf16: the learner's forward pass computes in bf16.
+
+    Raises: ConfigError: as `published_tensors`.
+    """
+    named = list(published_tensors(model, is_bf16=is_bf16))
+    shapes = {name: each.shape for name, each in named}
+    is_whole = not has_adapters(model) or adapts_experts(model)
+    exact = exact_names(model, shapes) if is_whole else set[str]()  # Adapters have one dtype.
+    rounded: set[str] = set()
+    if is_bf16:
+        sums = {name for name, each in named if isinstance(each, Merged) and each.is_sum}
+        rounded = (rounded_names(model, shapes) if is_whole else set(shapes)) - sums
+    return LiveWeights(named, dtype, exact=exact, rounded=rounded, gathering=gathering)
+
+
+class KeptVersion(NamedTuple):
+    """A version that is sent from the copy."""
+
+    whole: PublishedWeights
+    changes: PublishedWeights | None  # None: they are too many, or there is no version before.
+    changed_frac: float | None  # Share of the compared entries that changed; None without a copy.
+
+
+class VersionKeeper:
+    """Keeps the newest version in host memory. For the publisher's thread.
+
+    Example: keep(v3) copies the live weights, which may change from then on. The whole v3 is sent
+    from the copy. keep(v4) compares v4 with the copy, part by part, and updates the copy. The
+    changes are sent to the engines that hold v3, and the whole v4 to all others.
+    """
+
+    def __init__(self) -> None:
+        """Start without a copy, as after a restart of the learner: the first version is whole."""
+        self._copy: CopiedWeights | None = None
+        self._version = -1
+        self._sums = torch.zeros(2, dtype=torch.int64)  # Those of the copy; see `word_sums`.
+        self._part = torch.zeros(0, dtype=torch.uint8)
+
+    def keep(self, weights: PublishedWeights) -> KeptVersion:
+        """Copy a version. Its source may change afterwards.
+
+        Raises: LongstrideError: as `fill` of the source. No version can be kept after that.
+        """
+        source = weights.source
+        base = self._version
+        copy = self._copy_for(weights)
+        packer = ChangePacker(source.total_bytes, max_bytes=int(MAX_FRAC * source.total_bytes))
+        for start in range(0, source.total_bytes, READ_BYTES):
+            kept = copy.buffer[start : start + READ_BYTES]
+            if base < 0:
+                source.fill(start, kept)
+            else:
+                part = self._part_of(source)[: kept.numel()]
+                source.fill(start, part)
+                packer.add(part, kept)
+        has_changes = base >= 0 and not packer.is_dense
+        self._sums = packer.sums_after(self._sums) if has_changes else word_sums(copy.buffer)
+        self._version = weights.version
+        whole = replace(weights, source=copy, digest=sums_text(self._sums))
+        changes = None
+        if has_changes:
+            sent = CopiedWeights(source.specs, packer.packed())
+            sent.device = copy.device
+            changes = replace(whole, source=sent, base=base)
+        return KeptVersion(whole, changes, packer.changed_frac if base >= 0 else None)
+
+    def _copy_for(self, weights: PublishedWeights) -> CopiedWeights:
+        """Return the copy. Engines on GPUs are reached from the device of the live weights."""
+        if self._copy is None:
+            buffer = torch.zeros(weights.source.total_bytes, dtype=torch.uint8)
+            self._copy = CopiedWeights(weights.tensors, buffer)
+            self._copy.device = weights.source.device
+        self._version = -1  # The copy is of no version until it is complete.
+        return self._copy
+
+    def _part_of(self, source: WeightSource) -> Tensor:
+        """Return the buffer for reading a source in parts."""
+        if not self._part.numel():
+            is_pinned = source.device.type == "cuda"
+            size = min(READ_BYTES, source.total_bytes)
+            self._part = torch.zeros(size, dtype=torch.uint8, pin_memory=is_pinned)
+        return self._part

@@ -10,14 +10,20 @@ and they map it.
 """
 
 import logging
+import secrets
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+from common.config.learner import WeightsTransport
 from common.errors import LongstrideError, WeightSyncError
-from common.weights.buckets import aligned
+from common.weights.buckets import NUM_SLOTS, aligned
 from common.weights.messages import (
     CanaryScores,
     WeightsCancel,
@@ -28,27 +34,27 @@ from common.weights.messages import (
     WeightsPing,
     WeightsReady,
 )
+from common.weights.node_copy import NodeCopy, node_id
 from common.weights.rendezvous import StoreServer
-from common.weights.transport import TransferCancelled, device_id
+from common.weights.transport import TransferCancelled, WeightGroup, device_id
 from common.wire.addresses import own_host_towards
 from common.wire.messages import Rejected
 from common.wire.sockets import Router
-from learner.weights.answers import Answers, TransferMetrics
 from learner.weights.canary import Canary
 from learner.weights.lock import WeightsLock, WeightsReadLock
-from learner.weights.node_memory import NodeMemory
-from learner.weights.receivers import EngineMember, Membership
-from learner.weights.routes import (
+from learner.weights.receivers import (
     MEMORY,
-    PublishSettings,
+    SILENT_AFTER_S,
+    Answers,
+    EngineMember,
+    Membership,
     ReceiverGroup,
     SenderPlace,
     engine_places,
     receiver_groups,
     refusal,
 )
-from learner.weights.snapshot import PublishedWeights
-from learner.weights.transfer_groups import TransferGroup, TransferGroups, join_all
+from learner.weights.source import PublishedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +62,207 @@ WAIT_S = 0.5  # Seconds between two checks of deadlines; every message wakes the
 GRACE_S = 1.0  # Seconds for engines to load a received version after a newer version exists.
 STOP_S = 2.0
 GB = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishSettings:
+    """Settings of the transfer of versions."""
+
+    host: str  # Host of the rendezvous store.
+    timeout_s: float  # Most seconds of each part of a transfer, if all members are alive.
+    # Seconds without a heartbeat after which an engine is removed.
+    silent_after_s: float = SILENT_AFTER_S
+    max_canary_delta: float  # Largest mean |difference| in nats without an alarm.
+    bucket_bytes: int = 256 << 20
+    transport: WeightsTransport = WeightsTransport.AUTO
+    num_parts: int = 1  # Parts of the fleet that are updated one after the other.
+    keeps_versions: bool = False  # Send changes where an engine has the version before.
+
+
+class TransferMetrics:
+    """Durations and bytes of transfers until the next `drain`. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._metrics: dict[str, float] = {}
+
+    def note(self, name: str, seconds: float, *, size_gb: float, is_sum: bool) -> None:
+        """Record a duration, also per GB.
+
+        Args:
+            is_sum: add the durations since the last `drain`; else keep the longest.
+        """
+        with self._lock:
+            for key, value in ((name, seconds), (f"{name}_per_gb", seconds / size_gb)):
+                before = self._metrics.get(key, 0.0)
+                self._metrics[key] = before + value if is_sum else max(before, value)
+
+    def add(self, name: str, amount: float) -> None:
+        """Add to a count since the last `drain`."""
+        with self._lock:
+            self._metrics[name] = self._metrics.get(name, 0.0) + amount
+
+    def drain(self) -> dict[str, float]:
+        """Return the metrics measured since the last call."""
+        with self._lock:
+            metrics = self._metrics
+            self._metrics = {}
+        return metrics
+
+
+class NodeMemory:
+    """Holds one version for the engines of the learner's node. For the publisher's thread.
+
+    Example: reserve(v3); write(v3) copies the weights, which may change from then on; place is the
+    text by which engines find the copy. An engine that joins later maps it, too. reserve(v4) takes
+    the same memory, unless an engine still reads v3. Then v4 gets new memory.
+    """
+
+    def __init__(self) -> None:
+        """Start without memory."""
+        self.node = node_id()
+        self.place = ""
+        self._copy: NodeCopy | None = None
+        self._version = -1
+        self._source: weakref.ref[object] | None = None  # The source of the version in the copy.
+
+    def has(self, weights: PublishedWeights) -> bool:
+        """Return whether the copy is this version."""
+        is_same = self._source is not None and self._source() is weights.source
+        return is_same and self._version == weights.version
+
+    def reserve(self, weights: PublishedWeights) -> bool:
+        """Take memory for a version; return False, with a warning, if there is too little."""
+        num_bytes = weights.source.total_bytes
+        copy = self._copy
+        self._copy = None
+        self._source = None
+        if copy is None or copy.buffer.numel() != num_bytes or not copy.claim():
+            copy = None  # The old memory is freed first.
+            try:
+                copy = NodeCopy(num_bytes)
+            except WeightSyncError as error:
+                logger.warning(
+                    "engines of this node receive over gloo version=%d reason=%s",
+                    weights.version,
+                    error,
+                )
+                return False
+        self._copy = copy
+        return True
+
+    def write(
+        self,
+        weights: PublishedWeights,
+        group: WeightGroup,
+        slots: Sequence[Tensor],
+        offer: WeightsOffer,
+        *,
+        is_cancelled: Callable[[], bool],
+    ) -> float:
+        """Copy a version to the reserved memory; return the seconds it took.
+
+        Args:
+            slots: as for `write_buckets`.
+
+        Raises: LongstrideError: as `WeightGroup.write`, or `fill` of the source.
+        """
+        copy = self._copy
+        assert copy is not None, "memory was reserved"
+        self._copy = None  # A cancelled thread may still write to this memory.
+        copy.version = -1
+        source = weights.source
+        digest, seconds = group.write(
+            copy.buffer, slots, source.read, offer, check=source.check, is_cancelled=is_cancelled
+        )
+        copy.version = weights.version
+        self.place = copy.show(digest)
+        self._copy = copy
+        self._version = weights.version
+        self._source = weakref.ref(weights.source)
+        return seconds
+
+
+@dataclass(slots=True)
+class TransferGroup:
+    """The process group of the engines that receive together."""
+
+    epoch: int
+    key: str  # Secret name of the group in the rendezvous.
+    group: WeightGroup = field(default_factory=WeightGroup)
+
+
+class TransferGroups:
+    """One process group for each set of engines that receive together.
+
+    An engine is in one group at a time: a new group ends its older ones.
+    """
+
+    def __init__(self, open_group: Callable[[], str]) -> None:
+        """Start without groups; `open_group` returns the secret name of a new group."""
+        self._open_group = open_group
+        self._groups: dict[ReceiverGroup, TransferGroup] = {}
+        self._left: list[WeightGroup] = []
+        # Random, so that it differs from the epochs of an earlier learner.
+        self._last_epoch = secrets.randbelow(1 << 31)
+        self._slots: list[Tensor] = []  # Two buckets, on the device that sends.
+
+    def of(
+        self, receivers: ReceiverGroup, *, is_present: Callable[[EngineMember], bool]
+    ) -> TransferGroup:
+        """Return the group of these receivers.
+
+        Groups that share a member with these receivers, or that have a lost member, are closed.
+        """
+        for other in list(self._groups):
+            is_shared = other != receivers and not set(other.members).isdisjoint(receivers.members)
+            if is_shared or not all(is_present(member) for member in other.members):
+                self.leave(other)
+        if receivers not in self._groups:
+            self._last_epoch += 1
+            self._groups[receivers] = TransferGroup(self._last_epoch, self._open_group())
+            names = ", ".join(member.actor for member in receivers.members)
+            logger.info(
+                "engines receive together transport=%s actors=%s", receivers.transport, names
+            )
+        return self._groups[receivers]
+
+    def leave(self, receivers: ReceiverGroup) -> None:
+        """Close the group of these receivers; any thread that waits in it fails now."""
+        transfer_group = self._groups.pop(receivers, None)
+        if transfer_group is not None:
+            transfer_group.group.leave()
+            self._left = [group for group in [*self._left, transfer_group.group] if group.is_busy]
+
+    def slots(self, offer: WeightsOffer, device: torch.device) -> list[Tensor]:
+        """Return the two buckets to send from; they are reused, because allocation is slow."""
+        place = device if offer.transport in ("nccl", "ipc") else torch.device("cpu")
+        size = min(offer.bucket_bytes, offer.total_bytes)
+        if not self._slots or self._slots[0].device != place or self._slots[0].numel() < size:
+            self._slots = []
+            is_pinned = device.type == "cuda" and place.type == "cpu"
+            make = {"dtype": torch.uint8, "device": place, "pin_memory": is_pinned}
+            self._slots = [torch.zeros(size, **make) for _ in range(NUM_SLOTS)]
+        return self._slots
+
+    def drop_slots(self) -> None:
+        """Allocate new buckets next time: an abandoned transfer may still write to these."""
+        self._slots = []
+
+    def leave_all(self) -> list[WeightGroup]:
+        """Close every group; return the groups whose threads may still run."""
+        groups = [*self._left, *(each.group for each in self._groups.values())]
+        for group in groups:
+            group.leave()
+        self._slots = []
+        return groups
+
+
+def join_all(groups: list[WeightGroup], *, timeout_s: float) -> None:
+    """Wait for the threads of closed groups, after the store of the groups is closed."""
+    deadline = time.monotonic() + timeout_s
+    for group in groups:
+        group.join(timeout_s=max(0.0, deadline - time.monotonic()))
 
 
 class _BroadcastContext(NamedTuple):

@@ -30,10 +30,9 @@ from learner.policy.forward import Networks
 from learner.policy.model import load_policy
 from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer
-from learner.weights.exact import policy_weights
 from learner.weights.publisher import Publisher
-from learner.weights.routes import PublishSettings
-from learner.weights.snapshot import PublishedWeights, snapshot
+from learner.weights.source import PublishedWeights, policy_weights, snapshot
+from learner.weights.transfer import PublishSettings
 from tests.actor.toy_peer import make_weight_link
 from tests.learner.builders import tensors_of
 from tools.offline.scratch import make_policy, make_tokenizer, save_policy

@@ -10,7 +10,7 @@ import torch
 
 from actor.rollout.episode import Turn
 from common.config.learner import LoraSection
-from learner.weights.snapshot import PublishedWeights
+from learner.weights.source import PublishedWeights
 from tests.actor.engine.engine_rig import FIRST_FORCED, Rig, forked_engines
 from tests.actor.engine.test_engine import make_prompts, mean_delta, sample
 

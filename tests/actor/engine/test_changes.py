@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from common.weights.messages import CanaryScores, WeightsLoaded
-from learner.weights.exact import policy_weights
-from learner.weights.snapshot import PublishedWeights
+from learner.weights.source import PublishedWeights, policy_weights
 from tests.actor.engine.engine_rig import Rig
 from tests.actor.engine.test_engine import LIMITS, eventually, make_prompts, mean_delta, sample
 

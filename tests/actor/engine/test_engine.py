@@ -13,7 +13,7 @@ from common.errors import WeightSyncError
 from common.weights.buckets import BucketLayout, Pending, send_buckets
 from common.weights.messages import CanaryScores, WeightsLoaded, WeightsOffer
 from common.weights.transport import BroadcastGroup, CollectiveMember
-from learner.weights.snapshot import PublishedWeights
+from learner.weights.source import PublishedWeights
 from tests.actor.engine.engine_rig import BUCKET_BYTES, FIRST_FORCED, HOST, TIMEOUT_S, WAIT_S, Rig
 from tests.common.weights.meeting import NOWHERE, Meeting
 

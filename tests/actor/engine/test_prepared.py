@@ -22,7 +22,7 @@ from common.weights.buckets import CPU, BucketLayout, send_buckets
 from common.weights.messages import TensorSpec, WeightsOffer
 from common.weights.transport import BroadcastGroup, CollectiveMember
 from learner.policy.model import load_policy
-from learner.weights.exact import policy_weights
+from learner.weights.source import policy_weights
 from tests.actor.engine.engine_rig import HOST, PATIENT_S, freeze_heap, save_tiny_policy
 from tests.common.weights.meeting import Meeting
 from tests.learner.builders import tensors_of

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from common.errors import WeightSyncError
-from learner.weights.exact import policy_weights
+from learner.weights.source import policy_weights
 from tests.actor.engine.engine_rig import WAIT_S, Rig
 from tests.actor.engine.test_changes import change_some, live
 from tests.actor.engine.test_engine import (

@@ -14,9 +14,7 @@ from common.weights.buckets import CPU
 from common.weights.messages import WeightsOffer
 from common.weights.node_copy import CopyUnreachable
 from common.weights.transport import TransferCancelled, WeightGroup
-from learner.weights.delta import KeptVersion, VersionKeeper
-from learner.weights.snapshot import PublishedWeights
-from learner.weights.source import LiveWeights
+from learner.weights.source import KeptVersion, LiveWeights, PublishedWeights, VersionKeeper
 from tests.common.weights.meeting import Meeting
 
 TIMEOUT_S = 60.0

@@ -12,9 +12,7 @@ from actor.weights.stage import Staged, Staging
 from common.weights.buckets import CPU
 from common.weights.messages import WeightsOffer
 from common.weights.transport import WeightGroup
-from learner.weights.delta import KeptVersion, VersionKeeper
-from learner.weights.snapshot import PublishedWeights
-from learner.weights.source import LiveWeights
+from learner.weights.source import KeptVersion, LiveWeights, PublishedWeights, VersionKeeper
 from tests.common.weights.meeting import Meeting
 
 TIMEOUT_S = 20.0

@@ -183,7 +183,7 @@ ELSEWHERE = {
     "learner.batch_timeout_s": "learner/main.py",
     "learner.publish_timeout_s": "learner/build.py",
     "learner.max_canary_delta": "learner/build.py",
-    "learner.max_canary_alarms": "learner/weights/watch.py",
+    "learner.max_canary_alarms": "learner/weights/publisher.py",
     "learner.checkpoint_every_steps": "learner/training/checkpoint.py",
     "learner.checkpoint_every_s": "learner/training/checkpoint.py",
     "learner.keep_checkpoints": "learner/training/checkpoint.py",

@@ -40,9 +40,7 @@ from learner.training.rank_processes import Meeting, meet
 from learner.training.rank_workers import LossWatch, RankWorkers
 from learner.training.ranks import deal
 from learner.training.trainer import Trainer
-from learner.weights.delta import VersionKeeper
-from learner.weights.snapshot import PublishedWeights
-from learner.weights.source import copied
+from learner.weights.source import PublishedWeights, VersionKeeper, copied
 from tests.learner.builders import make_model, make_samples, run_config_with_policy, tensors_of
 from tests.learner.policy.test_loading import check_halves, weights_of
 

@@ -14,13 +14,11 @@ from common.config.learner import PublishMode
 from common.wire.security import create_keys
 from common.wire.sockets import Router
 from learner.policy.finite import WeightsNotFinite
-from learner.weights.delta import VersionKeeper
 from learner.weights.lock import WeightsLock
 from learner.weights.publisher import Publisher
 from learner.weights.receivers import EngineMember, Membership
-from learner.weights.routes import PublishSettings
-from learner.weights.snapshot import PublishedWeights
-from learner.weights.source import LiveWeights
+from learner.weights.source import LiveWeights, PublishedWeights, VersionKeeper
+from learner.weights.transfer import PublishSettings
 from tests.learner.weights.keeping_actor import KeepingActor, is_equal
 from tests.learner.weights.test_publisher_live import eventually
 from tests.learner.weights.toy_actor import HOST

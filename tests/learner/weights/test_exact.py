@@ -14,7 +14,7 @@ from learner.policy.model import load_policy
 from learner.policy.precision import stays_exact
 from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer
-from learner.weights.exact import policy_weights
+from learner.weights.source import policy_weights
 from tests.learner.builders import make_model, make_model_with_adapters, tensors_of
 from tests.learner.experts import save_experts
 

@@ -17,9 +17,8 @@ from common.weights.messages import WeightsOffer
 from common.weights.node_copy import CopyView, node_id
 from common.weights.transport import TransferCancelled, WeightGroup
 from learner.policy.finite import WeightsNotFinite
-from learner.weights.node_memory import NodeMemory
-from learner.weights.snapshot import PublishedWeights
-from learner.weights.source import LiveWeights
+from learner.weights.source import LiveWeights, PublishedWeights
+from learner.weights.transfer import NodeMemory
 from tests.common.weights.meeting import NOWHERE
 from tests.common.weights.test_node_copy import shared_files
 from tests.learner.weights.keeping_actor import KeepingActor, is_equal, run_keeping_actor

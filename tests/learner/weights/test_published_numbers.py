@@ -13,8 +13,7 @@ from benchmarks.conformance.networks import save_network
 from common.config.learner import LoraSection, Precision
 from learner.policy.model import load_policy
 from learner.training.trainer import Trainer
-from learner.weights.delta import VersionKeeper
-from learner.weights.snapshot import PublishedWeights
+from learner.weights.source import PublishedWeights, VersionKeeper
 from tests.learner.builders import (
     make_model,
     make_model_with_adapters,

@@ -17,9 +17,8 @@ from common.wire.sockets import Router
 from learner.policy.finite import WeightsNotFinite
 from learner.weights.lock import WeightsLock
 from learner.weights.publisher import Publisher
-from learner.weights.routes import PublishSettings
-from learner.weights.snapshot import PublishedWeights
-from learner.weights.source import LiveWeights
+from learner.weights.source import LiveWeights, PublishedWeights
+from learner.weights.transfer import PublishSettings
 from tests.learner.weights.toy_actor import HOST, Actor
 
 TIMEOUT_S = 20.0

@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.weights.snapshot import PublishedWeights
-from learner.weights.source import LiveWeights
+from learner.weights.source import LiveWeights, PublishedWeights
 from tests.common.weights.test_node_copy import shared_files
 from tests.learner.weights.keeping_actor import KeepingActor, is_equal, run_keeping_actor
 from tests.learner.weights.test_delta import NUM, SETTINGS, Bench

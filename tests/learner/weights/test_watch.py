@@ -9,12 +9,10 @@ import pytest
 from common.config.run import OnStall, RunSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, LongstrideError
-from learner.weights import prompts as prompting
-from learner.weights import watch as watching
-from learner.weights.canary import Canary
-from learner.weights.prompts import LATEST_TOKENS, MAX_TOKENS, RecentPrompts, prompts_of
-from learner.weights.publisher import Publisher
-from learner.weights.watch import EngineWatch
+from learner.weights import canary as prompting
+from learner.weights import publisher as watching
+from learner.weights.canary import LATEST_TOKENS, MAX_TOKENS, Canary, RecentPrompts, prompts_of
+from learner.weights.publisher import EngineWatch, Publisher
 from tests.learner.builders import make_trajectory
 from tests.learner.weights.test_publisher import (
     Start,

@@ -12,8 +12,7 @@ import torch
 from common.wire.security import create_keys
 from common.wire.sockets import Router
 from learner.weights.publisher import Publisher
-from learner.weights.snapshot import PublishedWeights
-from learner.weights.source import LiveWeights
+from learner.weights.source import LiveWeights, PublishedWeights
 from tests.end_to_end.nodes import Network, why_not
 from tests.end_to_end.runs import REPOSITORY
 from tests.learner.weights.test_delta import SETTINGS

@@ -3,8 +3,8 @@
 import pytest
 
 from common.config.learner import WeightsTransport as Choice
-from learner.weights.receivers import EngineMember
-from learner.weights.routes import (
+from learner.weights.receivers import (
+    EngineMember,
     EnginePlace,
     ReceiverGroup,
     SenderPlace,
