@@ -77,18 +77,18 @@ class CpuWatch:
         """Measure this process and its descendants, each for its own role or its parent's."""
         root = psutil.Process()
         roles = {root.pid: "launcher"}
-        found: dict[int, tuple[Key, float]] = {}  # Process id -> seconds of ended children.
+        measured: dict[int, tuple[Key, float]] = {}  # Process id -> seconds of ended children.
         for process in [root, *descendants(root)]:
             with suppress(psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
                 key = (process.pid, process.create_time())
-                own = self._role_of(process, roles, self._used.get(key, ("", 0.0))[0])
-                roles[process.pid] = own
+                role = self._role_of(process, roles, self._used.get(key, ("", 0.0))[0])
+                roles[process.pid] = role
                 times = process.cpu_times()
-                found[process.pid] = key, sum(times[2:4])
-                self._used[key] = (own, sum(times[:2]))
-                if parent := found.get(process.ppid()):
+                measured[process.pid] = key, sum(times[2:4])
+                self._used[key] = (role, sum(times[:2]))
+                if parent := measured.get(process.ppid()):
                     self._parents[key] = parent[0]
-        self._add_ended(dict(found.values()))
+        self._add_ended(dict(measured.values()))
 
     def _add_ended(self, reaped: Mapping[Key, float]) -> None:
         """Add the time of ended children that no sample measured while they ran.
@@ -158,9 +158,9 @@ def busy_s(proc: Path = PROC) -> float:
 
 def family_cpu_s() -> float:
     """Return the processor seconds of this process and its descendants, including ended ones."""
-    own = psutil.Process()
-    total = sum(own.cpu_times()[:4])
-    for child in descendants(own):
+    this_process = psutil.Process()
+    total = sum(this_process.cpu_times()[:4])
+    for child in descendants(this_process):
         with suppress(psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
             total += sum(child.cpu_times()[:4])
     return round(total, 2)
@@ -173,14 +173,14 @@ def cpu_seconds(run_dir: RunDir) -> dict[str, float]:
 
 def _elsewhere(run_dir: RunDir) -> dict[str, tuple[str, float]]:
     """Return (role, seconds) by incarnation for the roles that no launcher of the run started."""
-    found: dict[str, tuple[str, float]] = {}
-    for name, each in as_map(json_object(run_dir.cpu).get("elsewhere")).items():
-        match each:
+    seconds: dict[str, tuple[str, float]] = {}
+    for name, entry in as_map(json_object(run_dir.cpu).get("elsewhere")).items():
+        match entry:
             case [str() as role, int() | float() as used_s]:
-                found[name] = (role, float(used_s))
+                seconds[name] = (role, float(used_s))
             case _:
                 pass
-    return found
+    return seconds
 
 
 def cpu_metrics(run_dir: RunDir) -> dict[str, float]:
@@ -192,16 +192,16 @@ def cpu_metrics(run_dir: RunDir) -> dict[str, float]:
     used = cpu_seconds(run_dir)
     if not used:
         return {}
-    found = {f"cpu/{role}_s": used_s for role, used_s in used.items()}
-    found |= {f"cpu/{name}": cores for name, cores in _numbers(json_object(run_dir.cpu)).items()}
+    metrics = {f"cpu/{role}_s": used_s for role, used_s in used.items()}
+    metrics |= {f"cpu/{name}": cores for name, cores in _numbers(json_object(run_dir.cpu)).items()}
     for role, used_s in _elsewhere(run_dir).values():
         name = f"cpu/{role}_elsewhere_s"
-        found[name] = found.get(name, 0.0) + used_s
+        metrics[name] = metrics.get(name, 0.0) + used_s
     if trained := _numbers(json_object(run_dir.ledger)).get("trained"):
-        found["cpu/per_trained_episode_s"] = sum(used.values()) / trained
-    return found
+        metrics["cpu/per_trained_episode_s"] = sum(used.values()) / trained
+    return metrics
 
 
-def _numbers(found: object) -> dict[str, float]:
+def _numbers(content: object) -> dict[str, float]:
     """Return the numbers of a JSON object by their names."""
-    return {k: float(v) for k, v in as_map(found).items() if isinstance(v, int | float)}
+    return {k: float(v) for k, v in as_map(content).items() if isinstance(v, int | float)}

@@ -75,8 +75,8 @@ def training_number(name: str) -> int | None:
 
 def is_below(group_id: str, number: int) -> bool:
     """Return True for a training group that was opened before the group with this number."""
-    own = training_number(group_id)
-    return own is not None and own < number
+    number_of_group = training_number(group_id)
+    return number_of_group is not None and number_of_group < number
 
 
 def actor_name(number: int) -> str:

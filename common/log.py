@@ -46,13 +46,13 @@ def kept_in(path: Path, *names: str) -> Generator[None]:
     root = logging.getLogger()
     handler.setFormatter(root.handlers[0].formatter if root.handlers else None)
     loggers = [logging.getLogger(name) for name in names]
-    for each in loggers:
-        each.addHandler(handler)
+    for named in loggers:
+        named.addHandler(handler)
     try:
         yield
     finally:
-        for each in loggers:
-            each.removeHandler(handler)
+        for named in loggers:
+            named.removeHandler(handler)
         handler.close()
 
 

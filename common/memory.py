@@ -75,17 +75,17 @@ def _allocator_accepts(setting: str) -> bool:
 
 def resident_bytes(roots: Iterable[int]) -> dict[int, int]:
     """Return the resident memory of each process and its descendants, by process id."""
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     for root in roots:
         try:
             first = psutil.Process(root)
-            found[root] = first.memory_info().rss
+            sizes[root] = first.memory_info().rss
         except psutil.NoSuchProcess:
             continue
         for process in descendants(first):
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                found[root] += process.memory_info().rss
-    return found
+                sizes[root] += process.memory_info().rss
+    return sizes
 
 
 def descendants(process: psutil.Process) -> list[psutil.Process]:
@@ -96,25 +96,25 @@ def descendants(process: psutil.Process) -> list[psutil.Process]:
     """
     if not _LISTS_CHILDREN:
         return process.children(recursive=True)
-    found: list[psutil.Process] = []
+    processes: list[psutil.Process] = []
     waiting = _children(process.pid)
     while waiting:
         pid = waiting.pop()
         with suppress(psutil.NoSuchProcess):
-            found.append(psutil.Process(pid))
+            processes.append(psutil.Process(pid))
         waiting += _children(pid)
-    return found
+    return processes
 
 
 def _children(pid: int) -> list[int]:
     """Return the ids of a process's children; [] if it has just ended."""
-    found: list[int] = []
+    process_ids: list[int] = []
     with suppress(FileNotFoundError, ProcessLookupError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with suppress(FileNotFoundError, ProcessLookupError):
                 text = Path(f"/proc/{pid}/task/{thread}/children").read_text(encoding="utf-8")
-                found += map(int, text.split())
-    return found
+                process_ids += map(int, text.split())
+    return process_ids
 
 
 def family_bytes() -> int:

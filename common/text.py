@@ -59,21 +59,21 @@ def counted(num: float, one: str, many: str = "", *, form: str = "") -> str:
     return f"{num:{form}} {one if num == 1 else many or f'{one}s'}"
 
 
-def near_hint(name: str, known: Iterable[str], *, form: Callable[[str], str] = repr) -> str:
+def near_hint(name: str, candidates: Iterable[str], *, form: Callable[[str], str] = repr) -> str:
     """Return "; the nearest is 'a'" for an unknown name; "" if no known name is similar."""
-    by_letters = {each.lower(): each for each in known}
+    by_letters = {each.lower(): each for each in candidates}
     near = difflib.get_close_matches(name.lower(), by_letters, n=1, cutoff=NEAR_FRAC)
     return f"; the nearest is {form(by_letters[near[0]])}" if near else ""
 
 
-def known_hint(name: str, known: Iterable[str], *, form: Callable[[str], str] = repr) -> str:
+def known_hint(name: str, candidates: Iterable[str], *, form: Callable[[str], str] = repr) -> str:
     """Return the nearest name as `near_hint` does, or else the first known names."""
-    names = [*known]
+    names = [*candidates]
     if not names:
         return ""
     listed = ", ".join(map(form, names[:MAX_LISTED]))
-    more = len(names) - MAX_LISTED
-    listed += f" and {more} more" if more > 0 else ""
+    num_others = len(names) - MAX_LISTED
+    listed += f" and {num_others} more" if num_others > 0 else ""
     return near_hint(name, names, form=form) or f"; there are {listed}"
 
 
@@ -95,7 +95,8 @@ def log_text(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(
-        each.encode("unicode_escape").decode() if _is_control(each) else each for each in text
+        character.encode("unicode_escape").decode() if _is_control(character) else character
+        for character in text
     )
 
 
@@ -143,9 +144,9 @@ def shared_end_tags(one: str, other: str) -> str:
     """Return the longest text with which both texts end, without a part of a tag at its start."""
     num = shared_length(one[::-1], other[::-1])
     spans = [
-        (len(text) - each.end(), len(text) - each.start())
+        (len(text) - match.end(), len(text) - match.start())
         for text in (one, other)
-        for each in _TAG.finditer(text)
+        for match in _TAG.finditer(text)
     ]
     num = min([num, *(start for start, end in spans if start < num < end)])
     return one[len(one) - num :]

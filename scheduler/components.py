@@ -89,8 +89,8 @@ class Components:
             return 0
         groups = self.lifecycle.table.groups.values()
         return sum(
-            each.is_train and each.state is GroupState.OPEN and each.episodes[0].env in absent
-            for each in groups
+            group.is_train and group.state is GroupState.OPEN and group.episodes[0].env in absent
+            for group in groups
         )
 
 

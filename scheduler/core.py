@@ -172,12 +172,14 @@ class SchedulerCore:
         if message.role == "learner":
             self._cursor.begin()
             self.run.learner_version = message.version
-            known = self.run.version
-            if message.version > known:
-                logger.info("learner is ahead version=%d known=%d", message.version, known)
+            own_version = self.run.version
+            if message.version > own_version:
+                logger.info("learner is ahead version=%d known=%d", message.version, own_version)
                 self._set_version(message.version)
-            elif message.version < known:
-                logger.warning("learner is behind version=%d known=%d", message.version, known)
+            elif message.version < own_version:
+                logger.warning(
+                    "learner is behind version=%d known=%d", message.version, own_version
+                )
         return Welcome(run_epoch=self.run_epoch)
 
     def _goodbye(self, message: Goodbye) -> None:

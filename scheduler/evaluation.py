@@ -233,9 +233,9 @@ class EvalStream:
 
 def eval_lines(report: Mapping[str, Any]) -> str:
     """Return the text of eval.jsonl: a line for each evaluation that has ended."""
-    ended = [each for each in report["evals"] if each["ended_at"] is not None]
+    ended = [evaluation for evaluation in report["evals"] if evaluation["ended_at"] is not None]
     names = {"success": "eval/success", "reward": "eval/reward"}
     return "".join(
-        json.dumps({names.get(key, key): value for key, value in each.items()}) + "\n"
-        for each in ended
+        json.dumps({names.get(key, key): value for key, value in evaluation.items()}) + "\n"
+        for evaluation in ended
     )

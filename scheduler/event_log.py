@@ -93,8 +93,8 @@ class EventLog:
             ) from error
         start = 0
         while start < len(content):
-            found = _record_at(content, start, is_old=self._is_old)
-            if found is None:
+            event = _record_at(content, start, is_old=self._is_old)
+            if event is None:
                 if not self._is_old and not _is_torn(content, start):
                     raise ConfigError(
                         f"{path} at offset {start}: the record is damaged (its checksum does not"
@@ -106,7 +106,7 @@ class EventLog:
                     start,
                 )
                 return
-            time_s, name, record, start = found
+            time_s, name, record, start = event
             yield time_s, name.decode(), unpack_record(record) if record else None
 
     def append(self, time_s: float, sender_name: str, frames: list[bytes]) -> None:

@@ -88,8 +88,8 @@ class LiveChanges:
             self._checked(request, step=step, is_over=is_over)
         except ConfigError as error:
             return Rejected(reason=str(error))
-        known = self._pending.get(request.request)
-        since = now if known is None else known.since
+        pending = self._pending.get(request.request)
+        since = now if pending is None else pending.since
         self._pending[request.request] = _PendingChange(request, sender, since)
         return ConfigChanged(number=-1, step=step)
 
@@ -123,11 +123,13 @@ class LiveChanges:
     def take_due(self, now: float, *, is_boundary: bool) -> list[tuple[ConfigRequest, bytes]]:
         """Return the requests to apply now, in the order of their arrival, each once."""
         due = [
-            each for each in self._pending.values() if is_boundary or now - each.since > LATEST_S
+            change
+            for change in self._pending.values()
+            if is_boundary or now - change.since > LATEST_S
         ]
-        for each in due:
-            del self._pending[each.request.request]
-        return [(each.request, each.sender) for each in due]
+        for change in due:
+            del self._pending[change.request.request]
+        return [(change.request, change.sender) for change in due]
 
     def apply(self, request: ConfigRequest, *, step: int, is_over: bool) -> ConfigChange:
         """Change the configuration; the caller saves its state and then calls `record`.

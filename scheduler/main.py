@@ -402,32 +402,32 @@ def answer_all(parts: LoopParts, received: list[Received]) -> None:
     """Handle and log a batch of messages, flush the log, then send the answers."""
     answers: list[tuple[bytes, Any]] = []
     came_meanwhile: list[Received] = []
-    for each in received:
-        if type(each.message) in OUTSIDE:
-            answer = answer_outside(parts, each)
+    for envelope in received:
+        if type(envelope.message) in OUTSIDE:
+            answer = answer_outside(parts, envelope)
             if answer is not None:
-                answers.append((each.sender, answer))
+                answers.append((envelope.sender, answer))
             continue
-        name = name_of(parts, each)
+        name = name_of(parts, envelope)
         version = parts.core.version
-        answer = parts.core.handle(name, each.message)
-        parts.log.append(parts.clock.now, name, each.frames)
+        answer = parts.core.handle(name, envelope.message)
+        parts.log.append(parts.clock.now, name, envelope.frames)
         parts.is_changed = True
-        if isinstance(each.message, Goodbye) and each.message.role == "learner":
+        if isinstance(envelope.message, Goodbye) and envelope.message.role == "learner":
             parts.serves_until = 0.0
         if isinstance(answer, LeaseGrant):
-            schema = parts.router.version_for(each.sender)
+            schema = parts.router.version_for(envelope.sender)
             answer = marked(answer, name, parts.lease_key, version=schema)
-        elif isinstance(answer, Progress) and getattr(each.message, "role", "") == "learner":
-            found = parts.router.num_refused("scheduler") | parts.registry.refused()
-            answer = replace(answer, refused=found)
+        elif isinstance(answer, Progress) and getattr(envelope.message, "role", "") == "learner":
+            refused = parts.router.num_refused("scheduler") | parts.registry.refused()
+            answer = replace(answer, refused=refused)
         if answer is not None:
-            answers.append((each.sender, answer))
-        if isinstance(each.message, StepDone) and parts.core.version > version:
-            came_meanwhile += change_config(parts, is_boundary=True, learner=each.sender)
-        for news in (parts.registry.hear(each.message), parts.live.hear(each.message)):
+            answers.append((envelope.sender, answer))
+        if isinstance(envelope.message, StepDone) and parts.core.version > version:
+            came_meanwhile += change_config(parts, is_boundary=True, learner=envelope.sender)
+        for news in (parts.registry.hear(envelope.message), parts.live.hear(envelope.message)):
             if news is not None:
-                answers.append((each.sender, news))
+                answers.append((envelope.sender, news))
     came_meanwhile += parts.disk.write(parts.log.flush, parts.log.path)
     for receiver, answer in answers:
         parts.disk.sent(receiver, answer)
@@ -524,11 +524,11 @@ def save(parts: LoopParts) -> None:
 
 def write_due(parts: LoopParts) -> None:
     """Write all files if they are due or the phase is new; in a new version only the ledger."""
-    known = parts.ledger_of
+    written = parts.ledger_of
     phase = parts.core.phase
-    if parts.clock.now >= parts.status_at or known is None or known[1] != phase:
+    if parts.clock.now >= parts.status_at or written is None or written[1] != phase:
         write_reports(parts)
-    elif known != (parts.core.version, phase):
+    elif written != (parts.core.version, phase):
         write_ledger(parts)
 
 

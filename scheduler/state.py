@@ -76,13 +76,13 @@ def save(value: Any, *, with_volatile: bool = False) -> Any:
     cls: Any = type(value)
     if _is_frozen(cls):
         held_by_all = (getattr(value, f.name) for f in _fields(cls))
-        return [held if type(held) in _AS_IT_IS else save(held) for held in held_by_all]
+        return [content if type(content) in _AS_IT_IS else save(content) for content in held_by_all]
     saved: dict[str, Any] = {}
     for f in _fields(cls):
-        held = getattr(value, f.name)
-        if (with_volatile or f.mark != "volatile") and not f.is_default(held):
-            is_plain = type(held) in _AS_IT_IS
-            saved[f.name] = held if is_plain else save(held, with_volatile=with_volatile)
+        content = getattr(value, f.name)
+        if (with_volatile or f.mark != "volatile") and not f.is_default(content):
+            is_plain = type(content) in _AS_IT_IS
+            saved[f.name] = content if is_plain else save(content, with_volatile=with_volatile)
     return saved
 
 
@@ -96,16 +96,16 @@ def _save_map(value: dict[Any, Any], with_volatile: bool) -> Any:
 def restore(component: Any, state: Mapping[str, Any]) -> None:
     """Restore the result of `save` in place; then call `after_restore` if the component has it."""
     for f in _fields(type(component)):
-        held = getattr(component, f.name)
+        part = getattr(component, f.name)
         if f.mark == "configured":
-            for key, entry in held.items():
+            for key, entry in part.items():
                 restore(entry, state.get(f.name, {}).get(key, {}))
-        elif dataclasses.is_dataclass(held) and not _is_frozen(type(held)):
-            restore(held, state.get(f.name, {}))
-        elif isinstance(held, deque):  # Restored in place, so that the deque keeps its `maxlen`.
+        elif dataclasses.is_dataclass(part) and not _is_frozen(type(part)):
+            restore(part, state.get(f.name, {}))
+        elif isinstance(part, deque):  # Restored in place, so that the deque keeps its `maxlen`.
             values = _load(f.kind, state.get(f.name, []))
-            held.clear()
-            held.extend(values)
+            part.clear()
+            part.extend(values)
         else:
             value = _load(f.kind, state[f.name]) if f.name in state else f.new()
             setattr(component, f.name, value)
@@ -139,8 +139,8 @@ def _record(cls: Any, value: Any) -> Any:
     fields = _fields(cls)
     if _is_frozen(cls):
         # Fields added since keep their defaults.
-        known = zip(fields[: len(value)], value, strict=True)
-        return cls(**{f.name: _load(f.kind, v) for f, v in known})
+        saved = zip(fields[: len(value)], value, strict=True)
+        return cls(**{f.name: _load(f.kind, v) for f, v in saved})
     return cls(**{f.name: _load(f.kind, value[f.name]) for f in fields if f.name in value})
 
 

@@ -52,10 +52,10 @@ def groups_of(controller: str, proc: Path = PROC) -> Iterator[ControlGroup]:
         if name not in paths or (name and controller not in mount.options):
             continue
         folder = mount.point / _below(paths[name], mount.root)
-        for each in (folder, *folder.parents):
-            if not each.is_relative_to(mount.point):
+        for folder_above in (folder, *folder.parents):
+            if not folder_above.is_relative_to(mount.point):
                 break
-            yield ControlGroup(folder=each, version=mount.version)
+            yield ControlGroup(folder=folder_above, version=mount.version)
 
 
 def memory_limit(proc: Path = PROC) -> tuple[int, int] | None:
@@ -80,8 +80,10 @@ def memory_limit(proc: Path = PROC) -> tuple[int, int] | None:
 def _memory_limit_of(group: ControlGroup, stat: Mapping[str, int]) -> int | None:
     """Return a group's own memory limit in bytes; None: it has none."""
     name, _, _ = _FILES[group.version]
-    found = [_number(group.folder / name), stat.get("hierarchical_memory_limit")]
-    return min((each for each in found if each is not None and each < NO_LIMIT_BYTES), default=None)
+    limits = [_number(group.folder / name), stat.get("hierarchical_memory_limit")]
+    return min(
+        (each for each in limits if each is not None and each < NO_LIMIT_BYTES), default=None
+    )
 
 
 def _used_bytes(group: ControlGroup, stat: Mapping[str, int]) -> int | None:
@@ -169,13 +171,13 @@ def _number(path: Path) -> int | None:
 
 def _numbers(path: Path) -> dict[str, int]:
     """Return the lines "name number" of a file; {} if it is missing."""
-    found: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     with suppress(OSError):
         for line in _text(path).splitlines():
             name, _, number = line.partition(" ")
             if number.isdigit():
-                found[name] = int(number)
-    return found
+                numbers[name] = int(number)
+    return numbers
 
 
 def cores_here(proc: Path = PROC) -> float:

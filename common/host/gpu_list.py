@@ -90,16 +90,16 @@ def _named(entry: str, listed: Sequence[_GpuEntry]) -> Gpu | None:
         return _named_slice(entry, listed)
     if not entry.startswith("GPU-"):
         return None
-    found = [each.shown[0] for each in listed if each.gpu.uuid.startswith(entry)]
-    return found[0] if len(found) == 1 else None
+    matching = [each.shown[0] for each in listed if each.gpu.uuid.startswith(entry)]
+    return matching[0] if len(matching) == 1 else None
 
 
 def _named_slice(entry: str, listed: Sequence[_GpuEntry]) -> Gpu | None:
     """Return the slice with a name. Its size is 0 if nvidia-smi does not list the slice."""
     slices = [gpu for each in listed for gpu in each.slices]
-    found = [gpu for gpu in slices if gpu.uuid.startswith(entry)]
-    if found:
-        return found[0] if len(found) == 1 else None
+    matching = [gpu for gpu in slices if gpu.uuid.startswith(entry)]
+    if matching:
+        return matching[0] if len(matching) == 1 else None
     old = _OLD_SLICE.fullmatch(entry)
     if old is None:  # A container may list one slice without the others.
         return None if slices else Gpu(name="slice of a GPU", memory_bytes=0, uuid=entry)
@@ -114,21 +114,21 @@ def _named_slice(entry: str, listed: Sequence[_GpuEntry]) -> Gpu | None:
 def _read(lines: Sequence[str]) -> list[_GpuEntry]:
     """Return the whole GPUs in nvidia-smi's lines, each with its slices."""
     wholes: dict[str, _GpuEntry] = {}
-    own = ""  # The uuid of the whole GPU whose slices follow.
+    whole_uuid = ""  # The uuid of the whole GPU whose slices follow.
     for line in lines:
-        if found := _SLICE.match(line):
-            if own in wholes:
-                wholes[own].slices.append(_slice(found, wholes[own].gpu))
-        elif found := _WHOLE.match(line):
-            own = found[2]
+        if match := _SLICE.match(line):
+            if whole_uuid in wholes:
+                wholes[whole_uuid].slices.append(_slice(match, wholes[whole_uuid].gpu))
+        elif match := _WHOLE.match(line):
+            whole_uuid = match[2]
         elif gpu := _whole(line):
             wholes[gpu.uuid] = _GpuEntry(gpu=gpu)
     return list(wholes.values())
 
 
-def _slice(found: re.Match[str], whole: Gpu) -> Gpu:
+def _slice(match: re.Match[str], whole: Gpu) -> Gpu:
     """Return a slice of a whole GPU from its line."""
-    return Gpu(name=f"{whole.name} MIG {found[1]}", memory_bytes=int(found[2]) * GIB, uuid=found[4])
+    return Gpu(name=f"{whole.name} MIG {match[1]}", memory_bytes=int(match[2]) * GIB, uuid=match[4])
 
 
 def _whole(line: str) -> Gpu | None:

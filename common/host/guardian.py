@@ -119,16 +119,16 @@ def find_marked(*wanted: str) -> list[int]:
     """
     start = f"{MARKS}=".encode()
     marks = {mark.encode() for mark in wanted}
-    found: list[int] = []
+    process_ids: list[int] = []
     for environ in Path("/proc").glob("[0-9]*/environ"):
         try:
             variables = environ.read_bytes().split(b"\0")
         except OSError:  # The process has ended, or belongs to another user.
             continue
-        own = next((v.removeprefix(start) for v in variables if v.startswith(start)), b"")
-        if not marks.isdisjoint(own.split(b":")):
-            found.append(int(environ.parent.name))
-    return found
+        value = next((v.removeprefix(start) for v in variables if v.startswith(start)), b"")
+        if not marks.isdisjoint(value.split(b":")):
+            process_ids.append(int(environ.parent.name))
+    return process_ids
 
 
 def kill_marked(*marks: str) -> None:

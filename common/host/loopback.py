@@ -21,8 +21,8 @@ def direct_loopback(environ: Mapping[str, str]) -> dict[str, str]:
     """
     if not names_a_proxy(environ):
         return {}
-    known = f"{environ.get('no_proxy', '')},{environ.get('NO_PROXY', '')}".split(",")
-    hosts = dict.fromkeys(filter(None, [*(each.strip() for each in known), *LOOPBACK]))
+    exempt = f"{environ.get('no_proxy', '')},{environ.get('NO_PROXY', '')}".split(",")
+    hosts = dict.fromkeys(filter(None, [*(each.strip() for each in exempt), *LOOPBACK]))
     return dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(hosts))
 
 

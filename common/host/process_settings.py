@@ -110,10 +110,10 @@ def find_home(environ: MutableMapping[str, str]) -> None:
     if home.is_absolute() and is_writable(home):
         environ["HOME"] = named
         return
-    own = private_folder()
-    logger.warning("home folder is not writable home=%s caches=%s", named or "none", own)
+    caches = private_folder()
+    logger.warning("home folder is not writable home=%s caches=%s", named or "none", caches)
     if not (home.is_absolute() and os.access(home, os.R_OK | os.X_OK)):
-        environ["HOME"] = str(own)
+        environ["HOME"] = str(caches)
     for name, folder in (
         ("XDG_CACHE_HOME", ".cache"),
         ("XDG_CONFIG_HOME", ".config"),
@@ -121,7 +121,7 @@ def find_home(environ: MutableMapping[str, str]) -> None:
         ("TRITON_HOME", "."),
     ):
         if not environ.get(name):
-            environ[name] = str(own / folder)
+            environ[name] = str(caches / folder)
 
 
 def _registered_home() -> str:
@@ -162,11 +162,11 @@ def private_folder(base: Path | None = None) -> Path:
     folder is created.
     """
     base = base or Path(os.path.realpath(tempfile.gettempdir()))
-    own = base / f"longstride-home-{os.getuid()}"
+    folder = base / f"longstride-home-{os.getuid()}"
     with suppress(FileExistsError):
-        own.mkdir(mode=0o700)
-    found = own.lstat()
-    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-    if is_own and not found.st_mode & 0o077:
-        return own
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    if is_own and not status.st_mode & 0o077:
+        return folder
     return Path(tempfile.mkdtemp(prefix="longstride-home-", dir=base))

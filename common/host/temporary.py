@@ -37,12 +37,12 @@ def check_temporary(environ: MutableMapping[str, str]) -> Path:
             tempfile.tempdir = None  # Python computes it again.
             return folder
     try:
-        found = Path(tempfile.gettempdir())
+        default = Path(tempfile.gettempdir())
     except FileNotFoundError:
-        found = Path.cwd()
-    if found == Path.cwd():  # Python's last fallback.
+        default = Path.cwd()
+    if default == Path.cwd():  # Python's last fallback.
         raise ConfigError("TMPDIR: neither /tmp nor /var/tmp is writable. Set a writable folder")
-    return found
+    return default
 
 
 def check_temporary_room(folder: Path | None = None) -> None:
@@ -54,13 +54,13 @@ def check_temporary_room(folder: Path | None = None) -> None:
     Raises: ConfigError: the folder's disk is full.
     """
     folder = Path(os.path.realpath(folder or tempfile.gettempdir()))
-    found = os.statvfs(folder)
-    free_bytes = found.f_bavail * found.f_frsize
-    is_without_inodes = found.f_files > 0 and found.f_favail == 0
+    disk = os.statvfs(folder)
+    free_bytes = disk.f_bavail * disk.f_frsize
+    is_without_inodes = disk.f_files > 0 and disk.f_favail == 0
     if free_bytes < MIN_FREE_BYTES or is_without_inodes:
         free_mb = free_bytes / 1e6
         raise ConfigError(
-            f"TMPDIR={folder}: its disk is full ({free_mb:.0f} MB and {found.f_favail} files are"
+            f"TMPDIR={folder}: its disk is full ({free_mb:.0f} MB and {disk.f_favail} files are"
             " free). Free disk space, or set another folder"
         )
 
@@ -104,16 +104,16 @@ def plain_link(
 
     The links lie in a folder of this process, which is removed at its exit.
     """
-    own = take_over_links(environ)
-    for place in places if own is None else ():
+    links = take_over_links(environ)
+    for place in places if links is None else ():
         with suppress(OSError):
-            own = Path(tempfile.mkdtemp(prefix="ls", dir=place))  # The mode is 0700.
-            environ[OWNER] = f"{os.getpid()}:{own}"
-            atexit.register(_remove, own, os.getpid())
+            links = Path(tempfile.mkdtemp(prefix="ls", dir=place))  # The mode is 0700.
+            environ[OWNER] = f"{os.getpid()}:{links}"
+            atexit.register(_remove, links, os.getpid())
             break
-    if own is None:
+    if links is None:
         return None
-    link = own / name
+    link = links / name
     link.symlink_to(folder)
     return link
 
@@ -123,12 +123,12 @@ def take_over_links(environ: MutableMapping[str, str]) -> Path | None:
 
     The folder is removed at this process's exit. None: there is no such folder.
     """
-    pid, _, own = environ.get(OWNER, "").partition(":")
-    if not own or pid != str(os.getpid()):
+    pid, _, folder = environ.get(OWNER, "").partition(":")
+    if not folder or pid != str(os.getpid()):
         return None
     atexit.unregister(_remove)
-    atexit.register(_remove, Path(own), os.getpid())
-    return Path(own)
+    atexit.register(_remove, Path(folder), os.getpid())
+    return Path(folder)
 
 
 def is_one_word(folder: Path) -> bool:
@@ -141,10 +141,10 @@ def fits_sockets(folder: Path) -> bool:
     return len(os.fsencode(folder)) + LONGEST_BELOW_BYTES <= MAX_SOCKET_BYTES
 
 
-def _remove(own: Path, pid: int) -> None:
+def _remove(folder: Path, pid: int) -> None:
     """Remove the links and their folder, unless this process is a fork of their creator."""
     if os.getpid() == pid:
-        shutil.rmtree(own, ignore_errors=True)  # This removes links, not their targets.
+        shutil.rmtree(folder, ignore_errors=True)  # This removes links, not their targets.
 
 
 def _problem(folder: Path) -> str:

@@ -123,12 +123,12 @@ class ModelEndpoint:
 def _object(path: str, text: str) -> dict[str, Any]:
     """Return the JSON object of an answer. Raises: Refused."""
     try:
-        found: object = json.loads(text)
+        content: object = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise Refused(f"{path}: the answer is not JSON ({error})") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise Refused(f"{path}: the answer is not a JSON object")
-    return cast("dict[str, Any]", found)
+    return cast("dict[str, Any]", content)
 
 
 def key_from(variable: str, *, setting: str) -> str:

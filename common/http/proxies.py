@@ -58,11 +58,11 @@ def proxy_for(url: str, *, is_own: bool = False) -> Proxy | None:
     variable, value = _setting(scheme, os.environ)
     if not value or _is_exempt(host) or _is_this_machine(host):
         return None
-    found = Proxy(url=value if "://" in value else f"http://{value}", variable=variable, host=host)
-    kind = found.url.partition("://")[0]
+    proxy = Proxy(url=value if "://" in value else f"http://{value}", variable=variable, host=host)
+    kind = proxy.url.partition("://")[0]
     if kind not in PROXY_SCHEMES:
-        raise ProxyFailed(f"a proxy of the kind {kind} is not supported ({found.route})")
-    return found
+        raise ProxyFailed(f"a proxy of the kind {kind} is not supported ({proxy.route})")
+    return proxy
 
 
 def route_note(url: str) -> str:
@@ -79,9 +79,9 @@ def without_login(url: str) -> str:
 
 def _setting(scheme: str, environ: Mapping[str, str]) -> tuple[str, str]:
     """Return the proxy variable of a scheme and its value, ("", "") if none is set."""
-    known = getproxies_environment()
+    settings = getproxies_environment()
     for kind in (scheme, "all"):
-        if value := known.get(kind, ""):
+        if value := settings.get(kind, ""):
             lower = f"{kind}_proxy"
             return (lower if environ.get(lower) else lower.upper()), value
     return "", ""

@@ -50,10 +50,10 @@ class Refusals:
 
     def report(self) -> dict[str, int]:
         """Return the most frequent refusals by "address/reason", with their counts."""
-        found = Counter(
+        counts = Counter(
             {f"{a}/{r}": n for a, c in self._counts.copy().items() for r, n in c.items()}
         )
-        return dict(found.most_common(MAX_SHOWN))
+        return dict(counts.most_common(MAX_SHOWN))
 
 
 MAX_HEADER_BYTES = 64 * 1024  # Maximum bytes of a request's head with its path.

@@ -87,11 +87,13 @@ def enrol(
     context = zmq.Context()
     try:
         with closing(_SchedulerConnection(context, address, key, timeout_s)) as connection:
-            own = key
+            own_key = key
             if not key.name:
                 public, secret = (half.decode() for half in zmq.curve_keypair())
-                own = replace(key, client_public=public, client_secret=secret, name=request.name)
-            request = replace(request, name=own.name, public_key=own.client_public)
+                own_key = replace(
+                    key, client_public=public, client_secret=secret, name=request.name
+                )
+            request = replace(request, name=own_key.name, public_key=own_key.client_public)
             enrolment = connection.ask(request, Enrolment)
             check_bounds(enrolment.files)
             folder = _download_files(connection, enrolment.files) if enrolment.files else None
@@ -100,7 +102,7 @@ def enrol(
         context.destroy(linger=0)
     return Joined(
         address=address,
-        key=own,
+        key=own_key,
         config=enrolment.config,
         model_path=str(folder or ""),
         defaults=frozenset(enrolment.defaults),
@@ -184,7 +186,7 @@ def _download_files(connection: _SchedulerConnection, files: list[SharedFile]) -
     """Return the folder of the downloaded files. An earlier node's intact files are used."""
     parent = cache_home() / "longstride" / "joined"
     folder = parent / manifest_digest(files)
-    if all(is_intact(folder / each.name, each) for each in files):
+    if all(is_intact(folder / file.name, file) for file in files):
         return folder
     try:
         parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -193,13 +195,13 @@ def _download_files(connection: _SchedulerConnection, files: list[SharedFile]) -
         remedy = "set XDG_CACHE_HOME to a writable folder"
         raise ConfigError(f"{parent}: {error.strerror}; {remedy}") from error
     try:
-        for each in files:
-            _download_file(connection, each, temporary / each.name)
+        for file in files:
+            _download_file(connection, file, temporary / file.name)
         shutil.rmtree(folder, ignore_errors=True)
         try:
             temporary.rename(folder)
         except OSError:  # Another node of this machine has created the same folder.
-            if not all(is_intact(folder / each.name, each) for each in files):
+            if not all(is_intact(folder / file.name, file) for file in files):
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

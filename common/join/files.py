@@ -46,14 +46,14 @@ def list_shared(folder: Path, *, template: Path | None = None) -> list[SharedFil
 
 def check_bounds(files: list[SharedFile]) -> None:
     """Check names, number and sizes of files. Raises: ConfigError: one exceeds its limit."""
-    for each in files:
-        if not is_shareable(each.name) or not 0 <= each.num_bytes <= MAX_FILE_BYTES:
+    for file in files:
+        if not is_shareable(file.name) or not 0 <= file.num_bytes <= MAX_FILE_BYTES:
             raise ConfigError(
-                f"file {each.name!r} of {each.num_bytes} bytes: a joining node receives only files"
+                f"file {file.name!r} of {file.num_bytes} bytes: a joining node receives only files"
                 f" of a model with plain names and at most {MAX_FILE_BYTES} bytes"
             )
-    names = {each.name for each in files}
-    total_bytes = sum(each.num_bytes for each in files)
+    names = {file.name for file in files}
+    total_bytes = sum(file.num_bytes for file in files)
     if len(names) != len(files) or len(files) > MAX_FILES or total_bytes > MAX_TOTAL_BYTES:
         raise ConfigError(
             f"{counted(len(files), 'file')} of {total_bytes} bytes: a joining node receives at most"

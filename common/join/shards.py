@@ -111,10 +111,10 @@ def check_whole(checkpoint: Path, *, key: str, shown: str) -> None:
 def missing_text(checkpoint: Path, files: Sequence[ShardFile]) -> str:
     """Return the error for files of a checkpoint that no node of the learner has."""
     listed = "; ".join(each.describe() for each in files[:MAX_NAMED])
-    more = f"; and {len(files) - MAX_NAMED} more" if len(files) > MAX_NAMED else ""
+    others = f"; and {len(files) - MAX_NAMED} more" if len(files) > MAX_NAMED else ""
     return (
         f"{checkpoint}: no node of this learner has {counted(len(files), 'file')} of it with the"
-        f" digest of its manifest: {listed}{more}. Start the learner on these nodes with their"
+        f" digest of its manifest: {listed}{others}. Start the learner on these nodes with their"
         f" learner.shard_folder. Or copy the files, and run `{gather_command(checkpoint)} FOLDER`."
         f" Or {remedy_without(checkpoint)}"
     )

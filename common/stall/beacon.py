@@ -104,10 +104,10 @@ class Beacon:
             _BEGUN.set()
         now = time.monotonic()
         with self._lock:
-            known = self._lines.get(line)
-            if known is not None and not known.waits_for:
-                kind = _kind(line, known.what)
-                took_s = now - known.since
+            work = self._lines.get(line)
+            if work is not None and not work.waits_for:
+                kind = _kind(line, work.what)
+                took_s = now - work.since
                 self._longest[kind] = max(self._longest.get(kind, 0.0), took_s)
             longest_s = self._longest.get(_kind(line, what), 0.0)
             self._lines[line] = MonitoredWork(what, waits_for, now, limit_s, longest_s)
@@ -135,8 +135,8 @@ class Beacon:
         """Write the report. Raises: OSError: the disk may be full."""
         with self._lock:
             lines = {name: asdict(line) for name, line in self._lines.items()}
-        known = {"pid": os.getpid(), "boot_id": boot_id(), "began_at": self._began_at}
-        content = known | {"written_at": time.monotonic(), "lines": lines}
+        process = {"pid": os.getpid(), "boot_id": boot_id(), "began_at": self._began_at}
+        content = process | {"written_at": time.monotonic(), "lines": lines}
         write_atomically(self._path, json.dumps(content))
 
 

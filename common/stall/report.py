@@ -44,18 +44,18 @@ def waits(
     activities: Mapping[str, RoleActivity | None], status: Mapping[str, Any]
 ) -> dict[str, str]:
     """Return the role that each role waits for, "" for none, from its report or heartbeats."""
-    found: dict[str, str] = {}
-    for name, each in activities.items():
-        lines = each.lines.values() if each else ()
-        found[name] = next((line.waits_for for line in lines if line.waits_for), "")
+    waited_for: dict[str, str] = {}
+    for name, activity in activities.items():
+        lines = activity.lines.values() if activity else ()
+        waited_for[name] = next((line.waits_for for line in lines if line.waits_for), "")
     members: list[Any] = [*status.get("actors", []), {**status.get("learner", {}), "name": LEARNER}]
     for member in members:
         name = str(member.get("name", ""))
-        if not found.get(name) and not member.get("is_dead"):
-            found[name] = str(member.get("waiting_for", ""))
-    if "scheduler" in found and status.get("gate") and not found["scheduler"]:
-        found["scheduler"] = f"learner: {status['gate']}"
-    return found
+        if not waited_for.get(name) and not member.get("is_dead"):
+            waited_for[name] = str(member.get("waiting_for", ""))
+    if "scheduler" in waited_for and status.get("gate") and not waited_for["scheduler"]:
+        waited_for["scheduler"] = f"learner: {status['gate']}"
+    return waited_for
 
 
 def culprits(waiting: Mapping[str, str]) -> list[str]:
@@ -92,16 +92,16 @@ def describe(
 ) -> Iterator[str]:
     """Yield one line per role: its activity, or the role that it waits for, and the duration."""
     actors: list[Any] = status.get("actors", [])
-    members = {each.get("name"): each for each in actors}
+    members = {activity.get("name"): activity for activity in actors}
     for name in sorted({*activities, *waiting}):
-        each = activities.get(name)
-        for line_name, line in (each.lines if each else {}).items():
+        activity = activities.get(name)
+        for line_name, line in (activity.lines if activity else {}).items():
             doing = f"waits for {line.waits_for}" if line.waits_for else line.what
             yield f"  {name} ({line_name}): {doing}, since {now - line.since:.0f}s"
-        if each is not None and now - each.written_at > LATE_S:
-            late_s = now - each.written_at
-            yield f"  {name}: has written no report for {late_s:.0f}s{_state_of(each.pid)}"
-        elif each is None:
+        if activity is not None and now - activity.written_at > LATE_S:
+            late_s = now - activity.written_at
+            yield f"  {name}: has written no report for {late_s:.0f}s{_state_of(activity.pid)}"
+        elif activity is None:
             doing = f"waits for {waiting[name]}" if waiting.get(name) else "works"
             heard_s = members.get(name, {}).get("last_seen_s")
             heard = "" if heard_s is None else f", last message {heard_s:.0f}s before the status"

@@ -33,8 +33,8 @@ def tell_stacks() -> None:
 
 def helpers_of(folder: Path, role: str) -> dict[Path, int]:
     """Return the stack files of a role's helpers with process ids. Some may have ended."""
-    found = {path: path.name.split(".")[-2] for path in folder.glob(f"{role}.*.stacks")}
-    return {path: int(pid) for path, pid in found.items() if pid.isdigit()}
+    process_ids = {path: path.name.split(".")[-2] for path in folder.glob(f"{role}.*.stacks")}
+    return {path: int(pid) for path, pid in process_ids.items() if pid.isdigit()}
 
 
 def ask(pid: int) -> bool:

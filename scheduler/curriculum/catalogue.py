@@ -111,7 +111,7 @@ def validate_tasks(
     if not tasks:
         names = list(catalogue.envs)
         raise ConfigError(f"tasks=[] is empty. Name at least one environment out of {names}.")
-    known: set[tuple[str, str]] = set()
+    named: set[tuple[str, str]] = set()
     for i, task in enumerate(tasks):
         if task.env not in catalogue.envs:
             raise ConfigError(_unknown(f"tasks[{i}].env", task.env, catalogue.envs))
@@ -125,12 +125,12 @@ def validate_tasks(
         if len(task.env) > ID_CHARS or len(task.items()) > MAX_SUBSET_CHARS:
             law = f"a lease has room for {ID_CHARS} and {MAX_SUBSET_CHARS} characters"
             raise ConfigError(f"tasks[{i}]: env={task.env!r:.80} subset={task.subset!r:.80}: {law}")
-        if (task.env, task.items()) in known:
+        if (task.env, task.items()) in named:
             raise ConfigError(
                 f"tasks[{i}].subset={task.subset!r}: another task has the same subset of"
                 f" {task.env}; name each subset once and set its weight"
             )
-        known.add((task.env, task.items()))
+        named.add((task.env, task.items()))
         lengths = catalogue.distances.get(task.env, {}).get(task.subset, {})
         for name in subsets_in_use(curriculum or CurriculumSection(), [task]):
             if why := why_not_far(task, lengths, name.removeprefix(f"{task.env}/")):

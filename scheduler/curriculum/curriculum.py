@@ -230,8 +230,8 @@ class GatedHorizon:
 
     def _own(self, num_steps: int) -> list[StepSeen]:
         """Return the last `num_steps` steps of the current stage, none if there are fewer."""
-        own = [step for step in self.steps if step.version > self.since]
-        return own[-num_steps:] if len(own) >= num_steps else []
+        steps = [step for step in self.steps if step.version > self.since]
+        return steps[-num_steps:] if len(steps) >= num_steps else []
 
     def _backs_off(self, measured: WindowStatistics) -> str:
         """Return the reason to go back one stage, "" if there is none."""
@@ -288,8 +288,8 @@ def success_gain(steps: Sequence[StepSeen]) -> float | None:
 
 def _mean_entropy(steps: Sequence[StepSeen]) -> float:
     """Return the mean entropy of the steps that report one."""
-    known = [step.entropy for step in steps if step.entropy != UNKNOWN]
-    return sum(known) / len(known) if known else UNKNOWN
+    entropies = [step.entropy for step in steps if step.entropy != UNKNOWN]
+    return sum(entropies) / len(entropies) if entropies else UNKNOWN
 
 
 def _signal_text(value: float | None) -> str:
@@ -457,14 +457,16 @@ class Curriculum:
         return {
             "unit": self._horizon.unit.value,
             "horizons": {
-                name: _report_of("horizon", each, self._stamp(name, version), self.gated.get(name))
-                for name, each in self._policies.items()
+                name: _report_of(
+                    "horizon", policy, self._stamp(name, version), self.gated.get(name)
+                )
+                for name, policy in self._policies.items()
             },
             "distances": {
                 env: _report_of(
-                    "distance", each, self._distance(env, version), self.gated_distance.get(env)
+                    "distance", policy, self._distance(env, version), self.gated_distance.get(env)
                 )
-                for env, each in self._distances.items()
+                for env, policy in self._distances.items()
             },
             "mixture": self.mixture.report(),
         }

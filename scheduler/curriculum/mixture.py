@@ -126,8 +126,8 @@ class Mixture:
         """Return "<env>/<subset>" -> share of the next groups."""
         worths = {name: task.base for name, task in self.tasks.items()}
         if self.is_adaptive:
-            known = partial(self.subset_success.success, min_episodes=MIN_TASK_EPISODES)
-            worths = {name: base * self._worth(known(name)) for name, base in worths.items()}
+            success_of = partial(self.subset_success.success, min_episodes=MIN_TASK_EPISODES)
+            worths = {name: base * self._worth(success_of(name)) for name, base in worths.items()}
         total = sum(worths.values())
         return {name: each / total for name, each in worths.items()}
 
@@ -151,8 +151,8 @@ class Mixture:
         for _ in range(min(items.num, MAX_SKIPS)):
             epoch, index = items.at(task.cursor)
             task.cursor += 1
-            known = self.item_success.success(f"{items.env}/{items.subset}-train-{index}")
-            item_worth = self._worth(known)
+            success = self.item_success.success(f"{items.env}/{items.subset}-train-{index}")
+            item_worth = self._worth(success)
             draw = min(hash_words(items.key, "keep", epoch, index) / 2**64, ONE_BELOW)
             if draw < item_worth:
                 return index
@@ -165,8 +165,8 @@ class Mixture:
         """Return the kind, the shares and, if adaptive, the measured success of the tasks."""
         success = {name: self.subset_success.success(name) for name in self.tasks}
         shares = {name: round(share, 4) for name, share in self.shares().items()}
-        known = {"success": success} if self.is_adaptive else {}
-        return {"kind": self.cfg.kind.value, "shares": shares, **known}
+        measured = {"success": success} if self.is_adaptive else {}
+        return {"kind": self.cfg.kind.value, "shares": shares, **measured}
 
 
 def _without_bound(name: str) -> str:

@@ -61,16 +61,16 @@ class SuccessAverages:
     @property
     def mean(self) -> float | None:
         """Moving mean of training success over all subsets; None before the first episode."""
-        known = [success for _, success, _ in self.train.known.values()]
-        return sum(known) / len(known) if known else None
+        rates = [success for _, success, _ in self.train.known.values()]
+        return sum(rates) / len(rates) if rates else None
 
     def train_report(self) -> dict[str, float]:
         """Return subset -> moving mean of success; with several environments "env/subset"."""
-        known = sorted(self.train.known.items())
-        has_one_env = len({name.partition("/")[0] for name, _ in known}) == 1
+        entries = sorted(self.train.known.items())
+        has_one_env = len({name.partition("/")[0] for name, _ in entries}) == 1
         return {
             name.partition("/")[2] if has_one_env else name: round(success, 4)
-            for name, (_, success, _) in known
+            for name, (_, success, _) in entries
         }
 
     def eval_report(self) -> dict[str, dict[str, float]]:

@@ -82,12 +82,12 @@ class Pace:
 
         For a horizon without data the longest shorter horizon is scaled in proportion.
         """
-        known = [h for e, h in self.episodes if e == env and self._is_known((e, h))]
-        shorter = [h for h in known if h <= horizon]
+        horizons = [h for e, h in self.episodes if e == env and self._is_known((e, h))]
+        shorter = [h for h in horizons if h <= horizon]
         if shorter:
             nearest = max(shorter)
             return self._figures_of((env, nearest))[0] * horizon / nearest
-        return self._figures_of((env, min(known)))[0] if known else None
+        return self._figures_of((env, min(horizons)))[0] if horizons else None
 
     def median_s(self, env: str, horizon: int) -> float | None:
         """Return the seconds that half of such episodes stay below; None with too little data."""
@@ -122,5 +122,5 @@ class Pace:
         }
 
 
-def _mean(known: float | None, value: float) -> float:
-    return value if known is None else known + WEIGHT * (value - known)
+def _mean(mean: float | None, value: float) -> float:
+    return value if mean is None else mean + WEIGHT * (value - mean)

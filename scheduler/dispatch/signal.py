@@ -33,9 +33,9 @@ class SignalWatch:
     def see(self, message: Outcomes, now: float) -> None:
         """Count the groups that a report declares complete."""
         filtered = {
-            each.episode_id.rpartition("/")[0]
-            for each in message.outcomes
-            if each.outcome is Outcome.FILTERED
+            report.episode_id.rpartition("/")[0]
+            for report in message.outcomes
+            if report.outcome is Outcome.FILTERED
         }
         if any(group.is_ready for group in message.groups):
             self.since = None
@@ -53,10 +53,10 @@ class SignalWatch:
         """
         if self.since is None or self.num_groups < MIN_GROUPS or now - self.since < WARN_AFTER_S:
             return ""
-        known = "" if success is None else f", success {success:.2f}"
+        suffix = "" if success is None else f", success {success:.2f}"
         problem = (
             f"No group had signal for {now - self.since:.0f} s: in"
-            f" {counted(self.num_groups, 'group')} all returns are equal{known}. There is nothing"
+            f" {counted(self.num_groups, 'group')} all returns are equal{suffix}. There is nothing"
             " to train on."
         )
         if success is not None and success > SOLVED:

@@ -124,22 +124,22 @@ class SelectionAudit:
 
     def warn(self) -> None:
         """Log, once per environment and horizon, that long episodes are dropped more often."""
-        for each in self.compare():
-            key = (each.env, each.horizon)
-            if not each.is_biased or key in self._warned:
+        for comparison in self.compare():
+            key = (comparison.env, comparison.horizon)
+            if not comparison.is_biased or key in self._warned:
                 continue
             self._warned.add(key)
             logger.warning(
                 "long episodes are dropped more often than short ones env=%s horizon=%d"
                 " dropped_long=%d/%d dropped_short=%d/%d z=%.1f: raise learner.max_lag_steps or"
                 " scheduler.max_stretch, or add actors",
-                each.env,
-                each.horizon,
-                each.num_long_dropped,
-                each.num_long,
-                each.num_short_dropped,
-                each.num_short,
-                each.z,
+                comparison.env,
+                comparison.horizon,
+                comparison.num_long_dropped,
+                comparison.num_long,
+                comparison.num_short_dropped,
+                comparison.num_short,
+                comparison.z,
             )
 
     def report(self) -> dict[str, Any]:

@@ -225,11 +225,11 @@ class EpisodeLifecycle:
 
     def arrive(self, seen: EpisodeSeen) -> Arrived | None:
         """Record that an episode, of any attempt, is in the journal; None if it is no news."""
-        found = self.table.find(seen.episode_id)
-        if found is None:
+        entry = self.table.find(seen.episode_id)
+        if entry is None:
             self._unknown(seen.episode_id)
             return None
-        group, episode = found
+        group, episode = entry
         if episode.state not in (EpisodePhase.QUEUED, EpisodePhase.LEASED):
             return None
         arrived = Arrived(group, episode, episode.actor)
@@ -268,26 +268,26 @@ class EpisodeLifecycle:
         learner may change any other outcome, for instance with members that arrived too late
         before.
         """
-        found = self.table.find(report.episode_id)
-        if found is not None and not found[0].is_train:
+        entry = self.table.find(report.episode_id)
+        if entry is not None and not entry[0].is_train:
             return
-        cell = found[1].cell if found and report.outcome is not Outcome.TRAINED else None
+        cell = entry[1].cell if entry and report.outcome is not Outcome.TRAINED else None
         outcome = report.outcome.value
         cause = report.cause
         settled = Settled(outcome=outcome, cause=cause, is_given_up=False, cell=cell)
-        known = found[1].settled if found else self.table.find_closed(report.episode_id)
-        if known is not None:
-            if self._is_rebooked(report.episode_id, known, settled):
-                if found:
-                    found[1].settled = settled
+        earlier = entry[1].settled if entry else self.table.find_closed(report.episode_id)
+        if earlier is not None:
+            if self._is_rebooked(report.episode_id, earlier, settled):
+                if entry:
+                    entry[1].settled = settled
                 else:
                     self.table.replace_closed(report.episode_id, settled)
-        elif found:
+        elif entry:
             if report.error:
-                started_at = found[1].granted_at
+                started_at = entry[1].granted_at
                 self.failures.add(cause, error=report.error, started_at=started_at)
                 self.kinds.add(cause, f"the learner refused an episode: {report.error}")
-            self._settle(*found, settled)
+            self._settle(*entry, settled)
         else:
             self._unknown(report.episode_id)
 
@@ -325,26 +325,26 @@ class EpisodeLifecycle:
             self.audit.add(episode.cell, settled.outcome, settled.cause)
         self._maybe_close(group)
 
-    def _is_rebooked(self, episode_id: str, known: Settled, settled: Settled) -> bool:
+    def _is_rebooked(self, episode_id: str, earlier: Settled, settled: Settled) -> bool:
         """Replace the outcome of an episode by the learner's report, unless it was trained."""
-        if known.outcome == settled.outcome:
+        if earlier.outcome == settled.outcome:
             return False
-        if known.outcome == Outcome.TRAINED:
+        if earlier.outcome == Outcome.TRAINED:
             self.ledger.num_unknown += 1
             logger.error(
                 "refused report: %s was %s and is now reported as %s (%s)",
                 shown(episode_id),
-                known.outcome,
+                earlier.outcome,
                 settled.outcome,
                 shown(settled.cause),
             )
             return False
-        self.ledger.train.take_back(known.outcome, known.cause)
+        self.ledger.train.take_back(earlier.outcome, earlier.cause)
         self.ledger.train.settle(settled.outcome, settled.cause)
         self.news.append((episode_id, settled.outcome, settled.cause))
-        if known.cell is not None:
-            self.audit.take_back(known.cell, known.outcome, known.cause)
-            self.audit.add(known.cell, settled.outcome, settled.cause)
+        if earlier.cell is not None:
+            self.audit.take_back(earlier.cell, earlier.outcome, earlier.cause)
+            self.audit.add(earlier.cell, settled.outcome, settled.cause)
         return True
 
     def _maybe_close(self, group: GroupRecord) -> None:

@@ -218,7 +218,7 @@ class GroupTable:
 
     def num_in_flight(self) -> Counter[EpisodeKind]:
         """Return the number of episodes without an outcome, counted from the table itself."""
-        found = Counter[EpisodeKind]()
+        counts = Counter[EpisodeKind]()
         for group in self.groups.values():
-            found[group.kind] += sum(1 for each in group.episodes if each.settled is None)
-        return found
+            counts[group.kind] += sum(1 for each in group.episodes if each.settled is None)
+        return counts

@@ -126,14 +126,14 @@ class Enrolments:
         Raises: ConfigError: the name is revoked, or its living holder has another key.
         """
         self._known.refresh()
-        known = self._known.named(request.name)
-        if known is not None and known.public == request.public_key:
+        identity = self._known.named(request.name)
+        if identity is not None and identity.public == request.public_key:
             return
-        if known is not None and known.is_revoked:
+        if identity is not None and identity.is_revoked:
             raise ConfigError(f"the name {request.name!r} is revoked; choose another name")
         if request.role == "learner":
             raise ConfigError("a node of the learner joins with keys/ranks-N.key of the run")
-        if known is not None and is_alive(request.name):
+        if identity is not None and is_alive(request.name):
             raise ConfigError(f"{NAME_IN_USE} {request.name!r}")
         add_identity(self._keys, Identity(request.name, request.role, request.public_key))
 

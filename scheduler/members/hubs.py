@@ -63,16 +63,18 @@ class StartMessages:
         """
         timeout_s = self.cfg.actor.start_timeout_s
         deadline = time.monotonic() + timeout_s
-        known: dict[str, HubCatalogue] = {}
+        catalogues: dict[str, HubCatalogue] = {}
         subsets = subsets_in_use(self.cfg.curriculum, self.cfg.tasks)
         if url := self.cfg.envhub.url:
-            known[url] = fetch_catalogue(url, token=token, timeout_s=timeout_s, subsets=subsets)
-            self.registry.add_fixed(HubPlace(url=url, token=token, envs=list(known[url].envs)))
-        while not self._is_served(known):
+            catalogues[url] = fetch_catalogue(
+                url, token=token, timeout_s=timeout_s, subsets=subsets
+            )
+            self.registry.add_fixed(HubPlace(url=url, token=token, envs=list(catalogues[url].envs)))
+        while not self._is_served(catalogues):
             if stop.is_set():
                 raise StoppedEarly
             if time.monotonic() > deadline:
-                served = sorted({env for each in known.values() for env in each.envs})
+                served = sorted({env for each in catalogues.values() for env in each.envs})
                 wanted = sorted({task.env for task in self.cfg.tasks})
                 raise EnvError(
                     f"the tasks need {wanted}, but the hubs serve only {served} after"
@@ -80,22 +82,22 @@ class StartMessages:
                 )
             self._receive()
             for place in self.registry.directory.hubs:
-                if place.url not in known:
+                if place.url not in catalogues:
                     left_s = max(1.0, deadline - time.monotonic())
-                    known[place.url] = _catalogue_of(place, left_s, subsets)
-        catalogue = _union(known.values())
+                    catalogues[place.url] = _catalogue_of(place, left_s, subsets)
+        catalogue = _union(catalogues.values())
         validate_tasks(self.cfg.tasks, catalogue, self.cfg.curriculum)
         return catalogue
 
-    def _is_served(self, known: dict[str, HubCatalogue]) -> bool:
+    def _is_served(self, catalogues: dict[str, HubCatalogue]) -> bool:
         """Return whether the run can begin.
 
         A hub that the run starts, or that `envhub.url` names, must serve all tasks by itself.
         Otherwise the joined hubs must serve them together.
         """
         is_only_joined = not self.cfg.envhub.is_started and not self.cfg.envhub.url
-        envs = _union(known.values()).envs
-        return bool(known) and (
+        envs = _union(catalogues.values()).envs
+        return bool(catalogues) and (
             not is_only_joined or all(task.env in envs for task in self.cfg.tasks)
         )
 
@@ -122,18 +124,16 @@ def greet_known(registry: AddressRegistry, saved: list[dict[str, Any]], *, token
     Args:
         saved: `AddressRegistry.saved_hubs` of that scheduler.
     """
-    for each in saved:
-        place = HubPlace(url=each["url"], token=token, envs=each["envs"])
+    for hub in saved:
+        place = HubPlace(url=hub["url"], token=token, envs=hub["envs"])
         try:
             _catalogue_of(place, ANSWER_S)
         except (EnvError, ConfigError) as error:
             logger.info(
-                "a hub of the earlier scheduler does not answer yet name=%s: %s",
-                each["name"],
-                error,
+                "a hub of the earlier scheduler does not answer yet name=%s: %s", hub["name"], error
             )
             continue
-        hello = HubHello(name=each["name"], incarnation=each["incarnation"], place=place)
+        hello = HubHello(name=hub["name"], incarnation=hub["incarnation"], place=place)
         registry.hear_hub(hello, b"", time.monotonic())
 
 
@@ -147,7 +147,7 @@ def _union(catalogues: Iterable[HubCatalogue]) -> HubCatalogue:
     """Return the union of the catalogues; for an environment in several, the first entry counts."""
     envs: dict[str, dict[str, SubsetEntry]] = {}
     distances = Distances()
-    for each in catalogues:
-        envs = each.envs | envs
-        distances = each.distances | distances
+    for catalogue in catalogues:
+        envs = catalogue.envs | envs
+        distances = catalogue.distances | distances
     return HubCatalogue(envs=envs, distances=distances)

@@ -70,9 +70,9 @@ def tick(parts: Components, now: float) -> None:
 def _renew(parts: Components, member: RunMember, running: list[str], now: float) -> list[str]:
     """Renew the leases that an actor lists, count the missed ones; return those to abandon."""
     revoked = [episode_id for episode_id in running if not _keep(parts, member, episode_id, now)]
-    held = parts.lifecycle.leases.of(member.name)
+    leased = parts.lifecycle.leases.of(member.name)
     listed = set(running)
-    if unlisted := [episode for episode in held if episode.episode_id not in listed]:
+    if unlisted := [episode for episode in leased if episode.episode_id not in listed]:
         _miss(parts, unlisted, now)
     return revoked
 
@@ -97,10 +97,10 @@ def _miss(parts: Components, unlisted: list[EpisodeRecord], now: float) -> None:
 
 def _keep(parts: Components, member: RunMember, episode_id: str, now: float) -> bool:
     """Renew one listed episode; False if the actor should abandon it."""
-    found = parts.lifecycle.table.find(episode_id)
-    if found is None:
+    entry = parts.lifecycle.table.find(episode_id)
+    if entry is None:
         return False
-    group, episode = found
+    group, episode = entry
     match episode.state:
         case EpisodePhase.LEASED:
             if episode.actor != member.name:

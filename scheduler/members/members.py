@@ -90,18 +90,18 @@ class Members:
 
     def hello(self, message: Hello, now: float) -> bool:
         """Register a role; return True if it is a new process with a known name."""
-        known = self.by_name.get(message.name)
-        is_other = known is not None and known.incarnation not in ("", message.incarnation)
-        if is_other and known is not None:
-            self.replaced[known.incarnation] = now
-        num_restarts = known.num_restarts + is_other if known else 0
-        if known is None or is_other:
-            known = self._add(message)
-        known.incarnation, known.num_restarts = message.incarnation, num_restarts
-        known.node = message.node
-        known.commit = message.commit
-        known.version = message.version
-        self.touch(known, now)
+        member = self.by_name.get(message.name)
+        is_other = member is not None and member.incarnation not in ("", message.incarnation)
+        if is_other and member is not None:
+            self.replaced[member.incarnation] = now
+        num_restarts = member.num_restarts + is_other if member else 0
+        if member is None or is_other:
+            member = self._add(message)
+        member.incarnation, member.num_restarts = message.incarnation, num_restarts
+        member.node = message.node
+        member.commit = message.commit
+        member.version = message.version
+        self.touch(member, now)
         return is_other
 
     def heartbeat(self, message: Heartbeat, now: float) -> RunMember:
@@ -121,13 +121,13 @@ class Members:
 
     def absent_envs(self) -> set[str]:
         """Return the environments that no live actor can play."""
-        found: set[str] | None = None
-        for each in self.by_name.values():
-            if each.role == "actor" and not each.is_dead:
-                if not each.absent:
+        absent: set[str] | None = None
+        for member in self.by_name.values():
+            if member.role == "actor" and not member.is_dead:
+                if not member.absent:
                     return set()
-                found = {*each.absent} if found is None else found & {*each.absent}
-        return found or set()
+                absent = {*member.absent} if absent is None else absent & {*member.absent}
+        return absent or set()
 
     def _add(self, message: Hello | Heartbeat) -> RunMember:
         """Add a role to the list; a role of the same name is replaced."""
@@ -171,16 +171,16 @@ class Members:
     def first_refused(self, name: str, now: float) -> str:
         """Return the other actor that has waited for work longest; "" if there is none."""
         late = list[str]()
-        found = ""
+        longest_waiting = ""
         for other, refused_at in self.refused.items():
             if now - refused_at > REFUSED_S:
                 late.append(other)
             elif other != name:
-                found = other
+                longest_waiting = other
                 break
         for other in late:
             del self.refused[other]
-        return found
+        return longest_waiting
 
     def is_spare(self, member: RunMember, now: float) -> bool:
         """Return whether an actor is a spare. It starts to play if too few engines play.
@@ -227,10 +227,10 @@ class Members:
         """Return the newly silent actors, unless all actors are silent."""
         actors = [m for m in self.by_name.values() if m.role == "actor" and not m.is_dead]
         late = [m for m in actors if now - m.last_seen > self.silent_after_s]
-        found = [m for m in late if not m.is_silent] if len(late) < len(actors) else []
-        for member in found:
+        silent = [m for m in late if not m.is_silent] if len(late) < len(actors) else []
+        for member in silent:
             member.is_silent = True
-        return found
+        return silent
 
     def expire(self, now: float) -> list[RunMember]:
         """Mark silent members as dead; return those newly dead.
@@ -261,9 +261,9 @@ class Members:
 
     def is_learner_away(self, now: float) -> bool:
         """Return whether there was a learner, and all learners are dead or silent now."""
-        known = self._learners.values()
+        learners = self._learners.values()
         since = now - self.silent_after_s
-        return bool(known) and all(m.is_dead or m.last_seen < since for m in known)
+        return bool(learners) and all(m.is_dead or m.last_seen < since for m in learners)
 
     def has_other_actor(self, member: RunMember) -> bool:
         """Return whether another actor is alive."""

@@ -59,10 +59,10 @@ class AddressRegistry:
         if not isinstance(message, Hello | Heartbeat):
             return None
         if isinstance(message, Hello) and message.role == "learner" and message.addresses:
-            known = self.directory
+            directory = self.directory
             addresses = message.addresses
-            learner = addresses.get("learner", known.learner)
-            self._change(learner, addresses.get("weights", known.weights), known.hubs)
+            learner = addresses.get("learner", directory.learner)
+            self._change(learner, addresses.get("weights", directory.weights), directory.hubs)
         is_asked = message.directory >= 0
         return self.directory if is_asked and message.directory != self.directory.number else None
 
@@ -72,18 +72,18 @@ class AddressRegistry:
         """Process a message of a hub; return the answer to a hello."""
         match message:
             case HubHello():
-                known = self._hubs.get(message.name)
-                if known is None or known.hello != message:
+                hub = self._hubs.get(message.name)
+                if hub is None or hub.hello != message:
                     logger.info("registered hub name=%s url=%s", message.name, message.place.url)
-                before = known or self._gone.pop(message.name, None)
+                before = hub or self._gone.pop(message.name, None)
                 is_other = before and before.hello.incarnation != message.incarnation
                 num = before.num_restarts + bool(is_other) if before else 0
                 self._hubs[message.name] = _Hub(message, sender, now, num)
                 self._renew_hubs()
                 return HubNoted(is_finished=is_finished)
             case HubGoodbye():
-                known = self._hubs.get(message.name)
-                if known is not None and known.hello.incarnation == message.incarnation:
+                hub = self._hubs.get(message.name)
+                if hub is not None and hub.hello.incarnation == message.incarnation:
                     self._forget(message.name, "left")
             case _:
                 pass
@@ -133,8 +133,8 @@ class AddressRegistry:
     def report(self, now: float) -> list[dict[str, Any]]:
         """Return live and recently removed hubs for the status, without their tokens."""
         fixed = [
-            {"name": each.url, "role": "envhub", "url": each.url, "envs": each.envs}
-            for each in self.fixed
+            {"name": place.url, "role": "envhub", "url": place.url, "envs": place.envs}
+            for place in self.fixed
         ]
         return fixed + [
             {
@@ -184,8 +184,8 @@ class AddressRegistry:
 
     def _change(self, learner: str, weights: str, hubs: list[HubPlace]) -> None:
         """Replace the directory if its content changes."""
-        known = self.directory
-        if (learner, weights, hubs) != (known.learner, known.weights, known.hubs):
+        directory = self.directory
+        if (learner, weights, hubs) != (directory.learner, directory.weights, directory.hubs):
             self.directory = Directory(
-                number=known.number + 1, learner=learner, weights=weights, hubs=hubs
+                number=directory.number + 1, learner=learner, weights=weights, hubs=hubs
             )
