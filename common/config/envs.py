@@ -217,8 +217,8 @@ class DatasetOptions:
 
     train: str = knob(
         "",
-        "Names the training records: a JSONL, JSON, CSV or Parquet file, or a folder of Hugging "
-        "Face datasets.",
+        "Names the training records: a JSONL, JSON, CSV or Parquet file, a folder of Hugging Face "
+        "datasets, or a name of the Hub as owner/name or owner/name:configuration.",
         form=PATH,
         also="",
     )

@@ -14,7 +14,7 @@ from typing import Any
 from common.config.envs import CodeOptions, EnvsSection
 from common.errors import ConfigError
 from envhub.env import EnvSpec, Isolation, StepResult, Style, SubsetSpec, parse_item
-from envhub.envs.dataset.files import digest_of, files_of, find_path, read_records
+from envhub.envs.dataset.files import digest_of, files_of, find_data, read_records
 from envhub.sandbox.backends import limits_of, make_backend, worker_bytes
 from envhub.sandbox.interface import CommandEnd, SandboxBackend, SandboxLimits, SandboxRequest
 
@@ -107,14 +107,14 @@ def load_problems(key: str, given: str) -> list[CodeProblem]:
 
     Raises: ConfigError: no such file, or a record is of neither format.
     """
-    path = find_path(key, given)
+    path = find_data(key, given)
     records = read_records(key, path, SPLITS[key])
     return [_problem(record, f"{key}={given}: record {n}") for n, record in enumerate(records, 1)]
 
 
 def digest_of_problems(key: str, given: str) -> str:
     """Return the digest of the file's content."""
-    return digest_of(files_of(key, find_path(key, given), SPLITS[key]))
+    return digest_of(files_of(key, find_data(key, given), SPLITS[key]))
 
 
 def _problem(record: Mapping[str, Any], where: str) -> CodeProblem:

@@ -1,13 +1,21 @@
-"""Reads the records of a dataset: JSON, JSONL and CSV, also in gzip, Parquet, saved datasets."""
+"""Reads the records of a dataset: JSON, JSONL, CSV, and what the package `datasets` reads.
+
+The text formats are read here, since an error names the line and the values stay as written: Arrow
+would give the records of a file equal columns and types. Parquet, Arrow, saved datasets and names
+of the Hugging Face Hub need the package `datasets`.
+"""
 
 import csv
 import gzip
 import hashlib
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,6 +28,7 @@ HASH_BYTES = 1 << 20
 MAX_FIELD_CHARS = 1 << 30  # Longest field of a CSV file.
 ENTRIES = "dataset_info.json"  # A file of each split that `datasets.save_to_disk` wrote.
 SPLITS = "dataset_dict.json"  # A file of a folder with several such splits.
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 
 
 def find_path(key: str, given: str) -> Path:
@@ -32,6 +41,19 @@ def find_path(key: str, given: str) -> Path:
         if path.exists():
             return path
     raise ConfigError(f"{key}={given}: no such file or folder (from {folder})")
+
+
+def find_data(key: str, given: str) -> Path:
+    """Return the path of a dataset, or its name on the Hub, `owner/name` or `owner/name:part`.
+
+    Raises: ConfigError: there is no such path, and it is no name of the Hub.
+    """
+    try:
+        return find_path(key, given)
+    except ConfigError:
+        if not HUB_NAME.fullmatch(given) or suffix_of(Path(given)) in READERS:
+            raise
+        return Path(given)
 
 
 def read_records(key: str, path: Path, split: str) -> list[Record]:
@@ -58,6 +80,8 @@ def files_of(key: str, path: Path, split: str) -> list[Path]:
     if path.is_file():
         return [path]
     where = f"{key}={path}"
+    if not path.exists():
+        return _hub_files(where, str(path), split)
     if (path / SPLITS).is_file():
         names = json.loads((path / SPLITS).read_text(encoding="utf-8"))["splits"]
         if split not in names:
@@ -65,17 +89,16 @@ def files_of(key: str, path: Path, split: str) -> list[Path]:
         path = path / split
     if (path / ENTRIES).is_file() and (path / "state.json").is_file():
         return _saved_files(where, path)
-    files = sorted(each for each in path.rglob("*") if suffix_of(each) in READERS)
+    files = sorted(file for file in path.rglob("*") if suffix_of(file) in READERS)
     if not files:
-        known = ", ".join(READERS)
-        raise ConfigError(f"{where}: the folder has no file of a known format ({known})")
-    of_split = [each for each in files if _is_of(split, each.relative_to(path))]
-    if not of_split and any(
-        _is_of(other, each.relative_to(path)) for other in NAMED for each in files
-    ):
-        names = ", ".join(str(each.relative_to(path)) for each in files[:5])
+        formats = ", ".join(READERS)
+        raise ConfigError(f"{where}: the folder has no file of a known format ({formats})")
+    of_split = [file for file in files if _is_of(split, file.relative_to(path))]
+    is_named = any(_is_of(name, file.relative_to(path)) for name in NAMED for file in files)
+    if not of_split and is_named:
+        names = ", ".join(str(file.relative_to(path)) for file in files[:5])
         raise ConfigError(f"{where}: no file of the split {split!r}; the files are {names}")
-    _check_parts(where, split, [each.relative_to(path) for each in of_split])
+    _check_parts(where, split, [file.relative_to(path) for file in of_split])
     return of_split or files
 
 
@@ -89,22 +112,39 @@ def _check_parts(where: str, split: str, files: list[Path]) -> None:
         depth = next(i for i, part in enumerate(file.parts) if _is_named(split, part))
         parts[Path(*file.parts[:depth])] = None
     if len(parts) > 1:
-        names = ", ".join(str(each) for each in parts)
-        first = next(each for each in parts if each.parts)
+        names = ", ".join(map(str, parts))
+        first = next(part for part in parts if part.parts)
         raise ConfigError(
             f"{where}: several folders have the split {split!r}: {names}; name one of them, such as"
             f" {where}/{first}"
         )
 
 
-def has_split(path: Path, split: str) -> bool:
-    """Return whether a path is a folder with a split of this name."""
-    if not path.is_dir():
+def has_split(key: str, path: Path, split: str) -> bool:
+    """Return whether a dataset has a split of this name. Raises: ConfigError: see `files_of`."""
+    if path.is_file():
         return False
+    if not path.exists():
+        return split in _hub_splits(f"{key}={path}", str(path))
     if (path / SPLITS).is_file():
         return split in json.loads((path / SPLITS).read_text(encoding="utf-8"))["splits"]
-    files = [each for each in path.rglob("*") if suffix_of(each) in READERS]
-    return any(_is_of(split, each.relative_to(path)) for each in files)
+    files = [file for file in path.rglob("*") if suffix_of(file) in READERS]
+    return any(_is_of(split, file.relative_to(path)) for file in files)
+
+
+@cache
+def _hub_splits(where: str, name: str) -> list[str]:
+    """Return the splits of a dataset of the Hub. Raises: ConfigError."""
+    repository, _, part = name.partition(":")
+    return _by_datasets(where, "get_dataset_split_names", repository, part or None)
+
+
+@cache
+def _hub_files(where: str, name: str, split: str) -> list[Path]:
+    """Return the Arrow files of a split of the Hub, downloaded once. Raises: ConfigError."""
+    repository, _, part = name.partition(":")
+    dataset = _by_datasets(where, "load_dataset", repository, part or None, split=split)
+    return [Path(file["filename"]) for file in dataset.cache_files]
 
 
 NAMED = ("train", "test", "validation", "valid", "dev", "eval")
@@ -128,7 +168,7 @@ def _saved_files(where: str, folder: Path) -> list[Path]:
             f"{where}: the folder holds an index beside its records; write it again with"
             " dataset.flatten_indices().save_to_disk(...)"
         )
-    return [folder / each["filename"] for each in state["_data_files"]]
+    return [folder / file["filename"] for file in state["_data_files"]]
 
 
 def digest_of(files: list[Path]) -> str:
@@ -146,8 +186,8 @@ def _read(key: str, path: Path) -> Iterator[Record]:
     suffix = suffix_of(path)
     reader = READERS.get(suffix)
     if reader is None:
-        known = ", ".join(READERS)
-        raise ConfigError(f"{key}={path}: the format {suffix!r} is unknown; known are {known}")
+        formats = ", ".join(READERS)
+        raise ConfigError(f"{key}={path}: the format {suffix!r} is unknown; known are {formats}")
     return reader(f"{key}={path}", path)
 
 
@@ -263,31 +303,31 @@ def _read_table(where: str, path: Path) -> Iterator[Record]:
             raise ConfigError(f"{where} line {rows.line_num}: not CSV: {error}") from error
 
 
-def _read_parquet(where: str, path: Path) -> Iterator[Record]:
-    """Yield the records of a Parquet file."""
-    parquet = _arrow(where, "pyarrow.parquet")
-    try:
-        table = parquet.read_table(path)
-    except (OSError, ValueError) as error:  # The errors of pyarrow have these base classes.
-        raise ConfigError(f"{where}: not Parquet: {error}") from error
-    yield from table.to_pylist()
-
-
 def _read_arrow(where: str, path: Path) -> Iterator[Record]:
-    """Yield the records of an Arrow stream."""
-    arrow = _arrow(where, "pyarrow")
+    """Yield the records of a Parquet file, or of a file with an Arrow stream."""
+    reader = "from_parquet" if suffix_of(path) == ".parquet" else "from_file"
+    yield from _by_datasets(where, f"Dataset.{reader}", str(path)).to_list()
+
+
+def _by_datasets(where: str, function: str, *arguments: Any, **options: Any) -> Any:
+    """Return what a function of the package `datasets` returns.
+
+    Raises: ConfigError: the package is not installed, or it cannot read the data.
+    """
+    if find_spec("datasets") is None:
+        raise ConfigError(
+            f"{where}: no such file or folder, or a format that needs the package datasets. Install"
+            " it with: pip install datasets"
+        )
+    datasets = import_module("datasets")
+    datasets.disable_progress_bars()
+    # Errors of pyarrow have the first two base classes.
+    errors = (OSError, ValueError, datasets.exceptions.DatasetsError)
     try:
-        with arrow.memory_map(str(path)) as source:
-            yield from arrow.ipc.open_stream(source).read_all().to_pylist()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{where}: not an Arrow stream: {error}") from error
-
-
-def _arrow(where: str, module: str) -> Any:
-    """Return a module of pyarrow. Raises: ConfigError: it is not installed."""
-    if find_spec("pyarrow") is None:
-        raise ConfigError(f"{where}: needs pyarrow. Install it with: pip install pyarrow")
-    return import_module(module)
+        return attrgetter(function)(datasets)(*arguments, **options)
+    except errors as error:
+        reason = error.__cause__ or error
+        raise ConfigError(f"{where}: cannot be read by datasets: {reason}") from error
 
 
 READERS: dict[str, Callable[[str, Path], Iterator[Record]]] = {
@@ -296,7 +336,7 @@ READERS: dict[str, Callable[[str, Path], Iterator[Record]]] = {
     ".json": _read_json,
     ".csv": _read_table,
     ".tsv": _read_table,
-    ".parquet": _read_parquet,
+    ".parquet": _read_arrow,
     ".arrow": _read_arrow,
 }
 TEXTS = (_read_lines, _read_json, _read_table)

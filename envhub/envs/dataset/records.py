@@ -18,6 +18,7 @@ from envhub.envs.dataset.files import (
     Record,
     digest_of,
     files_of,
+    find_data,
     find_path,
     has_split,
     read_records,
@@ -85,12 +86,12 @@ def load_dataset(options: DatasetOptions) -> Dataset:
     """
     if not options.train:
         raise ConfigError("data.train is not set: give data.train=FILE")
-    paths = [find_path("data.train", options.train)]
+    paths = [find_data("data.train", options.train)]
     splits = [options.train_split]
-    if not options.eval and has_split(paths[0], options.eval_split):
+    if not options.eval and has_split("data.train", paths[0], options.eval_split):
         options = replace(options, eval=options.train)
     if options.eval:
-        paths.append(find_path("data.eval", options.eval))
+        paths.append(find_data("data.eval", options.eval))
         splits.append(options.eval_split)
         is_same = paths[0].resolve() == paths[1].resolve()
         if is_same and (paths[0].is_file() or splits[0] == splits[1]):

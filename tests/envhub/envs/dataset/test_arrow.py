@@ -9,11 +9,11 @@ from common.repository import ROOT
 from tests.venvs import python_with
 
 PARQUET = """
-import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, "ROOT")
+import datasets
 import pyarrow
 import pyarrow.parquet as parquet
 
@@ -29,20 +29,14 @@ def read(path, split="train"):
     return read_records("data.train", path, split)
 
 
-def save(path, records):  # The layout of `datasets.save_to_disk`.
-    path.mkdir(parents=True)
-    table = pyarrow.Table.from_pylist(records)
-    with pyarrow.OSFile(str(path / "data-00000-of-00001.arrow"), "wb") as sink:
-        with pyarrow.ipc.new_stream(sink, table.schema) as writer:
-            writer.write_table(table)
-    (path / "dataset_info.json").write_text("{}")
-    files = [{"filename": "data-00000-of-00001.arrow"}]
-    (path / "state.json").write_text(json.dumps({"_data_files": files, "_fingerprint": "x"}))
-
-
 def write(path, records):
     path.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(pyarrow.Table.from_pylist(records), path)
+
+
+def dataset_of(records):
+    write(folder / f"{len(records)}.parquet", records)
+    return datasets.Dataset.from_parquet(str(folder / f"{len(records)}.parquet"))
 
 
 for part in ("main", "socratic"):  # The layout of openai/gsm8k.
@@ -57,17 +51,17 @@ assert load_dataset(dapo.dataset).question("train", 1).messages == DAPO[1]["prom
 assert [played(dapo, text, item=1).reward for text in ("Answer: 16", "Answer: 4")] == [1.0, 0.0]
 write(folder / "dapo.parquet", DAPO)
 assert read(folder / "dapo.parquet") == DAPO
-save(folder / "one", GSM8K)
+dataset_of(GSM8K).save_to_disk(folder / "one", num_shards=2)
 assert read(folder / "one") == GSM8K
-save(folder / "two" / "train", GSM8K)
-save(folder / "two" / "test", GSM8K[:1])
-(folder / "two" / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+splits = {"train": GSM8K, "test": GSM8K[:1]}
+both = {name: dataset_of(records) for name, records in splits.items()}
+datasets.DatasetDict(both).save_to_disk(folder / "two")
 assert read(folder / "two") == GSM8K
 assert read(folder / "two", "test") == GSM8K[:1]
-assert has_split(folder / "two", "test") and not has_split(folder / "one", "test")
+assert has_split("k", folder / "two", "test") and not has_split("k", folder / "one", "test")
 for path, split, words in (
     (folder / "two", "dev", "no split 'dev'; the splits are train, test"),
-    (folder / "broken.parquet", "train", "not Parquet"),
+    (folder / "broken.parquet", "train", "cannot be read by datasets"),
 ):
     (folder / "broken.parquet").write_bytes(b"PAR1")
     try:
@@ -113,7 +107,7 @@ def _run(python: str, code: str, folder: Path) -> None:
 @pytest.mark.long
 @pytest.mark.slow
 def test_parquet_and_saved_datasets_load_by_path(tmp_path: Path) -> None:
-    _run(python_with("pyarrow", sees_ours=True), PARQUET, tmp_path)
+    _run(python_with("datasets", sees_ours=True), PARQUET, tmp_path)
 
 
 @pytest.mark.long

@@ -2,12 +2,13 @@
 
 import gzip
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from common.errors import ConfigError
-from envhub.envs.dataset.files import read_records
+from envhub.envs.dataset.files import find_data, read_records
 from tests.envhub.envs.dataset.made import write_lines
 
 RECORDS = [{"question": "1+1, or so?", "answer": "2"}, {"question": 'a "b"', "answer": "c"}]
@@ -104,14 +105,18 @@ def test_folder_without_data_is_refused(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_parquet_without_pyarrow_names_the_package(tmp_path: Path) -> None:
-    from importlib.util import find_spec
-
-    if find_spec("pyarrow") is not None:
-        pytest.skip("pyarrow is installed")
+@pytest.mark.skipif(find_spec("datasets") is not None, reason="the package is installed")
+def test_parquet_and_hub_without_datasets_name_the_package(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ConfigError, match=r"needs pyarrow\. Install it with: pip install pyarrow"):
-        read(tmp_path / "a.parquet")
+    for path in (tmp_path / "a.parquet", find_data("data.train", "owner/name:part")):
+        with pytest.raises(ConfigError, match=r"needs the package datasets\. Install it with: pip"):
+            read(path)
+
+
+def test_missing_path_is_refused_unless_it_is_a_name_of_the_hub() -> None:
+    for given in ("missing", "missing/a.jsonl", "/a/b", "a/b/c"):
+        with pytest.raises(ConfigError, match=f"data.train={given}: no such file or folder"):
+            find_data("data.train", given)
 
 
 def test_folder_with_two_datasets_is_refused_by_name(tmp_path: Path) -> None:
