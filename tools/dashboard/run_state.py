@@ -3,6 +3,8 @@
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 from actor.engine.startup_history import StartupHistory
@@ -20,6 +22,8 @@ from tools.dashboard.words import ledger_line, plain, status_line
 
 HUNG_S = 60.0  # Maximum age of launch.json. The launcher writes it several times a second.
 KINDS = ("actor", "learner", "scheduler", "envhub")
+RUN_FILES = ("config.yaml", "journal", "metrics.jsonl")
+PARTS = ("eval", "sft", "dpo", "evolve", "iteration-*")  # Folders of commands within a run's.
 GOES_ON = "the same command resumes the run"
 
 
@@ -51,6 +55,33 @@ def why_not_ready(run_dir: RunDir, view: RunView) -> str:
     if not view.status.actors:
         return "no actor has joined the run"
     return why_not_live(run_dir)
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder holds a run of any version and age."""
+    return folder.is_dir() and any((folder / name).exists() for name in RUN_FILES)
+
+
+def parts_of(folder: Path) -> list[Path]:
+    """Return the folders of the commands beside a run, the most recently changed first."""
+    parts = [part for pattern in PARTS for part in folder.glob(pattern) if is_run(part)]
+    return sorted(parts, key=lambda part: -part.stat().st_mtime)
+
+
+def is_part(folder: Path) -> bool:
+    """Return whether a folder belongs to a command beside a run, which has no scheduler."""
+    is_named = any(fnmatch(folder.name, pattern) for pattern in PARTS)
+    return is_named and not RunDir(root=folder).ledger.exists()
+
+
+def part_line(part: Path) -> str:
+    """Return the state of a command beside a run, such as "finished at step 240"."""
+    run_dir = RunDir(root=part)
+    step = (tail_metrics(run_dir.metrics, num_steps=1) or [{}])[-1].get("step")
+    at = f" at step {step:.0f}" if step else ""
+    if run_dir.finished.exists():
+        return f"finished{at}"
+    return f"running{at}" if is_held(part) else f"stopped{at}"
 
 
 def state_line(run_dir: RunDir, view: RunView) -> str:

@@ -27,6 +27,7 @@ from common.host.lock import hold_run
 from common.host.machine import gpus
 from common.ids import subset_of
 from common.store.run_dir import RunDir, write_atomically, write_json
+from common.store.run_start import mark_finished
 from common.text import counted
 from common.wire.messages import Trajectory
 from learner.journal.journal import read_journal
@@ -231,13 +232,17 @@ def evaluate(cfg: RunConfig, run_dir: RunDir, *, choose_items: ChooseItems) -> i
         serve_hub(hub_cfg, hub_dir) as (url, token),
         serve_opponents(hub_cfg, hub_dir),
     ):
+        hub_dir.finished.unlink(missing_ok=True)
         listed = fetch_listed(cfg, hub_url=url, token=token)
         episodes = choose_items(cfg, url, token, listed.items, listed.turns)
         notes = listed.notes
         echo = print
         for line in described(episodes, notes):
             echo(line)
-        return run(cfg, run_dir, episodes, hub_url=url, token=token, echo=echo, notes=notes)
+        code = run(cfg, run_dir, episodes, hub_url=url, token=token, echo=echo, notes=notes)
+        if code == 0:
+            mark_finished(hub_dir, version=0, result="")
+        return code
 
 
 def fetch_listed(cfg: RunConfig, *, hub_url: str, token: str) -> ItemListing:

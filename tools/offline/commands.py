@@ -9,9 +9,10 @@ from pathlib import Path
 from common.config.curriculum import subsets_in_use
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
+from common.host.lock import hold_run
 from common.join.shards import check_whole
 from common.store.run_dir import RunDir
-from common.store.run_start import save_config
+from common.store.run_start import mark_finished, save_config
 from learner.journal.metrics import MetricsWriter
 from learner.policy.lora import ADAPTER_TENSORS, check_resumable, load_adapter
 from learner.training.checkpoint import newest_checkpoint
@@ -34,18 +35,22 @@ PlayGiven = Callable[[RunConfig, Sequence[PlannedEpisode], str, str, Path], None
 def _logged(cfg: RunConfig, run_dir: RunDir, job: str) -> Generator[Log]:
     """Yield a function that logs the metrics of an optimizer step.
 
-    They appear in metrics.jsonl of the command's folder, and in a wandb run of the job.
+    They appear in metrics.jsonl of the command's folder, and in a wandb run of the job. The folder
+    is held, and marked as finished at the end.
     """
-    run_dir.root.mkdir(parents=True, exist_ok=True)
-    save_config(cfg, run_dir.config)
-    metrics = MetricsWriter(run_dir, [WandbSink(run_dir, cfg, job=job)])
-    numbers = itertools.count(1)
-    try:
-        yield lambda values: metrics.log(
-            next(numbers), {f"{job}/{k}": v for k, v in values.items()}
-        )
-    finally:
-        metrics.close()
+    with hold_run(run_dir.root, name=f"{run_dir.root.parent.name}/{job}"):
+        run_dir.root.mkdir(parents=True, exist_ok=True)
+        save_config(cfg, run_dir.config)
+        run_dir.finished.unlink(missing_ok=True)
+        metrics = MetricsWriter(run_dir, [WandbSink(run_dir, cfg, job=job)])
+        numbers = itertools.count(1)
+        try:
+            yield lambda values: metrics.log(
+                next(numbers), {f"{job}/{k}": v for k, v in values.items()}
+            )
+        finally:
+            metrics.close()
+        mark_finished(run_dir, version=next(numbers) - 1, result="")
 
 
 def make_policy(cfg: RunConfig, run_dir: RunDir, *, collect: Collect) -> int:

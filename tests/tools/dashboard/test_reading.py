@@ -15,6 +15,7 @@ import pytest
 from common.errors import ConfigError, WireError
 from common.formats.scripted import chars_of
 from common.store.run_dir import RunDir
+from common.store.run_start import mark_finished
 from common.wire.codec import pack_record
 from common.wire.messages import EpisodeKind, PolicyKind
 from learner.journal.files import MAGIC, pack
@@ -142,13 +143,13 @@ def test_advantage_equals_the_learner_value() -> None:
     from torch import tensor
 
     from common.config.algorithm import Baseline
-    from learner.batch import advantage
+    from learner.algorithms import grpo
 
     rewards = [0.0, 0.5, 1.0, 1.0]
     for baseline in Baseline:
         for normalize in (False, True):
             ours = group_advantages(rewards, baseline=baseline.value, normalize_std=normalize)
-            theirs = advantage.group_advantages(
+            theirs = grpo.group_advantages(
                 tensor(rewards), baseline=baseline, normalize_std=normalize
             )
             assert ours == pytest.approx(theirs.tolist(), abs=1e-5)
@@ -442,3 +443,16 @@ def test_evaluation_and_examples_of_a_name_are_shown(tmp_path: Path) -> None:
     assert len(source.rows.ids) == 1
     names = {source.name for source in Sources([], runs=tmp_path).list_all()}
     assert names == {"a/eval", "b/sft", "b/sft/demonstrations"}
+
+
+def test_finished_command_beside_a_run_shows_its_own_steps(tmp_path: Path) -> None:
+    part = RunDir(root=tmp_path / "a" / "sft")
+    part.root.mkdir(parents=True)
+    part.config.write_text("train: {num_steps: 240}\n", encoding="utf-8")
+    part.metrics.write_text('{"step": 12, "sft/loss": 0.5}\n', encoding="utf-8")
+    stopped = read(part.root).summary()
+    mark_finished(part, version=12, result="")
+    finished = read(part.root).summary()
+    assert (stopped["state"], finished["state"]) == ("stopped", "finished")
+    assert (finished["step"], finished["num_steps"]) == (12, None)
+    assert overview(read(part.root))["verdict"]["sentence"] == ""

@@ -9,7 +9,8 @@ import pytest
 from common.config.load import load_config
 from common.errors import ConfigError
 from common.repository import ROOT
-from common.store.run_start import save_config
+from common.store.run_dir import RunDir
+from common.store.run_start import mark_finished, save_config
 from run import main
 from tests.tools.dashboard.runs import append, episode, make_run
 from tools.cli.command_line import parse
@@ -107,6 +108,23 @@ def test_status_of_another_version_shows_a_warning(
     lines: list[str] = []
     with pytest.raises(ConfigError):
         load_of_any_version(parse(["status", "no"]), echo=lines.append)
+
+
+def test_status_lists_the_commands_beside_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_run(tmp_path / "with", num_steps=7)
+    for name in ("with", "without"):
+        part = RunDir(root=tmp_path / name / "sft")
+        part.root.mkdir(parents=True)
+        part.metrics.write_text('{"step": 12}\n', encoding="utf-8")
+    assert main(["status", "run.name=without", f"run.dir={tmp_path}"]) == 0
+    assert capsys.readouterr().out == f"{part.root}: stopped at step 12\n"
+    mark_finished(RunDir(root=run_dir.root / "sft"), version=12, result="")
+    assert main(["status", "run.name=with", f"run.dir={tmp_path}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith(f"{run_dir.root}: ") for line in lines)
+    assert lines[-1] == f"{run_dir.root / 'sft'}: finished at step 12"
 
 
 def test_quick_doctor_lists_the_installation(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ from tools.dashboard.reading.episode import (
 from tools.dashboard.reading.journal_index import IN_FLIGHT, EpisodeIndex, IndexCache
 from tools.dashboard.reading.line_logs import MetricColumns, OutcomeLog
 from tools.dashboard.reading.rows import EpisodeRows, page
+from tools.dashboard.run_state import is_part
 from tools.dashboard.verdict import ThroughputVerdict, judge
 
 VERDICT_STEPS = 20  # Number of newest steps in the verdict.
@@ -133,7 +134,7 @@ class RunSource:
             "kind": self.kind,
             "state": self.state(),
             "step": int(self.metrics.last("step") or 0),
-            "num_steps": train.get("num_steps"),
+            "num_steps": None if is_part(self.path) else train.get("num_steps"),
             "success": self.metrics.last("reward/success"),
             "episodes": self.index.rows.num,
             "indexed": round(self.index.progress(), 3),

@@ -15,13 +15,12 @@ from common.errors import ConfigError
 from common.store.run_dir import RunDir
 from tools.dashboard.reading.rows import FLOATS, INTS, NAMES, EpisodeRows, page
 from tools.dashboard.reading.run_source import RunSource
+from tools.dashboard.run_state import is_run, parts_of
 from tools.exchange.agent_traj import Conversation, read_conversations
 
 logger = logging.getLogger(__name__)
 
 MAX_RUNS = 200  # Maximum number of runs of a folder. The newest runs are kept.
-RUN_FILES = ("config.yaml", "journal", "metrics.jsonl")
-PARTS = ("eval", "sft", "dpo", "evolve", "iteration-*")  # Folders of commands within a run's.
 REFRESH_S = 1.0  # Seconds between two refreshes of the watched sources.
 BUDGET_S = 0.2  # Reading time of one journal before the next source is refreshed.
 ASKED_S = 30.0  # Seconds that a source stays watched after a page's last request.
@@ -104,17 +103,6 @@ def _values(number: int, conversation: Conversation) -> dict[str, Any]:
 
 
 Source = RunSource | ConversationFile
-
-
-def is_run(folder: Path) -> bool:
-    """Return whether a folder holds a run of any version and age."""
-    return folder.is_dir() and any((folder / name).exists() for name in RUN_FILES)
-
-
-def parts_of(folder: Path) -> list[Path]:
-    """Return the folders of the commands beside a run, the most recently changed first."""
-    parts = [part for pattern in PARTS for part in folder.glob(pattern) if is_run(part)]
-    return sorted(parts, key=lambda part: -part.stat().st_mtime)
 
 
 def find_run(word: str, *, runs: Path) -> Path:

@@ -16,8 +16,7 @@ from common.errors import ConfigError
 from common.store.run_dir import as_map
 from tools.cli.command_line import ParsedCommand
 from tools.cli.requested import load_joined, own_config
-
-RUN_FILES = ("config.yaml", "journal", "metrics.jsonl")
+from tools.dashboard.run_state import is_run, parts_of
 
 
 def load_of_any_version(request: ParsedCommand, *, echo: Callable[[str], None]) -> RunConfig:
@@ -34,7 +33,9 @@ def load_of_any_version(request: ParsedCommand, *, echo: Callable[[str], None]) 
         if name is None:
             raise
         own = own_config(request.overrides, name)
-        if not any((own.parent / each).exists() for each in RUN_FILES):
+        if not is_run(own.parent):
+            if parts_of(own.parent):  # Commands such as `sft` have worked under this name.
+                return _known_part(own)
             raise
         if _is_whole(own):
             raise

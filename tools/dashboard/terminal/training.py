@@ -21,6 +21,9 @@ from tools.dashboard.run_state import (
     EtaEstimator,
     copy_line,
     details,
+    is_run,
+    part_line,
+    parts_of,
     state_line,
     stop_line,
     why_not_live,
@@ -142,9 +145,13 @@ def _report(cfg: RunConfig, run_dir: RunDir, *, wall_s: float, peak_memory_bytes
 
 
 def status(cfg: RunConfig, run_dir: RunDir) -> int:
-    """Print the state of a run; return the exit code."""
-    lines = [f"{run_dir.root}: {_state(cfg, run_dir)}", *details(cfg, run_dir)]
-    print("\n".join([*lines, *refused_lines(run_dir)]))
+    """Print the state of a run and of the commands beside it; return the exit code."""
+    lines: list[str] = []
+    parts = parts_of(run_dir.root)
+    if is_run(run_dir.root) or not parts:
+        lines = [f"{run_dir.root}: {_state(cfg, run_dir)}", *details(cfg, run_dir)]
+        lines += refused_lines(run_dir)
+    print("\n".join([*lines, *(f"{part}: {part_line(part)}" for part in parts)]))
     return 0
 
 

@@ -18,7 +18,8 @@ from common.wire.messages import EndReason
 from learner.policy.precision_choice import recorded_precision
 from tools.dashboard.reading.rows import EpisodeRows
 from tools.dashboard.reading.run_source import RunSource
-from tools.dashboard.verdict import Bottleneck
+from tools.dashboard.run_state import is_part
+from tools.dashboard.verdict import Bottleneck, ThroughputVerdict
 from tools.evaluate.intervals import seeds_interval, wilson_interval
 
 INFRASTRUCTURE = [each.value for each in EndReason if each.is_infrastructure_failure]
@@ -238,7 +239,9 @@ def _by_name(rows: EpisodeRows, column: str, selected: np.ndarray) -> list[tuple
 def overview(run: RunSource) -> dict[str, Any]:
     """Return the data of the Run view, without the series."""
     status = run.status()
-    verdict = run.verdict()
+    verdict = ThroughputVerdict(bound=Bottleneck.UNKNOWN, sentence="")
+    if not is_part(run.path):
+        verdict = run.verdict()
     # Before the first steps the first batches close the gate, which is no limit.
     is_early = verdict.bound is Bottleneck.UNKNOWN
     return {

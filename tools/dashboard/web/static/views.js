@@ -8,13 +8,13 @@ const OUTCOMES = [["trained", "c4"], ["filtered", "c2"], ["stale", "c3"], ["fail
 
 export async function runView({ run, link }) {
   const [found, data] = await Promise.all([ask(api(run)), ask(api(run, "/metrics"))]);
-  const steps = found.num_steps ? `step ${found.step} of ${found.num_steps}` : `step ${found.step}`;
+  const steps = found.num_steps ? `step ${found.step} of ${found.num_steps} · ` : found.step ? `step ${found.step} · ` : "";
   const indexed = found.indexed < 1 ? ` · ${percent(found.indexed)} of the journal has been read` : "";
   return [
     notes(found.problems),
     h("section", { class: "card" },
       h("h1", {}, found.name, " ", h("span", { class: `chip ${found.state === "running" ? "on" : ""}` }, found.state)),
-      h("p", { class: "dim small" }, `${steps} · ${counted(found.episodes, "episode")} in the journal${indexed}`),
+      h("p", { class: "dim small" }, `${steps}${counted(found.episodes, "episode")} in the journal${indexed}`),
       h("p", { class: "verdict" }, found.verdict.sentence),
       facts([["Success in training", percent(found.success)], ["Gate", found.gate?.replace(/^gate: /, "")]])),
     evaluationsCard(found),
@@ -23,7 +23,7 @@ export async function runView({ run, link }) {
     data.step?.length ? h("div", { class: "grid" },
       found.charts.map((each) => chart(each, data, { marks: ["Success", "Truncation", "Turns and invalid actions"].includes(each.title) ? found.marks : [] })),
       Object.values(found.lags).some(Boolean) ? h("section", { class: "card" }, h("h2", {}, "Lag ", h("span", { class: "dim small" }, "trained tokens by lag in versions")), bars(Object.entries(found.lags).filter(([, n]) => n))) : null)
-      : h("p", { class: "card dim" }, "No step is complete yet. The charts appear after the first step."),
+      : found.state === "finished" ? null : h("p", { class: "card dim" }, "No step is complete yet. The charts appear after the first step."),
     h("div", { class: "grid", style: { "margin-top": "14px" } }, endsCard(found), cpuCard(found)),
     h("div", { style: { "margin-top": "14px" } }, droppedCard(found), settingsCard(found)),
   ];
