@@ -1,20 +1,26 @@
-"""HTTP/1.1 server for agents. The requests of a connection are answered in order.
-
-It has no framework between parser and handler, because an agent sends two requests a turn.
-"""
+"""HTTP of the agents' endpoint: uvicorn's connections, with bounds and a record of lost answers."""
 
 import asyncio
 import re
+import socket
+import ssl
 from collections import deque
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
 
-import httptools
+import uvicorn
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
-from actor.agents.delivered import has_unread_bytes
-from actor.agents.strangers import Stranger, Strangers
+from actor.agents.listener import BACKLOG
+from actor.agents.strangers import Stranger, Strangers, TlsServer, has_unread_bytes
+from actor.api.listening import stop_accepting
 from actor.api.requests import ApiError
 from common.formats.action_size import DEFAULT_ACTION_MIB, FIELDS_BYTES, MIB
 
@@ -24,270 +30,285 @@ BODY_S = 30.0  # Seconds for a complete request to arrive.
 MAX_WAITING = 64  # Maximum number of pipelined requests of a connection that wait for an answer.
 # A reset within these seconds of an answer means that the client has not read it.
 RESET_S = 5.0
-JSON = "application/json"
-EVENTS = "text/event-stream"
+IDLE_S = 7 * 86_400  # Seconds without a request after which a connection is closed.
+CLOSE_S = 1.0
 # JSON contains no line break of this form, so only a header matches.
 UPGRADE = re.compile(rb"\r\n[Uu]pgrade:")
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-EPISODE = re.compile(rb"/episode/([^/?]+)(/[^?]*)")  # A path that names its episode.
+EPISODE = re.compile(r"/episode/([^/]+)(/.*)")  # A path that names its episode.
 
 
-@dataclass(slots=True, eq=False)
-class AgentRequest:
-    """A request that has arrived completely, or the error to answer it with."""
+class AgentRequest(Request):
+    """A request of an agent. The connection that it came by records whether its answer is lost."""
 
-    transport: asyncio.Transport
-    url: bytes = b""
-    method: str = ""
-    api_key: str = ""  # Value of the header x-api-key.
-    bearer: str = ""
-    idempotency_key: str = ""  # Value of the header idempotency-key.
-    is_retry: bool = False  # The client's package has marked the request as a retry.
-    body: bytearray = field(default_factory=bytearray)
-    refusal: ApiError | None = None
-    is_last: bool = False  # The last request of its connection.
-    is_lost: bool = False  # The connection broke before the client had read the answer.
+    content = b""  # The whole body, once it has arrived.
 
     @property
     def path(self) -> str:
-        """Path of the URL, without the episode and the query."""
-        found = EPISODE.match(self.url)
-        path = found[2] if found else self.url.partition(b"?")[0]
-        return path.decode("latin-1")
+        """Path of the URL, without the episode."""
+        path = self.scope["raw_path"].decode("latin-1")
+        named = EPISODE.fullmatch(path)
+        return named[2] if named else path
 
     @property
     def episode(self) -> str:
         """Episode that the URL names, as in `url_name`; "" for none."""
-        found = EPISODE.match(self.url)
-        return found[1].decode("latin-1") if found else ""
+        named = EPISODE.fullmatch(self.scope["raw_path"].decode("latin-1"))
+        return named[1] if named else ""
 
     @property
     def key(self) -> str:
         """Key of the episode that the request belongs to."""
-        return self.api_key or self.bearer
+        if key := self.headers.get("x-api-key", "").strip():
+            return key
+        scheme, _, key = self.headers.get("authorization", "").partition(" ")
+        return key.strip() if scheme.lower() == "bearer" else ""
+
+    @property
+    def idempotency_key(self) -> str:
+        return self.headers.get("idempotency-key", "").strip()
+
+    @property
+    def is_retry(self) -> bool:
+        """Whether the client's package (of OpenAI or Anthropic) marks the request as a retry."""
+        return self.headers.get("x-stainless-retry-count", "").strip() not in ("", "0")
 
     @property
     def peer(self) -> str:
         """Address of the client."""
-        place: object = self.transport.get_extra_info("peername")
-        return str(cast(tuple[object, ...], place)[0]) if isinstance(place, tuple) else "unknown"
+        return self.client.host if self.client else "unknown"
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the connection broke before the client had read the answer."""
+        return "is_lost" in self.scope["state"]
 
     @property
     def is_there(self) -> bool:
         """Whether the client still waits for the answer."""
-        return not self.transport.is_closing()
+        return not self.scope["state"]["transport"].is_closing()
 
-    def refuse(self, status: int, code: str, text: str) -> None:
-        """Record an error. The first error of a request is its answer."""
-        self.refusal = self.refusal or ApiError(status, code, text)
-
-
-def response(content: str = "", *, status: int = 200, kind: str = JSON) -> bytes:
-    """Return the bytes of a complete response."""
-    sent = content.encode()
-    line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
-    length = "" if status == HTTPStatus.NO_CONTENT else f"content-length: {len(sent)}\r\n"
-    return f"{line}content-type: {kind}\r\n{length}\r\n".encode() + sent
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answering:
-    """The handlers that all connections share."""
-
-    answer: Callable[[AgentRequest], Coroutine[None, None, bytes]]
-    # Returns the answer to a request whose handler raised.
-    failed: Callable[[AgentRequest, BaseException], bytes]
-    # Raises ApiError for a request whose body is not read, because its key is invalid.
-    admit: Callable[[AgentRequest], object] | None = None
-    strangers: Strangers = field(default_factory=Strangers)
-    connections: set["AgentConnection"] = field(default_factory=set["AgentConnection"])
+    async def read(self, *, is_refused: bool) -> None:
+        """Read the body. The body of a refused request is discarded. Raises: ApiError."""
+        content = bytearray()
+        num_bytes = 0
+        try:
+            async for chunk in self.stream():
+                num_bytes += len(chunk)
+                if is_refused or num_bytes > MAX_BODY_BYTES:
+                    content.clear()
+                else:
+                    content += chunk
+        except ClientDisconnect as error:
+            raise ApiError(400, "incomplete_body", "the request body is incomplete") from error
+        if num_bytes > MAX_BODY_BYTES and not is_refused:
+            text = f"the request body has more than {MAX_BODY_BYTES} bytes"
+            raise ApiError(413, "request_entity_too_large", text)
+        self.content = bytes(content)
 
 
-class AgentConnection(asyncio.Protocol):
+class AgentConnection(HttpToolsProtocol):
     """One agent's connection. An invalid request is answered with an error, never ignored."""
 
-    def __init__(self, answering: Answering, stranger: Stranger | None = None) -> None:
+    def __init__(self, server: "HttpServer", stranger: Stranger | None = None) -> None:
         """`stranger`: the connection, if it has counted as one before; None: it is new."""
-        self._answering = answering
-        self._stranger = stranger
-        self._loop = asyncio.get_running_loop()
-        self._parser = httptools.HttpRequestParser(self)
-        self._request: AgentRequest | None = None  # The request that is arriving.
+        super().__init__(server.config, server.state, {})
+        self._server = server
+        self.stranger = stranger
         self._timer: asyncio.TimerHandle | None = None  # Timeout of the arriving request.
         self._num_head = 0  # Bytes of its head so far; -1 once the head is complete.
-        self._waiting: deque[AgentRequest] = (
-            deque()
-        )  # Requests to answer. The first one is in progress.
-        self._task: asyncio.Task[bytes] | None = None
-        self._answered_last: AgentRequest | None = None  # No further request has begun since.
+        self._marks: dict[str, Any] = {}  # Marks of the arriving request, its `scope["state"]`.
+        # Marks of the requests without a complete answer. The first one is in progress.
+        self._waiting: deque[dict[str, Any]] = deque()
+        self._answered: dict[str, Any] = {}  # Marks of the last answered request.
         self._answered_at = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        self._answering.connections.add(self)
-        if self._stranger is None:
-            self._stranger = self._answering.strangers.add(
-                self._transport.get_extra_info("peername"), self._descriptor, self._transport.abort
-            )
+        super().connection_made(cast(asyncio.Transport, transport))
+        if self.stranger is None:
+            peer = transport.get_extra_info("peername")
+            self.stranger = self._server.strangers.add(peer, self._descriptor, self.transport.abort)
 
     def _descriptor(self) -> int:
         """Return the descriptor of the connection, -1 once it is closed."""
-        place: Any = self._transport.get_extra_info("socket")
-        return -1 if place is None or self._transport.is_closing() else place.fileno()
+        place: Any = self.transport.get_extra_info("socket")
+        return -1 if place is None or self.transport.is_closing() else place.fileno()
 
     def eof_received(self) -> None:
         """Record whether the client has left without reading the last answer."""
-        last = self._answered_last
-        if last is not None and has_unread_bytes(self._transport):
-            last.is_lost = True
+        if has_unread_bytes(self.transport):
+            self._answered["is_lost"] = True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._answering.connections.discard(self)
-        self._forget_stranger()
-        for each in self._waiting:
-            each.is_lost = True
-        last = self._answered_last
-        is_fresh = self._loop.time() - self._answered_at < RESET_S
-        if last is not None and exc is not None and is_fresh:
-            last.is_lost = True
-        self._end(400, "incomplete_body", "the request body is incomplete")
-
-    def _forget_stranger(self) -> None:
-        if self._stranger is not None:
-            self._stranger.forget()
+        self._stop_timer()
+        if self.stranger is not None:
+            self.stranger.forget()
+        if exc is not None and self.loop.time() - self._answered_at < RESET_S:
+            self._answered["is_lost"] = True
+        for marks in self._waiting:
+            marks["is_lost"] = True
+        super().connection_lost(exc)
 
     def close(self) -> None:
-        """Close the connection and cancel the answer in progress."""
-        if self._task is not None:
-            self._task.cancel()
-        self._transport.abort()
+        """Close the connection. A request in progress gets no answer."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+        self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes. Invalid HTTP is answered with a 400."""
-        if self._stranger is not None:
-            self._stranger.note_bytes()
+        """Parse received bytes."""
+        if self.stranger is not None:
+            self.stranger.note_bytes()
         # On an upgrade header (to HTTP/2, for example) the parser would skip the body.
         if b"pgrade:" in data:
             data = UPGRADE.sub(b"\r\nx-grade:", data)
-        try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+        super().data_received(data)
+        if self._timer is not None and self._num_head >= 0:
+            self._num_head += len(data)
+            if self._num_head > MAX_HEAD_BYTES:
+                text = f"the request head has more than {MAX_HEAD_BYTES} bytes"
+                self._refuse(431, "request_header_fields_too_large", text)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer bytes that are no HTTP."""
+        if self._timer is None:
             self.on_message_begin()
-            self._end(400, "invalid_request", f"the request is not valid HTTP: {error}")
-        if self._request is None:
+        self._refuse(400, "invalid_request", f"the request is not valid HTTP: {msg}")
+
+    def _refuse_slow(self) -> None:
+        text = f"the request body did not arrive within {BODY_S:g} s"
+        self._refuse(408, "request_timeout", text)
+
+    def _refuse(self, status: int, code: str, text: str) -> None:
+        """Answer a request that has not arrived with an error, and close the connection."""
+        self._stop_timer()
+        if self.transport.is_closing() or "is_refused" in self._marks:
             return
-        self._num_head += len(data) if self._num_head >= 0 else 0
-        if self._num_head > MAX_HEAD_BYTES:
-            text = f"the request head has more than {MAX_HEAD_BYTES} bytes"
-            self._end(431, "request_header_fields_too_large", text)
-        elif self._timer is None:
-            text = f"the request body did not arrive within {BODY_S:g} s"
-            self._timer = self._loop.call_later(BODY_S, self._end, 408, "request_timeout", text)
+        self._marks["is_refused"] = True
+        scope = {"method": "", **self.scope, "raw_path": self.url.partition(b"?")[0]}
+        error = ApiError(status, code, text)
+        answer = self._server.failed(AgentRequest(scope), error)
+        head = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}".encode(), b"connection: close"]
+        head += [b": ".join(field) for field in answer.raw_headers]
+        self.transport.write(b"\r\n".join([*head, b"", bytes(answer.body)]))
+        self.transport.close()
 
-    def _end(self, status: int, code: str, text: str) -> None:
-        """Answer an incomplete request with an error, and accept no further requests."""
-        if self._request is not None:
-            self._request.refuse(status, code, text)
-            self._request.is_last = True
-            self._queue_request(self._request)
-
-    def on_message_begin(self) -> None:
-        """Begin a request. The parser calls this method and the ones below."""
-        self._request = AgentRequest(self._transport)
-        self._num_head = 0
-        self._answered_last = None  # A client sends its next request after it has read the answer.
-
-    def on_url(self, url: bytes) -> None:
-        """Append a part of the URL."""
-        if self._request is not None:
-            self._request.url += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Store the headers that are used."""
-        name = name.lower()
-        request = self._request
-        if request is None:
-            return
-        if name == b"authorization":
-            scheme, _, key = value.decode("latin-1").partition(" ")
-            request.bearer = key.strip() if scheme.lower() == "bearer" else ""
-        elif name == b"x-api-key":
-            request.api_key = value.decode("latin-1").strip()
-        elif name == b"idempotency-key":
-            request.idempotency_key = value.decode("latin-1").strip()
-        elif name == b"x-stainless-retry-count":  # The packages of OpenAI and Anthropic send it.
-            request.is_retry = value.strip() not in (b"", b"0")
-        elif name == b"expect" and value.lower() == b"100-continue" and not self._waiting:
-            self._transport.write(CONTINUE)
-
-    def on_headers_complete(self) -> None:
-        """Stop counting the bytes of the head, and check the key."""
-        self._num_head = -1
-        request = self._request
-        if request is None:
-            return
-        request.method = self._parser.get_method().decode("latin-1")
-        if self._answering.admit is None or request.refusal is not None:
-            return
-        try:
-            self._answering.admit(request)
-            self._forget_stranger()
-        except ApiError as error:
-            request.refusal = error
-
-    def on_body(self, body: bytes) -> None:
-        """Append a part of the body. A body over the limit is discarded."""
-        request = self._request
-        if request is None or request.refusal is not None:
-            return
-        request.body += body
-        if len(request.body) > MAX_BODY_BYTES:
-            request.body.clear()
-            text = f"the request body has more than {MAX_BODY_BYTES} bytes"
-            request.refuse(413, "request_entity_too_large", text)
-
-    def on_message_complete(self) -> None:
-        """Queue the request behind earlier ones of this connection."""
-        if self._request is not None:
-            is_old = self._parser.get_http_version() != "1.1" or self._request.method == "HEAD"
-            self._request.is_last = is_old or not self._parser.should_keep_alive()
-            self._queue_request(self._request)
-
-    def _queue_request(self, request: AgentRequest) -> None:
-        """Queue a complete request. Close the connection if too many requests wait."""
-        self._request = None
+    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._waiting and self._waiting[-1].is_last:
-            return
-        self._waiting.append(request)
-        if self._task is None:
-            self._begin()
-        elif len(self._waiting) > MAX_WAITING:
-            self._transport.abort()
 
-    def _begin(self) -> None:
-        self._task = self._loop.create_task(self._answering.answer(self._waiting[0]))
-        self._task.add_done_callback(self._send_answer)
+    def on_message_begin(self) -> None:
+        """Begin a request. The parser calls this method and the ones below."""
+        super().on_message_begin()
+        self._marks = {"transport": self.transport}
+        self.scope["state"] = self._marks
+        self._num_head = 0
+        self._answered = {}  # A client sends its next request after it has read the answer.
+        self._stop_timer()
+        self._timer = self.loop.call_later(BODY_S, self._refuse_slow)
 
-    def _send_answer(self, task: asyncio.Task[bytes]) -> None:
-        """Send the answer of a finished task, and begin the next request."""
-        request = self._waiting.popleft()
-        self._task = None
-        if task.cancelled():
-            return
-        failure = task.exception()
-        response = task.result() if failure is None else self._answering.failed(request, failure)
-        if self._transport.is_closing():
-            self._waiting.clear()
-            return
-        if request.is_last:
-            response = response.replace(b"\r\n", b"\r\nconnection: close\r\n", 1)
-        self._transport.write(response)
-        self._answered_last = request
-        self._answered_at = self._loop.time()
-        if request.is_last:
-            self._transport.close()
-        elif self._waiting:
-            self._begin()
+    def on_headers_complete(self) -> None:
+        """Check the key, and queue the request behind earlier ones of this connection."""
+        self._num_head = -1
+        super().on_headers_complete()
+        self._waiting.append(self._marks)
+        try:
+            if self._server.admit is not None:
+                self._server.admit(AgentRequest(cast(Scope, self.scope)))
+                if self.stranger is not None:
+                    self.stranger.forget()
+        except ApiError as error:
+            self._marks["refusal"] = error
+        if len(self.pipeline) > MAX_WAITING:
+            self.transport.abort()
+
+    def on_message_complete(self) -> None:
+        self._stop_timer()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Record which request was answered last."""
+        self._answered = self._waiting.popleft()
+        self._answered_at = self.loop.time()
+        super().on_response_complete()
+
+
+class HttpServer:
+    """Receives requests, and answers those of one connection in order."""
+
+    def __init__(
+        self,
+        answer: Callable[[AgentRequest], Awaitable[Response]],
+        failed: Callable[[AgentRequest, BaseException], Response],
+        *,
+        admit: Callable[[AgentRequest], object] | None = None,
+        strangers: Strangers | None = None,
+    ) -> None:
+        """Create the server; `start` opens it.
+
+        Args:
+            failed: returns the answer to a request whose handler raised.
+            admit: raises ApiError for a request whose body is not read: its key is invalid.
+            strangers: the connections without a valid key; None: they are not bounded.
+        """
+        self.failed = failed
+        self.admit = admit
+        self.strangers = strangers or Strangers()
+        self.state = ServerState()
+        self.config = uvicorn.Config(
+            self._handle,
+            interface="asgi3",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            timeout_keep_alive=IDLE_S,
+        )
+        self._answer = answer
+        self._listening: asyncio.Server | None = None
+        self._encrypting: TlsServer | None = None
+
+    async def start(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> None:
+        """Accept connections at a listening socket."""
+        make = partial(AgentConnection, self)
+        if tls is not None:
+            self._encrypting = TlsServer(listener, tls, self.strangers, make)
+        else:
+            self._listening = await asyncio.get_running_loop().create_server(
+                make, sock=listener, backlog=BACKLOG
+            )
+
+    async def close(self) -> None:
+        """Stop listening. Pending requests get no answer."""
+        if self._encrypting is not None:
+            await self._encrypting.close()
+        if self._listening is not None:
+            await stop_accepting(connection.fileno() for connection in self._listening.sockets)
+            self._listening.close()
+        await asyncio.sleep(0)  # New connections call `connection_made`.
+        for connection in list(self.state.connections):
+            cast(AgentConnection, connection).close()
+        tasks = list(self.state.tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._listening is not None:
+            async with asyncio.timeout(CLOSE_S):
+                await self._listening.wait_closed()
+
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, as an ASGI application."""
+        request = AgentRequest(scope, receive)
+        with suppress(asyncio.CancelledError):  # The server is closing.
+            try:
+                refusal: ApiError | None = scope["state"].get("refusal")
+                await request.read(is_refused=refusal is not None)
+                if refusal is not None:
+                    raise refusal
+                answer = await self._answer(request)
+            except Exception as error:  # noqa: BLE001 - every failure has an answer
+                if "is_refused" in scope["state"]:
+                    return
+                answer = self.failed(request, error)
+            await answer(scope, receive, send)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
+from starlette.responses import Response
+
 from actor.agents.episode import AgentEpisode
 from actor.agents.http import AgentRequest
 from actor.agents.repeats import Repeats
@@ -92,7 +94,7 @@ class EpisodeKeys:
             raise _invalid("this API key belongs to no episode")
         return access
 
-    def last_answer(self, request: AgentRequest) -> bytes | None:
+    def last_answer(self, request: AgentRequest) -> Response | None:
         """Return the answer that ended an episode to a repeated request, else None."""
         ended = self._ended.get(digest_of(request.key))
         return None if ended is None else ended.repeats.known(request)

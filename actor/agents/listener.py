@@ -5,17 +5,47 @@ import socket
 import ssl
 from dataclasses import dataclass
 
-from actor.agents.tls import UNENCRYPTED, server_tls
 from common.config.actor import PORT, AgentServerOptions
 from common.errors import ConfigError, WireError
 from common.host.loopback import IPV4, IPV6, can_bind, loopback
 from common.wire.addresses import WILDCARDS, bracketed, is_loopback, local_address_towards
 
+UNENCRYPTED = (  # Warning about a listener for other machines; the argument is its host.
+    "actor.agents.host=%s: agents reach the policy WITHOUT ENCRYPTION. The network can read their"
+    " keys, prompts and answers. Set actor.agents.tls_certificate and actor.agents.tls_key, or keep"
+    " the default host and use a tunnel (docs/BRING_YOUR_OWN_AGENT.md)"
+)
+
+
+def server_tls(section: str, certificate: str, key: str) -> ssl.SSLContext | None:
+    """Return the context of a server, None without a certificate.
+
+    Args:
+        section: section of the keys `tls_certificate` and `tls_key`, for errors.
+        certificate: PEM file with the certificate, and the certificates between it and the root.
+        key: PEM file with the private key, without a password.
+
+    Raises: ConfigError: a file is missing, or it is no certificate or no matching key.
+    """
+    if not certificate:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(certificate, key, password=lambda: "")
+    except OSError as error:  # `ssl.SSLError` is one.
+        files = f"{section}.tls_certificate={certificate}, {section}.tls_key={key}"
+        raise ConfigError(
+            f"{files}: {error.strerror or error}; both must be PEM files that belong together,"
+            " and the key must have no password"
+        ) from error
+    return context
+
+
 logger = logging.getLogger(__name__)
 
 # Addresses of documentation: the route to them is the route to other machines. No packet is sent.
 OUTSIDE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
-BACKLOG = 1024
+BACKLOG = 1024  # Connections that wait to be accepted.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,12 +5,14 @@ import hashlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from starlette.responses import Response
+
 from actor.agents.http import AgentRequest
 
 NUM_KEPT = 32  # Number of completed answers that are kept for each episode.
 ENV = "/env/"
 STEP = f"{ENV}step"
-Handle = Callable[[AgentRequest], Awaitable[bytes]]
+Handle = Callable[[AgentRequest], Awaitable[Response]]
 
 
 @dataclass(slots=True, eq=False)
@@ -21,7 +23,7 @@ class _Answered:
     path: str
     request: AgentRequest  # The latest of the equal requests.
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    answer: bytes | None = None  # None: in progress, or failed.
+    answer: Response | None = None  # None: in progress, or failed.
 
 
 class Repeats:
@@ -40,7 +42,7 @@ class Repeats:
     def __init__(self) -> None:
         self._sent: list[_Answered] = []
 
-    async def answer(self, request: AgentRequest, handle: Handle) -> bytes:
+    async def answer(self, request: AgentRequest, handle: Handle) -> Response:
         """Return the answer to a request, which is handled once for all its repetitions."""
         mark = _mark(request)
         while (known := self._find(mark, request)) is not None:
@@ -50,7 +52,7 @@ class Repeats:
                 return known.answer
         return await self._first(mark, request, handle)
 
-    def known(self, request: AgentRequest) -> bytes | None:
+    def known(self, request: AgentRequest) -> Response | None:
         """Return the answer that a request repeats, None if it is new."""
         known = self._find(_mark(request), request)
         return None if known is None else known.answer
@@ -59,7 +61,7 @@ class Repeats:
         """Keep only the answer that ended the episode."""
         self._sent = [each for each in self._sent if each.path.startswith(ENV)][-1:]
 
-    async def _first(self, mark: bytes, request: AgentRequest, handle: Handle) -> bytes:
+    async def _first(self, mark: bytes, request: AgentRequest, handle: Handle) -> Response:
         path = request.path
         if path == STEP:  # The next step means that the agent does not wait for an earlier one.
             self._sent = [each for each in self._sent if each.path != STEP]
@@ -92,4 +94,4 @@ class Repeats:
 def _mark(request: AgentRequest) -> bytes:
     """Return a digest that equal requests share."""
     head = f"{request.method} {request.path} {request.idempotency_key}\n"
-    return hashlib.sha256(head.encode() + request.body).digest()
+    return hashlib.sha256(head.encode() + request.content).digest()

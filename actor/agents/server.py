@@ -6,7 +6,6 @@ long-lived agent requests its next episode with `POST /episodes/...`. The server
 machine only, unless `actor.agents.host` names another address.
 """
 
-import asyncio
 import json
 import logging
 from collections import Counter
@@ -14,17 +13,19 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from http import HTTPStatus
+
+from starlette.responses import Response
 
 from actor.agents.episode import AgentEpisode
-from actor.agents.http import EVENTS, AgentConnection, AgentRequest, Answering, response
+from actor.agents.http import AgentRequest, HttpServer
 from actor.agents.keys import EpisodeKeys, digest_of, url_name
-from actor.agents.listener import BACKLOG, listen
+from actor.agents.listener import listen
 from actor.agents.messages_api import MESSAGES_API, anthropic_error
 from actor.agents.repeats import Repeats
 from actor.agents.responses_api import RESPONSES_API
-from actor.agents.strangers import MAX_STRANGERS, Strangers, TlsServer
+from actor.agents.strangers import MAX_STRANGERS, Strangers
 from actor.api.chat_api import CHAT_API, COMPLETION_API
-from actor.api.listening import stop_accepting
 from actor.api.requests import Api, ApiError, PolicyRequest, event_text, invalid, openai_error
 from actor.rollout.episode import PolicyFailed
 from common.config.actor import AgentServerOptions
@@ -33,7 +34,8 @@ from common.wire.addresses import is_loopback
 
 logger = logging.getLogger(__name__)
 
-CLOSE_S = 1.0
+JSON = "application/json"
+EVENTS = "text/event-stream"
 ANTHROPIC = "/v1/messages"
 APIS = {
     "/v1/chat/completions": CHAT_API,
@@ -42,7 +44,7 @@ APIS = {
     ANTHROPIC: MESSAGES_API,
 }
 EPISODES = "/episodes/"
-Handler = Callable[[AgentRequest], Awaitable[bytes]]
+Handler = Callable[[AgentRequest], Awaitable[Response]]
 
 # (whether the agent still waits) -> its next episode; None: there is none yet
 Take = Callable[[Callable[[], bool]], Awaitable[AgentEpisode | None]]
@@ -85,41 +87,22 @@ class AgentServer:
             "/env/end": {"POST": self._end_episode},
         }
         is_private = is_loopback(self._options.host)
-        self._answering = Answering(
-            answer=self._answer,
-            failed=self._failed,
+        self.http = HttpServer(
+            self._answer,
+            self._failed,
             admit=self._admit,
             strangers=Strangers() if is_private else Strangers(most=MAX_STRANGERS),
         )
-        self._listening: asyncio.Server | None = None
-        self._encrypting: TlsServer | None = None
 
     async def start(self) -> None:
         """Listen. Raises: ConfigError: the address, the port or the certificate cannot be used."""
         listener = listen(self._options, num_ports=self._num_ports)
-        make = partial(AgentConnection, self._answering)
-        if listener.tls is not None:
-            strangers = self._answering.strangers
-            self._encrypting = TlsServer(listener.socket, listener.tls, strangers, make)
-        else:
-            self._listening = await asyncio.get_running_loop().create_server(
-                make, sock=listener.socket, backlog=BACKLOG
-            )
+        await self.http.start(listener.socket, listener.tls)
         self.url = listener.url
 
     async def close(self) -> None:
         """Stop listening. Pending requests get no answer."""
-        if self._encrypting is not None:
-            await self._encrypting.close()
-        if self._listening is not None:
-            await stop_accepting(connection.fileno() for connection in self._listening.sockets)
-            self._listening.close()
-        await asyncio.sleep(0)  # New connections call `connection_made`.
-        for connection in list(self._answering.connections):
-            connection.close()
-        if self._listening is not None:
-            async with asyncio.timeout(CLOSE_S):
-                await self._listening.wait_closed()
+        await self.http.close()
 
     @contextmanager
     def serving(self, episode: AgentEpisode) -> Iterator[None]:
@@ -147,10 +130,8 @@ class AgentServer:
         elif self._keys.find(request.key) is None and not self._keys.has_ended(request.key):
             self._keys.access(request)
 
-    async def _answer(self, request: AgentRequest) -> bytes:
+    async def _answer(self, request: AgentRequest) -> Response:
         """Return the response to any request, by its path and method. Raises: ApiError."""
-        if request.refusal is not None:
-            raise request.refusal
         path = request.path
         if path.startswith(EPISODES) and request.method == "POST":
             return await self._taker(request).repeats.answer(request, self._next_episode)
@@ -167,7 +148,7 @@ class AgentServer:
             return last
         return await self._keys.access(request).repeats.answer(request, handlers["POST"])
 
-    def _failed(self, request: AgentRequest, failure: BaseException) -> bytes:
+    def _failed(self, request: AgentRequest, failure: BaseException) -> Response:
         """Return an error in the API's format, and count it for the episode."""
         episode = self._keys.find(request.key)
         answered = _error_for(request, failure, episode)
@@ -175,7 +156,7 @@ class AgentServer:
         if episode is not None:
             episode.refused[answered.code] += 1
         shape = anthropic_error if request.path.startswith(ANTHROPIC) else openai_error
-        return response(json.dumps(shape(answered)), status=answered.status)
+        return json_response(shape(answered), status=answered.status)
 
     def _episode(self, request: AgentRequest) -> AgentEpisode:
         """Return the episode that a request's key belongs to. Raises: ApiError."""
@@ -188,7 +169,7 @@ class AgentServer:
             raise self._keys.refuse_taker(request)
         return taker
 
-    async def _sample_answer(self, api: Api, request: AgentRequest) -> bytes:
+    async def _sample_answer(self, api: Api, request: AgentRequest) -> Response:
         """Return an answer of the policy in the format of an API. Raises: ApiError."""
         episode = self._episode(request)
         body = _json(request)
@@ -200,45 +181,44 @@ class AgentServer:
             raise ApiError(400, "invalid_body", "the request body is nested too deeply") from error
         reply = api.reply(asked, await episode.answer(asked))
         if not body.get("stream"):
-            return response(json.dumps(reply))
-        return response("".join(map(event_text, api.events(asked, reply))), kind=EVENTS)
+            return json_response(reply)
+        text = "".join(map(event_text, api.events(asked, reply)))
+        return Response(text, media_type=EVENTS)
 
-    async def _list_models(self, request: AgentRequest) -> bytes:
+    async def _list_models(self, request: AgentRequest) -> Response:
         """List the policy as the only model."""
         self._episode(request)
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "longstride"}
-        return response(json.dumps({"object": "list", "data": [model]}))
+        return json_response({"object": "list", "data": [model]})
 
-    async def _send_task(self, request: AgentRequest) -> bytes:
-        return response(json.dumps(self._episode(request).first()))
+    async def _send_task(self, request: AgentRequest) -> Response:
+        return json_response(self._episode(request).first())
 
-    async def _step(self, request: AgentRequest) -> bytes:
+    async def _step(self, request: AgentRequest) -> Response:
         """Execute an action in the environment of an episode."""
         episode = self._episode(request)
         body = _json(request)
         action = body.get("action") if isinstance(body, dict) else None
         if not isinstance(action, str):
             raise invalid("action: must be a text", "action")
-        return response(json.dumps(await episode.step(action)))
+        return json_response(await episode.step(action))
 
-    async def _end_episode(self, request: AgentRequest) -> bytes:
+    async def _end_episode(self, request: AgentRequest) -> Response:
         """End an episode at the agent's request."""
         episode = self._episode(request)
-        body = _json(request) if request.body else {}
+        body = _json(request) if request.content else {}
         error = body.get("error", "") if isinstance(body, dict) else None
         if not isinstance(error, str):
             raise invalid("error: must be a text", "error")
         await episode.end(error)
-        return response("{}")
+        return json_response({})
 
-    async def _next_episode(self, request: AgentRequest) -> bytes:
+    async def _next_episode(self, request: AgentRequest) -> Response:
         """Return the next episode for a long-lived agent; status 204 if there is none."""
         episode = await self._taker(request).take(lambda: request.is_there)
-        return (
-            response(status=204)
-            if episode is None
-            else response(json.dumps(self.describe(episode)))
-        )
+        if episode is None:
+            return Response(status_code=HTTPStatus.NO_CONTENT)
+        return json_response(self.describe(episode))
 
     def describe(self, episode: AgentEpisode) -> dict[str, object]:
         """Return the addresses and the key of an episode, and its task."""
@@ -249,10 +229,15 @@ class AgentServer:
         return {**where, "episode": number, **episode.first()}
 
 
+def json_response(content: object, *, status: int = 200) -> Response:
+    """Return a response with JSON. The escapes of `json` keep characters that UTF-8 lacks."""
+    return Response(json.dumps(content), status_code=status, media_type=JSON)
+
+
 def _json(request: AgentRequest) -> object:
     """Return the parsed body of a request. Raises: ApiError."""
     try:
-        return json.loads(request.body)
+        return json.loads(request.content)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, "invalid_body", f"the request body is not JSON: {error}") from error
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from actor.agents.tls import UNENCRYPTED, server_tls
+from actor.agents.listener import UNENCRYPTED, server_tls
 from common.config.actor import ActorSection
 from common.config.envs import DatasetOptions
 from common.config.learner import Offload

@@ -2,47 +2,46 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import Awaitable, Callable
 
 import pytest
+from starlette.responses import Response
 
 from actor.agents import http
-from actor.agents.http import AgentConnection, AgentRequest, Answering, response
+from actor.agents.http import AgentRequest, HttpServer
 from actor.api.requests import ApiError
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 HEAD = b"POST /a?b=1 HTTP/1.1\r\nhost: x\r\nAuthorization: bearer k1 \r\n"
 
 
-async def _echo(request: AgentRequest) -> bytes:
-    """Echo the request; longer bodies are answered later."""
-    if request.refusal is not None:
-        raise request.refusal
-    await asyncio.sleep(0.05 / (1 + len(request.body)))
-    said = f"{request.method} {request.path} {request.key} {request.body.decode()}"
-    return response(said)
+async def _echo(request: AgentRequest) -> Response:
+    """Echo the request; shorter bodies are answered later."""
+    await asyncio.sleep(0.05 / (1 + len(request.content)))
+    return Response(f"{request.method} {request.path} {request.key} {request.content.decode()}")
 
 
 def serve(talk: Talk) -> list[str]:
     """Talk to an echo server over a socket; return the codes of the refused requests."""
     refused: list[str] = []
 
-    def failed(_: AgentRequest, failure: BaseException) -> bytes:
+    def failed(_: AgentRequest, failure: BaseException) -> Response:
         assert isinstance(failure, ApiError)
         refused.append(failure.code)
-        return response(failure.code, status=failure.status)
+        return Response(failure.code, status_code=failure.status)
 
     async def run() -> None:
-        answering = Answering(answer=_echo, failed=failed)
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: AgentConnection(answering), "127.0.0.1", 0)
-        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        server = HttpServer(_echo, failed)
+        listener = socket.create_server(("127.0.0.1", 0))
+        await server.start(listener)
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
         async with asyncio.timeout(20):
             await talk(reader, writer)
             writer.close()
-            while answering.connections:
+            while server.state.connections:
                 await asyncio.sleep(0.01)
-        server.close()
+        await server.close()
 
     asyncio.run(run())
     return refused
@@ -97,7 +96,7 @@ def test_common_http_client_variants_are_accepted(head: bytes, is_last: bool) ->
 def test_expect_continue_header_gets_a_100_response() -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(HEAD + b"Expect: 100-continue\r\ncontent-length: 5\r\n\r\n")
-        assert await reader.readuntil(b"\r\n\r\n") == http.CONTINUE
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         writer.write(b"hello")
         assert (await answer(reader))[1] == "POST /a k1 hello"
 

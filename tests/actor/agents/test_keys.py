@@ -94,9 +94,10 @@ def test_keys_are_random_for_each_episode() -> None:
     asyncio.run(run())
 
 
-class _Transport(asyncio.Transport):
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return ("10.0.0.9", 5) if name == "peername" else default
+def request_of(key: str = "") -> AgentRequest:
+    headers = [(b"authorization", f"Bearer {key}".encode())]
+    scope = {"type": "http", "method": "GET", "raw_path": b"/v1/models", "headers": headers}
+    return AgentRequest({**scope, "client": ("10.0.0.9", 5)})
 
 
 def test_refusals_of_one_reason_are_logged_every_ten_seconds(
@@ -104,7 +105,7 @@ def test_refusals_of_one_reason_are_logged_every_ten_seconds(
 ) -> None:
     clock = [0.0]
     log = RefusalLog(lambda: clock[0])
-    request = AgentRequest(_Transport(), url=b"/v1/models", method="GET")
+    request = request_of()
     for now in (0.0, 1.0, 9.9, 10.0):
         clock[0] = now
         log.add(request, "unknown key")
@@ -121,7 +122,7 @@ def test_number_of_remembered_ended_keys_is_bounded(monkeypatch: pytest.MonkeyPa
             keys.add(each)
             keys.remove(each)
             each.failed.cancel()
-        request = AgentRequest(_Transport(), bearer=episodes[0].key)
+        request = request_of(episodes[0].key)
         with pytest.raises(ApiError, match="belongs to no episode"):
             keys.access(request)
         assert [keys.has_ended(each.key) for each in episodes] == [False, True, True]

@@ -96,7 +96,7 @@ async def until(is_true: Callable[[], object]) -> None:
 
 
 def num_connections(at: Endpoint) -> int:
-    return len(at.server._answering.connections)
+    return len(at.server.http.state.connections)
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
