@@ -271,6 +271,9 @@ class HttpServer:
 
     async def start(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> None:
         """Accept connections at a listening socket."""
+        # An answer has two writes. Connections inherit the option; asyncio does not set it for a
+        # socket without a protocol number, and the second write would wait 40 ms for the client.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         make = partial(AgentConnection, self)
         if tls is not None:
             self._encrypting = TlsServer(listener, tls, self.strangers, make)

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Awaitable, Callable
 
 import pytest
+import uvloop
 from starlette.responses import Response
 
 from actor.agents import http
@@ -142,3 +143,24 @@ def test_server_counts_incomplete_bodies_and_disconnects_floods() -> None:
 
     assert serve(leave) == ["incomplete_body"]
     assert serve(flood) == []
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_answers_are_sent_without_a_delay(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    """Nagle's algorithm would hold the second write of an answer back for 40 ms."""
+
+    async def run() -> None:
+        server = HttpServer(_echo, lambda _, failure: Response(str(failure)))
+        listener = socket.create_server(("127.0.0.1", 0))
+        await server.start(listener)
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(post(b"hello"))
+        await answer(reader)
+        (connection,) = server.state.connections
+        place = connection.transport.get_extra_info("socket")
+        assert place.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+        writer.close()
+        await server.close()
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(run())
