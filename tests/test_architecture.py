@@ -107,6 +107,7 @@ PLUGINS = {  # Files that load modules by name: environments, adapters, the user
     "envhub/envs/dataset/graders.py",
     "envhub/envs/miniwob/experts/table.py",
     "envhub/interop/yaml_environments.py",
+    "learner/algorithms/user_functions.py",
     "tools/exchange/writing.py",
 }
 

@@ -1,13 +1,12 @@
 """Environments by name: loading and machine requirements."""
 
-import importlib.util
 import inspect
 import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +16,7 @@ from common.config.env import RemoteOptions
 from common.config.envs import EnvsSection, own_tasks
 from common.repository import ROOT
 from common.text import known_hint
+from common.user_code import load_file
 from envhub.env import EnvSpec, Isolation, Style
 from envhub.errors import UnknownEnv
 from envhub.summed_rewards import with_summed_rewards
@@ -31,7 +31,7 @@ def load_extensions(kind: str) -> tuple[Callable[..., Any], ...]:
     return tuple(
         getattr(import_module(module), function)
         for module, function in pairs
-        if importlib.util.find_spec(module.rpartition(".")[0]) is not None
+        if find_spec(module.rpartition(".")[0]) is not None
     )
 
 
@@ -63,7 +63,7 @@ class Requirement:
         given = attrgetter(self.instead)(options) if self.instead else ""
         binaries = [given] if given else self.binaries
         has_binary = not binaries or any(map(shutil.which, binaries))
-        return has_binary and all(importlib.util.find_spec(name) for name in self.modules)
+        return has_binary and all(find_spec(name) for name in self.modules)
 
 
 _TABLE = read_table(__file__, "environments.yaml")
@@ -228,18 +228,14 @@ def _import_outside(module: str) -> ModuleType:
         except ModuleNotFoundError as error:
             raise UnknownEnv(f"environment {module!r}: {error}{_taken(error)}") from error
     path = Path(module)
-    spec = importlib.util.spec_from_file_location(f"outside_{path.stem}", path)
-    if not path.is_file() or spec is None or spec.loader is None:
+    if not path.is_file():
         raise UnknownEnv(f"environment {module!r}: no such file (from {Path.cwd()})")
-    loaded = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = loaded  # Dataclasses search for their module in `sys.modules`.
     try:
-        spec.loader.exec_module(loaded)
+        return load_file(path, name=f"outside_{path.stem}")
     except ModuleNotFoundError as error:
         if not _taken(error):
             raise
         raise UnknownEnv(f"environment {module!r}: {error}{_taken(error)}") from error
-    return loaded
 
 
 def _taken(error: ModuleNotFoundError) -> str:

@@ -88,6 +88,8 @@ class Surrogate:
     # Condition under which a ratio r above a cap still has a gradient; "": it never has.
     open_above: Callable[[AlgorithmSection, float], str] = lambda _, cap: f"r>{cap:g}"
     is_plain_at_one: bool = True  # At a ratio of one its gradient is that of r A.
+    is_zero_without_advantage: bool = True  # A token with advantage 0 has no gradient.
+    is_of_sequence: bool = True  # The loss of a token reads no other sequence of the microbatch.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

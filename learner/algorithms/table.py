@@ -1,5 +1,7 @@
 """The algorithms by their names in the configuration, and functions of the user."""
 
+from typing import Any
+
 from common.config.algorithm import Advantage, AlgorithmSection, Correction, PolicyLoss
 from learner.algorithms import critic
 from learner.algorithms.cispo import CISPO
@@ -40,16 +42,43 @@ ESTIMATORS = {
 }
 
 
+# Parts of the user's functions, with the configuration of their check, by the key of the function.
+_checked: dict[str, tuple[AlgorithmSection, Any]] = {}
+
+
 def surrogate_of(cfg: AlgorithmSection) -> Surrogate:
-    """Return the policy loss of the configuration."""
+    """Return the policy loss of the configuration. Raises: ConfigError: the user's is refused."""
+    if ":" in cfg.policy_loss:
+        return _of_user(cfg, "policy_loss", "user_surrogate")
     return SURROGATES[PolicyLoss(cfg.policy_loss)]
 
 
 def weight_of(cfg: AlgorithmSection) -> Weight:
-    """Return the correction of the configuration."""
+    """Return the correction of the configuration. Raises: ConfigError: the user's is refused."""
+    if ":" in cfg.correction:
+        return _of_user(cfg, "correction", "user_weight")
     return WEIGHTS[Correction(cfg.correction)]
 
 
 def estimator_of(cfg: AlgorithmSection) -> Estimator:
-    """Return the estimator of advantages of the configuration."""
+    """Return the estimator of advantages. Raises: ConfigError: the user's is refused."""
+    if ":" in cfg.advantage:
+        return _of_user(cfg, "advantage", "user_estimator")
     return ESTIMATORS[Advantage(cfg.advantage)]
+
+
+def check(cfg: AlgorithmSection) -> None:
+    """Check the algorithms of a configuration. Raises: ConfigError: a function is refused."""
+    for part in (surrogate_of, weight_of, estimator_of):
+        part(cfg)
+
+
+def _of_user(cfg: AlgorithmSection, name: str, make: str) -> Any:
+    """Return the part of a user's function, checked once for each configuration."""
+    from learner.algorithms import user_functions  # It imports torch, which takes seconds.
+
+    checked = _checked.get(name)
+    if checked is None or checked[0] != cfg:
+        part = getattr(user_functions, make)(getattr(cfg, name), cfg)
+        checked = _checked[name] = (cfg, part)
+    return checked[1]

@@ -14,6 +14,7 @@ from common.config.algorithm import (
     Aggregation,
     AlgorithmSection,
     Correction,
+    CreditLevel,
     KlEstimator,
     PolicyLoss,
     Proximal,
@@ -228,6 +229,20 @@ def notes(algorithm: AlgorithmSection, learner: LearnerSection) -> list[str]:
             "kl_estimator=k1: the gradient of k1 has mean zero on policy. k2 and k3 pull the policy"
             " towards the reference."
         )
+    if any(
+        ":" in name for name in (algorithm.policy_loss, algorithm.advantage, algorithm.correction)
+    ):
+        from learner.algorithms.user_functions import functions_of  # It imports torch.
+
+        lines += [
+            f"{user.where}: {user.summary or 'your function'} (sha256 {user.sha256[:12]})"
+            for user in functions_of(algorithm)
+        ]
+    if not surrogate_of(algorithm).is_of_sequence:
+        lines.append(
+            f"policy_loss={algorithm.policy_loss}: the loss of a token reads other sequences of its"
+            " microbatch, so it depends on learner.max_tokens_per_microbatch and num_ranks"
+        )
     return lines
 
 
@@ -277,7 +292,8 @@ def _dead_in_algorithm(cfg: AlgorithmSection, learner: LearnerSection) -> Dead:
         yield from changed(f"{why} makes every ratio 1", *surrogate.keys)
     if why and surrogate.is_plain_at_one:
         yield from changed(f"{why} makes every ratio 1, so all losses are equal", "policy_loss")
-    if why and not weight.is_mask and not surrogate.is_clipped:
+    is_known = isinstance(cfg.policy_loss, PolicyLoss)
+    if why and is_known and not weight.is_mask and not surrogate.is_clipped:
         yield from changed(f"{of_loss} has no clip, and the weight has the same ratio", "proximal")
     if proximal_in_use(cfg, learner) is Proximal.SAMPLER and not tis_at_sampler(cfg):
         why = f"{of_loss} already bounds the ratio to the sampling policy"
@@ -304,6 +320,8 @@ def _dead_in_credit(cfg: AlgorithmSection) -> Dead:
         names = ["state_credit", *_unread(TURN_CREDITS.values(), ())]
         why = f"advantage={cfg.advantage} does not compare the turns of a group"
         yield from changed(why, *names)
+        if ":" in cfg.advantage:
+            yield from _dead_with_own_advantage(cfg)
         return
     credit = TURN_CREDITS.get(cfg.state_credit)
     why = f"state_credit={cfg.state_credit.value}"
@@ -312,6 +330,16 @@ def _dead_in_credit(cfg: AlgorithmSection) -> Dead:
         why = f"{why} replaces the episode's advantage"
         is_grpo = cfg.advantage is Advantage.GRPO  # Other advantages already report it.
         yield from changed(why, "turn_discount", *(["baseline"] if is_grpo else []))
+
+
+def _dead_with_own_advantage(cfg: AlgorithmSection) -> Dead:
+    """Yield the settings of turns that only the estimators of this project read."""
+    changed = partial(_changed, "algorithm", cfg)
+    why = f"advantage={cfg.advantage} receives the credit of whole episodes"
+    read = estimator_of(cfg).keys
+    if cfg.invalid_action_level is CreditLevel.TURN and "invalid_action_penalty" not in read:
+        yield from changed(f"{why}, without penalties of turns", "invalid_action_penalty")
+    yield from changed(why, *({"reward_level"} - {*read}))
 
 
 def _dead_in_teacher(cfg: AlgorithmSection) -> Dead:

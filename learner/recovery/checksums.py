@@ -23,6 +23,7 @@ from common.errors import ConfigError
 from common.host.machine import cpu_units
 from common.store.disk import AppendFile, with_room
 from common.store.run_dir import RunDir, cut_head
+from learner.algorithms.user_functions import functions_of
 from learner.policy.model import pick_device
 from learner.recovery.step_log import LoggedStep, whole_bytes
 from learner.training.digests import StepDigests, first_difference
@@ -77,6 +78,8 @@ class Start:
     machine: dict[str, Any]
     # All settings of the trainer, with automatic choices resolved.
     settings: dict[str, dict[str, Any]]
+    # Digests of the files of the user's functions, by the key that names the function.
+    functions: dict[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +127,17 @@ def start_of(cfg: RunConfig, run_dir: RunDir, trainer: Trainer, *, version: int)
         code=code_of(run_dir),
         machine=machine_facts(pick_device(cfg.learner.device)),
         settings=settings_of(cfg),
+        functions={user.where: user.sha256 for user in functions_of(cfg.algorithm)},
     )
+
+
+def changed_functions(was: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each function of the user whose file has changed since a start."""
+    return [
+        f"{where}: its file has changed: sha256 was {was[where][:12]}, is {digest[:12]}"
+        for where, digest in now.items()
+        if was.get(where, digest) != digest
+    ]
 
 
 def code_of(run_dir: RunDir) -> str:
@@ -151,13 +164,18 @@ class ChecksumLog:
         self._start: Start | None = None
         self.last_start: Start | None = None  # The record whose settings are in use.
         self._known: dict[Key, StepDigests] = {}
+        self._functions: dict[str, str] = {}  # Those of the start before this one.
         for record in _read(path, on_damage=lambda text: logger.warning("%s", text)):
-            if isinstance(record, tuple) and record[0][0] >= version:
+            if isinstance(record, Start):
+                self._functions = record.functions
+            elif record[0][0] >= version:
                 self._known[record[0]] = record[1]
 
     def begin(self, start: Start) -> None:
         """Record a start of the learner. It is written together with its first batch."""
         self._start = self.last_start = start
+        for line in changed_functions(self._functions, start.functions):
+            logger.warning("%s. Later steps, and repeated ones, use the new function.", line)
 
     def log(
         self,
@@ -186,7 +204,10 @@ class ChecksumLog:
         line = {"version": step.version, "number": step.number, "digests": asdict(digests)}
         lines = [line | {"cpu_s": round(time.process_time(), 2)}]
         if self._start is not None:
-            lines.insert(0, {"start": asdict(self._start)})
+            start = asdict(self._start)
+            if not self._start.functions:
+                del start["functions"]  # Older versions read the line, too.
+            lines.insert(0, {"start": start})
         texts = [json.dumps(each, separators=(",", ":")).encode() + b"\n" for each in lines]
         with_room(lambda: self._file.append(texts), self._file.path, check=check)
         self._start = None

@@ -7,11 +7,13 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from common.config.algorithm import Advantage
+from common.config.algorithm import Advantage, AlgorithmSection
 from common.config.learner import LearnerSection, Offload
 from common.config.run_config import RunConfig
+from common.errors import ConfigError
 from common.host.cgroups import num_cores
 from common.join.shards import is_whole
+from learner.algorithms.user_functions import check_functions, functions_of
 from learner.batch.batching import Sample
 from learner.policy.forward import Networks
 from learner.policy.loading import fill, is_unloaded
@@ -113,6 +115,8 @@ def make_trainer(
     )
     is_skeleton = is_unloaded(model)
     ranks = ranks or Ranks()
+    check_functions(cfg.algorithm, pick_device(cfg.learner.device))
+    _check_equal_functions(cfg.algorithm, ranks)
     trainer = Trainer(
         settings,
         networks,
@@ -132,6 +136,24 @@ def make_trainer(
         logger.info("restored checkpoint=%s version=%d", checkpoint, version)
     trainer.check_start(may_pad=may_pad)
     return trainer, version
+
+
+def _check_equal_functions(algorithm: AlgorithmSection, ranks: Ranks) -> None:
+    """Check that all ranks, perhaps on several nodes, have equal functions of the user.
+
+    Raises: ConfigError: the file of one differs.
+    """
+    functions = functions_of(algorithm)
+    if not functions:
+        return
+    digests = ranks.exchange([user.sha256 for user in functions])
+    for rank, of_rank in enumerate(digests):
+        for user, first, digest in zip(functions, digests[0], of_rank, strict=True):
+            if digest != first:
+                raise ConfigError(
+                    f"{user.where}: the file of rank {rank} differs from that of rank 0; each node"
+                    " needs the same file"
+                )
 
 
 def _reference(cfg: RunConfig, model: PreTrainedModel) -> PreTrainedModel | None:

@@ -13,7 +13,7 @@ from common.config.learner import LearnerSection
 from common.wire.messages import Trajectory
 from learner.algorithms.critic import value_loss
 from learner.algorithms.interface import LossInputs, log_ratio
-from learner.algorithms.table import weight_of
+from learner.algorithms.table import surrogate_of, weight_of
 from learner.algorithms.teacher import with_teacher
 from learner.batch.batching import (
     MicroBatch,
@@ -100,7 +100,7 @@ class Gradients:
         self._cfg = settings.learner
         cfg = self._algorithm = settings.algorithm
         is_more = cfg.entropy_coef or cfg.kl_coef or cfg.drift_coef or networks.critic is not None
-        is_more = is_more or cfg.teacher.is_on
+        is_more = is_more or cfg.teacher.is_on or not surrogate_of(cfg).is_zero_without_advantage
         self._is_balanced = cfg.router_aux_coef != 0
         if self._is_balanced:
             balance_loss_of(networks.policy)  # Refuses families without this loss.

@@ -237,3 +237,10 @@ def is_module(name: str) -> bool:
 
 def test_files_named_in_the_architecture_exist():
     assert [title for title in WAYS if len(list(files_of_way(title))) < 10] == []
+
+
+def test_example_of_an_algorithm_is_its_file():
+    blocks = [block.text for block in BLOCKS if block.page.name == "ADD_AN_ALGORITHM.md"]
+    text = (ROOT / "docs/examples/own_algorithm.py").read_text(encoding="utf-8")
+    assert text.rstrip() in blocks
+    assert len(text.splitlines()) <= 20

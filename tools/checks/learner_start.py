@@ -7,6 +7,7 @@ from common.config.algorithm import Advantage, AlgorithmSection
 from common.config.learner import Attention, CriticKind, Layout, LearnerSection
 from common.config.run_config import RunConfig
 from common.repository import ROOT
+from learner.algorithms import table
 
 
 def check_networks(cfg: RunConfig, *, is_offline: bool = False) -> None:
@@ -20,6 +21,8 @@ def check_networks(cfg: RunConfig, *, is_offline: bool = False) -> None:
 
     Raises: ConfigError: a model does not support a setting; names the key and the remedy.
     """
+    if not is_offline:
+        table.check(cfg.algorithm)
     has_routers = not is_offline and bool(
         cfg.algorithm.routing_replay or cfg.algorithm.router_aux_coef
     )

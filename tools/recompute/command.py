@@ -12,9 +12,10 @@ from common.errors import ConfigError
 from common.repository import ROOT, git_revision
 from common.store.run_dir import RunDir, write_json
 from common.text import counted
+from learner.algorithms.user_functions import functions_of
 from learner.objective.description import summary_lines
 from learner.policy.model import pick_device
-from learner.recovery.checksums import differences, machine_facts
+from learner.recovery.checksums import changed_functions, differences, machine_facts
 from learner.training.digests import first_difference
 from tools.cli.command_line import ParsedCommand
 from tools.recompute.plan import EpisodesMissing, Plan, episodes_of, make_plan
@@ -105,6 +106,9 @@ class _Check:
         now = machine_facts(pick_device(rebuilt.cfg.learner.device))
         for line in differences(start.machine, now):
             self._echo(f"this machine differs from the run's, so rounding may differ: {line}")
+        functions = {user.where: user.sha256 for user in functions_of(rebuilt.cfg.algorithm)}
+        for line in changed_functions(start.functions, functions):
+            self._echo(f"{line}, so the numbers may differ")
         code = git_revision()
         if start.code != code:
             was = start.code or "unknown"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from common.errors import ConfigError
-from common.repository import ROOT, working_directory
+from common.user_code import find_path
 
 Record = dict[str, Any]
 GZIP = ".gz"
@@ -29,18 +29,6 @@ MAX_FIELD_CHARS = 1 << 30  # Longest field of a CSV file.
 ENTRIES = "dataset_info.json"  # A file of each split that `datasets.save_to_disk` wrote.
 SPLITS = "dataset_dict.json"  # A file of a folder with several such splits.
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
-
-
-def find_path(key: str, given: str) -> Path:
-    """Return a path of the configuration, below the command's directory or else the repository.
-
-    Raises: ConfigError: neither has it.
-    """
-    folder = working_directory()
-    for path in (folder / Path(given).expanduser(), ROOT / given):
-        if path.exists():
-            return path
-    raise ConfigError(f"{key}={given}: no such file or folder (from {folder})")
 
 
 def find_data(key: str, given: str) -> Path:

@@ -23,8 +23,8 @@ from typing import Any
 from common.errors import ConfigError
 from common.host.child_process import ChildProcess
 from common.repository import ROOT, working_directory
+from common.user_code import find_path
 from envhub.env import EnvFailure
-from envhub.envs.dataset.files import find_path
 from envhub.envs.dataset.grader_process import (
     FunctionRefused,
     pack,

@@ -13,7 +13,8 @@ from jinja2.sandbox import SandboxedEnvironment
 from common.config.envs import DatasetOptions
 from common.errors import ConfigError
 from common.formats.calls import as_call, read_arguments
-from envhub.envs.dataset.files import Record, find_path
+from common.user_code import find_path
+from envhub.envs.dataset.files import Record
 from envhub.envs.dataset.graders import final_answer
 
 logger = logging.getLogger(__name__)

@@ -14,12 +14,12 @@ from common.config.envs import DatasetOptions
 from common.errors import ConfigError
 from common.formats.turns import FirstPrompt
 from common.text import counted
+from common.user_code import find_path
 from envhub.envs.dataset.files import (
     Record,
     digest_of,
     files_of,
     find_data,
-    find_path,
     has_split,
     read_records,
 )

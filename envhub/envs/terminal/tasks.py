@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from common.errors import ConfigError
-from envhub.envs.dataset.files import find_path
+from common.user_code import find_path
 from envhub.envs.terminal.image import (
     DOCKERFILES,
     FOLDER,

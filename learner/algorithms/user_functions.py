@@ -1,0 +1,415 @@
+"""Functions of the user as parts of the objective: loading, and their check on a small batch.
+
+    policy_loss  f(inputs: LossInputs, cfg) -> loss [tokens], or (loss, is_bound [tokens] bool)
+    advantage    f(rewards [member], members, cfg) -> [member], or [num_turns] for each member
+    correction   f(log_rho [tokens], sequence_ids, num_sequences, cfg) -> [tokens]
+
+A correction of dtype bool is a mask; another one replaces the ratio rho.
+"""
+# torch's type stubs lack numpy's element types:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+import hashlib
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.config.algorithm import AlgorithmSection
+from common.errors import ConfigError
+from common.repository import working_directory
+from common.user_code import find_path, load_file
+from common.wire.messages import EndReason, EpisodeKind, PolicyKind, Trajectory
+from learner.algorithms.interface import Estimator, GroupAdvantages, LossInputs, Surrogate, Weight
+
+CPU = torch.device("cpu")
+SIZES = (4, 3)  # Tokens of the two sequences of the small batch.
+# Log-ratios of its tokens: small ones, as of a policy that has moved by one update.
+LOG_RATIOS = (0.0, 0.05, -0.05, 0.02, -0.02, 0.04, -0.03)
+TURNS = (0, 0, 1, 1, 2, 2, 2)
+# Rewards of groups: unequal ones, and equal ones, whose deviation is zero.
+GROUPS = ((0.0, 1.0, 0.5, 0.0), (1.0, 1.0, 1.0, 1.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveFunction:
+    """A function of the user that a key of `algorithm` names."""
+
+    key: str  # Such as algorithm.policy_loss.
+    reference: str  # Value of the key: module:function or file.py:function.
+    function: Callable[..., Any]
+    sha256: str  # Digest of the file that defines it.
+
+    @property
+    def where(self) -> str:
+        """The key and its value, for messages."""
+        return f"{self.key}={self.reference}"
+
+    @property
+    def short(self) -> str:
+        """The reference without folders, for formulas."""
+        return self.reference.rpartition("/")[2]
+
+    @property
+    def summary(self) -> str:
+        """The first line of its documentation, "" without one."""
+        return (inspect.getdoc(self.function) or "").partition("\n")[0]
+
+    def call(self, *arguments: Any) -> Any:
+        """Return the value of a call. Raises: ConfigError: it raised an error; names the line."""
+        try:
+            return self.function(*arguments)
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            last = frames[-1]
+            at = f" ({Path(last.filename).name}, line {last.lineno})" if len(frames) > 1 else ""
+            raise ConfigError(f"{self.where}: {type(error).__name__}: {error}{at}") from error
+
+
+@cache
+def load_function(key: str, reference: str) -> ObjectiveFunction:
+    """Return the function of `module:function` or `file.py:function`.
+
+    Raises: ConfigError: the module or the function is missing, or the module fails.
+    """
+    name, _, attribute = reference.rpartition(":")
+    where = f"{key}={reference}"
+    try:
+        module = _load_module(key, name)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{where}: {name} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        names = [k for k, v in vars(module).items() if inspect.isfunction(v) and k[0] != "_"]
+        listed = f"; it has {', '.join(names[:10])}" if names else ""
+        raise ConfigError(f"{where}: {name} has no function {attribute!r}{listed}")
+    source = Path(module.__file__ or "")
+    content = source.read_bytes() if source.is_file() else b""
+    return ObjectiveFunction(
+        key=key, reference=reference, function=function, sha256=hashlib.sha256(content).hexdigest()
+    )
+
+
+def _load_module(key: str, name: str) -> ModuleType:
+    """Return a module by its file or by its name."""
+    folders = [working_directory()]
+    path = None
+    if name.endswith(".py"):
+        path = find_path(key, name).resolve()
+        folders.insert(0, path.parent)
+    # At the end: a module of the user does not replace one of the product.
+    sys.path += [str(folder) for folder in folders if str(folder) not in sys.path]
+    if path is None:
+        return import_module(name)
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+    return load_file(path, name=f"algorithm_{path.stem}_{digest}")
+
+
+def functions_of(cfg: AlgorithmSection) -> list[ObjectiveFunction]:
+    """Return the functions of the user that the configuration names. Raises: ConfigError."""
+    return [
+        load_function(f"algorithm.{name}", reference)
+        for name in ("policy_loss", "advantage", "correction")
+        if ":" in (reference := getattr(cfg, name))
+    ]
+
+
+def check_functions(cfg: AlgorithmSection, device: torch.device = CPU) -> None:
+    """Check the functions of the user on a small batch on a device. Raises: ConfigError."""
+    for user in functions_of(cfg):
+        if user.key == "algorithm.policy_loss":
+            user_surrogate(user.reference, cfg, device)
+        elif user.key == "algorithm.correction":
+            user_weight(user.reference, cfg, device)
+        else:
+            user_estimator(user.reference, cfg)
+
+
+def read_keys(cfg: AlgorithmSection, call: Callable[[AlgorithmSection], object]) -> tuple[str, ...]:
+    """Return the keys of `algorithm` that a call reads, in their order."""
+    read: set[str] = set()
+
+    class Noting(AlgorithmSection):
+        """The configuration; it notes its keys that are read."""
+
+        def __getattribute__(self, name: str) -> Any:
+            read.add(name)
+            return object.__getattribute__(self, name)
+
+    names = [field.name for field in fields(cfg)]
+    noting = Noting(**{name: getattr(cfg, name) for name in names})
+    read.clear()
+    call(noting)
+    return tuple(name for name in names if name in read)
+
+
+def user_surrogate(reference: str, cfg: AlgorithmSection, device: torch.device = CPU) -> Surrogate:
+    """Return a policy loss of the user after its check.
+
+    Raises: ConfigError: its result has a wrong shape, is not finite, or has no gradient.
+    """
+    user = load_function("algorithm.policy_loss", reference)
+
+    def loss(inputs: LossInputs, cfg: AlgorithmSection) -> tuple[Tensor, Tensor]:
+        return _checked_loss(user, user.call(inputs, cfg), inputs.new_logprobs.shape)
+
+    inputs = small_batch(cfg, device)
+    keys = read_keys(cfg, lambda noting: _check_gradient(user, loss(inputs, noting)[0], inputs))
+    unpaid = replace(small_batch(cfg, device), advantages=torch.zeros_like(inputs.advantages))
+    gradient = _gradient(loss(unpaid, cfg)[0], unpaid)
+    alone = loss(_first_sequence(inputs), cfg)[0]
+    together = loss(inputs, cfg)[0][: SIZES[0]]
+    return Surrogate(
+        loss=loss,
+        formula=lambda _: f"(-{user.short})",
+        keys=keys,
+        is_plain_at_one=False,
+        is_zero_without_advantage=gradient is None or not gradient.any(),
+        is_of_sequence=torch.allclose(alone, together, rtol=1e-4, atol=1e-6),
+    )
+
+
+def small_batch(cfg: AlgorithmSection, device: torch.device) -> LossInputs:
+    """Return two short sequences with advantages of both signs, in three turns."""
+    num = sum(SIZES)
+    sampler = torch.linspace(-2.0, -0.5, num, device=device)
+    new = (sampler + torch.tensor(LOG_RATIOS, device=device)).requires_grad_()
+    top = torch.log_softmax(torch.arange(3.0, device=device), 0).expand(num, 3)
+    has_top = cfg.teacher.is_on and cfg.teacher.num_top > 0
+    return LossInputs(
+        new_logprobs=new,
+        anchor_logprobs=sampler,
+        sampler_logprobs=sampler,
+        advantages=torch.tensor([1.0, 0.5, -1.0, -0.5, 1.0, -1.0, 0.5], device=device),
+        is_weights=torch.ones(num, device=device),
+        sequence_ids=torch.tensor([0] * SIZES[0] + [1] * SIZES[1], device=device),
+        num_sequences=len(SIZES),
+        turn_ids=torch.tensor(TURNS, device=device),
+        num_turns=max(TURNS) + 1,
+        episode_tokens=torch.tensor([float(size) for size in SIZES], device=device),
+        entropy=-new if cfg.entropy_coef else None,
+        reference_logprobs=sampler - 0.1 if cfg.kl_coef else None,
+        kl_weights=torch.ones(num, device=device) if cfg.kl_coef else None,
+        teacher_logprobs=sampler if cfg.teacher.is_on and not has_top else None,
+        teacher_top=top if has_top else None,
+        support_logprobs=top if has_top else None,
+    )
+
+
+def _first_sequence(inputs: LossInputs) -> LossInputs:
+    """Return the first sequence of the small batch as a batch of its own."""
+    columns = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+    cut = {
+        name: column[: SIZES[0]] for name, column in columns.items() if isinstance(column, Tensor)
+    }
+    return replace(inputs, **cut, num_sequences=1, num_turns=max(TURNS[: SIZES[0]]) + 1)
+
+
+def _checked_loss(user: ObjectiveFunction, result: Any, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """Return the loss and its bounds. Raises: ConfigError: one has a wrong type or shape."""
+    loss: Any = result
+    is_bound: Any = None
+    if isinstance(result, tuple) and len(result) == 2:
+        loss, is_bound = result
+    _check_tensor(user, loss, shape, "one loss for each token")
+    if is_bound is None:
+        return loss, torch.zeros_like(loss, dtype=torch.bool)
+    _check_tensor(user, is_bound, shape, "one flag for each token as its second value")
+    return loss, is_bound
+
+
+def _check_tensor(user: ObjectiveFunction, value: Any, shape: torch.Size, wanted: str) -> None:
+    """Raise ConfigError if a value is no tensor of this shape."""
+    if not isinstance(value, Tensor):
+        raise ConfigError(
+            f"{user.where}: returned {type(value).__name__}; expected {wanted}, a tensor {[*shape]}"
+        )
+    if value.shape != shape:
+        raise ConfigError(
+            f"{user.where}: returned a tensor {[*value.shape]}; expected {wanted}, {[*shape]}"
+        )
+
+
+def _gradient(loss: Tensor, inputs: LossInputs) -> Tensor | None:
+    """Return the gradient of the policy's log-probabilities; None: the loss has none."""
+    if not loss.requires_grad:
+        return None
+    (gradient,) = torch.autograd.grad(loss.sum(), inputs.new_logprobs, allow_unused=True)
+    return gradient
+
+
+def _check_gradient(user: ObjectiveFunction, loss: Tensor, inputs: LossInputs) -> None:
+    """Raise ConfigError if a loss of the small batch or its gradient is of no use."""
+    if not torch.isfinite(loss).all():
+        raise ConfigError(f"{user.where}: returned {loss.tolist()} on a small batch, not finite")
+    gradient = _gradient(loss, inputs)
+    if gradient is None or not gradient.any():
+        raise ConfigError(
+            f"{user.where}: the loss has no gradient: it must depend on inputs.new_logprobs,"
+            " without detach()"
+        )
+    if not torch.isfinite(gradient).all():
+        raise ConfigError(f"{user.where}: its gradient is {gradient.tolist()}, not finite")
+
+
+def user_weight(reference: str, cfg: AlgorithmSection, device: torch.device = CPU) -> Weight:
+    """Return a correction of the user after its check.
+
+    Raises: ConfigError: a weight has a wrong shape, is negative or not finite, or removes every
+        token of the policy itself.
+    """
+    user = load_function("algorithm.correction", reference)
+
+    def weight(
+        log_rho: Tensor, sequence_ids: Tensor, num_sequences: int, cfg: AlgorithmSection
+    ) -> Tensor:
+        weights = user.call(log_rho, sequence_ids, num_sequences, cfg)
+        _check_tensor(user, weights, log_rho.shape, "one weight for each token")
+        return weights.detach()
+
+    batch = small_batch(cfg, device)
+    sequences = (batch.sequence_ids, batch.num_sequences)
+    log_rho = 20 * torch.tensor(LOG_RATIOS, device=device)
+    keys = read_keys(cfg, lambda noting: weight(log_rho, *sequences, noting))
+    for log_ratios in (log_rho, torch.zeros_like(log_rho)):
+        weights = weight(log_ratios, *sequences, cfg)
+        if not torch.isfinite(weights).all() or (weights < 0).any():
+            raise ConfigError(
+                f"{user.where}: returned {weights.tolist()} for log rho {log_ratios.tolist()};"
+                " a weight is finite and >= 0"
+            )
+    if not weights.any():
+        raise ConfigError(f"{user.where}: its weight is 0 where rho is 1, so no token would train")
+    is_mask = weights.dtype == torch.bool
+    return Weight(
+        weight=weight,
+        formula=lambda _, rho: f"{user.short}({rho})",
+        keys=keys,
+        is_mask=is_mask,
+        removes_tokens=True,
+        over_ratio=None if is_mask else lambda _, limit: _over_ratio(user.short, limit),
+    )
+
+
+def _over_ratio(name: str, limit: float | None) -> str:
+    """Return the formula of the weight of a surrogate whose ratio is already pi / mu."""
+    if limit is None:
+        return f"{name}(r)/r"
+    return f"min({name}(r), {limit:g})/min(r, {limit:g})"
+
+
+def user_estimator(reference: str, cfg: AlgorithmSection) -> Estimator:
+    """Return an estimator of advantages of the user after its check.
+
+    Raises: ConfigError: its result has a wrong shape, is not finite, or is zero for unequal
+        rewards.
+    """
+    user = load_function("algorithm.advantage", reference)
+
+    def of_group(
+        rewards: Tensor, members: Sequence[Trajectory], cfg: AlgorithmSection
+    ) -> GroupAdvantages:
+        return _as_advantages(user, user.call(rewards, members, cfg), rewards, members)
+
+    keys: tuple[str, ...] = ()
+    for rewards in GROUPS:
+        members = [_episode(number, reward) for number, reward in enumerate(rewards)]
+        credit = torch.tensor(rewards)
+        keys += read_keys(cfg, lambda noting, c=credit, m=members: of_group(c, m, noting))
+    members = [_episode(number, reward) for number, reward in enumerate(GROUPS[0])]
+    advantages, turns = of_group(torch.tensor(GROUPS[0]), members, cfg)
+    if not advantages.any() and not any(part.any() for part in turns or []):
+        raise ConfigError(
+            f"{user.where}: every advantage is 0 for the rewards {[*GROUPS[0]]}, so nothing would"
+            " train"
+        )
+    return Estimator(
+        formula=lambda cfg, learner: f"{user.short}(R)",
+        keys=tuple(dict.fromkeys(keys)),
+        of_group=of_group,
+        is_group_relative=True,
+    )
+
+
+def _as_advantages(
+    user: ObjectiveFunction, result: Any, rewards: Tensor, members: Sequence[Trajectory]
+) -> GroupAdvantages:
+    """Return the result of a function as advantages. Raises: ConfigError: it is wrong."""
+    wanted = f"a number for each of the {len(members)} members, or [num_turns] for each"
+    parts = [torch.as_tensor(part).float() for part in result] if _is_many(result) else []
+    if len(parts) != len(members):
+        shown = f"{len(parts)} values" if _is_many(result) else type(result).__name__
+        raise ConfigError(f"{user.where}: returned {shown}; expected {wanted}")
+    if not all(torch.isfinite(part).all() for part in parts):
+        shown = [part.tolist() for part in parts]
+        raise ConfigError(
+            f"{user.where}: returned {shown} for the rewards {rewards.tolist()}, not finite"
+        )
+    if all(part.ndim == 0 for part in parts):
+        return torch.stack(parts).to(rewards.dtype), None
+    sizes = [[*part.shape] for part in parts]
+    if sizes != [[member.num_turns] for member in members]:
+        turns = [member.num_turns for member in members]
+        raise ConfigError(
+            f"{user.where}: returned shapes {sizes} for members with {turns} turns; expected"
+            f" {wanted}"
+        )
+    return torch.zeros_like(rewards), [part.numpy() for part in parts]
+
+
+def _is_many(result: Any) -> bool:
+    """Return whether a result has one part for each member."""
+    return isinstance(result, (list, tuple)) or (
+        isinstance(result, (Tensor, np.ndarray)) and result.ndim > 0
+    )
+
+
+def _episode(number: int, reward: float) -> Trajectory:
+    """Return a short episode of two turns, in which the second turn earns the reward."""
+    turn_ids = np.array([0, 0, 0, 1, 1], dtype=np.int32)
+    return Trajectory(
+        episode_id=f"check-{number}",
+        group_id="check",
+        member=number,
+        attempt=0,
+        kind=EpisodeKind.TRAIN,
+        policy=PolicyKind.MODEL,
+        env="check",
+        item_id="check-0",
+        seed=number,
+        horizon=2,
+        horizon_stage=0,
+        opened_at_version=0,
+        actor="check",
+        end_reason=EndReason.DONE,
+        error="",
+        reward=reward,
+        is_success=reward == 1.0,
+        num_turns=2,
+        num_invalid_actions=0,
+        generate_s=0.0,
+        env_s=0.0,
+        wall_s=0.0,
+        token_ids=np.arange(5, dtype=np.int32) + number,
+        loss_mask=np.array([False, True, True, False, True]),
+        logprobs=np.array([0.0, -1.0, -0.5, 0.0, -2.0], dtype=np.float32),
+        versions=np.array([-1, 0, 0, -1, 0], dtype=np.int32),
+        turn_ids=turn_ids,
+        invalid_turns=np.zeros(2, dtype=bool),
+        turn_scores=np.array([0.0, reward], dtype=np.float32),
+    )

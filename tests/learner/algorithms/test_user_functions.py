@@ -1,0 +1,228 @@
+"""Laws of the user's own functions as parts of the objective."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.config.algorithm import Advantage, AlgorithmSection, Correction, PolicyLoss
+from common.config.learner import LearnerSection
+from common.errors import ConfigError
+from learner.algorithms import table
+from learner.algorithms.interface import MAX_LOG_RATIO, LossInputs, Surrogate, Weight
+from learner.algorithms.user_functions import read_keys, small_batch
+from learner.objective.advantages import group_has_signal, samples_of
+from learner.objective.description import dead_knobs, objective_text, summary_lines
+from learner.objective.loss import Denominator, importance_weights, policy_loss
+from learner.recovery.checksums import changed_functions
+from tests.learner.objective.ragged import groups
+
+CPU = torch.device("cpu")
+OWN = """
+import torch
+
+def ppo(inputs, cfg):
+    '''The clipped loss of PPO, from its formula.'''
+    r = torch.exp(inputs.new_logprobs - inputs.anchor_logprobs)
+    a = inputs.advantages
+    loss = torch.max(-a * r, -a * torch.clamp(r, 1 - cfg.clip_low, 1 + cfg.clip_high))
+    if cfg.dual_clip:
+        loss = torch.where(a < 0, torch.min(loss, -a * cfg.dual_clip), loss)
+    return loss
+
+def grpo(rewards, members, cfg):
+    n = len(rewards)
+    return [r - (sum(rewards) - r) / (n - 1) if n > 1 else 0.0 for r in rewards]
+
+def token_tis(log_rho, sequence_ids, num_sequences, cfg):
+    return torch.exp(log_rho).clamp(max=cfg.tis_cap)
+
+def near(log_rho, sequence_ids, num_sequences, cfg):
+    return log_rho.abs() < 0.5
+
+def by_turn(rewards, members, cfg):
+    return [member.turn_scores - rewards.mean().item() for member in members]
+
+def mean_of_batch(inputs, cfg):
+    return -inputs.log_ratios.exp() * (inputs.advantages - inputs.advantages.mean())
+
+def likelihood(inputs, cfg):
+    return -inputs.new_logprobs
+
+def scalar(inputs, cfg): return ppo(inputs, cfg).mean()
+def detached(inputs, cfg): return ppo(inputs, cfg).detach()
+def infinite(inputs, cfg): return inputs.new_logprobs / 0
+def wrong_name(inputs, cfg): return inputs.logprobs
+def text(inputs, cfg): return "loss"
+def one_argument(inputs): return 0
+def deviation(rewards, members, cfg): return (rewards - rewards.mean()) / rewards.std()
+def nothing(rewards, members, cfg): return rewards * 0
+def too_few(rewards, members, cfg): return rewards[1:]
+def negative(log_rho, sequence_ids, num_sequences, cfg): return log_rho
+def removes_all(log_rho, sequence_ids, num_sequences, cfg): return log_rho != 0
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Callable[[str], str]:
+    """Return the reference of a function in a file of the user."""
+    (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
+    return lambda name: f"{tmp_path / 'own.py'}:{name}"
+
+
+def loss_and_gradient(cfg: AlgorithmSection) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = small_batch(cfg, CPU)
+    wide = replace(inputs, anchor_logprobs=inputs.sampler_logprobs - torch.linspace(-1.5, 1.5, 7))
+    loss, _ = policy_loss(wide, Denominator(num_tokens=7, num_sequences=2), cfg)
+    loss.backward()
+    assert inputs.new_logprobs.grad is not None
+    return loss.detach(), inputs.new_logprobs.grad
+
+
+def test_own_loss_has_the_gradient_of_the_same_formula_of_the_project(
+    own: Callable[[str], str],
+) -> None:
+    mine = loss_and_gradient(AlgorithmSection(policy_loss=own("ppo")))
+    theirs = loss_and_gradient(AlgorithmSection(policy_loss=PolicyLoss.PPO))
+    torch.testing.assert_close(mine, theirs)
+
+
+def test_own_advantage_equals_the_same_formula_of_the_project(own: Callable[[str], str]) -> None:
+    cfg = AlgorithmSection(advantage=own("grpo"))
+    mine = [sample.advantage for sample in samples_of(groups(), cfg)]
+    theirs = [sample.advantage for sample in samples_of(groups(), AlgorithmSection())]
+    assert mine == pytest.approx(theirs)
+
+
+def test_own_advantage_of_turns_adds_to_their_tokens(own: Callable[[str], str]) -> None:
+    cfg = AlgorithmSection(advantage=own("by_turn"))
+    for sample in samples_of(groups(), cfg):
+        turns = sample.trajectory.turn_ids[sample.trajectory.loss_mask]
+        assert sample.turn_advantages is not None
+        assert sample.token_advantages() == pytest.approx(sample.turn_advantages[turns])
+
+
+def test_group_has_no_signal_if_all_its_own_advantages_are_zero(own: Callable[[str], str]) -> None:
+    cfg = AlgorithmSection(advantage=own("grpo"))
+    members = groups()[0].members
+    equal = [replace(member, reward=1.0, start_score=0.0) for member in members]
+    unequal = [replace(member, reward=n / 10) for n, member in enumerate(equal)]
+    assert group_has_signal(unequal, cfg)
+    assert not group_has_signal(equal, cfg)
+
+
+def test_own_weight_replaces_rho_and_own_mask_keeps_it(own: Callable[[str], str]) -> None:
+    log_rho = torch.tensor([0.0, 0.4, -0.4, 3.0])
+    ids = torch.zeros(4, dtype=torch.int64)
+
+    def weights(name: str) -> list[float]:
+        cfg = AlgorithmSection(correction=name)
+        return importance_weights(log_rho, ids, 1, cfg, is_ratio_included=True).tolist()
+
+    assert weights(own("token_tis")) == pytest.approx(weights(Correction.TOKEN_TIS))
+    assert weights(own("near")) == [1.0, 1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "part"),
+    [
+        ("policy_loss", "scalar", r"a tensor \[\]; expected one loss for each token, \[7\]"),
+        ("policy_loss", "detached", "the loss has no gradient"),
+        ("policy_loss", "infinite", "not finite"),
+        ("policy_loss", "wrong_name", r"no attribute 'logprobs' \(own.py, line"),
+        ("policy_loss", "text", "returned str"),
+        ("policy_loss", "one_argument", "takes 1 positional argument but 2 were given"),
+        ("policy_loss", "absent", "has no function 'absent'; it has ppo, grpo"),
+        ("advantage", "deviation", r"nan.* for the rewards \[1.0, 1.0, 1.0, 1.0\], not finite"),
+        ("advantage", "nothing", "every advantage is 0"),
+        ("advantage", "too_few", "returned 3 values; expected a number for each of the 4 members"),
+        ("correction", "negative", "a weight is finite and >= 0"),
+        ("correction", "removes_all", "its weight is 0 where rho is 1"),
+    ],
+)
+def test_wrong_function_is_refused_with_its_key(
+    own: Callable[[str], str], key: str, name: str, part: str
+) -> None:
+    cfg = AlgorithmSection(**{key: own(name)})
+    with pytest.raises(ConfigError, match=part) as refused:
+        table.check(cfg)
+    assert str(refused.value).startswith(f"algorithm.{key}={own(name)}: ")
+
+
+def test_missing_module_is_named() -> None:
+    for reference, part in (("no/such.py:f", "no such file"), ("no.such:f", "No module named")):
+        with pytest.raises(ConfigError, match=f"policy_loss={reference.split(':')[0]}.*{part}"):
+            table.check(AlgorithmSection(policy_loss=reference))
+
+
+def test_printed_objective_names_the_functions(own: Callable[[str], str]) -> None:
+    cfg = AlgorithmSection(
+        policy_loss=own("ppo"), advantage=own("grpo"), correction=own("token_tis")
+    )
+    text = objective_text(cfg, LearnerSection())
+    for part in ("w*(-own.py:ppo)", "w=own.py:token_tis(r)/r", "A=own.py:grpo(R)"):
+        assert part in text
+    lines = summary_lines(cfg, LearnerSection())
+    assert any("ppo: The clipped loss of PPO, from its formula. (sha256" in line for line in lines)
+
+
+def test_keys_that_an_own_function_reads_count_as_used(own: Callable[[str], str]) -> None:
+    cfg = AlgorithmSection(
+        policy_loss=own("ppo"), correction=own("near"), clip_low=0.1, dppo_delta=0.1, tis_cap=3.0
+    )
+    dead = [line.partition("=")[0] for line in dead_knobs(cfg, LearnerSection())]
+    assert dead == ["algorithm.dppo_delta", "algorithm.tis_cap"]
+
+
+def test_loss_that_reads_other_sequences_is_noted(own: Callable[[str], str]) -> None:
+    def noted(name: str) -> bool:
+        lines = summary_lines(AlgorithmSection(policy_loss=own(name)), LearnerSection())
+        return any("reads other sequences" in line for line in lines)
+
+    assert noted("mean_of_batch")
+    assert not noted("ppo")
+
+
+def test_loss_without_the_advantage_trains_all_samples(own: Callable[[str], str]) -> None:
+    def needs_advantage(name: str) -> bool:
+        return table.surrogate_of(AlgorithmSection(policy_loss=own(name))).is_zero_without_advantage
+
+    assert needs_advantage("ppo")
+    assert not needs_advantage("likelihood")
+
+
+def test_changed_file_of_a_function_is_named() -> None:
+    was = {"algorithm.policy_loss=own.py:ppo": "aa" * 32}
+    [line] = changed_functions(was, {"algorithm.policy_loss=own.py:ppo": "bb" * 32})
+    assert line.startswith("algorithm.policy_loss=own.py:ppo: its file has changed")
+    assert changed_functions(was, was) == []
+    assert changed_functions({}, was) == []  # The run had another function, or none.
+
+
+@pytest.mark.parametrize("kind", PolicyLoss)
+def test_surrogate_declares_the_keys_that_it_reads(kind: PolicyLoss) -> None:
+    part: Surrogate = table.SURROGATES[kind]
+    inputs: LossInputs = small_batch(AlgorithmSection(), CPU)
+    assert {*part.keys} == {*read_keys(AlgorithmSection(), lambda cfg: part.loss(inputs, cfg))}
+
+
+@pytest.mark.parametrize("kind", Correction)
+def test_weight_declares_the_keys_that_it_reads(kind: Correction) -> None:
+    part: Weight = table.WEIGHTS[kind]
+    log_rho = torch.linspace(-1, 1, 7).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ids = torch.tensor([0, 0, 0, 0, 1, 1, 1])
+
+    def call(cfg: AlgorithmSection) -> None:
+        part.weight(log_rho, ids, 2, cfg)
+        if part.batch_mask is not None:
+            part.batch_mask(log_rho, cfg)
+
+    assert {*part.keys} == {*read_keys(AlgorithmSection(), call)}
+
+
+def test_table_has_every_name() -> None:
+    assert {*table.SURROGATES} == {*PolicyLoss}
+    assert {*table.WEIGHTS} == {*Correction}
+    assert {*table.ESTIMATORS} == {*Advantage}
