@@ -30,3 +30,8 @@ def read_instructions(code: str) -> dict[Style, str]:
         else ""
         for style in Style
     }
+
+
+def one_instruction(text: str) -> dict[Style, str]:
+    """Return the instructions of an environment that has only that of `instructed`."""
+    return {style: text if style is Style.INSTRUCTED else "" for style in Style}

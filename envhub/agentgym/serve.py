@@ -29,7 +29,7 @@ from envhub.agentgym.replies import (
 )
 from envhub.catalogue.registry import LOADERS
 from envhub.env import EnvSpec, Isolation, StepResult, Style, UnknownItem
-from envhub.envs.wordle.words import vocabulary
+from envhub.envs.wordle.env import vocabulary
 from envhub.errors import CapacityFull, EnvRaised, SessionUnknown
 from envhub.hosting.leases import LeaseTable
 from envhub.hosting.sessions import Sessions

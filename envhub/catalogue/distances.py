@@ -84,7 +84,8 @@ def _digest(spec: EnvSpec, subset: str, options: EnvsSection) -> str:
         [(name, version(name)) for name in modules],
     ]
     digest = hashlib.blake2b(json.dumps(parts, default=str).encode(), digest_size=12)
-    for path in sorted((ROOT / "envhub" / "envs" / spec.name).glob("*.*")):
+    envs = ROOT / "envhub" / "envs"
+    for path in sorted([*envs.glob(f"{spec.name}.py"), *envs.glob(f"{spec.name}/*.*")]):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

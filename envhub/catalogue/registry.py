@@ -68,7 +68,11 @@ class Requirement:
 
 _TABLE = read_table(__file__, "environments.yaml")
 _NEEDS = {name: Requirement(**fields) for name, fields in _TABLE["requirements"].items()}
-LOADERS = {name: f"envhub.envs.{name}.env" for name in _TABLE["environments"]}
+_FOLDER = Path(__file__).parents[1] / "envs"
+LOADERS = {  # An environment is a module, or a folder with the module `env` beside its data.
+    name: f"envhub.envs.{name}" + ".env" * (_FOLDER / name).is_dir()
+    for name in _TABLE["environments"]
+}
 REQUIREMENTS = {
     name: tuple(_NEEDS[need] for need in needs) for name, needs in _TABLE["environments"].items()
 }

@@ -14,7 +14,7 @@ from envhub.agentgym.remote import make_spec
 from envhub.catalogue.registry import Registry
 from envhub.conversations import CONVERSATIONS
 from envhub.env import Style
-from envhub.envs.wordle.words import VOCABULARY
+from envhub.envs.wordle.env import VOCABULARY
 from tests.envhub.agentgym.agentgym_clients import DIRECT, make_client, serve_envs
 
 ACK = "OK. I'll follow your instructions and try my best to solve the task."

@@ -7,13 +7,54 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from common.errors import EnvError
 from common.text import counted
 from envhub.env import EnvSpec, Isolation, StepResult, UnknownItem, split_item
 from tools.author.episodes import Driver, RecordedPlay, chance, expert
-from tools.author.findings import Finding, Grade, Plays, graded
+
+
+class Grade(StrEnum):
+    """Severity of a finding; only FAIL prevents a run."""
+
+    OK = "ok"
+    NOTE = "note"
+    FAIL = "FAIL"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    grade: Grade
+    name: str
+    text: str
+
+
+@dataclass(slots=True)
+class Plays:
+    """Episodes of the same items by different players, played once and shared by all checks."""
+
+    by_expert: list[RecordedPlay] = field(default_factory=list[RecordedPlay])
+    by_chance: list[RecordedPlay] = field(default_factory=list[RecordedPlay])
+    step_s: list[float] = field(default_factory=list[float])
+
+    @property
+    def all(self) -> list[RecordedPlay]:
+        """Return the episodes of both players."""
+        return [*self.by_expert, *self.by_chance]
+
+
+def graded(name: str, problems: list[str], text: str) -> Iterator[Finding]:
+    """Yield a failure for each of the first problems, or one OK finding if there are none."""
+    for problem in problems[:3]:
+        yield Finding(Grade.FAIL, name, problem)
+    if not problems:
+        yield Finding(Grade.OK, name, text)
+
 
 HOSTILE = (
     "",

@@ -8,7 +8,7 @@ from actor.rollout.episode import Act, EnvSession, Render, Turn
 from common.config.actor import ActorSection, SeatsOptions
 from common.wire.messages import EpisodeKind, Lease, PolicyKind
 from envhub.env import Style
-from envhub.envs.nim.env import NimEnv
+from envhub.envs.nim import NimEnv
 from tests.actor.rollout.playing import Letters
 
 ITEM = "OnePile-train-0"

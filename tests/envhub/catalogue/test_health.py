@@ -82,7 +82,7 @@ def test_remote_hub_must_accept_the_token_and_offer_tasks(serve_hub, tmp_path: P
 
 HELD_OUT = """
 from dataclasses import replace
-from envhub.envs.rooms.env import make_spec as whole
+from envhub.envs.rooms import make_spec as whole
 
 def make_spec(options):
     spec = whole(options)

@@ -5,16 +5,7 @@ import pytest
 from common.config.envs import EnvsSection
 from envhub.conversations import CONVERSATIONS
 from envhub.env import Style, UnknownItem, parse_item
-from envhub.envs.maze.env import (
-    FREE,
-    GOAL,
-    STARTS,
-    SUBSETS,
-    MazeEnv,
-    drawn_map,
-    make_spec,
-    start_of,
-)
+from envhub.envs.maze import FREE, GOAL, STARTS, SUBSETS, MazeEnv, drawn_map, make_spec, start_of
 from tests.envhub.envs.playing import expert_results
 from tests.envhub.envs.playing import item_of as item_of_number
 

@@ -7,7 +7,7 @@ import pytest
 
 from common.config.envs import EnvsSection
 from envhub.env import StepResult, Style, parse_item
-from envhub.envs.nim.env import (
+from envhub.envs.nim import (
     ONE_PILE_SIZES,
     RULES,
     SUBSETS,

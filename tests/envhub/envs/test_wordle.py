@@ -7,8 +7,7 @@ import pytest
 
 from common.config.envs import EnvsSection
 from envhub.env import Style, UnknownItem, parse_item
-from envhub.envs.wordle.env import WordleEnv, make_spec
-from envhub.envs.wordle.words import VOCABULARY, best_guess, consistent, marks
+from envhub.envs.wordle.env import VOCABULARY, WordleEnv, best_guess, consistent, make_spec, marks
 from tests.envhub.envs.playing import elsewhere, expert_results, item_of
 
 

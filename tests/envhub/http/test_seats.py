@@ -3,7 +3,7 @@
 import pytest
 
 from envhub.env import EnvSpec, Reward, Style, SubsetSpec
-from envhub.envs.nim.env import NimEnv
+from envhub.envs.nim import NimEnv
 from envhub.summed_rewards import with_summed_rewards
 
 SIZES = {"OnePile": SubsetSpec(num_train=1, num_test=1, max_turns=1)}

@@ -8,8 +8,8 @@ import pytest
 from common.repository import ROOT
 from envhub.env import Style
 from tools.author.check_env import findings
+from tools.author.checks import Finding, Grade
 from tools.author.episodes import Driver, spec_of
-from tools.author.findings import Finding, Grade
 
 EXAMPLE = ROOT / "docs" / "examples" / "sort.py"
 TOLD = "is_success=done,  # Success does not depend on the reward."

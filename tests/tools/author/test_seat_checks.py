@@ -6,10 +6,10 @@ import pytest
 
 from common.config.envs import EnvsSection
 from envhub.env import StepResult, Style
-from envhub.envs.nim.env import make_spec
+from envhub.envs.nim import make_spec
+from tools.author.check_env import check_seats
+from tools.author.checks import Grade, Plays
 from tools.author.episodes import Driver, chance
-from tools.author.findings import Grade, Plays
-from tools.author.seat_checks import check_seats
 
 
 def plays_of(num: int, *, change: dict[str, Any] | None = None) -> Plays:

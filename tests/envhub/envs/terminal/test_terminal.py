@@ -14,10 +14,9 @@ from envhub.envs.terminal.env import TerminalEnv, check, make_spec
 from envhub.envs.terminal.tasks import load_tasks_of
 from envhub.envs.terminal.texts import action_of, command_of, reward_of
 from tests.envhub.sandbox.boxes import OPTIONS, need_bubblewrap
-from tools.author.checks import play_all
-from tools.author.episode_checks import check_players
+from tools.author.check_env import check_players
+from tools.author.checks import Grade, play_all
 from tools.author.episodes import Driver
-from tools.author.findings import Grade
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PASSES = '#!/bin/bash\n[ "$(cat /app/out)" = right ]\n'

@@ -9,7 +9,7 @@ import random
 from common.config.envs import EnvsSection
 from envhub.env import EnvSpec, StepResult, SubsetSpec, action_text, parse_item
 from envhub.envs.text_env import TextEnv
-from envhub.tasks import spec_beside
+from envhub.tables import one_instruction
 
 SUBSET = "Carry"
 MAX_ROOMS = 32
@@ -19,6 +19,11 @@ TRIES_PER_ROOM = 2  # The episode ends unsolved after this many turns per room.
 COLOURS = ("red", "green", "blue", "purple", "yellow", "grey")
 GOAL = "goal: open the door of your key"
 VERB = "go to"
+INSTRUCTED = """\
+You carry a key through rooms. Each message lists the closed doors of the room and the colour of \
+your key. The door of your key's colour opens, takes the key and leads to the next room with \
+another key. Each of your turns is one action: go to COLOUR closed door 1.
+Answer with one action and nothing else."""
 SUBSETS = {
     SUBSET: SubsetSpec(num_train=100_000, num_test=3_200, max_turns=TRIES_PER_ROOM * MAX_ROOMS)
 }
@@ -92,4 +97,6 @@ class RoomsEnv(TextEnv):
 
 def make_spec(options: EnvsSection) -> EnvSpec:
     """Return the catalogue entry of Rooms."""
-    return spec_beside(__file__, SUBSETS, RoomsEnv)
+    return EnvSpec(
+        name="rooms", subsets=SUBSETS, make=RoomsEnv, instruction=one_instruction(INSTRUCTED)
+    )

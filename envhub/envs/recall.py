@@ -11,11 +11,17 @@ from typing import NamedTuple
 from common.config.envs import EnvsSection
 from envhub.env import EnvSpec, StepResult, SubsetSpec, action_text, parse_item
 from envhub.envs.text_env import TextEnv
-from envhub.tasks import spec_beside
+from envhub.tables import one_instruction
 
 WAYS = {"left": "turn left", "right": "turn right", "ahead": "move forward"}
 NO_VIEW = "nothing"
 SEEN = ("stone", "dust", "moss", "brick", "rust", "sand", "mud", "ash")
+INSTRUCTED = """\
+You walk through crossings. A message "goal left", "goal right" or "goal ahead" is a sign. It \
+gives the direction for this crossing and for the next crossings until another sign. Remember it: \
+crossings without a sign show nothing of it. Each of your turns is one action: turn left, turn \
+right or move forward (ahead).
+Answer with one action and nothing else."""
 SUBSETS = {
     "Signs": SubsetSpec(num_train=100_000, num_test=3_200, max_turns=24),
     "Halls": SubsetSpec(num_train=100_000, num_test=3_200, max_turns=36),
@@ -101,4 +107,6 @@ class RecallEnv(TextEnv):
 
 def make_spec(options: EnvsSection) -> EnvSpec:
     """Return the catalogue entry of Recall."""
-    return spec_beside(__file__, SUBSETS, RecallEnv)
+    return EnvSpec(
+        name="recall", subsets=SUBSETS, make=RecallEnv, instruction=one_instruction(INSTRUCTED)
+    )

@@ -6,9 +6,8 @@ import re
 from typing import NamedTuple
 
 from common.config.envs import EnvsSection
-from envhub.env import EnvSpec, ItemId, StepResult, SubsetSpec, action_text, parse_item
+from envhub.env import EnvSpec, ItemId, StepResult, Style, SubsetSpec, action_text, parse_item
 from envhub.envs.text_env import TextEnv
-from envhub.tables import read_instructions
 from envhub.tasks import first_items
 
 MOVE = re.compile(r"take ([0-9]{1,3})(?: from(?: pile)? ([0-9]{1,2}))?")
@@ -75,6 +74,18 @@ def parsed_move(text: str, piles: Piles) -> NimMove | None:
     return NimMove(int(match[2] or 1) - 1, int(match[1]))
 
 
+RULES_TEXT = """\
+You play nim against another player. Each of you takes objects from piles in turn. The player who \
+takes the last object wins. If there is one pile, take 1, 2 or 3 objects. If there are several \
+piles, take any number of objects from one of them. An illegal move loses the game.
+The actions: take N, if there is one pile; take N from P, where P is the number of a pile from 1 on.
+"""
+INSTRUCTIONS = {
+    Style.COMPACT: "",
+    Style.AGENTGYM: RULES_TEXT
+    + "Your answer must have this format:\nThought:\n<your thought>\n\nAction:\n<your action>",
+    Style.INSTRUCTED: RULES_TEXT + "Answer with one action and nothing else.",
+}
 NUM_SEATS = 2
 ONE_PILE = "OnePile"
 PILES = "Piles"
@@ -181,7 +192,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
     return EnvSpec(
         name="nim",
         subsets=SUBSETS,
-        instruction=read_instructions(__file__),
+        instruction=INSTRUCTIONS,
         make=NimEnv,
         tasks={
             f"Nim{subset}": first_items("Digital games", subset, num_train=1_000, num_test=200)

@@ -5,10 +5,11 @@ from functools import cache
 from typing import Any
 
 from common.config.envs import EnvsSection
-from envhub.conversations import CONVERSATIONS
+from envhub.conversations import CONVERSATIONS, begun
 from envhub.env import EnvSpec, ItemId, StepResult, SubsetSpec, UnknownItem, action_text, parse_item
 from envhub.envs.text_env import TextEnv
-from envhub.tasks import spec_beside
+from envhub.tables import one_instruction
+from envhub.tasks import first_items
 
 Cell = tuple[int, int]  # (row, column); rows grow downwards
 
@@ -87,6 +88,13 @@ def drawn_map(cell: Cell) -> str:
     )
 
 
+INSTRUCTED = """\
+You walk in a maze from cell to cell. The first message names the cell of the goal: its row and \
+its column. Each message names your cell and the directions in which a wall is next to you. Each \
+of your turns is one action: move up (to the row with the next smaller number), move down, move \
+left (to the column with the next smaller number) or move right. A move against a wall has no \
+effect.
+Answer with one action and nothing else."""
 SUBSET = "DoubleT"
 NAMES = tuple(f"move {direction}" for direction in MOVES)
 MAX_MOVES = 50
@@ -192,4 +200,11 @@ def from_agentgym(index: int) -> str:
 
 def make_spec(options: EnvsSection) -> EnvSpec:
     """Return Maze's catalogue entry."""
-    return spec_beside(__file__, SUBSETS, MazeEnv, from_agentgym=from_agentgym)
+    return EnvSpec(
+        name="maze",
+        subsets=SUBSETS,
+        make=MazeEnv,
+        tasks={"Maze": first_items("Digital games", SUBSET, num_train=20, num_test=5)},
+        from_agentgym=from_agentgym,
+        **begun("maze", one_instruction(INSTRUCTED)),
+    )
