@@ -29,11 +29,10 @@ TOKEN = "metrics_token"
 
 
 @contextlib.contextmanager
-def run_dashboard(run_dir: RunDir, *, root: Path, echo: Callable[[str], None]) -> Generator[None]:
+def run_dashboard(run_dir: RunDir, *, echo: Callable[[str], None]) -> Generator[None]:
     """Serve the dashboard of a run during the context. A failure is only logged.
 
     Args:
-        root: folder of `run.py`.
         echo: receives the page's address.
     """
     guardian = child = None
@@ -46,7 +45,7 @@ def run_dashboard(run_dir: RunDir, *, root: Path, echo: Callable[[str], None]) -
             name = "dashboard"
             where = f"run.dir={run_dir.root.parent}"
             words = [name, run_dir.root.name, where, f"fd={fd}", f"host={loopback()}"]
-            argv = [sys.executable, str(root / "run.py"), *words]
+            argv = [sys.executable, str(ROOT / "run.py"), *words]
             child = ChildProcess(name, argv, log_path=log, pass_fds=[fd], guardian=guardian)
             echo(f"dashboard: {url_of(listener, '')}")
     except (OSError, ConfigError) as error:
