@@ -99,8 +99,8 @@ class Batches:
         """
         if self._sending:
             await asyncio.wait(self._sending, timeout=CLOSE_S)
-        for each in list(self._sending):
-            each.cancel()
+        for task in list(self._sending):
+            task.cancel()
         await asyncio.gather(*self._sending, return_exceptions=True)
 
     def _send_all(self) -> None:
@@ -116,14 +116,14 @@ class Batches:
         """Split the entries into requests within `max_entries` and the hub's limit of bytes."""
         part: list[PendingEntry] = []
         num_bytes = 0
-        for each in waiting:
-            size = most_bytes(each[0].get("action", ""))
+        for request in waiting:
+            size = most_bytes(request[0].get("action", ""))
             is_full = len(part) == self._route.max_entries or num_bytes + size > TOGETHER_BYTES
             if part and is_full:
                 yield part
                 part = []
                 num_bytes = 0
-            part.append(each)
+            part.append(request)
             num_bytes += size
         if part:
             yield part
@@ -159,10 +159,10 @@ class Batches:
                 answer.set_exception(outcome)
             else:
                 answer.set_result(outcome)
-        for each in unwanted:
+        for reply in unwanted:
             if self._on_unwanted is not None:
                 with contextlib.suppress(EnvError):
-                    await self._on_unwanted(each)
+                    await self._on_unwanted(reply)
 
     async def _ask_for(self, entries: list[Entry]) -> list[Any]:
         """Return an answer or error for each entry. Raises: EnvError: the whole request failed."""

@@ -464,20 +464,20 @@ class History:
         if first is None:
             return False
         room = self.max_prompt - len(first)
-        kept: list[Step] = []  # Newest first.
+        latest: list[Step] = []  # Newest first.
         for step in reversed(self._turns):
             if len(step.ids) > room:
                 break
-            kept.append(step)
+            latest.append(step)
             room -= len(step.ids)
-        if not kept:  # The action is dropped, so an empty assistant turn replaces it.
+        if not latest:  # The action is dropped, so an empty assistant turn replaces it.
             ids = self._fitted_again(observation, None, room=room, called=taken)
             if ids is None:
                 return False
-            kept.append(Step([], ids))
-            self._turns = deque(kept, maxlen=self._turns.maxlen)
+            latest.append(Step([], ids))
+            self._turns = deque(latest, maxlen=self._turns.maxlen)
         self._page = first
-        self.tape.restart(self._without_thoughts(first, reversed(kept)), turn)
+        self.tape.restart(self._without_thoughts(first, reversed(latest)), turn)
         return True
 
     async def _start_summary(self, observation: str, taken: Turn, turn: int, ask: Ask) -> bool:

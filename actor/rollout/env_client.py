@@ -379,13 +379,13 @@ def seat_of(reply: Any, num_seats: int, *, path: str) -> int:
 def _messages_of(reply: Any, *, path: str) -> list[dict[str, Any]]:
     """Return the messages before the first observation. Raises: EnvError: they are malformed."""
     checked: list[dict[str, Any]] = []
-    for each in reply.get("messages") or []:
-        message = {name: field_of(each, name, str, path=path) for name in ("role", "content")}
+    for entry in reply.get("messages") or []:
+        message = {name: field_of(entry, name, str, path=path) for name in ("role", "content")}
         for name in ("tool_call_id", "name", FIELDS[0]):
-            if name in each:
-                message[name] = field_of(each, name, str, path=path)
-        if "tool_calls" in each:
-            calls = field_of(each, "tool_calls", list, path=path)
+            if name in entry:
+                message[name] = field_of(entry, name, str, path=path)
+        if "tool_calls" in entry:
+            calls = field_of(entry, "tool_calls", list, path=path)
             message["tool_calls"] = [_call_of(call, path=path) for call in calls]
         checked.append(each_text(message, valid_text))
     return checked
@@ -402,11 +402,11 @@ def _call_of(call: Any, *, path: str) -> dict[str, Any]:
 def _tools_of(reply: Any, *, path: str) -> list[dict[str, Any]]:
     """Return the tools of an item; [] if it has none. Raises: EnvError: they are malformed."""
     checked: list[dict[str, Any]] = []
-    for each in reply.get("tools") or []:
+    for entry in reply.get("tools") or []:
         tool: dict[str, Any] = {
-            "name": field_of(each, "name", str, path=path),
-            "description": field_of(each, "description", str, path=path),
-            "parameters": field_of(each, "parameters", dict, path=path),
+            "name": field_of(entry, "name", str, path=path),
+            "description": field_of(entry, "description", str, path=path),
+            "parameters": field_of(entry, "parameters", dict, path=path),
         }
         checked.append(each_text(tool, valid_text))
     return checked
@@ -414,11 +414,11 @@ def _tools_of(reply: Any, *, path: str) -> list[dict[str, Any]]:
 
 def _metrics_of(reply: Any, *, path: str) -> dict[str, float]:
     """Return the named numbers of a step. Raises: EnvError: one is not a finite number."""
-    given: dict[str, Any] = reply.get("metrics") or {}
-    found = {name: float(field_of(given, name, float, int, path=path)) for name in given}
-    if wrong := [name for name, value in found.items() if not math.isfinite(value)]:
+    plain: dict[str, Any] = reply.get("metrics") or {}
+    metrics = {name: float(field_of(plain, name, float, int, path=path)) for name in plain}
+    if wrong := [name for name, value in metrics.items() if not math.isfinite(value)]:
         raise EnvError(f"{path}: the answer has a metric {wrong[0]!r:.100} that is not finite")
-    return found
+    return metrics
 
 
 def retry_after_s(headers: Mapping[str, str], *, default_s: float = 0.0) -> float:
@@ -553,8 +553,9 @@ class Environments:
         }
         tools = {name: list(entry.get("tools") or []) for name, entry in catalogue.items()}
         quick = frozenset(name for name, entry in catalogue.items() if entry.get("is_quick"))
-        own = {"instructions": texts, "answers": answers, "tools": tools}
-        return cls(hub=hub, style=style, quick=quick, **own)
+        return cls(
+            hub=hub, style=style, quick=quick, instructions=texts, answers=answers, tools=tools
+        )
 
     def instruction(self, env: str) -> str:
         """Return the text before the first observation; "" if there is none."""

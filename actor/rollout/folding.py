@@ -167,8 +167,8 @@ def least_of_branches(render: Render, options: AgentOptions, turn_tokens: int) -
     """Return the smallest prompt limit, in tokens, for a branch and its return; 0: no branches."""
     if not options.has_branches:
         return 0
-    how = options.branch_instruction or HOW
-    first = len(render.first_prompt(f"x{CUT_MARK.format(10**6)}{LEFT_OUT}{how}"))
+    instruction = options.branch_instruction or HOW
+    first = len(render.first_prompt(f"x{CUT_MARK.format(10**6)}{LEFT_OUT}{instruction}"))
     return 2 * (first + turn_tokens) + _least(render)
 
 

@@ -240,9 +240,9 @@ class Hubs:
                 await asyncio.sleep(PROBE_EVERY_S)
         finally:
             await hub.close()
-        for (url, _), known in list(self._known.items()):
+        for (url, _), environments in list(self._known.items()):
             if url == place.url:
-                await known.hub.close_left()
+                await environments.hub.close_left()
         reason = self._lost.pop(place.url)
         lost_s = time.monotonic() - since
         logger.warning("hub answers again url=%s lost_s=%.1f reason=%s", place.url, lost_s, reason)

@@ -11,10 +11,10 @@ from common.text import counted
 def members_of(status: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return learner, actors, scheduler and hubs of a status.json. Each has a name and a role."""
     rows = [status.get("learner"), *_list(status, "actors"), status.get("scheduler")]
-    found = [as_map(each) for each in (*rows, *_list(status, "hubs"))]
+    members = [as_map(each) for each in (*rows, *_list(status, "hubs"))]
     return [
         {**each, "name": str(each["name"]), "role": str(each["role"])}
-        for each in found
+        for each in members
         if each.get("name") and each.get("role")
     ]
 
@@ -62,11 +62,11 @@ def _gone(member: Mapping[str, Any]) -> str:
     return f" ({words})" if words else ""
 
 
-def _list(found: Mapping[str, Any], key: str) -> list[Any]:
-    value = found.get(key)
+def _list(row: Mapping[str, Any], key: str) -> list[Any]:
+    value = row.get(key)
     return [*cast("list[Any]", value)] if isinstance(value, list) else []
 
 
-def _number(found: Mapping[str, Any], key: str) -> float:
-    value = found.get(key)
+def _number(row: Mapping[str, Any], key: str) -> float:
+    value = row.get(key)
     return float(value) if isinstance(value, int | float) else 0.0

@@ -208,12 +208,12 @@ def read_json(path: Path, kinds: Mapping[str, type], *, remedy: str) -> dict[str
     Raises: ConfigError: the file is damaged; names it. OSError: it cannot be read.
     """
     try:
-        found: object = json.loads(path.read_bytes())
+        content: object = json.loads(path.read_bytes())
     except ValueError as error:  # The content is not JSON or not UTF-8.
         raise ConfigError(f"{path}: damaged, not JSON ({error}); {remedy}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ConfigError(f"{path}: damaged, not a JSON object; {remedy}")
-    entries = cast(dict[str, Any], found)
+    entries = cast(dict[str, Any], content)
     for name, kind in kinds.items():
         value = entries.get(name)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -226,9 +226,9 @@ def write_json(path: Path, value: object, *, indent: int | None = 2) -> None:
     write_atomically(path, json.dumps(value, indent=indent, sort_keys=True) + "\n")
 
 
-def as_map(found: object) -> dict[str, Any]:
+def as_map(value: object) -> dict[str, Any]:
     """Return a JSON object unchanged, {} for any other value."""
-    return cast(dict[str, Any], found) if isinstance(found, dict) else {}
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
 
 
 def json_object(path: Path) -> dict[str, Any]:

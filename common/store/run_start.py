@@ -95,12 +95,12 @@ def dated(cfg: RunConfig, run_dir: RunDir, *, is_kept: bool) -> RunConfig:
     Args:
         is_kept: whether to write the date to the run directory for later starts.
     """
-    kept = run_dir.read_date()
+    date = run_dir.read_date()
     of_model = (RunDir(root=each).read_date() for each in Path(cfg.model.path).parents[:3])
-    day = cfg.model.date or kept or next(filter(None, of_model), "") or today()
+    day = cfg.model.date or date or next(filter(None, of_model), "") or today()
     if is_kept:
         run_dir.root.mkdir(parents=True, exist_ok=True)
-    if is_kept and not kept:
+    if is_kept and not date:
         write_atomically(run_dir.date, f"{day}\n")
     return replace(cfg, model=replace(cfg.model, date=day))
 
@@ -148,14 +148,14 @@ def _differences(cfg: RunConfig, run_dir: RunDir) -> list[str]:
     """Return the settings that differ from those of the run, and must not."""
     old = OmegaConf.load(run_dir.config)
     new = OmegaConf.create(config_as_yaml(cfg))
-    found: list[str] = []
+    lines: list[str] = []
     for key in _SAME_KEYS:
         was = _same_value(old, key)
         now = _same_value(new, key)
         is_older = was is None and key in _NEWER_KEYS  # The run is of a version without the key.
         if was != now and not is_older:
-            found.append("tasks differ" if key == "tasks" else f"{key}: was {was}, now {now}")
-    return found
+            lines.append("tasks differ" if key == "tasks" else f"{key}: was {was}, now {now}")
+    return lines
 
 
 def _same_value(cfg: Any, key: str) -> Any:

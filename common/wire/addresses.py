@@ -45,8 +45,8 @@ class AddressBook:
     @property
     def is_complete(self) -> bool:
         """Whether all addresses that an actor needs are known."""
-        known = self._directory
-        return bool(known.learner and known.weights and known.hubs)
+        directory = self._directory
+        return bool(directory.learner and directory.weights and directory.hubs)
 
     def take(self, directory: Directory) -> None:
         """Store a directory. An address that is missing in it keeps its previous value.
@@ -65,15 +65,15 @@ class AddressBook:
 
     def forget_number(self) -> None:
         """Reset the number, so that a new scheduler sends its directory. Addresses are kept."""
-        known = self._directory
+        directory = self._directory
         self._directory = Directory(
-            number=0, learner=known.learner, weights=known.weights, hubs=known.hubs
+            number=0, learner=directory.learner, weights=directory.weights, hubs=directory.hubs
         )
 
     def find_address(self, role: str) -> str | None:
         """Return the current address of a role, None if it is unknown. Does not wait."""
-        known = {"learner": self._directory.learner, "weights": self._directory.weights}
-        return self._find_scheduler() if role == "scheduler" else known[role] or None
+        addresses = {"learner": self._directory.learner, "weights": self._directory.weights}
+        return self._find_scheduler() if role == "scheduler" else addresses[role] or None
 
     def hubs(self) -> list[HubPlace]:
         """Return the environment hubs of the run."""
@@ -83,10 +83,10 @@ class AddressBook:
         """Return the reachable hubs. Raises: ConfigError: there are hubs, but none is reachable."""
         places: list[HubPlace] = []
         unreachable: ConfigError | None = None
-        for each in reported:
+        for place in reported:
             try:
-                url = self._reachable("envhub", each.url)
-                places.append(HubPlace(url=url, token=each.token, envs=each.envs))
+                url = self._reachable("envhub", place.url)
+                places.append(HubPlace(url=url, token=place.token, envs=place.envs))
             except ConfigError as error:
                 unreachable = error
         if unreachable is not None and not places:
@@ -210,8 +210,8 @@ def is_here(host: str) -> bool:
     if not host or is_loopback(host) or host in WILDCARDS:
         return True
     try:
-        found = {each[4][0] for each in socket.getaddrinfo(host, None)}
+        addresses = {each[4][0] for each in socket.getaddrinfo(host, None)}
     except OSError:
         return False
-    own = {each.address for many in psutil.net_if_addrs().values() for each in many}
-    return bool(found & own) or all(is_loopback(str(each)) for each in found)
+    local = {each.address for many in psutil.net_if_addrs().values() for each in many}
+    return bool(addresses & local) or all(is_loopback(str(each)) for each in addresses)

@@ -267,8 +267,8 @@ class _Authenticator:
     def callback(self, domain: str, key: bytes) -> bool:
         """Return whether the key of a new connection is accepted."""
         self._identities.refresh()
-        found = self._identities.find(key.decode())
-        return found is not None and not found.is_revoked
+        identity = self._identities.find(key.decode())
+        return identity is not None and not identity.is_revoked
 
 
 def connect_dealer(

@@ -51,9 +51,9 @@ class EpisodeStats:
         for name, value in parts.items():
             self._sums[name] += value
         for name, value in trajectory.metrics.items():
-            held = self._own[f"episodes/{name}_mean"]
-            held[0] += 1
-            held[1] += value
+            totals = self._own[f"episodes/{name}_mean"]
+            totals[0] += 1
+            totals[1] += value
         env = trajectory.env
         subset = subset_of(trajectory.item_id)
         for tally in (self._subsets[subset], self._tasks[env], self._tasks[f"{env}/{subset}"]):
@@ -103,7 +103,7 @@ def horizon_mix(members: Sequence[Trajectory]) -> dict[str, float]:
     for turns, num in sorted(Counter(horizons).items()):
         metrics[f"horizon/share/{turns}"] = num / len(horizons)
     for env in sorted({t.env for t in members}):
-        own = [t for t in members if t.env == env]
-        metrics[f"horizon/value/{env}"] = float(max(t.horizon for t in own))
-        metrics[f"horizon/stage/{env}"] = float(max(t.horizon_stage for t in own))
+        of_env = [t for t in members if t.env == env]
+        metrics[f"horizon/value/{env}"] = float(max(t.horizon for t in of_env))
+        metrics[f"horizon/stage/{env}"] = float(max(t.horizon_stage for t in of_env))
     return metrics

@@ -216,9 +216,9 @@ class Intake(threading.Thread):
         An actor sends an episode again until it is acknowledged; one copy of it is held.
         """
         if self._has_room():
-            held = list(self._held.values())
-            accepted = [*held[:MAX_BATCH], *received]
-            rest = held[MAX_BATCH:]
+            waiting = list(self._held.values())
+            accepted = [*waiting[:MAX_BATCH], *received]
+            rest = waiting[MAX_BATCH:]
         else:
             rest = [*self._held.values(), *filter(_is_training, received)]
             accepted = [item for item in received if not _is_training(item)]
@@ -305,8 +305,8 @@ class Intake(threading.Thread):
 
     def refused(self) -> dict[str, float]:
         """Return metrics of the messages that all listeners of the run refused. For any thread."""
-        found = self._refused_here() | self._scheduler.refused_elsewhere
-        return {f"refused/{who}": float(num) for who, num in found.items()}
+        counts = self._refused_here() | self._scheduler.refused_elsewhere
+        return {f"refused/{who}": float(num) for who, num in counts.items()}
 
     def _refused_here(self) -> dict[str, int]:
         """Return the refused messages of this listener and of the other listeners."""

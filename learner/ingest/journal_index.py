@@ -111,8 +111,8 @@ class JournalIndex:
 
     def __contains__(self, trajectory: Trajectory) -> bool:
         with self._lock:
-            known = self._ids_of_kind(trajectory).get(trajectory.group_id, ())
-            return self.is_closed(trajectory) or trajectory.episode_id in known
+            episode_ids = self._ids_of_kind(trajectory).get(trajectory.group_id, ())
+            return self.is_closed(trajectory) or trajectory.episode_id in episode_ids
 
     def __len__(self) -> int:
         """Return the number of episode ids and group entries that the index holds."""
@@ -131,8 +131,8 @@ class JournalIndex:
         if not is_training and trajectory.end_reason.is_infrastructure_failure:
             return
         with self._lock:
-            known = self._ids_of_kind(trajectory).setdefault(trajectory.group_id, set())
-            known.add(trajectory.episode_id)
+            episode_ids = self._ids_of_kind(trajectory).setdefault(trajectory.group_id, set())
+            episode_ids.add(trajectory.episode_id)
             while len(self._evaluation) > MAX_EVALUATIONS:
                 self._evaluation.popitem(last=False)
 

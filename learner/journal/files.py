@@ -272,14 +272,14 @@ def journal_file_path(folder: Path, number: int) -> Path:
 
 def journal_files(folder: Path) -> dict[int, Path]:
     """Return the paths of existing files, in order. Compressed ones end in `.log.gz`."""
-    found: dict[int, Path] = {}
+    paths: dict[int, Path] = {}
     for path in sorted(folder.glob(f"[0-9]*.log{PACKED_SUFFIX}")) + sorted(
         folder.glob("[0-9]*.log")
     ):
         number = path.name.partition(".")[0]
         if number.isdigit():
-            found[int(number)] = path
-    return dict(sorted(found.items()))
+            paths[int(number)] = path
+    return dict(sorted(paths.items()))
 
 
 def open_journal_file(folder: Path, number: int) -> JournalFile | None:

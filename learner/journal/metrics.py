@@ -153,10 +153,10 @@ def _parse(text: str, where: str) -> MetricsLine:
         line: object = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{where}: not JSON: {error}") from error
-    found = cast(MetricsLine, line) if isinstance(line, dict) else {}
-    if not isinstance(found.get("step"), int):
+    parsed = cast(MetricsLine, line) if isinstance(line, dict) else {}
+    if not isinstance(parsed.get("step"), int):
         raise ValueError(f"{where}: not a JSON object with a step")
-    return found
+    return parsed
 
 
 def _thin(path: Path) -> None:
@@ -168,9 +168,9 @@ def _thin(path: Path) -> None:
     while num_bytes < half:
         num_bytes += len(lines[num_old])
         num_old += 1
-    kept = [*lines[:num_old:2], *lines[num_old:]]
-    write_atomically(path, b"".join(kept).decode())
-    logger.info("thinned metrics lines=%d to=%d file=%s", len(lines), len(kept), path)
+    thinned = [*lines[:num_old:2], *lines[num_old:]]
+    write_atomically(path, b"".join(thinned).decode())
+    logger.info("thinned metrics lines=%d to=%d file=%s", len(lines), len(thinned), path)
 
 
 def _torn_line(path: Path) -> str:
@@ -185,11 +185,11 @@ def _cut_after(path: Path, step: int) -> float:
     if not path.exists():
         return 0.0
     elapsed_s = 0.0
-    kept: list[str] = []
+    earlier: list[str] = []
     cut: list[str] = []
     for line, text in iter_metrics(path):
         elapsed_s = max(elapsed_s, line.get("time_s") or 0.0)
-        (cut if (line["step"] or 0.0) > step else kept).append(text)
+        (cut if (line["step"] or 0.0) > step else earlier).append(text)
     if torn := _torn_line(path):
         cut.append(f"{torn}\n")
     if cut:
@@ -197,7 +197,7 @@ def _cut_after(path: Path, step: int) -> float:
         is_full = discarded.exists() and discarded.stat().st_size > MAX_BYTES
         with discarded.open("w" if is_full else "a", encoding="utf-8") as handle:
             handle.writelines(cut)
-        write_atomically(path, "".join(kept))
+        write_atomically(path, "".join(earlier))
         logger.info("discarded metrics lines=%d after_step=%d file=%s", len(cut), step, discarded)
     return 0.0 if step == BEFORE_FIRST_STEP else elapsed_s
 
@@ -214,9 +214,9 @@ class CopyState:
 
 def copy_state(run_dir: RunDir, *, now: float | None = None) -> CopyState | None:
     """Return the state of a run's copy; None if the run makes none now. `now` is the Unix time."""
-    found = json_object(run_dir.root / "copies.json")
-    numbers = {key: value for key, value in found.items() if isinstance(value, int | float)}
-    if "copied_at" not in numbers or found.get("is_running") is False:
+    state = json_object(run_dir.root / "copies.json")
+    numbers = {key: value for key, value in state.items() if isinstance(value, int | float)}
+    if "copied_at" not in numbers or state.get("is_running") is False:
         return None
     now = time.time() if now is None else now
     failing_since = numbers.get("failing_since", 0.0)

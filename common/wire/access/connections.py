@@ -199,31 +199,31 @@ class Connections(threading.Thread):
 
     def _check(self, now: float) -> None:
         """Close connections that have sent too many bytes without a handshake or a message."""
-        for each in list(self._pending.values()):
-            info = _info(each)
-            if info is None or self._is_authenticated(each, info):
+        for connection in list(self._pending.values()):
+            info = _info(connection)
+            if info is None or self._is_authenticated(connection, info):
                 continue
             if _number(info[BYTES_RECEIVED]) > MAX_HANDSHAKE_BYTES:
-                self._end(each, "too large")
+                self._end(connection, "too large")
         if now < self._check_all_at:
             return
         self._check_all_at = now + CHECK_ALL_S
         heard = self.heard
         self.heard = set()
-        for each in list(self._known.values()):
-            if each.descriptor in self._pending:
+        for connection in list(self._known.values()):
+            if connection.descriptor in self._pending:
                 continue
-            if each.descriptor in heard:  # This saves a system call for most connections.
-                each.num_bytes = UNKNOWN
+            if connection.descriptor in heard:  # This saves a system call for most connections.
+                connection.num_bytes = UNKNOWN
                 continue
-            info = _info(each)
+            info = _info(connection)
             if info is None:
                 continue
             num_bytes = _number(info[BYTES_RECEIVED])
-            if each.num_bytes == UNKNOWN:
-                each.num_bytes = num_bytes
-            elif num_bytes - each.num_bytes > MAX_UNHEARD_BYTES:
-                self._end(each, "endless message")
+            if connection.num_bytes == UNKNOWN:
+                connection.num_bytes = num_bytes
+            elif num_bytes - connection.num_bytes > MAX_UNHEARD_BYTES:
+                self._end(connection, "endless message")
 
     def _end(self, connection: _Connection, cause: str) -> None:
         """Shut a connection down. libzmq detects this and closes it."""
@@ -232,8 +232,8 @@ class Connections(threading.Thread):
         if connection.peer is None or _peer_of(connection.descriptor) != connection.peer:
             self._known.pop(connection.descriptor, None)
             return  # libzmq has closed the descriptor, and another file may have its number.
-        with contextlib.suppress(OSError), _borrowed(connection.descriptor) as found:
-            found.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError), _borrowed(connection.descriptor) as borrowed:
+            borrowed.shutdown(socket.SHUT_RDWR)
 
     def _count(self, connection: _Connection, cause: str) -> None:
         """Count a refused connection, once, and log some of them."""
@@ -251,18 +251,18 @@ class Connections(threading.Thread):
 @contextlib.contextmanager
 def _borrowed(descriptor: int) -> Any:
     """Yield a socket object for a descriptor, and leave the descriptor open."""
-    found = socket.socket(fileno=descriptor)
+    borrowed = socket.socket(fileno=descriptor)
     try:
-        yield found
+        yield borrowed
     finally:
-        found.detach()
+        borrowed.detach()
 
 
 def _peer_of(descriptor: int) -> Any:
     """Return the address of the peer, None if it has disconnected."""
     try:
-        with _borrowed(descriptor) as found:
-            return found.getpeername()
+        with _borrowed(descriptor) as borrowed:
+            return borrowed.getpeername()
     except OSError:
         return None
 
@@ -274,8 +274,8 @@ def _info(connection: _Connection) -> bytes | None:
     its end is still in the queue.
     """
     try:
-        with _borrowed(connection.descriptor) as found:
-            info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+        with _borrowed(connection.descriptor) as borrowed:
+            info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
     except OSError:
         return None
     if _peer_of(connection.descriptor) not in (None, connection.peer):

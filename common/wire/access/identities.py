@@ -123,8 +123,8 @@ class Identities:
         if self._path is None:
             return False
         try:
-            found = self._path.stat()
-            if found.st_ino == self._inode and found.st_size <= self._offset:
+            status = self._path.stat()
+            if status.st_ino == self._inode and status.st_size <= self._offset:
                 return False
             with self._path.open("rb") as file:
                 if (inode := os.fstat(file.fileno()).st_ino) != self._inode:
@@ -171,16 +171,18 @@ def add_identity(folder: Path, identity: Identity) -> None:
             " the name is not allowed"
         )
     with locked(folder):
-        known = Identities(folder)
-        known.refresh()
-        if len(known) >= MAX_PEERS:
+        identities = Identities(folder)
+        identities.refresh()
+        if len(identities) >= MAX_PEERS:
             raise ConfigError(
                 f"{folder / PEERS}: all {MAX_PEERS} keys are issued; a new run has a new list"
             )
         _append(folder / PEERS, identity)
-        if (folder / PEERS).stat().st_size > MAX_LINES_PER_NAME * LINE_BYTES * (len(known) + 100):
-            known.refresh()
-            lines = (json.dumps(asdict(each)) + "\n" for each in known.all())
+        if (folder / PEERS).stat().st_size > MAX_LINES_PER_NAME * LINE_BYTES * (
+            len(identities) + 100
+        ):
+            identities.refresh()
+            lines = (json.dumps(asdict(each)) + "\n" for each in identities.all())
             write_atomically(folder / PEERS, "".join(lines), mode=0o600)
 
 
@@ -189,15 +191,17 @@ def revoke(folder: Path, name: str) -> Identity:
 
     Raises: ConfigError: no key has this name. The error lists the known names.
     """
-    known = Identities(folder)
-    known.refresh()
-    found = known.named(name)
-    if found is None and name == NODE and (folder / "node_public").exists():
-        found = Identity(NODE, NODE, (folder / "node_public").read_text(encoding="utf-8").strip())
-    if found is None:
-        names = ", ".join([NODE, *sorted(known.names)][:20])
+    identities = Identities(folder)
+    identities.refresh()
+    identity = identities.named(name)
+    if identity is None and name == NODE and (folder / "node_public").exists():
+        identity = Identity(
+            NODE, NODE, (folder / "node_public").read_text(encoding="utf-8").strip()
+        )
+    if identity is None:
+        names = ", ".join([NODE, *sorted(identities.names)][:20])
         raise ConfigError(f"{name}: no key in {folder} has this name; known names: {names}")
-    taken = Identity(found.name, found.role, found.public, is_revoked=True)
+    taken = Identity(identity.name, identity.role, identity.public, is_revoked=True)
     with locked(folder):
         _append(folder / PEERS, taken)
     return taken

@@ -36,9 +36,9 @@ def lease_mac(episode: EpisodeIdentity, actor: str, key: bytes) -> str:
 
 def _later_of(episode: EpisodeIdentity) -> list[str]:
     """Return the later fields that differ from their defaults, as name=value."""
-    known = EpisodeIdentity.__dataclass_fields__
+    fields = EpisodeIdentity.__dataclass_fields__
     changed = ((name, getattr(episode, name)) for name in _LATER)
-    return [f"{name}={value}" for name, value in changed if value != known[name].default]
+    return [f"{name}={value}" for name, value in changed if value != fields[name].default]
 
 
 @functools.lru_cache(maxsize=1)
@@ -56,9 +56,9 @@ def marked(
         version: schema version of the actor. Fields that it does not have get their defaults, since
             the trajectory will have them.
     """
-    known = EpisodeIdentity.__dataclass_fields__
+    fields = EpisodeIdentity.__dataclass_fields__
     unknown = [name for name in _LATER if not is_in(version, Lease.__name__, name)]
-    plain = {name: known[name].default for name in unknown}
+    plain = {name: fields[name].default for name in unknown}
     leases = [replace(each, **plain) if plain else each for each in grant.leases]
     leases = [replace(each, lease_mac=lease_mac(each, actor, key)) for each in leases]
     return LeaseGrant(leases=leases, retry_after_s=grant.retry_after_s, reason=grant.reason)

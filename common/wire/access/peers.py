@@ -82,12 +82,12 @@ class Peers:
         A ROUTER identity that begins with a zero byte is unique to its connection. A peer can
         choose any other identity, so the key is checked again for each message.
         """
-        known = self._senders.get(sender)
-        if known is not None and sender[:1] == b"\0":
-            return known
+        registered = self._senders.get(sender)
+        if registered is not None and sender[:1] == b"\0":
+            return registered
         public = str(first_frame.get("User-Id") or "")
-        if known is not None and known.identity.public == public:
-            return known
+        if registered is not None and registered.identity.public == public:
+            return registered
         identity = self._identities.find(public)
         if identity is None and self._identities.refresh():
             identity = self._identities.find(public)
@@ -100,13 +100,13 @@ class Peers:
 
     def owner_of(self, sender: bytes) -> Identity:
         """Return the owner of a sender's key."""
-        known = self._senders.get(sender)
-        return self._unknown if known is None else known.identity
+        registered = self._senders.get(sender)
+        return self._unknown if registered is None else registered.identity
 
     def version_of(self, sender: bytes) -> int:
         """Return the schema version of a sender's last message."""
-        known = self._senders.get(sender)
-        return SCHEMA_VERSION if known is None else known.version
+        registered = self._senders.get(sender)
+        return SCHEMA_VERSION if registered is None else registered.version
 
     def may_send(self, sender: Sender) -> bool:
         """Count a message; False if it must be dropped undecoded."""
@@ -146,15 +146,15 @@ class Peers:
 
     def note_refused(self, sender: bytes, reason: str) -> None:
         """Count a valid message that its receiver refused."""
-        known = self._senders.get(sender)
-        if known is not None:
-            self.count_refusal(known, reason, is_forbidden=True)
+        registered = self._senders.get(sender)
+        if registered is not None:
+            self.count_refusal(registered, reason, is_forbidden=True)
 
     def note_unsent(self, receiver: bytes) -> None:
         """Count an answer that could not be sent."""
-        known = self._senders.get(receiver)
-        if known is not None:
-            known.account.num_unsent += 1
+        registered = self._senders.get(receiver)
+        if registered is not None:
+            registered.account.num_unsent += 1
 
     def refresh(self) -> None:
         """Poll the list of keys once a second. Connections of a revoked key lose their rights."""
@@ -166,8 +166,8 @@ class Peers:
             return
         for sender in self._senders.values():
             if sender.identity is not self._unknown:
-                found = self._identities.find(sender.identity.public)
-                sender.identity = found or self._unknown
+                identity = self._identities.find(sender.identity.public)
+                sender.identity = identity or self._unknown
 
     @property
     def num_invalid(self) -> int:
@@ -186,8 +186,8 @@ class Peers:
 
     def _refused_accounts(self) -> list[tuple[str, KeyCounts]]:
         """Return the keys with the most refused messages."""
-        known = list(self._accounts.items())  # A copy: another thread may add an account.
-        refused = [(n, a) for n, a in known if a.num_refused or a.num_unsent]
+        accounts = list(self._accounts.items())  # A copy: another thread may add an account.
+        refused = [(n, a) for n, a in accounts if a.num_refused or a.num_unsent]
         return sorted(refused, key=lambda each: -each[1].num_refused)[:MAX_SHOWN]
 
     def num_refused(self) -> dict[str, int]:
