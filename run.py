@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # Libraries allocate a million lasting objects. Python's own threshold (700) slows a start by 20 %.
 gc.set_threshold(10_000)
@@ -41,8 +41,12 @@ except ModuleNotFoundError as error:
     )
 
 if TYPE_CHECKING:
+    from actor.policy import PolicyConfig
     from common.join.enrol import Joined
+    from tools.evaluate.config import EvalConfig
     from tools.launch.base import RoleStarter
+    from tools.offline.config import DpoConfig, EvolveConfig, SftConfig
+    from tools.simulator.config import SimulatorConfig
 
 EXIT_OUTPUT_CLOSED = 141  # The code of a program that SIGPIPE ends.
 
@@ -85,20 +89,20 @@ def status(cfg: RunConfig, run_dir: RunDir) -> int:
     return training.status(cfg, run_dir)
 
 
-def sft(cfg: RunConfig, run_dir: RunDir) -> int:
+def sft(cfg: "SftConfig", run_dir: RunDir) -> int:
     from tools.offline.commands import make_policy
     from tools.offline.demonstrate import demonstrate
 
     return make_policy(cfg, run_dir, collect=demonstrate)
 
 
-def dpo(cfg: RunConfig, run_dir: RunDir) -> int:
+def dpo(cfg: "DpoConfig", run_dir: RunDir) -> int:
     from tools.offline.commands import prefer
 
     return prefer(cfg, run_dir)
 
 
-def evolve(cfg: RunConfig, run_dir: RunDir) -> int:
+def evolve(cfg: "EvolveConfig", run_dir: RunDir) -> int:
     from tools.evaluate.own_process import play_given
     from tools.offline.commands import play_and_imitate
 
@@ -111,20 +115,20 @@ def merge(cfg: RunConfig, run_dir: RunDir) -> int:
     return offline.merge(cfg, run_dir)
 
 
-def evaluate(cfg: RunConfig, run_dir: RunDir) -> int:
+def evaluate(cfg: "EvalConfig", run_dir: RunDir) -> int:
     from tools.evaluate import evaluate as player
     from tools.offline.commands import choose_held_out
 
     return player.evaluate(cfg, run_dir, choose_items=choose_held_out)
 
 
-def serve(cfg: RunConfig, run_dir: RunDir) -> int:
+def serve(cfg: "PolicyConfig", run_dir: RunDir) -> int:
     from actor.api import serve as server
 
     return server.serve(cfg, run_dir)
 
 
-def simulate(cfg: RunConfig, run_dir: RunDir) -> int:
+def simulate(cfg: "SimulatorConfig", run_dir: RunDir) -> int:
     from tools.simulator.main import run
 
     return run(cfg, sys.stdout)
@@ -236,19 +240,19 @@ def check_train_dry(cfg: RunConfig) -> None:
     try_episodes(cfg)
 
 
-def check_sft(cfg: RunConfig) -> None:
+def check_sft(cfg: "SftConfig") -> None:
     from tools.offline import checks
 
     checks.check_sft(cfg, missing=missing_for(cfg))
 
 
-def check_dpo(cfg: RunConfig) -> None:
+def check_dpo(cfg: "DpoConfig") -> None:
     from tools.offline import checks
 
     checks.check_dpo(cfg)
 
 
-def check_evolve(cfg: RunConfig) -> None:
+def check_evolve(cfg: "EvolveConfig") -> None:
     from tools.checks.actor_start import check_actor
     from tools.offline import checks
 
@@ -257,7 +261,7 @@ def check_evolve(cfg: RunConfig) -> None:
     check_prompts(cfg)
 
 
-def check_evaluation(cfg: RunConfig) -> None:
+def check_evaluation(cfg: "EvalConfig") -> None:
     from tools.checks import preflight
     from tools.evaluate import settings
 
@@ -267,7 +271,7 @@ def check_evaluation(cfg: RunConfig) -> None:
         check_prompts(cfg)
 
 
-def check_engine(cfg: RunConfig) -> None:
+def check_engine(cfg: "PolicyConfig") -> None:
     from tools.evaluate.settings import check_own_engine
 
     check_own_engine(cfg)
@@ -279,10 +283,10 @@ def load_evaluation(request: ParsedCommand) -> RunConfig:
     return settings.load_evaluation(request)
 
 
-def load_sft(request: ParsedCommand) -> RunConfig:
+def load_sft(request: ParsedCommand) -> "SftConfig":
     from tools.offline.checks import check_model_is_used
 
-    cfg = load_named(request)
+    cfg: SftConfig = load_named(request)
     check_model_is_used(request, cfg)
     return cfg
 
@@ -297,9 +301,9 @@ def load_any_version(request: ParsedCommand) -> RunConfig:
 class Command:
     """A command that works on a run's configuration and directory."""
 
-    run: Callable[[RunConfig, RunDir], int]  # It returns the exit code.
+    run: Callable[[Any, RunDir], int]  # It returns the exit code.
     load: Callable[[ParsedCommand], RunConfig] = load_named
-    check: Callable[[RunConfig], None] | None = None  # It raises ConfigError before the start.
+    check: Callable[[Any], None] | None = None  # It raises ConfigError before the start.
     check_dry: Callable[[RunConfig], None] | None = None  # The check of `--dry-run`, if different.
     has_plan: bool = False  # `--dry-run` prints the memory plan.
     log_name: str = ""  # Name in the log; empty for a command that configures its own logging.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from common.config.run_config import RunConfig
+from actor.policy import PolicyConfig
 from common.join.shards import is_whole
 from common.store.run_dir import RunDir
 
@@ -23,7 +23,7 @@ def past_versions(run_dir: RunDir) -> list[Path]:
     return sorted(filter(is_whole, complete), key=lambda folder: folder.name)
 
 
-def with_past_version(cfg: RunConfig, run_dir: RunDir) -> RunConfig:
+def with_past_version(cfg: PolicyConfig, run_dir: RunDir) -> PolicyConfig:
     """Return a configuration whose model is a past version of the run, or its start.
 
     All versions are equally probable. The choice depends on the role and the newest version.

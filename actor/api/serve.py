@@ -35,6 +35,7 @@ from actor.api.requests import ApiError, PolicyAnswer, PolicyRequest, event_text
 from actor.api.sampling import MAX_SEED, Sampling, read_sampling
 from actor.api.served_role import ServedRole
 from actor.formats.renderer import Renderer
+from actor.policy import PolicyConfig
 from actor.seats.endpoint import read_key
 from common.config.actor import ActorSection
 from common.config.learner import FULL, LoraSection
@@ -246,7 +247,7 @@ async def serve_engine(
             path.unlink(missing_ok=True)
 
 
-def serve(cfg: RunConfig, run_dir: RunDir) -> int:
+def serve(cfg: PolicyConfig, run_dir: RunDir) -> int:
     """Serve the APIs of OpenAI and Anthropic with the policy at `model.path` until a signal.
 
     The environment variable named by `policy.api_key_env` holds the key that requests must carry.
@@ -274,7 +275,7 @@ def serve(cfg: RunConfig, run_dir: RunDir) -> int:
 
 
 async def _serve(
-    cfg: RunConfig,
+    cfg: PolicyConfig,
     key: str,
     place: socket.socket,
     part: ServedRole | None,
@@ -317,7 +318,7 @@ async def _serve(
         engine.shut_down()
 
 
-def with_context(cfg: RunConfig, weights: Path) -> ActorSection:
+def with_context(cfg: PolicyConfig, weights: Path) -> ActorSection:
     """Return the settings of an engine that serves the whole context of the model.
 
     Args:
@@ -335,7 +336,7 @@ def with_context(cfg: RunConfig, weights: Path) -> ActorSection:
     return replace(cfg.actor, max_model_len=most, engine_args=args | cfg.actor.engine_args)
 
 
-def model_id(cfg: RunConfig) -> str:
+def model_id(cfg: PolicyConfig) -> str:
     """Return the id of the served model: the run's name and the model's label, as one word."""
     return NO_WORD.sub("-", f"{cfg.run.name}-{cfg.model.label}").strip("-")
 

@@ -313,7 +313,7 @@ def replace_missing_backend() -> None:
 def make_app(engine: Engine, renderer: Renderer, *, name: str) -> FastAPI:
     """Return the server of an engine with the API's id of its model.
 
-    The engine's settings of temperature, `top_p` and `top_k` apply to requests without their own.
+    The engine's temperature applies to requests without their own; they sample from all tokens.
     """
     replace_missing_backend()
     llm, cfg = engine.llm, engine.options
@@ -373,7 +373,7 @@ def make_app(engine: Engine, renderer: Renderer, *, name: str) -> FastAPI:
     state.serving_tokenization = ServingTokenization(
         models, online, chat_template=None, chat_template_content_format="auto"
     )
-    sampling = {"temperature": cfg.temperature, "top_p": cfg.top_p, "top_k": cfg.top_k}
+    sampling = {"temperature": cfg.temperature, "top_p": 1.0, "top_k": -1}
     for serving in (chat, messages, completion, responses):
         serving.default_sampling_params = dict(sampling)
     chat.parser_cls = messages.parser_cls = responses.parser = parser

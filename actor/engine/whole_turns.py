@@ -182,8 +182,6 @@ def turn_params(
     """
     return SamplingParams(
         temperature=temperature,
-        top_p=cfg.top_p,
-        top_k=cfg.top_k,
         max_tokens=max_tokens,
         logprobs=0,
         flat_logprobs=True,

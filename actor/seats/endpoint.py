@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import aiohttp
 
 from actor.formats.thoughts import ThoughtForm
+from actor.policy import PolicySection
 from actor.rollout.env_client import BearerClient, retry_after_s
 from actor.rollout.episode import ContextFull, EnvSession, PolicyFailed, Turn
-from common.config.policy import PolicySection
 from common.errors import ConfigError
 from common.http.proxies import ProxyFailed, route_note
 from common.text import counted, valid_text

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from actor.policy import PolicySection
 from actor.rollout.episode import PolicyFailed
 from actor.seats.endpoint import Endpoint, Reply
 from actor.seats.engines import KEY_VARIABLE, RUN_VARIABLE
 from common.config.actor import ActorSection
-from common.config.policy import PolicySection
 from common.errors import ConfigError
 from common.store.run_dir import RunDir
 

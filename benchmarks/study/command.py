@@ -15,13 +15,12 @@ from benchmarks.study.plan import CONFIG, Run, Study, merged, read_study
 from benchmarks.study.tables import by_arm, study_table
 from benchmarks.table import BenchTable
 from common.config.load import load_config
-from common.config.offline import StudySection
-from common.config.run_config import RunConfig
 from common.errors import ConfigError, LongstrideError
 from common.host.child_process import ChildProcess
 from common.repository import ROOT
 from common.store.run_dir import write_atomically
 from tools.cli.command_line import ParsedCommand
+from tools.cli.study import StudyConfig, StudySection
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ def measure(name: str, request: ParsedCommand, table: BenchTable) -> None:
 
     Raises: ConfigError: an override is wrong, or the folder holds results of other settings.
     """
-    cfg = load_config(CONFIG, request.overrides)
+    cfg = load_config(CONFIG, request.overrides, schema=StudyConfig)
     work = study_work(name, cfg, request.overrides)
     for run in work.study.runs()[: len(work.study.arms)]:
         load_config(CONFIG, run.overrides)  # Every arm is checked before the first run.
@@ -46,7 +45,7 @@ def measure(name: str, request: ParsedCommand, table: BenchTable) -> None:
         report(work, table)
 
 
-def study_work(name: str, cfg: RunConfig, overrides: Sequence[str]) -> "StudyWork":
+def study_work(name: str, cfg: StudyConfig, overrides: Sequence[str]) -> "StudyWork":
     """Return the work of a study, in the configured folder."""
     study = read_study(name, cfg.study, overrides)
     size = "" if cfg.study.size == 1 else f"-x{cfg.study.size:g}"

@@ -24,6 +24,7 @@ from common.host.child_process import ChildProcess
 from common.repository import ROOT
 from common.store.run_dir import write_atomically
 from tools.cli.command_line import ParsedCommand
+from tools.cli.study import StudyConfig
 
 REQUIREMENT = "trl==1.16.0"
 SCRIPT = "docs/examples/trl_quickstart.py"
@@ -74,7 +75,7 @@ def measure(_: str, request: ParsedCommand, table: BenchTable) -> None:
     own = [each for each in request.overrides if not each.startswith(OWN)]
     overrides = merged(OVERRIDES, own)
     free = [each for each in overrides if each not in own]
-    cfg = load_config(CONFIG, [*request.overrides, *free])
+    cfg = load_config(CONFIG, [*request.overrides, *free], schema=StudyConfig)
     steps = max(1, round(cfg.train.num_steps * cfg.study.size))
     overrides = merged(overrides, [f"train.num_steps={steps}"])
     folder = ROOT / cfg.run.dir / (cfg.study.folder or "study-peer")

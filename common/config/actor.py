@@ -9,7 +9,6 @@ from common.config.algorithm import AlgorithmSection, Correction, PolicyLoss
 from common.config.envhub import EnvhubSection
 from common.config.horizon import MAX_STAGE
 from common.config.knobs import HOST, PATH, PEER_NAME, URL, WORD, Contradiction, knob, seconds
-from common.config.policy import PolicySection
 
 OF_ANSWERS = ("format", "plan", "reflect_every", "reflect_on_invalid")
 PORT = "{port}"  # Stands for the port in `actor.agents.advertise`.
@@ -402,7 +401,7 @@ class AgentOptions:
             yield key, self.keep_thinking.value, law
 
     def contradictions_of_rows(
-        self, algorithm: AlgorithmSection, envhub: EnvhubSection, policy: PolicySection
+        self, algorithm: AlgorithmSection, envhub: EnvhubSection
     ) -> Iterator[Contradiction]:
         """Yield options that do not work if an episode has several training rows.
 
@@ -413,28 +412,24 @@ class AgentOptions:
             law = "must be full, window or summary with actor.plan and actor.reflect_*"
             yield "actor.context", self.context.value, law
         yield from self._contradictions_of_thoughts()
-        if self.format is AgentFormat.FUNCTION_CALL:
-            law = "must be {} with actor.format=function_call: {}"
-            if envhub.style == "agentgym":
-                why = "the instructions of this style demand answers in ReAct's format"
-                yield "envhub.style", envhub.style, law.format("compact or instructed", why)
-            if policy.url:
-                yield (
-                    "policy.url",
-                    policy.url,
-                    law.format('""', "that format needs the model's own chat template"),
-                )
-        found: list[tuple[str, object]] = []
+        if self.format is AgentFormat.FUNCTION_CALL and envhub.style == "agentgym":
+            law = "must be compact or instructed with actor.format=function_call: the instructions"
+            yield (
+                "envhub.style",
+                "agentgym",
+                f"{law} of this style demand answers in ReAct's format",
+            )
+        ratios: list[tuple[str, object]] = []
         if algorithm.policy_loss is PolicyLoss.GSPO:
-            found.append(("algorithm.policy_loss", "gspo"))
+            ratios.append(("algorithm.policy_loss", "gspo"))
         if algorithm.correction in (Correction.SEQUENCE_TIS, Correction.GEOMETRIC):
-            found.append(("algorithm.correction", str(algorithm.correction)))
+            ratios.append(("algorithm.correction", str(algorithm.correction)))
         if algorithm.negative_mask_delta > 0:
-            found.append(("algorithm.negative_mask_delta", algorithm.negative_mask_delta))
+            ratios.append(("algorithm.negative_mask_delta", algorithm.negative_mask_delta))
         where = "endpoint=true" if self.endpoint else f"context={self.context.value}"
         if not self.endpoint and self.context is ContextKind.FULL:
             where = f"keep_thinking={self.keep_thinking.value}"
-        for key, value in found if self.has_segments else []:
+        for key, value in ratios if self.has_segments else []:
             law = "computes a ratio over a whole episode, but an episode has several training rows"
             yield key, value, f"{law} with actor.{where}"
         if algorithm.policy_loss is PolicyLoss.TURN and self.parts_turns:
@@ -484,18 +479,6 @@ class ActorSection(AgentOptions):
     )
     temperature: float = knob(
         1.0, "Sets the sampling temperature. The learner divides logits by it, too.", ge=0.01, le=2
-    )
-    top_p: float = knob(
-        1.0,
-        "Samples from all tokens (1). Another value would bias the importance ratio.",
-        ge=1,
-        le=1,
-    )
-    top_k: int = knob(
-        -1,
-        "Samples from all tokens (-1). Another value would bias the importance ratio.",
-        ge=-1,
-        le=-1,
     )
     kv_cache_gib: int = knob(
         1, "Sets the size of the KV cache of a CPU engine, in GiB.", ge=1, le=10_000

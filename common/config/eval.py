@@ -1,23 +1,8 @@
 """The section `eval`: held-out evaluation."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from common.config.knobs import knob
-
-
-class EvalItems(StrEnum):
-    """Held-out items of the command `eval`.
-
-    spread: the first items of each configured subset, by the tasks' weights. tasks: the test lists
-    of the catalogue's tasks; the configured subsets must be among them. paper: the test sets of
-    AgentGym-RL's Tables 1 to 5, with the number of turns of its evaluation. For tasks and paper,
-    all items are used, unless the command line also sets `eval.num_items`.
-    """
-
-    SPREAD = "spread"
-    TASKS = "tasks"
-    PAPER = "paper"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +25,4 @@ class EvalSection:
     )
     stream_items: int = knob(
         128, "Plays this many held-out items in each evaluation during training.", ge=1, le=10**6
-    )
-    k: int = knob(1, "Samples each item this many times with the command `eval`.", ge=1, le=4096)
-    items: EvalItems = knob(EvalItems.SPREAD, "Selects the held-out items of the command `eval`.")
-    label: str = knob(
-        "", "Names the row of the command `eval` in its table. Empty uses the model's name."
-    )
-    max_failed_frac: float = knob(
-        0.05,
-        "Limits the share of failed episodes of the command `eval`. Above it the exit code is 1.",
-        ge=0,
-        le=1,
     )

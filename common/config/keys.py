@@ -22,6 +22,26 @@ MAX_WHOLE = 1 << 1000  # Numbers below this can be compared with a float.
 SHORT_KEYS = {"data": "envs.dataset", "reward": "envs.dataset.reward"}
 # Values that a key had in the release before, and the values that are used for them.
 REMOVED_VALUES = {("learner.weights_transport", "file"): "auto"}
+# Keys and sections that only the named commands have. Their classes lie beside the code of these
+# commands. A file may have them for all commands.
+COMMAND_KEYS = {
+    "sft": "sft and evolve",
+    "dpo": "dpo",
+    "evolve": "evolve",
+    "policy": "eval and serve",
+    "eval.k": "eval",
+    "eval.items": "eval",
+    "eval.label": "eval",
+    "eval.max_failed_frac": "eval",
+    "simulator": "simulate",
+    "study": "bench",
+}
+# Keys that the release before had, with their only allowed value; None: any value is ignored.
+REMOVED_KEYS: dict[str, float | None] = {
+    "actor.top_p": 1.0,
+    "actor.top_k": -1,
+    "log.otlp_every_s": None,  # A collector reads the page of log.metrics_port.
+}
 NEAR_LAST_FRAC = 0.7  # Smallest similarity of a suggested key's last word.
 MAX_NAMES_CHARS = 300  # A longer list of a section's keys is not shown.
 Tree = dict[str, Any]  # Values by key; sections are trees again.
@@ -107,6 +127,8 @@ def list_keys(schema: type[RunConfig] = RunConfig) -> tuple[str, ...]:
 
 def key_hint(key: str, schema: type[RunConfig] = RunConfig) -> str:
     """Return the end of an error about an unknown key: the nearest key, or where to find them."""
+    if commands := commands_of(dotted(key), schema):
+        return f"; it belongs to {commands}"
     if near := nearest_keys(key, schema):
         return f"; the nearest is {near}"
     section, kind = _section_of(key, schema)
@@ -116,6 +138,22 @@ def key_hint(key: str, schema: type[RunConfig] = RunConfig) -> str:
     if len(names) > MAX_NAMES_CHARS:
         return f"; `python run.py help {section}` lists the keys of this section"
     return f"; {section} has the keys {names}"
+
+
+def commands_of(key: str, schema: type[RunConfig]) -> str:
+    """Return the commands to which a key of another schema belongs; "" if there are none."""
+    for name, commands in COMMAND_KEYS.items():
+        if f"{key}.".startswith(f"{name}.") and not has_key(name, schema):
+            return commands
+    return ""
+
+
+def has_key(key: str, schema: type[RunConfig]) -> bool:
+    """Return whether a schema has a key or a section of this dotted name."""
+    kind: Any = schema
+    for name in key.split("."):
+        kind = field_kinds(kind).get(name) if is_dataclass(kind) else None
+    return kind is not None
 
 
 def nearest_keys(key: str, schema: type[RunConfig]) -> str:

@@ -2,15 +2,16 @@
 
 import copy
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from enum import Enum
-from functools import lru_cache
+from functools import cache, lru_cache
 from io import StringIO
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import yaml
 from omegaconf import MISSING, OmegaConf
@@ -18,26 +19,32 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 
 from common.config.envs import EnvsSection, choose_env
 from common.config.keys import (
+    COMMAND_KEYS,
+    REMOVED_KEYS,
     Tree,
     build,
+    commands_of,
     conform,
     declared,
     default_tree,
     default_value,
     dotted,
     expand_sections,
+    has_key,
     show,
 )
-from common.config.run_config import RunConfig
+from common.config.run_config import Config, RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
 from common.text import counted, near_hint
 
+logger = logging.getLogger(__name__)
+
 # The start of a path in the home of a user, perhaps after a kind as in yaml:~/tasks.yaml.
 HOME = re.compile(r"(?P<kind>[a-z]\w*:)?(?=~[\w.-]*(?:/|$))")
+RUN_CONFIG = "config.yaml"  # Name of the stored configuration of a run.
 _DEFAULTS = "defaults"  # The only YAML key outside of the schema.
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # The one in C is five times as fast.
-Config = TypeVar("Config", bound=RunConfig)
 
 
 def load_config(
@@ -74,7 +81,7 @@ def load_received(text: str, overrides: Sequence[str]) -> RunConfig:
 
     Raises: ConfigError: as `load_config`.
     """
-    _, settings = _parse(text, "the configuration of the run", schema=RunConfig)
+    _, settings = _parse(text, "the configuration of the run", schema=RunConfig, is_stored=True)
     return _loaded(settings, overrides, is_dry=False, schema=RunConfig)
 
 
@@ -234,16 +241,33 @@ def _find_base(base: Any, path: Path) -> Path:
     raise ConfigError(f"{path}: defaults={show(base)}: {law}")
 
 
+def _used(tree: Tree, *, schema: type[RunConfig], is_stored: bool) -> Tree:
+    """Return the sections of a file without keys of other commands and without removed ones.
+
+    Args:
+        is_stored: the product wrote the file, so removed keys need no warning.
+    """
+    for key in (*COMMAND_KEYS, *REMOVED_KEYS):
+        name, _, last = key.rpartition(".")
+        section: Any = tree.get(name) if name else tree
+        if isinstance(section, dict) and last in section and not has_key(key, schema):
+            value = cast(Tree, section).pop(last)
+            if key in REMOVED_KEYS and not (is_stored and REMOVED_KEYS[key] in (None, value)):
+                _check_removed(key, value)
+    return tree
+
+
 def _read(path: Path, *, schema: type[RunConfig]) -> tuple[Any, Tree]:
     """Return `defaults` of a YAML file (None if missing) and its checked sections."""
     try:
         text = path.read_text(encoding="utf-8")
     except (UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
-    return _parse(text, str(path), schema=schema)
+    is_stored = path.name == RUN_CONFIG
+    return _parse(text, str(path), schema=schema, is_stored=is_stored)
 
 
-def _parse(text: str, source: str, *, schema: type[RunConfig]) -> tuple[Any, Tree]:
+def _parse(text: str, source: str, *, schema: type[RunConfig], is_stored: bool) -> tuple[Any, Tree]:
     """Return `defaults` of a YAML text (None if missing) and its checked sections."""
     try:
         tree = copy.deepcopy(_parse_yaml(text))
@@ -259,7 +283,8 @@ def _parse(text: str, source: str, *, schema: type[RunConfig]) -> tuple[Any, Tre
     sections = cast(dict[Any, Any], tree)
     base = sections.pop(_DEFAULTS, None)
     try:
-        return base, with_home(conform(expand_sections(sections), schema, key="", schema=schema))
+        used = _used(expand_sections(sections), schema=schema, is_stored=is_stored)
+        return base, with_home(conform(used, schema, key="", schema=schema))
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
 
@@ -289,7 +314,7 @@ def _derive(tree: Tree, *, is_dry: bool) -> None:
 def _style_of_policy(tree: Tree) -> str:
     """Return the style of the prompts on which the policy was trained, or `instructed`."""
     model = tree["model"]
-    if tree["policy"]["url"] or model["path"] == MISSING:
+    if tree.get("policy", {}).get("url") or model["path"] == MISSING:
         return "instructed"
     folders = (ROOT / folder for folder in (model["path"], model["architecture"]) if folder)
     folder = next((path for path in folders if path.is_dir()), None)
@@ -325,13 +350,32 @@ def _apply_overrides(
         key, equals, raw = override.partition("=")
         if not equals:
             raise ConfigError(f"{override}: an override is key=value, like learner.lr=1e-4")
-        value = with_home(parse_override(key, raw, schema=schema))
         name = dotted(key)
+        if commands := commands_of(name, schema):
+            _warn(f"{override}: it is a key of {commands}, and this command does not read it")
+            continue
+        if name in REMOVED_KEYS:
+            _check_removed(name, parse_value(raw, key))
+            continue
         if name in seen:
             raise ConfigError(f"{override}: {key} is given twice, first as {seen[name]}")
         seen[name] = override
+        value = with_home(parse_override(key, raw, schema=schema))
         tree = _changed(tree, name.split("."), value, key="", shown=override, schema=schema)
     return tree, seen
+
+
+def _check_removed(key: str, value: Any) -> None:
+    """Warn of a key that has no effect. Raises: ConfigError: it has another value than before."""
+    only = REMOVED_KEYS[key]
+    if only is not None and value != only:
+        raise ConfigError(f"{key}={show(value)}: must be in [{only:g}, {only:g}]")
+    _warn(f"{key}={show(value)}: this key has no effect and will go; remove it")
+
+
+@cache  # A command may load its configuration several times.
+def _warn(text: str) -> None:
+    logger.warning("%s", text)
 
 
 def parse_override(key: str, raw: str, *, schema: type[RunConfig] = RunConfig) -> Any:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from common.config.knobs import HOST, WORD, knob, seconds
+from common.config.knobs import HOST, WORD, knob
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -41,12 +41,4 @@ class LogSection:
     )
     metrics_host: str = knob(
         "127.0.0.1", "Sets the address at which the metrics are served.", form=HOST
-    )
-    otlp_every_s: float = seconds(
-        0.0,
-        "Is ignored and will be refused. An OpenTelemetry collector reads the page of "
-        "log.metrics_port instead: docs/daemons/otel-collector.yaml.",
-        also=0,
-        ge=1,
-        le=86_400,
     )

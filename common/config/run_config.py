@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TypeVar
 
 from common.config.actor import ActorSection, GpuPlacement
 from common.config.algorithm import AlgorithmSection
@@ -24,14 +25,6 @@ from common.config.log import LogSection
 from common.config.machine import MachineSection
 from common.config.mixture import MixtureSection
 from common.config.model import ModelSection
-from common.config.offline import (
-    DpoSection,
-    EvolveSection,
-    SftSection,
-    SimulatorSection,
-    StudySection,
-)
-from common.config.policy import PolicySection
 from common.config.ray import RaySection
 from common.config.run import RunSection
 from common.config.scheduler import SchedulerSection
@@ -53,7 +46,7 @@ class Launcher(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """A whole run. `OmegaConf.structured(RunConfig)` is the schema for all merged values."""
+    """A whole run. Commands with keys of their own have subclasses, beside their code."""
 
     launcher: Launcher = knob(Launcher.LOCAL, "Selects the launcher of the command `train`.")
     dashboard: bool = knob(False, "Serves the dashboard during `train` on this machine.")
@@ -74,12 +67,6 @@ class RunConfig:
     env: RemoteOptions = field(default_factory=RemoteOptions)
     envs: EnvsSection = field(default_factory=EnvsSection)
     eval: EvalSection = field(default_factory=EvalSection)
-    policy: PolicySection = field(default_factory=PolicySection)
-    sft: SftSection = field(default_factory=SftSection)
-    dpo: DpoSection = field(default_factory=DpoSection)
-    evolve: EvolveSection = field(default_factory=EvolveSection)
-    simulator: SimulatorSection = field(default_factory=SimulatorSection)
-    study: StudySection = field(default_factory=StudySection)
     log: LogSection = field(default_factory=LogSection)
     journal: JournalSection = field(default_factory=JournalSection)
     ray: RaySection = field(default_factory=RaySection)
@@ -90,7 +77,7 @@ class RunConfig:
     def contradictions(self) -> Iterator[Contradiction]:
         yield from self._contradictions_of_tasks()
         yield from self._contradictions_of_unit()
-        yield from self.actor.contradictions_of_rows(self.algorithm, self.envhub, self.policy)
+        yield from self.actor.contradictions_of_rows(self.algorithm, self.envhub)
         yield from self._contradictions_of_actions()
         yield from self._contradictions_of_sleep()
         if self.groups.min_size == 1 and self.algorithm.is_group_relative:
@@ -177,6 +164,9 @@ class RunConfig:
         else:
             text = f"can sample {needed} MiB, but an action has at most {MOST_ACTION_MIB} MiB"
             yield "actor.max_turn_tokens", turn_tokens, text
+
+
+Config = TypeVar("Config", bound=RunConfig)  # The configuration of a command.
 
 
 def published_version(cfg: RunConfig, version: int) -> int:

@@ -15,7 +15,6 @@ import yaml
 import run
 from common.config.keys import declared, field_kinds
 from common.config.load import load_config
-from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
 from tests.code_shape import WAYS, files_of_way
@@ -23,7 +22,7 @@ from tests.docs.blocks import PAGES, Block, blocks_of, commands_of, inline_of
 from tests.docs.table import FOREIGN, RULES, How, Rule, rule_of
 from tests.tools.dashboard.runs import make_run
 from tools.cli.command_line import parse
-from tools.cli.help import help_text
+from tools.cli.help import AllKeys, help_text
 
 LANGUAGES = ("sh", "bash", "python", "yaml", "json", "text")
 SCRIPTS = ("bash",)  # whole scripts, of which the syntax is checked
@@ -214,7 +213,7 @@ def test_documentation_links_have_targets():
 
 
 def test_documented_keys_exist():
-    sections = "|".join(field_kinds(RunConfig))
+    sections = "|".join(field_kinds(AllKeys))
     key = re.compile(rf"`(({sections})(\[\d\])?(\.[a-z_0-9]+)+)(=[^`]*)?`")
     files = (".py", ".md", ".json", ".jsonl", ".yaml", ".log", ".html")
     unknown: list[str] = []
@@ -223,7 +222,7 @@ def test_documented_keys_exist():
             if found[0].endswith(files) or is_module(found[0]):
                 continue
             try:
-                declared(found[0], shown=found[0])
+                declared(found[0], shown=found[0], schema=AllKeys)
             except ConfigError as error:
                 unknown.append(f"{page.name}: {error}")
     assert unknown == []

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common.config.offline import DpoSection
 from tests.end_to_end.offline import BASE, RATES, episodes, logprobs_of, loss_of, run, successes
+from tools.offline.config import DpoSection
 from tools.offline.dpo import make_pairs, preference_loss
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]

@@ -16,6 +16,7 @@ from common.store.run_dir import RunDir
 from learner.journal.metrics import read_metrics
 from tools.dashboard.reading.sources import open_source
 from tools.dashboard.verdict import Bottleneck, ThroughputVerdict
+from tools.simulator.config import SimulatorConfig
 from tools.simulator.main import quiet_scheduler
 from tools.simulator.measured import load_workload
 from tools.simulator.world import SimulatedRun
@@ -121,6 +122,6 @@ def rate(root: Path) -> float:
 
 def _simulated(root: Path, *overrides: str) -> float:
     """Return the episodes per second that `simulate` predicts from a run with a changed setting."""
-    cfg = load_config(str(RunDir(root=root).config), overrides)
+    cfg = load_config(str(RunDir(root=root).config), overrides, schema=SimulatorConfig)
     with quiet_scheduler():
         return SimulatedRun(cfg, load_workload(root, cfg.algorithm)).run().trained_per_h / 3600.0

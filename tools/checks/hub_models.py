@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from common.config.model import ModelSection
-from common.config.run_config import RunConfig
+from common.config.run_config import Config, RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
 from common.store.run_dir import RunDir
@@ -59,9 +59,7 @@ def is_hub_name(path: str) -> bool:
     return not (ROOT / path).exists() and not (ROOT / path.split("/", 1)[0]).is_dir()
 
 
-def resolve_models(
-    cfg: RunConfig, *, is_dry: bool = False, may_stand_in: bool = False
-) -> RunConfig:
+def resolve_models(cfg: Config, *, is_dry: bool = False, may_stand_in: bool = False) -> Config:
     """Return the config with folders in place of all names of models.
 
     An unfinished run keeps the commit of each name with which it began, even if a branch or a tag

@@ -53,7 +53,7 @@ def check(cfg: RunConfig, *, missing: Sequence[str] = ()) -> None:
     _check_tasks(cfg)
     if missing:
         raise ConfigError("; ".join(missing))
-    check_model(cfg.model.path, output=cfg.sft.output)
+    check_model(cfg.model.path)
     check_trainable(ROOT / cfg.model.path, shown=cfg.model.path)
     check_tools(cfg.actor.format, ROOT / cfg.model.path, template=template_at(cfg.model))
     _check_other_models(cfg)
@@ -110,7 +110,7 @@ def check_dry(cfg: RunConfig, *, missing: Sequence[str] = (), mistakes: Sequence
     if is_stand_in:
         check_kind(ROOT / cfg.model.path, key="model.architecture", shown=cfg.model.path)
     else:
-        check_model(cfg.model.path, output=cfg.sft.output)
+        check_model(cfg.model.path)
         check_tools(cfg.actor.format, ROOT / cfg.model.path, template=template_at(cfg.model))
     key = "model.architecture" if is_stand_in else "model.path"
     check_trainable(ROOT / cfg.model.path, key=key, shown=cfg.model.path)
@@ -245,7 +245,7 @@ def check_engine() -> None:
         check_compiler("the engine (vLLM on a CPU)")
 
 
-def check_model(path: str, *, key: str = "model.path", output: str = "") -> None:
+def check_model(path: str, *, key: str = "model.path") -> None:
     """Check that `path`, the value of `key`, is a transformers checkpoint with its tokenizer.
 
     Raises: ConfigError: files are missing, or the model is no decoder of text.
@@ -253,9 +253,13 @@ def check_model(path: str, *, key: str = "model.path", output: str = "") -> None
     folder = ROOT / path
     if not folder.is_dir():
         # The preset whose `sft` writes a policy to this path.
-        preset = next((n for n in list_configs() if path == f"runs/{n}/policy"), "tiny")
-        config = "the same --config" if path == output else f"--config {preset}"
-        remedy = f"give a checkpoint directory; `python run.py sft` with {config} makes one"
+        preset = next((n for n in list_configs() if path == f"runs/{n}/policy"), None)
+        remedy = f"`python run.py sft` with --config {preset} makes one"
+        if preset is None:
+            remedy = (
+                "give a checkpoint directory; `python run.py sft` with the same --config makes one"
+                " if its sft.output is this folder, and `sft` with --config tiny makes one"
+            )
         raise ConfigError(f"{key}={path}: no such directory; {remedy}")
     check_whole(folder, key=key, shown=path)
     check_kind(folder, key=key, shown=path)

@@ -3,23 +3,44 @@
 `run.py help reference > docs/CONFIGURATION.md` writes that page; a test checks that it is current.
 """
 
+import dataclasses
 import textwrap
 from collections.abc import Iterable, Iterator
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import Field, dataclass, fields, is_dataclass
 from enum import Enum
 from inspect import getdoc
 from typing import Any, get_args, get_origin
 
 from omegaconf import MISSING
 
-from common.config.keys import choices_of, declared, describe_kind, field_kinds
+from actor.policy import PolicySection
+from common.config.keys import choices_of, commands_of, declared, describe_kind, field_kinds
 from common.config.knobs import TEXT, Constraint
 from common.config.live import is_live
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from tools.cli.command_line import COMMANDS, command_help
+from tools.cli.study import StudySection
+from tools.evaluate.config import EvalOptions
+from tools.offline.config import DpoSection, EvolveSection, SftSection
+from tools.simulator.config import SimulatorSection
 
 REFERENCE = "reference"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllKeys(RunConfig):
+    """The keys of a run and those of all commands."""
+
+    eval: EvalOptions = dataclasses.field(default_factory=EvalOptions)
+    policy: PolicySection = dataclasses.field(default_factory=PolicySection)
+    sft: SftSection = dataclasses.field(default_factory=SftSection)
+    dpo: DpoSection = dataclasses.field(default_factory=DpoSection)
+    evolve: EvolveSection = dataclasses.field(default_factory=EvolveSection)
+    simulator: SimulatorSection = dataclasses.field(default_factory=SimulatorSection)
+    study: StudySection = dataclasses.field(default_factory=StudySection)
+
+
 LIVE = "Live: `set` changes it during a run."
 HEAD = """# Configuration reference
 
@@ -42,13 +63,13 @@ def help_text(topics: list[str]) -> str:
         head = (
             "Sections of the configuration. `run.py help SECTION` and `run.py help KEY` print more."
         )
-        return f"{head}\n\n{_section(RunConfig, '')}"
+        return f"{head}\n\n{_section(AllKeys, '')}"
     (topic,) = topics
     if topic == REFERENCE:
         return reference_text()
     parts = [command_help(topic)] if topic in COMMANDS else []
-    if not parts or topic in field_kinds(RunConfig):
-        kind, field = declared(topic, shown=f"help {topic}")
+    if not parts or topic in field_kinds(AllKeys):
+        kind, field = declared(topic, shown=f"help {topic}", schema=AllKeys)
         parts.append(
             _section(kind, f"{topic}.") if is_dataclass(kind) else _key(topic, kind, field)
         )
@@ -57,15 +78,16 @@ def help_text(topics: list[str]) -> str:
 
 def _section(section: Any, prefix: str) -> str:
     """Return the help of a section: its purpose, then a line for each key."""
-    lines = [getdoc(section) or "", ""] if prefix else []
+    note = _only(prefix.rstrip("."))
+    lines = [f"{getdoc(section) or ''}{note}", ""] if prefix else []
     for field in fields(section):
         kind = field_kinds(section)[field.name]
         if is_dataclass(kind):
             head = f"{prefix}{field.name}.*"
-            text = (getdoc(kind) or "").split("\n")[0]
+            text = (getdoc(kind) or "").split("\n")[0] + ("" if note else _only(head[:-2]))
         else:
             head = f"{prefix}{field.name}={_default(field)}"
-            text = field.metadata["text"]
+            text = field.metadata["text"] + ("" if note else _only(f"{prefix}{field.name}"))
             ruled = _rule(kind, field).removeprefix("must be ")
             text += f" ({ruled})" if ruled else ""
         start = f"  {head:<38}  "
@@ -79,6 +101,7 @@ def _key(key: str, kind: Any, field: Field[Any]) -> str:
     ruled = _rule(kind, field)
     lines = [describe_kind(kind) + (f"; {ruled}" if ruled else ""), field.metadata["text"]]
     lines += [LIVE] if is_live(key) else []
+    lines += [_only(key).strip()] if _only(key) else []
     if options := _options(kind):
         lines += ["", *options.split("\n")]
     text = "\n".join([f"{key}={_default(field)}", *(f"  {line}".rstrip() for line in lines)]) + "\n"
@@ -88,6 +111,12 @@ def _key(key: str, kind: Any, field: Field[Any]) -> str:
     return (
         f"{text}\n{_section(element, f'{key}[0].' if get_origin(kind) is list else f'{key}.NAME.')}"
     )
+
+
+def _only(key: str) -> str:
+    """Return a sentence about the commands that alone have a key; "" for a key of a run."""
+    commands = commands_of(key, RunConfig)
+    return f" Only {commands} {'read' if ' and ' in commands else 'reads'} it." if commands else ""
 
 
 def _options(kind: Any) -> str:
@@ -116,16 +145,16 @@ def _default(field: Field[Any]) -> str:
 
 def reference_text() -> str:
     """Return the configuration reference as Markdown."""
-    tops = [field for field in fields(RunConfig) if not is_dataclass(_kind(RunConfig, field.name))]
-    lines = [HEAD, "## Keys without a section", "", *_table([(f.name, RunConfig, f) for f in tops])]
-    for field in fields(RunConfig):
-        kind = _kind(RunConfig, field.name)
+    tops = [field for field in fields(AllKeys) if not is_dataclass(_kind(AllKeys, field.name))]
+    lines = [HEAD, "## Keys without a section", "", *_table([(f.name, AllKeys, f) for f in tops])]
+    for field in fields(AllKeys):
+        kind = _kind(AllKeys, field.name)
         if is_dataclass(kind):
             lines += [
                 "",
                 f"## {field.name}",
                 "",
-                _doc(kind),
+                f"{_doc(kind)}{_only(field.name)}",
                 "",
                 *_table(walk_keys(kind, field.name)),
             ]
@@ -165,6 +194,7 @@ def _table(rows: Iterable[tuple[str, Any, Field[Any]]]) -> list[str]:
         may_be += f", {rule}" if rule else ""
         text = f"{field.metadata['text']} {' '.join(_options(kind).split())}".rstrip()
         text += f" {LIVE}" if is_live(key) else ""
+        text += "" if _only(key.partition(".")[0]) else _only(key)
         cells = (f"`{key}`", f"`{_default(field)}`", may_be, text)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return lines

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from actor.policy import PolicyConfig
 from common.config.knobs import FILE_NAME, PATH
 from common.config.load import find_config, load_config, override_value
 from common.config.run_config import RunConfig
@@ -10,8 +12,22 @@ from common.errors import ConfigError
 from common.repository import ROOT
 from common.text import known_hint
 from tools.cli.command_line import ParsedCommand
+from tools.cli.study import StudyConfig
+from tools.evaluate.config import EvalConfig
+from tools.offline.config import DpoConfig, EvolveConfig, SftConfig
+from tools.simulator.config import SimulatorConfig
 
 DEFAULT_CONFIG = "quickstart"
+# Commands with keys of their own. All other commands have `RunConfig`.
+SCHEMAS: dict[str, type[RunConfig]] = {
+    "sft": SftConfig,
+    "dpo": DpoConfig,
+    "evolve": EvolveConfig,
+    "eval": EvalConfig,
+    "serve": PolicyConfig,
+    "simulate": SimulatorConfig,
+    "bench": StudyConfig,
+}
 
 
 def belongs_to_no_run(request: ParsedCommand) -> bool:
@@ -21,15 +37,19 @@ def belongs_to_no_run(request: ParsedCommand) -> bool:
     return request.config is None and not named
 
 
-def load_named(request: ParsedCommand, *, defaults: Sequence[str] = ()) -> RunConfig:
-    """Return the config of a request: overrides come after `defaults`; a named run uses its own."""
+def load_named(request: ParsedCommand, *, defaults: Sequence[str] = ()) -> Any:
+    """Return the config of a request: overrides come after `defaults`; a named run uses its own.
+
+    Its class is that of the command in `SCHEMAS`.
+    """
+    schema = SCHEMAS.get(request.command, RunConfig)
     overrides = [*defaults, *request.overrides]
     if request.config is None and (name := override_value(overrides, "run.name")) is not None:
         own = own_config(overrides, name)
         if own.is_file():
-            return load_config(str(own), overrides)
+            return load_config(str(own), overrides, schema=schema)
     named = request.config or DEFAULT_CONFIG
-    return load_config(named, overrides, is_dry=request.is_dry)
+    return load_config(named, overrides, is_dry=request.is_dry, schema=schema)
 
 
 def load_joined(request: ParsedCommand) -> RunConfig:

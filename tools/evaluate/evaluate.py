@@ -12,15 +12,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from actor.policy import PolicySection
 from actor.rollout.env_client import HubClient
 from actor.rollout.episode import Act, Render
 from actor.seats.endpoint import NO_LIMIT, Endpoint, TextEpisode
 from actor.seats.seats import Seats
 from common.config.actor import ENDPOINT, RANDOM, ActorSection, ContextKind
-from common.config.eval import EvalItems, EvalSection
 from common.config.model import ModelSection
-from common.config.policy import PolicySection
-from common.config.run_config import RunConfig
 from common.errors import ConfigError, EnvError, LongstrideError
 from common.formats.chat_template import names_date, template_at
 from common.host.lock import hold_run
@@ -33,6 +31,7 @@ from common.wire.messages import Trajectory
 from learner.journal.journal import read_journal
 from tools.checks.preflight import check_model
 from tools.checks.served.opponents import opponent_engines
+from tools.evaluate.config import EvalConfig, EvalItems, EvalOptions
 from tools.evaluate.own_process import make_job, play_in_own_process
 from tools.evaluate.play import EpisodePlayer, PlannedEpisode, PlayJob, play
 from tools.evaluate.scores import ItemPlays, all_scores, as_markdown
@@ -46,12 +45,12 @@ DIGEST_CHARS = 10
 NO_NOTES: Mapping[str, str] = {}
 # (config, hub's address, hub's token, env -> listed items, env -> turns) -> planned episodes
 ChooseItems = Callable[
-    [RunConfig, str, str, dict[str, list[str]], dict[str, int]], Sequence[PlannedEpisode]
+    [EvalConfig, str, str, dict[str, list[str]], dict[str, int]], Sequence[PlannedEpisode]
 ]
 
 
 @contextlib.contextmanager
-def serve_opponents(cfg: RunConfig, run_dir: RunDir) -> Generator[None]:
+def serve_opponents(cfg: EvalConfig, run_dir: RunDir) -> Generator[None]:
     """Serve the opponents of an evaluation inside the context.
 
     This process and its children find the engines by environment variables.
@@ -177,7 +176,7 @@ def _read(journal: Path, plans: Sequence[PlannedEpisode]) -> dict[str, Trajector
 
 
 def make_entry(
-    cfg: EvalSection, label: str, policy: dict[str, Any], plays: Sequence[ItemPlays]
+    cfg: EvalOptions, label: str, policy: dict[str, Any], plays: Sequence[ItemPlays]
 ) -> dict[str, Any]:
     """Return the row of one policy in the format of eval.json."""
     return {
@@ -224,7 +223,7 @@ class ItemListing:
     notes: dict[str, str] = field(default_factory=dict[str, str])
 
 
-def evaluate(cfg: RunConfig, run_dir: RunDir, *, choose_items: ChooseItems) -> int:
+def evaluate(cfg: EvalConfig, run_dir: RunDir, *, choose_items: ChooseItems) -> int:
     """Play held-out items with one policy, write and print the tables; return the exit code."""
     hub_cfg, hub_dir = command_part(cfg, run_dir, "eval")
     with (
@@ -245,7 +244,7 @@ def evaluate(cfg: RunConfig, run_dir: RunDir, *, choose_items: ChooseItems) -> i
         return code
 
 
-def fetch_listed(cfg: RunConfig, *, hub_url: str, token: str) -> ItemListing:
+def fetch_listed(cfg: EvalConfig, *, hub_url: str, token: str) -> ItemListing:
     """Return the hub's items for `eval.items`, and its notes on the environments.
 
     Raises: ConfigError: the hub has no such lists.
@@ -300,7 +299,7 @@ def described(episodes: Sequence[PlannedEpisode], notes: Mapping[str, str]) -> l
 
 
 def run(
-    cfg: RunConfig,
+    cfg: EvalConfig,
     run_dir: RunDir,
     episodes: Sequence[PlannedEpisode],
     *,

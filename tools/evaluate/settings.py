@@ -24,9 +24,10 @@ from tools.checks.hub_models import resolve_models
 from tools.checks.preflight import check_agent, check_engine, check_model
 from tools.cli.command_line import ParsedCommand
 from tools.cli.requested import load_named
+from tools.evaluate.config import EvalConfig
 
 
-def load_evaluation(request: ParsedCommand) -> RunConfig:
+def load_evaluation(request: ParsedCommand) -> EvalConfig:
     """Return the config of an evaluation.
 
     Without `--config`, a `model.path` of another shape than the configured policy's gets a context
@@ -38,7 +39,7 @@ def load_evaluation(request: ParsedCommand) -> RunConfig:
     is_listed = override_value(request.overrides, "eval.items") in ("tasks", "paper")
     if is_listed and not _overrides_key(request, "eval.num_items"):
         defaults.append("eval.num_items=-1")  # All items of the lists.
-    cfg = resolve_models(load_named(request, defaults=defaults))
+    cfg: EvalConfig = resolve_models(load_named(request, defaults=defaults))
     if request.config is not None or cfg.policy.url or not _overrides_key(request, "model.path"):
         return cfg
     fitting = [each for each in _fitting(cfg, request) if not _overrides_key(request, _key(each))]
@@ -50,7 +51,7 @@ def load_evaluation(request: ParsedCommand) -> RunConfig:
     return resolve_models(load_named(request, defaults=[*defaults, *fitting]))
 
 
-def check_evaluation(cfg: RunConfig, *, missing: Sequence[str]) -> None:
+def check_evaluation(cfg: EvalConfig, *, missing: Sequence[str]) -> None:
     """Check that the evaluation can start.
 
     Raises: ConfigError: the environments, the policy or the engine lack a requirement.
@@ -70,7 +71,7 @@ def check_own_engine(cfg: RunConfig) -> None:
     check_engine_args(cfg.actor.engine_args)
 
 
-def check_policy(cfg: RunConfig) -> None:
+def check_policy(cfg: EvalConfig) -> None:
     """Check the tasks and the policy before anything starts.
 
     Raises:
@@ -121,7 +122,7 @@ def _overrides_key(request: ParsedCommand, key: str) -> bool:
     return override_value(request.overrides, key) is not None
 
 
-def _fitting(cfg: RunConfig, request: ParsedCommand) -> list[str]:
+def _fitting(cfg: EvalConfig, request: ParsedCommand) -> list[str]:
     """Return overrides that fit the model; [] if it has the shape of the configured policy."""
     check_model(cfg.model.path)
     shape = read_shape(ROOT / cfg.model.path)

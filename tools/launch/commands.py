@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from common.config.load import load_received, override_value
 from common.config.run_config import Launcher, RunConfig
@@ -30,7 +30,7 @@ StartRoles = Callable[[RunConfig, RunDir], AbstractContextManager[RoleStarter]]
 WITH_MODEL = ("learner", "actor")  # Roles that read the folder `model.path`.
 
 
-def load_with_model(request: ParsedCommand) -> RunConfig:
+def load_with_model(request: ParsedCommand) -> Any:
     """Return the config of a request, with folders in place of the names of models."""
     from tools.checks.hub_models import resolve_models
 

@@ -6,7 +6,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from common.config.run_config import RunConfig
+from common.config.run_config import Config, RunConfig
 from common.errors import ConfigError, EnvError
 from common.host.child_process import ChildFailed, ChildProcess
 from common.host.guardian import Guardian
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 5.0
 
 
-def command_part(cfg: RunConfig, run_dir: RunDir, command: str) -> tuple[RunConfig, RunDir]:
+def command_part(cfg: Config, run_dir: RunDir, command: str) -> tuple[Config, RunDir]:
     """Return the config and the folder `runs/NAME/COMMAND` of a command beside a run.
 
     Its hub, configuration, metrics and episodes are there, so that a run of the same name can

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from common.config.learner import Offload
 from common.config.load import override_value
-from common.config.offline import SftSection, describe_rates
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.host.machine import GIB, check_compiler, has_cuda, memory_bytes
@@ -20,11 +19,19 @@ from tools.checks.learner_start import check_networks
 from tools.checks.preflight import check, check_disk, check_model
 from tools.cli.command_line import ParsedCommand
 from tools.exchange.records import as_conversation, preference_of, read_records, tokens_of
+from tools.offline.config import (
+    DpoConfig,
+    DpoSection,
+    EvolveConfig,
+    SftConfig,
+    SftSection,
+    describe_rates,
+)
 
 SHIPPED_POLICIES = Path("configs") / "policies"  # Folder below the repository.
 
 
-def check_sft(cfg: RunConfig, *, missing: Sequence[str] = ()) -> None:
+def check_sft(cfg: SftConfig, *, missing: Sequence[str] = ()) -> None:
     """Check that `sft` can start.
 
     Raises:
@@ -51,7 +58,7 @@ def check_sft(cfg: RunConfig, *, missing: Sequence[str] = ()) -> None:
         _check_episodes(cfg.sft.demonstrations, key="sft.demonstrations")
 
 
-def check_model_is_used(request: ParsedCommand, cfg: RunConfig) -> None:
+def check_model_is_used(request: ParsedCommand, cfg: SftConfig) -> None:
     """Check that `sft` reads a model that its command line names. Raises: ConfigError."""
     folder = override_value(request.overrides, "model.path")
     if folder is not None and cfg.sft.from_scratch:
@@ -61,7 +68,7 @@ def check_model_is_used(request: ParsedCommand, cfg: RunConfig) -> None:
         )
 
 
-def check_base(cfg: RunConfig) -> None:
+def check_base(cfg: SftConfig) -> None:
     """Check the network that `sft` begins with. Raises: ConfigError: as `check_networks`."""
     if not cfg.sft.from_scratch:
         check_networks(cfg, is_offline=True)
@@ -72,7 +79,7 @@ def check_base(cfg: RunConfig) -> None:
         )
 
 
-def check_dpo(cfg: RunConfig) -> None:
+def check_dpo(cfg: DpoConfig) -> None:
     """Check that `dpo` can start. Raises: ConfigError: the model or the pairs are missing."""
     _check_offline(cfg)
     check_model(cfg.model.path)
@@ -85,7 +92,7 @@ def check_dpo(cfg: RunConfig) -> None:
     _check_episodes(cfg.dpo.data, key="dpo.data")
 
 
-def check_evolve(cfg: RunConfig, *, missing: Sequence[str] = ()) -> None:
+def check_evolve(cfg: EvolveConfig, *, missing: Sequence[str] = ()) -> None:
     """Check that `evolve` can start. Raises: ConfigError: as `check`."""
     _check_offline(cfg)
     check(cfg, missing=missing)
@@ -137,17 +144,17 @@ def _check_size_from_scratch(sft: SftSection) -> None:
 
 def rate_lines(command: str, cfg: RunConfig) -> list[str]:
     """Return the precision and the rates of a training command on this machine, for `--dry-run`."""
-    section = {
-        "train": None,
-        "sft": cfg.sft,
-        "evolve": replace(cfg.sft, from_scratch=False),
-        "dpo": cfg.dpo,
-    }
-    if command not in section:
+    offline: SftSection | DpoSection | None = None
+    if isinstance(cfg, EvolveConfig):
+        offline = replace(cfg.sft, from_scratch=False)
+    elif isinstance(cfg, SftConfig):
+        offline = cfg.sft
+    elif isinstance(cfg, DpoConfig):
+        offline = cfg.dpo
+    elif command != "train":
         return []
-    offline = section[command]
     learner = cfg.learner if offline is None else offline.rated(cfg.learner)
-    is_new = command == "sft" and cfg.sft.from_scratch
+    is_new = isinstance(offline, SftSection) and offline.from_scratch
     is_cuda = learner.device.startswith("cuda") or (learner.device == "auto" and has_cuda())
     folder = None if is_new else ROOT / cfg.model.path
     choice = choose_precision(learner, folder, is_cuda=is_cuda)

@@ -18,17 +18,19 @@ from learner.policy.lora import ADAPTER_TENSORS, check_resumable, load_adapter
 from learner.training.checkpoint import newest_checkpoint
 from learner.wandb_sink import WandbSink
 from scheduler.curriculum.catalogue import HubCatalogue, fetch_catalogue, validate_tasks
+from tools.evaluate.config import EvalConfig
 from tools.evaluate.play import PlannedEpisode
 from tools.launch.hub import command_part, serve_hub
 from tools.offline import dpo, evolve, sft
+from tools.offline.config import DpoConfig, EvolveConfig, SftConfig
 from tools.offline.heldout import plan_heldout
 from tools.offline.scratch import save_policy
 from tools.offline.training import Log, load_start
 
 # Arguments: config, URL of the hub, its token, path for the episodes.
-Collect = Callable[[RunConfig, str, str, Path], None]
+Collect = Callable[[SftConfig, str, str, Path], None]
 # Arguments: config with the playing model, episodes, URL of the hub, its token, journal folder.
-PlayGiven = Callable[[RunConfig, Sequence[PlannedEpisode], str, str, Path], None]
+PlayGiven = Callable[[EvolveConfig, Sequence[PlannedEpisode], str, str, Path], None]
 
 
 @contextmanager
@@ -53,7 +55,7 @@ def _logged(cfg: RunConfig, run_dir: RunDir, job: str) -> Generator[Log]:
         mark_finished(run_dir, version=next(numbers) - 1, result="")
 
 
-def make_policy(cfg: RunConfig, run_dir: RunDir, *, collect: Collect) -> int:
+def make_policy(cfg: SftConfig, run_dir: RunDir, *, collect: Collect) -> int:
     """Train on demonstrations, collected first if none are given; return the exit code."""
     output = cfg.sft.output or str(run_dir.root / "policy")
     cfg = replace(cfg, sft=replace(cfg.sft, output=output))
@@ -68,7 +70,7 @@ def make_policy(cfg: RunConfig, run_dir: RunDir, *, collect: Collect) -> int:
     return 0
 
 
-def prefer(cfg: RunConfig, run_dir: RunDir) -> int:
+def prefer(cfg: DpoConfig, run_dir: RunDir) -> int:
     """Train on pairs of episodes; return the exit code."""
     output = cfg.dpo.output or str(run_dir.root / "policy")
     cfg, part = command_part(replace(cfg, dpo=replace(cfg.dpo, output=output)), run_dir, "dpo")
@@ -97,7 +99,7 @@ def merge(cfg: RunConfig, run_dir: RunDir) -> int:
     return 0
 
 
-def play_and_imitate(cfg: RunConfig, run_dir: RunDir, *, play: PlayGiven) -> int:
+def play_and_imitate(cfg: EvolveConfig, run_dir: RunDir, *, play: PlayGiven) -> int:
     """Play episodes and train on the successful ones, in iterations; return the exit code."""
     output = cfg.evolve.output or str(run_dir.root / "policy")
     cfg, part = command_part(
@@ -106,7 +108,7 @@ def play_and_imitate(cfg: RunConfig, run_dir: RunDir, *, play: PlayGiven) -> int
     with serve_hub(cfg, part) as (url, token):
         catalogue = _catalogue_of(cfg, url, token)
 
-        def play_iteration(now: RunConfig, iteration: int, folder: Path) -> None:
+        def play_iteration(now: EvolveConfig, iteration: int, folder: Path) -> None:
             play(now, evolve.plan_episodes(now, catalogue, iteration), url, token, folder)
 
         with _logged(cfg, part, "evolve") as log:
@@ -116,7 +118,7 @@ def play_and_imitate(cfg: RunConfig, run_dir: RunDir, *, play: PlayGiven) -> int
 
 
 def choose_held_out(
-    cfg: RunConfig, url: str, token: str, lists: Mapping[str, list[str]], turns: Mapping[str, int]
+    cfg: EvalConfig, url: str, token: str, lists: Mapping[str, list[str]], turns: Mapping[str, int]
 ) -> list[PlannedEpisode]:
     """Return the held-out episodes of the hub's catalogue that `eval` plays."""
     catalogue = _catalogue_of(cfg, url, token)

@@ -16,12 +16,12 @@ from actor.rollout.episode import first_text
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
 from common.config.actor import ActorSection, AgentFormat
 from common.config.curriculum import subsets_in_use
-from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.formats.answers import in_react, worded
 from common.wire.messages import PolicyKind
 from tools.evaluate.play import PlannedEpisode
 from tools.offline.branched import open_beside_random, play_in_branches
+from tools.offline.config import SftConfig
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ NUM_LEFT = 3  # First branches of an episode, one of which may have no return.
 FIRST_INDEX = 500_000  # First index of a training item. Runs count up from 0 and do not reach it.
 
 
-def demonstrate(cfg: RunConfig, url: str, token: str, path: Path) -> None:
+def demonstrate(cfg: SftConfig, url: str, token: str, path: Path) -> None:
     """Play `sft.num_demonstrations` episodes at the hub and write them to `path`.
 
     A share `sft.random_frac` is random valid play. The rest is the expert on `sft.expert_subsets`
@@ -71,12 +71,12 @@ def demonstrate(cfg: RunConfig, url: str, token: str, path: Path) -> None:
 Played = tuple[list[dict[str, Any]], bool]  # (segments as records, whether the episode was solved)
 
 
-def _options(cfg: RunConfig) -> list[ActorSection]:
+def _options(cfg: SftConfig) -> list[ActorSection]:
     """Return the settings between which the episodes alternate."""
     return [replace(cfg.actor, context=each) for each in cfg.sft.contexts] or [cfg.actor]
 
 
-async def _play_all(cfg: RunConfig, url: str, token: str) -> list[Played]:
+async def _play_all(cfg: SftConfig, url: str, token: str) -> list[Played]:
     """Play all planned demonstrations concurrently; return the results in order."""
     slots, numbers = asyncio.Semaphore(CONCURRENCY), itertools.count(1)
     num_plans = cfg.sft.num_demonstrations
@@ -106,7 +106,7 @@ async def _play_all(cfg: RunConfig, url: str, token: str) -> list[Played]:
         )
 
 
-def _plans(cfg: RunConfig, catalogue: dict[str, Any]) -> Iterator[PlannedEpisode]:
+def _plans(cfg: SftConfig, catalogue: dict[str, Any]) -> Iterator[PlannedEpisode]:
     """Yield the episodes in a fixed order, each with its own item."""
     chooser = random.Random(cfg.run.seed)
     expert_tasks = [

@@ -17,11 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from common.config.learner import LearnerSection
-from common.config.offline import DpoSection
-from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from learner.algorithms.interface import sequence_sum
 from learner.batch.batching import plan_microbatches
+from tools.offline.config import DpoConfig, DpoSection
 from tools.offline.rows import Row, num_episodes, read_rows
 from tools.offline.scratch import save_policy
 from tools.offline.training import (
@@ -46,7 +45,7 @@ class Pair:
     rejected: Row
 
 
-def run(cfg: RunConfig, *, log: Log = ignore) -> Path:
+def run(cfg: DpoConfig, *, log: Log = ignore) -> Path:
     """Train `model.path` on the pairs found in `dpo.data`; return the new policy's folder.
 
     Raises:

@@ -13,13 +13,13 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from common.config.learner import FULL
-from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from learner.journal.journal import read_journal
 from scheduler.curriculum.catalogue import HubCatalogue
 from scheduler.curriculum.sampling import hash_words, permute, spread
 from tools.evaluate.play import PlannedEpisode
 from tools.offline import sft
+from tools.offline.config import EvolveConfig
 from tools.offline.rows import Row, num_episodes, read_rows
 from tools.offline.scratch import save_policy
 from tools.offline.training import Log, ignore, load_start
@@ -27,10 +27,12 @@ from tools.offline.training import Log, ignore, load_start
 logger = logging.getLogger(__name__)
 
 # Arguments: config whose model.path plays, iteration, folder of the journal.
-Play = Callable[[RunConfig, int, Path], None]
+Play = Callable[[EvolveConfig, int, Path], None]
 
 
-def plan_episodes(cfg: RunConfig, catalogue: HubCatalogue, iteration: int) -> list[PlannedEpisode]:
+def plan_episodes(
+    cfg: EvolveConfig, catalogue: HubCatalogue, iteration: int
+) -> list[PlannedEpisode]:
     """Return the episodes of an iteration, distributed by the tasks' weights.
 
     Within a task every training item is used once before any item is used again.
@@ -58,7 +60,7 @@ def plan_episodes(cfg: RunConfig, catalogue: HubCatalogue, iteration: int) -> li
     return found
 
 
-def run(cfg: RunConfig, run_root: Path, *, play: Play, log: Log = ignore) -> Path:
+def run(cfg: EvolveConfig, run_root: Path, *, play: Play, log: Log = ignore) -> Path:
     """Run all iterations and return the folder of the last policy.
 
     An iteration that is complete on disk is not repeated, so an interrupted run can be resumed.

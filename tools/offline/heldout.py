@@ -3,12 +3,12 @@
 import logging
 from collections.abc import Mapping
 
-from common.config.eval import EvalItems, EvalSection
 from common.config.tasks import TaskSection
 from common.errors import ConfigError
 from common.ids import subset_of
 from scheduler.curriculum.catalogue import HubCatalogue
 from scheduler.curriculum.sampling import Item, eval_items, hash_words, spread
+from tools.evaluate.config import EvalItems, EvalOptions
 from tools.evaluate.play import PlannedEpisode
 
 logger = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ NO_TURNS: Mapping[str, int] = {}
 
 
 def plan_heldout(
-    cfg: EvalSection,
+    cfg: EvalOptions,
     tasks: list[TaskSection],
     catalogue: HubCatalogue,
     lists: TaskLists,
@@ -66,7 +66,7 @@ def _plan(item: Item, sample: int, horizon: int) -> PlannedEpisode:
     )
 
 
-def _task_items(cfg: EvalSection, tasks: list[TaskSection], lists: TaskLists) -> list[Item]:
+def _task_items(cfg: EvalOptions, tasks: list[TaskSection], lists: TaskLists) -> list[Item]:
     """Return the test items of the configured subsets, cut to the same share of each subset."""
     active = [task for task in tasks if task.weight > 0]
     found: list[list[str]] = []

@@ -7,11 +7,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from common.config.offline import SftSection
 from learner.policy.finite import TrainingDiverged, is_finite
 from learner.policy.lora import has_adapters, save_adapter, trained_state
 from learner.policy.merging import merged_tensors
 from learner.policy.saving import save_model, save_tokenizer
+from tools.offline.config import SftSection
 
 PAD = "<|pad|>"
 USER = "<|user|>"

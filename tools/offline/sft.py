@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from common.config.learner import LearnerSection
-from common.config.offline import SftSection
-from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from tools.exchange.agent_traj import read_conversations
 from tools.offline.checks import check_base
+from tools.offline.config import SftConfig, SftSection
 from tools.offline.rows import Row, newest, read_rows
 from tools.offline.scratch import make_policy, make_tokenizer, save_policy
 from tools.offline.training import (
@@ -34,7 +33,7 @@ MAX_GRAD_NORM = 1.0
 WARMUP_FRAC = 0.03
 
 
-def run(cfg: RunConfig, demonstrations: Path, *, log: Log = ignore) -> Path:
+def run(cfg: SftConfig, demonstrations: Path, *, log: Log = ignore) -> Path:
     """Train a policy on the demonstrations and return its folder.
 
     With `sft.from_scratch` a new tokenizer and new weights are made; else `model.path` is the

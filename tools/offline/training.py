@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 from common.config.learner import Layout, LearnerSection
-from common.config.offline import DpoSection, SftSection, describe_rates
 from learner.policy.determinism import make_deterministic
 from learner.policy.finite import TrainingDiverged
 from learner.policy.kernels.attention import use_attention
@@ -22,6 +21,7 @@ from learner.policy.model import Scoring, load_policy, pick_device, token_logpro
 from learner.policy.precision import VanishedUpdates, frozen_dtype, settled_precision, uses_bf16
 from learner.policy.selfcheck import check_policy
 from learner.training.optimizer import make_optimizer
+from tools.offline.config import DpoSection, SftSection, describe_rates
 from tools.offline.rows import Row, token_batch
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from common.config.run_config import RunConfig
 from common.config.train import TrainMode
 from common.wire.messages import (
     EndReason,
@@ -19,6 +18,7 @@ from common.wire.messages import (
     LeaseRequest,
 )
 from scheduler.core import RETRY_S, SchedulerCore
+from tools.simulator.config import SimulatorConfig
 from tools.simulator.workload import SimulatedEpisode, Workload, num_engines
 
 START_S = 1000.0  # A non-zero start, as real clocks have.
@@ -97,7 +97,7 @@ class Fleet:
 
     def __init__(
         self,
-        cfg: RunConfig,
+        cfg: SimulatorConfig,
         core: SchedulerCore,
         workload: Workload,
         events: EventQueue,

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from common.config.run_config import RunConfig
 from common.config.train import TrainMode
 from common.errors import ConfigError
 from common.store.run_dir import write_json
+from tools.simulator.config import SimulatorConfig
 from tools.simulator.measured import MeasuredPace, load_measured, load_workload
 from tools.simulator.search import Recommendation, Trial, advise
 from tools.simulator.workload import SampledWorkload, Workload
@@ -108,7 +108,7 @@ def _trial_lines(name: str, trials: Sequence[Trial]) -> list[str]:
     ]
 
 
-def run(cfg: RunConfig, out: TextIO) -> int:
+def run(cfg: SimulatorConfig, out: TextIO) -> int:
     """Simulate a run; return the exit code.
 
     The table is written to `out`, and all findings to `simulator.output`. The same configuration

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from common.config.run_config import RunConfig
+from tools.simulator.config import SimulatorConfig
 from tools.simulator.workload import (
     Workload,
     at_longest_horizon,
@@ -46,7 +46,7 @@ class Recommendation:
     size_trials: list[Trial]
 
 
-def advise(cfg: RunConfig, workload: Workload) -> Recommendation:
+def advise(cfg: SimulatorConfig, workload: Workload) -> Recommendation:
     """Return the cheapest setting that trains nearly as much as the best, one axis at a time.
 
     The first axis is the lookahead, with a lag bound so high that few episodes are discarded. The
@@ -88,7 +88,7 @@ def advise(cfg: RunConfig, workload: Workload) -> Recommendation:
     )
 
 
-def _predict(cfg: RunConfig, workload: Workload) -> Prediction:
+def _predict(cfg: SimulatorConfig, workload: Workload) -> Prediction:
     """Return the prediction for a configuration."""
     num = min(MAX_EPISODES, cfg.simulator.max_episodes)
     cfg = replace(cfg, simulator=replace(cfg.simulator, hours=MAX_HOURS, max_episodes=num))

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from common.config.horizon import MAX_TURNS, HorizonKind, HorizonUnit
-from common.config.offline import SimulatorSection
 from common.config.run_config import RunConfig
 from common.wire.messages import EndReason, EpisodeKind, PolicyKind, Trajectory
 from scheduler.curriculum.catalogue import HubCatalogue, SubsetEntry
+from tools.simulator.config import SimulatorConfig, SimulatorSection
 
 NUM_ITEMS = 1000  # Number of items in each subset.
 ENDLESS_STEPS = 1 << 30
@@ -106,7 +106,7 @@ class SampledWorkload:
         return self._cfg.step_s + num_tokens / self._cfg.learner_tokens_per_s
 
 
-def for_simulation(cfg: RunConfig, *, is_endless: bool = False) -> RunConfig:
+def for_simulation(cfg: SimulatorConfig, *, is_endless: bool = False) -> SimulatorConfig:
     """Return the configuration to simulate, without evaluation before and after the run.
 
     With `is_endless` or a limit in hours it has no last step.
@@ -129,7 +129,7 @@ def catalogue_of(cfg: RunConfig) -> HubCatalogue:
     return HubCatalogue(envs=envs)
 
 
-def at_longest_horizon(cfg: RunConfig) -> RunConfig:
+def at_longest_horizon(cfg: SimulatorConfig) -> SimulatorConfig:
     """Return the configuration with the longest horizon of its curriculum for all episodes."""
     per_env = {
         env: replace(override, kind=HorizonKind.FIXED.value)
@@ -139,7 +139,7 @@ def at_longest_horizon(cfg: RunConfig) -> RunConfig:
     return replace(cfg, horizon=horizon)
 
 
-def with_ahead(cfg: RunConfig, value: int, *, max_lag_steps: int) -> RunConfig:
+def with_ahead(cfg: SimulatorConfig, value: int, *, max_lag_steps: int) -> SimulatorConfig:
     """Return a configuration that opens groups this many steps ahead."""
     scheduler = replace(cfg.scheduler, max_ahead_steps=value)
     return replace(
@@ -147,16 +147,16 @@ def with_ahead(cfg: RunConfig, value: int, *, max_lag_steps: int) -> RunConfig:
     )
 
 
-def num_engines(cfg: RunConfig) -> int:
+def num_engines(cfg: SimulatorConfig) -> int:
     """Return the number of simulated engines. Each takes part in the run as an actor of its own."""
     return cfg.simulator.num_actors or cfg.actor.num_actors * cfg.actor.engines_per_process
 
 
-def with_actors(cfg: RunConfig, value: int) -> RunConfig:
+def with_actors(cfg: SimulatorConfig, value: int) -> SimulatorConfig:
     return replace(cfg, simulator=replace(cfg.simulator, num_actors=value))
 
 
-def with_size(cfg: RunConfig, value: int) -> RunConfig:
+def with_size(cfg: SimulatorConfig, value: int) -> SimulatorConfig:
     """Return a configuration with groups of this size and about as many episodes per step."""
     groups = cfg.groups
     per_step = groups.per_step * groups.size // value

@@ -7,7 +7,6 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from common.config.run_config import RunConfig
 from common.config.train import TrainMode
 from common.errors import LongstrideError
 from common.ids import split_episode_id
@@ -28,6 +27,7 @@ from learner.ingest.buffer import seen_of
 from learner.ingest.group_assembly import Group, GroupAssembly
 from scheduler.components import build_components
 from scheduler.core import SchedulerCore
+from tools.simulator.config import SimulatorConfig
 from tools.simulator.fleet import Arrival, EventQueue, Fleet
 from tools.simulator.workload import Workload, catalogue_of, for_simulation, synthetic_trajectory
 
@@ -127,7 +127,7 @@ class SimulatedRun:
     increases, the scheduler receives the step, and the refused actors repeat their requests.
     """
 
-    def __init__(self, cfg: RunConfig, workload: Workload, *, max_steps: int = 0) -> None:
+    def __init__(self, cfg: SimulatorConfig, workload: Workload, *, max_steps: int = 0) -> None:
         """Build everything. `max_steps`: stop there as in a longer run; 0: as configured."""
         self._cfg = for_simulation(cfg, is_endless=max_steps > 0)
         self._max_steps = max_steps or self._cfg.train.num_steps

@@ -151,7 +151,7 @@ PLAYER = """
 import asyncio, sys
 from dataclasses import replace
 from actor.agents.agents import Agents
-from common.config.evaluation import AgentLifetime
+from common.config.actor import AgentLifetime
 from tests.actor.agents.programs import RENDERER, act, open_session, settings
 from tests.actor.rollout.playing import LEASE
 async def play(lifetime):

@@ -5,12 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from actor.api.past import newer_version, past_versions, with_past_version
+from actor.policy import PolicyConfig, PolicySection
 from common.config.load import load_config
-from common.config.policy import PolicySection
 from common.join.shards import write_manifest
 from common.store.run_dir import RunDir
 
-CFG = load_config("smoke", [])
+CFG = load_config("smoke", [], schema=PolicyConfig)
 
 
 def save(run_dir: RunDir, step: int, *, is_complete: bool = True) -> Path:

@@ -30,10 +30,10 @@ from actor.api.serve import (
     with_context,
 )
 from actor.formats.renderer import Renderer
+from actor.policy import PolicyConfig, PolicySection
 from actor.rollout.episode import ContextFull, PolicyFailed, Turn
 from actor.seats.endpoint import Endpoint
 from common.config.load import load_config
-from common.config.policy import PolicySection
 from common.errors import ConfigError, EngineError
 from common.http import serving as limits
 from common.repository import ROOT
@@ -381,14 +381,16 @@ def test_running_actor_serves_chat_and_cleans_up(tmp_path: Path) -> None:
 def test_served_context_is_the_models_own(
     overrides: list[str], context: int, is_fitted: bool
 ) -> None:
-    cfg = load_config("quickstart", overrides)
+    cfg = load_config("quickstart", overrides, schema=PolicyConfig)
     actor = with_context(cfg, ROOT / "configs" / "policies" / "tiny")
     assert actor.max_model_len == context
     assert ("max_model_len" in actor.engine_args) == is_fitted
 
 
 def test_model_id_is_one_word() -> None:
-    cfg = load_config("quickstart", ["run.name=a", "model.source=org/Model-1B@main"])
+    cfg = load_config(
+        "quickstart", ["run.name=a", "model.source=org/Model-1B@main"], schema=PolicyConfig
+    )
     assert model_id(cfg) == "a-org-Model-1B"
 
 

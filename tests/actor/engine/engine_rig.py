@@ -22,7 +22,6 @@ from common.config.actor import ActorSection, AtUpdate
 from common.config.algorithm import AlgorithmSection
 from common.config.learner import FULL, LearnerSection, LoraSection, Precision, WeightsTransport
 from common.config.model import ModelSection
-from common.config.offline import SftSection
 from common.store.run_dir import RunDir
 from common.wire.security import create_keys
 from common.wire.sockets import Received, Router
@@ -35,6 +34,7 @@ from learner.weights.source import PublishedWeights, policy_weights, snapshot
 from learner.weights.transfer import PublishSettings
 from tests.actor.toy_peer import make_weight_link
 from tests.learner.builders import tensors_of
+from tools.offline.config import SftSection
 from tools.offline.scratch import make_policy, make_tokenizer, save_policy
 
 if TYPE_CHECKING:  # importing vllm takes seconds, and most runs deselect these tests

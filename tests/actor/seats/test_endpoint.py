@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
+from actor.policy import PolicySection
 from actor.rollout.episode import ContextFull, PolicyFailed
 from actor.seats.endpoint import Endpoint, Reply, TextEpisode
-from common.config.policy import PolicySection
 from common.errors import ConfigError
 from tests.actor.toy_servers import ToyEndpoint, serve
 

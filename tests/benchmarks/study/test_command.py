@@ -15,9 +15,9 @@ from benchmarks.study.outcome import begin
 from benchmarks.study.plan import Study, merged, names, read_study
 from benchmarks.table import BenchTable
 from common.config.load import load_config
-from common.config.offline import StudySection
 from common.errors import ConfigError
 from common.host.child_process import ChildProcess
+from tools.cli.study import StudySection
 
 REPORT = {"before": None, "after": {"success": 0.5}}
 LINE = {"step": 1, "time_s": 1.0, "train/num_sampled_tokens": 9.0}

@@ -2,15 +2,14 @@
 
 import re
 
-from common.config.run_config import RunConfig
-from tools.cli.help import reference_text, walk_keys
+from tools.cli.help import AllKeys, reference_text, walk_keys
 
 BANNED = re.compile(
     r"\b(likewise|the same for|which 0 means|nobody|whoever|told|tells|says)\b", re.I
 )
 VERB = re.compile(r"(With .*?, )?[A-Za-z]+s ")  # The first word is a verb: "Sets", "Limits".
 SMALL_WORDS = frozenset(["a", "an", "and", "in", "is", "of", "on", "or", "the", "that", "to"])
-TEXTS = {key: field.metadata["text"] for key, _, field in walk_keys(RunConfig, "")}
+TEXTS = {key: field.metadata["text"] for key, _, field in walk_keys(AllKeys, "")}
 
 
 def test_help_text_is_whole_sentences() -> None:

@@ -33,13 +33,14 @@ from common.config.knobs import (
 )
 from common.config.load import load_config
 from common.config.model import ModelSection
-from common.config.run_config import Launcher, RunConfig, check_training
+from common.config.run_config import Launcher, check_training
 from common.config.tasks import TaskSection
 from common.errors import ConfigError
 from tests.configs import edited
+from tools.cli.help import AllKeys
 
 TASK = TaskSection(env="babyai", subset="GoTo")
-BASE = RunConfig(
+BASE = AllKeys(
     model=ModelSection(path="/weights"),
     tasks=[TASK],
     horizon=HorizonSection(per_env={"babyai": HorizonOverride()}),
@@ -60,7 +61,7 @@ def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any, Cons
             yield key, kind, field.metadata.get("text"), field.metadata.get("law")
 
 
-LEAVES = list(leaves(RunConfig))
+LEAVES = list(leaves(AllKeys))
 NUMBERS = [each for each in LEAVES if each[1] in (int, float, list[int])]
 FREE = [key for key, kind, *_ in LEAVES if kind in (Any, dict[str, Any])]  # Values of any type.
 LONG_TEXTS = ("envs.dataset.template", "envs.dataset.system")  # They may have several lines.
@@ -223,7 +224,7 @@ def test_default_configuration_satisfies_every_constraint() -> None:
 def test_section_cannot_be_changed() -> None:
     with pytest.raises(FrozenInstanceError):
         BASE.learner.lr = 1.0  # type: ignore[misc]
-    kinds = {type(getattr(BASE, field.name)) for field in fields(RunConfig)}
+    kinds = {type(getattr(BASE, field.name)) for field in fields(AllKeys)}
     for kind in kinds - {bool, list, Launcher}:
         assert kind.__dataclass_params__.frozen, kind
 

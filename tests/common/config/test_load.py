@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from actor.policy import PolicyConfig
 from common.config.actor import ContextKind
 from common.config.algorithm import Baseline
 from common.config.learner import WeightsTransport
@@ -22,6 +23,7 @@ from common.config.train import TrainMode
 from common.errors import ConfigError
 from common.repository import ROOT
 from common.store.run_start import save_config
+from tools.offline.config import SftConfig
 
 USUAL = {"quickstart", "smoke", "tiny", "textcraft-qwen7b", "code", "selfplay-nim", "teacher"}
 MODEL = "model.path=/weights"
@@ -129,7 +131,7 @@ def test_one_field_of_one_task_is_overridable() -> None:
         ("groups.size=null", "groups.size=null: expects a whole number"),
         ("learnr.lr=1e-4", "learnr.lr=1e-4: no such key; the nearest is learner.lr"),
         ("learner.lrr=1", "learner.lrr=1: no such key; the nearest is learner.lr"),
-        ("lr=1", "lr=1: no such key; the nearest is learner.lr or learner.critic.lr or sft.lr"),
+        ("lr=1", "lr=1: no such key; the nearest is learner.lr or learner.critic.lr"),
         ("zzqx=1", "zzqx=1: no such key; docs/CONFIGURATION.md lists all keys"),
         ("zzqx.lr=1", "zzqx.lr=1: no such key; the nearest is "),
         ("groups.qqqq=1", "groups.qqqq=1: no such key; groups has the keys size, per_step"),
@@ -264,13 +266,16 @@ def test_no_value_leaks_into_the_next_load(tmp_path: Path) -> None:
 
 
 def test_list_of_enums_survives_saving_and_loading(tmp_path: Path) -> None:
-    cfg = load_config(None, [MODEL, "sft.contexts=[full,fold]"])
+    cfg = load_config(None, [MODEL, "sft.contexts=[full,fold]"], schema=SftConfig)
     assert cfg.sft.contexts == [ContextKind.FULL, ContextKind.FOLD]
-    wrong = error_of([MODEL, "sft.contexts=[whole]"])
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [MODEL, "sft.contexts=[whole]"], schema=SftConfig)
+    wrong = str(caught.value)
     assert "sft.contexts" in wrong
     assert "full, window, summary, fold, subagent" in wrong
     save_config(cfg, tmp_path / "saved.yaml")
-    assert load_config(str(tmp_path / "saved.yaml"), []) == cfg
+    saved = str(tmp_path / "saved.yaml")
+    assert load_config(saved, [], schema=SftConfig) == cfg
 
 
 def test_config_file_is_private_and_display_redacted(tmp_path: Path) -> None:
@@ -358,7 +363,8 @@ def test_uneven_ranks_are_refused(overrides: list[str], words: str) -> None:
 )
 def test_prompt_style_follows_the_policy(overrides: list[str], style: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
-    cfg = load_config(None, [text.format(folder=tmp_path) for text in overrides])
+    words = [text.format(folder=tmp_path) for text in overrides]
+    cfg = load_config(None, words, schema=PolicyConfig)
     assert cfg.envhub.style == style
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from actor.policy import PolicyConfig
 from common.config.actor import SeatsOptions
 from common.config.load import load_config
 from common.errors import ConfigError
@@ -36,4 +37,4 @@ def test_contradicting_option_is_refused_with_its_key(override: str, reason: str
 
 def test_past_versions_are_served_by_roles_only() -> None:
     with pytest.raises(ConfigError, match="must be 0 without policy"):
-        load_config("smoke", ["policy.past_every_s=5"])
+        load_config("smoke", ["policy.past_every_s=5"], schema=PolicyConfig)

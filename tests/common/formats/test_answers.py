@@ -2,9 +2,9 @@
 
 import pytest
 
+from actor.policy import PolicyConfig, PolicySection
 from common.config.actor import ActorSection, AgentFormat, AgentOptions, ContextKind
 from common.config.envhub import EnvhubSection
-from common.config.policy import PolicySection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.formats.answers import (
@@ -114,9 +114,9 @@ def test_replay_parses_actions_of_every_format() -> None:
     ],
 )
 def test_function_call_conflicts_are_refused_by_name(changes: dict, named: str) -> None:
-    RunConfig(**changes)
+    PolicyConfig(**changes)
     with pytest.raises(ConfigError, match=named):
-        RunConfig(actor=ActorSection(format=AgentFormat.FUNCTION_CALL), **changes)
+        PolicyConfig(actor=ActorSection(format=AgentFormat.FUNCTION_CALL), **changes)
 
 
 @pytest.mark.parametrize("own", [{"plan": True}, {"reflect_on_invalid": True}])

@@ -176,7 +176,7 @@ def test_node_of_another_release_joins(scheduler: Scheduler) -> None:
     request = replace(REQUEST, product="0.0.1", has_model=True)
     joined = enrol(scheduler.address, scheduler.key, request, timeout_s=WAIT_S)
     assert joined.key.name == REQUEST.name
-    assert {"run.seed", "actor.top_k"} < joined.defaults
+    assert {"run.seed", "actor.sleep"} < joined.defaults
     assert "model.path" not in joined.defaults
 
 

@@ -14,6 +14,7 @@ from envhub.catalogue.registry import Registry
 from envhub.env import PaperSet, Style, parse_item
 from envhub.envs.babyai import levels
 from envhub.envs.searchqa.questions import AGENTGYM_RANGES
+from tools.evaluate.config import EvalConfig
 
 SIZES = {  # the denominators of Tables 1 to 5
     "webarena": [15, 15, 10, 5, 5],
@@ -98,7 +99,7 @@ def test_search_set_loads_from_question_files_and_reports_gaps(tmp_path: Path):
 
 
 def test_config_of_the_tables_plays_every_set():
-    cfg = load_config("agentgym-paper-tables", ["model.path=unset"])
+    cfg = load_config("agentgym-paper-tables", ["model.path=unset"], schema=EvalConfig)
     assert (cfg.eval.items, cfg.eval.num_items, cfg.envs.agentgym_rules) == ("paper", -1, True)
     assert cfg.envhub.style == Style.AGENTGYM
     subsets = {(task.env, task.subset) for task in cfg.tasks}

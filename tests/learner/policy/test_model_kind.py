@@ -15,8 +15,10 @@ from learner.policy.model import load_policy, make_bare
 from learner.policy.model_kind import DIFFERENCES, check_engine_equal, check_kind
 from tests.tools.checks.models import write_model
 from tools.checks.preflight import check, check_dry, check_model
+from tools.evaluate.config import EvalConfig
 from tools.evaluate.settings import check_policy
 from tools.offline.checks import check_dpo, check_sft
+from tools.offline.config import DpoConfig, SftConfig
 
 VISION = {"hidden_size": 32, "num_hidden_layers": 1}
 IMAGES: dict[str, dict[str, Any]] = {
@@ -56,16 +58,16 @@ def commands(folder: Path) -> dict[str, Any]:
     """Return everything that reads a model, by name."""
     where = [f"model.path={folder}", f"run.dir={folder.parent / 'runs'}"]
 
-    def configured(*more: str) -> RunConfig:
-        return load_config("smoke", [*where, *more])
+    def configured(*more: str, schema: Any = RunConfig) -> Any:
+        return load_config("smoke", [*where, *more], schema=schema)
 
     return {
         "train": lambda: check(configured()),
         "--dry-run": lambda: check_dry(configured()),
         "--dry-run without weights": lambda: check_dry(configured(f"model.architecture={folder}")),
-        "sft": lambda: check_sft(configured("sft.from_scratch=false")),
-        "dpo": lambda: check_dpo(configured()),
-        "serve": lambda: check_policy(configured()),
+        "sft": lambda: check_sft(configured("sft.from_scratch=false", schema=SftConfig)),
+        "dpo": lambda: check_dpo(configured(schema=DpoConfig)),
+        "serve": lambda: check_policy(configured(schema=EvalConfig)),
         "a role": lambda: check_model(str(folder)),
         "the learner": lambda: load_policy(str(folder), device="cpu", gradient_checkpointing=False),
         "the start check": lambda: make_bare(str(folder)),

@@ -8,11 +8,11 @@ import torch
 
 from common.config.learner import LearnerSection, LoraSection, OptimizerKind, Precision
 from common.config.model import ModelSection
-from common.config.offline import SftSection
 from common.config.run_config import RunConfig
 from learner.policy.precision_choice import choose_precision, recorded_precision
 from tests.learner.builders import make_model
 from tools.offline.checks import rate_lines
+from tools.offline.config import DpoConfig, EvolveConfig, SftConfig, SftSection
 
 BF16, FP32 = Precision.BF16, Precision.FP32
 
@@ -72,10 +72,15 @@ def test_rule_follows_the_device_without_such_a_checkpoint(stored: Path) -> None
 
 def test_dry_run_names_the_precision_of_each_training(stored: Path) -> None:
     sft = SftSection(lr=3e-5, muon_lr=1e-3, from_scratch=False)
-    cfg = RunConfig(
-        model=ModelSection(path=str(stored)), learner=LearnerSection(device="cpu"), sft=sft
-    )
-    for command in ("train", "sft", "dpo", "evolve"):
+    model = ModelSection(path=str(stored))
+    learner = LearnerSection(device="cpu")
+    made = {
+        "train": RunConfig(model=model, learner=learner),
+        "sft": SftConfig(model=model, learner=learner, sft=sft),
+        "dpo": DpoConfig(model=model, learner=learner),
+        "evolve": EvolveConfig(model=model, learner=learner, sft=sft),
+    }
+    for command, cfg in made.items():
         line, *_ = rate_lines(command, cfg)
         assert line.startswith("learner.precision: fp32 (")
     assert rate_lines("eval", cfg) == []

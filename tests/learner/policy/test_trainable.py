@@ -15,6 +15,7 @@ from learner.policy.model_kind import check_trainable
 from tests.tools.checks.models import write_model
 from tools.checks.preflight import check, check_dry, check_model
 from tools.offline.checks import check_dpo, check_sft
+from tools.offline.config import DpoConfig, SftConfig
 
 
 def save(folder: Path, **config: Any) -> Path:
@@ -25,9 +26,9 @@ def save(folder: Path, **config: Any) -> Path:
 def test_every_training_command_refuses_quantised_weights(tmp_path: Path) -> None:
     folder = save(tmp_path / "model", quantization_config={"quant_method": "mxfp4"})
 
-    def configured(*more: str, path: Path = folder) -> RunConfig:
+    def configured(*more: str, path: Path = folder, schema: Any = RunConfig) -> Any:
         where = [f"model.path={path}", f"run.dir={tmp_path / 'runs'}"]
-        return load_config("smoke", [*where, *more])
+        return load_config("smoke", [*where, *more], schema=schema)
 
     from_files = "sft.from_scratch=false"
     stand_in = f"model.architecture={folder}"
@@ -38,8 +39,8 @@ def test_every_training_command_refuses_quantised_weights(tmp_path: Path) -> Non
         lambda: check_dry(configured()),
         lambda: check_dry(configured(stand_in)),
         lambda: check(configured(*reference, path=small)),
-        lambda: check_sft(configured(from_files)),
-        lambda: check_dpo(configured()),
+        lambda: check_sft(configured(from_files, schema=SftConfig)),
+        lambda: check_dpo(configured(schema=DpoConfig)),
         lambda: load_policy(str(folder), device="cpu", gradient_checkpointing=False),
     ):
         with pytest.raises(ConfigError, match=r"weights are quantised \(mxfp4\).*in bf16"):

@@ -26,7 +26,6 @@ from common.config.algorithm import (
     StateCredit,
 )
 from common.config.learner import CriticSection, Timestep
-from common.config.offline import DpoSection
 from common.segments import Aside, as_rows, joined
 from common.wire.codec import decode, encode, pack_record, unpack_record
 from common.wire.messages import EndReason, Trajectory
@@ -43,6 +42,7 @@ from tests.learner.builders import VOCAB, make_trajectory
 from tests.learner.training.test_gradients import gradient_step
 from tools.dashboard.reading.episode import recorded_of
 from tools.dashboard.reading.episode import segments_of as shown_segments
+from tools.offline.config import DpoSection
 from tools.offline.dpo import make_pairs
 from tools.offline.rows import newest, num_episodes, read_rows
 

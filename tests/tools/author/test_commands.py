@@ -9,6 +9,7 @@ import pytest
 from common.config.load import load_config
 from common.repository import ROOT
 from tests.in_process import carry_out
+from tools.offline.config import SftConfig
 
 Capture = pytest.CaptureFixture[str]
 
@@ -23,7 +24,7 @@ def test_scaffold_of_forty_lines_passes_check_env(tmp_path: Path, capsys: Captur
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     assert len(lines) <= 48
     assert "sort" not in path.read_text(encoding="utf-8").lower().replace("sorted", "")
-    cfg = load_config(str(config), [])
+    cfg = load_config(str(config), [], schema=SftConfig)
     assert (cfg.run.name, cfg.tasks[0].env) == ("my_game", "my_game")
     assert cfg.envhub.envs == [f"{path}:make_spec"]
     assert cfg.model.path == cfg.sft.output == "runs/my_game-start/policy"

@@ -3,21 +3,20 @@
 import pytest
 
 from common.config.keys import field_kinds, list_keys
-from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from tools.cli.command_line import COMMANDS, command_help
-from tools.cli.help import help_text
+from tools.cli.help import AllKeys, help_text
 
 
 def test_every_key_has_its_help() -> None:
-    keys = list_keys()
+    keys = list_keys(AllKeys)
     assert len(keys) > 400
     for key in keys:
         own = help_text([key]).removeprefix(f"{command_help(key)}\n" if key in COMMANDS else "")
         assert own.startswith(f"{key}=")
 
 
-SECTIONS = sorted(field_kinds(RunConfig).keys() - {"launcher", "dashboard"})
+SECTIONS = sorted(field_kinds(AllKeys).keys() - {"launcher", "dashboard"})
 
 
 def test_key_help_shows_type_default_and_constraint() -> None:
@@ -35,14 +34,14 @@ def test_choice_help_explains_every_option() -> None:
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_section_help_lists_its_keys(section: str) -> None:
-    keys = [key for key in list_keys() if key.startswith((f"{section}.", f"{section}["))]
+    keys = [key for key in list_keys(AllKeys) if key.startswith((f"{section}.", f"{section}["))]
     own = [key for key in keys if key.count(".") == 1]
     assert own
     assert [key for key in own if f"  {key}=" not in help_text([section])] == []
 
 
 def test_bare_help_lists_the_sections() -> None:
-    assert [name for name in field_kinds(RunConfig) if f"  {name}" not in help_text([])] == []
+    assert [name for name in field_kinds(AllKeys) if f"  {name}" not in help_text([])] == []
 
 
 def test_unknown_key_help_names_the_nearest() -> None:
@@ -52,6 +51,6 @@ def test_unknown_key_help_names_the_nearest() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_command_help_names_existing_sections(name: str) -> None:
-    assert set(COMMANDS[name].sections.split()) <= set(field_kinds(RunConfig))
+    assert set(COMMANDS[name].sections.split()) <= set(field_kinds(AllKeys))
     assert command_help(name).startswith(f"usage: run.py {name} ")
     assert help_text([name]).startswith(command_help(name))

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 from transformers import AddedToken, AutoTokenizer
 
+from actor.policy import PolicySection
 from common.config.actor import ActorSection
-from common.config.eval import EvalItems, EvalSection
 from common.config.model import ModelSection
-from common.config.policy import PolicySection
-from common.config.run_config import RunConfig
 from common.config.scheduler import SchedulerSection
 from common.config.tasks import TaskSection
 from common.errors import ConfigError
@@ -22,6 +20,7 @@ from common.store.run_dir import RunDir
 from learner.journal.journal import read_journal
 from tests.actor.toy_servers import ToyEndpoint, ToyHub, serve
 from tests.configs import edited
+from tools.evaluate.config import EvalConfig, EvalItems, EvalOptions
 from tools.evaluate.evaluate import describe_policy, digest_of, fetch_listed, run
 from tools.evaluate.play import PlannedEpisode
 from tools.evaluate.settings import check_policy
@@ -38,20 +37,20 @@ class Stage:
     hub_url: str = ""
     endpoint_url: str = ""
 
-    def config(self, *, k: int = 1, model: str = "toy-1", **fields: Any) -> RunConfig:
+    def config(self, *, k: int = 1, model: str = "toy-1", **fields: Any) -> EvalConfig:
         policy = PolicySection(
             url=f"{self.endpoint_url}/v1", model=model, backoff_s=0.01, max_tries=2
         )
-        return RunConfig(
+        return EvalConfig(
             model=ModelSection(path="unset"),
             tasks=[TaskSection(env="toy", subset="a")],
             scheduler=SchedulerSection(max_attempts=2),
             actor=ActorSection(env_timeout_s=10.0),
-            eval=EvalSection(k=k, **fields),
+            eval=EvalOptions(k=k, **fields),
             policy=policy,
         )
 
-    def evaluate(self, cfg: RunConfig, numbers: list[int]) -> int:
+    def evaluate(self, cfg: EvalConfig, numbers: list[int]) -> int:
         episodes = [
             PlannedEpisode(
                 episode_id=f"toy/a-test-{number}/3.{sample}",
@@ -174,7 +173,7 @@ def test_mismatched_tokenizer_and_model_are_refused(repository: Path, tmp_path: 
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     tasks = [TaskSection(env="toy", subset="easy")]
-    cfg = RunConfig(model=ModelSection(path=str(tmp_path)), tasks=tasks)
+    cfg = EvalConfig(model=ModelSection(path=str(tmp_path)), tasks=tasks)
     check_policy(cfg)
     (tmp_path / "config.json").write_text(
         json.dumps({**config, "vocab_size": 100}), encoding="utf-8"
@@ -193,12 +192,12 @@ def test_added_token_above_the_last_row_is_accepted(repository: Path, tmp_path: 
     tokenizer.save_pretrained(tmp_path)
     assert len(tokenizer) > num_rows
     tasks = [TaskSection(env="toy", subset="easy")]
-    check_policy(RunConfig(model=ModelSection(path=str(tmp_path)), tasks=tasks))
+    check_policy(EvalConfig(model=ModelSection(path=str(tmp_path)), tasks=tasks))
 
 
 def test_evaluation_of_nothing_is_refused() -> None:
     tasks = [TaskSection(env="toy", subset="easy")]
     with pytest.raises(ConfigError, match=r"tasks=\[\]"):
-        check_policy(RunConfig())
+        check_policy(EvalConfig())
     with pytest.raises(ConfigError, match=r"eval\.num_items=0"):
-        check_policy(RunConfig(tasks=tasks, eval=EvalSection(num_items=0)))
+        check_policy(EvalConfig(tasks=tasks, eval=EvalOptions(num_items=0)))

@@ -11,7 +11,6 @@ import pytest
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
 from benchmarks.actor.in_process import LocalSession
 from common.config.actor import ContextKind
-from common.config.run_config import RunConfig
 from common.config.tasks import TaskSection
 from common.errors import ConfigError
 from common.wire.messages import PolicyKind
@@ -21,6 +20,7 @@ from envhub.hosting.sessions import Sessions
 from envhub.http.routes import make_app
 from tests.actor.toy_servers import serve
 from tests.configs import edited
+from tools.offline.config import SftConfig
 from tools.offline.demonstrate import demonstrate
 
 ITEM = "GoToObjMazeS4-train-3"
@@ -76,7 +76,7 @@ def shown(url: str, slip_frac: float, path: Path) -> list[tuple[str, bool]]:
         "sft.random_frac": 0.0,
         "sft.num_demonstrations": 8,
     }
-    demonstrate(edited(RunConfig(), {"envhub.style": "compact", **changes}), url, "", path)
+    demonstrate(edited(SftConfig(), {"envhub.style": "compact", **changes}), url, "", path)
     records = [
         json.loads(line)["conversations"] for line in path.read_text(encoding="utf-8").splitlines()
     ]
@@ -93,7 +93,7 @@ def test_slips_are_excluded_from_the_loss(tmp_path: Path) -> None:
 
 
 def test_slips_in_branches_are_refused_by_name(tmp_path: Path) -> None:
-    cfg = edited(RunConfig(), {"sft.slip_frac": 0.5})
+    cfg = edited(SftConfig(), {"sft.slip_frac": 0.5})
     for context in (ContextKind.FOLD, ContextKind.SUBAGENT):
         branched = edited(cfg, {"sft.contexts": [ContextKind.FULL, context]})
         with pytest.raises(ConfigError, match=r"sft\.slip_frac=0\.5: .* branches have no slips"):

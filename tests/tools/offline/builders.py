@@ -1,6 +1,6 @@
 """The smallest policy for the tests of offline training."""
 
-from common.config.offline import SftSection
+from tools.offline.config import SftSection
 
 TINY = SftSection(
     from_scratch=True,

@@ -10,7 +10,6 @@ import pytest
 
 from actor.rollout.env_client import Environments, HubStepResult
 from common.config.actor import AgentFormat, AgentOptions, ContextKind
-from common.config.run_config import RunConfig
 from common.config.tasks import TaskSection
 from common.errors import ConfigError, EnvError
 from common.wire.messages import PolicyKind
@@ -19,6 +18,7 @@ from tests.actor.toy_servers import ToyHub, serve
 from tests.configs import edited
 from tools.evaluate.play import PlannedEpisode
 from tools.offline.branched import play_in_branches
+from tools.offline.config import SftConfig
 from tools.offline.demonstrate import demonstrate
 
 PLAN = PlannedEpisode(
@@ -132,7 +132,7 @@ def test_demonstrations_alternate_contexts_and_unreturned_branches(tmp_path: Pat
     }
     path = tmp_path / "shown.jsonl"
     with serve(ToyHub().app()) as url:
-        demonstrate(edited(RunConfig(), {"envhub.style": "compact", **changes}), url, "", path)
+        demonstrate(edited(SftConfig(), {"envhub.style": "compact", **changes}), url, "", path)
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     texts = [[each["value"] for each in record["conversations"]] for record in records]
     call, back = "<branch>go</branch>", "<return>go</return>"

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from common.config.learner import LearnerSection, Precision
-from common.config.offline import DpoSection
 from common.errors import ConfigError
 from learner.policy.finite import TrainingDiverged
 from tests.learner.builders import make_model, make_model_with_adapters
 from tools.offline import dpo
+from tools.offline.config import DpoSection
 from tools.offline.dpo import Pair, make_pairs, preference_loss
 from tools.offline.rows import Row, read_rows
 from tools.offline.scratch import make_tokenizer

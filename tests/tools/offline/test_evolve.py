@@ -8,8 +8,6 @@ import pytest
 
 from common.config.learner import LearnerSection, Precision
 from common.config.model import ModelSection
-from common.config.offline import EvolveSection
-from common.config.run_config import RunConfig
 from common.config.tasks import TaskSection
 from common.errors import ConfigError
 from learner.journal.journal import JournalWriter
@@ -17,6 +15,7 @@ from scheduler.curriculum.catalogue import parse_catalogue
 from tests.learner.builders import make_trajectory
 from tests.tools.offline.builders import TINY
 from tools.offline import evolve
+from tools.offline.config import EvolveConfig, EvolveSection
 from tools.offline.scratch import make_policy, make_tokenizer, save_policy
 
 CATALOGUE = parse_catalogue(
@@ -33,10 +32,10 @@ CATALOGUE = parse_catalogue(
 
 
 @pytest.fixture
-def cfg(tmp_path: Path) -> RunConfig:
+def cfg(tmp_path: Path) -> EvolveConfig:
     tokenizer = make_tokenizer(["you see", "go"] * 4, vocab_size=300)
     save_policy(tmp_path / "base", make_policy(TINY, tokenizer, seed=0), tokenizer)
-    return RunConfig(
+    return EvolveConfig(
         model=ModelSection(path=str(tmp_path / "base")),
         tasks=[TaskSection(env="toy", subset="a"), TaskSection(env="toy", subset="b", weight=2.0)],
         sft=TINY,
@@ -57,7 +56,7 @@ class Player:
         self.calls: list[tuple[str, int]] = []
         self._success, self._is_solved = success, is_solved
 
-    def __call__(self, cfg: RunConfig, iteration: int, folder: Path) -> None:
+    def __call__(self, cfg: EvolveConfig, iteration: int, folder: Path) -> None:
         self.calls.append((cfg.model.path, iteration))
         writer = JournalWriter(folder)
         for member, reward in enumerate([self._success, 0.0]):
@@ -67,7 +66,7 @@ class Player:
         writer.close()
 
 
-def test_items_follow_weights_without_early_repetition(cfg: RunConfig) -> None:
+def test_items_follow_weights_without_early_repetition(cfg: EvolveConfig) -> None:
     played = [evolve.plan_episodes(cfg, CATALOGUE, i) for i in range(2)]
     assert [len(each) for each in played] == [18, 18]
     for each in played:
@@ -80,7 +79,7 @@ def test_items_follow_weights_without_early_repetition(cfg: RunConfig) -> None:
 
 
 @pytest.mark.slow
-def test_every_iteration_plays_with_the_newest_policy(cfg: RunConfig, tmp_path: Path) -> None:
+def test_every_iteration_plays_with_the_newest_policy(cfg: EvolveConfig, tmp_path: Path) -> None:
     player = Player()
     output = evolve.run(cfg, tmp_path / "run", play=player)
     first = str(tmp_path / "run" / "iteration-0" / "policy")
@@ -90,7 +89,7 @@ def test_every_iteration_plays_with_the_newest_policy(cfg: RunConfig, tmp_path: 
 
 
 @pytest.mark.slow
-def test_interrupted_run_does_not_replay_episodes(cfg: RunConfig, tmp_path: Path) -> None:
+def test_interrupted_run_does_not_replay_episodes(cfg: EvolveConfig, tmp_path: Path) -> None:
     first = Player()
     short = replace(cfg, evolve=replace(cfg.evolve, num_iterations=1))
     evolve.run(short, tmp_path / "run", play=first)
@@ -99,13 +98,13 @@ def test_interrupted_run_does_not_replay_episodes(cfg: RunConfig, tmp_path: Path
     assert [iteration for _, iteration in again.calls] == [1]
 
 
-def test_iteration_without_success_names_the_setting(cfg: RunConfig, tmp_path: Path) -> None:
+def test_iteration_without_success_names_the_setting(cfg: EvolveConfig, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"evolve\.min_reward=1: no episode of iteration 0"):
         evolve.run(cfg, tmp_path / "run", play=Player(success=0.5, is_solved=False))
 
 
 @pytest.mark.slow
-def test_solved_episode_with_a_low_reward_is_kept(cfg: RunConfig, tmp_path: Path) -> None:
+def test_solved_episode_with_a_low_reward_is_kept(cfg: EvolveConfig, tmp_path: Path) -> None:
     short = replace(cfg, evolve=replace(cfg.evolve, num_iterations=1))
     output = evolve.run(short, tmp_path / "run", play=Player(success=0.5))
     assert (output / "model.safetensors").exists()

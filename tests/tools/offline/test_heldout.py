@@ -2,24 +2,23 @@
 
 import pytest
 
-from common.config.eval import EvalItems, EvalSection
-from common.config.run_config import RunConfig
 from common.config.tasks import TaskSection
 from common.errors import ConfigError
 from scheduler.curriculum.sampling import eval_items
 from tests.scheduler.builders import CATALOGUE, make_config
+from tools.evaluate.config import EvalConfig, EvalItems, EvalOptions
 from tools.evaluate.play import PlannedEpisode
 from tools.offline.heldout import plan_heldout
 
 LISTS = {"maze": ["easy-test-5", "easy-test-3", "easy-test-1", "hard-test-2", "other-test-0"]}
 
 
-def _choose(cfg: RunConfig, lists: dict[str, list[str]]) -> list[PlannedEpisode]:
+def _choose(cfg: EvalConfig, lists: dict[str, list[str]]) -> list[PlannedEpisode]:
     return plan_heldout(cfg.eval, cfg.tasks, CATALOGUE, lists)
 
 
-def _config(**fields: object) -> RunConfig:
-    return make_config(evaluation=EvalSection(**fields))  # type: ignore[arg-type]
+def _config(**fields: object) -> EvalConfig:
+    return make_config(evaluation=EvalOptions(**fields))  # type: ignore[arg-type]
 
 
 def test_items_equal_those_of_run_evaluations_at_full_horizon() -> None:

@@ -17,8 +17,6 @@ from torch.utils.data import SequentialSampler
 from transformers import AutoTokenizer, Trainer, TrainingArguments
 
 from common.config.learner import Layout, LearnerSection, LoraSection, OptimizerKind, Precision
-from common.config.offline import DpoSection, SftSection
-from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from learner.policy.finite import TrainingDiverged
 from learner.policy.model import load_policy
@@ -26,6 +24,7 @@ from tests.configs import edited
 from tests.tools.offline import builders
 from tools.exchange.agent_traj import Conversation, Message
 from tools.offline import sft
+from tools.offline.config import DpoSection, SftConfig, SftSection
 from tools.offline.rows import Row, row_of_conversation
 from tools.offline.scratch import make_policy, make_tokenizer, save_policy
 from tools.offline.training import choose_offline_compute, load_start
@@ -286,7 +285,7 @@ def test_policy_from_scratch_is_written_in_a_loadable_form(tmp_path: Path) -> No
         for conversation in CORPUS
     ]
     path.write_text("\n".join(json.dumps(record) for record in records), encoding="utf-8")
-    cfg = RunConfig(sft=TINY, learner=LearnerSection(device="cpu"))
+    cfg = SftConfig(sft=TINY, learner=LearnerSection(device="cpu"))
     cfg = edited(cfg, {"sft.output": str(tmp_path / "policy")})
     folder = sft.run(cfg, path)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -314,7 +313,7 @@ def test_adapters_are_merged_into_written_policy(tmp_path: Path) -> None:
 
 
 def test_adapters_need_a_base(tmp_path: Path) -> None:
-    cfg = RunConfig(sft=TINY, learner=LearnerSection(lora=LoraSection(rank=4)))
+    cfg = SftConfig(sft=TINY, learner=LearnerSection(lora=LoraSection(rank=4)))
     with pytest.raises(ConfigError, match=r"^learner\.lora\.rank=4: .*sft\.from_scratch=false"):
         sft.run(cfg, tmp_path / "demonstrations.jsonl")
 
@@ -322,7 +321,7 @@ def test_adapters_need_a_base(tmp_path: Path) -> None:
 def test_no_conversation_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "empty.jsonl"
     path.write_text("\n", encoding="utf-8")
-    cfg = RunConfig(sft=TINY, learner=LearnerSection(device="cpu"))
+    cfg = SftConfig(sft=TINY, learner=LearnerSection(device="cpu"))
     with pytest.raises(ConfigError, match=r"sft\.demonstrations=.*no episode has a token"):
         sft.run(cfg, path)
 

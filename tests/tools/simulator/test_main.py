@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from common.config.offline import SimulatorSection
 from common.errors import ConfigError
 from common.wire.messages import EndReason
 from learner.journal.journal import JournalWriter
 from tests.learner.builders import make_trajectory
 from tests.tools.simulator.builders import make_simulated
+from tools.simulator.config import SimulatorSection
 from tools.simulator.main import Compared, run
 from tools.simulator.search import advise
 from tools.simulator.workload import SampledWorkload

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from common.config.run_config import RunConfig
 from tests.configs import edited
 from tests.tools.simulator.builders import make_play, make_simulated
+from tools.simulator.config import SimulatorConfig
 from tools.simulator.fleet import Arrival, SimActor
 from tools.simulator.workload import SimulatedEpisode
 from tools.simulator.world import SimulatedRun
@@ -34,7 +34,7 @@ class Uneven:
         return 0.1
 
 
-def unlimited(num_actors: int) -> RunConfig:
+def unlimited(num_actors: int) -> SimulatorConfig:
     """A run whose learner and gate, by the default margin, have room for all engines."""
     cfg = make_simulated(num_steps=100_000, num_actors=num_actors, max_ahead_steps=8)
     more = {"groups.per_step": 8, "learner.max_lag_steps": 16}

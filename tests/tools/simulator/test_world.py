@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from common.config.run_config import RunConfig
 from common.config.train import TrainMode
 from tests.configs import edited
 from tests.tools.simulator.builders import make_play, make_simulated
+from tools.simulator.config import SimulatorConfig
 from tools.simulator.workload import SampledWorkload, SimulatedEpisode
 from tools.simulator.world import Prediction, SimulatedRun, SimulationStatistics
 
@@ -30,7 +30,7 @@ class Constant:
         return self.busy_s
 
 
-def _run(cfg: RunConfig, workload: Any = None) -> Prediction:
+def _run(cfg: SimulatorConfig, workload: Any = None) -> Prediction:
     return SimulatedRun(cfg, workload or SampledWorkload(cfg.simulator)).run()
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from actor.api.chat_endpoints import find_endpoint
+from actor.policy import PolicySection
 from actor.rollout.env_client import HubClient, HubSession
 from actor.rollout.episode import ContextFull, PolicyFailed, first_text
 from actor.seats.endpoint import Endpoint
 from common.config.actor import AgentFormat
-from common.config.policy import PolicySection
 from common.errors import ConfigError, EnvError
 from common.formats.answers import MARK, read_react, worded
 from common.repository import ROOT

@@ -91,11 +91,6 @@ class TerminalObserver:
                 self._beside.append(beside.exporter(self._run_dir, listener))
                 stack.callback(self._beside[-1].stop, timeout_s=STOP_S)
                 print(f"metrics: {url_of(listener, '')}metrics", flush=True)
-            if cfg.log.otlp_every_s:
-                logger.warning(
-                    "log.otlp_every_s is ignored and will be refused. Set log.metrics_port, and"
-                    " let a collector read it (docs/daemons/otel-collector.yaml)"
-                )
             if cfg.journal.copy_to:
                 self._copier = beside.copier(cfg, self._run_dir)
                 self._beside.append(self._copier)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from actor.policy import PolicyConfig
 from actor.seats.engines import KEY_VARIABLE, RUN_VARIABLE
 from common.config.actor import SeatsOptions
 from common.config.learner import ShardPlace
@@ -16,8 +17,10 @@ from common.errors import ConfigError
 from common.host.machine import Gpu
 from common.repository import ROOT
 from common.store.run_dir import RunDir
+from tests.configs import edited
 from tools.checks.gpu_placement import GpuAssignment, used_gpus
 from tools.checks.served.opponents import opponent_engines
+from tools.evaluate.config import EvalConfig
 from tools.evaluate.evaluate import serve_opponents
 from tools.launch.base import RoleSpec
 from tools.launch.roles import make_role_specs
@@ -54,7 +57,7 @@ def test_model_folder_among_the_opponents_is_a_role() -> None:
     assert first.argv[1:5] == (str(ROOT / "run.py"), "serve", "--config", "quickstart")
     words = [*first.argv[5:]]
     assert {f"model.path={ROOT / FOLDER}", "policy.role=opponent-0"} <= {*words}
-    served = load_config("quickstart", words)
+    served = load_config("quickstart", words, schema=PolicyConfig)
     assert served.actor.max_model_len == cfg.actor.max_model_len
     assert served.policy.past_every_s == 0.0
 
@@ -83,7 +86,7 @@ def test_past_versions_have_engines_of_their_own() -> None:
     cfg = config_of(opponents=["self", "checkpoints"], num_past=2, past_every_s=90.0)
     specs = specs_of(cfg)
     assert [each.name for each in specs] == ["opponent-past-0", "opponent-past-1"]
-    served = load_config("quickstart", [*specs[1].argv[5:]])
+    served = load_config("quickstart", [*specs[1].argv[5:]], schema=PolicyConfig)
     assert (served.policy.role, served.policy.past_every_s) == ("opponent-past-1", 90.0)
     assert Path(served.model.path) == ROOT / BASE.model.path
 
@@ -123,7 +126,8 @@ def test_engines_of_opponents_need_the_local_launcher() -> None:
 
 
 def test_missing_folder_of_an_opponent_is_named(tmp_path: Path) -> None:
-    cfg = config_of(eval_opponents=["no/such"])
+    seats = config_of(eval_opponents=["no/such"]).actor.seats
+    cfg = edited(EvalConfig(), {"actor.seats": seats})
     with (
         pytest.raises(ConfigError, match=r"seats\.eval_opponents=no/such: no such directory"),
         serve_opponents(cfg, RunDir(root=tmp_path)),

@@ -1,16 +1,18 @@
-"""The section `policy`: a policy behind an endpoint."""
+"""The section `policy`: a policy behind an endpoint, for the commands `eval` and `serve`."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from common.config.actor import AgentFormat
 from common.config.knobs import URL, WORD, Contradiction, knob, seconds
+from common.config.run_config import RunConfig
 
 LIMIT_KEYS = ("max_tokens", "max_completion_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySection:
-    """A policy behind an OpenAI-compatible endpoint, for the command `eval` only.
+    """A policy behind an OpenAI-compatible endpoint, for the command `eval`.
 
     The command `serve` provides such an endpoint. It requires the key from the variable
     `api_key_env`.
@@ -87,3 +89,20 @@ class PolicySection:
             yield "model", self.model, "must name a model of the endpoint policy.url"
         if self.past_every_s and not self.role:
             yield "past_every_s", self.past_every_s, "must be 0 without policy.role"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyConfig(RunConfig):
+    """The configuration of `serve`, and of other commands with a policy behind an endpoint."""
+
+    policy: PolicySection = field(default_factory=PolicySection)
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        yield from RunConfig.contradictions(self)
+        if self.policy.url and self.actor.format is AgentFormat.FUNCTION_CALL:
+            law = 'must be "" with actor.format=function_call'
+            yield (
+                "policy.url",
+                self.policy.url,
+                f"{law}: that format needs the model's own chat template",
+            )
