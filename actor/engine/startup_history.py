@@ -4,8 +4,14 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from actor.engine.cache import cache_folder
+from common.host.process_settings import cache_home
 from common.store.run_dir import as_map, json_object, write_json
+
+
+def cache_folder() -> Path:
+    """Return the path of the folder, which may not exist yet."""
+    return cache_home() / "longstride"
+
 
 MAX_KNOWN = 500  # Kinds of start; the oldest are removed.
 WEIGHT = 0.5  # Weight of the newest duration in the mean.

@@ -6,9 +6,8 @@ import torch
 from vllm.config import VllmConfig
 
 from actor.engine.adapter import load_adapter
-from actor.engine.notices import count_cast_weights
+from actor.engine.load import StagedTransferEngine, count_cast_weights, register
 from actor.engine.process_watch import end_with_owner
-from actor.engine.transfer_engine import StagedTransferEngine, register
 from actor.weights.stage import Staging
 from common.amx import TilePermission
 from common.stall.stacks import tell_stacks

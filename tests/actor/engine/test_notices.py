@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from actor.engine.notices import CAST_LOGGER, count_cast_weights
+from actor.engine.load import CAST_LOGGER, count_cast_weights
 
 
 def test_cast_weights_give_one_warning_and_a_count(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from actor.engine import cache
+from actor.engine import startup_history
 from common.errors import ConfigError, WireError
 from common.ids import subset_of
 from common.wire.messages import EpisodeKind, Trajectory
@@ -247,7 +247,7 @@ def values_of(trajectory: Trajectory) -> dict[str, Any]:
 
 def cache_folder() -> Path:
     """Return the folder of the cache files."""
-    return cache.cache_folder() / "dashboard"
+    return startup_history.cache_folder() / "dashboard"
 
 
 class IndexCache:

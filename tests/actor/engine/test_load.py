@@ -137,7 +137,7 @@ def test_reload_leaves_no_weight_old(tmp_path: Path, family: str) -> None:
     from safetensors.torch import load_file
     from vllm.config import set_current_vllm_config
 
-    from actor.engine.prepared import Prepared, begin_reload, can_prepare, end_reload
+    from actor.engine.load import Prepared, begin_reload, can_prepare, end_reload
 
     for seed in (0, 1):
         save_network(family, tmp_path / str(seed), seed=seed)
@@ -185,7 +185,7 @@ def test_reload_renews_the_convolutions_of_mamba(tmp_path: Path, dtype: str) -> 
     from safetensors.torch import load_file
     from vllm.config import set_current_vllm_config
 
-    from actor.engine.prepared import begin_reload, can_prepare, end_reload
+    from actor.engine.load import begin_reload, can_prepare, end_reload
 
     sizes: dict[str, Any] = {
         "hidden_size": 32,
@@ -218,7 +218,7 @@ def test_reload_renews_the_convolutions_of_mamba(tmp_path: Path, dtype: str) -> 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", long_for(KINDS, ["bfloat16 tied"]))
 def test_prepared_weights_equal_a_reload_exactly(tmp_path: Path, kind: str) -> None:
-    from actor.engine.prepared import Prepared, begin_reload, can_prepare, end_reload
+    from actor.engine.load import Prepared, begin_reload, can_prepare, end_reload
 
     dtype, _, way = kind.partition(" ")
     path = tmp_path / "policy"
@@ -255,7 +255,7 @@ def test_prepared_weights_equal_a_reload_exactly(tmp_path: Path, kind: str) -> N
 
 
 def test_layers_with_external_state_reload_in_place(tmp_path: Path) -> None:
-    from actor.engine.prepared import can_prepare
+    from actor.engine.load import can_prepare
 
     save_tiny_policy(tmp_path, is_tied=False)
     model, config = make_model(tmp_path, "float32")
@@ -335,7 +335,7 @@ def make_offer(meeting: Meeting, specs: list[TensorSpec], total_bytes: int) -> W
 
 
 def test_partial_loaders_of_weights_have_a_name() -> None:
-    from actor.engine.prepared import begin_reload
+    from actor.engine.load import begin_reload
 
     loaded: list[str] = []
 
