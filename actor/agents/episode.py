@@ -139,7 +139,8 @@ class AgentEpisode:
             self._conversation = [*asked.messages, answer.message]
         if asked.is_kept:
             first = 1 if asked.instructions else 0
-            self._kept[f"resp_{answer.number}"] = self._conversation[first:]
+            earlier = self._conversation[first:-1]
+            self._kept[f"resp_{answer.number}"] = [*earlier, answer.message_with_ids("call")]
 
     def _answer(
         self, asked: PolicyRequest, taken: Turn, stop: str | None, *, num_prompt: int

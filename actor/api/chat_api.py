@@ -3,6 +3,7 @@
 from typing import Any
 
 from actor.api.fields import (
+    THINKING_BLOCKS,
     freeform_input,
     freeform_names,
     read_call,
@@ -32,6 +33,7 @@ from actor.api.requests import (
     read_stop,
     unsupported,
 )
+from actor.formats.renderer import RESULT_ID
 from actor.formats.thoughts import FIELDS
 from common.text import valid_text
 
@@ -54,7 +56,7 @@ CHAT_IGNORED: dict[str, str] = {
     "prediction": "the actor does not use it to sample faster",
     "parallel_tool_calls": ONE_CALL,
 }
-MESSAGE_FIELDS = {"role", "content", "tool_calls", "tool_call_id", *FIELDS}
+MESSAGE_FIELDS = {"role", "content", "tool_calls", RESULT_ID, THINKING_BLOCKS, *FIELDS}
 # Fields of a message without effect on the prompt.
 LABELS = {"name", "id", "index", "status", "type", "annotations", "cache_control", "metadata"}
 LABELS |= {"provider_specific_fields", "reasoning_details"}
@@ -90,13 +92,18 @@ def _message(given: dict[str, Any], place: str) -> Message:
         raise invalid(f"{place}.role={role!r:.40}: must be one of {names}", "messages")
     if given.get("tool_calls") and role != "assistant":
         raise invalid(f"{place}.tool_calls: only an assistant message has calls", "messages")
+    if given.get(RESULT_ID) and role != "tool":
+        text = f"{place}.{RESULT_ID}: only a message of role tool is the result of a call"
+        raise invalid(text, "messages")
     _check_message(given, place)
     text = read_text(given.get("content"), f"{place}.content")
     if given.get("content") is None and role != "assistant":
         raise invalid(f"{place}.content: must be text", "messages")
     message: Message = {"role": "system" if role == "developer" else role, "content": text}
-    if role == "tool" and isinstance(given.get("tool_call_id"), str):
-        message["tool_call_id"] = valid_text(given["tool_call_id"])
+    if role == "tool" and (call := given.get(RESULT_ID)) is not None:
+        if not isinstance(call, str):
+            raise invalid(f"{place}.{RESULT_ID}: must be text", "messages")
+        message[RESULT_ID] = valid_text(call)
     if role == "assistant":
         message |= _answer_fields(given, place)
     return message

@@ -37,6 +37,7 @@ TOOL_REFUSED: dict[str, tuple[Any, ...]] = {
 }
 # Tools that the provider executes and that the model may leave out.
 SEARCHES = ("web_search", "web_fetch", "image_generation")
+THINKING_BLOCKS = "thinking_blocks"  # LiteLLM's field for the thoughts in Anthropic's form.
 FREEFORM = {  # The parameters of a tool whose input is plain text.
     "type": "object",
     "properties": {"input": {"type": "string", "description": "The input, as plain text."}},
@@ -63,7 +64,10 @@ def read_text(content: object, place: str, *, kinds: tuple[str, ...] = ("text",)
 
 
 def read_thoughts(message: dict[str, Any], place: str) -> str:
-    """Return the thoughts of a message, "" for none. Raises: ApiError: they are no text."""
+    """Return the thoughts of a message, "" for none. Raises: ApiError: they are no text.
+
+    Redacted blocks have no text.
+    """
     for name in FIELDS:
         thoughts = message.get(name)
         if thoughts is None:
@@ -71,7 +75,12 @@ def read_thoughts(message: dict[str, Any], place: str) -> str:
         if not isinstance(thoughts, str):
             raise invalid(f"{place}.{name}: must be text", place.partition("[")[0])
         return valid_text(thoughts)
-    return ""
+    blocks = read_items(message, THINKING_BLOCKS)
+    texts = [block.get("thinking") for block in blocks if block.get("type") == "thinking"]
+    if not all(isinstance(text, str) for text in texts):
+        text = f"{place}.{THINKING_BLOCKS}: the field thinking must be text"
+        raise invalid(text, place.partition("[")[0])
+    return valid_text("".join(map(str, texts)))
 
 
 def read_tools(body: dict[str, Any], *, schema: str, inner: str = "") -> list[dict[str, Any]]:

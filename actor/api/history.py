@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from actor.api.requests import Message, PolicyRequest, invalid
-from actor.formats.renderer import Renderer, in_order
+from actor.formats.renderer import RESULT_ID, Renderer, in_order
 from actor.formats.thoughts import FIELDS
 
 THOUGHTS = FIELDS[0]
@@ -18,22 +18,31 @@ def matched(asked: PolicyRequest) -> PolicyRequest:
 
     Raises: ApiError: a result has the id of no call of the answer before it.
     """
-    found: list[Message] = []
+    messages: list[Message] = []
     calls: list[Message] = []  # Calls of the latest answer.
     results: list[Message] = []  # Its results so far.
-    for each in (*asked.messages, None):
-        if each is not None and each["role"] == "tool":
-            results.append(each)
+    for message in (*asked.messages, None):
+        if message is not None and message["role"] == "tool":
+            results.append(message)
             continue
         try:
-            found += in_order(results, calls)
+            messages += in_order(results, calls)
         except ValueError as error:
             raise invalid(f"messages: {error}", "messages") from error
-        if each is not None:
-            results = []
-            calls = each.get("tool_calls") or []
-            found.append(_without_ids(each))
-    return replace(asked, messages=found)
+        if not calls and (lone := next(filter(None, map(_id_of, results)), "")):
+            text = f"messages: {RESULT_ID}={lone!r:.80}: the answer before it has no calls"
+            raise invalid(text, "messages")
+        results = []
+        if message is not None:
+            if message["role"] == "assistant":
+                calls = message.get("tool_calls") or []
+            messages.append(_without_ids(message))
+    return replace(asked, messages=messages)
+
+
+def _id_of(result: Message) -> str:
+    """Return the id of the call that a result names, "" for none."""
+    return str(result.get(RESULT_ID) or "")
 
 
 def _without_ids(message: Message) -> Message:

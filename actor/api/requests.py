@@ -91,6 +91,12 @@ class PolicyAnswer:
         message: Message = {"role": "assistant", "content": self.text}
         return {**message, "tool_calls": self.calls} if self.calls else message
 
+    def message_with_ids(self, prefix: str) -> Message:
+        """Return the answer as a message whose calls have the ids of `named_calls`."""
+        ids = [name for name, _, _ in self.named_calls(prefix)]
+        calls = [{**call, "id": name} for call, name in zip(self.calls, ids, strict=True)]
+        return {**self.message, "tool_calls": calls} if calls else self.message
+
     def named_calls(self, prefix: str) -> list[tuple[str, str, dict[str, Any]]]:
         """Return id, name and arguments of each call."""
         functions = [

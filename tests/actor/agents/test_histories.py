@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from actor.api.chat_api import CHAT_API
+from actor.api.requests import ApiError
 from actor.formats.renderer import Renderer
 from common.formats.calls import as_call
 from common.formats.chat_template import render_chat
@@ -148,3 +150,56 @@ def test_unknown_field_of_a_message_is_refused_by_name() -> None:
             assert (await at.post(CHAT, {"messages": [{**USER, **harmless}]}))[0] == 200
 
     asyncio.run(run())
+
+
+def result_of(call: str, role: str = "tool") -> dict[str, Any]:
+    return {"role": role, "content": "a key", "tool_call_id": call}
+
+
+CALLED = {**as_call("look", {}), "id": "c"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ([USER, result_of("c")], "messages: tool_call_id='c': the answer before it has no calls"),
+        (
+            [USER, said(), result_of("c")],
+            "messages: tool_call_id='c': the answer before it has no calls",
+        ),
+        (
+            [USER, said(tool_calls=[CALLED]), result_of("x")],
+            "messages: tool_call_id='x': the answer before it has no such call; it has c",
+        ),
+        (
+            [result_of("c", role="user")],
+            "messages[0].tool_call_id: only a message of role tool is the result of a call",
+        ),
+    ],
+)
+def test_result_of_an_unknown_call_is_refused_by_name(messages: list[Any], text: str) -> None:
+    async def run() -> None:
+        async with endpoint(ByHeart(["go"], renderer=Renderer(PLAIN))) as at:
+            status, told = await at.post(CHAT, {"messages": messages, "tools": [TOOL]})
+            assert (status, told["error"]["message"]) == (400, text)
+            known = [USER, said(tool_calls=[CALLED]), USER, result_of("c")]
+            assert (await at.post(CHAT, {"messages": known, "tools": [TOOL]}))[0] == 200
+
+    asyncio.run(run())
+
+
+def test_thinking_blocks_of_litellm_are_thoughts() -> None:
+    blocks = [
+        {"type": "thinking", "thinking": "Left?", "signature": "s"},
+        {"type": "redacted_thinking", "data": "x"},
+    ]
+
+    def thoughts(**fields: Any) -> str:
+        asked = CHAT_API.read({"messages": [USER, said(**fields), USER]})
+        return asked.messages[1].get("reasoning_content", "")
+
+    assert thoughts(thinking_blocks=blocks) == "Left?"
+    assert thoughts(thinking_blocks=blocks, reasoning_content="Right?") == "Right?"
+    assert thoughts(thinking_blocks=[]) == ""
+    with pytest.raises(ApiError, match=r"messages\[1\]\.thinking_blocks: the field thinking must"):
+        thoughts(thinking_blocks=[{"type": "thinking"}])

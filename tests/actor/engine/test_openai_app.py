@@ -171,6 +171,9 @@ def test_field_without_effect_is_refused_by_name(client: "OpenAI") -> None:
         create(client, messages=[{"role": "user", "content": "far " * 20_000}])
     with pytest.raises(NotFoundError, match="the only model is"):
         client.models.retrieve("other")
+    for prompt in ([3, -1], [[3], [-1]]):
+        with pytest.raises(BadRequestError, match="prompt: token id -1 is negative"):
+            client.completions.create(model="m", prompt=prompt, max_tokens=1)
     create(client, max_tokens=1, store=True, reasoning_effort="low", metadata={"a": "b"})
 
 
