@@ -23,8 +23,8 @@ from common.store.disk import POLL_S, DiskFull, if_room
 from common.store.run_dir import RunDir
 from common.wire.messages import EpisodeOutcome, Outcome, Trajectory
 from learner.build import Learner, MakeSink, build
+from learner.ingest.buffer import Group
 from learner.ingest.episode_stats import horizon_mix
-from learner.ingest.group_assembly import Group
 from learner.ingest.journal_index import save_replay_point
 from learner.journal.files import load_pruned
 from learner.journal.metrics import copy_metrics

@@ -35,8 +35,7 @@ from common.wire.messages import (
 from common.wire.security import load_keys
 from common.wire.sockets import Router, connect_dealer
 from learner.ingest.admission import Admission
-from learner.ingest.buffer import TrajectoryBuffer
-from learner.ingest.group_assembly import GroupAssembly
+from learner.ingest.buffer import GroupAssembly, TrajectoryBuffer
 from learner.ingest.intake import Intake
 from learner.ingest.journal_index import JournalIndex
 from learner.ingest.reports import ReportClient, ReportLog

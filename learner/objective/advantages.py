@@ -26,7 +26,7 @@ from learner.algorithms.running import RunningBaseline, running_advantages
 from learner.algorithms.table import estimator_of
 from learner.batch.batching import Sample
 from learner.batch.rows import episodes_of, rows_of
-from learner.ingest.group_assembly import Group
+from learner.ingest.buffer import Group
 
 
 def group_has_signal(members: list[Trajectory], algorithm: AlgorithmSection) -> bool:

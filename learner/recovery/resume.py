@@ -9,8 +9,7 @@ from common.errors import ConfigError, LongstrideError
 from common.ids import is_below, split_episode_id
 from common.store.run_dir import RunDir
 from common.wire.messages import EpisodeKind, Trajectory
-from learner.ingest.buffer import TrajectoryBuffer
-from learner.ingest.group_assembly import Group
+from learner.ingest.buffer import Group, TrajectoryBuffer
 from learner.ingest.journal_index import ReplayPoint
 from learner.journal.journal import read_journal
 from learner.journal.metrics import BEFORE_FIRST_STEP, MetricsWriter, iter_metrics

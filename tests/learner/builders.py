@@ -16,7 +16,7 @@ from common.config.run_config import RunConfig
 from common.weights.buckets import views
 from common.wire.messages import Trajectory
 from learner.batch.batching import Sample
-from learner.ingest.group_assembly import GroupAssembly
+from learner.ingest.buffer import GroupAssembly
 from learner.policy.forward import Networks
 from learner.policy.lora import add_adapters
 from learner.training.step import TrainerSettings

@@ -13,7 +13,7 @@ from common.config.run import OnStall
 from common.config.run_config import RunConfig
 from common.store.run_dir import RunDir
 from learner.build import Learner
-from learner.ingest.group_assembly import Group
+from learner.ingest.buffer import Group
 from learner.ingest.intake import LearnerStatus
 from learner.ingest.journal_index import ReplayPoint
 from learner.journal.journal import JournalPosition

@@ -9,7 +9,7 @@ from common.config.run_config import RunConfig
 from common.config.train import TrainMode
 from common.ids import split_episode_id
 from common.wire.messages import EndReason, EpisodeOutcome, GroupArrived, Lease, Outcome, Progress
-from learner.ingest.group_assembly import Group, GroupAssembly
+from learner.ingest.buffer import Group, GroupAssembly
 from tests.scheduler.builders import Table, make_config, outcome_of, seen_of
 from tests.scheduler.learner_side import has_signal, trajectory_of
 

@@ -23,7 +23,7 @@ from common.wire.messages import (
     Progress,
     Trajectory,
 )
-from learner.ingest.group_assembly import GroupAssembly, oldest_version
+from learner.ingest.buffer import GroupAssembly, oldest_version
 from learner.ingest.journal_index import FROM_THE_START, JournalIndex
 from learner.journal.journal import JournalPosition
 from scheduler.components import build_components

@@ -25,7 +25,7 @@ from common.errors import ConfigError
 from common.segments import as_rows
 from common.store.run_dir import RunDir
 from common.wire.messages import EndReason, Trajectory
-from learner.ingest.group_assembly import Group
+from learner.ingest.buffer import Group
 from learner.objective.advantages import samples_of
 from learner.objective.measures import ratio_statistics
 from learner.policy.model import pick_device

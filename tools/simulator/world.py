@@ -23,8 +23,7 @@ from common.wire.messages import (
     StepDone,
     Trajectory,
 )
-from learner.ingest.buffer import seen_of
-from learner.ingest.group_assembly import Group, GroupAssembly
+from learner.ingest.buffer import Group, GroupAssembly, seen_of
 from scheduler.components import build_components
 from scheduler.core import SchedulerCore
 from tools.simulator.config import SimulatorConfig

@@ -17,7 +17,7 @@ from learner.algorithms.gagpo import grouped_gae
 from learner.algorithms.gigpo import step_advantages
 from learner.algorithms.m2po import second_moment_mask
 from learner.algorithms.running import RunningBaseline
-from learner.ingest.group_assembly import Group
+from learner.ingest.buffer import Group
 from learner.objective.advantages import samples_of
 from tests.learner.builders import make_trajectory
 

@@ -7,7 +7,7 @@ import pytest
 from common.config.algorithm import AlgorithmSection
 from common.config.groups import GroupsSection
 from common.wire.messages import EndReason, EpisodeOutcome, GroupArrived, Trajectory
-from learner.ingest.group_assembly import Group, GroupAssembly, is_fresh, oldest_version
+from learner.ingest.buffer import Group, GroupAssembly, is_fresh, oldest_version
 from learner.objective.advantages import group_has_signal
 from tests.learner.builders import held_by, make_trajectory
 

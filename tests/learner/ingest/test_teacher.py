@@ -11,7 +11,7 @@ import pytest
 from common.errors import LongstrideError
 from common.wire.codec import decode, encode
 from common.wire.messages import EpisodeKind, Trajectory
-from learner.ingest.group_assembly import Group
+from learner.ingest.buffer import Group
 from learner.objective.advantages import samples_of
 from learner.teacher.scores import TeacherScores
 from tests.learner.ingest.intake_rig import Setup, member

@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 
 from common.wire.messages import EndReason, Trajectory
-from learner.ingest.group_assembly import Group
+from learner.ingest.buffer import Group
 from tests.learner.builders import make_trajectory
 
 VERSION = 3  # The version of the trained policy.

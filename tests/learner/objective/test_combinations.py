@@ -28,7 +28,7 @@ from learner.algorithms.interface import LossInputs
 from learner.algorithms.m2po import second_moment_mask
 from learner.algorithms.running import RunningBaseline
 from learner.batch.batching import Sample, make_microbatches
-from learner.ingest.group_assembly import Group
+from learner.ingest.buffer import Group
 from learner.objective.advantages import Scored, advantages_from_critic, samples_of
 from learner.objective.description import dead_knobs, proximal_in_use
 from learner.objective.loss import Denominator, anchor_and_weights, kl_weights, policy_loss

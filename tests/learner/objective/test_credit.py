@@ -10,7 +10,7 @@ from common.formats.seats import seat_metrics
 from common.wire.messages import Trajectory
 from learner.algorithms.rewards import turn_rewards
 from learner.algorithms.running import RunningBaseline
-from learner.ingest.group_assembly import Group
+from learner.ingest.buffer import Group
 from learner.objective.advantages import group_has_signal, samples_of
 from tests.learner.builders import make_trajectory
 

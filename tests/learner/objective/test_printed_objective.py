@@ -32,7 +32,7 @@ from common.config.learner import (
 )
 from learner.algorithms.running import RunningBaseline
 from learner.batch.batching import make_microbatches
-from learner.ingest.group_assembly import Group
+from learner.ingest.buffer import Group
 from learner.objective.advantages import Scored, advantages_from_critic, samples_of
 from learner.objective.description import objective_text
 from learner.objective.loss import Denominator, policy_loss

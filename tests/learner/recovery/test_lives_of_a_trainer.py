@@ -13,7 +13,7 @@ from common.config.algorithm import Advantage, AlgorithmSection, Correction
 from common.config.learner import LearnerSection, Precision
 from common.store.run_dir import RunDir
 from common.wire.messages import EpisodeOutcome, Outcome, Trajectory
-from learner.ingest.group_assembly import Group
+from learner.ingest.buffer import Group
 from learner.ingest.journal_index import FROM_THE_START
 from learner.journal.journal import JournalWriter
 from learner.journal.metrics import MetricsWriter

@@ -31,7 +31,7 @@ from common.config.learner import (
     Precision,
 )
 from common.repository import ROOT
-from learner.ingest.group_assembly import Group
+from learner.ingest.buffer import Group
 from learner.objective.advantages import group_has_signal, samples_of
 from learner.policy.forward import Networks
 from learner.policy.model import make_critic

@@ -12,7 +12,7 @@ from common.config.run_config import RunConfig
 from common.store.run_dir import RunDir
 from common.store.run_start import save_config
 from common.wire.messages import EpisodeOutcome, Outcome, Trajectory
-from learner.ingest.group_assembly import Group
+from learner.ingest.buffer import Group
 from learner.ingest.journal_index import ReplayPoint
 from learner.journal.journal import JournalWriter
 from learner.journal.metrics import MetricsWriter
