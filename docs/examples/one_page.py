@@ -1,6 +1,7 @@
 """The whole algorithm in one process, with the project's own functions: a minute on a CPU.
 
-Run it with `PYTHONPATH=.`. The system splits it into actors, a scheduler, a hub and a learner.
+Run it with `PYTHONPATH=.`. The system splits it into actors, a scheduler, a hub and a learner. A
+comment names the file of the system that does the same.
 """
 
 from dataclasses import dataclass, field
@@ -20,10 +21,13 @@ from learner.batch.batching import collate_tokens
 from learner.objective.loss import Denominator, importance_weights, policy_loss
 from learner.policy.model import Scoring, load_policy, token_logprobs
 
-MODEL, SUBSET, NUM_STEPS = "configs/policies/tiny-expert", "ActionObjDoor", 3
-NUM_GROUPS, GROUP_SIZE, HORIZON, MAX_TURN_TOKENS = 4, 4, 4, 12
-SAMPLING = {"do_sample": True, "top_k": 0, "max_new_tokens": MAX_TURN_TOKENS, "pad_token_id": 0}
-SAMPLING |= {"output_logits": True, "return_dict_in_generate": True}
+MODEL = "configs/policies/tiny-expert"
+SUBSET = "ActionObjDoor"
+NUM_STEPS = 3
+NUM_GROUPS = 4
+GROUP_SIZE = 4
+HORIZON = 4
+MAX_TURN_TOKENS = 12
 CFG = AlgorithmSection()  # GRPO, PPO's clip around the sampler, truncated importance weights
 SPEC = Registry(["babyai"]).spec("babyai")
 
@@ -42,24 +46,35 @@ class Episode:
 
 def open_episode(renderer: Renderer, index: int) -> Episode:
     """Return an episode of a training item, before its first turn."""
-    env = SPEC.make(Style.COMPACT)
-    observation = env.reset(f"{SUBSET}-train-{index}", seed=0)
-    prompt = renderer.first_prompt(first_text(SPEC.instruction[Style.COMPACT], observation))
+    env = SPEC.make(Style.COMPACT)  # envhub/hosting/worker_main.py
+    observation = env.reset(f"{SUBSET}-train-{index}", seed=0)  # envhub/hosting/sessions.py
+    text = first_text(SPEC.instruction[Style.COMPACT], observation)  # actor/rollout/episode.py
+    prompt = renderer.first_prompt(text)  # actor/formats/renderer.py
     return Episode(env, prompt, [False] * len(prompt))
 
 
 @torch.no_grad()
 def sample_turn(policy, episodes: list[Episode], end_ids: list[int]) -> list[list[int]]:
     """Sample the next turn of each episode. Keep its tokens with their logprobs."""
-    width = max(len(each.token_ids) for each in episodes)
-    pads = [width - len(each.token_ids) for each in episodes]
+    width = max(len(episode.token_ids) for episode in episodes)
+    pads = [width - len(episode.token_ids) for episode in episodes]
     rows = torch.tensor([[0] * n + e.token_ids for n, e in zip(pads, episodes, strict=True)])
     is_real = torch.arange(width) >= torch.tensor(pads)[:, None]  # [episode, seq]
-    found = policy.generate(rows, attention_mask=is_real.long(), eos_token_id=end_ids, **SAMPLING)
-    logprobs = torch.stack(found.logits, 1).float().log_softmax(-1)  # [episode, new, vocab]
+    sampled = policy.generate(  # actor/engine/engine.py: vLLM
+        rows,
+        attention_mask=is_real.long(),
+        eos_token_id=end_ids,
+        pad_token_id=0,
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=MAX_TURN_TOKENS,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    logprobs = torch.stack(sampled.logits, 1).float().log_softmax(-1)  # [episode, new, vocab]
     turns = []
-    for row, episode in enumerate(episodes):
-        new = found.sequences[row, width:].tolist()
+    for row, episode in enumerate(episodes):  # actor/rollout/context.py
+        new = sampled.sequences[row, width:].tolist()
         size = next((i + 1 for i, token in enumerate(new) if token in end_ids), len(new))
         episode.token_ids += new[:size]
         episode.mask += [True] * size
@@ -70,40 +85,54 @@ def sample_turn(policy, episodes: list[Episode], end_ids: list[int]) -> list[lis
 
 def play(policy, renderer: Renderer) -> list[list[Episode]]:
     """Play groups of episodes side by side, each to its end or to the horizon."""
+    # scheduler/core.py opens groups, actor/rollout/pool.py plays their episodes.
     groups = [[open_episode(renderer, i) for _ in range(GROUP_SIZE)] for i in range(NUM_GROUPS)]
-    for _ in range(HORIZON):
-        live = [each for group in groups for each in group if not each.is_over]
+    for _ in range(HORIZON):  # scheduler/curriculum/curriculum.py
+        live = [episode for group in groups for episode in group if not episode.is_over]
         turns = sample_turn(policy, live, renderer.end_of_turn_ids) if live else []
         for episode, turn in zip(live, turns, strict=True):
-            result = episode.env.step(renderer.action_text(turn))
-            episode.reward, episode.is_over = result.reward, result.done
+            result = episode.env.step(renderer.action_text(turn))  # actor/rollout/env_client.py
+            episode.reward = result.reward
+            episode.is_over = result.done
             is_stopped = turn[-1] in renderer.end_of_turn_ids
             shown = renderer.after_action(result.observation, is_stopped=is_stopped)
             episode.token_ids += shown
             episode.mask += [False] * len(shown)
-    return groups
+    return groups  # actor/delivery.py sends them, learner/ingest/buffer.py collects the groups
 
 
 def train_on(policy, optimizer, groups: list[list[Episode]]) -> float:
     """Make one optimizer step; return the mean ratio of the policy to the sampler."""
-    episodes = [each for group in groups for each in group]
-    rewards = [torch.tensor([each.reward for each in group]) for group in groups]
-    how = {"baseline": CFG.baseline, "normalize_std": CFG.normalize_std}
-    advantages = torch.cat([group_advantages(each, **how) for each in rewards])  # [episode]
-    owner = torch.tensor([i for i, each in enumerate(episodes) for _ in each.logprobs])  # [tokens]
-    sequences = [np.array(each.token_ids) for each in episodes]
-    batch = collate_tokens(sequences, [np.array(each.mask) for each in episodes], device="cpu")
-    new = token_logprobs(policy, batch, Scoring(chunk_tokens=4096, autocast=False))  # [tokens]
-    old = torch.tensor([value for each in episodes for value in each.logprobs])  # [tokens]
+    episodes = [episode for group in groups for episode in group]
+    rewards = [torch.tensor([episode.reward for episode in group]) for group in groups]
+    parts = [  # learner/algorithms/grpo.py
+        group_advantages(of_group, baseline=CFG.baseline, normalize_std=CFG.normalize_std)
+        for of_group in rewards
+    ]
+    advantages = torch.cat(parts)  # [episode]
+    owner = torch.tensor([i for i, e in enumerate(episodes) for _ in e.logprobs])  # [tokens]
+    sequences = [np.array(episode.token_ids) for episode in episodes]  # learner/batch/rows.py
+    masks = [np.array(episode.mask) for episode in episodes]
+    batch = collate_tokens(sequences, masks, device="cpu")  # learner/batch/batching.py
+    scoring = Scoring(chunk_tokens=4096, autocast=False)
+    new = token_logprobs(policy, batch, scoring)  # [tokens]; learner/policy/forward.py
+    old = torch.tensor([value for episode in episodes for value in episode.logprobs])  # [tokens]
     log_rho = log_ratio(new.detach(), old)
+    # learner/objective/loss.py, learner/algorithms/tis.py, learner/algorithms/ppo.py
     weights = importance_weights(log_rho, owner, len(episodes), CFG, is_ratio_included=True)
-    ratios = {"new_logprobs": new, "anchor_logprobs": old, "sampler_logprobs": old}
-    parts = {"is_weights": weights, "sequence_ids": owner, "num_sequences": len(episodes)}
-    inputs = LossInputs(**ratios, **parts, advantages=advantages[owner])
+    inputs = LossInputs(
+        new_logprobs=new,
+        anchor_logprobs=old,
+        sampler_logprobs=old,
+        is_weights=weights,
+        sequence_ids=owner,
+        num_sequences=len(episodes),
+        advantages=advantages[owner],
+    )
     whole = Denominator(num_tokens=len(new), num_sequences=len(episodes))
     optimizer.zero_grad()
-    policy_loss(inputs, whole, CFG)[0].backward()
-    optimizer.step()
+    policy_loss(inputs, whole, CFG)[0].backward()  # learner/training/step.py
+    optimizer.step()  # learner/training/trainer.py; learner/weights/publisher.py then sends it
     return log_rho.exp().mean().item()
 
 
@@ -111,10 +140,11 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     policy = load_policy(MODEL, device="cpu", gradient_checkpointing=False)
     renderer = Renderer(AutoTokenizer.from_pretrained(MODEL))
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)  # learner/training/optimizer.py
     ready = play(policy, renderer)  # Each batch is played one step before its training: lag 1.
-    for version in range(1, NUM_STEPS + 1):
-        groups, ready = ready, play(policy, renderer)
-        reward = np.mean([each.reward for group in groups for each in group])
+    for version in range(1, NUM_STEPS + 1):  # learner/main.py
+        groups = ready
+        ready = play(policy, renderer)
+        reward = np.mean([episode.reward for group in groups for episode in group])
         ratio = train_on(policy, optimizer, groups)
         print(f"version {version}: reward {reward:.3f}, ratio to the sampler {ratio:.3f}")
