@@ -371,7 +371,7 @@ def journal(request: ParsedCommand) -> int:
 
 
 def dashboard(request: ParsedCommand) -> int:
-    from tools.dashboard.table.interactive import InteractiveEpisodes
+    from tools.dashboard.interactive import InteractiveEpisodes
     from tools.dashboard.web import server
 
     return server.dashboard(request, echo=print_now, make_table=InteractiveEpisodes)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.runs import Run, balances, unbounded
-from tools.dashboard.table.interactive import InteractiveEpisodes
+from tools.dashboard.interactive import InteractiveEpisodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 

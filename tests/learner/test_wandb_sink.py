@@ -14,7 +14,7 @@ from common.config.log import LogSection, WandbMode
 from common.errors import ConfigError
 from common.repository import ROOT
 from common.wire.messages import EpisodeKind
-from learner.wandb_mode import check_mode, choose_mode, has_account
+from learner.wandb_sink import check_mode, choose_mode, has_account
 from tests.tools.dashboard.runs import append, episode, make_run
 
 NOBODY = {"HOME": "/nonexistent"}

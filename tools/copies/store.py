@@ -14,7 +14,6 @@ from tools.copies.manifest import FOLDER, CopyManifest, decode, digest_of, file_
 
 logger = logging.getLogger(__name__)
 
-
 KEY = "journal.copy_to"
 OBJECTS = "objects"
 NUM_THREADS = 4  # Number of requests at once.

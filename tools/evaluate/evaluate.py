@@ -40,7 +40,6 @@ from tools.launch.served import make_engine_specs, shared_variables
 
 logger = logging.getLogger(__name__)
 
-
 DIGEST_CHARS = 10
 NO_NOTES: Mapping[str, str] = {}
 # (config, hub's address, hub's token, env -> listed items, env -> turns) -> planned episodes

@@ -24,7 +24,6 @@ from learner.journal.journal import JournalWriter
 
 logger = logging.getLogger(__name__)
 
-
 PAUSE_S = 2.0  # Seconds between two tries of an episode whose environment is paused.
 WARN_EVERY_S = 30.0  # Seconds between two warnings that an episode waits.
 LOG_EVERY_FRAC = 0.1  # Share of the episodes between two log lines of progress.

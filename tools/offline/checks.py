@@ -14,7 +14,7 @@ from common.host.temporary import check_temporary_room
 from common.repository import ROOT
 from learner.policy.model_kind import check_trainable
 from learner.policy.precision_choice import choose_precision
-from learner.wandb_mode import check_mode
+from learner.wandb_sink import check_mode
 from tools.checks.learner_start import check_networks
 from tools.checks.preflight import check, check_disk, check_model
 from tools.cli.command_line import ParsedCommand

@@ -28,7 +28,6 @@ from tools.report.command import render, title_of
 
 logger = logging.getLogger(__name__)
 
-
 Interval = tuple[float, float]  # A 95 % confidence interval.
 DURING = re.compile(r"eval-step-(\d+)-model")  # Group of an evaluation during training.
 BEFORE = ("eval-before-model", "eval-before-random_valid", "eval-before-expert")

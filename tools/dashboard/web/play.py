@@ -21,7 +21,7 @@ EpisodeReply = Mapping[str, Any]
 
 
 class PlayService(Protocol):
-    """Plays episodes: see `tools.dashboard.table.interactive`. Raises ConfigError and EnvError."""
+    """Plays episodes: see `tools.dashboard.interactive`. Raises ConfigError and EnvError."""
 
     async def environments(self) -> EpisodeReply: ...
     async def open(

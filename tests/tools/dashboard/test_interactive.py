@@ -10,8 +10,7 @@ import pytest
 from actor.rollout.episode import state_number
 from common.errors import ConfigError, EnvError
 from tests.actor.toy_servers import ToyEndpoint, serve
-from tools.dashboard.table.interactive import MAX_EPISODES, InteractiveEpisodes
-from tools.dashboard.table.replay_pictures import RecordedEpisode
+from tools.dashboard.interactive import MAX_EPISODES, InteractiveEpisodes, RecordedEpisode
 
 pytestmark = pytest.mark.slow
 ITEM = "DoubleT-train-0"

@@ -1,26 +1,43 @@
-"""Interactive episodes: a user in a browser, or a policy, acts one step at a time."""
+"""Interactive episodes: a user in a browser, or a policy, acts one step at a time.
+
+Their hubs and policies are commands of the product, started on demand and stopped when idle. A
+recorded episode is replayed in a fresh environment for a picture of the state before each turn.
+"""
 
 import asyncio
 import contextlib
+import json
 import secrets
+import shutil
+import sys
+import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from actor.api.chat_endpoints import find_endpoint
 from actor.policy import PolicySection
-from actor.rollout.env_client import HubClient, HubSession
-from actor.rollout.episode import ContextFull, PolicyFailed, first_text
+from actor.rollout.context import CUT_MARK
+from actor.rollout.env_client import HubClient, HubSession, HubStepResult
+from actor.rollout.episode import ContextFull, PolicyFailed, first_text, state_number
 from actor.seats.endpoint import Endpoint
 from common.config.actor import AgentFormat
 from common.errors import ConfigError, EnvError
 from common.formats.answers import MARK, read_react, worded
+from common.host.child_process import ChildFailed, ChildProcess
+from common.host.guardian import Guardian
 from common.repository import ROOT
-from tools.dashboard.table.replay_pictures import RecordedEpisode, ReplayPictures, redo
-from tools.dashboard.table.service import START_S, TOKEN, ServiceCommand, options_of
 
+START_S = 60.0
+STOP_S = 3.0
+# In the environment, because all users can read command lines with `ps`.
+TOKEN = "LONGSTRIDE_TABLE_TOKEN"
+REPLAY_S = 30.0  # Seconds for a whole episode.
+SHOWN_CHARS = 400  # Maximum length of a differing observation in the problem, in characters.
+CUT_WORDS = 40  # Words before the cut that are compared if the observation was cut.
+SAME_SCORE = 1e-4
 MAX_EPISODES = 8  # Maximum number of concurrent episodes. One more is refused.
 IDLE_S = 300.0  # Seconds without use after which an episode is closed or a service is stopped.
 CALL_S = 30.0  # Seconds of one request to a hub.
@@ -31,6 +48,186 @@ MAX_ACTIONS = 300
 STYLE = "compact"
 HEADS = ("instruction", "acknowledgement")  # Texts of an environment before its first observation.
 T = TypeVar("T")
+
+
+def options_of(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the overrides that give a hub the environment settings of a run."""
+    envs = config.get("envs")
+    sections: dict[str, Any] = envs if isinstance(envs, dict) else {}
+    return tuple(f"envs.{name}={json.dumps(value)}" for name, value in sorted(sections.items()))
+
+
+class ServiceCommand:
+    """A command that prints its address. Its log is in a temporary folder, outside of any run.
+
+    Example: address = await Service(root, ["envhub", "port=0"], token="t").address()
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        words: Sequence[str],
+        *,
+        token: str,
+        prefix: str = "hub: ",
+        start_s: float = START_S,
+    ) -> None:
+        """Create the service without starting it.
+
+        Args:
+            root: folder of `run.py`.
+            words: arguments of the command; ${oc.env:LONGSTRIDE_TABLE_TOKEN} is the token.
+            prefix: beginning of the printed line that holds the address.
+        """
+        self._mark = prefix
+        self._start_s = start_s
+        self._argv = [sys.executable, str(root / "run.py"), *words]
+        self._env = {TOKEN: token}
+        self._starting = asyncio.Lock()
+        self._running: tuple[ChildProcess, str] | None = None
+        self._stack = contextlib.ExitStack()
+        self.used_at = time.monotonic()
+
+    async def address(self) -> str:
+        """Return the address of the running command; start it if it does not run.
+
+        Raises: EnvError: it did not start; the message has its last lines.
+        """
+        async with self._starting:
+            if self._running is None or self._running[0].poll() is not None:
+                await asyncio.to_thread(self._stop)
+                self._running = await asyncio.to_thread(self._start)
+            self.used_at = time.monotonic()
+            return self._running[1]
+
+    async def stop(self, *, unused_s: float = 0.0) -> None:
+        """Stop the command if it was unused for `unused_s`; it can be started again."""
+        async with self._starting:
+            if time.monotonic() - self.used_at >= unused_s:
+                await asyncio.to_thread(self._stop)
+
+    def _start(self) -> tuple[ChildProcess, str]:
+        """Start the command, and wait until it prints its address; return both."""
+        folder = Path(tempfile.mkdtemp(prefix="longstride-"))
+        log = folder / "log"
+        name = self._argv[2]
+        self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        guardian = Guardian()
+        self._stack.callback(guardian.close)
+        child = ChildProcess(name, self._argv, log_path=log, env=self._env, guardian=guardian)
+        self._stack.callback(child.stop, timeout_s=STOP_S)
+        try:
+            child.wait_until(lambda: _announcement(log, self._mark) != "", timeout_s=self._start_s)
+        except ChildFailed as error:
+            last = " / ".join(child.log_tail(max_lines=3))
+            self._stop()
+            raise EnvError(f"{name} did not start: {last or error}") from error
+        return child, _announcement(log, self._mark)
+
+    def _stop(self) -> None:
+        self._running = None
+        self._stack.close()
+
+
+def _announcement(log: Path, before: str) -> str:
+    """Return the address that a command has printed, "" before that."""
+    lines = log.read_text(errors="replace", encoding="utf-8").splitlines() if log.exists() else []
+    return next((line.split()[1] for line in lines if line.startswith(before)), "")
+
+
+class RecordedEpisode(TypedDict):
+    """A journalled episode as texts."""
+
+    env: str
+    item: str
+    style: str  # Name of the style of observations.
+    actions: list[str]
+    shown: list[str]  # Text shown before each action, including instructions and framing.
+    scores: list[float]  # Score after each action.
+    states: list[int]  # State before each action, see `actor.rollout.episode`; [0]: unknown.
+
+
+class ReplayPictures(TypedDict):
+    """Pictures of the states before each action and after the last, up to the first `problem`."""
+
+    pictures: list[Any]
+    problem: str  # "" if all pictures are present.
+
+
+async def redo(
+    client: HubClient, recorded: RecordedEpisode, *, limit_s: float = REPLAY_S
+) -> ReplayPictures:
+    """Replay an episode in a fresh environment, with a picture of each state.
+
+    The replay stops with a `problem` when an observation, a state or a reward differs from the
+    record: all later pictures would show another episode. It also stops at a failure or after
+    `limit_s`.
+    """
+    done: ReplayPictures = {"pictures": [], "problem": ""}
+    try:
+        async with asyncio.timeout(limit_s):
+            session = await client.open(
+                recorded["env"], recorded["item"], seed=0, style=recorded["style"]
+            )
+            try:
+                done["problem"] = await _follow(session, recorded, done["pictures"])
+            finally:
+                await session.close()
+    except EnvError as error:
+        done["problem"] = f"The environment failed during the replay: {error}"
+    except TimeoutError:
+        done["problem"] = f"The replay took longer than {limit_s:g} s."
+    return done
+
+
+async def _follow(session: HubSession, recorded: RecordedEpisode, pictures: list[Any]) -> str:
+    """Append the pictures; return the reason for an early stop, "" at the end."""
+    observation = session.first_observation
+    state = session.first_state
+    for turn, action in enumerate(recorded["actions"]):
+        if problem := _difference(recorded, turn, observation, state):
+            return problem
+        pictures.append(await session.picture())
+        result = await session.step(action)
+        if problem := _changed_result(recorded, turn, result):
+            return problem
+        observation = result.observation
+        state = result.state
+    pictures.append(await session.picture())
+    return ""
+
+
+def _difference(recorded: RecordedEpisode, turn: int, observation: str, state: str) -> str:
+    """Return how the state before an action differs from the record; "" if it does not."""
+    shown = recorded["shown"][turn] if turn < len(recorded["shown"]) else None
+    if shown is not None and not _holds(shown, observation):
+        is_now = observation[:SHOWN_CHARS]
+        was = shown.strip()[-SHOWN_CHARS:]
+        return f"The observation before turn {turn + 1} is {is_now!r}, but was {was!r}."
+    states = recorded["states"]
+    if turn < len(states) and states[turn] != state_number(state or observation):
+        return f"The state of the environment before turn {turn + 1} differs from the record."
+    return ""
+
+
+def _changed_result(recorded: RecordedEpisode, turn: int, result: HubStepResult) -> str:
+    """Return how a result differs from the recorded one; "" if it is equal."""
+    scores = recorded["scores"]
+    if turn < len(scores) and abs(result.reward - scores[turn]) > SAME_SCORE:
+        return f"The reward of turn {turn + 1} is {result.reward:g}, but was {scores[turn]:g}."
+    if result.done and turn + 1 < len(recorded["actions"]):
+        return f"The replay ended after turn {turn + 1}, not after {len(recorded['actions'])}."
+    return ""
+
+
+def _holds(shown: str, observation: str) -> bool:
+    """Return whether the shown text contains the observation, whole or up to its cut."""
+    before, cut, _ = shown.partition(CUT_MARK.partition("{")[0])
+    whole = " ".join(observation.split())
+    seen = before.split()
+    if cut:
+        return " ".join(seen[-CUT_WORDS:]) in whole
+    return whole in " ".join(seen)
 
 
 @dataclass(slots=True, kw_only=True)
