@@ -9,9 +9,9 @@ from common.errors import LongstrideError, MessageTooLarge, WireError
 from common.text import counted
 from common.wire.addresses import Addresses
 from common.wire.codec import check_bounds, encode
-from common.wire.following_dealer import FollowingDealer
 from common.wire.messages import Ack, EndReason, Rejected, Trajectory
 from common.wire.security import RunKeys
+from common.wire.sockets import FollowingDealer
 
 logger = logging.getLogger(__name__)
 

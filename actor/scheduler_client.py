@@ -9,7 +9,6 @@ from typing import Any
 
 from common.errors import LongstrideError, PeerMissing
 from common.wire.addresses import AddressBook, node_name
-from common.wire.following_dealer import FollowingDealer
 from common.wire.messages import (
     Directory,
     Goodbye,
@@ -23,6 +22,7 @@ from common.wire.messages import (
     Welcome,
 )
 from common.wire.security import RunKeys
+from common.wire.sockets import FollowingDealer
 
 logger = logging.getLogger(__name__)
 

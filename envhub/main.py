@@ -37,9 +37,9 @@ from common.memory import resident_bytes
 from common.stall.beacon import beacon_of
 from common.store.run_dir import RunDir
 from common.wire.addresses import AddressBook, Addresses, advertised, node_name, with_host
-from common.wire.following_dealer import FollowingDealer
 from common.wire.messages import HubGoodbye, HubHello, HubNoted, HubPlace, HubUse, Rejected
 from common.wire.security import RunKeys, own_keys
+from common.wire.sockets import FollowingDealer
 from envhub.catalogue.content import changed_content, contents_of, record_content
 from envhub.catalogue.registry import Registry, missing_requirements
 from envhub.errors import UnknownEnv

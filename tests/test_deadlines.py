@@ -35,7 +35,7 @@ ALLOWED = {  # file:function -> why no deadline of its own is needed
     "benchmarks/conformance/": "the time limit of a family ends all its processes",
     "common/join/enrol.py:": "polled before with a deadline",
     "learner/training/rank_processes.py:_exchange": "polled before with a deadline",
-    "common/wire/following_dealer.py:": "polled before with a deadline; a send that is done",
+    "common/wire/sockets.py:": "polled before with a deadline; a send that is done",
     "tools/copies/store.py:each": "a process of its own; the status shows its delay",
     "learner/journal/upkeep.py:_next": "rest until there is work; its own thread",
     "common/weights/transport.py:": "Broadcast.wait has the deadline of its group",

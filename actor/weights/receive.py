@@ -24,9 +24,9 @@ from common.weights.messages import (
 from common.weights.node_copy import CopyUnreachable, node_id
 from common.weights.transport import TransferCancelled
 from common.wire.addresses import Addresses, host_of, local_address_towards
-from common.wire.following_dealer import FollowingDealer
 from common.wire.messages import Rejected
 from common.wire.security import RunKeys
+from common.wire.sockets import FollowingDealer
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ import zmq
 from common.errors import LongstrideError
 from common.store.run_dir import RunDir
 from common.wire.addresses import advertised, node_name
-from common.wire.following_dealer import FollowingDealer
 from common.wire.messages import (
     Goodbye,
     Heartbeat,
@@ -25,6 +24,7 @@ from common.wire.messages import (
     Welcome,
 )
 from common.wire.security import RunKeys
+from common.wire.sockets import FollowingDealer
 
 logger = logging.getLogger(__name__)
 

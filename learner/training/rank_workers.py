@@ -27,7 +27,6 @@ from common.quick_exit import leave
 from common.store.run_dir import RunDir
 from common.weights.rendezvous import StoreServer
 from common.wire.addresses import WILDCARDS, advertised, bracketed, own_host_towards
-from common.wire.following_dealer import FollowingDealer
 from common.wire.messages import (
     FileOp,
     NodeState,
@@ -41,7 +40,7 @@ from common.wire.messages import (
     Rejected,
 )
 from common.wire.security import load_keys, rank_node
-from common.wire.sockets import Received, Router
+from common.wire.sockets import FollowingDealer, Received, Router
 from learner.policy.model import pick_device
 from learner.policy.timing import settled
 from learner.training.build import is_sharded

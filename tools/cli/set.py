@@ -14,9 +14,9 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError, LongstrideError, WireError
 from common.repository import ROOT
 from common.store.run_dir import RunDir
-from common.wire.following_dealer import FollowingDealer
 from common.wire.messages import ConfigChanged, ConfigRequest, Rejected
 from common.wire.security import load_keys
+from common.wire.sockets import FollowingDealer
 from tools.cli.command_line import ParsedCommand
 
 CHOICE = ("run.name", "run.dir")  # Keys that choose the run.

@@ -11,10 +11,9 @@ import zmq.asyncio
 
 from common.errors import LongstrideError
 from common.store.run_dir import RunDir
-from common.wire.following_dealer import FollowingDealer
 from common.wire.messages import Ack, Hello, Rejected
 from common.wire.security import RunKeys, create_keys
-from common.wire.sockets import Received, Router
+from common.wire.sockets import FollowingDealer, Received, Router
 
 HOST = "127.0.0.1"
 WAIT_S = 20.0

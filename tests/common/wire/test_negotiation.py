@@ -11,10 +11,9 @@ import zmq
 from common.errors import WireError
 from common.store.run_dir import RunDir
 from common.wire.codec import decode, encode
-from common.wire.following_dealer import FollowingDealer
 from common.wire.messages import SCHEMA_VERSION, Hello
 from common.wire.security import create_keys
-from common.wire.sockets import Router, connect_dealer
+from common.wire.sockets import FollowingDealer, Router, connect_dealer
 from common.wire.versions import PREVIOUS_VERSION, version_of
 from tests.common.wire.other_code import ACK, OtherCode
 
