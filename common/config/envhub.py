@@ -56,7 +56,7 @@ class EnvhubSection:
         le=MOST_ACTION_MIB,
     )
     inline_step_s: float = seconds(
-        0.2, "Moves an environment to worker processes if its steps take longer.", gt=0
+        0.2, "Moves an environment to worker processes once three of its steps took longer.", gt=0
     )
     agentgym_lease_s: float = seconds(
         0.0,

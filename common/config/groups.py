@@ -33,7 +33,7 @@ class GroupsSection:
     straggler_factor: float = knob(
         0.0,
         "Issues an episode again that takes this multiple of the 95th percentile of the durations"
-        " in its environment. 0 turns it off.",
+        " in its environment and at its horizon. 0 turns it off.",
         also=0,
         ge=1,
         le=1000,

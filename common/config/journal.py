@@ -14,7 +14,7 @@ class JournalSection:
 
     segment_mb: int = knob(
         256,
-        "Sets the size of a journal file, in MB. Compression and removal handle whole files.",
+        "Sets the size of a journal file, in MiB. Compression and removal handle whole files.",
         ge=1,
         le=4096,
     )

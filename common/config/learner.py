@@ -341,8 +341,8 @@ class ControllerSection:
     )
     tighten_gate: bool = knob(
         True,
-        "Halves scheduler.max_ahead_steps at an effective sample size below ess_gate, and raises it"
-        " again above ess_target.",
+        "Halves scheduler.max_ahead_steps at an effective sample size below ess_gate, sets it to 0 "
+        "after a skipped batch, and raises it again above ess_target.",
     )
     skip_step: bool = knob(
         True,
@@ -486,7 +486,11 @@ class LearnerSection(RankKeys):
         "time.",
     )
     num_threads: int = knob(
-        0, "Sets the CPU threads of each rank. 0 uses spare cores.", ge=0, le=1024
+        0,
+        "Sets the CPU threads of each rank. 0 times numbers up to that of the spare cores at the "
+        "run's start. With train.mode=sync or several ranks, 0 means 1.",
+        ge=0,
+        le=1024,
     )
     max_lag_steps: int = knob(
         4,
@@ -503,7 +507,8 @@ class LearnerSection(RankKeys):
     batch_timeout_s: float = seconds(
         1800.0,
         "Logs an error if no batch is complete and no episode has arrived for these seconds. The "
-        "learner then waits on, or ends with run.on_stall=stop.",
+        "learner then waits on. With run.on_stall=stop it ends, unless it waits for disk space or "
+        "a teacher.",
         gt=0,
     )
     publish_timeout_s: float = seconds(

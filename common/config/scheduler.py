@@ -40,7 +40,8 @@ class SchedulerSection:
     max_failed_frac: float = knob(
         0.2,
         "Ends the run if a larger share of the last 200 episodes failed. 50 episodes are needed, or"
-        " 16 if all failed. Episodes that one outage ends count as one.",
+        " 16 if all failed. Episodes that one outage ends count as one, unless it lasts longer "
+        "than 120 s.",
         ge=0,
         le=1,
     )
@@ -59,7 +60,9 @@ class SchedulerSection:
         le=1000,
     )
     size_leases: bool = knob(
-        True, "Grants an actor only as many leases as it finishes before they are stale."
+        True,
+        "Grants a new or a slower actor only as many leases as it finishes before they are stale. "
+        "Sync mode ignores it.",
     )
 
     @property
