@@ -22,8 +22,7 @@ from tools.exchange.agent_traj import (
 )
 from tools.exchange.records import preference_of, read_records, tokens_of
 from tools.exchange.writing import TRAIN_ITEM
-from tools.offline.written_answers import AnswerWriter
-from tools.offline.written_segments import segments_of
+from tools.offline.written_answers import AnswerWriter, segments_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

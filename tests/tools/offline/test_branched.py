@@ -17,9 +17,8 @@ from tests.actor.rollout.playing import Count, go_on
 from tests.actor.toy_servers import ToyHub, serve
 from tests.configs import edited
 from tools.evaluate.play import PlannedEpisode
-from tools.offline.branched import play_in_branches
 from tools.offline.config import SftConfig
-from tools.offline.demonstrate import demonstrate
+from tools.offline.demonstrate import demonstrate, play_in_branches
 
 PLAN = PlannedEpisode(
     episode_id="0/0", env="toy", item_id="toy-train-0", seed=0, horizon=9, policy=PolicyKind.EXPERT
