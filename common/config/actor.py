@@ -268,9 +268,9 @@ class SeatsOptions:
             yield "url", "", "must name the endpoint of the opponent `url`"
         if self.url and not self.model:
             yield "model", "", "must name the model at actor.seats.url"
-        for each in self.serve:
-            if "=" not in each:
-                yield "serve", each, "must be KEY=VALUE, such as actor.gpu_memory_frac=0.3"
+        for override in self.serve:
+            if "=" not in override:
+                yield "serve", override, "must be KEY=VALUE, such as actor.gpu_memory_frac=0.3"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -571,11 +571,11 @@ class ActorSection(AgentOptions):
         yield from contradictions_of_engine_args(self.engine_args)
 
 
-def contradictions_of_engine_args(given: dict[str, Any]) -> Iterator[Contradiction]:
+def contradictions_of_engine_args(arguments: dict[str, Any]) -> Iterator[Contradiction]:
     """Yield the arguments of `actor.engine_args` that the project sets itself."""
-    for name in sorted(given.keys() & OWN_ENGINE_ARGS.keys()):
+    for name in sorted(arguments.keys() & OWN_ENGINE_ARGS.keys()):
         key = OWN_ENGINE_ARGS[name]
         law = f"the project sets this argument of vLLM; use {key} instead"
         if not key:
             law = "the project fixes this argument of vLLM; remove it"
-        yield f"engine_args.{name}", given[name], law
+        yield f"engine_args.{name}", arguments[name], law

@@ -217,9 +217,9 @@ class TeacherSection:
             yield "url", self.url, "must be empty with algorithm.teacher.path: one teacher only"
         if self.url and not self.model:
             yield "model", "", "must name the model at algorithm.teacher.url"
-        for each in self.serve:
-            if "=" not in each:
-                yield "serve", each, "must be KEY=VALUE, such as actor.gpu_memory_frac=0.5"
+        for override in self.serve:
+            if "=" not in override:
+                yield "serve", override, "must be KEY=VALUE, such as actor.gpu_memory_frac=0.5"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

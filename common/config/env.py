@@ -63,7 +63,10 @@ class RemoteOptions:
             yield "url", self.url, "env.url and env.dialect need each other; set both or neither"
         if self.min_reward >= self.max_reward:
             yield "max_reward", self.max_reward, "must be > env.min_reward"
-        own = ("action_field", "observation_field", "reward", "min_reward", "max_reward")
-        for each in fields(self) if self.dialect != "openenv" else ():
-            if each.name in own and (value := getattr(self, each.name)) != each.default:
-                yield each.name, value, "has no effect without env.dialect=openenv"
+        of_openenv = ("action_field", "observation_field", "reward", "min_reward", "max_reward")
+        for option in fields(self) if self.dialect != "openenv" else ():
+            if (
+                option.name in of_openenv
+                and (value := getattr(self, option.name)) != option.default
+            ):
+                yield option.name, value, "has no effect without env.dialect=openenv"

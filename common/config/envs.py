@@ -155,7 +155,7 @@ class WebarenaOptions(ItemFiles):
     @property
     def sites(self) -> dict[str, str]:
         """The URLs of the configured sites by WebArena's names, without a trailing slash."""
-        found = {
+        urls = {
             "shopping": self.shopping,
             "shopping_admin": self.shopping_admin,
             "reddit": self.reddit,
@@ -164,7 +164,7 @@ class WebarenaOptions(ItemFiles):
             "wikipedia": self.wikipedia,
             "homepage": self.homepage,
         }
-        return {name: url.rstrip("/") for name, url in found.items() if url}
+        return {name: url.rstrip("/") for name, url in urls.items() if url}
 
     @property
     def is_configured(self) -> bool:
@@ -475,16 +475,16 @@ def choose_env(name: str, envs: EnvsSection) -> str:
     """Return the environment for a task's `env`: for a|b the first configured one, or b."""
     *firsts, last = name.split("|")
     is_set = {"webarena": envs.webarena.is_configured}
-    return next((each for each in firsts if is_set.get(each, True)), last)
+    return next((env for env in firsts if is_set.get(env, True)), last)
 
 
 def own_tasks(name: str, envs: EnvsSection) -> str:
     """Return a note for tables about an environment with this project's tasks; "" for others."""
-    own = {
+    notes = {
         "textcraft": "" if envs.textcraft.recipes_dir else "own recipes instead of Minecraft's",
         "searchqa": "" if envs.searchqa.questions_dir else "questions about a generated world",
         "sqlgym": "" if envs.sqlgym.bird_dir else "generated databases instead of BIRD",
         "wordle": "" if envs.wordle.words else "own list of words",
         "minisites": "minisites, not WebArena",
     }
-    return own.get(name, "")
+    return notes.get(name, "")

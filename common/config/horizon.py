@@ -178,8 +178,8 @@ class HorizonSection:
     def name_of(self, env: str, subset: str) -> str:
         """Return the name of a subset's schedule: "environment/subset" or the environment."""
         far = distance_of(subset)
-        own = f"{env}/{far[0] if far else subset}"
-        return own if own in self.per_env else env
+        of_subset = f"{env}/{far[0] if far else subset}"
+        return of_subset if of_subset in self.per_env else env
 
     def policy(self, name: str) -> HorizonPolicy:
         """Return the schedule of an environment or an "environment/subset"."""

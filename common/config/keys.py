@@ -163,17 +163,19 @@ def nearest_keys(key: str, schema: type[RunConfig]) -> str:
     """
     last = key.rsplit(".", 1)[-1]
     if "." not in key:
-        namesakes = [known for known in list_keys(schema) if known.rsplit(".", 1)[-1] == last]
+        namesakes = [
+            candidate for candidate in list_keys(schema) if candidate.rsplit(".", 1)[-1] == last
+        ]
         sections = difflib.get_close_matches(key, list(field_kinds(schema)), n=1, cutoff=0.7)
         if namesakes or sections:
             return " or ".join(map(_shortest, namesakes[:3] or sections))
 
-    def likeness(known: str) -> tuple[float, float]:
+    def likeness(candidate: str) -> tuple[float, float]:
         """Return the similarity of a key's last word, and of the whole key."""
-        by_last = difflib.SequenceMatcher(None, known.rsplit(".", 1)[-1], last).ratio()
-        return by_last, difflib.SequenceMatcher(None, known, key).ratio()
+        by_last = difflib.SequenceMatcher(None, candidate.rsplit(".", 1)[-1], last).ratio()
+        return by_last, difflib.SequenceMatcher(None, candidate, key).ratio()
 
-    best = max(list_keys(schema), key=lambda known: sum(likeness(known)))
+    best = max(list_keys(schema), key=lambda candidate: sum(likeness(candidate)))
     return _shortest(best) if likeness(best)[0] >= NEAR_LAST_FRAC else ""
 
 
@@ -266,11 +268,13 @@ def expand_sections(sections: dict[Any, Any]) -> dict[Any, Any]:
     """Return the sections of a YAML file with those of SHORT_KEYS at their whole keys."""
     for short in SHORT_KEYS.keys() & sections.keys():
         *above, last = SHORT_KEYS[short].split(".")
-        given = sections.pop(short)
-        held: Any = sections
+        settings = sections.pop(short)
+        section: Any = sections
         for name in above:
-            held = held.setdefault(name, {})
-        held[last] = {**held.get(last, {}), **given} if isinstance(given, dict) else given
+            section = section.setdefault(name, {})
+        section[last] = (
+            {**section.get(last, {}), **settings} if isinstance(settings, dict) else settings
+        )
     return sections
 
 

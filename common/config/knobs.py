@@ -239,12 +239,12 @@ def check(section: Any, prefix: str = "") -> None:
 
     Raises: ConfigError: "section.key=value: law".
     """
-    for each in fields(section):
-        for key, value in _elements(f"{prefix}{each.name}", getattr(section, each.name)):
+    for key_field in fields(section):
+        for key, value in _elements(f"{prefix}{key_field.name}", getattr(section, key_field.name)):
             if is_dataclass(value):
                 check(value, f"{key}.")
             elif not isinstance(value, (bool, Enum, *FREE)):
-                law: Constraint | None = each.metadata.get("law")
+                law: Constraint | None = key_field.metadata.get("law")
                 if law is not None and not law.allows(value):
                     raise ConfigError(f"{key}={value!r:.200}: {law.phrase}")
     for key, value, wanted in _contradictions(section, prefix):
@@ -253,13 +253,13 @@ def check(section: Any, prefix: str = "") -> None:
 
 def _contradictions(section: Any, prefix: str) -> Iterator[Contradiction]:
     """Yield the values of a section that contradict another key."""
-    for each in fields(section):
-        relation, _, other = each.metadata.get("must", "").rpartition(" ")
-        value = getattr(section, each.name)
+    for key_field in fields(section):
+        relation, _, other = key_field.metadata.get("must", "").rpartition(" ")
+        value = getattr(section, key_field.name)
         bound = getattr(section, other, None)
         if relation and not RELATIONS[relation](value, bound):
             shown = f"{bound:g}" if isinstance(bound, float) else bound
-            yield each.name, value, f"must {relation} {prefix}{other}={shown}"
+            yield key_field.name, value, f"must {relation} {prefix}{other}={shown}"
     if isinstance(section, _HasChecks):
         yield from section.contradictions()
 

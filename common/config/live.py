@@ -101,14 +101,14 @@ def text_at(cfg: RunConfig, key: str) -> str:
 
 def live_values(cfg: RunConfig) -> dict[str, str]:
     """Return the values of all live keys, and of those in present entries of maps."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for key in LIVE_KEYS:
         above, is_in_map, name = key.partition(".NAME.")
         entries = cfg.horizon.per_env if is_in_map else [""]
         for entry in entries:
-            own = f"{above}.{entry}.{name}" if is_in_map else key
-            found[own] = text_at(cfg, own)
-    return found
+            entry_key = f"{above}.{entry}.{name}" if is_in_map else key
+            values[entry_key] = text_at(cfg, entry_key)
+    return values
 
 
 def with_values(cfg: RunConfig, values: Mapping[str, str]) -> RunConfig:
@@ -133,15 +133,15 @@ def _replaced(section: Any, tree: Mapping[str, Any]) -> Any:
     """Return a section with the values of a tree. All of them change before the check."""
     changes = dict[str, Any]()
     for name, value in tree.items():
-        held = getattr(section, name)
-        if isinstance(held, dict):
-            entries = cast(dict[str, Any], held)
+        present = getattr(section, name)
+        if isinstance(present, dict):
+            entries = cast(dict[str, Any], present)
             if missing := sorted(value.keys() - entries.keys()):
                 law = "the configuration has no such entry, and entries are added at a start only"
                 raise ConfigError(f"{name}.{missing[0]}: {law}")
-            value = entries | {key: _replaced(entries[key], each) for key, each in value.items()}
-        elif is_dataclass(held):
-            value = _replaced(held, value)
+            value = entries | {key: _replaced(entries[key], entry) for key, entry in value.items()}
+        elif is_dataclass(present):
+            value = _replaced(present, value)
         changes[name] = value
     return replace(section, **changes)
 
@@ -215,8 +215,8 @@ def record_change(run_dir: RunDir, cfg: RunConfig, change: ConfigChange) -> None
     Raises: OSError: the disk is full; both files are whole, and the call can be repeated.
     """
     path = run_dir.config
-    known = load_config(str(path), []) if path.is_file() else cfg
-    save_config(with_values(known, change.new), path)
+    stored = load_config(str(path), []) if path.is_file() else cfg
+    save_config(with_values(stored, change.new), path)
     append_change(run_dir, change)
 
 
@@ -240,18 +240,18 @@ def with_changes(cfg: RunConfig, run_dir: RunDir, *, now_s: float) -> RunConfig:
     recorded as a change.
     """
     changes = read_changes(run_dir.config_changes)
-    kept: dict[str, str] = {}
+    unchanged: dict[str, str] = {}
     chosen: dict[str, str] = {}
     last = last_values(changes)
     for key, value in last.items():
-        given = text_at(cfg, key)
-        began_with = next(each.old[key] for each in changes if key in each.old)
-        if not given:  # The command has no such entry of a map.
+        configured = text_at(cfg, key)
+        began_with = next(change.old[key] for change in changes if key in change.old)
+        if not configured:  # The command has no such entry of a map.
             continue
-        if given == began_with:
-            kept[key] = value
-        elif given != value:
-            chosen[key] = given
+        if configured == began_with:
+            unchanged[key] = value
+        elif configured != value:
+            chosen[key] = configured
     if chosen:
         change = ConfigChange(
             number=changes[-1].number + 1,
@@ -262,13 +262,13 @@ def with_changes(cfg: RunConfig, run_dir: RunDir, *, now_s: float) -> RunConfig:
             new=chosen,
         )
         append_change(run_dir, change)
-    kept = {key: value for key, value in kept.items() if text_at(cfg, key) != value}
-    return with_values(cfg, kept) if kept else cfg
+    unchanged = {key: value for key, value in unchanged.items() if text_at(cfg, key) != value}
+    return with_values(cfg, unchanged) if unchanged else cfg
 
 
 def last_values(changes: Iterable[ConfigChange]) -> Mapping[str, str]:
     """Return the last value of each changed key."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for change in changes:
-        found |= change.new
-    return found
+        values |= change.new
+    return values

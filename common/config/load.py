@@ -172,10 +172,10 @@ def find_config(config: str) -> Path:
     for path in (ROOT / "configs" / f"{config}.yaml", Path(config)):
         if os.path.isfile(path):  # isfile is False for an overlong name.
             return path
-    known = list_configs()
-    hint = near_hint(Path(config).stem, known, form=str)
+    names = list_configs()
+    hint = near_hint(Path(config).stem, names, form=str)
     raise ConfigError(
-        f"--config {show(config)}: no such config{hint} (there are: {', '.join(known)})"
+        f"--config {show(config)}: no such config{hint} (there are: {', '.join(names)})"
     )
 
 

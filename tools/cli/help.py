@@ -14,7 +14,14 @@ from typing import Any, get_args, get_origin
 from omegaconf import MISSING
 
 from actor.policy import PolicySection
-from common.config.keys import choices_of, commands_of, declared, describe_kind, field_kinds
+from common.config.keys import (
+    choices_of,
+    commands_of,
+    declared,
+    default_of,
+    describe_kind,
+    field_kinds,
+)
 from common.config.knobs import TEXT, Constraint
 from common.config.live import is_live
 from common.config.run_config import RunConfig
@@ -136,7 +143,7 @@ def _rule(kind: Any, field: Field[Any]) -> str:
 
 def _default(field: Field[Any]) -> str:
     """Return a key's default in the notation of the command line."""
-    value = field.default_factory() if callable(field.default_factory) else field.default
+    value = default_of(field)
     if value == MISSING:
         return "(needed)"
     plain = value.value if isinstance(value, Enum) else value
@@ -145,40 +152,31 @@ def _default(field: Field[Any]) -> str:
 
 def reference_text() -> str:
     """Return the configuration reference as Markdown."""
-    tops = [field for field in fields(AllKeys) if not is_dataclass(_kind(AllKeys, field.name))]
-    lines = [HEAD, "## Keys without a section", "", *_table([(f.name, AllKeys, f) for f in tops])]
+    tops: list[tuple[str, Any, Field[Any]]] = []
+    lines: list[str] = []
     for field in fields(AllKeys):
-        kind = _kind(AllKeys, field.name)
-        if is_dataclass(kind):
-            lines += [
-                "",
-                f"## {field.name}",
-                "",
-                f"{_doc(kind)}{_only(field.name)}",
-                "",
-                *_table(walk_keys(kind, field.name)),
-            ]
-        elif get_args(kind) and is_dataclass(get_args(kind)[-1]):
-            element = get_args(kind)[-1]
-            rows = _table(walk_keys(element, f"{field.name}[0]"))
-            lines += ["", f"## {field.name}", "", _doc(element), "", *rows]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _kind(section: Any, name: str) -> Any:
-    """Return the declared type of a key."""
-    return field_kinds(section)[name]
+        kind = field_kinds(AllKeys)[field.name]
+        element = get_args(kind)[-1] if get_args(kind) else None
+        if not is_dataclass(kind):
+            tops.append((field.name, kind, field))
+        if not is_dataclass(kind) and not is_dataclass(element):
+            continue
+        section, prefix = (kind, field.name) if element is None else (element, f"{field.name}[0]")
+        text = f"{' '.join((getdoc(section) or '').split())}{_only(field.name)}"
+        lines += ["", f"## {field.name}", "", text, "", *_table(walk_keys(section, prefix))]
+    head = [HEAD, "## Keys without a section", "", *_table(tops)]
+    return "\n".join([*head, *lines]).rstrip() + "\n"
 
 
 def walk_keys(section: Any, prefix: str) -> Iterator[tuple[str, Any, Field[Any]]]:
-    """Yield every key below a section with its declaring section and field."""
+    """Yield every key below a section with its type and its field."""
     for field in fields(section):
-        kind = _kind(section, field.name)
+        kind = field_kinds(section)[field.name]
         key = f"{prefix}.{field.name}"
         if is_dataclass(kind):
             yield from walk_keys(kind, key)
             continue
-        yield key, section, field
+        yield key, kind, field
         element = get_args(kind)[-1] if get_args(kind) else None
         if is_dataclass(element):
             yield from walk_keys(element, f"{key}.NAME")
@@ -187,8 +185,7 @@ def walk_keys(section: Any, prefix: str) -> Iterator[tuple[str, Any, Field[Any]]
 def _table(rows: Iterable[tuple[str, Any, Field[Any]]]) -> list[str]:
     """Return the rows of the reference's table for some keys."""
     lines = ["| key | default | allowed values | meaning |", "|---|---|---|---|"]
-    for key, section, field in rows:
-        kind = _kind(section, field.name)
+    for key, kind, field in rows:
         may_be = describe_kind(kind)
         rule = _rule(kind, field).removeprefix("must be ")
         may_be += f", {rule}" if rule else ""
@@ -198,8 +195,3 @@ def _table(rows: Iterable[tuple[str, Any, Field[Any]]]) -> list[str]:
         cells = (f"`{key}`", f"`{_default(field)}`", may_be, text)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return lines
-
-
-def _doc(section: Any) -> str:
-    """Return the docstring of a section in one line."""
-    return " ".join((getdoc(section) or "").split())
