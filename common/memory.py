@@ -26,14 +26,6 @@ def trim_heap() -> bool:
     return True
 
 
-def choose_allocators(role: str, *, is_dry: bool) -> None:
-    """Choose the allocators of a role. Call before torch is imported."""
-    if role == "envhub" and not is_dry:
-        use_system_allocator()
-    if role == "learner":
-        take_pinned_memory_exactly()
-
-
 def take_pinned_memory_exactly() -> None:
     """Let torch allocate pinned memory of more than 1 MB in the exact requested size.
 

@@ -99,7 +99,7 @@ def test_two_roles_need_each_module_of_common() -> None:
     assert lonely == {}, lonely
 
 
-PLUGINS = {  # Files that load modules by name: environments, adapters, the user's own code.
+PLUGINS = {  # Files that load modules by name: environments, adapters, commands, own code of users.
     "envhub/catalogue/registry.py",
     "envhub/envs/code/harness.py",
     "envhub/envs/dataset/files.py",
@@ -108,6 +108,7 @@ PLUGINS = {  # Files that load modules by name: environments, adapters, the user
     "envhub/envs/miniwob/experts/table.py",
     "envhub/interop/yaml_environments.py",
     "learner/algorithms/user_functions.py",
+    "tools/cli/command_line.py",  # The files of the commands.
     "tools/exchange/writing.py",
 }
 

@@ -8,11 +8,11 @@ import psutil
 import pytest
 import torch
 
-import run
 from common.cpu import family_cpu_s
 from common.errors import ConfigError
 from common.memory import descendants, family_bytes, resident_bytes, trim_heap
 from common.repository import ROOT
+from tools.cli.command_line import parse, run_command
 from tools.launch import supervise
 
 
@@ -160,5 +160,5 @@ def test_learner_allocates_pinned_memory_exactly(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)  # whatever happens here ends with the test
     with pytest.raises(ConfigError, match="no such run"):
-        run.dispatch(run.parse(["learner", "run.name=nobodys"]))
+        run_command(parse(["learner", "run.name=nobodys"]))
     assert os.environ["PYTORCH_ALLOC_CONF"] == "pinned_max_round_threshold_mb:1"

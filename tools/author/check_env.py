@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 
 from common.config.load import load_config, override_value
-from common.config.run_config import RunConfig
 from common.errors import ConfigError, EnvError
 from common.repository import ROOT
 from common.text import counted
@@ -20,6 +19,7 @@ from envhub.env import EnvSpec, Reward, StepResult, Style, UnknownItem
 from tools.author import checks
 from tools.author.checks import Finding, Grade, Plays, graded, max_turns_of
 from tools.author.episodes import Driver, RecordedPlay, spec_of
+from tools.checks.environments import check_prompts
 from tools.cli.command_line import ParsedCommand
 
 
@@ -194,17 +194,8 @@ OTHER_PROCESS_S = 120.0
 USAGE = "check-env NAME|FILE.py:FUNCTION [items=N] [style=NAME] [key=value ...]"
 
 
-def check_env(
-    request: ParsedCommand,
-    *,
-    echo: Callable[[str], None],
-    check_prompts: Callable[[RunConfig], str],
-) -> int:
+def check_env(request: ParsedCommand, *, echo: Callable[[str], None]) -> int:
     """Print a line for each finding; return the exit code: 1 if a check fails.
-
-    Args:
-        check_prompts: returns a sentence about the lengths of first prompts, or raises
-            ConfigError.
 
     Raises: ConfigError: no such environment, or a wrong option.
     """
@@ -214,7 +205,7 @@ def check_env(
     with Driver(spec, style) as driver:
         all_findings = findings(driver, name, num, overrides)
         if spec.prompts is not None:
-            lengths = prompt_lengths(spec, name, overrides, check_prompts)
+            lengths = prompt_lengths(spec, name, overrides)
             all_findings = chain(all_findings, lengths)
         for finding in all_findings:
             failed = failed or finding.grade is Grade.FAIL
@@ -223,9 +214,7 @@ def check_env(
     return 1 if failed else 0
 
 
-def prompt_lengths(
-    spec: EnvSpec, name: str, overrides: list[str], check_prompts: Callable[[RunConfig], str]
-) -> Iterator[Finding]:
+def prompt_lengths(spec: EnvSpec, name: str, overrides: list[str]) -> Iterator[Finding]:
     """Yield whether all first prompts fit into the context of the given model."""
     if override_value(overrides, "model.path") is None:
         text = "lengths are not checked; give model.path=FOLDER and actor.max_model_len=TOKENS"

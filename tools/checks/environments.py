@@ -1,7 +1,7 @@
 """Commands for environments: serve a standalone hub, list tasks, check requirements."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from common.config.curriculum import subsets_in_use
@@ -25,12 +25,12 @@ from envhub.catalogue.registry import (
     missing_requirements,
 )
 from envhub.env import Style
-from tools.launch.commands import on_loopback
+from tools.cli.requested import on_loopback
 
 SHORT_KEYS = {"port": "envhub.port", "host": "envhub.host", "token": "envhub.token"}
 
 
-def run_hub(overrides: Sequence[str], *, is_dry: bool, echo: Callable[[str], None]) -> int:
+def run_hub(overrides: Sequence[str], *, is_dry: bool) -> int:
     """Serve a standalone hub until a signal stops it; return the exit code.
 
     Args:
@@ -41,18 +41,18 @@ def run_hub(overrides: Sequence[str], *, is_dry: bool, echo: Callable[[str], Non
     """
     cfg = load_alone(overrides)
     if is_dry:
-        echo(config_as_yaml(without_secrets(cfg)).rstrip("\n"))
+        print(config_as_yaml(without_secrets(cfg)), end="")
         return 0
     configure_logging("envhub", cfg.log.level)
-    names = with_remote(cfg.envhub.envs or _all_that_run(cfg, echo), cfg)
+    names = with_remote(cfg.envhub.envs or _all_that_run(cfg), cfg)
     missing = _lacking(names, cfg)
     if missing:  # Report missing requirements before the slow import below.
         raise ConfigError("; ".join(missing))
     from envhub.main import serve_alone
 
     def started(address: str) -> None:
-        echo(f"environments: {', '.join(names)}")
-        echo(f"hub: {address} (pages: {address}/docs)")
+        print(f"environments: {', '.join(names)}", flush=True)
+        print(f"hub: {address} (pages: {address}/docs)", flush=True)
 
     try:
         serve_alone(cfg, names, started=started)
@@ -106,6 +106,13 @@ def examine(cfg: RunConfig, *, is_to_train: bool = True) -> tuple[list[str], lis
     wrong = _wrong_tasks(cfg, registry, is_to_train=is_to_train)
     folder = RunDir(root=ROOT / cfg.run.dir / cfg.run.name).root
     return lacking, wrong or changed_content(folder, contents_of(registry))
+
+
+def check_prompts(cfg: RunConfig) -> str:
+    """Check that first prompts fit into the context; return a sentence about their lengths."""
+    from actor.formats import checks
+
+    return checks.check_prompts(cfg, first_prompts(cfg))
 
 
 def first_prompts(cfg: RunConfig) -> Iterator[FirstPrompt]:
@@ -203,11 +210,11 @@ def with_remote(names: Sequence[str], cfg: RunConfig) -> list[str]:
     return [*dict.fromkeys([*names, *filter(None, [cfg.env.dialect])])]
 
 
-def _all_that_run(cfg: RunConfig, echo: Callable[[str], None]) -> list[str]:
+def _all_that_run(cfg: RunConfig) -> list[str]:
     """Return the environments that can run here; print why others cannot."""
     missing = {name: _lacking([name], cfg) for name in LOADERS}
     for lines in filter(None, missing.values()):
-        echo(f"not served: {'; '.join(lines)}")
+        print(f"not served: {'; '.join(lines)}", flush=True)
     return [name for name, lines in missing.items() if not lines]
 
 

@@ -1,46 +1,64 @@
-"""Parser of the command line: commands, flags, overrides."""
+"""Parser of the command line: commands, flags, overrides.
+
+A command is a file of this folder with a `COMMAND`: its help, its flags and its function.
+"""
 
 import argparse
+import functools
+import importlib
+import os
 import platform
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
-
-import yaml
 
 from common.config.load import list_configs, word_with_home
 from common.errors import ConfigError
 from common.repository import ROOT, git_revision
 from common.text import near_hint
 
-
-@dataclass(frozen=True, slots=True)
-class CommandHelp:
-    """The help of one command."""
-
-    text: str
-    sections: str  # Its most relevant sections of the configuration.
-    example: str
-
-
-COMMANDS = {
-    name: CommandHelp(**each)
-    for name, each in yaml.safe_load(
-        Path(__file__).with_name("commands.yaml").read_text(encoding="utf-8")
-    ).items()
-}
+# Every command in the order of the help. Its file is its name with "_" for "-".
+NAMES = [
+    "train",
+    "sft",
+    "dpo",
+    "evolve",
+    "merge",
+    "gather",
+    "eval",
+    "serve",
+    "envhub",
+    "scheduler",
+    "learner",
+    "actor",
+    "envs",
+    "new-env",
+    "check-env",
+    "play",
+    "set",
+    "revoke",
+    "status",
+    "dashboard",
+    "show",
+    "replay",
+    "report",
+    "journal",
+    "recompute",
+    "simulate",
+    "doctor",
+    "bench",
+    "help",
+]
 # Suites that train. They accept key=value, including study.*, and --dry-run.
 STUDIES = ("algorithms", "staleness", "teacher", "horizon", "peer")
 SUITES = (
     "learner, weights, delta, actor, scheduler, transport, engines, envhub, end2end, tail, chaos,"
     " chaos-delta, chaos-adapters, chaos-short, conformance, gpu, gpu-small, "
 ) + ", ".join(STUDIES)
-
-
-JOINING = ("actor", "envhub", "learner")  # Roles that can join from another machine.
+USUAL = "[--config NAME|FILE] [--dry-run] [key=value ...]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +81,54 @@ class ParsedCommand:
     is_quick: bool = False  # `doctor --quick`: only the fast machine checks.
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """A flag of one or more commands."""
+
+    name: str
+    text: str
+    metavar: str = ""  # "" for a flag without a value, or with choices.
+    choices: tuple[str, ...] = ()
+    kind: type[str] | type[float] = str
+    refusal: str = ""  # The error for another command; "": the usual one.
+
+    @property
+    def field(self) -> str:
+        """Return the name of the flag's value."""
+        return self.name.removeprefix("--")
+
+
+JSON = Flag(name="--json", metavar="FILE", text="for bench and recompute: file of results")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A command: its help, its flags and its function."""
+
+    run: Callable[[ParsedCommand], int]  # It returns the exit code.
+    text: str
+    example: str
+    sections: str = ""  # Its most relevant sections of the configuration.
+    arguments: str = USUAL
+    notes: tuple[str, ...] = ()  # Further lines of its help.
+    flags: tuple[Flag, ...] = ()
+    can_join: bool = False  # A role that can join from another machine.
+
+
+@functools.cache
+def all_commands() -> Mapping[str, Command]:
+    """Return every command by its name. Their files import heavy libraries when they run."""
+    return {
+        name: importlib.import_module(f"tools.cli.{name.replace('-', '_')}").COMMAND
+        for name in NAMES
+    }
+
+
+def run_command(request: ParsedCommand) -> int:
+    """Run the command of a request; return the exit code."""
+    return all_commands()[request.command].run(request)
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser that raises a ConfigError instead of exiting."""
 
@@ -81,33 +147,21 @@ def parse(argv: Sequence[str]) -> ParsedCommand:
         _print_and_exit(version_text())
     words: list[str] = asked.words
     is_named = bool(words) and "=" not in words[0]
-    command = words.pop(0) if is_named else "train"
-    if command not in COMMANDS:
-        near = near_hint(command, COMMANDS, form=str)
+    name = words.pop(0) if is_named else "train"
+    if name not in all_commands():
+        near = near_hint(name, NAMES, form=str)
         hint = near.replace("nearest", "nearest command") or "; `python run.py --help` lists them"
-        raise ConfigError(f"{command}: not a command or key=value{hint}")
+        raise ConfigError(f"{name}: not a command or key=value{hint}")
     if asked.help:
-        _print_and_exit(command_help(command) if is_named else parser.format_help())
-    _check_flags(asked, command)
-    if command == "status" and words and "=" not in words[0]:
+        _print_and_exit(command_help(name) if is_named else parser.format_help())
+    _check_flags(asked, name)
+    if name == "status" and words and "=" not in words[0]:
         words[:1] = _run_words(words[0])
     if asked.format is not None:
-        if command != "journal":
-            raise ConfigError("--format: only the command journal accepts it")
         words.append(f"format={asked.format}")
-    filters = _filters(asked)
-    if filters and command != "show":
-        raise ConfigError("--item, --group, --failed, --best: only the command show accepts them")
-    if (asked.join is None) != (asked.key is None):
-        raise ConfigError("--join HOST:PORT and --key FILE: each needs the other")
-    if asked.join is not None and (command not in JOINING or asked.config or asked.dry_run):
-        raise ConfigError(
-            f"--join: only the commands {', '.join(JOINING)} can join. The run sends their"
-            " configuration, so --config and --dry-run are not allowed"
-        )
     return ParsedCommand(
-        command=command,
-        config=asked.config,
+        command=name,
+        config=_absolute(asked.config) if os.path.isfile(asked.config or "") else asked.config,
         overrides=words,
         is_dry=asked.dry_run,
         suite=asked.suite,
@@ -115,32 +169,45 @@ def parse(argv: Sequence[str]) -> ParsedCommand:
         only=asked.only,
         minutes=asked.minutes,
         join=asked.join,
-        key=asked.key,
+        key=_absolute(asked.key) if asked.key is not None else None,
         probe=asked.probe,
-        filters=filters,
+        filters=_filters(asked),
         steps=asked.steps,
         is_quick=asked.quick,
     )
 
 
-def _check_flags(asked: argparse.Namespace, command: str) -> None:
+def _absolute(path: str) -> str:
+    """Return a path that stays valid after the change to the project's folder."""
+    return str(Path(path).absolute())
+
+
+def _check_flags(asked: argparse.Namespace, name: str) -> None:
     """Raise ConfigError if the command does not accept one of the flags."""
-    if (asked.suite is None) == (command == "bench"):
-        raise ConfigError(f"--suite: only the command bench takes it and needs it: {SUITES}")
-    if asked.json is not None and command not in ("bench", "recompute"):
-        raise ConfigError("--json: only the commands bench and recompute accept it")
-    if asked.only is not None and command != "bench":
-        raise ConfigError("--only: only the command bench accepts it")
-    if asked.minutes is not None and command != "bench":
-        raise ConfigError("--minutes: only the command bench accepts it")
-    if asked.minutes is not None and not 0 < asked.minutes < 1e6:
-        raise ConfigError(f"--minutes={asked.minutes:g}: must be in (0, 1000000)")
-    if asked.steps is not None and command != "recompute":
-        raise ConfigError("--steps: only the command recompute accepts it")
-    if asked.quick and command != "doctor":
-        raise ConfigError("--quick: only the command doctor accepts it")
-    if asked.probe is not None and command != "status":
-        raise ConfigError("--probe: only the command status accepts it")
+    for flag in _all_flags():
+        is_given = getattr(asked, flag.field) not in (None, False)
+        if is_given and flag not in all_commands()[name].flags:
+            owners = [n for n, command in all_commands().items() if flag in command.flags]
+            usual = (
+                f"commands {' and '.join(sorted(owners))} accept"
+                if len(owners) > 1
+                else f"command {owners[0]} accepts"
+            )
+            raise ConfigError(flag.refusal or f"{flag.name}: only the {usual} it")
+    if (asked.join is None) != (asked.key is None):
+        raise ConfigError("--join HOST:PORT and --key FILE: each needs the other")
+    can_join = all_commands()[name].can_join
+    if asked.join is not None and (not can_join or asked.config or asked.dry_run):
+        joining = sorted(n for n, command in all_commands().items() if command.can_join)
+        raise ConfigError(
+            f"--join: only the commands {', '.join(joining)} can join. The run sends their"
+            " configuration, so --config and --dry-run are not allowed"
+        )
+
+
+def _all_flags() -> list[Flag]:
+    """Return the flags of all commands, each once."""
+    return list(dict.fromkeys(flag for each in all_commands().values() for flag in each.flags))
 
 
 def _run_words(word: str) -> list[str]:
@@ -161,31 +228,10 @@ def _filters(asked: argparse.Namespace) -> dict[str, str]:
 
 def command_help(name: str) -> str:
     """Return the output of `run.py NAME --help`."""
-    command = COMMANDS[name]
-    arguments = {
-        "help": "[KEY|SECTION|COMMAND|reference]",
-        "bench": "--suite NAME [--json FILE] [--only CHECK] [--minutes N] [--dry-run] [key=value"
-        " ...]",
-        "dashboard": "[RUN|FILE ...] [port=N] [host=H] [token=T]",
-        "show": "RUN [--item ID] [--group ID] [--failed] [--best] [num=N] [FILTER=VALUE ...]",
-        "replay": "RUN EPISODE",
-        "doctor": "[--quick] [--config NAME|FILE] [key=value ...]",
-        "report": "RUN [RUN ...] [to=FILE]",
-        "status": "[RUN] [--config NAME|FILE] [key=value ...]",
-        "gather": "run.name=NAME [step=N] [FOLDER|URL ...]",
-        "new-env": "NAME [to=FOLDER]",
-        "check-env": "NAME|FILE.py:FUNCTION [items=N] [style=NAME] [key=value ...]",
-        "play": "NAME|FILE.py:FUNCTION [item=ID] [style=NAME] [key=value ...]",
-        "recompute": "RUN [--steps a:b] [--json FILE] [--dry-run] [key=value ...]",
-        "journal": "RUN list|verify|export|prune [to=FILE] [--format NAME] [keep_gb=N] ...",
-    }.get(name, "[--config NAME|FILE] [--dry-run] [key=value ...]")
-    lines = [f"usage: run.py {name} {arguments}", "", f"  {command.text}"]
-    lines += [f"  suites: {SUITES}"] if name == "bench" else []
-    if name == "status":
-        lines += [
-            "  --probe live|ready: exit code 1 and the reason if the run is not live or ready"
-        ]
-    if name in JOINING:
+    command = all_commands()[name]
+    lines = [f"usage: run.py {name} {command.arguments}", "", f"  {command.text}"]
+    lines += [f"  {note}" for note in command.notes]
+    if command.can_join:
         lines += [f"  from another machine: run.py {name} --join HOST:PORT --key FILE [key=value]"]
     lines += [f"  example: run.py {name} {command.example}"]
     if command.sections:
@@ -208,7 +254,7 @@ def _print_and_exit(text: str) -> NoReturn:
 
 def _make_parser() -> _Parser:
     """Return the parser of all commands with their flags."""
-    commands = "\n".join(f"  {name:<10} {command.text}" for name, command in COMMANDS.items())
+    commands = "\n".join(f"  {name:<10} {command.text}" for name, command in all_commands().items())
     parser = _Parser(
         prog="run.py",
         usage="run.py [COMMAND] [--config NAME|FILE] [--dry-run] [key=value ...]",
@@ -233,28 +279,11 @@ def _make_parser() -> _Parser:
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and exit")
     parser.add_argument("--join", metavar="HOST:PORT", help="join the run of this scheduler")
     parser.add_argument("--key", metavar="FILE", help="key to join with: the run's keys/join.key")
-    parser.add_argument(
-        "--probe",
-        choices=("live", "ready"),
-        help="for status: exit code 1 if the run is not alive (live) or does no work (ready)",
-    )
-    parser.add_argument("--quick", action="store_true", help="for doctor: check the machine only")
-    parser.add_argument("--item", metavar="ID", help="for show: episodes of this item")
-    parser.add_argument("--group", metavar="ID", help="for show: episodes of this group")
-    parser.add_argument("--failed", action="store_true", help="for show: unsolved episodes")
-    parser.add_argument("--best", action="store_true", help="for show: highest rewards first")
-    parser.add_argument(
-        "--format", metavar="NAME", help="for journal export: json, agenttraj, sft, parquet, atif"
-    )
-    parser.add_argument("--suite", metavar="NAME", help=f"for bench: {SUITES}")
-    parser.add_argument(
-        "--only",
-        metavar="NAME",
-        help="for bench --suite gpu or conformance: these checks, as NAME,NAME",
-    )
-    parser.add_argument(
-        "--minutes", metavar="N", type=float, help="for bench --suite gpu: at most N minutes"
-    )
-    parser.add_argument("--steps", metavar="A:B", help="for recompute: steps A to B, both included")
-    parser.add_argument("--json", metavar="FILE", help="for bench and recompute: file of results")
+    for flag in _all_flags():
+        if flag.choices:
+            parser.add_argument(flag.name, choices=flag.choices, help=flag.text)
+        elif flag.metavar:
+            parser.add_argument(flag.name, metavar=flag.metavar, type=flag.kind, help=flag.text)
+        else:
+            parser.add_argument(flag.name, action="store_true", help=flag.text)
     return parser

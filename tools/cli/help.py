@@ -23,10 +23,9 @@ from common.config.keys import (
     field_kinds,
 )
 from common.config.knobs import TEXT, Constraint
-from common.config.live import is_live
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from tools.cli.command_line import COMMANDS, command_help
+from tools.cli.command_line import Command, ParsedCommand, all_commands, command_help
 from tools.cli.study import StudySection
 from tools.evaluate.config import EvalOptions
 from tools.offline.config import DpoSection, EvolveSection, SftSection
@@ -74,7 +73,7 @@ def help_text(topics: list[str]) -> str:
     (topic,) = topics
     if topic == REFERENCE:
         return reference_text()
-    parts = [command_help(topic)] if topic in COMMANDS else []
+    parts = [command_help(topic)] if topic in all_commands() else []
     if not parts or topic in field_kinds(AllKeys):
         kind, field = declared(topic, shown=f"help {topic}", schema=AllKeys)
         parts.append(
@@ -105,6 +104,8 @@ def _section(section: Any, prefix: str) -> str:
 
 def _key(key: str, kind: Any, field: Field[Any]) -> str:
     """Return the help of one key, and of the section that a list or map has as elements."""
+    from common.config.live import is_live
+
     ruled = _rule(kind, field)
     lines = [describe_kind(kind) + (f"; {ruled}" if ruled else ""), field.metadata["text"]]
     lines += [LIVE] if is_live(key) else []
@@ -184,6 +185,8 @@ def walk_keys(section: Any, prefix: str) -> Iterator[tuple[str, Any, Field[Any]]
 
 def _table(rows: Iterable[tuple[str, Any, Field[Any]]]) -> list[str]:
     """Return the rows of the reference's table for some keys."""
+    from common.config.live import is_live
+
     lines = ["| key | default | allowed values | meaning |", "|---|---|---|---|"]
     for key, kind, field in rows:
         may_be = describe_kind(kind)
@@ -195,3 +198,16 @@ def _table(rows: Iterable[tuple[str, Any, Field[Any]]]) -> list[str]:
         cells = (f"`{key}`", f"`{_default(field)}`", may_be, text)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return lines
+
+
+def run(request: ParsedCommand) -> int:
+    print(help_text(request.overrides), end="")
+    return 0
+
+
+COMMAND = Command(
+    run=run,
+    text="explain a key, a section or a command",
+    example="learner.lr",
+    arguments="[KEY|SECTION|COMMAND|reference]",
+)

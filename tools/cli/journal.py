@@ -1,231 +1,25 @@
-"""The command `journal`: lists, verifies, exports and prunes the trajectories of a run.
+"""The command `journal`: it works on the trajectories of a run."""
 
-It also copies the run to a store, and restores a run from its copy. All actions also work on a
-running run.
-"""
+from tools.cli.command_line import Command, Flag, ParsedCommand
 
-import contextlib
-import json
-import time
-from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
-import numpy as np
+def run(request: ParsedCommand) -> int:
+    from tools.exchange.journal import journal
 
-from common.errors import ConfigError
-from common.formats.chat_template import fix_template
-from common.repository import ROOT
-from common.store.run_dir import RunDir, read_json
-from common.text import counted
-from learner.journal.files import (
-    PACKED_SUFFIX,
-    journal_files,
-    load_pruned,
-    read_around_damage,
-    synced_end,
+    return journal(request, echo=print)
+
+
+COMMAND = Command(
+    run=run,
+    text="list, verify, export or prune the trajectories of a run; copy a run to a store, fetch it",
+    sections="journal",
+    example="quickstart verify",
+    arguments="RUN list|verify|export|prune [to=FILE] [--format NAME] [keep_gb=N] ...",
+    flags=(
+        Flag(
+            name="--format",
+            metavar="NAME",
+            text="for journal export: json, agenttraj, sft, parquet, atif",
+        ),
+    ),
 )
-from learner.journal.journal import read_journal
-from learner.journal.upkeep import DAY_S, GB, RetentionLimits, prune_old
-from tools.cli.command_line import ParsedCommand
-from tools.copies.command import copy, fetch_run
-from tools.exchange.writing import FORMATS, load_framing, write
-
-Echo = Callable[[str], None]
-USAGE = (
-    "journal RUN list|verify|export|prune|copy [to=FILE|URL]"
-    " [--format json|agenttraj|sft|parquet|atif] [keep_gb=N] [keep_days=N] [every_s=N],"
-    " or journal URL fetch [to=NAME]"
-)
-OPTIONS = {
-    "export": {"to", "format"},
-    "prune": {"keep_gb", "keep_days"},
-    "copy": {"to", "every_s"},
-    "fetch": {"to"},
-}
-
-
-def journal(request: ParsedCommand, *, echo: Echo) -> int:
-    """Run one of the actions; return the exit code: 1 if `verify` finds damage.
-
-    Raises: ConfigError: an unknown run or action, or an invalid option. WireError: the journal is
-        damaged.
-    """
-    actions = {"list": _list, "verify": _verify, "export": _export, "prune": _prune, "copy": copy}
-    words = [word for word in request.overrides if "=" not in word]
-    options = dict(word.split("=", 1) for word in request.overrides if "=" in word)
-    if len(words) != 2 or words[1] not in (*actions, "fetch"):
-        raise ConfigError(f"usage: run.py {USAGE}")
-    runs = ROOT / options.pop("run.dir", "runs")
-    if unknown := sorted(options.keys() - OPTIONS.get(words[1], set())):
-        raise ConfigError(f"{unknown[0]}: {words[1]} has no such option; usage: run.py {USAGE}")
-    if words[1] == "fetch":
-        return fetch_run(words[0], options, runs=runs, echo=echo)
-    own = runs / words[0]
-    run_dir = RunDir(root=own if own.exists() else Path(words[0]))
-    is_starting = words[1] == "copy" and run_dir.root.is_dir()  # The learner makes the journal.
-    if not run_dir.journal.is_dir() and not is_starting:
-        raise ConfigError(f"{words[0]}: no run with a journal at {own}")
-    return actions[words[1]](run_dir, options, echo)
-
-
-def _needed_from(run_dir: RunDir) -> int:
-    """Return the first file that a restart reads, 0 without a replay point."""
-    if not run_dir.replay_point.exists():
-        return 0
-    remedy = "remove the file; a restart then reads the whole journal"
-    found = read_json(run_dir.replay_point, {"position": dict}, remedy=remedy)["position"]
-    number = found.get("segment")
-    if not isinstance(number, int):
-        raise ConfigError(f"{run_dir.replay_point}: damaged, it names no file; {remedy}")
-    return number
-
-
-def _list(run_dir: RunDir, _: dict[str, str], echo: Echo) -> int:
-    """Print each file with its size, its age and whether a restart needs it."""
-    needed = _needed_from(run_dir)
-    total = 0
-    for number, path in journal_files(run_dir.journal).items():
-        found = path.stat()
-        total += found.st_size
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.st_mtime))
-        state = "packed" if path.suffix == PACKED_SUFFIX else "plain"
-        why = "needed by a restart" if number >= needed else ""
-        echo(f"{number:06d}  {state:<7}{found.st_size / 1e6:10.1f} MB  {when}  {why}".rstrip())
-    pruned = load_pruned(run_dir.journal)
-    synced = synced_end(run_dir.journal)
-    if pruned.before:
-        echo(f"{pruned.text(run_dir.journal)}, {pruned.num_bytes / 1e6:.1f} MB")
-    echo(f"{total / 1e6:.1f} MB; acknowledged up to byte {synced.offset} of file {synced.file}")
-    return 0
-
-
-def _verify(run_dir: RunDir, _: dict[str, str], echo: Echo) -> int:
-    """Read every record, and continue after damaged ones."""
-    problems: list[str] = []
-    names: set[str] = set()
-    num_episodes = 0
-    numbers = list(journal_files(run_dir.journal))
-    first = load_pruned(run_dir.journal).before
-    missing = sorted(set(range(first, max(numbers, default=first - 1) + 1)) - set(numbers))
-    problems += [f"file {number} is missing" for number in missing]
-    for number in numbers:
-        count = 0
-        for found in read_around_damage(run_dir.journal, number, is_last=number == numbers[-1]):
-            if isinstance(found, str):
-                problems.append(found)
-                continue
-            names.add(found.episode_id)
-            count += 1
-        num_episodes += count
-        echo(f"{number:06d}  {counted(count, 'episode')}")
-    if not first:
-        lost = [name for name in _consumed(run_dir) if name not in names]
-        problems += [f"{name}: a step trained it, but the journal lacks it" for name in lost[:20]]
-    for problem in problems:
-        echo(f"damaged: {problem}")
-    found = counted(len(problems), "problem") if problems else "no problems"
-    read = f"{counted(num_episodes, 'episode')} in {counted(len(numbers), 'file')}"
-    echo(f"{read}, {found}")
-    return 1 if problems else 0
-
-
-def _consumed(run_dir: RunDir) -> dict[str, int | None]:
-    """Return by episode the version that was trained on it; None: its batch was skipped.
-
-    Raises: ConfigError: the step log is damaged.
-    """
-    consumed: dict[str, int | None] = {}
-    if not run_dir.steps.exists():
-        return consumed
-    with run_dir.steps.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                step = json.loads(line)
-                if "pruned" in step:
-                    continue
-                version = None if step.get("skipped") else step["version"]
-                consumed |= {name: version for ids in step["groups"] for name in ids}
-            except (ValueError, TypeError, KeyError) as error:
-                raise ConfigError(
-                    f"{run_dir.steps}: line {number} is damaged ({error!r})"
-                ) from error
-    return consumed
-
-
-def _export(run_dir: RunDir, options: dict[str, str], echo: Echo) -> int:
-    """Write every episode as one JSON line with the step that consumed it, or in another format."""
-    if "to" not in options:
-        raise ConfigError(f"export needs to=FILE; usage: run.py {USAGE}")
-    target = Path(options["to"])
-    format = options.get("format", "json")
-    if format not in FORMATS:
-        raise ConfigError(f"--format {format}: must be one of {', '.join(FORMATS)}")
-    if not target.absolute().parent.is_dir():
-        raise ConfigError(f"to={target}: the folder of this file does not exist; create it")
-    partial = target.with_name(f".{target.name}.partial")
-    if format != "json":
-        fix_template(None, run_dir.read_prompt_variables())  # The folder has the run's template.
-        framing = load_framing(run_dir.tokenizer, day=run_dir.read_date())
-        episodes = (trajectory for _, trajectory in read_journal(run_dir.journal))
-        with contextlib.ExitStack() as stack:
-            stack.callback(partial.unlink, missing_ok=True)
-            num = write(format, partial, episodes, framing)
-            partial.replace(target)
-        rows = counted(num, "row")
-        echo(f"wrote {rows} to {target}, without scripted play, held-out items and failures")
-        return 0
-    consumed = _consumed(run_dir)
-    num = 0
-    with partial.open("w", encoding="utf-8") as out:
-        for position, trajectory in read_journal(run_dir.journal):
-            row = asdict(trajectory) | {
-                "step": consumed.get(trajectory.episode_id),
-                "segment": position.file,
-                "offset": position.offset,
-            }
-            out.write(json.dumps(row, default=_as_plain) + "\n")
-            num += 1
-    partial.replace(target)
-    echo(f"wrote {counted(num, 'episode')} to {target}")
-    return 0
-
-
-def _as_plain(value: Any) -> Any:
-    """Return an array as a list, for JSON."""
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
-
-
-def _prune(run_dir: RunDir, options: dict[str, str], echo: Echo) -> int:
-    """Remove the oldest files over a limit, but none that a restart reads."""
-    if not options:
-        raise ConfigError(f"prune needs keep_gb=N or keep_days=N; usage: run.py {USAGE}")
-    given = {key: _number(key, value) for key, value in options.items()}
-    limits = RetentionLimits(
-        keep_bytes=given["keep_gb"] * GB if "keep_gb" in given else None,
-        keep_s=given["keep_days"] * DAY_S if "keep_days" in given else None,
-    )
-    before = load_pruned(run_dir.journal)
-    pruned = prune_old(run_dir.journal, limits, before=_needed_from(run_dir))
-    echo(
-        f"{counted(pruned.before - before.before, 'file')} pruned,"
-        f" {(pruned.num_bytes - before.num_bytes) / 1e6:.1f} MB; files from"
-        f" {_needed_from(run_dir)} on are kept, because a restart needs them"
-    )
-    return 0
-
-
-def _number(key: str, value: str) -> float:
-    """Return the number of an option. Raises: ConfigError: it is negative, or no number."""
-    try:
-        number = float(value)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise ConfigError(f"{key}={value}: must be a number >= 0")
-    return number

@@ -1,15 +1,25 @@
 """The configuration for a request: a named config, or the stored config of a run."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from actor.policy import PolicyConfig
 from common.config.knobs import FILE_NAME, PATH
-from common.config.load import find_config, load_config, override_value
+from common.config.load import (
+    config_as_yaml,
+    find_config,
+    load_config,
+    override_value,
+    without_secrets,
+)
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
+from common.host.loopback import IPV4, IPV6, can_bind, loopback
+from common.log import configure_logging
 from common.repository import ROOT
+from common.store.run_dir import RunDir
 from common.text import known_hint
 from tools.cli.command_line import ParsedCommand
 from tools.cli.study import StudyConfig
@@ -99,3 +109,75 @@ def _nearest_run(own: Path) -> str:
     if not known:
         return ", which has no run; start one with `train`"
     return known_hint(own.parent.name, known, form=str)
+
+
+def load_with_model(request: ParsedCommand) -> Any:
+    """Return the config of a request, with folders in place of the names of models."""
+    from tools.checks.hub_models import resolve_models
+
+    cfg = load_named(request)
+    cfg = resolve_models(cfg, is_dry=request.is_dry, may_stand_in=request.is_dry)
+    return on_loopback(cfg)
+
+
+def on_loopback(cfg: Any) -> Any:
+    """Return a config whose roles listen on the loopback address that this machine supports.
+
+    It replaces 127.0.0.1 by ::1 on a machine without IPv4, and the reverse without IPv6.
+    """
+    own = {
+        name: replace(section, host=loopback())
+        for name in ("scheduler", "learner", "envhub")
+        if (host := (section := getattr(cfg, name)).host) in (IPV4, IPV6) and not can_bind(host)
+    }
+    return replace(cfg, **own) if own else cfg
+
+
+def directory_of(cfg: RunConfig) -> RunDir:
+    """Return the directory of a run."""
+    return RunDir(root=ROOT / cfg.run.dir / cfg.run.name)
+
+
+def begin(cfg: Any, command: str, *, keeps_date: bool) -> tuple[Any, RunDir]:
+    """Configure the log of a command, and fix one date for all its prompts.
+
+    Args:
+        keeps_date: whether the run directory stores the date, see `dated`.
+
+    Returns: The configuration with the date, and the run directory.
+    """
+    from common.formats.chat_template import fix_prompts
+    from common.store.run_start import dated
+
+    run_dir = directory_of(cfg)
+    configure_logging(command, cfg.log.level)
+    cfg = dated(cfg, run_dir, is_kept=keeps_date)
+    fix_prompts(cfg.model)
+    return cfg, run_dir
+
+
+def show_config(cfg: RunConfig, command: str, *, has_plan: bool = False) -> int:
+    """Print the resolved configuration, memory plan, precision and objective; return exit code."""
+    from learner.objective.description import summary_lines
+    from tools.offline.checks import rate_lines
+
+    lines = _memory_lines(cfg) if has_plan else []
+    lines += rate_lines(command, cfg)
+    if command not in ("sft", "dpo", "evolve"):  # They have objectives of their own.
+        lines += summary_lines(cfg.algorithm, cfg.learner)
+        lines += cfg.curriculum.warnings(cfg.horizon)
+    print(config_as_yaml(without_secrets(cfg)) + "".join(f"# {line}\n" for line in lines), end="")
+    return 0
+
+
+def _memory_lines(cfg: RunConfig) -> list[str]:
+    """Return the memory plan of a run, its placement on a Ray cluster, and a conversation."""
+    from tools.checks import memory_plan, preflight
+    from tools.checks.preview import preview_lines
+
+    lines = memory_plan.lines_here(preflight.on_this_machine(cfg))
+    if cfg.launcher == "ray":
+        from tools.launch.ray.cluster import placement_lines
+
+        lines += placement_lines(cfg)
+    return [*lines, *preview_lines(cfg)]

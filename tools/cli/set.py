@@ -4,20 +4,20 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
-
-import zmq
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from common.config.keys import dotted
-from common.config.live import check_effect, check_live, text_at, with_values
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, LongstrideError, WireError
 from common.repository import ROOT
 from common.store.run_dir import RunDir
-from common.wire.messages import ConfigChanged, ConfigRequest, Rejected
-from common.wire.security import load_keys
-from common.wire.sockets import FollowingDealer
-from tools.cli.command_line import ParsedCommand
+from tools.cli import requested
+from tools.cli.command_line import Command, ParsedCommand
+
+if TYPE_CHECKING:
+    from common.wire.messages import ConfigChanged, ConfigRequest
+    from common.wire.sockets import FollowingDealer
 
 CHOICE = ("run.name", "run.dir")  # Keys that choose the run.
 CONNECT_S = 5.0
@@ -27,11 +27,7 @@ POLL_S = 0.05
 
 
 def set_keys(
-    request: ParsedCommand,
-    *,
-    load: Callable[[ParsedCommand], RunConfig],
-    echo: Callable[[str], object],
-    answer_s: float = ANSWER_S,
+    request: ParsedCommand, *, echo: Callable[[str], object], answer_s: float = ANSWER_S
 ) -> int:
     """Change the keys of the request in a running run; return the exit code.
 
@@ -41,9 +37,12 @@ def set_keys(
         ConfigError: a key is not live, a value is wrong, or the run does not work.
         LongstrideError: the scheduler stopped answering.
     """
+    from common.config.live import text_at
+    from common.wire.messages import ConfigRequest
+
     given = [word for word in request.overrides if dotted(word.partition("=")[0]) in CHOICE]
     wanted = [word for word in request.overrides if word not in given]
-    cfg = load(replace(request, overrides=given))
+    cfg = requested.load_joined(replace(request, overrides=given))
     new = _new_values(cfg, wanted)
     run_dir = RunDir(root=ROOT / cfg.run.dir / cfg.run.name)
     if not new:
@@ -62,6 +61,8 @@ def set_keys(
 
 def _new_values(cfg: RunConfig, wanted: list[str]) -> dict[str, str]:
     """Return the keys that change, with their new values. Raises: ConfigError."""
+    from common.config.live import check_effect, check_live, text_at, with_values
+
     if not wanted:
         raise ConfigError("set: give a live key, such as: run.py set run.name=a learner.lr=1e-5")
     for word in wanted:
@@ -80,9 +81,14 @@ def _new_values(cfg: RunConfig, wanted: list[str]) -> dict[str, str]:
 
 
 def _ask(
-    run_dir: RunDir, message: ConfigRequest, *, echo: Callable[[str], object], answer_s: float
-) -> ConfigChanged:
+    run_dir: RunDir, message: "ConfigRequest", *, echo: Callable[[str], object], answer_s: float
+) -> "ConfigChanged":
     """Send a request, and wait until the change is in force; return the scheduler's answer."""
+    import zmq
+
+    from common.wire.security import load_keys
+    from common.wire.sockets import FollowingDealer
+
     where = f"{run_dir.root}: is the run working?"
     if not run_dir.keys.is_dir() or run_dir.find_address("scheduler") is None:
         raise ConfigError(f"{where} It has no scheduler. `train` accepts other values at its start")
@@ -97,14 +103,16 @@ def _ask(
 
 
 def _wait(
-    dealer: FollowingDealer,
-    message: ConfigRequest,
+    dealer: "FollowingDealer",
+    message: "ConfigRequest",
     *,
     where: str,
     echo: Callable[[str], object],
     answer_s: float,
-) -> ConfigChanged:
+) -> "ConfigChanged":
     """Send a request again and again until it is answered for good."""
+    from common.wire.messages import ConfigChanged, Rejected
+
     send_at = 0.0
     is_accepted = False
     heard_at = time.monotonic()
@@ -123,3 +131,15 @@ def _wait(
                 echo(f"accepted after step {answer.step}; waiting for the next step boundary")
         time.sleep(POLL_S)
     raise LongstrideError(f"{where} The scheduler sent no answer within {answer_s:g} s")
+
+
+def run(request: ParsedCommand) -> int:
+    return set_keys(request, echo=partial(print, flush=True))
+
+
+COMMAND = Command(
+    run=run,
+    text="change live keys of a run while it works, such as its learning rate or its horizon",
+    sections="run",
+    example="run.name=a learner.lr=1e-5 horizon.stages=[10,20]",
+)

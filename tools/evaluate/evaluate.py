@@ -37,15 +37,12 @@ from tools.evaluate.play import EpisodePlayer, PlannedEpisode, PlayJob, play
 from tools.evaluate.scores import ItemPlays, all_scores, as_markdown
 from tools.launch.hub import command_part, serve_hub, serve_roles
 from tools.launch.served import make_engine_specs, shared_variables
+from tools.offline.commands import catalogue_of, plan_heldout
 
 logger = logging.getLogger(__name__)
 
 DIGEST_CHARS = 10
 NO_NOTES: Mapping[str, str] = {}
-# (config, hub's address, hub's token, env -> listed items, env -> turns) -> planned episodes
-ChooseItems = Callable[
-    [EvalConfig, str, str, dict[str, list[str]], dict[str, int]], Sequence[PlannedEpisode]
-]
 
 
 @contextlib.contextmanager
@@ -222,7 +219,7 @@ class ItemListing:
     notes: dict[str, str] = field(default_factory=dict[str, str])
 
 
-def evaluate(cfg: EvalConfig, run_dir: RunDir, *, choose_items: ChooseItems) -> int:
+def evaluate(cfg: EvalConfig, run_dir: RunDir) -> int:
     """Play held-out items with one policy, write and print the tables; return the exit code."""
     hub_cfg, hub_dir = command_part(cfg, run_dir, "eval")
     with (
@@ -232,7 +229,8 @@ def evaluate(cfg: EvalConfig, run_dir: RunDir, *, choose_items: ChooseItems) -> 
     ):
         hub_dir.finished.unlink(missing_ok=True)
         listed = fetch_listed(cfg, hub_url=url, token=token)
-        episodes = choose_items(cfg, url, token, listed.items, listed.turns)
+        catalogue = catalogue_of(cfg, url, token)
+        episodes = plan_heldout(cfg.eval, cfg.tasks, catalogue, listed.items, listed.turns)
         notes = listed.notes
         echo = print
         for line in described(episodes, notes):

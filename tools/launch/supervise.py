@@ -15,9 +15,9 @@ from common.memory import family_bytes, resident_bytes
 from common.store.disk import if_room
 from common.store.run_dir import RunDir, write_json
 from learner.journal.metrics import tail_metrics
+from tools.dashboard.terminal.training import TerminalObserver
 from tools.launch.base import Ending, LaunchState, RoleSpec, RoleStarter
 from tools.launch.launcher import RoleSupervisor
-from tools.launch.observer import RunObserver
 from tools.launch.stall_watch import StallWatch
 
 MIN_STOP_S = 10.0
@@ -37,7 +37,7 @@ def supervise(
     specs: Sequence[RoleSpec],
     starter: RoleStarter,
     *,
-    observer: RunObserver,
+    observer: TerminalObserver,
 ) -> tuple[Ending, int]:
     """Run until the end; return the ending and the peak memory of all roles in bytes.
 

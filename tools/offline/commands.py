@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +22,13 @@ from learner.training.checkpoint import newest_checkpoint
 from learner.wandb_sink import WandbSink
 from scheduler.curriculum.catalogue import HubCatalogue, fetch_catalogue, validate_tasks
 from scheduler.curriculum.sampling import Item, eval_items, hash_words, spread
-from tools.evaluate.config import EvalConfig, EvalItems, EvalOptions
+from tools.evaluate.config import EvalItems, EvalOptions
+from tools.evaluate.own_process import play_given
 from tools.evaluate.play import PlannedEpisode
 from tools.launch.hub import command_part, serve_hub
 from tools.offline import dpo, evolve, sft
 from tools.offline.config import DpoConfig, EvolveConfig, SftConfig
+from tools.offline.demonstrate import demonstrate
 from tools.offline.scratch import save_policy
 from tools.offline.training import Log, load_start
 
@@ -35,10 +37,6 @@ logger = logging.getLogger(__name__)
 # Environment -> test items of all its tasks, in the catalogue's order.
 TaskLists = Mapping[str, list[str]]
 NO_TURNS: Mapping[str, int] = {}
-# Arguments: config, URL of the hub, its token, path for the episodes.
-Collect = Callable[[SftConfig, str, str, Path], None]
-# Arguments: config with the playing model, episodes, URL of the hub, its token, journal folder.
-PlayGiven = Callable[[EvolveConfig, Sequence[PlannedEpisode], str, str, Path], None]
 
 
 def plan_heldout(
@@ -140,7 +138,7 @@ def _logged(cfg: RunConfig, run_dir: RunDir, job: str) -> Generator[Log]:
         mark_finished(run_dir, version=next(numbers) - 1, result="")
 
 
-def make_policy(cfg: SftConfig, run_dir: RunDir, *, collect: Collect) -> int:
+def make_policy(cfg: SftConfig, run_dir: RunDir) -> int:
     """Train on demonstrations, collected first if none are given; return the exit code."""
     output = cfg.sft.output or str(run_dir.root / "policy")
     cfg = replace(cfg, sft=replace(cfg.sft, output=output))
@@ -149,7 +147,7 @@ def make_policy(cfg: SftConfig, run_dir: RunDir, *, collect: Collect) -> int:
     if not cfg.sft.demonstrations:
         path = part.demonstrations
         with serve_hub(cfg, part) as (url, token):
-            collect(cfg, url, token, path)
+            demonstrate(cfg, url, token, path)
     with _logged(cfg, part, "sft") as log:
         print(f"policy: {sft.run(cfg, path, log=log)}")
     return 0
@@ -184,17 +182,17 @@ def merge(cfg: RunConfig, run_dir: RunDir) -> int:
     return 0
 
 
-def play_and_imitate(cfg: EvolveConfig, run_dir: RunDir, *, play: PlayGiven) -> int:
+def play_and_imitate(cfg: EvolveConfig, run_dir: RunDir) -> int:
     """Play episodes and train on the successful ones, in iterations; return the exit code."""
     output = cfg.evolve.output or str(run_dir.root / "policy")
     cfg, part = command_part(
         replace(cfg, evolve=replace(cfg.evolve, output=output)), run_dir, "evolve"
     )
     with serve_hub(cfg, part) as (url, token):
-        catalogue = _catalogue_of(cfg, url, token)
+        catalogue = catalogue_of(cfg, url, token)
 
         def play_iteration(now: EvolveConfig, iteration: int, folder: Path) -> None:
-            play(now, evolve.plan_episodes(now, catalogue, iteration), url, token, folder)
+            play_given(now, evolve.plan_episodes(now, catalogue, iteration), url, token, folder)
 
         with _logged(cfg, part, "evolve") as log:
             policy = evolve.run(cfg, run_dir.root, play=play_iteration, log=log)
@@ -202,15 +200,7 @@ def play_and_imitate(cfg: EvolveConfig, run_dir: RunDir, *, play: PlayGiven) -> 
     return 0
 
 
-def choose_held_out(
-    cfg: EvalConfig, url: str, token: str, lists: Mapping[str, list[str]], turns: Mapping[str, int]
-) -> list[PlannedEpisode]:
-    """Return the held-out episodes of the hub's catalogue that `eval` plays."""
-    catalogue = _catalogue_of(cfg, url, token)
-    return plan_heldout(cfg.eval, cfg.tasks, catalogue, lists, turns)
-
-
-def _catalogue_of(cfg: RunConfig, url: str, token: str) -> HubCatalogue:
+def catalogue_of(cfg: RunConfig, url: str, token: str) -> HubCatalogue:
     """Return the hub's catalogue.
 
     Raises: ConfigError: it lacks a task or has no item at a distance.

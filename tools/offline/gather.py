@@ -19,6 +19,7 @@ from common.text import counted
 from learner.policy.model import load_policy
 from learner.training.checkpoint import complete_checkpoints, export, newest_checkpoint, sync_tree
 from tools.cli.command_line import ParsedCommand
+from tools.cli.requested import load_joined
 from tools.copies.store import open_target
 
 Echo = Callable[[str], object]
@@ -26,9 +27,7 @@ STEP = "step="
 PART_BYTES = 16 << 20
 
 
-def gather(
-    request: ParsedCommand, *, load: Callable[[ParsedCommand], RunConfig], echo: Echo
-) -> int:
+def gather(request: ParsedCommand, *, echo: Echo) -> int:
     """Copy the missing files of a checkpoint into it; return the exit code: 1 if some are missing.
 
     The words of the request without "=" are folders or URLs with such files.
@@ -38,7 +37,7 @@ def gather(
     sources = [word for word in request.overrides if "=" not in word]
     steps = [word for word in request.overrides if word.startswith(STEP)]
     others = [word for word in request.overrides if word not in (*sources, *steps)]
-    cfg = load(replace(request, overrides=others))
+    cfg = load_joined(replace(request, overrides=others))
     run_dir = RunDir(root=ROOT / cfg.run.dir / cfg.run.name)
     checkpoint = _checkpoint(run_dir, steps[-1].removeprefix(STEP) if steps else "")
     files = read_manifest(checkpoint)

@@ -42,7 +42,7 @@ def test_default_hosts_become_ipv6_addresses() -> None:
     code = (
         "from tools.checks.preflight import check_ports\n"
         "from common.config.load import load_config\n"
-        "from tools.launch.commands import on_loopback\n"
+        "from tools.cli.requested import on_loopback\n"
         "cfg = on_loopback(load_config('smoke', ['learner.host=::']))\n"
         "check_ports(cfg)\n"
         "print(cfg.scheduler.host, cfg.learner.host, cfg.envhub.host)\n"

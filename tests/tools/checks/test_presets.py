@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-import run
 from common.config.load import list_configs, load_config
 from common.config.run_config import RunConfig, check_training
 from common.errors import ConfigError
@@ -25,7 +24,7 @@ from tools.checks import hub_models
 from tools.checks.hub_models import resolve_models
 from tools.checks.memory_plan import check_memory, make_plan, plan_lines, plan_named
 from tools.checks.preflight import check_devices, check_dry
-from tools.cli.command_line import parse
+from tools.cli.command_line import parse, run_command
 
 SMALL_HOST_BYTES = 16 * GIB  # a laptop's
 NEEDS_ITS_MACHINE = [name for name in list_configs() if "qwen" in name]
@@ -124,7 +123,7 @@ def test_dry_run_of_preset_needs_only_its_name(
     name: str, hub: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = cache_model(hub, name)
-    assert run.dispatch(parse(["--config", name, "--dry-run"])) == 0
+    assert run_command(parse(["--config", name, "--dry-run"])) == 0
     shown = capsys.readouterr().out
     machine = plain(name).machine
     assert f"# This machine has no GPU. Plan for the target, {machine.text}:" in shown
@@ -135,7 +134,7 @@ def test_dry_run_of_preset_needs_only_its_name(
 def test_dry_run_without_model_files_uses_known_sizes(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert run.dispatch(parse(["--config", "babyai-qwen3-4b", "--dry-run"])) == 0
+    assert run_command(parse(["--config", "babyai-qwen3-4b", "--dry-run"])) == 0
     assert "15.0 GiB  learner weights              4,022.5M x 4 B" in capsys.readouterr().out
     assert "lacks config.json, tokenizer.json of Qwen/Qwen3-4B" in caplog.text
     assert "The plan has the sizes of configs/architectures/qwen3-4b" in caplog.text
@@ -143,7 +142,7 @@ def test_dry_run_without_model_files_uses_known_sizes(
 
 def test_start_without_model_files_is_refused_with_remedies() -> None:
     with pytest.raises(ConfigError, match=r"`hf download Qwen/Qwen3-4B`.*model\.path=FOLDER"):
-        run.dispatch(parse(["--config", "babyai-qwen3-4b"]))
+        run_command(parse(["--config", "babyai-qwen3-4b"]))
 
 
 @pytest.mark.parametrize("name", NEEDS_ITS_MACHINE)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.repository import ROOT
-from tools.cli.doctor import examine_package, examine_quickly, format_checks
+from tools.checks.doctor import examine_package, examine_quickly, format_checks
 from tools.install import pinned_versions
 
 PYZMQ = importlib.metadata.version("pyzmq")

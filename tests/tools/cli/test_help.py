@@ -4,7 +4,7 @@ import pytest
 
 from common.config.keys import field_kinds, list_keys
 from common.errors import ConfigError
-from tools.cli.command_line import COMMANDS, command_help
+from tools.cli.command_line import all_commands, command_help
 from tools.cli.help import AllKeys, help_text
 
 
@@ -12,7 +12,8 @@ def test_every_key_has_its_help() -> None:
     keys = list_keys(AllKeys)
     assert len(keys) > 400
     for key in keys:
-        own = help_text([key]).removeprefix(f"{command_help(key)}\n" if key in COMMANDS else "")
+        head = f"{command_help(key)}\n" if key in all_commands() else ""
+        own = help_text([key]).removeprefix(head)
         assert own.startswith(f"{key}=")
 
 
@@ -49,8 +50,8 @@ def test_unknown_key_help_names_the_nearest() -> None:
         help_text(["learner.lrr"])
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", all_commands())
 def test_command_help_names_existing_sections(name: str) -> None:
-    assert set(COMMANDS[name].sections.split()) <= set(field_kinds(AllKeys))
+    assert set(all_commands()[name].sections.split()) <= set(field_kinds(AllKeys))
     assert command_help(name).startswith(f"usage: run.py {name} ")
     assert help_text([name]).startswith(command_help(name))

@@ -12,9 +12,8 @@ from common.store.run_dir import RunDir
 from common.store.run_start import save_config
 from common.wire.access.identities import Identities
 from common.wire.security import create_keys, own_keys
+from tools.cli import revoke
 from tools.cli.command_line import ParsedCommand
-from tools.cli.requested import load_joined
-from tools.cli.revoke import revoke_key
 
 
 def ask(*words: str) -> ParsedCommand:
@@ -29,17 +28,16 @@ def test_key_is_revoked_by_its_exact_name(tmp_path: Path) -> None:
     keys = own_keys(run_dir.keys, role="actor", name="actor-3")
     save_config(RunConfig(run=RunSection(name="a"), model=ModelSection(path="m")), run_dir.config)
     where = f"run.dir={tmp_path / 'runs'}"
-    load = load_joined
-    assert revoke_key(ask("run.name=a", where, "actor-3"), load=load, echo=print) == 0
+    assert revoke.run(ask("run.name=a", where, "actor-3")) == 0
     known = Identities(run_dir.keys)
     known.refresh()
     found = known.find(keys.client_public)
     assert found is not None
     assert found.is_revoked
     with pytest.raises(ConfigError, match=r"nobody: no key in .* has this name.*actor-3"):
-        revoke_key(ask("run.name=a", where, "nobody"), load=load, echo=print)
+        revoke.run(ask("run.name=a", where, "nobody"))
     with pytest.raises(ConfigError, match="give one name"):
-        revoke_key(ask("run.name=a", where), load=load, echo=print)
+        revoke.run(ask("run.name=a", where))
 
 
 @pytest.mark.parametrize("gone", ["client_secret", "server_public", "hub_token"])

@@ -16,11 +16,11 @@ from common.config.run import RunSection
 from common.log import kept_in
 from common.store.run_dir import RunDir
 from tools.launch.base import Ending, LaunchState, RoleSpec, StallDetector
-from tools.launch.commands import reachable_at
 from tools.launch.launcher import RoleSupervisor
 from tools.launch.local import start_here
 from tools.launch.roles import make_role_specs
 from tools.launch.supervise import stop_timeout_s
+from tools.launch.train import reachable_at
 
 STAY = "import signal; signal.pause()"
 TERM_NOTED = """

@@ -40,7 +40,10 @@ STOP_S = 3.0  # Seconds for a process that serves metrics to end.
 
 
 class TerminalObserver:
-    """A `RunObserver`: shows a live panel or log lines, an optional web page, and the report."""
+    """Shows a live panel or log lines, an optional web page, and the report.
+
+    It never delays the run.
+    """
 
     def __init__(self, cfg: RunConfig, run_dir: RunDir) -> None:
         self._cfg = cfg

@@ -5,7 +5,7 @@ import hmac
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 from fastapi import FastAPI, HTTPException, Request, Response
@@ -19,8 +19,11 @@ from tools.dashboard.prometheus import add_metrics_page
 from tools.dashboard.reading.rows import KEYS, PAGE
 from tools.dashboard.reading.run_source import RunSource
 from tools.dashboard.reading.sources import Source, SourceRefresher
-from tools.dashboard.web.play import PlayService, add_play
+from tools.dashboard.web.play import add_play
 from tools.dashboard.web.views import compare, drawn_names, fleet, overview
+
+if TYPE_CHECKING:
+    from tools.dashboard.interactive import InteractiveEpisodes
 
 COOKIE = "longstride_dashboard"
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -102,7 +105,7 @@ def _error(status: int, text: str) -> Response:
 
 
 def make_app(
-    watch: SourceRefresher, access: AccessMiddleware, table: PlayService | None = None
+    watch: SourceRefresher, access: AccessMiddleware, table: "InteractiveEpisodes | None" = None
 ) -> FastAPI:
     """Return the application over the watched sources; without a table there are no play routes."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)

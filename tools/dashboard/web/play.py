@@ -5,7 +5,7 @@ Only these routes accept a POST. It must have the page's own origin, so that no 
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
@@ -15,24 +15,12 @@ from common.config.actor import AgentFormat
 from common.errors import EnvError
 from tools.dashboard.reading.run_source import COMPACT, RunSource
 
+if TYPE_CHECKING:
+    from tools.dashboard.interactive import InteractiveEpisodes
+
 PATH = "/api/play/"
 MAX_CHARS = 20_000  # Maximum length of an action.
 EpisodeReply = Mapping[str, Any]
-
-
-class PlayService(Protocol):
-    """Plays episodes: see `tools.dashboard.interactive`. Raises ConfigError and EnvError."""
-
-    async def environments(self) -> EpisodeReply: ...
-    async def open(
-        self, env: str, item: str, *, style: str, format: AgentFormat
-    ) -> EpisodeReply: ...
-    async def step(self, episode_id: str, action: str) -> EpisodeReply: ...
-    async def ask(self, episode_id: str, *, url: str, model: str, key: str) -> EpisodeReply: ...
-    async def ask_run(self, episode_id: str, run: str) -> EpisodeReply: ...
-    async def close(self, episode_id: str) -> None: ...
-    async def redo(self, recorded: Any, config: EpisodeReply) -> Any: ...
-    async def shut_down(self) -> None: ...
 
 
 class _OpenBody(BaseModel):
@@ -65,7 +53,7 @@ class _AskBody(_EpisodeBody):
     key: str = Field("", max_length=2000)
 
 
-def add_play(app: FastAPI, table: PlayService) -> None:
+def add_play(app: FastAPI, table: "InteractiveEpisodes") -> None:
     """Add the routes over a table; the application's shutdown also shuts down the table."""
 
     async def open_one(body: _OpenBody, request: Request) -> EpisodeReply:

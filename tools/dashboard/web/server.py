@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import uvicorn
     from fastapi import FastAPI
 
-    from tools.dashboard.web.play import PlayService
+    from tools.dashboard.interactive import InteractiveEpisodes
 
 USAGE = "dashboard [RUN|FILE ...] [port=N] [host=H] [token=T]"
 OPTIONS = ("port", "host", "token", "run.dir", "fd", "metrics_token_file")
@@ -31,19 +31,13 @@ PORTS_TRIED = 20  # Number of ports to try from the default on, if none is reque
 BESIDE_NICE = 10  # Niceness beside a run, which has priority.
 
 
-def dashboard(
-    request: ParsedCommand,
-    *,
-    echo: Callable[[str], None],
-    make_table: "Callable[..., PlayService] | None" = None,
-) -> int:
+def dashboard(request: ParsedCommand, *, echo: Callable[[str], None]) -> int:
     """Serve until interrupted; return the exit code.
-
-    Args:
-        make_table: creates the table of played episodes; None: no play routes.
 
     Raises: ConfigError: a run or a file is missing, or the port is unusable; names it.
     """
+    from tools.dashboard.interactive import InteractiveEpisodes
+
     words = [word for word in request.overrides if "=" not in word]
     options = dict(word.split("=", 1) for word in request.overrides if "=" in word)
     if unknown := sorted(options.keys() - set(OPTIONS)):
@@ -62,7 +56,7 @@ def dashboard(
     else:
         listener = listen(host, options.get("port", ""))
         echo(url_of(listener, token))
-    serve(listener, sources, host=host, token=token, table=make_table and make_table())
+    serve(listener, sources, host=host, token=token, table=InteractiveEpisodes())
     return 0
 
 
@@ -104,7 +98,12 @@ def listen(host: str, wanted: str, *, keys: tuple[str, str] = ("host", "port")) 
 
 
 def serve(
-    listener: socket.socket, sources: Sources, *, host: str, token: str, table: "PlayService | None"
+    listener: socket.socket,
+    sources: Sources,
+    *,
+    host: str,
+    token: str,
+    table: "InteractiveEpisodes | None",
 ) -> None:
     """Answer requests until a signal ends the server."""
     from tools.dashboard.reading.sources import SourceRefresher
@@ -114,8 +113,7 @@ def serve(
     watch = SourceRefresher(sources)
     watch.start()
     app = make_app(watch, AccessMiddleware(host=host, token=token, writable=PATH), table)
-    if table is not None:
-        app.router.on_shutdown.append(table.shut_down)
+    app.router.on_shutdown.append(table.shut_down)
     try:
         _run_server(app, listener)
     finally:

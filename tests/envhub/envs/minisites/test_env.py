@@ -18,7 +18,7 @@ from tests.envhub.web.web_rig import (
     needs_browser,
     play,
 )
-from tools.cli.envs import list_rows
+from tools.author.listing import list_rows
 
 DOMAINS = ("Shopping", "CMS", "Maps", "GitLab", "Reddit")
 

@@ -1,0 +1,19 @@
+"""The command `dashboard`: it serves a page about runs."""
+
+from functools import partial
+
+from tools.cli.command_line import Command, ParsedCommand
+
+
+def run(request: ParsedCommand) -> int:
+    from tools.dashboard.web.server import dashboard
+
+    return dashboard(request, echo=partial(print, flush=True))
+
+
+COMMAND = Command(
+    run=run,
+    text="serve a page about runs: charts, ledger, bottlenecks, replay of every episode",
+    example="quickstart",
+    arguments="[RUN|FILE ...] [port=N] [host=H] [token=T]",
+)

@@ -1,0 +1,17 @@
+"""The command `replay`: it prints one episode of a run."""
+
+from tools.cli.command_line import Command, ParsedCommand
+
+
+def run(request: ParsedCommand) -> int:
+    from tools.dashboard.terminal.commands import replay
+
+    return replay(request, echo=print)
+
+
+COMMAND = Command(
+    run=run,
+    text="replay one episode turn by turn, in colour",
+    example="quickstart g0000012/3",
+    arguments="RUN EPISODE",
+)

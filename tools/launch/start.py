@@ -1,0 +1,136 @@
+"""Starts one role of a run in this process, on its machine or on one that joins."""
+
+import os
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.config.load import load_received, override_value
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+from common.log import configure_logging
+from common.store.run_dir import RunDir
+from tools.cli import requested
+from tools.cli.command_line import ParsedCommand
+
+if TYPE_CHECKING:
+    from common.join.enrol import Joined
+
+WITH_MODEL = ("learner", "actor")  # Roles that read the folder `model.path`.
+
+
+def run_role(request: ParsedCommand, run: Callable[[RunConfig, RunDir], None]) -> int:
+    """Run one role in this process until it ends; return the exit code.
+
+    With `--dry-run`, only print its configuration.
+
+    Raises: ConfigError, NotStarted: the role failed before it began to work, see `StartGuard`.
+    """
+    from common.formats.chat_template import fix_prompts
+    from common.stall.beacon import has_begun
+    from common.store.run_start import dated, save_config
+    from common.wire.security import create_keys
+    from tools.checks.preflight import check_model
+    from tools.launch.start_guard import StartGuard
+
+    name = request.command
+    cfg = requested.load_joined(request)
+    if request.is_dry:
+        return requested.show_config(cfg, name)
+    run_dir = requested.directory_of(cfg)
+    configure_logging(name, cfg.log.level)
+    if name in WITH_MODEL:
+        check_model(cfg.model.path)
+    if name == "scheduler":  # It begins a run, and the other roles join it.
+        create_keys(run_dir.keys)
+    if not run_dir.config.exists():
+        cfg = dated(cfg, run_dir, is_kept=True)
+        save_config(cfg, run_dir.config)
+    fix_prompts(cfg.model)
+    with StartGuard(run_dir.root, has_begun=has_begun):
+        run(cfg, run_dir)
+    return 0
+
+
+def join_run(request: ParsedCommand, run: Callable[[RunConfig, "Joined"], None]) -> int:
+    """Run a role of another machine's run in this process until it ends; return the exit code.
+
+    Raises:
+        ConfigError: the key, the address, the version or a key of the configuration is wrong.
+        NotStarted: the role failed before it began to work, see `StartGuard`.
+    """
+    from common.formats.chat_template import fix_prompts
+    from common.join.enrol import enrol, parse_address
+    from common.repository import code_name, product_version
+    from common.stall.beacon import has_begun
+    from common.wire.addresses import host_of, is_here
+    from common.wire.messages import JoinRequest
+    from common.wire.security import read_join_key
+    from scheduler.members.older_code import without_unknown
+    from tools.checks.hub_models import resolve_models
+    from tools.launch.start_guard import StartGuard
+
+    role = request.command
+    overrides = request.overrides
+    address = parse_address(request.join or "")
+    key = read_join_key(Path(request.key or ""), role=role)
+    question = JoinRequest(
+        role=role,
+        product=product_version(),
+        commit=code_name(),
+        is_remote=not is_here(host_of(address)),
+        has_model=override_value(overrides, "model.path") is not None,
+        name=override_value(overrides, f"{role}.name") or _own_name(role),
+    )
+    configure_logging(role, "INFO")
+    joined = enrol(address, key, question)
+    config = without_unknown(joined.config, joined.defaults)
+    cfg = load_received(config, _with_defaults(role, overrides, joined))
+    if role != "learner":
+        cfg = resolve_models(cfg)
+    if role == "actor":
+        _check_weights(cfg, joined)
+    configure_logging(role, cfg.log.level)
+    fix_prompts(cfg.model)
+    with StartGuard(None, has_begun=has_begun):
+        run(cfg, joined)
+    return 0
+
+
+def _check_weights(cfg: RunConfig, joined: "Joined") -> None:
+    """Check that an actor has the weights that the run does not send.
+
+    Raises: ConfigError: the base model of the adapters or its own model folder is missing.
+    """
+    from tools.checks.preflight import check_model
+
+    if cfg.model.path != joined.model_path:
+        check_model(cfg.model.path)
+    elif rank := cfg.learner.lora.in_engine.rank:
+        raise ConfigError(
+            f"learner.lora.rank={rank}: this run sends only adapters, without their base model"
+            f" {joined.base}. Give model.path=FOLDER with a copy of the base model on this machine"
+        )
+
+
+def _own_name(role: str) -> str:
+    """Return a name that no other process has."""
+    return f"{role}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+
+
+def _with_defaults(role: str, overrides: Sequence[str], joined: "Joined") -> list[str]:
+    """Return the overrides plus a joining node's defaults for the keys that they do not set.
+
+    The defaults are the folder of the received model and, for a hub, a reachable address.
+    """
+    if role == "learner":  # Its ranks use the run's own paths, or copies of these folders.
+        return [*overrides]
+    own = {"model.path": joined.model_path or "."}
+    if role == "actor" and joined.sends_adapters and joined.source:
+        own["model.path"] = joined.source  # The base of the adapters, from this node's cache.
+    if role == "envhub":
+        own["envhub.host"] = "0.0.0.0"
+    given = [f"{key}={v}" for key, v in own.items() if override_value(overrides, key) is None]
+    return [*overrides, *given]
