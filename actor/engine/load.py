@@ -181,9 +181,9 @@ def can_prepare(model: nn.Module, config: VllmConfig, device: torch.device) -> b
 
 def _has_views(model: nn.Module) -> bool:
     """Return whether a buffer is a view of a weight, or was one before vLLM packed the weight."""
-    weights = {_storage_address(each) for each in model.parameters() if each.numel()}
+    weights = {_storage_address(tensor) for tensor in model.parameters() if tensor.numel()}
     return any(
-        _storage_address(each) in weights for each in model.buffers() if each.numel()
+        _storage_address(tensor) in weights for tensor in model.buffers() if tensor.numel()
     ) or any(True for _ in _convolutions(model))
 
 
@@ -255,9 +255,9 @@ class Prepared:
             for table in ("_parameters", "_buffers"):
                 made = cast(dict[str, Tensor | None], layer_copy.__dict__[table])
                 pairs |= {
-                    each: layer.__dict__[table][name]
-                    for name, each in made.items()
-                    if each is not None and each is not layer.__dict__[table][name]
+                    tensor: layer.__dict__[table][name]
+                    for name, tensor in made.items()
+                    if tensor is not None and tensor is not layer.__dict__[table][name]
                 }
             for name, value in layer_copy.__dict__.items():
                 if name not in MODULE_TABLES and before.get(name, before) is not value:
@@ -295,14 +295,14 @@ def _copy_tensors(layer_copy: nn.Module, copies: dict[Tensor, Tensor]) -> None:
 
 def _copy_metadata(layer: nn.Module, layer_copy: nn.Module) -> None:
     """Copy vLLM's record of a layer before its first load to its copy."""
-    noted = get_layerwise_info(layer)
-    own = get_layerwise_info(layer_copy)
-    parameters, buffers = noted.restore_metadata
-    own.restore_metadata = (
+    record = get_layerwise_info(layer)
+    copied = get_layerwise_info(layer_copy)
+    parameters, buffers = record.restore_metadata
+    copied.restore_metadata = (
         {name: to_meta_tensor(tensor) for name, tensor in parameters.items()},
         {name: to_meta_tensor(tensor) for name, tensor in buffers.items()},
     )
-    own.restore_device = noted.restore_device
+    copied.restore_device = record.restore_device
 
 
 @dataclass

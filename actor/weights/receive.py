@@ -86,7 +86,7 @@ class WeightLink:
     async def run(self) -> None:
         """Answer offers until cancelled; reconnect when the learner's address changes."""
         loops = (self._listen(), self._send_heartbeats(), self._work())
-        tasks = [asyncio.create_task(each) for each in loops]
+        tasks = [asyncio.create_task(loop) for loop in loops]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:

@@ -75,23 +75,25 @@ class VersionMemory:
         if not offer.shares_copy:
             self.for_node = None
             return self._own_for(num_bytes)
-        found = self.for_node
-        if found is None or found.buffer.numel() < num_bytes or not found.claim():
-            found = None  # The old memory is freed first.
+        copy = self.for_node
+        if copy is None or copy.buffer.numel() < num_bytes or not copy.claim():
+            copy = None  # The old memory is freed first.
             self.for_node = None
-            found = self.for_node = NodeCopy(num_bytes)
-        return found
+            copy = self.for_node = NodeCopy(num_bytes)
+        return copy
 
     def held(self, offer: WeightsOffer) -> Copy:
         """Return the memory with the base of an offer of changes, or with its version.
 
         Raises: WeightSyncError: there is none.
         """
-        found: list[Copy] = [e for e in (self.own, self.for_node, self._view) if e is not None]
-        for each in found:
-            if each.version in (offer.base, offer.version):
-                return each
-        version = max((each.version for each in found), default=-1)
+        copies: list[Copy] = [
+            copy for copy in (self.own, self.for_node, self._view) if copy is not None
+        ]
+        for copy in copies:
+            if copy.version in (offer.base, offer.version):
+                return copy
+        version = max((copy.version for copy in copies), default=-1)
         raise WeightSyncError(
             f"version {offer.version} arrives as changes since {offer.base}, but the copy of this"
             f" worker has version {version}; it needs the whole version"
@@ -324,10 +326,10 @@ class Staging:
     def check(self, version: int) -> None:
         """Check that a version is staged. Raises: WeightSyncError: another one is, or none."""
         state = self.state()
-        found = -1 if self._taken is None else self._taken.offer.version
-        if found != version or not state.is_done or state.error:
+        staged = -1 if self._taken is None else self._taken.offer.version
+        if staged != version or not state.is_done or state.error:
             raise WeightSyncError(
-                f"version {version} cannot be loaded; the staged version is {found}: {state}"
+                f"version {version} cannot be loaded; the staged version is {staged}: {state}"
             )
 
     def _receive(self, taken: _StagedOffer, before: threading.Thread | None) -> None:

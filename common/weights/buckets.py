@@ -342,9 +342,11 @@ def _synchronize(channel: Channel) -> None:
         torch.cuda.current_stream(channel.device).synchronize()
 
 
-def _compare(cut: BucketLayout, found: Tensor, sent: Tensor, specs: Sequence[TensorSpec]) -> None:
+def _compare(
+    cut: BucketLayout, received: Tensor, sent: Tensor, specs: Sequence[TensorSpec]
+) -> None:
     """Check the digests of all buckets. Raises: BucketDamaged, with the tensors."""
-    damaged = [i for i in range(cut.num) if not torch.equal(found[i], sent[i])]
+    damaged = [i for i in range(cut.num) if not torch.equal(received[i], sent[i])]
     if not damaged:
         return
     index = damaged[0]
@@ -354,7 +356,7 @@ def _compare(cut: BucketLayout, found: Tensor, sent: Tensor, specs: Sequence[Ten
     ]
     within = f" ({names[0]} to {names[-1]})" if names else ""
     raise BucketDamaged(
-        f"bucket {index} of {cut.num}{within} is damaged: checksum {hexadecimal(found[index])} "
+        f"bucket {index} of {cut.num}{within} is damaged: checksum {hexadecimal(received[index])} "
         f"is not the sender's {hexadecimal(sent[index])};"
         f" {counted(len(damaged), 'bucket is', 'buckets are')} damaged"
     )

@@ -98,8 +98,8 @@ class ChangePacker:
         # Few words have such an entry. A search among words is shorter than one among entries.
         is_far = (entries == FAR).view(np.uint32)
         has_far = np.flatnonzero(is_far != 0)
-        found = np.flatnonzero(is_far.take(has_far).view(np.bool_))
-        far = values.take(has_far).view(np.int16).take(found)
+        far_rows = np.flatnonzero(is_far.take(has_far).view(np.bool_))
+        far = values.take(has_far).view(np.int16).take(far_rows)
         self._masks.append(np.packbits(is_changed, bitorder="little"))
         self._codes.append(gathered.astype(np.uint8))
         self._values.append(far)

@@ -439,7 +439,7 @@ def interface_of(host: str) -> str:
     Raises: WeightSyncError: no interface has this address.
     """
     address = str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
-    for name, found in psutil.net_if_addrs().items():
-        if any(each.address.partition("%")[0] == address for each in found):
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in addresses):
             return name
     raise WeightSyncError(f"{host}: no network interface of this machine has this address")

@@ -497,14 +497,14 @@ class WeightGroup:
         Raises: TransferCancelled: as `send`. The cancelled thread may still write to `target`.
         """
         cut = BucketLayout(offer.total_bytes, offer.bucket_bytes)
-        found: list[str] = []
+        checksums: list[str] = []
 
         def work(_: Channel | None, is_left: threading.Event) -> None:
             unless_left = _unless_left(fill, is_left)
-            found.append(write_buckets(target, cut, slots, unless_left, check=check))
+            checksums.append(write_buckets(target, cut, slots, unless_left, check=check))
 
         seconds = self._transfer(work, target.device, offer, is_cancelled)
-        return found[0], seconds
+        return checksums[0], seconds
 
     def receive(
         self,

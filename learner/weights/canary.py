@@ -54,16 +54,16 @@ class Prompts(NamedTuple):
 
 def prompts_of(episodes: Iterable[Trajectory]) -> Prompts:
     """Return the beginnings of at most `NUM_PROMPTS` episodes, each with sampled tokens in it."""
-    found = Prompts([], [])
+    prompts = Prompts([], [])
     for episode in episodes:
         sampled = episode.loss_mask[1 : LATEST_TOKENS + 1].nonzero()[0]
-        if not len(sampled) or len(found.token_ids) == NUM_PROMPTS:
+        if not len(sampled) or len(prompts.token_ids) == NUM_PROMPTS:
             continue
         end = max(MAX_TOKENS, int(sampled[0]) + 1 + NUM_SAMPLED)
         end = min(end, segments_of(episode)[0].stop)
-        found.token_ids.append(episode.token_ids[:end].tolist())
-        found.masks.append(episode.loss_mask[1:end].tolist())
-    return found
+        prompts.token_ids.append(episode.token_ids[:end].tolist())
+        prompts.masks.append(episode.loss_mask[1:end].tolist())
+    return prompts
 
 
 class RecentPrompts:
@@ -103,10 +103,10 @@ class RecentPrompts:
             self._added_at = {}
         return {
             actor: Prompts(
-                [ids for each in kept for ids in each.token_ids],
-                [mask for each in kept for mask in each.masks],
+                [ids for prompt in prompts for ids in prompt.token_ids],
+                [mask for prompt in prompts for mask in prompt.masks],
             )
-            for actor, kept in taken.items()
+            for actor, prompts in taken.items()
         }
 
 
@@ -214,8 +214,8 @@ class Canary:
     def _before(self, version: int) -> _Expected | None:
         """Return the canaries of the newest older version, if they have the same tokens."""
         older = max((v for v in self._expected if v < version), default=None)
-        found = None if older is None else self._expected[older]
-        return found if found and found.token_ids == self._expected[version].token_ids else None
+        before = None if older is None else self._expected[older]
+        return before if before and before.token_ids == self._expected[version].token_ids else None
 
     @property
     def num_alarms(self) -> int:
@@ -253,12 +253,12 @@ def _is_stale(now: _Expected, before: _Expected, theirs: list[list[float]]) -> b
     error of the share follows from the residuals.
     """
     rows = zip(before.logprobs, now.logprobs, theirs, now.masks, strict=True)
-    kept = [
+    compared = [
         [(a, b, c) for a, b, c, is_compared in zip(*row, strict=True) if is_compared]
         for row in rows
-        if len({len(each) for each in row}) == 1
+        if len({len(part) for part in row}) == 1
     ]
-    numbers = np.array([each for row in kept for each in row], dtype=np.float64)  # [token, 3]
+    numbers = np.array([part for row in compared for part in row], dtype=np.float64)  # [token, 3]
     if len(numbers) < MIN_TOKENS:
         return False
     step = numbers[:, 1] - numbers[:, 0]

@@ -278,15 +278,15 @@ class Publisher(threading.Thread):
     def _send_wanted(self, weights: PublishedWeights) -> None:
         """Send a version to the members, first as changes where that is possible."""
         if self._keeper is None:
-            kept = KeptVersion(weights, None, None)
+            version = KeptVersion(weights, None, None)
         else:
-            kept = self._keep(weights, self._keeper)
-        whole = kept.whole
+            version = self._keep(weights, self._keeper)
+        whole = version.whole
         self._transfers.current = whole
         self._canary.expect(whole)
         members = self._members.take_for_version()
-        if kept.changes is not None:
-            members = self._send_changes(kept.changes, members)
+        if version.changes is not None:
+            members = self._send_changes(version.changes, members)
         self._transfers.broadcast(
             whole, members, is_held=whole.source.is_live, must_load=self._must_load
         )
@@ -300,14 +300,14 @@ class Publisher(threading.Thread):
     def _keep(self, weights: PublishedWeights, keeper: VersionKeeper) -> KeptVersion:
         """Copy a version; the trainer may change the live weights after that."""
         try:
-            kept = keeper.keep(weights)
+            version = keeper.keep(weights)
         finally:
             if weights.source.is_live:
                 self._weights_lock.leave()
-        if kept.changed_frac is not None:
+        if version.changed_frac is not None:
             with self._changed:
-                self._metrics["publish/changed_frac"] = kept.changed_frac
-        return kept
+                self._metrics["publish/changed_frac"] = version.changed_frac
+        return version
 
     def _send_changes(
         self, changes: PublishedWeights, members: list[EngineMember]

@@ -343,7 +343,7 @@ def refusal(member: EngineMember, sender: SenderPlace, choice: WeightsTransport)
     """Return the reason why the chosen transport cannot reach an engine; "" if it can."""
     if transport_of(member, sender, choice):
         return ""
-    devices = ", ".join(each or "the CPU" for each in member.devices)
+    devices = ", ".join(device or "the CPU" for device in member.devices)
     where = f"on {devices} from {sender.device or 'the CPU'}"
     if choice is WeightsTransport.MEMORY:
         where = "because it cannot map memory of the learner"
@@ -380,17 +380,17 @@ def _by_transport(
     members: Sequence[EngineMember], sender: SenderPlace, choice: WeightsTransport
 ) -> list[ReceiverGroup]:
     """Return the engines by transport; NCCL needs a GPU of its own for each."""
-    found: dict[str, list[EngineMember]] = {}
+    by_transport: dict[str, list[EngineMember]] = {}
     num_uses = Counter(device for member in members for device in member.devices)
     for member in members:
         transport = transport_of(member, sender, choice)
         is_shared = any(num_uses[device] > 1 for device in member.devices)
         if transport == "nccl" and is_shared:
             transport = sender.host_transport(member)
-        found.setdefault(transport, []).append(member)
+        by_transport.setdefault(transport, []).append(member)
     return [
-        ReceiverGroup(transport, tuple(each))
-        for transport, each in sorted(found.items())
+        ReceiverGroup(transport, tuple(engines))
+        for transport, engines in sorted(by_transport.items())
         if transport
     ]
 
@@ -427,14 +427,14 @@ class Answers:
 
     def unanswered(self, member: EngineMember) -> WeightsOffer | None:
         """Return the offer to a member that has not answered at all; else None."""
-        found = self._offers.get(member)
+        sent = self._offers.get(member)
         has_answered = member in self._ready or member in self._loaded
-        return None if found is None or has_answered else found[0]
+        return None if sent is None or has_answered else sent[0]
 
     def waited_s(self, member: EngineMember) -> float:
         """Return the seconds since a member was offered the version."""
-        found = self._offers.get(member)
-        return 0.0 if found is None else time.monotonic() - found[1]
+        sent = self._offers.get(member)
+        return 0.0 if sent is None else time.monotonic() - sent[1]
 
     def note(self, member: EngineMember, answer: WeightsReady | WeightsLoaded) -> bool:
         """Record an answer; True if it belongs to this offer and is new."""

@@ -193,13 +193,13 @@ class LiveWeights:
         gathering = self._gathering
         if gathering is not None and gathering.ask is not None:
             gathering.ask(json.dumps([start, part.numel()]).encode())
-        own = 0
+        this_rank = 0
         others = []
         for piece in self._pieces(start, part.numel()):
             target = part[piece.at : piece.at + piece.count * piece.dtype.itemsize].view(
                 piece.dtype
             )
-            if piece.rank == own:
+            if piece.rank == this_rank:
                 _copy(target, self._local(piece))
             else:
                 others.append((piece, target))
@@ -218,7 +218,7 @@ class LiveWeights:
                 numbers = self._local(piece).to(gathering.device, piece.dtype)
                 sent.append(numbers.view(torch.uint8))
         with _RankErrors(gathering):
-            _exchange([dist.P2POp(dist.isend, each, 0, gathering.group) for each in sent])
+            _exchange([dist.P2POp(dist.isend, numbers, 0, gathering.group) for numbers in sent])
 
     def _within(self, start: int, num_bytes: int) -> range:
         """Return the indices of the tensors that may have bytes in this range."""
@@ -307,8 +307,8 @@ def _copy(target: Tensor, source: Tensor) -> None:
         target.copy_(source)
         return
     targets = target.split(CAST_NUMBERS)
-    for part, found in zip(targets, source.split(CAST_NUMBERS), strict=True):
-        part.copy_(found.to(part.device) if part.is_cuda else found)
+    for part, numbers in zip(targets, source.split(CAST_NUMBERS), strict=True):
+        part.copy_(numbers.to(part.device) if part.is_cuda else numbers)
 
 
 def _receive(gathering: Gathering, wanted: Sequence[tuple[Piece, Tensor]]) -> None:
@@ -321,13 +321,13 @@ def _receive(gathering: Gathering, wanted: Sequence[tuple[Piece, Tensor]]) -> No
     with _RankErrors(gathering):
         _exchange(
             [
-                dist.P2POp(dist.irecv, each.view(torch.uint8), piece.rank, gathering.group)
-                for (piece, _), each in zip(wanted, landed, strict=True)
+                dist.P2POp(dist.irecv, memory.view(torch.uint8), piece.rank, gathering.group)
+                for (piece, _), memory in zip(wanted, landed, strict=True)
             ]
         )
-    for (_, target), each in zip(wanted, landed, strict=True):
-        if each is not target:
-            target.copy_(each)
+    for (_, target), memory in zip(wanted, landed, strict=True):
+        if memory is not target:
+            target.copy_(memory)
 
 
 def _exchange(operations: list[dist.P2POp]) -> None:
@@ -445,12 +445,12 @@ def policy_weights(
     Raises: ConfigError: as `published_tensors`.
     """
     named = list(published_tensors(model, is_bf16=is_bf16))
-    shapes = {name: each.shape for name, each in named}
+    shapes = {name: tensor.shape for name, tensor in named}
     is_whole = not has_adapters(model) or adapts_experts(model)
     exact = exact_names(model, shapes) if is_whole else set[str]()  # Adapters have one dtype.
     rounded: set[str] = set()
     if is_bf16:
-        sums = {name for name, each in named if isinstance(each, Merged) and each.is_sum}
+        sums = {name for name, tensor in named if isinstance(tensor, Merged) and tensor.is_sum}
         rounded = (rounded_names(model, shapes) if is_whole else set(shapes)) - sums
     return LiveWeights(named, dtype, exact=exact, rounded=rounded, gathering=gathering)
 
@@ -488,13 +488,13 @@ class VersionKeeper:
         copy = self._copy_for(weights)
         packer = ChangePacker(source.total_bytes, max_bytes=int(MAX_FRAC * source.total_bytes))
         for start in range(0, source.total_bytes, READ_BYTES):
-            kept = copy.buffer[start : start + READ_BYTES]
+            before = copy.buffer[start : start + READ_BYTES]
             if base < 0:
-                source.fill(start, kept)
+                source.fill(start, before)
             else:
-                part = self._part_of(source)[: kept.numel()]
+                part = self._part_of(source)[: before.numel()]
                 source.fill(start, part)
-                packer.add(part, kept)
+                packer.add(part, before)
         has_changes = base >= 0 and not packer.is_dense
         self._sums = packer.sums_after(self._sums) if has_changes else word_sums(copy.buffer)
         self._version = weights.version

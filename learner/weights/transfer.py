@@ -526,11 +526,11 @@ class Transfers:
                 reading.end()  # The next step may change the weights while engines load.
             places = [place._replace(copy_key=self._memory.place) for place in places]
         for member, place in zip(members, places, strict=True):
-            own = replace(
+            addressed = replace(
                 offer, rank=place.rank, copy_key=place.copy_key, copy_index=place.copy_index
             )
-            self._answers.offered(member, own)
-            self._send(member, own)
+            self._answers.offered(member, addressed)
+            self._send(member, addressed)
         self._collect_ready(receivers, reading)
         if is_in_memory:
             return
