@@ -83,7 +83,7 @@ def test_dry_run_names_the_precision_of_each_training(stored: Path) -> None:
     for command, cfg in made.items():
         line, *_ = rate_lines(command, cfg)
         assert line.startswith("learner.precision: fp32 (")
-    assert rate_lines("eval", cfg) == []
+    assert rate_lines("eval", made["train"]) == []
 
 
 def test_report_reads_the_precision_and_its_reason(tmp_path: Path) -> None:
