@@ -4,7 +4,6 @@ import logging
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
@@ -16,7 +15,6 @@ from starlette.routing import Router
 
 from envhub.envs.minisites.seeding import TODAY, insert
 from envhub.envs.minisites.store import Store, UnknownSession, VisitorSession
-from envhub.tables import read_table
 
 SESSION_HEADER = "x-longstride-session"
 MAX_BODY_BYTES = 64 * 1024
@@ -81,7 +79,7 @@ class Visit:
 
         Raises: PageMissing: no row.
         """
-        row = next(iter(self.rows(self.site.table["finds"][name])), None)
+        row = next(iter(self.rows(self.site.finds[name])), None)
         if row is None:
             raise PageMissing(self.path)
         self.names.update({f"{name}_{key}": value for key, value in dict(row).items()})
@@ -111,50 +109,38 @@ class Visit:
     def page(self, template: str, **values: object) -> HTMLResponse:
         """Return a rendered page. A pending notice is shown on it once."""
         notice, self.session.notice = self.session.notice, ""
-        shown = self.site.given | self.values_of(self.site.table.get("frame", {})) | values
+        shown = self.site.given | self.site.frame(self) | values
         text = ENVIRONMENT.get_template(f"{self.site.name}/{template}").render(
             {"words": self.words(), **shown}, notice=notice, path=self.path, query=self.query
         )
         return HTMLResponse(text)
 
-    def values_of(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values that a page shows, by an entry of the site's table."""
-        shown: dict[str, Any] = {}
-        for name, allowed in entry.get("takes", {}).items():
-            shown[name] = self.choice(name, allowed) if allowed else self.query.get(name, "")
-        self.names.update(shown)
-        shown |= {name: self.find(name) for name in entry.get("finds", ())}
-        order = entry["orders"][shown["sort"]] if "orders" in entry else ""
-        for name, sql in entry.get("rows", {}).items():
-            shown[name] = self.rows(sql.replace("{order}", order))
-        if "page_rows" in entry:
-            shown |= self._one_page(shown["rows"], entry["page_rows"])
-        return shown
+    def take(self, name: str, allowed: Sequence[str] = ()) -> str:
+        """Return a query parameter, also as a name; without `allowed` it is any text."""
+        value = self.choice(name, allowed) if allowed else self.query.get(name, "")
+        self.names[name] = value
+        return value
 
-    def submit(self, entry: Mapping[str, Any]) -> Response:
-        """Process a form by an entry of the site's table."""
-        names = self.names
-        for name, kind in entry.get("takes", {}).items():
-            names[name] = self._field(name, kind)
-        for name in entry.get("finds", ()):
-            self.find(name)
-        if "wants" in entry and not self.rows(f"SELECT 1 WHERE {entry['wants']}"):
-            return self.go(entry.get("back", entry["goes"]).format(**names), entry["refuses"])
-        for sql in entry["runs"]:
-            self.run(sql)
-        return self.go(entry["goes"].format(**names), entry.get("says", "").format(**names))
+    def field(self, name: str, *, max_chars: int | None = None) -> None:
+        """Name a field of the form."""
+        self.names[name] = self.text(name)[:max_chars]
 
-    def _field(self, name: str, kind: int | str | None) -> str | int | None:
-        """Return a field of the form, converted by its kind in the table."""
+    def whole(self, name: str) -> None:
+        """Name a field that is a whole number, or NULL."""
+        self.names[name] = parse_number(self.text(name))
+
+    def entry(self, name: str, *, of: str) -> None:
+        """Name a field that is an entry of one of the site's lists, or ""."""
         text = self.text(name)
-        if kind == "whole":
-            return parse_number(text)
-        if isinstance(kind, str):
-            return text if text in self.site.given[kind] else ""
-        return text[:kind]
+        self.names[name] = text if text in self.site.given[of] else ""
 
-    def _one_page(self, rows: list[sqlite3.Row], num_shown: int) -> dict[str, Any]:
-        """Return the rows of the requested page of a list, with the numbers of pages."""
+    def holds(self, expression: str) -> bool:
+        """Return whether an expression of SQL is true."""
+        return bool(self.rows(f"SELECT 1 WHERE {expression}"))
+
+    def one_page(self, sql: str, *, num_shown: int) -> dict[str, Any]:
+        """Return the rows of the requested page of a query, with the numbers of pages."""
+        rows = self.rows(sql)
         num_pages = max(1, -(-len(rows) // num_shown))
         page = parse_number(self.query.get("page", ""))
         number = max(1, min(1 if page is None else page, num_pages))
@@ -162,51 +148,38 @@ class Visit:
         return {"rows": listed, "num_rows": len(rows), "page": number, "num_pages": num_pages}
 
     def go(self, path: str, notice: str = "") -> RedirectResponse:
-        """Return a redirect to a page that will show the notice."""
-        self.session.notice = notice
-        return RedirectResponse(path, status_code=303)
+        """Return a redirect to a page that will show the notice; both may have {names}."""
+        self.session.notice = notice.format(**self.names)
+        return RedirectResponse(path.format(**self.names), status_code=303)
 
 
 Handler = TypeVar("Handler", bound=Callable[[Visit], Response])
 
 
 class Site:
-    """Pages and forms over one of the databases, defined by a table and by functions.
-
-    The table has `finds`, SELECTs of a single row for an address or a page, and the `pages` and
-    `forms` by their addresses. A page has a `page`, its template, and may have
-        takes: {x: [...]}    query parameters with their allowed values, the first as the
-                             default; an empty list allows any text
-        finds: [x]           rows of `finds`; if one does not exist, the page is missing
-        rows: {x: SELECT}    all rows of a SELECT
-        orders: {x: ...}     the text of {order} in the SELECTs, by the parameter `sort`
-        page_rows: N         number of `rows` on a page; the parameter `page` selects the page
-    The template gets all of these by their names. `frame` is the same for all pages. SELECTs can
-    use `Visit.names`, the taken parameters, and the search words as :pattern.
-    A form has
-        takes: {x: kind}     its fields, by kind: a number is the maximum length of a text;
-                             `whole` is a whole number or NULL; the name of one of the site's lists
-                             is an entry of the list, or ""
-        finds: [x]           as for a page
-        wants: EXPRESSION    of SQL; if it is false, the notice `refuses` is shown at `back`
-        runs: [SQL]          statements to execute
-        goes: address        the next page, with the notice `says`; also the default of `back`
+    """Pages and forms over one of the databases.
 
     Args:
-        table: path of the table, relative to this file.
+        finds: SELECTs of a single row for an address or a page, by name.
+        frame: returns the values that all pages show.
         given: values for all templates and SELECTs.
     """
 
-    def __init__(self, name: str, *, database: str, table: str, **given: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        database: str,
+        finds: Mapping[str, str],
+        frame: Callable[[Visit], dict[str, Any]] = lambda visit: {},
+        **given: Any,
+    ) -> None:
         self.name = name
         self.router = Router()
-        self.table = read_table(__file__, table)
+        self.finds = finds
+        self.frame = frame
         self.given = given
         self._database = database
-        for path, entry in self.table["pages"].items():
-            self.get(path)(partial(_show, entry))
-        for path, entry in self.table["forms"].items():
-            self.post(path)(partial(_submit, entry))
 
     def get(self, path: str) -> Callable[[Handler], Handler]:
         """Register a page."""
@@ -257,16 +230,6 @@ class Site:
         except PageMissing:
             logger.debug("no such page site=%s path=%s", self.name, request.url.path)
             return missing_page()
-
-
-def _show(entry: Mapping[str, Any], visit: Visit) -> Response:
-    """Return a page of the table."""
-    return visit.page(entry["page"], **visit.values_of(entry))
-
-
-def _submit(entry: Mapping[str, Any], visit: Visit) -> Response:
-    """Process a form of the table."""
-    return visit.submit(entry)
 
 
 def _numbered(params: Mapping[str, str]) -> dict[str, Any]:

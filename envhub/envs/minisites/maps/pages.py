@@ -1,4 +1,4 @@
-"""The city map, maps.test: the pages and forms of `pages.yaml`, and the computed pages."""
+"""The city map, maps.test: its pages and forms, and the computed pages."""
 
 import sqlite3
 
@@ -10,15 +10,105 @@ from envhub.envs.minisites.maps.seed import CATEGORIES, PLURALS, QUARTERS, WEEKD
 from envhub.envs.minisites.site import PageMissing, Site, Visit
 
 MODES = tuple(METERS_PER_MINUTE)
+FINDS = {
+    "place": "SELECT * FROM place WHERE slug = :slug",
+    "start": "SELECT * FROM place WHERE slug = :start",
+    "end": "SELECT * FROM place WHERE slug = :end",
+    "quarter": "SELECT DISTINCT quarter AS name FROM place WHERE quarter = :quarter",
+}
+
+
 MAPS = Site(
     "maps",
     database="maps",
-    table="maps/pages.yaml",
+    finds=FINDS,
     categories=[(category.lower(), PLURALS[category]) for category in CATEGORIES],
     quarters=QUARTERS,
     weekdays=WEEKDAYS,
     topics=("Phone number", "Opening hours", "Address"),
 )
+
+
+@MAPS.get("/")
+def home(visit: Visit) -> Response:
+    return visit.page("home.html")
+
+
+@MAPS.get("/search")
+def search(visit: Visit) -> Response:
+    return visit.page(
+        "search.html",
+        places=visit.rows(
+            "SELECT * FROM place WHERE (name || ' ' || number || ' ' || street || ' ' || "
+            "quarter) LIKE :pattern ESCAPE '\\' ORDER BY name LIMIT 20"
+        ),
+    )
+
+
+@MAPS.get("/quarter/{quarter}")
+def quarter(visit: Visit) -> Response:
+    return visit.page(
+        "quarter.html",
+        quarter=visit.find("quarter"),
+        places=visit.rows("SELECT * FROM place WHERE quarter = :quarter ORDER BY category, name"),
+    )
+
+
+@MAPS.get("/saved")
+def saved(visit: Visit) -> Response:
+    return visit.page(
+        "saved.html",
+        places=visit.rows(
+            "SELECT place.*, saved.note FROM saved JOIN place ON place.id = place_id ORDER BY name"
+        ),
+    )
+
+
+@MAPS.get("/place/{slug}/correction")
+def correction(visit: Visit) -> Response:
+    return visit.page("correction.html", place=visit.find("place"))
+
+
+@MAPS.get("/corrections")
+def corrections(visit: Visit) -> Response:
+    return visit.page(
+        "corrections.html",
+        rows=visit.rows(
+            "SELECT correction.*, place.name FROM correction JOIN place ON place.id = "
+            "place_id ORDER BY correction.id DESC"
+        ),
+    )
+
+
+@MAPS.post("/place/{slug}/save")
+def save_place(visit: Visit) -> Response:
+    visit.field("note")
+    visit.find("place")
+    visit.run(
+        "INSERT INTO saved VALUES (:place_id, :note) ON CONFLICT (place_id) DO UPDATE "
+        "SET note = excluded.note"
+    )
+    return visit.go("/place/{place_slug}.html", "The place was saved.")
+
+
+@MAPS.post("/place/{slug}/forget")
+def forget_place(visit: Visit) -> Response:
+    visit.find("place")
+    visit.run("DELETE FROM saved WHERE place_id = :place_id")
+    return visit.go("/saved", "The place is no longer saved.")
+
+
+@MAPS.post("/place/{slug}/correction")
+def add_correction(visit: Visit) -> Response:
+    visit.entry("topic", of="topics")
+    visit.field("body")
+    visit.find("place")
+    if not visit.holds(":topic <> '' AND :body <> ''"):
+        return visit.go(
+            "/place/{place_slug}/correction", "Say what is wrong, and what would be right."
+        )
+    visit.run("INSERT INTO correction (place_id, topic, body) VALUES (:place_id, :topic, :body)")
+    return visit.go("/corrections", "Thank you. We will look into it.")
 
 
 def _category(visit: Visit) -> str:
