@@ -28,9 +28,8 @@ from common.wire.messages import Hello, Progress
 from common.wire.security import RunKeys, load_keys
 from common.wire.sockets import Router
 from learner.batch.batching import Sample
-from learner.ingest.admission import Admission
 from learner.ingest.buffer import GroupAssembly, TrajectoryBuffer
-from learner.ingest.intake import Intake
+from learner.ingest.intake import Admission, Intake
 from learner.ingest.journal_index import JournalIndex, load_replay_point
 from learner.ingest.reports import ReportClient, ReportLog
 from learner.journal.journal import JournalWriter

@@ -12,7 +12,7 @@ from common.segments import segments_of
 from common.wire.access.bounds import MAX_FRAME_BYTES
 from common.wire.codec import decode
 from common.wire.messages import Ack, EndReason, Trajectory
-from learner.ingest.admission import refusal
+from learner.ingest.intake import refusal
 from tests.actor import toy_peer
 from tests.actor.toy_peer import Law, Peer
 from tests.learner.builders import make_trajectory

@@ -13,7 +13,7 @@ from actor.rollout.env_client import HubStepResult
 from actor.rollout.episode import EnvSession, Turn, run_episode
 from common.config.actor import ActorSection
 from common.wire.messages import Lease, Trajectory
-from learner.ingest.admission import refusal
+from learner.ingest.intake import refusal
 from tests.actor.formats.test_renderer import TOKENIZERS
 from tests.actor.rollout.playing import LEASE, Count, go_on
 

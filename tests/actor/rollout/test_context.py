@@ -18,7 +18,7 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.segments import as_rows
 from common.wire.messages import EndReason, Trajectory
-from learner.ingest.admission import refusal
+from learner.ingest.intake import refusal
 from tests.actor.rollout.playing import LEASE, Count, play
 
 WINDOW, SUMMARY = ContextKind.WINDOW, ContextKind.SUMMARY

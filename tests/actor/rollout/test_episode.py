@@ -12,7 +12,7 @@ from common.errors import EngineError, EnvError, EnvTimeout
 from common.formats.scripted import actions_of
 from common.wire.codec import pack_record, unpack_record
 from common.wire.messages import EndReason, EpisodeKind, PolicyKind, Trajectory
-from learner.ingest.admission import refusal
+from learner.ingest.intake import refusal
 from tests.actor.rollout.playing import LEASE, Count, episode, go_on, play, text_of
 
 

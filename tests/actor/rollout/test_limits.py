@@ -11,7 +11,7 @@ from actor.rollout.episode import Turn
 from common.config.horizon import HorizonUnit
 from common.wire.codec import pack_record, unpack_record
 from common.wire.messages import EndReason, EpisodeKind
-from learner.ingest.admission import refusal
+from learner.ingest.intake import refusal
 from tests.actor.rollout.playing import LEASE, TURNS, Count, go_on, play, text_of
 
 

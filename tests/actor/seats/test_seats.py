@@ -13,7 +13,7 @@ from actor.seats.seats import MAX_EMPTY_GAMES, Seats, opponent_of, seat_of, task
 from common.config.actor import ActorSection
 from common.errors import ConfigError, EngineError, EnvError, EnvTimeout, HubLost
 from common.wire.messages import EndReason, EpisodeKind, Lease, PolicyKind, Trajectory
-from learner.ingest.admission import refusal
+from learner.ingest.intake import refusal
 from tests.actor.rollout.playing import Count, Letters, go_on
 from tests.actor.seats.nim_sessions import NimSession, config_of, lease_of, opening, saying
 from tests.actor.toy_servers import ToyEndpoint, serve

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.transport.ends import GROUP_SIZE, NUM_TOKENS, encoded
 from benchmarks.transport.suite import measure
 from common.wire.codec import decode
-from learner.ingest.admission import refusal
+from learner.ingest.intake import refusal
 from learner.journal.journal import read_journal
 
 

@@ -29,9 +29,8 @@ from common.wire.messages import (
 )
 from common.wire.security import RunKeys, create_keys
 from common.wire.sockets import Router, connect_dealer
-from learner.ingest.admission import Admission
 from learner.ingest.buffer import GroupAssembly, ScoreGroup, TrajectoryBuffer
-from learner.ingest.intake import Intake
+from learner.ingest.intake import Admission, Intake
 from learner.ingest.journal_index import JournalIndex
 from learner.ingest.reports import ReportClient, ReportLog
 from learner.journal.journal import JournalWriter, read_journal

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from common.wire.messages import EndReason, EpisodeKind, PolicyKind, Trajectory
-from learner.ingest.admission import is_plainly_sound, refusal
+from learner.ingest.intake import is_plainly_sound, refusal
 from tests.learner.builders import make_trajectory
 
 GOOD = make_trajectory([5, 6, 7, 8], [0, 1, 1, 0], version=3)

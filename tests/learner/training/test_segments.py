@@ -32,9 +32,9 @@ from common.wire.messages import EndReason, Trajectory
 from learner.batch.batching import Sample, make_microbatches, make_minibatches
 from learner.batch.codec import pack_samples, unpack_samples
 from learner.batch.rows import rows_of
-from learner.ingest.admission import refusal
 from learner.ingest.buffer import Group
 from learner.ingest.episode_stats import EpisodeStats
+from learner.ingest.intake import refusal
 from learner.journal.journal import JournalWriter
 from learner.objective.advantages import Scored, advantages_from_critic, samples_of
 from learner.training.digests import _of_episode
