@@ -1,4 +1,4 @@
-"""The intake: receives, checks, journals and acknowledges trajectories, and reports to the scheduler.
+"""The intake: checks, journals and acknowledges trajectories, and reports to the scheduler.
 
 It has its own thread, so that actors get answers while the model trains.
 """
