@@ -5,7 +5,7 @@ from pathlib import Path
 from learner.policy.saving import save_tokenizer
 from tests.docs.recipes import Recipe
 from tests.learner.experts import VOCAB, save_experts
-from tools.checks.fitting import merged_overrides
+from tools.checks.served_engines import merged_overrides
 from tools.offline.scratch import make_tokenizer
 
 CONTEXT = 2040  # Tokens; the small policies have 2,048 positions.

@@ -21,7 +21,7 @@ from tests.envhub.envs.dataset.judges.judge_server import JudgeServer, serving
 from tests.envhub.interop.test_mcp_package import MCP
 from tests.learner.teacher.served import KEY, Teacher
 from tests.venvs import python_with
-from tools.checks.fitting import merged_overrides
+from tools.checks.served_engines import merged_overrides
 from tools.cli.requested import DEFAULT_CONFIG
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]

@@ -12,7 +12,6 @@ from common.repository import ROOT
 from common.text import counted
 from learner.policy.model_shape import ModelShape, read_shape
 from learner.policy.precision_choice import choose_precision
-from tools.checks.engine_args_memory import kv_bytes_per_token, uncounted
 from tools.checks.gpu_placement import GpuAssignment, assign_gpus, trains_on_gpu
 from tools.checks.memory_parts import (
     SAMPLING,
@@ -22,13 +21,14 @@ from tools.checks.memory_parts import (
     engine_host_parts,
     gpu_engine_parts,
     in_phases,
+    kv_bytes_per_token,
     learner_host_parts,
     learner_parts,
     shown,
     times,
+    uncounted,
 )
-from tools.checks.served.allocation import served_engines
-from tools.checks.served.engine import ServedEngine
+from tools.checks.served_engines import ServedEngine, served_engines
 
 PROCESS_BYTES = 1 * GIB  # torch and vLLM themselves; measured: 0.7-1.1 GiB per process.
 GPU_REMEDY = (

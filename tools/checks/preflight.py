@@ -29,10 +29,10 @@ from common.wire.addresses import is_loopback
 from learner.policy.model_kind import check_engine_equal, check_kind, check_trainable
 from learner.policy.model_shape import ModelShape, check_heads, check_weights, read_shape
 from learner.wandb_sink import check_mode
-from tools.checks.engine_args_memory import kv_bytes_per_token
 from tools.checks.gpu_placement import GpuAssignment, assign_gpus, check_slices
+from tools.checks.memory_parts import kv_bytes_per_token
 from tools.checks.memory_plan import check_memory, is_elsewhere, plan_here
-from tools.checks.served.teacher import check_teacher
+from tools.checks.served_engines import check_teacher
 from tools.copies.store import check_target
 from tools.launch.ray_address import cluster_address
 

@@ -5,8 +5,8 @@ from tools.cli.command_line import Command, ParsedCommand
 
 
 def run(request: ParsedCommand) -> int:
-    from tools.checks.actor_start import check_actor
     from tools.checks.environments import check_prompts, missing_for
+    from tools.checks.role_starts import check_actor
     from tools.offline import checks
 
     cfg = requested.load_with_model(request)

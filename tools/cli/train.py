@@ -51,9 +51,8 @@ def _check_dry(cfg: RunConfig) -> None:
 
 def _check_roles(cfg: RunConfig) -> None:
     """Run the start checks of an actor and of the learner before these roles start."""
-    from tools.checks.actor_start import check_actor
     from tools.checks.environments import check_prompts
-    from tools.checks.learner_start import check_networks
+    from tools.checks.role_starts import check_actor, check_networks
 
     check_actor(cfg)
     check_prompts(cfg)

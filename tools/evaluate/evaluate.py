@@ -30,7 +30,7 @@ from common.text import counted
 from common.wire.messages import Trajectory
 from learner.journal.journal import read_journal
 from tools.checks.preflight import check_model
-from tools.checks.served.opponents import opponent_engines
+from tools.checks.served_engines import opponent_engines
 from tools.evaluate.config import EvalConfig, EvalItems, EvalOptions
 from tools.evaluate.own_process import make_job, play_in_own_process
 from tools.evaluate.play import EpisodePlayer, PlannedEpisode, PlayJob, play

@@ -19,9 +19,9 @@ from common.formats.chat_template import template_at
 from common.join.shards import check_whole
 from common.repository import ROOT
 from learner.policy.model_shape import read_shape
-from tools.checks.fitting import fitting_overrides
 from tools.checks.hub_models import resolve_models
 from tools.checks.preflight import check_agent, check_engine, check_model
+from tools.checks.served_engines import fitting_overrides
 from tools.cli.command_line import ParsedCommand
 from tools.cli.requested import load_named
 from tools.evaluate.config import EvalConfig

@@ -14,7 +14,7 @@ from common.host.machine import gpus
 from common.store.run_dir import RunDir
 from common.store.run_start import save_config
 from common.wire.security import create_keys
-from tools.checks.served.judges import judge_engines, own_judges
+from tools.checks.served_engines import judge_engines, own_judges
 from tools.launch.base import EXIT_CONFIG_ERROR, RoleSpec
 from tools.launch.roles import make_role_specs
 from tools.launch.served import make_engine_specs, with_engines

@@ -14,8 +14,7 @@ from common.repository import ROOT
 from common.store.run_dir import RunDir
 from envhub.envs.dataset.judges.options import KEY_VARIABLE as JUDGE_KEY
 from learner.teacher.scores import KEY_VARIABLE as TEACHER_KEY
-from tools.checks.fitting import merged_overrides
-from tools.checks.served.engine import ServedEngine
+from tools.checks.served_engines import ServedEngine, merged_overrides
 from tools.launch.base import RoleSpec
 from tools.launch.roles import LAST_TO_STOP
 

@@ -14,7 +14,7 @@ from common.store.run_start import dated, keep_tokenizer, prepare, save_config
 from common.wire.addresses import is_loopback
 from common.wire.security import create_keys
 from tools.checks.preflight import check_devices
-from tools.checks.served.allocation import served_engines
+from tools.checks.served_engines import served_engines
 from tools.dashboard.terminal.training import TerminalObserver
 from tools.launch.base import RoleStarter
 from tools.launch.local import start_here

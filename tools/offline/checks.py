@@ -15,8 +15,8 @@ from common.repository import ROOT
 from learner.policy.model_kind import check_trainable
 from learner.policy.precision_choice import choose_precision
 from learner.wandb_sink import check_mode
-from tools.checks.learner_start import check_networks
 from tools.checks.preflight import check, check_disk, check_model
+from tools.checks.role_starts import check_networks
 from tools.cli.command_line import ParsedCommand
 from tools.exchange.records import as_conversation, preference_of, read_records, tokens_of
 from tools.offline.config import (

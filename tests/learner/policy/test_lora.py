@@ -17,7 +17,7 @@ from common.repository import ROOT
 from learner.policy.lora import ADAPTER_TENSORS, adapters_off, save_adapter, trained_state
 from learner.policy.model import load_policy, published_tensors
 from tests.learner.builders import make_model, make_model_with_adapters
-from tools.checks.learner_start import check_networks
+from tools.checks.role_starts import check_networks
 from tools.offline.scratch import save_policy
 
 IDS = torch.arange(12)[None]

@@ -154,7 +154,7 @@ ELSEWHERE = {
             ),
             "learner/algorithms/teacher.py": ("coef", "reward_coef", "form"),
             "common/config/algorithm.py": ("k",),
-            "tools/checks/served/teacher.py": ("serve", "gpus"),
+            "tools/checks/served_engines.py": ("serve", "gpus"),
         }.items()
         for name in names
     },

@@ -12,7 +12,7 @@ from common.config.load import load_config
 from common.config.run_config import Launcher, RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
-from tools.checks.served.teacher import check_teacher
+from tools.checks.served_engines import check_teacher
 
 BASE = load_config("teacher", [])
 

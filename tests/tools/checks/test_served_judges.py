@@ -13,7 +13,7 @@ from common.repository import ROOT
 from common.store.run_dir import RunDir
 from envhub.envs.dataset.judges.options import KEY_VARIABLE
 from tools.checks.gpu_placement import GpuAssignment, used_gpus
-from tools.checks.served.judges import judge_engines
+from tools.checks.served_engines import judge_engines
 from tools.launch.base import RoleSpec
 from tools.launch.roles import make_role_specs
 from tools.launch.served import make_engine_specs, with_engines

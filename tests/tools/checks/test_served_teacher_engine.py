@@ -16,7 +16,7 @@ from common.repository import ROOT
 from common.store.run_dir import RunDir
 from learner.teacher.scores import KEY_VARIABLE
 from tools.checks.gpu_placement import GpuAssignment, used_gpus
-from tools.checks.served.teacher import teacher_engines
+from tools.checks.served_engines import teacher_engines
 from tools.launch.base import RoleSpec
 from tools.launch.roles import make_role_specs
 from tools.launch.served import make_engine_specs, with_engines

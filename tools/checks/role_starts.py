@@ -1,13 +1,25 @@
-"""Checks of the learner's networks before a run starts. The learner repeats them."""
+"""Checks of the actors' and the learner's settings before a run starts. The roles repeat them."""
 
 from collections.abc import Iterator
 from typing import Any
 
+from actor.engine.arguments import check_engine_args
+from actor.formats.checks import check_rendering
 from common.config.algorithm import Advantage, AlgorithmSection
 from common.config.learner import Attention, CriticKind, Layout, LearnerSection
 from common.config.run_config import RunConfig
 from common.repository import ROOT
 from learner.algorithms import table
+
+
+def check_actor(cfg: RunConfig) -> None:
+    """Check the prompts of the policy and the arguments of its engine.
+
+    Raises: ConfigError: the chat template, `actor.max_model_len` or `actor.engine_args` cannot be
+        used.
+    """
+    check_rendering(cfg)
+    check_engine_args(cfg.actor.engine_args)
 
 
 def check_networks(cfg: RunConfig, *, is_offline: bool = False) -> None:

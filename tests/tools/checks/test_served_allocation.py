@@ -11,7 +11,7 @@ from common.errors import ConfigError
 from common.host.machine import GIB, Gpu
 from tools.checks.gpu_placement import GpuAssignment, assign_gpus
 from tools.checks.memory_plan import MemoryBudget, _with_served, plan_here
-from tools.checks.served.allocation import served_engines
+from tools.checks.served_engines import served_engines
 
 TINY = "configs/policies/tiny"
 EXPERT = "configs/policies/tiny-expert"

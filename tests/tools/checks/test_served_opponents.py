@@ -19,7 +19,7 @@ from common.repository import ROOT
 from common.store.run_dir import RunDir
 from tests.configs import edited
 from tools.checks.gpu_placement import GpuAssignment, used_gpus
-from tools.checks.served.opponents import opponent_engines
+from tools.checks.served_engines import opponent_engines
 from tools.evaluate.config import EvalConfig
 from tools.evaluate.evaluate import serve_opponents
 from tools.launch.base import RoleSpec
