@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from benchmarks.learner.batch import MAX_LAG, BatchShape, make_batch, with_sampler_logprobs
 from common.config.algorithm import Aggregation, AlgorithmSection
 from common.config.learner import Attention, Layout, LearnerSection
-from learner.batch.batching import Sample, make_microbatches
+from learner.batch.batching import Sample, each_microbatch
 from learner.policy.forward import Networks, Passes
 from learner.policy.model import vocabulary_size
 from learner.training.optimizer import make_optimizer
@@ -69,13 +69,15 @@ class BareStep:
             cfg, Networks(policy=model), temperature=1.0, engine_dtype=engine_dtype
         )
         self._optimizer = make_optimizer(model, cfg)
-        self._microbatches = make_microbatches(
-            samples,
-            range(len(samples)),
-            max_tokens=cfg.max_tokens_per_microbatch,
-            device=next(model.parameters()).device,
-            is_packed=self._passes.is_packed,
-        )
+        self._microbatches = [
+            *each_microbatch(
+                samples,
+                range(len(samples)),
+                max_tokens=cfg.max_tokens_per_microbatch,
+                device=next(model.parameters()).device,
+                is_packed=self._passes.is_packed,
+            )
+        ]
         self._num_sampled = sum(sample.num_sampled_tokens for sample in samples)
 
     def __call__(self) -> None:

@@ -42,17 +42,17 @@ def grouped_gae(
     Returns:
         For each member [num_turns] float64; 0.0 throughout if all values in every state agree.
     """
-    wide = [tensor_of(each.astype(np.float64)) for each in rewards]
-    returns = [discounted_returns(each, discount=discount).numpy() for each in wide]
+    wide = [tensor_of(turns.astype(np.float64)) for turns in rewards]
+    returns = [discounted_returns(turns, discount=discount).numpy() for turns in wide]
     flat = np.concatenate(returns)
     where = np.concatenate(states)
     values = np.where(is_flat(flat, where), flat, mean_per_state(flat, where)[1])
-    of_members = np.split(values, np.cumsum([len(each) for each in rewards])[:-1])
+    of_members = np.split(values, np.cumsum([len(turns) for turns in rewards])[:-1])
     return [
-        gae(own, tensor_of(value), discount=discount, trace=trace, bootstrap=0.0).numpy()
-        if len(own)
+        gae(paid, tensor_of(value), discount=discount, trace=trace, bootstrap=0.0).numpy()
+        if len(paid)
         else value
-        for own, value in zip(wide, of_members, strict=True)
+        for paid, value in zip(wide, of_members, strict=True)
     ]
 
 

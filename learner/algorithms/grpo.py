@@ -112,17 +112,17 @@ def less_turn_baseline(
     Source: groups by turn number, MT-GRPO, arXiv:2505.11821, where all members have equally many
     turns. The value for an ended member is our choice.
     """
-    played = [each for each in credit if each.size]
+    played = [turns for turns in credit if turns.size]
     if len(played) < 2:
-        return [np.zeros_like(each) for each in credit]
-    longest = max(each.size for each in played)
-    table = np.stack([_padded(each, longest, holds_last=holds_last) for each in played])
+        return [np.zeros_like(turns) for turns in credit]
+    longest = max(turns.size for turns in played)
+    table = np.stack([_padded(turns, longest, holds_last=holds_last) for turns in played])
     compared = np.broadcast_to(table.mean(axis=0), table.shape)  # [member, turn]
     if baseline is Baseline.LEAVE_ONE_OUT:
         compared = (table.sum(axis=0) - table) / (len(played) - 1)
     is_flat = table.max(axis=0) == table.min(axis=0)  # A subtraction would leave rounding noise.
     less = iter(np.where(is_flat, 0.0, table - compared).astype(np.float32))
-    return [next(less)[: each.size] if each.size else each for each in credit]
+    return [next(less)[: turns.size] if turns.size else turns for turns in credit]
 
 
 def _padded(credit: np.ndarray, length: int, *, holds_last: bool) -> np.ndarray:

@@ -67,10 +67,20 @@ def estimator_of(cfg: AlgorithmSection) -> Estimator:
     return ESTIMATORS[Advantage(cfg.advantage)]
 
 
-def check(cfg: AlgorithmSection) -> None:
-    """Check the algorithms of a configuration. Raises: ConfigError: a function is refused."""
-    for part in (surrogate_of, weight_of, estimator_of):
-        part(cfg)
+def check(cfg: AlgorithmSection, *, min_size: int) -> None:
+    """Check the algorithms of a configuration.
+
+    Args:
+        min_size: size of the smallest group of a batch.
+
+    Raises: ConfigError: a function of the user is refused.
+    """
+    surrogate_of(cfg)
+    weight_of(cfg)
+    if ":" in cfg.advantage:
+        from learner.algorithms.user_functions import check_group
+
+        check_group(estimator_of(cfg), cfg, min_size)
 
 
 def _of_user(cfg: AlgorithmSection, name: str, make: str) -> Any:

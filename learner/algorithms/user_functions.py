@@ -328,11 +328,9 @@ def user_estimator(reference: str, cfg: AlgorithmSection) -> Estimator:
 
     keys: tuple[str, ...] = ()
     for rewards in GROUPS:
-        members = [_episode(number, reward) for number, reward in enumerate(rewards)]
-        credit = torch.tensor(rewards)
-        keys += read_keys(cfg, lambda noting, c=credit, m=members: of_group(c, m, noting))
-    members = [_episode(number, reward) for number, reward in enumerate(GROUPS[0])]
-    advantages, turns = of_group(torch.tensor(GROUPS[0]), members, cfg)
+        group = _group(rewards)
+        keys += read_keys(cfg, lambda noting, group=group: of_group(*group, noting))
+    advantages, turns = of_group(*_group(GROUPS[0]), cfg)
     if not advantages.any() and not any(part.any() for part in turns or []):
         raise ConfigError(
             f"{user.where}: every advantage is 0 for the rewards {[*GROUPS[0]]}, so nothing would"
@@ -344,6 +342,18 @@ def user_estimator(reference: str, cfg: AlgorithmSection) -> Estimator:
         of_group=of_group,
         is_group_relative=True,
     )
+
+
+def check_group(estimator: Estimator, cfg: AlgorithmSection, size: int) -> None:
+    """Check an estimator of the user with a small group. Raises: ConfigError: it is refused."""
+    assert estimator.of_group is not None
+    estimator.of_group(*_group(GROUPS[0][:size]), cfg)
+
+
+def _group(rewards: Sequence[float]) -> tuple[Tensor, list[Trajectory]]:
+    """Return the credit of a group's members [member], and the members."""
+    members = [_episode(number, reward) for number, reward in enumerate(rewards)]
+    return torch.tensor(rewards), members
 
 
 def _as_advantages(

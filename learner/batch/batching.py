@@ -4,6 +4,9 @@ In the packed layout sequences follow one another in a single row. The attention
 positions restart with each sequence. In the padded layout sequences of similar lengths form one
 [batch, seq] block with padding on the right. A causal model needs no mask for this padding: it
 follows every real token, so no real token attends to it, and no scored token is predicted from it.
+
+Several ranks can divide a packed row: each computes adjacent tokens of it. All parts have the same
+number of positions. The last ones may end with filling beyond the row.
 """
 # torch's type stubs lack numpy's element types:
 # pyright: reportUnknownMemberType=false
@@ -14,14 +17,24 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from common.text import counted
 from common.wire.messages import Trajectory
-from learner.batch.device_copy import placed
-from learner.batch.experts import Recorded, Routes, place_routes, recorded_of, unlike_records
-from learner.batch.packing import Packing, pack, packed_rows, padded_width
+from learner.batch.packing import (
+    Packing,
+    Recorded,
+    Routes,
+    pack,
+    packed_rows,
+    padded_width,
+    place_routes,
+    placed,
+    recorded_of,
+    unlike_records,
+)
 
 # Minimal length of a shared prefix; sharing a shorter one costs more than it saves.
 MIN_SHARED_TOKENS = 8
@@ -56,8 +69,8 @@ class Sample:
         if self.own_advantages is not None:
             return self.own_advantages
         turns = self.trajectory.turn_ids[self.trajectory.loss_mask]  # [tokens]
-        own = np.full(len(turns), self.advantage, dtype=np.float32)
-        return own if self.turn_advantages is None else own + self.turn_advantages[turns]
+        whole = np.full(len(turns), self.advantage, dtype=np.float32)
+        return whole if self.turn_advantages is None else whole + self.turn_advantages[turns]
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -157,18 +170,20 @@ def collate_tokens(
     flat = np.full(shape[0] * shape[1], PADDING_ID, dtype=np.int64)  # [batch * seq]
     positions = np.zeros_like(flat)
     is_real = np.zeros(len(flat), dtype=bool)
-    for sequence, own in zip(sequences, rows, strict=True):
-        flat[own], positions[own] = sequence, np.arange(len(sequence))
-        is_real[own] = True
+    for sequence, places in zip(sequences, rows, strict=True):
+        flat[places], positions[places] = sequence, np.arange(len(sequence))
+        is_real[places] = True
     scored = [np.flatnonzero(mask) for mask in masks]
-    source_rows = [own[at - 1] for own, at in zip(rows, scored, strict=True)]
+    source_rows = [places[at - 1] for places, at in zip(rows, scored, strict=True)]
 
     arrays = {
         "token_ids": flat.reshape(shape),
         "source_rows": np.concatenate(source_rows),
-        "target_ids": np.concatenate([flat[own[at]] for own, at in zip(rows, scored, strict=True)]),
+        "target_ids": flat[
+            np.concatenate([places[at] for places, at in zip(rows, scored, strict=True)])
+        ],
         "is_real": is_real,
-        "last_rows": np.concatenate([own[-1:] for own in rows]),
+        "last_rows": np.concatenate([places[-1:] for places in rows]),
     }
     if is_packed:
         arrays["position_ids"] = positions[None]
@@ -184,7 +199,7 @@ def _padded_rows(
 ) -> tuple[list[np.ndarray], list[tuple[int, np.ndarray]], tuple[int, int]]:
     """Return the positions of each sequence in a padded block, no shared rows, and its shape."""
     width = padded_width(max(map(len, sequences)))
-    rows = [index * width + np.arange(len(each)) for index, each in enumerate(sequences)]
+    rows = [n * width + np.arange(len(sequence)) for n, sequence in enumerate(sequences)]
     return rows, [], (len(sequences), width)
 
 
@@ -295,12 +310,12 @@ def plan_blocks(
         first = 0
         total = prefix
         for at, index in enumerate(members):
-            own = lengths[index] - prefix
-            if at > first and total + own > max_tokens:
+            tail = lengths[index] - prefix
+            if at > first and total + tail > max_tokens:
                 families.append((members[first:at], prefix, total))
                 first = at
                 total = prefix
-            total += own
+            total += tail
         families.append((members[first:], prefix, total))
     totals = [total for _, _, total in families]
     planned = plan_microbatches(totals, max_tokens=max_tokens, is_packed=True)
@@ -333,20 +348,6 @@ def shared_prefix(trajectories: Sequence[Trajectory]) -> int:
     return end if len(trajectories) > 1 and end >= MIN_SHARED_TOKENS else 0
 
 
-def make_microbatches(
-    samples: Sequence[Sample],
-    indices: Sequence[int],
-    *,
-    max_tokens: int,
-    device: torch.device | str,
-    is_packed: bool = False,
-    shares_prefix: bool = False,
-) -> list[MicroBatch]:
-    """Return the samples at `indices` as blocks of at most `max_tokens`, padding included."""
-    how = {"is_packed": is_packed, "shares_prefix": shares_prefix}
-    return list(each_microbatch(samples, indices, max_tokens=max_tokens, device=device, **how))
-
-
 def each_microbatch(
     samples: Sequence[Sample],
     indices: Sequence[int],
@@ -356,9 +357,13 @@ def each_microbatch(
     is_packed: bool = False,
     shares_prefix: bool = False,
 ) -> Iterator[MicroBatch]:
-    """Yield the blocks of `make_microbatches`; a device computes one while the next is made."""
-    how = {"is_packed": is_packed, "shares_prefix": shares_prefix}
-    for block in plan_blocks(samples, indices, max_tokens=max_tokens, **how):
+    """Yield the samples at `indices` as blocks of at most `max_tokens`, padding included.
+
+    A device computes one block while the next is made.
+    """
+    for block in plan_blocks(
+        samples, indices, max_tokens=max_tokens, is_packed=is_packed, shares_prefix=shares_prefix
+    ):
         yield _collate(samples, block, device, is_packed)
 
 
@@ -370,7 +375,7 @@ def _collate(
     trajectories = [sample.trajectory for sample in chosen]
     masks = [t.loss_mask for t in trajectories]
     counts = [sample.num_sampled_tokens for sample in chosen]
-    wholes = [each.num_episode_tokens or own for each, own in zip(chosen, counts, strict=True)]
+    wholes = [s.num_episode_tokens or count for s, count in zip(chosen, counts, strict=True)]
     # First turn number of each sequence, and the number of turns.
     *firsts, num_turns = np.cumsum([0, *(t.num_turns for t in trajectories)])
     turns = [
@@ -418,5 +423,84 @@ def sampled(
     Args:
         dtype: dtype of the result; None: that of the arrays.
     """
-    found = [a[t.loss_mask] for t, a in zip(trajectories, arrays, strict=True)]
-    return np.concatenate(found).astype(dtype, copy=False) if dtype else np.concatenate(found)
+    whole = np.concatenate([a[t.loss_mask] for t, a in zip(trajectories, arrays, strict=True)])
+    return whole.astype(dtype, copy=False) if dtype else whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """The order of entries that several ranks have computed."""
+
+    most: int  # Number of entries of the rank with most, at least 1.
+    # [entry] int64 into [rank * most]: the entries of each rank, filled to `most`
+    at: Tensor = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowPart:
+    """The part of a packed row that one rank computes."""
+
+    tokens: TokenBatch  # The positions of the part, with the packing of the whole row.
+    scored: Places  # Order of the scored tokens in the whole row.
+    ends: Places  # Order of the sequences' last tokens.
+
+
+def row_part(tokens: TokenBatch, group: ProcessGroup) -> RowPart:
+    """Return this rank's part of a packed row.
+
+    Args:
+        group: the ranks that compute the parts, in their order.
+    """
+    num_parts = group.size()
+    index = group.rank()
+    assert tokens.host_rows is not None
+    assert tokens.position_ids is not None
+    width = -(-tokens.token_ids.shape[1] // num_parts)  # Positions of each part.
+    first = index * width
+    arrays: dict[str, np.ndarray] = {}
+    most: dict[str, int] = {}
+    for name, rows in zip(("scored", "ends"), tokens.host_rows, strict=True):
+        owners = rows // width
+        of_part = np.flatnonzero(owners == index)
+        arrays[f"{name}_own"] = of_part
+        arrays[f"{name}_rows"] = rows[of_part] - first
+        arrays[name], most[name] = _places(owners, num_parts)
+    moved = placed(arrays, tokens.token_ids.device)
+
+    def cut(column: Tensor, filling: int = 0) -> Tensor:
+        """Return the entries of this part, of a column [position, ...]."""
+        part = column[first : first + width]
+        sides = (0, 0) * (part.ndim - 1) + (0, width - len(part))
+        return F.pad(part, sides, value=filling) if len(part) < width else part
+
+    routes = tokens.routes
+    support = tokens.support_ids
+    part = TokenBatch(
+        token_ids=cut(tokens.token_ids[0], PADDING_ID)[None],
+        source_rows=moved["scored_rows"],
+        target_ids=tokens.target_ids[moved["scored_own"]],
+        last_rows=moved["ends_rows"],
+        position_ids=cut(tokens.position_ids[0])[None],
+        packing=tokens.packing,
+        routes=None if routes is None else Routes(cut(routes.ids), cut(routes.mask)),
+        sequence_group=group,
+        support_ids=None if support is None else support[moved["scored_own"]],
+    )
+    places = {name: Places(most=most[name], at=moved[name]) for name in most}
+    return RowPart(tokens=part, **places)
+
+
+def _places(owners: np.ndarray, num_parts: int) -> tuple[np.ndarray, int]:
+    """Return the place of each entry among those of all parts, and the largest number of a part.
+
+    Args:
+        owners: [entry] int64, the part that has the entry. A part keeps its entries in order.
+    """
+    counts = np.bincount(owners, minlength=num_parts)
+    most = max(1, int(counts.max()))
+    places = np.empty(len(owners), dtype=np.int64)
+    by_owner = np.argsort(owners, kind="stable")
+    starts = np.cumsum(counts) - counts  # First entry of each part in that order.
+    ordered = owners[by_owner]
+    places[by_owner] = ordered * most + np.arange(len(owners)) - starts[ordered]
+    return places, most

@@ -1,8 +1,13 @@
-"""Packs sequences into a single row: the attention between tokens."""
-# torch's type stubs lack numpy's element types:
-# pyright: reportUnknownMemberType=false
+"""The rows of a block: its copy to a device, its attention pattern, and its recorded experts.
 
-from collections.abc import Callable, Sequence
+All arrays of a microbatch move in one copy that the host does not wait for. Packing puts sequences
+into a single row. Records are the experts that engines chose.
+"""
+# torch's type stubs lack numpy's element types:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 
@@ -10,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learner.batch.device_copy import placed
+from common.wire.messages import Trajectory
 
+ALIGN_BYTES = 16  # Every array starts at a multiple of this, so a view of any dtype is legal.
 CHUNK_TOKENS = 128  # Queries of one piece of a sequence; the piece omits all later keys.
 # Kernels of some devices are compiled or planned for each new size, so few sizes are better. A size
 # is rounded up to a multiple of its largest power of two / `STEPS_PER_OCTAVE`, or of a minimum.
@@ -22,6 +28,41 @@ FILLED_FROM_TOKENS = 512
 LENGTH_MULTIPLE = 128  # Flash attention computes blocks of 128 queries.
 COUNT_MULTIPLE = 8  # Multiple of the number of sequences.
 COARSE_STEPS = 8  # Steps per octave of sizes whose rounding costs no arithmetic.
+
+Recorded = tuple[np.ndarray, np.ndarray]  # ids [seq, layer, chosen], mask [seq]
+
+
+def placed(arrays: Mapping[str, np.ndarray], device: torch.device | str) -> dict[str, Tensor]:
+    """Return arrays as tensors on a device, by the same names.
+
+    On a CPU they share the memory of the arrays. Other devices get one copy of all bytes: a copy
+    from ordinary memory would wait for all earlier work of a GPU, so the bytes are in pinned memory
+    there.
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    starts: dict[str, int] = {}
+    total = 0
+    for name, array in arrays.items():
+        starts[name] = total
+        total += -(-array.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+    host = torch.empty(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = host.numpy()
+    for name, array in arrays.items():
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        target[starts[name] : starts[name] + flat.size] = flat
+    moved = host.to(device, non_blocking=True)
+    return {
+        name: _view(moved[starts[name] : starts[name] + array.nbytes], array)
+        for name, array in arrays.items()
+    }
+
+
+def _view(part: Tensor, array: np.ndarray) -> Tensor:
+    """Return a part of the copied bytes as a tensor like the array."""
+    dtype = torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
+    return part.view(dtype).view(array.shape)
 
 
 def rounded(size: int, *, multiple: int, steps: int = STEPS_PER_OCTAVE) -> int:
@@ -158,7 +199,7 @@ def _blocks(
     parts: Sequence[tuple[int, np.ndarray]], device: torch.device | str, window: int | None
 ) -> list[PairBlock]:
     """Return the blocks of queries of a packed row, with the keys that each may attend to."""
-    found: list[PairBlock] = []
+    blocks: list[PairBlock] = []
     first = 0  # First query of the sequence.
     hidden_of = cache(partial(_hidden, window, device))  # Most blocks have the same pattern.
     for length, keys in parts:
@@ -168,11 +209,11 @@ def _blocks(
             last = len(keys) - length + end
             seen = keys[first_key(last, end - start, window) : last]
             hidden = hidden_of(end - start, len(seen))
-            found.append(
+            blocks.append(
                 PairBlock(queries, _rows(seen, device), len(seen) - hidden.shape[1], hidden)
             )
         first += length
-    return found
+    return blocks
 
 
 def first_key(end: int, num_queries: int, window: int | None) -> int:
@@ -204,5 +245,60 @@ def window_mask(num_queries: int, num_keys: int, window: int, device: torch.devi
     before it.
     """
     pairs = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
-    own = num_keys - num_queries  # Key of the first query.
-    return pairs.tril(own) & pairs.triu(own - window + 1)
+    first = num_keys - num_queries  # Key of the first query.
+    return pairs.tril(first) & pairs.triu(first - window + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """The recorded experts of a block's positions."""
+
+    ids: Tensor = field(repr=False)  # [batch * seq, layer, chosen] uint8 or int16
+    mask: Tensor = field(repr=False)  # [batch * seq] bool, True on positions with a record
+
+
+def recorded_of(trajectories: Sequence[Trajectory]) -> list[Recorded | None] | None:
+    """Return the records of trajectories; None if there are none at all."""
+    if not any(t.expert_mask.size for t in trajectories):
+        return None
+    return [(t.expert_ids, t.expert_mask) if t.expert_mask.size else None for t in trajectories]
+
+
+def unlike_records(first: Trajectory, other: Trajectory, end: int) -> np.ndarray:
+    """Return the positions before `end` at which the records of two trajectories differ."""
+    if not first.expert_mask.size or not other.expert_mask.size:
+        return np.flatnonzero((first if first.expert_mask.size else other).expert_mask[:end])
+    mask = first.expert_mask[:end]
+    is_unlike = mask != other.expert_mask[:end]
+    is_unlike |= mask & (first.expert_ids[:end] != other.expert_ids[:end]).any((1, 2))
+    return np.flatnonzero(is_unlike)
+
+
+def place_routes(
+    recorded: Sequence[Recorded | None],
+    rows: Sequence[np.ndarray],
+    num_rows: int,
+    device: torch.device | str,
+) -> Routes:
+    """Return the routes of a block.
+
+    Args:
+        recorded: records of each sequence; None: there are none.
+        rows: [seq] rows of each sequence in the block.
+        num_rows: number of all rows of the block.
+
+    Raises: ValueError: sequences that share a row have unlike records of it.
+    """
+    first = next(record for record in recorded if record is not None)
+    ids = np.zeros((num_rows, *first[0].shape[1:]), dtype=first[0].dtype)
+    mask = np.zeros(num_rows, dtype=bool)
+    for record, of_sequence in zip(recorded, rows, strict=True):
+        if record is not None:
+            chosen, is_recorded = record
+            places = of_sequence[is_recorded]
+            again = mask[places]
+            if not np.array_equal(ids[places[again]], chosen[is_recorded][again]):
+                raise ValueError("sequences with unlike records of experts share a prefix")
+            ids[places] = chosen[is_recorded]
+            mask[places] = True
+    return Routes(**placed({"ids": ids, "mask": mask}, device))

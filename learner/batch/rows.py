@@ -1,4 +1,4 @@
-"""Converts samples of episodes to training rows, one for each segment, and back.
+"""Samples of episodes as training rows, one for each segment, and as bytes for other ranks.
 
 An episode counts once, regardless of its number of segments: in its group, in counts, and in means
 over its tokens.
@@ -6,6 +6,7 @@ over its tokens.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 
+import io
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,8 +15,11 @@ import torch
 from torch import Tensor
 
 from common.segments import joined, split_end
+from common.wire.codec import pack_record, unpack_record
+from common.wire.messages import Trajectory
 from learner.batch.batching import MicroBatch, Sample
 
+ABSENT = -1  # Length that encodes a missing array.
 BySample = dict[int, Tensor]  # Entries of each sample by its index, without gradient.
 _OF_TEACHER = ("teacher_logprobs", "teacher_ids", "teacher_top")
 _PER_TOKEN = ("own_advantages", "value_targets", "values", "state_marks", *_OF_TEACHER)
@@ -41,17 +45,17 @@ def _rows(sample: Sample) -> list[Sample]:
     for name in _PER_TOKEN:
         if (column := getattr(sample, name)) is not None:
             columns[name] = np.split(column, cuts)
-    kept = [number for number, count in enumerate(counts) if count]
+    sampled = [number for number, count in enumerate(counts) if count]
     return [
         replace(
             sample,
             trajectory=parts[number],
             row=row,
-            end=end if number == kept[-1] else None,
+            end=end if number == sampled[-1] else None,
             num_episode_tokens=sum(counts),
             **{name: column[number] for name, column in columns.items()},
         )
-        for row, number in enumerate(kept)
+        for row, number in enumerate(sampled)
     ]
 
 
@@ -79,7 +83,7 @@ def with_ends(samples: Sequence[Sample]) -> tuple[list[Sample], dict[int, int]]:
 
     The value of an episode's end is read at the last token of the returned place.
     """
-    ends = {index: each.end for index, each in enumerate(samples) if each.end is not None}
+    ends = {n: sample.end for n, sample in enumerate(samples) if sample.end is not None}
     rows = [*samples]
     places: dict[int, int] = {}
     for index, end in ends.items():
@@ -111,3 +115,75 @@ def in_order(parts: BySample, indices: Sequence[int]) -> Tensor:
 def with_advantage(samples: Sequence[Sample], part: Sequence[int]) -> Sequence[int]:
     """Return the indices of `part` with a nonzero advantage; all indices if there are none."""
     return [index for index in part if samples[index].token_advantages().any()] or part
+
+
+def pack_samples(samples: Sequence[Sample]) -> bytes:
+    """Return samples as bytes: trajectory records, advantages, and the sizes to split them.
+
+    The critic's columns are not included: each rank computes them itself.
+    """
+    records = [np.frombuffer(pack_record(sample.trajectory), dtype=np.uint8) for sample in samples]
+    file = io.BytesIO()
+    np.savez(
+        file,
+        records=np.concatenate(records),
+        record_sizes=np.array([len(record) for record in records]),
+        advantages=np.array([sample.advantage for sample in samples], dtype=np.float64),
+        **_joined("turn", [sample.turn_advantages for sample in samples]),  # pyright: ignore[reportArgumentType]
+        **_joined("own", [sample.own_advantages for sample in samples]),
+        **{name: column for name in _OF_TEACHER if (column := _column(name, samples)) is not None},
+    )
+    return file.getvalue()
+
+
+def unpack_samples(payload: bytes) -> list[Sample]:
+    """Return the samples of `pack_samples`. Raises: WireError, ValueError."""
+    with np.load(io.BytesIO(payload), allow_pickle=False) as arrays:
+        records = np.split(arrays["records"], np.cumsum(arrays["record_sizes"])[:-1])
+        advantages = arrays["advantages"].tolist()
+        turn, token = (_split_array(arrays[f"{n}"], arrays[f"{n}_sizes"]) for n in ("turn", "own"))
+        taught = {name: arrays[name] for name in _OF_TEACHER if name in arrays}
+    samples: list[Sample] = []
+    for record, advantage, of_turns, of_tokens in zip(
+        records, advantages, turn, token, strict=True
+    ):
+        trajectory = unpack_record(record.tobytes())
+        if not isinstance(trajectory, Trajectory):
+            raise ValueError(f"expected a Trajectory, got {type(trajectory).__name__}")
+        samples.append(
+            Sample(
+                trajectory=trajectory,
+                advantage=advantage,
+                turn_advantages=of_turns,
+                own_advantages=of_tokens,
+            )
+        )
+    return _with_columns(samples, taught)
+
+
+def _column(name: str, samples: Sequence[Sample]) -> np.ndarray | None:
+    """Return a column of all samples, [tokens] or [tokens, k]; None if a sample has none."""
+    parts = [getattr(sample, name) for sample in samples]
+    return None if any(part is None for part in parts) else np.concatenate(parts)
+
+
+def _with_columns(samples: list[Sample], columns: dict[str, np.ndarray]) -> list[Sample]:
+    """Return the samples with their parts of the columns of `_column`."""
+    cuts = np.cumsum([sample.num_sampled_tokens for sample in samples])[:-1]
+    for name, column in columns.items():
+        parts = np.split(column, cuts)
+        samples = [replace(s, **{name: part}) for s, part in zip(samples, parts, strict=True)]
+    return samples
+
+
+def _joined(name: str, parts: list[np.ndarray | None]) -> dict[str, np.ndarray]:
+    """Return arrays as one flat array with their sizes; ABSENT marks a missing array."""
+    present = [part for part in parts if part is not None]
+    flat = np.concatenate([np.zeros(0, dtype=np.float32), *present])
+    sizes = np.array([ABSENT if part is None else len(part) for part in parts])
+    return {name: flat, f"{name}_sizes": sizes}
+
+
+def _split_array(flat: np.ndarray, sizes: np.ndarray) -> list[np.ndarray | None]:
+    parts = np.split(flat, np.cumsum(np.maximum(sizes, 0))[:-1])
+    return [None if size == ABSENT else part for part, size in zip(parts, sizes, strict=True)]

@@ -106,18 +106,20 @@ def first_answers(trajectories: Sequence[Trajectory]) -> list[tuple[np.ndarray, 
     A prompt [seq] contains the tokens before the first sampled token. An answer [seq] contains the
     tokens sampled in the first turn. Episodes without such a prompt or answer are skipped.
     """
-    found: dict[bytes, tuple[np.ndarray, np.ndarray]] = {}
-    for each in trajectories:
-        begins = int(np.argmax(each.loss_mask))
-        is_answer = each.loss_mask[begins:] & (each.turn_ids[begins:] == 0)
+    answers: dict[bytes, tuple[np.ndarray, np.ndarray]] = {}
+    for trajectory in trajectories:
+        begins = int(np.argmax(trajectory.loss_mask))
+        is_answer = trajectory.loss_mask[begins:] & (trajectory.turn_ids[begins:] == 0)
         length = min(int(np.argmin(np.append(is_answer, False))), MAX_ANSWER_TOKENS)
         if not begins or not length:
             continue
-        prompt = each.token_ids[:begins]
-        found.setdefault(prompt.tobytes(), (prompt, each.token_ids[begins : begins + length]))
-        if len(found) == NUM_PROMPTS:
+        prompt = trajectory.token_ids[:begins]
+        answers.setdefault(
+            prompt.tobytes(), (prompt, trajectory.token_ids[begins : begins + length])
+        )
+        if len(answers) == NUM_PROMPTS:
             break
-    return list(found.values())
+    return list(answers.values())
 
 
 def mutual_information(cross_logprobs: Tensor) -> dict[str, float]:
@@ -149,10 +151,10 @@ def mutual_information(cross_logprobs: Tensor) -> dict[str, float]:
             f"cross_logprobs must be square [answer >= 2, prompt >= 2], got {(num, width)}"
         )
     scores = cross_logprobs.double()
-    own = scores.diagonal()
+    with_its_prompt = scores.diagonal()
     marginal = scores.logsumexp(1) - math.log(num)
     others = scores.clone().fill_diagonal_(-math.inf)
     return {
-        "policy/mutual_information": (own - marginal).mean().item(),
-        "policy/prompt_recall": (own > others.max(1).values).double().mean().item(),
+        "policy/mutual_information": (with_its_prompt - marginal).mean().item(),
+        "policy/prompt_recall": (with_its_prompt > others.max(1).values).double().mean().item(),
     }

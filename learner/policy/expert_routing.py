@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from common.errors import ConfigError
 from common.segments import RoutingShape
 from learner.batch.batching import TokenBatch
-from learner.batch.experts import Routes
+from learner.batch.packing import Routes
 from learner.policy.expert_weights import holds_experts
 
 KEY = "algorithm.routing_replay=true"

@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 from common.config.learner import Layout, LearnerSection, Offload
 from common.errors import ConfigError
 from common.segments import RoutingShape
-from learner.batch.batching import TokenBatch, collate_tokens, plan_microbatches
-from learner.batch.row_parts import row_part
+from learner.batch.batching import TokenBatch, collate_tokens, plan_microbatches, row_part
 from learner.policy.expert_routing import balance_loss_of, install
 from learner.policy.kernels.attention import check_sequence_ranks, use_attention
 from learner.policy.kernels.compiling import compile_parts, naming_compiler

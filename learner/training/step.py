@@ -24,7 +24,7 @@ from learner.batch.batching import (
     plan_blocks,
     sampled,
 )
-from learner.batch.device_copy import placed
+from learner.batch.packing import placed
 from learner.batch.rows import BySample, by_sample, in_order, with_advantage, with_ends
 from learner.objective.advantages import Scored, advantages_from_critic
 from learner.objective.description import proximal_in_use
@@ -345,7 +345,7 @@ class Gradients:
 
         Samples are dealt by squared length, which is the cost of attention.
         """
-        costs = [length**2 for length in (len(each.trajectory.token_ids) for each in samples)]
+        costs = [length**2 for length in (len(s.trajectory.token_ids) for s in samples)]
         owners = deal(costs, self._ranks.num_shares)
         return [[i for i in part if owners[i] == share] for share in range(self._ranks.num_shares)]
 

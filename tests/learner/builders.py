@@ -1,5 +1,6 @@
 """Small trajectories and models for the learner's tests."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from common.config.model import ModelSection
 from common.config.run_config import RunConfig
 from common.weights.buckets import views
 from common.wire.messages import Trajectory
-from learner.batch.batching import Sample
+from learner.batch.batching import MicroBatch, Sample, each_microbatch
 from learner.ingest.buffer import GroupAssembly
 from learner.policy.forward import Networks
 from learner.policy.lora import add_adapters
@@ -149,3 +150,25 @@ def trainer_of(
         learner=learner, algorithm=AlgorithmSection(), num_steps=100, engine_dtype=dtype
     )
     return Trainer(settings, Networks(policy=model))
+
+
+def make_microbatches(
+    samples: Sequence[Sample],
+    indices: Sequence[int],
+    *,
+    max_tokens: int,
+    device: torch.device | str,
+    is_packed: bool = False,
+    shares_prefix: bool = False,
+) -> list[MicroBatch]:
+    """Return all blocks of `each_microbatch`."""
+    return list(
+        each_microbatch(
+            samples,
+            indices,
+            max_tokens=max_tokens,
+            device=device,
+            is_packed=is_packed,
+            shares_prefix=shares_prefix,
+        )
+    )

@@ -34,7 +34,7 @@ def check_networks(cfg: RunConfig, *, is_offline: bool = False) -> None:
     Raises: ConfigError: a model does not support a setting; names the key and the remedy.
     """
     if not is_offline:
-        table.check(cfg.algorithm)
+        table.check(cfg.algorithm, min_size=cfg.groups.min_size)
     has_routers = not is_offline and bool(
         cfg.algorithm.routing_replay or cfg.algorithm.router_aux_coef
     )

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import ConfigError
-from learner.batch.row_parts import Places
+from learner.batch.batching import Places
 
 
 def gather_entries(

@@ -10,9 +10,9 @@ from common.config.actor import AgentOptions, ContextKind
 from common.segments import RoutingShape, as_rows, joined, refusal_of_experts
 from common.wire.codec import decode, encode
 from common.wire.messages import Trajectory
-from learner.batch.batching import Sample, make_microbatches
+from learner.batch.batching import Sample
 from tests.actor.rollout.playing import Count, play
-from tests.learner.builders import make_trajectory
+from tests.learner.builders import make_microbatches, make_trajectory
 
 
 def step(observation: str, *, done: bool = False) -> HubStepResult:

@@ -59,6 +59,7 @@ def text(inputs, cfg): return "loss"
 def one_argument(inputs): return 0
 def deviation(rewards, members, cfg): return (rewards - rewards.mean()) / rewards.std()
 def nothing(rewards, members, cfg): return rewards * 0
+def alone(rewards, members, cfg): return rewards / (rewards * 0 + len(rewards) - 2)
 def too_few(rewards, members, cfg): return rewards[1:]
 def negative(log_rho, sequence_ids, num_sequences, cfg): return log_rho
 def removes_all(log_rho, sequence_ids, num_sequences, cfg): return log_rho != 0
@@ -138,6 +139,7 @@ def test_own_weight_replaces_rho_and_own_mask_keeps_it(own: Callable[[str], str]
         ("advantage", "deviation", r"nan.* for the rewards \[1.0, 1.0, 1.0, 1.0\], not finite"),
         ("advantage", "nothing", "every advantage is 0"),
         ("advantage", "too_few", "returned 3 values; expected a number for each of the 4 members"),
+        ("advantage", "alone", r"returned \[nan, inf\] for the rewards \[0.0, 1.0\], not finite"),
         ("correction", "negative", "a weight is finite and >= 0"),
         ("correction", "removes_all", "its weight is 0 where rho is 1"),
     ],
@@ -147,14 +149,14 @@ def test_wrong_function_is_refused_with_its_key(
 ) -> None:
     cfg = AlgorithmSection(**{key: own(name)})
     with pytest.raises(ConfigError, match=part) as refused:
-        table.check(cfg)
+        table.check(cfg, min_size=2)
     assert str(refused.value).startswith(f"algorithm.{key}={own(name)}: ")
 
 
 def test_missing_module_is_named() -> None:
     for reference, part in (("no/such.py:f", "no such file"), ("no.such:f", "No module named")):
         with pytest.raises(ConfigError, match=f"policy_loss={reference.split(':')[0]}.*{part}"):
-            table.check(AlgorithmSection(policy_loss=reference))
+            table.check(AlgorithmSection(policy_loss=reference), min_size=2)
 
 
 def test_printed_objective_names_the_functions(own: Callable[[str], str]) -> None:

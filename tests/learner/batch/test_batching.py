@@ -4,14 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from learner.batch.batching import (
-    Sample,
-    collate_tokens,
-    make_microbatches,
-    make_minibatches,
-    plan_microbatches,
-)
-from tests.learner.builders import make_samples, make_trajectory
+from learner.batch.batching import Sample, collate_tokens, make_minibatches, plan_microbatches
+from tests.learner.builders import make_microbatches, make_samples, make_trajectory
 
 
 def generator(seed: int = 0) -> torch.Generator:

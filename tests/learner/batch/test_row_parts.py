@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from learner.batch.batching import PADDING_ID, TokenBatch, collate_tokens
-from learner.batch.experts import Recorded
-from learner.batch.row_parts import RowPart, row_part
+from learner.batch.batching import PADDING_ID, RowPart, TokenBatch, collate_tokens, row_part
+from learner.batch.packing import Recorded
 
 
 class Group:

@@ -27,12 +27,12 @@ from common.config.learner import ControllerSection, CriticSection, LearnerSecti
 from learner.algorithms.interface import LossInputs
 from learner.algorithms.m2po import second_moment_mask
 from learner.algorithms.running import RunningBaseline
-from learner.batch.batching import Sample, make_microbatches
+from learner.batch.batching import Sample
 from learner.ingest.buffer import Group
 from learner.objective.advantages import Scored, advantages_from_critic, samples_of
 from learner.objective.description import dead_knobs, proximal_in_use
 from learner.objective.loss import Denominator, anchor_and_weights, kl_weights, policy_loss
-from tests.learner.builders import make_trajectory
+from tests.learner.builders import make_microbatches, make_trajectory
 
 VERSION = 2
 # Log ratios to the sampler before the step, and how far an update moves an episode of a member.

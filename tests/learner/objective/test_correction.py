@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common.config.algorithm import AlgorithmSection, Correction, PolicyLoss, Proximal
 from learner.algorithms.interface import LossInputs, log_ratio, sequence_mean
-from learner.batch.batching import MicroBatch, Sample, make_microbatches
+from learner.batch.batching import MicroBatch, Sample
 from learner.objective.loss import (
     Denominator,
     anchor_and_weights,
@@ -27,7 +27,7 @@ from learner.objective.measures import (
     sample_size_of,
     weight_moments,
 )
-from tests.learner.builders import make_trajectory
+from tests.learner.builders import make_microbatches, make_trajectory
 
 MU = torch.tensor([log(0.5), log(0.1), log(0.4)])
 PI = torch.tensor([log(0.25), log(0.5), log(0.4)])  # ratios 0.5, 5, 1

@@ -31,7 +31,6 @@ from common.config.learner import (
     Timestep,
 )
 from learner.algorithms.running import RunningBaseline
-from learner.batch.batching import make_microbatches
 from learner.ingest.buffer import Group
 from learner.objective.advantages import Scored, advantages_from_critic, samples_of
 from learner.objective.description import objective_text
@@ -40,7 +39,7 @@ from learner.policy.forward import Networks, Scores
 from learner.policy.model import make_critic
 from learner.training.ranks import Ranks
 from learner.training.step import Gradients, ScoredBatch, TrainerSettings
-from tests.learner.builders import make_model
+from tests.learner.builders import make_microbatches, make_model
 from tests.learner.objective.printed import Tokens, history, objective
 from tests.learner.objective.ragged import VERSION, groups
 

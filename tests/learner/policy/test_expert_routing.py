@@ -11,10 +11,10 @@ from torch import Tensor
 
 from common.config.learner import Layout, LearnerSection, Precision
 from common.errors import ConfigError
-from learner.batch.batching import Sample, collate_tokens, make_microbatches
+from learner.batch.batching import Sample, collate_tokens
 from learner.policy.forward import Networks, Passes
 from learner.policy.model import load_policy
-from tests.learner.builders import make_model, make_trajectory
+from tests.learner.builders import make_microbatches, make_model, make_trajectory
 from tests.learner.experts import VOCAB, save_experts
 
 ALL = ("qwen3_moe", "mixtral", "gpt_oss", "qwen2_moe", "olmoe", "granitemoe", "deepseek_v3")

@@ -26,7 +26,7 @@ from common.config.learner import (
     Precision,
 )
 from common.errors import ConfigError
-from learner.batch.batching import MicroBatch, collate_tokens, make_microbatches
+from learner.batch.batching import MicroBatch, collate_tokens
 from learner.policy.forward import Networks
 from learner.policy.kernels import compiling
 from learner.policy.kernels.compiling import compile_parts
@@ -34,7 +34,13 @@ from learner.policy.model import Critic
 from learner.training.ranks import Ranks
 from learner.training.step import Gradient, Gradients, ScoredBatch, TrainerSettings
 from learner.training.trainer import Trainer
-from tests.learner.builders import make_model, make_model_with_adapters, make_samples, with_prompts
+from tests.learner.builders import (
+    make_microbatches,
+    make_model,
+    make_model_with_adapters,
+    make_samples,
+    with_prompts,
+)
 
 PPO = AlgorithmSection(advantage=Advantage.PPO)
 ALGORITHMS = {

@@ -12,11 +12,11 @@ from torch import Tensor
 from common.config.algorithm import Aggregation, AlgorithmSection, Correction, PolicyLoss, Proximal
 from common.config.learner import LearnerSection, Precision
 from learner.algorithms.interface import LossInputs
-from learner.batch.batching import MicroBatch, make_microbatches
+from learner.batch.batching import MicroBatch
 from learner.policy.forward import Networks
 from learner.training.ranks import Ranks
 from learner.training.step import Gradients, TrainerSettings
-from tests.learner.builders import make_model, make_samples
+from tests.learner.builders import make_microbatches, make_model, make_samples
 
 VERSION = 3
 

@@ -11,8 +11,7 @@ from common.config.algorithm import Advantage, AlgorithmSection, TeacherForm, Te
 from common.config.learner import ControllerSection, Layout, LearnerSection, Precision
 from common.segments import as_rows
 from learner.batch.batching import Sample
-from learner.batch.codec import pack_samples, unpack_samples
-from learner.batch.rows import episodes_of, rows_of
+from learner.batch.rows import episodes_of, pack_samples, rows_of, unpack_samples
 from learner.policy.forward import Networks
 from learner.policy.model import make_critic
 from learner.training.step import TrainerSettings

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.repository import ROOT
-from learner.batch.device_copy import placed
+from learner.batch.packing import placed
 from learner.training.digests import _of_tensors
 
 pytestmark = pytest.mark.timeout(1000)  # The counts take a minute, and more beside other tests.

@@ -22,7 +22,7 @@ from common.config.learner import (
     Precision,
 )
 from common.weights.buckets import views
-from learner.batch.device_copy import placed
+from learner.batch.packing import placed
 from learner.policy.forward import Networks
 from learner.policy.kernels import attention, flash
 from learner.policy.model import Critic

@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from learner.batch.codec import pack_samples, unpack_samples
+from learner.batch.rows import pack_samples, unpack_samples
 from tests.learner.builders import make_samples
 
 
