@@ -88,12 +88,12 @@ class CapturedFile:
         except FileNotFoundError as error:
             raise SourceChanged(str(self.path)) from error
         try:
-            found = os.fstat(descriptor)
-            is_same = self.is_growing or (found.st_size, found.st_mtime_ns) == (
+            stat = os.fstat(descriptor)
+            is_same = self.is_growing or (stat.st_size, stat.st_mtime_ns) == (
                 self.size,
                 self.mtime_ns,
             )
-            if not is_same or found.st_ino != self.inode:
+            if not is_same or stat.st_ino != self.inode:
                 raise SourceChanged(str(self.path))
             return _read(descriptor, offset, num_bytes)
         finally:
@@ -102,10 +102,10 @@ class CapturedFile:
 
 def _read(descriptor: int, offset: int, num_bytes: int) -> bytes:
     """Return bytes of an open file. Raises: SourceChanged: the file is shorter."""
-    found = os.pread(descriptor, num_bytes, offset)
-    if len(found) < num_bytes:
-        raise SourceChanged(f"{num_bytes - len(found)} bytes after offset {offset} are missing")
-    return found
+    content = os.pread(descriptor, num_bytes, offset)
+    if len(content) < num_bytes:
+        raise SourceChanged(f"{num_bytes - len(content)} bytes after offset {offset} are missing")
+    return content
 
 
 @dataclass(slots=True, kw_only=True)
@@ -143,15 +143,15 @@ def capture(
     """
     reason = ""
     for _ in range(MAX_TRIES):
-        found = RunCapture(at=time.time(), journal=JournalPosition(), pruned_before=0)
+        cut = RunCapture(at=time.time(), journal=JournalPosition(), pruned_before=0)
         with contextlib.ExitStack() as stack:
-            stack.callback(found.close)
+            stack.callback(cut.close)
             try:
-                took_s = _fill(found, run_dir, with_temporary=with_temporary, now=now)
+                took_s = _fill(cut, run_dir, with_temporary=with_temporary, now=now)
                 reason = f"the reads took {took_s:.2f} s"
                 if took_s <= MAX_WINDOW_S:
                     stack.pop_all()
-                    return found
+                    return cut
             except (SourceChanged, FileNotFoundError) as error:
                 reason = f"{error} was replaced or is missing"
         time.sleep(PAUSE_S)
@@ -235,13 +235,13 @@ def _tree(root: Path, folder: Path) -> Iterator[CapturedFile]:
 
 def _whole(root: Path, path: Path) -> CapturedFile:
     """Return a file that does not change."""
-    found = path.stat()
+    stat = path.stat()
     return CapturedFile(
         name=path.relative_to(root).as_posix(),
-        size=found.st_size,
+        size=stat.st_size,
         path=path,
-        mtime_ns=found.st_mtime_ns,
-        inode=found.st_ino,
+        mtime_ns=stat.st_mtime_ns,
+        inode=stat.st_ino,
     )
 
 
@@ -252,8 +252,8 @@ def _checkpoints(root: Path, *, with_temporary: bool) -> Iterator[CapturedFile]:
         for each in sorted((root / "checkpoints").glob("step-*"))
         if _CHECKPOINT_FOLDER.fullmatch(each.name) and (each / _MARKER).exists()
     ]
-    kept = [each for each in folders if not _is_temporary(each / _MARKER)]
-    for folder in folders if with_temporary or not kept else kept:
+    lasting = [each for each in folders if not _is_temporary(each / _MARKER)]
+    for folder in folders if with_temporary or not lasting else lasting:
         before = folder.stat().st_ino
         yield from _tree(root, folder)
         if folder.stat().st_ino != before:
@@ -271,9 +271,9 @@ def _is_temporary(marker: Path) -> bool:
 def _scheduler(root: Path) -> Iterator[CapturedFile]:
     """Yield the scheduler's snapshot and the log that it names. Raises: SourceChanged."""
     yield from (files := list(_replaced(root, "scheduler.json")))
-    found = _STATE_LOG.match(files[0].content or b"") if files else None
-    if found is not None:
-        name = f"scheduler.{int(found[1])}.log"
+    log_number = _STATE_LOG.match(files[0].content or b"") if files else None
+    if log_number is not None:
+        name = f"scheduler.{int(log_number[1])}.log"
         log = list(_replaced(root, name))
         if not log:
             raise SourceChanged(name)

@@ -69,8 +69,8 @@ def _find_copy(url: str) -> ObjectStore:
     if not folders:
         raise ConfigError(f"{store.url}: holds no copy. Name the journal.copy_to of a run")
     if len(folders) > 1:
-        found = f"holds the copies {', '.join(folders)}"
-        raise ConfigError(f"{store.url}: {found}; name one, such as {store.url}/{folders[0]}")
+        problem = f"holds the copies {', '.join(folders)}"
+        raise ConfigError(f"{store.url}: {problem}; name one, such as {store.url}/{folders[0]}")
     return ObjectStore(f"{store.url}/{folders[0]}", key="fetch")
 
 

@@ -78,12 +78,12 @@ class RunCopier:
         self._run_dir = run_dir
         self._slice_s = slice_s
         self._now = now
-        found = str(json_object(run_dir.root / STATE_FILE).get("id") or secrets.token_hex(4))
-        if not re.fullmatch(r"[0-9a-f]{8}", found):
+        run_id = str(json_object(run_dir.root / STATE_FILE).get("id") or secrets.token_hex(4))
+        if not re.fullmatch(r"[0-9a-f]{8}", run_id):
             raise ConfigError(f"{run_dir.root / STATE_FILE}: damaged, remove it; a new copy begins")
-        to = f"{url.rstrip('/')}/{run_dir.root.name}-{found}"
+        to = f"{url.rstrip('/')}/{run_dir.root.name}-{run_id}"
         self.store = ObjectStore(to)
-        self.state = CopyProgress(id=found, to=to, copied_at=now())
+        self.state = CopyProgress(id=run_id, to=to, copied_at=now())
         self._known = _KnownParts()
         self._last: CopyManifest | None = None
         self._split: list[int] = []  # Checkpoints of the last copy with files on other nodes.
@@ -100,20 +100,20 @@ class RunCopier:
         Raises: OSError: the store failed, or no consistent state was found; SourceChanged.
         """
         self._open()
-        with capture(self._run_dir, with_temporary=is_last) as found:
-            files = self._copy_files(found, is_last=is_last)
+        with capture(self._run_dir, with_temporary=is_last) as cut:
+            files = self._copy_files(cut, is_last=is_last)
             last = self._last
             manifest = CopyManifest(
                 format=FORMAT,
                 number=last.number + 1 if last else 1,
                 run=self._run_dir.root.name,
                 id=self.state.id,
-                at=found.at,
-                journal=found.journal,
-                pruned_before=found.pruned_before,
+                at=cut.at,
+                journal=cut.journal,
+                pruned_before=cut.pruned_before,
                 files=files,
             )
-            if last is not None and not _may_follow(last, manifest, found):
+            if last is not None and not _may_follow(last, manifest, cut):
                 return last
         self.store.write_manifest(manifest)
         self._note(manifest)
@@ -179,11 +179,11 @@ class RunCopier:
         The run has replaced that checkpoint, but its successor is not copied yet.
         """
         last = self._last
-        own = max((int(m[1]) for m in map(_CHECKPOINT.match, files) if m), default=-1)
-        if last is None or own >= last.checkpoint:
+        newest = max((int(m[1]) for m in map(_CHECKPOINT.match, files) if m), default=-1)
+        if last is None or newest >= last.checkpoint:
             return files
-        kept = f"checkpoints/step-{last.checkpoint:06d}/"
-        return files | {name: each for name, each in last.files.items() if name.startswith(kept)}
+        folder = f"checkpoints/step-{last.checkpoint:06d}/"
+        return files | {name: each for name, each in last.files.items() if name.startswith(folder)}
 
     def _copy(self, file: CapturedFile, *, deadline: float | None = None) -> StoredFile:
         """Store the parts of a file that the store lacks; return the file.
@@ -202,9 +202,9 @@ class RunCopier:
             """Return a part, once it is stored; None after the deadline."""
             size = min(part_bytes, file.size - start)
             key = (file.name, file.inode, file.mtime_ns, start, size)
-            known = self._known.find(key)
-            if known is not None:
-                return known
+            stored = self._known.find(key)
+            if stored is not None:
+                return stored
             if deadline is not None and time.monotonic() > deadline:
                 return None
             content = file.read(start, size)
@@ -238,8 +238,8 @@ class RunCopier:
         names = self.store.manifest_names()
         needed: set[str] = set()
         for name in names[:KEPT_MANIFESTS]:
-            found = decode(name, self.store.read(f"{FOLDER}/{name}"))
-            needed |= {digest for digest, _ in found.digests()} if found else set()
+            manifest = decode(name, self.store.read(f"{FOLDER}/{name}"))
+            needed |= {digest for digest, _ in manifest.digests()} if manifest else set()
         self.store.remove(f"{FOLDER}/{name}" for name in names[KEPT_MANIFESTS:])
         if not self.has_more:  # The parts of an incomplete checkpoint are in no manifest yet.
             going = self._known.forget_all_but(needed)

@@ -74,14 +74,14 @@ class CopyManifest:
     @property
     def checkpoint(self) -> int:
         """Version of the newest checkpoint, -1 without one."""
-        found = (re.match(r"checkpoints/step-(\d+)/COMPLETE$", name) for name in self.files)
-        return max((int(match[1]) for match in found if match), default=-1)
+        matches = (re.match(r"checkpoints/step-(\d+)/COMPLETE$", name) for name in self.files)
+        return max((int(match[1]) for match in matches if match), default=-1)
 
     @property
     def split_checkpoints(self) -> list[int]:
         """Versions of the checkpoints whose other files are on the nodes of the learner."""
-        found = (re.match(rf"checkpoints/step-(\d+)/{SHARDS}$", name) for name in self.files)
-        return sorted(int(match[1]) for match in found if match)
+        matches = (re.match(rf"checkpoints/step-(\d+)/{SHARDS}$", name) for name in self.files)
+        return sorted(int(match[1]) for match in matches if match)
 
 
 _MANIFEST: TypeAdapter[CopyManifest] = TypeAdapter(CopyManifest)
@@ -108,8 +108,8 @@ def file_name(number: int, content: bytes) -> str:
 
 def number_of(name: str) -> int | None:
     """Return the number in the name of a manifest's file; None for another file."""
-    found = _NAME.fullmatch(name)
-    return int(found[1]) if found else None
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def decode(name: str, content: bytes) -> CopyManifest | None:

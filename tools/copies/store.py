@@ -92,9 +92,9 @@ class ObjectStore:
 
         def request() -> dict[str, int]:
             self._fs.invalidate_cache()
-            found = self._fs.find(path, detail=True)
+            entries = self._fs.find(path, detail=True)
             return {
-                posixpath.basename(name): int(each["size"] or 0) for name, each in found.items()
+                posixpath.basename(name): int(each["size"] or 0) for name, each in entries.items()
             }
 
         return self._repeated(request)
@@ -105,10 +105,10 @@ class ObjectStore:
         def request() -> list[str]:
             self._fs.invalidate_cache()
             try:
-                found = self._fs.ls(self._root, detail=True)
+                entries = self._fs.ls(self._root, detail=True)
             except FileNotFoundError:
                 return []
-            names = [each["name"].rstrip("/") for each in found if each["type"] == "directory"]
+            names = [each["name"].rstrip("/") for each in entries if each["type"] == "directory"]
             return sorted(map(posixpath.basename, names))
 
         return self._repeated(request)
@@ -190,9 +190,9 @@ class ObjectStore:
         Raises: ConfigError: another version of the product wrote it.
         """
         for name in self.manifest_names():
-            found = decode(name, self.read(f"{FOLDER}/{name}"))
-            if found is not None:
-                return found
+            manifest = decode(name, self.read(f"{FOLDER}/{name}"))
+            if manifest is not None:
+                return manifest
             logger.warning("ignored an incomplete manifest file=%s/%s", self.url, name)
         return None
 

@@ -268,8 +268,8 @@ class InteractiveEpisodes:
     async def environments(self) -> dict[str, Any]:
         """Return subsets and their sizes by environment."""
         client = await self._hub(())
-        found = await client.request("GET", "/v1/envs", None)
-        return {name: {"subsets": entry["subsets"]} for name, entry in found.items()}
+        catalogue = await client.request("GET", "/v1/envs", None)
+        return {name: {"subsets": entry["subsets"]} for name, entry in catalogue.items()}
 
     async def open(
         self, env: str, item: str, *, style: str = STYLE, format: AgentFormat = AgentFormat.PLAIN
@@ -453,8 +453,12 @@ class InteractiveEpisodes:
         """Return the view of a page: the result, the picture and the valid actions."""
         actions = [] if episode.is_done else (await episode.session.hint()).valid_actions
         picture = await episode.session.picture()
-        more = {"turn": episode.turn, "actions": actions[:MAX_ACTIONS], "num_actions": len(actions)}
-        return {**episode.about, **outcome, **more, "picture": picture}
+        counts = {
+            "turn": episode.turn,
+            "actions": actions[:MAX_ACTIONS],
+            "num_actions": len(actions),
+        }
+        return {**episode.about, **outcome, **counts, "picture": picture}
 
     async def _close_idle(self) -> None:
         """Close idle episodes and stop idle services, until cancelled."""

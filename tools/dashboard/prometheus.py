@@ -260,8 +260,8 @@ def _add_episodes(table: SampleTable, run: str, ledger: Mapping[str, Any]) -> No
             table.add("longstride_episodes_total", account.get(outcome), **labels, outcome=outcome)
         for text, num in as_map(account.get("causes")).items():
             outcome, _, cause = text.partition(":")
-            own = {"outcome": outcome, "cause": cause}
-            table.add("longstride_episode_causes_total", num, **labels, **own)
+            parts = {"outcome": outcome, "cause": cause}
+            table.add("longstride_episode_causes_total", num, **labels, **parts)
 
 
 def _add_member(
@@ -291,18 +291,18 @@ def _refused(refused: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
     """Yield (listener, reason, count) of the refused messages and connections, over all senders."""
     scheduler = as_map(refused.get("scheduler"))
     counts: dict[tuple[str, str], float] = {}
-    found: list[tuple[str, str, Any]] = [
+    refusals: list[tuple[str, str, Any]] = [
         ("scheduler", reason, num)
         for peer in as_map(scheduler.get("peers")).values()
         for reason, num in as_map(peer).items()
     ]
     connections = as_map(as_map(scheduler.get("connections")).get("refused"))
-    found += [("scheduler", reason, num) for reason, num in connections.items()]
+    refusals += [("scheduler", reason, num) for reason, num in connections.items()]
     for key, role in (("learner", "learner"), ("hubs", "envhub")):
         # The keys are "address/reason", or "hub/address/reason".
         names = as_map(refused.get(key))
-        found += [(role, name.rpartition("/")[2], num) for name, num in names.items()]
-    for role, reason, num in found:
+        refusals += [(role, name.rpartition("/")[2], num) for name, num in names.items()]
+    for role, reason, num in refusals:
         if isinstance(num, int | float):
             counts[role, reason] = counts.get((role, reason), 0.0) + num
     for (role, reason), num in counts.items():

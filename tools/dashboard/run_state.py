@@ -124,14 +124,14 @@ def _change_line(status: Mapping[str, Any]) -> str:
 
 def _cpu_line(run_dir: RunDir) -> str:
     """Return the processor time of the roles; "" if it was not measured."""
-    used = sorted(cpu_seconds(run_dir).items(), key=lambda each: -each[1])
+    used = sorted(cpu_seconds(run_dir).items(), key=lambda per_episode: -per_episode[1])
     if not used:
         return ""
     trained = json_object(run_dir.ledger).get("trained")
     total = sum(seconds for _, seconds in used)
-    each = f", {total / trained:.3g} s per trained episode" if trained else ""
+    per_episode = f", {total / trained:.3g} s per trained episode" if trained else ""
     roles = ", ".join(f"{role} {seconds / total:.0%}" for role, seconds in used if seconds)
-    return f"processor time: {total:.0f} s{each} ({roles})"
+    return f"processor time: {total:.0f} s{per_episode} ({roles})"
 
 
 def copy_line(run_dir: RunDir, *, is_whole: bool = False) -> str:
@@ -140,13 +140,13 @@ def copy_line(run_dir: RunDir, *, is_whole: bool = False) -> str:
     Args:
         is_whole: whether the copy is known to be complete.
     """
-    found = json_object(run_dir.root / "copies.json")
-    where = f"the copy at {found.get('to') or 'the store'}"
+    state = json_object(run_dir.root / "copies.json")
+    where = f"the copy at {state.get('to') or 'the store'}"
     if is_whole:
         return f"{where} is complete"
-    age_s = max(0.0, time.time() - float(found.get("copied_at") or time.time()))
-    lag = f"lacks {float(found.get('lag_bytes') or 0) / 1e6:.1f} MB of the journal"
-    failed = f"; the store fails: {found['error']}" if found.get("error") else ""
+    age_s = max(0.0, time.time() - float(state.get("copied_at") or time.time()))
+    lag = f"lacks {float(state.get('lag_bytes') or 0) / 1e6:.1f} MB of the journal"
+    failed = f"; the store fails: {state['error']}" if state.get("error") else ""
     return f"{where} {lag}, it is {age_s:.0f} s old{failed}"
 
 

@@ -130,10 +130,10 @@ def view_run(run_dir: RunDir, train: TrainSection, horizon: HorizonSection) -> R
     """Read status.json, the tail of metrics.jsonl and the tails of the logs."""
     status = _read(_STATUS, run_dir.status) or Status()
     tail = tail_metrics(run_dir.metrics, num_steps=WINDOW_STEPS)
-    known: list[MetricsLine] = [
+    numeric: list[MetricsLine] = [
         {k: v for k, v in line.items() if isinstance(v, int | float)} for line in tail
     ]
-    lines = [line for line in known if "step" in line]
+    lines = [line for line in numeric if "step" in line]
     last: MetricsLine = lines[-1] if lines else {}
     success = [value for line in lines if (value := line.get("reward/success")) is not None]
     step = int((last.get("step") or 0) if status.version is None else status.version)
@@ -205,7 +205,7 @@ def _phase_left_s(status: Status, launch: LaunchState | None, now: float) -> flo
 
 def _last_warnings(logs: Path) -> list[str]:
     """Return the newest warnings at the ends of all logs."""
-    found: list[str] = []
+    warnings: list[str] = []
     for path in sorted(logs.glob("*.log")):
         try:
             with path.open("rb") as handle:
@@ -213,8 +213,8 @@ def _last_warnings(logs: Path) -> list[str]:
                 texts = handle.read().decode(errors="replace").splitlines()
         except OSError:
             continue
-        found += [text for text in texts if _WARNING.match(text)]
-    return sorted(found)[-MAX_WARNINGS:]
+        warnings += [text for text in texts if _WARNING.match(text)]
+    return sorted(warnings)[-MAX_WARNINGS:]
 
 
 _STATUS, _LAUNCH = TypeAdapter(Status), TypeAdapter(LaunchState)

@@ -85,8 +85,8 @@ class Waits:
             cpu_frac: share of all cores that a step uses now; None: the measured share of the
                 roles.
         """
-        own = self.cpu_frac if cpu_frac is None else cpu_frac
-        return max(seconds, self.period_s * own / max(1.0 - self.others_frac, FAIR_FRAC))
+        used_frac = self.cpu_frac if cpu_frac is None else cpu_frac
+        return max(seconds, self.period_s * used_frac / max(1.0 - self.others_frac, FAIR_FRAC))
 
 
 def measure(lines: Sequence[Mapping[str, float | None]]) -> Waits | None:
@@ -125,11 +125,11 @@ def measure(lines: Sequence[Mapping[str, float | None]]) -> Waits | None:
 
 def _processors(steps: Sequence[Mapping[str, float | None]]) -> dict[str, Any]:
     """Return the use of the cores between the first and the last measurement."""
-    known = [each for each in steps if _value(each, "cpu/cores")]
-    if len(known) < 2 or any(_value(each, "train/is_cuda") for each in known[-1:]):
+    measured = [each for each in steps if _value(each, "cpu/cores")]
+    if len(measured) < 2 or any(_value(each, "train/is_cuda") for each in measured[-1:]):
         return {}
-    first = known[0]
-    last = known[-1]
+    first = measured[0]
+    last = measured[-1]
     time_s = (_value(last, "time_s") or 0.0) - (_value(first, "time_s") or 0.0)
     if time_s < MIN_CPU_S:
         return {}
@@ -152,8 +152,8 @@ def _others_s(first: Mapping[str, float | None], last: Mapping[str, float | None
 
 def _value(line: Mapping[str, float | None], name: str) -> float | None:
     """Return a metric of a step; None if the step lacks it."""
-    found = line.get(name)
-    return float(found) if isinstance(found, int | float) else None
+    value = line.get(name)
+    return float(value) if isinstance(value, int | float) else None
 
 
 def _total(pairs: Sequence[tuple[Mapping[str, float | None], float]], name: str) -> float:
@@ -281,9 +281,9 @@ def _learner_knobs(waits: Waits, config: Mapping[str, Any]) -> dict[str, float]:
     filled_s = waits.period_s * waits.slot_busy_frac
     knobs: dict[str, float] = {}
     if waits.has_idle_core:
-        more = ranks + (_count(config, "learner", "sequence_ranks", 1) or 1)
-        shared_s = waits.busy_s - waits.train_s * (1.0 - ranks / more / RANKS_EFFICIENCY)
-        knobs[f"learner.num_ranks={more}"] = waits.within_cores(max(shared_s, filled_s))
+        larger = ranks + (_count(config, "learner", "sequence_ranks", 1) or 1)
+        shared_s = waits.busy_s - waits.train_s * (1.0 - ranks / larger / RANKS_EFFICIENCY)
+        knobs[f"learner.num_ranks={larger}"] = waits.within_cores(max(shared_s, filled_s))
     for name in ("ppo_epochs", "num_minibatches"):
         if (passes := _count(config, "learner", name, 1)) > 1:
             fewer_s = waits.busy_s - waits.train_s * (1.0 - (passes // 2) / passes)
@@ -356,11 +356,11 @@ def _advice_text(advice: Sequence[SettingAdvice], waits: Waits) -> str:
 
 def _value_of(config: Mapping[str, Any], section: str, key: str, default: Any) -> Any:
     """Return the value of a key in a section; `default` if it is missing."""
-    found = config.get(section)
-    return cast(dict[str, Any], found).get(key, default) if isinstance(found, dict) else default
+    keys = config.get(section)
+    return cast(dict[str, Any], keys).get(key, default) if isinstance(keys, dict) else default
 
 
 def _count(config: Mapping[str, Any], section: str, key: str, default: int) -> int:
     """Return a whole number of a file; the default where the file has no number there."""
-    found = _value_of(config, section, key, default)
-    return int(found) if isinstance(found, int | float) and math.isfinite(found) else default
+    number = _value_of(config, section, key, default)
+    return int(number) if isinstance(number, int | float) and math.isfinite(number) else default

@@ -264,8 +264,8 @@ def _of_atif(record: Record, place: str) -> TokenRow | None:
         if not isinstance(metrics, dict):
             raise ConfigError(f"{place}: 'metrics' is {type(metrics).__name__}, not a map")
         prompt = metrics.get("prompt_token_ids")
-        own = metrics.get("completion_token_ids")
-        if not isinstance(prompt, list) or not isinstance(own, list):
+        sampled = metrics.get("completion_token_ids")
+        if not isinstance(prompt, list) or not isinstance(sampled, list):
             continue
         if prompt[: len(ids)] != ids:
             raise ConfigError(
@@ -274,10 +274,10 @@ def _of_atif(record: Record, place: str) -> TokenRow | None:
                 " each segment"
             )
         new = len(prompt) - len(ids)
-        ids = [*prompt, *own]
-        mask = [*mask, *[False] * new, *[True] * len(own)]
-        given = metrics.get("logprobs") or [0.0] * len(own)
-        if not isinstance(given, list) or len(given) != len(own):
+        ids = [*prompt, *sampled]
+        mask = [*mask, *[False] * new, *[True] * len(sampled)]
+        given = metrics.get("logprobs") or [0.0] * len(sampled)
+        if not isinstance(given, list) or len(given) != len(sampled):
             raise ConfigError(
                 f"{place}: completion_token_ids and logprobs must be lists of the same length"
             )

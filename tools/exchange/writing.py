@@ -137,12 +137,12 @@ class Framing:
             if start == 0:
                 spoken += self._begun(text)
                 continue
-            found = self._next(text, int(token_ids[start - 1]))
-            if found is None and end == len(token_ids):
+            frame = self._next(text, int(token_ids[start - 1]))
+            if frame is None and end == len(token_ids):
                 break  # The template's text after the last turn.
-            if found is None:
+            if frame is None:
                 raise self._mismatch(text, self._marked(self._user.ids))
-            spoken += self._unsampled(*found)
+            spoken += self._unsampled(*frame)
         return spoken
 
     def _next(self, text: str, last: int) -> tuple[_Frame, str] | None:
@@ -152,15 +152,17 @@ class Framing:
             text: framed text after the answer.
             last: last token of the answer.
         """
-        found: list[tuple[int, _Frame]] = []
+        candidates: list[tuple[int, _Frame]] = []
         is_stopped = f"{_OPEN}{last}{_CLOSE}" in self._ends
         for frame in self._frames:
             num = frame.end.num_sampled(last, is_stopped=is_stopped)
             if begun := self._before(frame, num).match(text):
-                found.append((begun.end(), frame))
-        if not found:
+                candidates.append((begun.end(), frame))
+        if not candidates:
             return None
-        length, frame = max(found, key=lambda each: each[0])  # One may be a prefix of the other.
+        length, frame = max(
+            candidates, key=lambda each: each[0]
+        )  # One may be a prefix of the other.
         return frame, text[length:]
 
     def _before(self, frame: _Frame, num: int) -> re.Pattern[str]:
@@ -184,13 +186,13 @@ class Framing:
             return self._unsampled(self._user, text[len(self._head) :])
         frame = self._system
         if frame is not None and text.startswith(frame.before):
-            system, found, rest = text[len(frame.before) :].partition(frame.after)
-            if found:
+            system, separator, rest = text[len(frame.before) :].partition(frame.after)
+            if separator:
                 return [self._instruction(system), *self._unsampled(self._user, rest)]
         # The tools of a prompt may stand in any place before the first message of the user.
         opening = self._marked(self._user.ids[self._num_end :])
-        system, found, rest = text.partition(opening)
-        if not (found and _MARK.search(opening)):
+        system, separator, rest = text.partition(opening)
+        if not (separator and _MARK.search(opening)):
             raise self._mismatch(text, self._head)
         return [self._instruction(system), *self._unsampled(self._user, rest)]
 
@@ -226,8 +228,8 @@ class Framing:
         """Return the messages of a text that begins with a message of a frame."""
         messages: list[Spoken] = []
         while True:
-            inner, found, rest = text.partition(frame.after)
-            if not found:
+            inner, separator, rest = text.partition(frame.after)
+            if not separator:
                 raise self._mismatch(text, frame.after)
             text = rest
             messages.append(Spoken(role=frame.role, text=self._named(inner)))
@@ -246,8 +248,8 @@ class Framing:
 
     def _ends_in(self, text: str) -> list[tuple[re.Match[str], _Frame]]:
         """Return the first place of each frame in a text."""
-        found = [(self._before(each, 0).search(text), each) for each in self._frames]
-        return [(place, each) for place, each in found if place is not None]
+        matches = [(self._before(each, 0).search(text), each) for each in self._frames]
+        return [(place, each) for place, each in matches if place is not None]
 
     def _system_frame(self, user: dict[str, Any]) -> _SystemFrame | None:
         """Return the frame of a system message; None: the template supports none."""
@@ -255,9 +257,9 @@ class Framing:
             text = self._render([{"role": "system", "content": _NEXT}, user])
         except (TemplateError, TypeError):
             return None
-        before, found, rest = text.partition(_NEXT)
+        before, separator, rest = text.partition(_NEXT)
         between, has_user, _ = rest.partition(_USER)
-        if not (found and has_user and between):
+        if not (separator and has_user and between):
             return None
         return _SystemFrame(self._framed(before), self._framed(between))
 

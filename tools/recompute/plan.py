@@ -79,12 +79,12 @@ def make_plan(run_dir: RunDir, steps: str | None) -> Plan:
 
 def _range(steps: str | None, last_logged: int) -> tuple[int, int]:
     """Return the first and the last step of an option. Raises: ConfigError."""
-    found = re.fullmatch(r"(\d*):(\d*)|(\d+)", steps or ":")
-    if found is None:
+    match = re.fullmatch(r"(\d*):(\d*)|(\d+)", steps or ":")
+    if match is None:
         raise ConfigError(f"--steps={steps}: expects a:b, the first and the last step")
-    only = found[3]
-    first = int(only or found[1] or 1)
-    last = int(only or found[2] or last_logged)
+    only = match[3]
+    first = int(only or match[1] or 1)
+    last = int(only or match[2] or last_logged)
     if not 1 <= first <= last <= last_logged:
         raise ConfigError(f"--steps={steps}: the run has steps 1 to {last_logged} so far")
     return first, last
@@ -108,12 +108,12 @@ def _check_recorded(plan: Plan) -> None:
             " are unknown. An older version of the product made the run, or it has not finished a"
             " step yet."
         )
-    known = min(start.version for start in starts)
-    if plan.version < known:
+    first = min(start.version for start in starts)
+    if plan.version < first:
         raise ConfigError(
-            f"{run_dir.root}: an older version of the product computed steps 1 to {known} and did"
-            f" not record their settings. If the checkpoint of step {known} still exists, use"
-            f" --steps={known + 1}:."
+            f"{run_dir.root}: an older version of the product computed steps 1 to {first} and did"
+            f" not record their settings. If the checkpoint of step {first} still exists, use"
+            f" --steps={first + 1}:."
         )
 
 
@@ -182,9 +182,9 @@ class JournalEpisodes:
         """Return the episodes of a batch by id, once. Raises: EpisodesMissing."""
         names = [name for ids in step.groups for name in ids]
         missing = set(names) - self._held.keys()
-        while missing and (found := next(self._rest, None)) is not None:
-            self._held[found.episode_id] = found
-            missing.discard(found.episode_id)
+        while missing and (record := next(self._rest, None)) is not None:
+            self._held[record.episode_id] = record
+            missing.discard(record.episode_id)
         if missing:
             # The journal may have been pruned since the plan was made.
             pruned = load_pruned(self._folder)
@@ -205,11 +205,11 @@ class JournalEpisodes:
                 continue
             offset = start.offset if number == start.file else 0
             is_last = number == numbers[-1]
-            for found in read_around_damage(self._folder, number, is_last=is_last, offset=offset):
-                if isinstance(found, str):
-                    self.damage.append(found)
-                elif found.episode_id in self._wanted:
-                    yield found
+            for record in read_around_damage(self._folder, number, is_last=is_last, offset=offset):
+                if isinstance(record, str):
+                    self.damage.append(record)
+                elif record.episode_id in self._wanted:
+                    yield record
 
 
 def episodes_of(plan: Plan) -> JournalEpisodes:

@@ -193,15 +193,15 @@ class Recomputation:
         for step in self._plan.steps:
             rebuilt = self._as_computed(step)
             groups = groups_of(step, episodes.take(step))
-            kept = only.of(groups)
-            logprobs = _score(rebuilt, kept) if has_scores else None
+            selected = only.of(groups)
+            logprobs = _score(rebuilt, selected) if has_scores else None
             result = None
             if not self._is_counterfactual:
                 result = redo(rebuilt.trainer, step, groups, rebuilt.cfg.algorithm)
-            elif kept:
+            elif selected:
                 trainer = rebuilt.trainer
                 version = step.version - (not step.is_skipped)
-                samples = samples_of(kept, rebuilt.cfg.algorithm, trainer.baseline)
+                samples = samples_of(selected, rebuilt.cfg.algorithm, trainer.baseline)
                 result = trainer.train_on(samples, version=version)
             digests = rebuilt.trainer.digests if result is not None else None
             yield RecomputedBatch(step=step, result=result, digests=digests, logprobs=logprobs)
@@ -225,10 +225,10 @@ def _score(rebuilt: Rebuilt, groups: Sequence[Group]) -> np.ndarray:
     """Return the log-probabilities [tokens] of the sampled tokens, at temperature 1."""
     members = [member for group in groups for member in group.members]
     members = [row for each in members for row in as_rows(each) if row.loss_mask.any()]
-    found = rebuilt.trainer.score([each.token_ids.tolist() for each in members])
+    logprobs = rebuilt.trainer.score([each.token_ids.tolist() for each in members])
     parts = [
         np.asarray(scores, dtype=np.float32)[each.loss_mask[1:]]
-        for scores, each in zip(found, members, strict=True)
+        for scores, each in zip(logprobs, members, strict=True)
     ]
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32)
 
@@ -300,9 +300,9 @@ def _ends(word: str, value: str) -> frozenset[EndReason]:
     try:
         return frozenset(EndReason(each) for each in value.split(","))
     except ValueError as error:
-        known = ", ".join(each.value for each in EndReason if not each.is_infrastructure_failure)
+        names = ", ".join(each.value for each in EndReason if not each.is_infrastructure_failure)
         raise ConfigError(
-            f"{word}: expects end reasons, separated by commas, out of {known}"
+            f"{word}: expects end reasons, separated by commas, out of {names}"
         ) from error
 
 
@@ -364,8 +364,8 @@ class RecordedResults:
                     | {"note": f"ended: {error}"}
                 )
                 return
-            found = _distance(other.logprobs, logprobs)
-            row = BatchComparison(_as_json_values(recorded, other, found, is_same=is_same))
+            distance = _distance(other.logprobs, logprobs)
+            row = BatchComparison(_as_json_values(recorded, other, distance, is_same=is_same))
             if other.digests is not None and recorded.digests is not None:
                 is_same = is_same and other.digests.weights == recorded.digests.weights
             if recorded.step.consumed_by >= first:
@@ -384,8 +384,8 @@ def _distance(ours: np.ndarray | None, theirs: np.ndarray) -> dict[str, float]:
     """
     if ours is None or not ours.size:
         return {}
-    found = ratio_statistics(torch.from_numpy(ours), torch.from_numpy(theirs))
-    return {"ess_frac": found["offpolicy/ess_frac"], "kl": found["policy/kl_sampler"]}
+    statistics = ratio_statistics(torch.from_numpy(ours), torch.from_numpy(theirs))
+    return {"ess_frac": statistics["offpolicy/ess_frac"], "kl": statistics["policy/kl_sampler"]}
 
 
 def _as_json_values(

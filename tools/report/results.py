@@ -382,10 +382,10 @@ def write_report(
 def summary(report: Report) -> str:
     """Return the outcome of a run in one line."""
     parts: list[str] = []
-    for name, found in report.evaluations.items():
-        low, high = found.ci95
+    for name, scored_evaluation in report.evaluations.items():
+        low, high = scored_evaluation.ci95
         interval = f" [{low:.3f}, {high:.3f}]" if name in ("before", "after") else ""
-        parts.append(f"{name} {found.success:.3f}{interval}")
+        parts.append(f"{name} {scored_evaluation.success:.3f}{interval}")
     if not parts:
         return "no held-out evaluation was configured"
     scored = report.after or report.before

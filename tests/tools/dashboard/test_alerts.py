@@ -34,7 +34,7 @@ def _step_names() -> set[str]:
 def _exists(name: str) -> bool:
     if name.startswith("envhub_"):
         counted = name.removesuffix("_total")
-        return f'"{counted}"' in text_of(ROOT / "envhub" / "http" / "metrics.py")
+        return f'"{counted}"' in text_of(ROOT / "envhub" / "http" / "routes.py")
     return name in METRICS or (name.startswith(STEP_PREFIX) and name in _step_names())
 
 

@@ -80,7 +80,7 @@ def segments_of(trajectory: Trajectory, texts: Texts) -> list[dict[str, Any]]:
         edges.update((np.flatnonzero(np.diff(t.turn_ids)) + 1).tolist())
     edges = sorted(edges.union(*(each[:2] for each in rows.asides_of(t))))
     texts = texts_for(t, texts)
-    found: list[dict[str, Any]] = []
+    segments: list[dict[str, Any]] = []
     for start, end in itertools.pairwise(edges):
         turn = int(t.turn_ids[start])
         span = slice(start, end)
@@ -98,8 +98,8 @@ def segments_of(trajectory: Trajectory, texts: Texts) -> list[dict[str, Any]]:
             is_known = turn < len(t.invalid_turns) and start not in asides
             segment["invalid"] = bool(t.invalid_turns[turn]) if is_known else False
             segment["score"] = float(t.turn_scores[turn]) if is_known else None
-        found.append(segment)
-    return found
+        segments.append(segment)
+    return segments
 
 
 def recorded_of(
@@ -182,7 +182,7 @@ def group_advantages(
 
 def first_difference(one: Trajectory, other: Trajectory, texts: Texts) -> dict[str, Any] | None:
     """Return the first difference between two trajectories; None if they are equal."""
-    known = texts_for(one, texts)
+    decoder = texts_for(one, texts)
     texts = texts_for(other, texts)
     num = min(len(one.token_ids), len(other.token_ids))
     differs = np.flatnonzero(one.token_ids[:num] != other.token_ids[:num])
@@ -193,7 +193,7 @@ def first_difference(one: Trajectory, other: Trajectory, texts: Texts) -> dict[s
     return {
         "token": at,
         "turn": int(longer.turn_ids[at]),
-        "first": "".join(known.texts(one.token_ids[at : at + NUM_SHOWN].tolist())),
+        "first": "".join(decoder.texts(one.token_ids[at : at + NUM_SHOWN].tolist())),
         "this": "".join(texts.texts(other.token_ids[at : at + NUM_SHOWN].tolist())),
     }
 
@@ -239,10 +239,10 @@ class TokenTexts:
 
     def _bytes(self, number: int) -> bytes:
         """Return the bytes of a token."""
-        found = self._known.get(number)
-        if found is None:
-            found = self._known[number] = self._decode(number)
-        return found
+        content = self._known.get(number)
+        if content is None:
+            content = self._known[number] = self._decode(number)
+        return content
 
     def _decode(self, number: int) -> bytes:
         """Return the bytes of a piece of the vocabulary."""
@@ -276,6 +276,6 @@ def _byte_alphabet() -> dict[str, int]:
     Printable bytes map to themselves; the other bytes map to the characters from 256 on.
     Source: the byte-level BPE of GPT-2 (Radford et al. 2019).
     """
-    own = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [byte for byte in range(256) if byte not in own]
-    return {chr(b): b for b in own} | {chr(256 + i): byte for i, byte in enumerate(rest)}
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): byte for i, byte in enumerate(rest)}

@@ -267,12 +267,12 @@ class IndexCache:
         """Fill the rows and return the saved `beside`; None if no valid cache file exists."""
         try:
             # `np.load` would leave a damaged file open.
-            with self._path.open("rb") as handle, np.load(handle, allow_pickle=False) as kept:
-                header = json.loads(kept["told"].tobytes())
+            with self._path.open("rb") as handle, np.load(handle, allow_pickle=False) as arrays:
+                header = json.loads(arrays["told"].tobytes())
                 if header["format"] != FORMAT or not self._is_still(header):
                     return None
-                columns = {name: kept[f"column.{name}"] for name in rows.column_names}
-                ids: list[str] = json.loads(kept["ids"].tobytes())
+                columns = {name: arrays[f"column.{name}"] for name in rows.column_names}
+                ids: list[str] = json.loads(arrays["ids"].tobytes())
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, BadZipFile) as error:
@@ -313,7 +313,7 @@ class IndexCache:
     def _segments(self, reached: int) -> dict[str, list[int]]:
         """Return size and mtime of each finished segment: those numbered below `reached`."""
         return {
-            path.name: [(found := path.stat()).st_size, found.st_mtime_ns]
+            path.name: [(stat := path.stat()).st_size, stat.st_mtime_ns]
             for number, path in journal_files(self._journal).items()
             if number < reached
         }
@@ -336,9 +336,9 @@ class IndexCache:
 
     def _make_room(self) -> None:
         """Remove the oldest cache files over the size limit."""
-        kept = [(path.stat(), path) for path in self._path.parent.glob("*.npz")]
-        total = sum(found.st_size for found, _ in kept)
-        for found, path in sorted(kept, key=lambda each: each[0].st_mtime):
+        files = [(path.stat(), path) for path in self._path.parent.glob("*.npz")]
+        total = sum(stat.st_size for stat, _ in files)
+        for stat, path in sorted(files, key=lambda each: each[0].st_mtime):
             if total > MAX_BYTES and path != self._path:
                 path.unlink(missing_ok=True)
-                total -= found.st_size
+                total -= stat.st_size

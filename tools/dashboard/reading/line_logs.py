@@ -54,17 +54,17 @@ class LineTail:
     def is_new(self) -> bool:
         """Reset all state if the file was replaced or is shorter; return whether it was."""
         try:
-            found = self.path.stat()
+            stat = self.path.stat()
         except OSError:
             return False
         was_read = self._inode != -1
-        is_other = was_read and (found.st_ino != self._inode or found.st_size < self._offset)
+        is_other = was_read and (stat.st_ino != self._inode or stat.st_size < self._offset)
         if is_other:
             self._offset = 0
             self._num_lines = 0
             self.problem = ""
             self.num_bad = 0
-        self._inode = found.st_ino
+        self._inode = stat.st_ino
         return is_other
 
     def lines(self) -> Iterator[Any]:
@@ -81,11 +81,11 @@ class LineTail:
                 self._offset += len(line)
                 self._num_lines += 1
                 try:
-                    found: Any = json.loads(line)
+                    value: Any = json.loads(line)
                 except ValueError as error:
                     self.bad(error)
                     continue
-                yield found
+                yield value
 
     def bad(self, error: Exception) -> None:
         """Count an invalid line, and keep the error of the first one."""
@@ -119,12 +119,12 @@ class MetricColumns:
 
     def _add(self, line: dict[str, Any]) -> None:
         """Add a step. `num` grows last, so that concurrent readers get complete steps only."""
-        known = {name: value for name, value in line.items() if isinstance(value, int | float)}
-        if new := known.keys() - self.columns.keys():
+        numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
+        if new := numbers.keys() - self.columns.keys():
             unknown = array("d", [math.nan]) * self.num
-            self.columns = self.columns | {name: unknown[:] for name in known if name in new}
+            self.columns = self.columns | {name: unknown[:] for name in numbers if name in new}
         for name, column in self.columns.items():
-            column.append(known.get(name, math.nan))
+            column.append(numbers.get(name, math.nan))
         self.num += 1
 
     @property
@@ -158,8 +158,8 @@ class MetricColumns:
 
 def _mean(values: Iterable[float]) -> float | None:
     """Return the mean of the known values with six digits."""
-    known = [value for value in values if not math.isnan(value)]
-    return float(f"{sum(known) / len(known):.6g}") if known else None
+    numbers = [value for value in values if not math.isnan(value)]
+    return float(f"{sum(numbers) / len(numbers):.6g}") if numbers else None
 
 
 class OutcomeLog:
@@ -220,22 +220,22 @@ class OutcomeLog:
 
     def problems(self, *, has_steps: bool) -> list[str]:
         """Return the problems of the two files as messages."""
-        found = [tail.problem for tail in (self._steps, self._outcomes) if tail.problem]
+        texts = [tail.problem for tail in (self._steps, self._outcomes) if tail.problem]
         if has_steps and not self._has_outcomes():
-            found.append(
+            texts.append(
                 f"{self._outcomes.path} is missing, as in runs of older versions. The outcome of"
                 " episodes that were not trained on is unknown: filtered or stale."
             )
-        return found
+        return texts
 
     def absent(self, outcome: str) -> list[dict[str, str]]:
         """Return the settled episodes that never arrived, the newest first."""
-        found = [
+        episodes = [
             {"id": episode_id, "outcome": settled[0], "cause": settled[1]}
             for episode_id, settled in list(self._waiting.items())
             if outcome in ("", settled[0])
         ]
-        return found[::-1][:MAX_ABSENT]
+        return episodes[::-1][:MAX_ABSENT]
 
     def _settle(self, rows: EpisodeRows, episode_id: str, settled: Settled) -> None:
         """Set the outcome of a row, or keep it until the row appears."""

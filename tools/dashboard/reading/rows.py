@@ -117,8 +117,8 @@ class EpisodeRows:
         for name, column in self._columns.items():
             self._columns[name] = np.zeros(room, column.dtype)
             self._columns[name][:num] = columns[name]
-        for name, own in self.names.items():
-            own.texts, own.codes = names[name], {t: i for i, t in enumerate(names[name])}
+        for name, values in self.names.items():
+            values.texts, values.codes = names[name], {t: i for i, t in enumerate(names[name])}
         self.ids, self.row_of, self.num = ids, {each: i for i, each in enumerate(ids)}, num
 
     def column(self, name: str) -> np.ndarray:
@@ -127,11 +127,11 @@ class EpisodeRows:
 
     def get(self, row: int) -> dict[str, Any]:
         """Return a row as a dict, with names in place of codes."""
-        found: dict[str, Any] = {"id": self.ids[row]}
+        values: dict[str, Any] = {"id": self.ids[row]}
         for name, column in self._columns.items():
             value = column[row].item()
-            found[name] = self.names[name].texts[value] if name in self.names else value
-        return found
+            values[name] = self.names[name].texts[value] if name in self.names else value
+        return values
 
 
 def find(rows: EpisodeRows, wanted: Mapping[str, str]) -> np.ndarray:
@@ -159,25 +159,25 @@ def find(rows: EpisodeRows, wanted: Mapping[str, str]) -> np.ndarray:
             column = rows.column(name)[:num]
             bound = _number(key, value)
             fits &= column >= bound if side == "min" else column <= bound
-    found = np.flatnonzero(fits)
+    selected = np.flatnonzero(fits)
     if text := wanted.get("text", "").lower():
         items = rows.names["item"].texts
         has = np.array([text in item.lower() for item in items], bool)
-        in_item = has[rows.column("item")[found]] if len(items) else np.zeros(0, bool)
+        in_item = has[rows.column("item")[selected]] if len(items) else np.zeros(0, bool)
         ids = rows.ids
-        keep = [bool(hit) or text in ids[row] for row, hit in zip(found, in_item, strict=True)]
-        found = found[np.array(keep, bool)]
-    return _sorted(rows, found, wanted.get("sort") or "newest")
+        keep = [bool(hit) or text in ids[row] for row, hit in zip(selected, in_item, strict=True)]
+        selected = selected[np.array(keep, bool)]
+    return _sorted(rows, selected, wanted.get("sort") or "newest")
 
 
-def _sorted(rows: EpisodeRows, found: np.ndarray, sort: str) -> np.ndarray:
+def _sorted(rows: EpisodeRows, selected: np.ndarray, sort: str) -> np.ndarray:
     """Return the found rows in the order of `sort`."""
     if sort not in SORTS:
         raise ConfigError(f"sort={sort}: unknown order. Use one of: {', '.join(SORTS)}.")
     name, sign = SORTS[sort]
     if not name:
-        return found if sign > 0 else found[::-1]
-    return found[np.argsort(sign * rows.column(name)[found], kind="stable")]
+        return selected if sign > 0 else selected[::-1]
+    return selected[np.argsort(sign * rows.column(name)[selected], kind="stable")]
 
 
 def _number(key: str, value: str) -> float:
@@ -188,23 +188,23 @@ def _number(key: str, value: str) -> float:
         raise ConfigError(f"{key}={value}: expects a number") from None
 
 
-def facets(rows: EpisodeRows, found: np.ndarray) -> dict[str, dict[str, int]]:
+def facets(rows: EpisodeRows, selected: np.ndarray) -> dict[str, dict[str, int]]:
     """Return the count of each value in the rows, the most frequent first."""
     counted: dict[str, dict[str, int]] = {}
     for name in FACETS:
-        counts = np.bincount(rows.column(name)[found]) if found.size else np.zeros(0, int)
+        counts = np.bincount(rows.column(name)[selected]) if selected.size else np.zeros(0, int)
         order = [i for i in np.argsort(-counts, kind="stable")[:MAX_FACET_VALUES] if counts[i]]
-        known = rows.names[name].texts if name in rows.names else None
-        counted[name] = {(known[i] if known else str(i)): int(counts[i]) for i in order}
+        texts = rows.names[name].texts if name in rows.names else None
+        counted[name] = {(texts[i] if texts else str(i)): int(counts[i]) for i in order}
     return counted
 
 
 def page(rows: EpisodeRows, wanted: Mapping[str, str], *, start: int, num: int) -> dict[str, Any]:
     """Return one page of the matching rows, their total number, and the counts of filter values."""
-    found = find(rows, wanted)
+    selected = find(rows, wanted)
     return {
-        "total": int(found.size),
+        "total": int(selected.size),
         "start": start,
-        "rows": [rows.get(int(row)) for row in found[start : start + num]],
-        "facets": facets(rows, found),
+        "rows": [rows.get(int(row)) for row in selected[start : start + num]],
+        "facets": facets(rows, selected),
     }

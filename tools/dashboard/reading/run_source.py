@@ -88,8 +88,8 @@ class RunSource:
         try:
             changed_at = self.run_dir.config.stat().st_mtime_ns
             if changed_at != self._config[0]:
-                found: object = yaml.load(self.run_dir.config.read_bytes(), Loader=yaml.CSafeLoader)
-                self._config = changed_at, as_map(found)
+                tree: object = yaml.load(self.run_dir.config.read_bytes(), Loader=yaml.CSafeLoader)
+                self._config = changed_at, as_map(tree)
         except (OSError, yaml.YAMLError, ValueError):
             return {}
         return self._config[1]
@@ -104,18 +104,18 @@ class RunSource:
 
     def problems(self) -> list[str]:
         """Return messages about unreadable files and records."""
-        found = [*self.index.problems]
-        if self.index.num_problems > len(found):
-            num_more = self.index.num_problems - len(found)
-            found.append(f"The journal has more problems, which are not listed: {num_more}.")
+        texts = [*self.index.problems]
+        if self.index.num_problems > len(texts):
+            num_more = self.index.num_problems - len(texts)
+            texts.append(f"The journal has more problems, which are not listed: {num_more}.")
         has_steps = self.metrics.num > 0 and self.run_dir.journal.exists()  # `sft` has no episodes.
-        found += self._outcomes.problems(has_steps=has_steps)
-        found += [text for text in (self.metrics.problem, self._text_problem) if text]
+        texts += self._outcomes.problems(has_steps=has_steps)
+        texts += [text for text in (self.metrics.problem, self._text_problem) if text]
         if self.run_dir.config.exists() and not self.config():
-            found.append(
+            texts.append(
                 f"{self.run_dir.config} is not a YAML map. The run is shown without its settings."
             )
-        return found
+        return texts
 
     def state(self) -> str:
         """Return "finished", "running", "stopped", or "starting" before the first step."""
@@ -150,21 +150,21 @@ class RunSource:
 
     def page(self, wanted: Mapping[str, str], *, start: int, num: int) -> dict[str, Any]:
         """Return one page of the matching episodes, and the matching ones that never arrived."""
-        found = page(self.index.rows, wanted, start=start, num=num)
+        episodes = page(self.index.rows, wanted, start=start, num=num)
         is_outcome_only = not any(v for k, v in wanted.items() if k not in ("outcome", "sort"))
         outcome = wanted.get("outcome", "")
-        found["absent"] = self._outcomes.absent(outcome) if is_outcome_only and outcome else []
-        return found
+        episodes["absent"] = self._outcomes.absent(outcome) if is_outcome_only and outcome else []
+        return episodes
 
     def episode(self, episode_id: str) -> dict[str, Any]:
         """Return one complete episode. Raises: KeyError: unknown; WireError: it is damaged."""
         rows = self.index.rows
         row = rows.row_of[episode_id]
-        found = rows.get(row)
-        members = self._members(found["group"]) if found["kind"] == "train" else []
+        values = rows.get(row)
+        members = self._members(values["group"]) if values["kind"] == "train" else []
         advantages = self._advantages(members)
         return {
-            **found,
+            **values,
             "segments": segments_of(self.index.open(row), self.texts()),
             "advantage": advantages.get(episode_id),
             "siblings": [rows.ids[each] for each in members],
@@ -202,8 +202,8 @@ class RunSource:
         shown: list[dict[str, Any]] = []
         first = None
         for row in members[:MAX_MEMBERS]:
-            found = self.index.rows.get(row)
-            entry = {**found, "advantage": advantages.get(found["id"])}
+            values = self.index.rows.get(row)
+            entry = {**values, "advantage": advantages.get(values["id"])}
             try:
                 trajectory = self.index.open(row)
                 first = first or trajectory
@@ -222,10 +222,10 @@ class RunSource:
         It uses the run's own tokenizer, or else the model's. Without either it shows token ids.
         """
         if self._texts is None:
-            own = self.run_dir.tokenizer / "tokenizer.json"
+            of_run = self.run_dir.tokenizer / "tokenizer.json"
             model = str(_section(self.config(), "model").get("path") or "")
-            candidates = [own, *([ROOT / model / "tokenizer.json"] if model else [])]
-            path = next((each for each in candidates if each.exists()), own)
+            candidates = [of_run, *([ROOT / model / "tokenizer.json"] if model else [])]
+            path = next((each for each in candidates if each.exists()), of_run)
             try:
                 self._texts = TokenTexts(path)
             except ConfigError as error:
@@ -239,8 +239,8 @@ class RunSource:
         """Return the newest row of each member of a group, in the order of members."""
         rows = self.index.rows
         code = rows.names["group"].codes.get(group_id, -1)
-        found = (rows.column("group") == code).nonzero()[0].tolist()
-        newest = [row for row in found if rows.row_of[rows.ids[row]] == row]
+        numbers = (rows.column("group") == code).nonzero()[0].tolist()
+        newest = [row for row in numbers if rows.row_of[rows.ids[row]] == row]
         return sorted(newest, key=lambda row: int(rows.column("member")[row]))
 
     def _advantages(self, members: list[int]) -> dict[str, float]:

@@ -42,13 +42,13 @@ class ConversationFile:
     def refresh(self, *, budget_s: float = 0.0) -> bool:
         """Read the file if it is new or changed. Returns False: nothing is left to read."""
         try:
-            found = self.path.stat()
+            stat = self.path.stat()
         except OSError as error:
             self.problems = [f"{self.path}: {error.strerror}"]
             return False
-        if self._read_at == (found.st_mtime_ns, found.st_size):
+        if self._read_at == (stat.st_mtime_ns, stat.st_size):
             return False
-        self._read_at = (found.st_mtime_ns, found.st_size)
+        self._read_at = (stat.st_mtime_ns, stat.st_size)
         self.rows = EpisodeRows()
         self.problems = []
         try:

@@ -136,12 +136,12 @@ def played(rows: EpisodeRows, kind: str) -> np.ndarray:
 
 def evaluations(rows: EpisodeRows) -> dict[str, dict[str, Any]]:
     """Return the scores by evaluation, in the order of their start, each also by subset."""
-    found: dict[str, dict[str, Any]] = {}
+    by_name: dict[str, dict[str, Any]] = {}
     for name, selected in _by_name(rows, "group", played(rows, "eval")):
         whole = score(rows, selected)
         whole["by_subset"] = {each: score(rows, part) for each, part in _by_subset(rows, selected)}
-        found[name.removeprefix("eval-")] = whole
-    return found
+        by_name[name.removeprefix("eval-")] = whole
+    return by_name
 
 
 def subsets(rows: EpisodeRows) -> dict[str, dict[str, Any]]:
@@ -168,16 +168,16 @@ def pooled_score(scores: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     A single seed keeps its own interval, which does not cover the variance between seeds.
     """
-    known = [each for each in scores if each["num"]]
-    if len(known) < 2:
-        return {**(known[0] if known else scores[0]), "seeds": len(known)}
-    shares = [each["success"] for each in known]
-    num = sum(each["num"] for each in known)
+    played_scores = [each for each in scores if each["num"]]
+    if len(played_scores) < 2:
+        return {**(played_scores[0] if played_scores else scores[0]), "seeds": len(played_scores)}
+    shares = [each["success"] for each in played_scores]
+    num = sum(each["num"] for each in played_scores)
     return {
         "num": num,
         "success": fmean(shares),
         "ci95": seeds_interval(shares, num),
-        "seeds": len(known),
+        "seeds": len(played_scores),
     }
 
 
@@ -281,26 +281,28 @@ def _precision(run: RunSource) -> dict[str, str]:
 
 def _lags(run: RunSource) -> dict[str, float]:
     """Return the number of trained tokens by lag, over all steps."""
-    found: dict[str, float] = {}
+    tokens: dict[str, float] = {}
     for name, column in list(run.metrics.columns.items()):
         if match := LAGS.match(name):
-            found[match[1]] = sum(value for value in column if value == value)
-    return dict(sorted(found.items(), key=lambda each: int(each[0])))
+            tokens[match[1]] = sum(value for value in column if value == value)
+    return dict(sorted(tokens.items(), key=lambda each: int(each[0])))
 
 
 def charts(names: Mapping[str, object]) -> list[dict[str, Any]]:
     """Return the charts with at least one metric, each with the names of its series."""
-    found: list[dict[str, Any]] = []
+    shown: list[dict[str, Any]] = []
     for title, unit, wanted in CHARTS:
         series: list[str] = []
-        for each in wanted:
-            own = [each] if each in names else []
-            if each.endswith("*"):
-                own = sorted(n for n in names if n.startswith(each[:-1]) and n.count("/") < 4)
-            series += [name for name in own if name not in series]
+        for pattern in wanted:
+            matching = [pattern] if pattern in names else []
+            if pattern.endswith("*"):
+                matching = sorted(
+                    n for n in names if n.startswith(pattern[:-1]) and n.count("/") < 4
+                )
+            series += [name for name in matching if name not in series]
         if series:
-            found.append({"title": title, "unit": unit, "series": series[:12]})
-    return found
+            shown.append({"title": title, "unit": unit, "series": series[:12]})
+    return shown
 
 
 def drawn_names(names: Mapping[str, object]) -> set[str]:
@@ -314,16 +316,16 @@ def horizon_marks(series: Mapping[str, Sequence[float | None]]) -> list[dict[str
     Within a stage the largest horizon counts: a batch of short tasks alone is no change.
     """
     marks: list[dict[str, float]] = []
-    known = None
+    current = None
     columns = [series.get(name, ()) for name in ("step", HORIZON, STAGE)]
     for step, value, stage in itertools.zip_longest(*columns):
         if step is None or value is None:
             continue
-        if marks and stage is not None and stage == known:
+        if marks and stage is not None and stage == current:
             marks[-1]["horizon"] = max(marks[-1]["horizon"], value)
         elif not marks or marks[-1]["horizon"] != value:
             marks.append({"step": step, "horizon": value})
-        known = stage
+        current = stage
     return marks
 
 
@@ -353,31 +355,34 @@ def _pooled_evaluations(
     runs: Sequence[RunSource], pooled: Sequence[Sequence[str]]
 ) -> list[dict[str, Any]]:
     """Return the evaluations of each pool of runs, averaged over seeds."""
-    own = {run.name: evaluations(run.rows) for run in runs}
-    found: list[dict[str, Any]] = []
+    by_run = {run.name: evaluations(run.rows) for run in runs}
+    pooled_scores: list[dict[str, Any]] = []
     for names in pooled:
-        known = {name: None for run in names for name in own[run]}
-        scores = {e: pooled_score([own[run][e] for run in names if e in own[run]]) for e in known}
-        found.append({"runs": names, "scores": scores})
-    return found
+        evaluation_names = {name: None for run in names for name in by_run[run]}
+        scores = {
+            e: pooled_score([by_run[run][e] for run in names if e in by_run[run]])
+            for e in evaluation_names
+        }
+        pooled_scores.append({"runs": names, "scores": scores})
+    return pooled_scores
 
 
 def pools(flat: Mapping[str, Mapping[str, str]]) -> list[list[str]]:
     """Return the runs grouped into pools that differ in seed and name only."""
-    found: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    by_settings: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for name, config in flat.items():
-        own = {k: v for k, v in config.items() if k not in ("run.seed", "run.name")}
-        found.setdefault(tuple(sorted(own.items())), []).append(name)
-    return list(found.values())
+        settings = {k: v for k, v in config.items() if k not in ("run.seed", "run.name")}
+        by_settings.setdefault(tuple(sorted(settings.items())), []).append(name)
+    return list(by_settings.values())
 
 
 def flat_config(tree: object, prefix: str = "") -> dict[str, str]:
     """Return a configuration by dotted keys; secrets are hidden."""
     if branches := as_map(tree):
-        found: dict[str, str] = {}
+        flat: dict[str, str] = {}
         for key, value in branches.items():
-            found |= flat_config(value, f"{prefix}{key}.")
-        return found
+            flat |= flat_config(value, f"{prefix}{key}.")
+        return flat
     key = prefix.removesuffix(".")
     if SECRET.search(key) and tree:
         return {key: "hidden"}
@@ -391,11 +396,11 @@ def fleet(run: RunSource) -> dict[str, Any]:
     roles = {each["name"]: {key: each.get(key) for key in ROLE_KEYS} for each in members_of(status)}
     for name in ON_THIS_DISK:
         if activity := _own_activity(run, name):
-            known = {k: v for k, v in roles.get(name, {}).items() if v is not None}
-            roles[name] = activity | known
+            reported = {k: v for k, v in roles.get(name, {}).items() if v is not None}
+            roles[name] = activity | reported
     for name, role in roles.items():
-        own = role["role"] if role["role"] == "learner" else name
-        restarts = sum(each["role"] == own for each in events["restarts"])
+        restarted = role["role"] if role["role"] == "learner" else name
+        restarts = sum(each["role"] == restarted for each in events["restarts"])
         role["num_restarts"] = max(restarts, role.get("num_restarts") or 0)
     try:
         silent_s = max(0.0, time.time() - run.run_dir.status.stat().st_mtime)
@@ -447,7 +452,7 @@ def slots(lines: Sequence[Mapping[str, float | None]]) -> dict[str, list[float]]
 
 def _events(logs: Path) -> dict[str, Any]:
     """Return the restarts, and other log lines about roles that ended or hung, the newest last."""
-    found: list[str] = []
+    lines: list[str] = []
     for path in sorted(logs.glob("*.log")):
         try:
             with path.open("rb") as handle:
@@ -455,8 +460,8 @@ def _events(logs: Path) -> dict[str, Any]:
                 text = handle.read().decode(errors="replace")
         except OSError:
             continue
-        found += [line[:500] for line in text.splitlines() if _ENDED.match(line)]
-    matches = {line: _RESTART.match(line) for line in sorted(set(found))[-MAX_EVENTS:]}
+        lines += [line[:500] for line in text.splitlines() if _ENDED.match(line)]
+    matches = {line: _RESTART.match(line) for line in sorted(set(lines))[-MAX_EVENTS:]}
     return {
         "restarts": [match.groupdict() for match in matches.values() if match],
         "events": [line for line, match in matches.items() if match is None],
@@ -466,11 +471,11 @@ def _events(logs: Path) -> dict[str, Any]:
 def _stalls(folder: Path) -> list[dict[str, str]]:
     """Return the newest stall reports."""
     paths = sorted((p for p in folder.glob("*") if p.is_file()), key=lambda p: p.stat().st_mtime)
-    found: list[dict[str, str]] = []
+    reports: list[dict[str, str]] = []
     for path in paths[-5:]:
         try:
             text = path.read_text(errors="replace", encoding="utf-8")[:MAX_REPORT_CHARS]
         except OSError:
             continue
-        found.append({"name": path.name, "text": text})
-    return found[::-1]
+        reports.append({"name": path.name, "text": text})
+    return reports[::-1]
