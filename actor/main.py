@@ -162,9 +162,21 @@ async def _build(cfg: RunConfig, access: RunAccess, context: zmq.asyncio.Context
         with visible_gpus(number, cfg.actor):
             engines.append(await _start_engine(cfg, access, renderer, seed=seed))
     hubs = Hubs(access.book.hubs, cfg.actor, style=cfg.envhub.style, owner=incarnations[0])
-    shared = _Shared(cfg, access, context, renderer, hubs, ProcessUsage(num_engines=len(names)))
-    named = zip(names, incarnations, engines, strict=True)
-    return [await _connect(shared, *each) for each in named]
+    usage = ProcessUsage(num_engines=len(names))
+    return [
+        await _connect(
+            cfg,
+            access,
+            context=context,
+            name=name,
+            incarnation=incarnation,
+            engine=engine,
+            renderer=renderer,
+            hubs=hubs,
+            usage=usage,
+        )
+        for name, incarnation, engine in zip(names, incarnations, engines, strict=True)
+    ]
 
 
 async def _start_engine(
@@ -185,23 +197,19 @@ async def _start_engine(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Shared:
-    """The objects that all engines of the process use."""
-
-    cfg: RunConfig
-    access: RunAccess
-    context: zmq.asyncio.Context
-    renderer: Renderer
-    hubs: Hubs
-    usage: ProcessUsage
-
-
-async def _connect(shared: _Shared, name: str, incarnation: str, engine: Engine) -> Parts:
+async def _connect(
+    cfg: RunConfig,
+    access: RunAccess,
+    *,
+    context: zmq.asyncio.Context,
+    name: str,
+    incarnation: str,
+    engine: Engine,
+    renderer: Renderer,
+    hubs: Hubs,
+    usage: ProcessUsage,
+) -> Parts:
     """Register one engine at the scheduler, and connect it to learner and hubs."""
-    cfg = shared.cfg
-    access = shared.access
-    context = shared.context
     book = access.book
     keys = access.keys
     start_s = cfg.actor.start_timeout_s
@@ -215,7 +223,7 @@ async def _connect(shared: _Shared, name: str, incarnation: str, engine: Engine)
     )
     await scheduler.connect(timeout_s=start_s)
     await scheduler.learn_addresses(timeout_s=start_s)
-    await shared.hubs.start(timeout_s=start_s)  # Only the first call connects.
+    await hubs.start(timeout_s=start_s)  # Only the first call connects.
     delivery = Delivery(book, keys, window=cfg.actor.delivery_window, context=context)
     await delivery.connect(timeout_s=start_s)
     devices = await engine.device_ids()
@@ -234,15 +242,24 @@ async def _connect(shared: _Shared, name: str, incarnation: str, engine: Engine)
         cfg.actor,
         actor=name,
         engine=engine,
-        renderer=shared.renderer,
-        environments=shared.hubs,
+        renderer=renderer,
+        environments=hubs,
         delivery=delivery,
         rounds=rounds if cfg.train.mode == "sync" else None,
         keeps_last=cfg.algorithm.advantage is Advantage.PPO,
-        agents=agents_of(cfg.actor, actor=name, renderer=shared.renderer),
+        agents=agents_of(cfg.actor, actor=name, renderer=renderer),
     )
-    links = (shared.hubs, scheduler, delivery, weights)
-    return Parts(name, engine, shared.renderer, *links, episodes, shared.usage)
+    return Parts(
+        name=name,
+        engine=engine,
+        renderer=renderer,
+        hubs=hubs,
+        scheduler=scheduler,
+        delivery=delivery,
+        weights=weights,
+        episodes=episodes,
+        usage=usage,
+    )
 
 
 def _hello(name: str, incarnation: str) -> Hello:
