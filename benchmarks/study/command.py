@@ -19,8 +19,8 @@ from common.errors import ConfigError, LongstrideError
 from common.host.child_process import ChildProcess
 from common.repository import ROOT
 from common.store.run_dir import write_atomically
+from tools.cli.bench import StudyConfig, StudySection
 from tools.cli.command_line import ParsedCommand
-from tools.cli.study import StudyConfig, StudySection
 
 logger = logging.getLogger(__name__)
 

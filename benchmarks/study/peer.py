@@ -23,8 +23,8 @@ from common.errors import LongstrideError
 from common.host.child_process import ChildProcess
 from common.repository import ROOT
 from common.store.run_dir import write_atomically
+from tools.cli.bench import StudyConfig
 from tools.cli.command_line import ParsedCommand
-from tools.cli.study import StudyConfig
 
 REQUIREMENT = "trl==1.16.0"
 SCRIPT = "docs/examples/trl_quickstart.py"

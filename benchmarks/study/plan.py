@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from common.errors import ConfigError
-from tools.cli.study import StudySection
+from tools.cli.bench import StudySection
 
 CONFIG = "quickstart"  # The configuration of all studies.
 WRITTEN = Path(__file__).with_name("studies.yaml")

@@ -19,7 +19,7 @@ from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import date
 from enum import Enum
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from common.errors import ConfigError
@@ -62,8 +62,8 @@ class Constraint:
         if self.one_of or self.form:
             words = self.form.phrase if self.form else f"one of {', '.join(self.one_of)}"
             return f"must be {words}" if self.also is None else f'must be {words}, or "{self.also}"'
-        low = _first(self.ge, self.gt)
-        high = _first(self.le, self.lt)
+        low = self.gt if self.ge is None else self.ge
+        high = self.lt if self.le is None else self.le
         if low is not None and high is not None:
             words = f"in {'[('[self.ge is None]}{low:g}, {high:g}{'])'[self.le is None]}"
         elif low is not None:
@@ -92,18 +92,6 @@ class Constraint:
             and (self.le is None or value <= self.le)
             and (self.lt is None or value < self.lt)
         )
-
-
-@runtime_checkable
-class _HasChecks(Protocol):
-    """A section with its own check for combinations that `must` cannot express."""
-
-    def contradictions(self) -> Iterator[Contradiction]: ...
-
-
-def _first(*values: float | None) -> float | None:
-    """Return the first value that is not None."""
-    return next((value for value in values if value is not None), None)
 
 
 def _is_host(text: str) -> bool:
@@ -260,7 +248,7 @@ def _contradictions(section: Any, prefix: str) -> Iterator[Contradiction]:
         if relation and not RELATIONS[relation](value, bound):
             shown = f"{bound:g}" if isinstance(bound, float) else bound
             yield key_field.name, value, f"must {relation} {prefix}{other}={shown}"
-    if isinstance(section, _HasChecks):
+    if hasattr(section, "contradictions"):
         yield from section.contradictions()
 
 

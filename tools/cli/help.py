@@ -25,8 +25,8 @@ from common.config.keys import (
 from common.config.knobs import TEXT, Constraint
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
+from tools.cli.bench import StudySection
 from tools.cli.command_line import Command, ParsedCommand, all_commands, command_help
-from tools.cli.study import StudySection
 from tools.evaluate.config import EvalOptions
 from tools.offline.config import DpoSection, EvolveSection, SftSection
 from tools.simulator.config import SimulatorSection

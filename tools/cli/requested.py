@@ -21,8 +21,8 @@ from common.log import configure_logging
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.text import known_hint
+from tools.cli.bench import StudyConfig
 from tools.cli.command_line import ParsedCommand
-from tools.cli.study import StudyConfig
 from tools.evaluate.config import EvalConfig
 from tools.offline.config import DpoConfig, EvolveConfig, SftConfig
 from tools.simulator.config import SimulatorConfig

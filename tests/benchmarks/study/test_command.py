@@ -17,7 +17,7 @@ from benchmarks.table import BenchTable
 from common.config.load import load_config
 from common.errors import ConfigError
 from common.host.child_process import ChildProcess
-from tools.cli.study import StudySection
+from tools.cli.bench import StudySection
 
 REPORT = {"before": None, "after": {"success": 0.5}}
 LINE = {"step": 1, "time_s": 1.0, "train/num_sampled_tokens": 9.0}
