@@ -1,10 +1,11 @@
-"""Installs a lock file with pip and prints the progress package by package.
+"""Installs a lock file with uv where it is present, else with pip and a line per package.
 
 It uses the standard library only, because it runs before any other package is installed.
 """
 
 import contextlib
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -62,8 +63,21 @@ def pinned_versions(lock: Path) -> dict[str, str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Install the lock file `argv[-1]` with the pip options before it; return pip's exit code."""
+    """Install the lock file `argv[-1]` with the options before it; return the exit code.
+
+    pip also installs what uv could not: it has a configuration of its own, such as its index.
+    """
     *options, lock = argv
+    if (uv := shutil.which("uv")) is not None:
+        command = [uv, "pip", "install", "--python", sys.executable, *options, "-r", lock]
+        if subprocess.run(command).returncode == 0:
+            return 0
+        _print_now("uv failed; pip installs the packages")
+    return _install_with_pip(options, lock)
+
+
+def _install_with_pip(options: Sequence[str], lock: str) -> int:
+    """Install a lock file with pip; return pip's exit code."""
     folder = Path(sys.prefix)
     progress = InstallProgress(count_packages(Path(lock)))
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]

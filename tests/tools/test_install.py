@@ -1,7 +1,9 @@
 """Laws of the progress output during installation, on lines of a real pip."""
 
+import os
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -51,3 +53,25 @@ def test_install_needs_no_installed_package() -> None:
     code = "import tools.install"
     done = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [0, 1])
+def test_pip_installs_only_what_a_present_uv_cannot(code: int, tmp_path: Path) -> None:
+    """The environment of the test has no pip, so pip fails with its own message."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    python = str(tmp_path / "venv" / "bin" / "python")
+    uv = tmp_path / "uv"
+    uv.write_text(f'#!/bin/sh\necho "uv $*"\nexit {code}\n', encoding="utf-8")
+    uv.chmod(0o755)
+    done = subprocess.run(
+        [python, "-m", "tools.install", "--no-deps", os.devnull],
+        cwd=ROOT,
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=60,
+    )
+    assert f"uv pip install --python {python} --no-deps -r {os.devnull}\n" in done.stdout
+    assert ("No module named pip" in done.stdout) is bool(code)
+    assert done.returncode == code
