@@ -34,7 +34,7 @@ from tools.checks.memory_parts import kv_bytes_per_token
 from tools.checks.memory_plan import check_memory, is_elsewhere, plan_here
 from tools.checks.served_engines import check_teacher
 from tools.copies.store import check_target
-from tools.launch.ray_address import cluster_address
+from tools.launch.base import cluster_address
 
 logger = logging.getLogger(__name__)
 

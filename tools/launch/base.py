@@ -1,9 +1,12 @@
 """Types at the interface of the launcher: role specs, processes, starters, endings."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
+
+from common.config.ray import RaySection
 
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
@@ -123,3 +126,8 @@ class RoleStarter(Protocol):
     def memory_bytes(self) -> int:
         """Return the memory of the roles that are not descendants of this process."""
         ...
+
+
+def cluster_address(section: RaySection) -> str:
+    """Return the address of the cluster to join; "" if the run starts its own cluster."""
+    return section.address or os.environ.get("RAY_ADDRESS", "")

@@ -22,9 +22,8 @@ from common.host.loopback import IPV6, loopback
 from common.host.machine import gpus
 from common.store.run_dir import RunDir
 from tools.checks.memory_plan import is_elsewhere
-from tools.launch.base import RoleStarter
+from tools.launch.base import RoleStarter, cluster_address
 from tools.launch.ray.placement import ClusterNode, num_cpus_wanted, place
-from tools.launch.ray_address import cluster_address
 
 logger = logging.getLogger(__name__)
 
