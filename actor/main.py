@@ -14,7 +14,7 @@ import uvloop
 import zmq.asyncio
 
 from actor.agents.agents import agents_of
-from actor.api.serve import serve_engine
+from actor.api.chat import serve_engine
 from actor.delivery import Delivery
 from actor.engine.engine import Engine
 from actor.formats.renderer import Renderer

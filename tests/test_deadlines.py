@@ -31,7 +31,7 @@ ALLOWED = {  # file:function -> why no deadline of its own is needed
     "actor/rollout/pool.py:_play_to_end": "the stall rule or a revoked lease ends it",
     "tools/evaluate/own_process.py:": "a command waits for its only child",
     "actor/seats/": "each move of the other seat has a deadline",
-    "actor/api/serve.py:_end": "it serves until a signal",
+    "tools/serve.py:_end": "it serves until a signal",
     "benchmarks/conformance/": "the time limit of a family ends all its processes",
     "common/join/enrol.py:": "polled before with a deadline",
     "learner/training/rank_processes.py:_exchange": "polled before with a deadline",

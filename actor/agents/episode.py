@@ -7,8 +7,16 @@ import time
 from collections import Counter
 from typing import Any
 
-from actor.api.history import check_thoughts, continued, matched
-from actor.api.prompts import check_tools, cut_answer, encode_messages, read_turn, thoughts_of
+from actor.api.prompts import (
+    check_thoughts,
+    check_tools,
+    continued,
+    cut_answer,
+    encode_messages,
+    matched,
+    read_turn,
+    thoughts_of,
+)
 from actor.api.requests import ApiError, Message, PolicyAnswer, PolicyRequest, invalid, with_system
 from actor.formats.renderer import Renderer
 from actor.rollout.context import Turn, ending

@@ -49,8 +49,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineGenerateError
 
 from actor.api.chat_api import CHAT, CHAT_API, CHAT_IGNORED
-from actor.api.history import matched
-from actor.api.prompts import encode_messages
+from actor.api.prompts import encode_messages, matched
 from actor.api.requests import ApiError, arguments_text, check_fields
 from actor.engine.engine import Engine
 from actor.formats.renderer import Renderer
@@ -124,15 +123,6 @@ class PolicyRenderer(OnlineRenderer):
     async def render_completion(self, request: CompletionRequest, **options: Any) -> Any:
         """Return vLLM's prompts of a completion."""
         check_unknown(request)
-        prompts = request.prompt if isinstance(request.prompt, list) else []
-        ids = [
-            part
-            for prompt in prompts
-            for part in (prompt if isinstance(prompt, list) else [prompt])
-        ]
-        if negative := next((part for part in ids if isinstance(part, int) and part < 0), 0):
-            text = f"prompt: token id {negative} is negative"
-            raise VLLMValidationError(text, parameter="prompt")
         return await super().render_completion(request, **options)
 
     def _is_plain(self, request: ChatCompletionRequest) -> bool:

@@ -12,7 +12,6 @@ from common.config.learner import LearnerSection, Offload
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.host.cgroups import num_cores
-from common.join.shards import is_whole
 from learner.algorithms.user_functions import check_functions, functions_of
 from learner.batch.batching import Sample
 from learner.policy.forward import Networks
@@ -23,6 +22,7 @@ from learner.policy.precision import frozen_dtype
 from learner.policy.weight_files import WeightFiles
 from learner.training.checkpoint import TENSORS, load_values
 from learner.training.ranks import RankOperation, Ranks
+from learner.training.shards import is_whole
 from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer
 

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from common.config.learner import LearnerSection
 from common.errors import ConfigError, LongstrideError
-from common.join.shards import TENSORS as TENSORS
-from common.join.shards import gather_command, is_whole, remedy_without
 from common.store.disk import errors_behind, free_text, is_no_room
 from common.store.run_dir import read_json, sync_folder
 from learner.policy.lora import has_adapters, save_adapter, save_adapter_config
 from learner.policy.saving import save_model, save_tokenizer
 from learner.training.ranks import SAVE_TIMEOUT
 from learner.training.shard_home import ASIDE, ShardNotWritten
+from learner.training.shards import TENSORS as TENSORS
+from learner.training.shards import gather_command, is_whole, remedy_without
 from learner.training.state import read_weights
 
 logger = logging.getLogger(__name__)

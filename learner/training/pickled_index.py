@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from common.errors import ConfigError
-from common.join.shards import remedy_without
+from learner.training.shards import remedy_without
 
 _DCP = "torch.distributed.checkpoint"
 _KINDS = {

@@ -22,7 +22,6 @@ from common.config.learner import LearnerSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, LongstrideError
 from common.host.loopback import loopback
-from common.join.shards import TENSORS
 from common.quick_exit import leave
 from common.store.run_dir import RunDir
 from common.weights.rendezvous import StoreServer
@@ -46,6 +45,7 @@ from learner.policy.timing import settled
 from learner.training.build import is_sharded
 from learner.training.rank_processes import LOAD_S, Meeting, RankProcesses, RankWorker, meet
 from learner.training.ranks import RankOperation, Ranks
+from learner.training.shards import TENSORS
 from learner.training.storage import convert_pickled_index
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import LongstrideError
-from common.join.shards import ShardFile
 from common.store.run_dir import sync_folder
 from learner.policy.weight_files import LOCAL
+from learner.training.shards import ShardFile
 
 logger = logging.getLogger(__name__)
 

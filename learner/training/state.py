@@ -20,12 +20,12 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from common.errors import ConfigError
 from common.join.files import is_intact
-from common.join.shards import ShardFile, missing_text, read_manifest
 from common.store.run_dir import sync_folder
 from learner.policy.lora import trained_state
 from learner.policy.weight_files import LOCAL
 from learner.training.optimizer import BLOCK
 from learner.training.ranks import Ranks
+from learner.training.shards import ShardFile, missing_text, read_manifest
 from learner.training.storage import DTYPES, files_needed, read_index, read_state, write_state
 
 logger = logging.getLogger(__name__)

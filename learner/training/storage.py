@@ -21,13 +21,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from common.errors import ConfigError, LongstrideError
-from common.join.shards import ShardFile, remedy_without, write_manifest
 from common.store.run_dir import write_atomically
 from common.text import is_file_name
 from learner.policy.weight_files import WeightFiles
 from learner.training.pickled_index import read_pickled_index
 from learner.training.ranks import Ranks
 from learner.training.shard_home import ShardHome, ShardNotWritten
+from learner.training.shards import ShardFile, remedy_without, write_manifest
 
 INDEX = "tensors.json"
 DTYPES = {

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 from common.config.learner import ShardPlace
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.join.shards import is_whole, read_manifest
 from learner.training.checkpoint import Checkpoints
+from learner.training.shards import is_whole, read_manifest
 from learner.training.trainer import Trainer
 from tests.learner.builders import tensors_of
 from tests.learner.node_rig import TwoNodes, start_node, two_nodes

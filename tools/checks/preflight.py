@@ -23,11 +23,11 @@ from common.host.loopback import loopback
 from common.host.machine import GIB, check_compiler, gpus, has_cuda
 from common.host.process_settings import check_caches
 from common.host.temporary import check_temporary_room
-from common.join.shards import check_whole
 from common.repository import ROOT
 from common.wire.addresses import is_loopback
 from learner.policy.model_kind import check_engine_equal, check_kind, check_trainable
 from learner.policy.model_shape import ModelShape, check_heads, check_weights, read_shape
+from learner.training.shards import check_whole
 from learner.wandb_sink import check_mode
 from tools.checks.gpu_placement import GpuAssignment, assign_gpus, check_slices
 from tools.checks.memory_parts import kv_bytes_per_token

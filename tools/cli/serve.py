@@ -12,7 +12,7 @@ def run(request: ParsedCommand) -> int:
     if request.is_dry:
         return requested.show_config(cfg, request.command)
     cfg, run_dir = requested.begin(cfg, request.command, keeps_date=False)
-    from actor.api.serve import serve
+    from tools.serve import serve
 
     return serve(cfg, run_dir)
 

@@ -15,9 +15,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from common.config.knobs import FILE_NAME
 from common.errors import ConfigError
-from common.join.shards import MANIFEST as SHARDS
 from common.text import is_path_inside
 from learner.journal.files import JournalPosition
+from learner.training.shards import MANIFEST as SHARDS
 
 FORMAT = 1
 FOLDER = "manifests"

@@ -16,9 +16,9 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.formats.answers import check_tools
 from common.formats.chat_template import template_at
-from common.join.shards import check_whole
 from common.repository import ROOT
 from learner.policy.model_shape import read_shape
+from learner.training.shards import check_whole
 from tools.checks.hub_models import resolve_models
 from tools.checks.preflight import check_agent, check_engine, check_model
 from tools.checks.served_engines import fitting_overrides

@@ -13,12 +13,12 @@ from common.config.tasks import TaskSection
 from common.errors import ConfigError
 from common.host.lock import hold_run
 from common.ids import subset_of
-from common.join.shards import check_whole
 from common.store.run_dir import RunDir
 from common.store.run_start import mark_finished, save_config
 from learner.journal.metrics import MetricsWriter
 from learner.policy.lora import ADAPTER_TENSORS, check_resumable, load_adapter
 from learner.training.checkpoint import newest_checkpoint
+from learner.training.shards import check_whole
 from learner.wandb_sink import WandbSink
 from scheduler.curriculum.catalogue import HubCatalogue, fetch_catalogue, validate_tasks
 from scheduler.curriculum.sampling import Item, eval_items, hash_words, spread

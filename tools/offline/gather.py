@@ -12,12 +12,12 @@ from transformers import AutoTokenizer
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.join.files import is_intact
-from common.join.shards import MANIFEST, TENSORS, ShardFile, gather_command, read_manifest
 from common.repository import ROOT
 from common.store.run_dir import RunDir, sync_folder
 from common.text import counted
 from learner.policy.model import load_policy
 from learner.training.checkpoint import complete_checkpoints, export, newest_checkpoint, sync_tree
+from learner.training.shards import MANIFEST, TENSORS, ShardFile, gather_command, read_manifest
 from tools.cli.command_line import ParsedCommand
 from tools.cli.requested import load_joined
 from tools.copies.store import open_target

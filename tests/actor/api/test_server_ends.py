@@ -13,7 +13,7 @@ import pytest
 import uvloop
 
 from actor.agents.server import AgentServer
-from actor.api.serve import Chat, listening
+from actor.api.chat import Chat, listening
 
 
 @asynccontextmanager

@@ -54,7 +54,7 @@ LISTENERS = """
 import socket, threading
 from urllib.parse import urlsplit
 from actor.agents.server import AgentServer
-from actor.api.serve import bound
+from actor.api.chat import bound
 from tools.dashboard.web.server import listen, url_of
 from common.host.loopback import loopback
 from common.weights.transport import BroadcastGroup, CollectiveMember

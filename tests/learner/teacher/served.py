@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from transformers import AutoTokenizer
 
-from actor.api.serve import Chat, bound, listening
+from actor.api.chat import Chat, bound, listening
 from actor.formats.renderer import Renderer
 from common.config.load import load_config
 from common.errors import EngineError

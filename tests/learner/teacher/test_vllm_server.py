@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actor.api.serve import bound
+from actor.api.chat import bound
 from common.errors import ConfigError
 from common.http.model_endpoint import Refused, Unanswered
 from common.repository import ROOT

@@ -9,9 +9,9 @@ from torch import nn
 
 from common.config.learner import LearnerSection
 from common.errors import ConfigError, LongstrideError
-from common.join.shards import read_manifest
 from learner.training.checkpoint import TENSORS, Checkpoints, newest_checkpoint
 from learner.training.shard_home import ShardNotWritten
+from learner.training.shards import read_manifest
 from learner.training.state import restore
 from tests.full_disk import no_room_beyond
 from tests.learner.training.split_shards import SplitTrainer, home_at, save_split

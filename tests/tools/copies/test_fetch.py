@@ -14,9 +14,9 @@ import pytest
 
 import run
 from common.errors import ConfigError
-from common.join.shards import write_manifest
 from common.repository import ROOT
 from common.store.run_dir import RunDir
+from learner.training.shards import write_manifest
 from tests.tools.copies.runs import add_checkpoint, copier_of, digests, make_copied_run
 from tools.copies.command import fetch
 from tools.copies.copier import copy_all

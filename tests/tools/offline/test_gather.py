@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common.config.learner import LoraSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.join.shards import is_whole, read_manifest
 from learner.policy.lora import ADAPTER_TENSORS
 from learner.training.checkpoint import TENSORS
+from learner.training.shards import is_whole, read_manifest
 from tests.learner.builders import make_model, make_model_with_adapters, run_config_with_policy
 from tests.learner.training.split_shards import home_at, save_split
 from tools.cli.command_line import ParsedCommand, parse

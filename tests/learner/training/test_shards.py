@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from common.join.shards import (
+from common.repository import ROOT
+from learner.training.shards import (
     MANIFEST,
     ShardFile,
     check_whole,
@@ -16,7 +17,6 @@ from common.join.shards import (
     read_manifest,
     write_manifest,
 )
-from common.repository import ROOT
 
 FILE = ShardFile(
     name="__2_0.bin",

@@ -1,7 +1,6 @@
 """Laws of a policy behind chat completions: what it is asked, by whom, and where it is found."""
 
 import asyncio
-import contextlib
 import io
 import json
 import os
@@ -15,22 +14,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import aiohttp
 import pytest
-from fastapi import FastAPI
 from transformers import AutoTokenizer
 
+from actor.api.chat import Chat, bound, listening, serve_engine
 from actor.api.chat_endpoints import ChatEndpoint, endpoint_path, find_endpoint
-from actor.api.serve import (
-    Chat,
-    base_of,
-    bound,
-    listening,
-    model_id,
-    serve_engine,
-    serving,
-    with_context,
-)
 from actor.formats.renderer import Renderer
-from actor.policy import PolicyConfig, PolicySection
+from actor.policy import PolicySection
 from actor.rollout.episode import ContextFull, PolicyFailed, Turn
 from actor.seats.endpoint import Endpoint
 from common.config.load import load_config
@@ -368,71 +357,6 @@ def test_running_actor_serves_chat_and_cleans_up(tmp_path: Path) -> None:
             assert await find_endpoint(tmp_path) is None  # it would change what the run samples
 
     asyncio.run(work())
-
-
-@pytest.mark.parametrize(
-    ("overrides", "context", "is_fitted"),
-    [
-        ([], 2048, True),  # The tiny policy's own.
-        (["policy.max_model_len=300"], 300, False),
-        (["policy.role=teacher", "actor.max_model_len=400"], 400, False),
-    ],
-)
-def test_served_context_is_the_models_own(
-    overrides: list[str], context: int, is_fitted: bool
-) -> None:
-    cfg = load_config("quickstart", overrides, schema=PolicyConfig)
-    actor = with_context(cfg, ROOT / "configs" / "policies" / "tiny")
-    assert actor.max_model_len == context
-    assert ("max_model_len" in actor.engine_args) == is_fitted
-
-
-def test_model_id_is_one_word() -> None:
-    cfg = load_config(
-        "quickstart", ["run.name=a", "model.source=org/Model-1B@main"], schema=PolicyConfig
-    )
-    assert model_id(cfg) == "a-org-Model-1B"
-
-
-def test_adapters_are_served_with_their_base_weights(tmp_path: Path) -> None:
-    assert base_of(tmp_path)[0] == tmp_path
-    told = {"r": 4, "lora_alpha": 8, "target_modules": ["v_proj", "q_proj"]}
-    path = tmp_path / "adapter_config.json"
-    path.write_text(json.dumps({**told, "base_model_name_or_path": str(ROOT)}), encoding="utf-8")
-    base, lora = base_of(tmp_path)
-    assert (base, lora.rank, lora.targets) == (ROOT, 4, ["q_proj", "v_proj"])
-    path.write_text(json.dumps({**told, "base_model_name_or_path": "/gone"}), encoding="utf-8")
-    with pytest.raises(ConfigError, match="/gone is not on this machine"):
-        base_of(tmp_path)
-
-
-@pytest.mark.parametrize("sent", [b"", b"GET /v1/models HTTP/1.1\r\nx: "])
-def test_silent_connections_shut_no_client_of_serve_out(
-    monkeypatch: pytest.MonkeyPatch, sent: bytes
-) -> None:
-    monkeypatch.setattr(limits, "MAX_CONNECTIONS", 20)
-
-    async def status_and_closed() -> tuple[int, int]:
-        place = bound(0)
-        async with serving(FastAPI(), place, key="k") as url:
-            connect = asyncio.open_connection
-            pairs = [await connect(*place.getsockname()[:2]) for _ in range(40)]
-            for _, writer in pairs:
-                writer.write(sent)
-            headers = {"authorization": "Bearer k"}
-            async with aiohttp.ClientSession() as http, http.get(url, headers=headers) as got:
-                status = got.status
-            closed = 0
-            for reader, writer in pairs:
-                with contextlib.suppress(TimeoutError, ConnectionError):
-                    async with asyncio.timeout(0.05):
-                        closed += not await reader.read(1)
-                writer.close()
-            return status, closed
-
-    status, closed = asyncio.run(status_and_closed())
-    assert status == 404  # The key was accepted; the application has no such page.
-    assert closed >= 20
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /v1/models HTTP/1.1\r\nx: "])
