@@ -4,7 +4,7 @@ from tools.cli.command_line import Command, ParsedCommand
 
 
 def run(request: ParsedCommand) -> int:
-    from tools.dashboard.terminal.commands import replay
+    from tools.dashboard.show import replay
 
     return replay(request, echo=print)
 

@@ -6,7 +6,7 @@ REFUSAL = "--item, --group, --failed, --best: only the command show accepts them
 
 
 def run(request: ParsedCommand) -> int:
-    from tools.dashboard.terminal.commands import show
+    from tools.dashboard.show import show
 
     return show(request, echo=print)
 

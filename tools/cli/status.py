@@ -5,17 +5,17 @@ from tools.cli.command_line import Command, Flag, ParsedCommand
 
 
 def run(request: ParsedCommand) -> int:
-    from tools.dashboard.terminal.any_version import load_of_any_version
+    from tools.dashboard.terminal import load_of_any_version
 
     cfg = requested.on_loopback(load_of_any_version(request, echo=print))
     if request.is_dry:
         return requested.show_config(cfg, request.command)
-    from tools.dashboard.terminal import training
+    from tools.dashboard import terminal
 
     run_dir = requested.directory_of(cfg)
     if request.probe is not None:
-        return training.probe(cfg, run_dir, request.probe)
-    return training.status(cfg, run_dir)
+        return terminal.probe(cfg, run_dir, request.probe)
+    return terminal.status(cfg, run_dir)
 
 
 COMMAND = Command(

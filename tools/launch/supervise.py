@@ -15,7 +15,7 @@ from common.memory import family_bytes, resident_bytes
 from common.store.disk import if_room
 from common.store.run_dir import RunDir, write_json
 from learner.journal.metrics import tail_metrics
-from tools.dashboard.terminal.training import TerminalObserver
+from tools.dashboard.terminal import TerminalObserver
 from tools.launch.base import Ending, LaunchState, RoleSpec, RoleStarter
 from tools.launch.launcher import RoleSupervisor
 from tools.launch.stall_watch import StallWatch

@@ -15,7 +15,7 @@ from common.wire.addresses import is_loopback
 from common.wire.security import create_keys
 from tools.checks.preflight import check_devices
 from tools.checks.served_engines import served_engines
-from tools.dashboard.terminal.training import TerminalObserver
+from tools.dashboard.terminal import TerminalObserver
 from tools.launch.base import RoleStarter
 from tools.launch.local import start_here
 from tools.launch.roles import make_role_specs

@@ -16,8 +16,7 @@ from tools.cli.command_line import parse
 from tools.dashboard.reading.sources import SourceRefresher, Sources
 from tools.dashboard.run_state import details
 from tools.dashboard.run_view import view_run
-from tools.dashboard.web.app import STATIC, AccessMiddleware, make_app
-from tools.dashboard.web.play import PATH, EpisodeReply
+from tools.dashboard.web.app import PLAY_PATH, STATIC, AccessMiddleware, EpisodeReply, make_app
 from tools.dashboard.web.server import dashboard, listen
 from tools.dashboard.web.views import flat_config, pools, slots
 from tools.dashboard.words import status_line
@@ -62,7 +61,7 @@ def watch(tmp_path: Path) -> Generator[SourceRefresher]:
 
 
 def client(watch: SourceRefresher, *, host: str = "127.0.0.1", token: str = "") -> TestClient:
-    app = make_app(watch, AccessMiddleware(host=host, token=token, writable=PATH), Echo())
+    app = make_app(watch, AccessMiddleware(host=host, token=token, writable=PLAY_PATH), Echo())
     return TestClient(app, base_url="http://127.0.0.1:8600", follow_redirects=False)
 
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from common.store.run_dir import RunDir
-from tools.dashboard.terminal.training import refused_lines
+from tools.dashboard.terminal import refused_lines
 
 
 def test_status_lists_refusals_per_peer_briefly(tmp_path: Path) -> None:

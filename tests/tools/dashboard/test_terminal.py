@@ -15,8 +15,8 @@ from run import main
 from tests.tools.dashboard.runs import append, episode, make_run
 from tools.cli.command_line import parse
 from tools.dashboard.run_state import details
-from tools.dashboard.terminal.any_version import load_of_any_version
-from tools.dashboard.terminal.commands import replay, show
+from tools.dashboard.show import replay, show
+from tools.dashboard.terminal import load_of_any_version
 
 
 def said(tmp_path: Path, command: str, *words: str) -> tuple[int, str]:

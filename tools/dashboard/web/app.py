@@ -1,30 +1,37 @@
-"""The dashboard's pages and API, with their access control. It only reads run directories."""
+"""The dashboard's pages and API, with their access control, and the routes of the Play view.
+
+It only reads run directories. At the Play view a user or a policy plays episodes step by step.
+"""
 
 import asyncio
 import hmac
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlencode
 
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.middleware.gzip import GZipMiddleware
 from fastapi.responses import FileResponse, JSONResponse, RedirectResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
+from pydantic import BaseModel, Field
 
-from common.errors import ConfigError, WireError
+from common.config.actor import AgentFormat
+from common.errors import ConfigError, EnvError, WireError
 from common.wire.addresses import is_loopback
 from tools.dashboard.prometheus import add_metrics_page
 from tools.dashboard.reading.rows import KEYS, PAGE
-from tools.dashboard.reading.run_source import RunSource
+from tools.dashboard.reading.run_source import COMPACT, RunSource
 from tools.dashboard.reading.sources import Source, SourceRefresher
-from tools.dashboard.web.play import add_play
 from tools.dashboard.web.views import compare, drawn_names, fleet, overview
 
 if TYPE_CHECKING:
-    from tools.dashboard.interactive import InteractiveEpisodes
+    from tools.dashboard.interactive import InteractiveEpisodes, RecordedEpisode
 
+PLAY_PATH = "/api/play/"  # Only these routes accept a POST, from the page's own origin.
+MAX_CHARS = 20_000  # Maximum length of an action.
+EpisodeReply = Mapping[str, Any]
 COOKIE = "longstride_dashboard"
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 HEADERS = {
@@ -42,6 +49,83 @@ MAX_PAGE = 1000
 MAX_COMPARED = 16
 EVENT_S = 1.0  # Minimum interval between two events.
 BEAT_S = 15.0  # After this time without an event, a comment line keeps the connection open.
+
+
+class _OpenBody(BaseModel):
+    """Body of a request that opens an episode."""
+
+    env: str = Field(max_length=200)
+    item: str = Field(max_length=200)
+    run: str = Field("", max_length=200)  # Run whose style and answer format are used.
+
+
+class _EpisodeBody(BaseModel):
+    """Body of a request about an open episode."""
+
+    id: str = Field(max_length=100)
+
+
+class _StepBody(_EpisodeBody):
+    """Body of a request that sends an action."""
+
+    action: str = Field(max_length=MAX_CHARS)
+
+
+class _AskBody(_EpisodeBody):
+    """Body of a request that lets a policy choose the action."""
+
+    # Run whose policy answers, in place of the endpoint `url`.
+    run: str = Field("", max_length=200)
+    url: str = Field("", max_length=2000)
+    model: str = Field("", max_length=200)
+    key: str = Field("", max_length=2000)
+
+
+def add_play(app: FastAPI, table: "InteractiveEpisodes") -> None:
+    """Add the routes over a table; the application's shutdown also shuts down the table."""
+
+    async def open_one(body: _OpenBody, request: Request) -> EpisodeReply:
+        """Open an episode, in the style and format of a run if one is named."""
+        style = COMPACT
+        format = AgentFormat.PLAIN
+        if body.run:
+            run = _run(request, body.run)
+            style = run.style()
+            format = run.format()
+        return await table.open(body.env, body.item, style=style, format=format)
+
+    async def step(body: _StepBody) -> EpisodeReply:
+        return await table.step(body.id, body.action)
+
+    async def ask(body: _AskBody, request: Request) -> EpisodeReply:
+        """Let a policy act: the one of a run, or one behind an endpoint."""
+        if body.run:
+            return await table.ask_run(body.id, str(_run(request, body.run).run_dir.root.resolve()))
+        return await table.ask(body.id, url=body.url, model=body.model, key=body.key)
+
+    async def close(body: _EpisodeBody) -> EpisodeReply:
+        await table.close(body.id)
+        return {}
+
+    async def pictures(name: str, id: str, request: Request) -> EpisodeReply:
+        """Replay a recorded episode; return its pictures."""
+        run = _run(request, name)
+        try:
+            recorded = cast("RecordedEpisode", await asyncio.to_thread(run.recorded, id))
+        except KeyError:
+            raise HTTPException(404, f"{id:.200}: run {name} has no such episode.") from None
+        return await table.redo(recorded, run.config())
+
+    app.add_api_route(f"{PLAY_PATH}environments", table.environments)
+    app.add_api_route("/api/run/{name}/pictures", pictures)
+    for word, answer in (("open", open_one), ("step", step), ("ask", ask), ("close", close)):
+        app.add_api_route(f"{PLAY_PATH}{word}", answer, methods=["POST"])
+    app.add_exception_handler(EnvError, _answer_failure)
+
+
+def _answer_failure(_: Request, error: Exception) -> JSONResponse:
+    """Return a 502 with the text of an environment's failure."""
+    return JSONResponse({"error": str(error)}, status_code=502)
 
 
 class AccessMiddleware:

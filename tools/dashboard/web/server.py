@@ -103,16 +103,15 @@ def serve(
     *,
     host: str,
     token: str,
-    table: "InteractiveEpisodes | None",
+    table: "InteractiveEpisodes",
 ) -> None:
     """Answer requests until a signal ends the server."""
     from tools.dashboard.reading.sources import SourceRefresher
-    from tools.dashboard.web.app import AccessMiddleware, make_app
-    from tools.dashboard.web.play import PATH
+    from tools.dashboard.web.app import PLAY_PATH, AccessMiddleware, make_app
 
     watch = SourceRefresher(sources)
     watch.start()
-    app = make_app(watch, AccessMiddleware(host=host, token=token, writable=PATH), table)
+    app = make_app(watch, AccessMiddleware(host=host, token=token, writable=PLAY_PATH), table)
     app.router.on_shutdown.append(table.shut_down)
     try:
         _run_server(app, listener)
