@@ -18,7 +18,7 @@ from torch import Tensor
 
 from common.errors import LongstrideError, WeightSyncError
 from common.weights.buckets import CPU, aligned, check_layout, views
-from common.weights.delta import apply_changes, digest_of_whole
+from common.weights.delta import apply_delta, digest_of_whole
 from common.weights.messages import TensorSpec, WeightsOffer
 from common.weights.node_copy import CopyUnreachable, CopyView, MappedCopy, NodeCopy
 from common.weights.transport import TransferCancelled, WeightGroup, lower_priority
@@ -95,7 +95,7 @@ class VersionMemory:
                 return copy
         version = max((copy.version for copy in copies), default=-1)
         raise WeightSyncError(
-            f"version {offer.version} arrives as changes since {offer.base}, but the copy of this"
+            f"version {offer.version} arrives as a delta to {offer.base}, but the copy of this"
             f" worker has version {version}; it needs the whole version"
         )
 
@@ -391,7 +391,7 @@ class Staging:
     def _receive_from_learner(self, taken: _StagedOffer) -> tuple[OwnCopy | NodeCopy, float]:
         if taken.offer.base < 0:
             return self._receive_whole(taken)
-        return self._receive_changes(taken)
+        return self._receive_delta(taken)
 
     def _receive_whole(self, taken: _StagedOffer) -> tuple[OwnCopy | NodeCopy, float]:
         """Return the buffer with the whole version, and the seconds of the transfer."""
@@ -404,7 +404,7 @@ class Staging:
             copy.version = offer.version
         return copy, seconds
 
-    def _receive_changes(self, taken: _StagedOffer) -> tuple[OwnCopy | NodeCopy, float]:
+    def _receive_delta(self, taken: _StagedOffer) -> tuple[OwnCopy | NodeCopy, float]:
         """As `_receive_whole`. Raises: WeightSyncError: the result is not that version."""
         offer = taken.offer
         held = self.memory.held(offer)
@@ -414,7 +414,7 @@ class Staging:
         buffer = copy.buffer[: whole_bytes(offer)]
         if copy.version == offer.base:  # Else they were applied in a transfer that was cancelled.
             copy.version = -1
-            apply_changes(buffer, packed.to(buffer.device))
+            apply_delta(buffer, packed.to(buffer.device))
         if digest_of_whole(buffer) != offer.digest:
             copy.version = -1
             raise WeightSyncError(

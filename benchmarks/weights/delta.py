@@ -16,7 +16,7 @@ from benchmarks.learner.batch import ModelShape, make_random_model
 from benchmarks.table import BenchTable
 from common.config.learner import LearnerSection
 from common.weights.buckets import CPU
-from common.weights.delta import apply_changes, digest_of_whole
+from common.weights.delta import apply_delta, digest_of_whole
 from learner.training.optimizer import PolicyOptimizer, make_optimizer
 from learner.weights.source import CopiedWeights, PublishedWeights, VersionKeeper, policy_weights
 
@@ -93,12 +93,12 @@ def measure(shape: ModelShape, *, lr: float, num_steps: int, seed: int) -> Curve
         curve.plain_s.append(_plain_s(model, received))
         assert kept.changed_frac is not None
         curve.changed_frac.append(kept.changed_frac)
-        sent = kept.changes or kept.whole
+        sent = kept.delta or kept.whole
         curve.bytes_frac.append(sent.source.total_bytes / received.numel())
-        if kept.changes is None:
+        if kept.delta is None:
             received = _bytes_of(kept.whole)
             continue
-        apply_s, digest = _timed(partial(_apply, received, _bytes_of(kept.changes)))
+        apply_s, digest = _timed(partial(_apply, received, _bytes_of(kept.delta)))
         curve.apply_s.append(apply_s)
         assert digest == kept.whole.digest
     return curve
@@ -124,7 +124,7 @@ def _plain_s(model: PreTrainedModel, before: Tensor) -> float:
 
 def _apply(buffer: Tensor, packed: Tensor) -> str:
     """Apply changes to a buffer; return its digest."""
-    apply_changes(buffer, packed)
+    apply_delta(buffer, packed)
     return digest_of_whole(buffer)
 
 

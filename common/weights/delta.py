@@ -1,4 +1,4 @@
-"""The changes between two versions, packed. Most changes of an update are one step of a number.
+"""The delta between two versions. Most changes of an update are one step of a number.
 
 A word has 8 bytes and is a block of four entries of 16 bits. The packed bytes are, in order:
     header  two int64: the number of changed words, and of entries with a value of their own
@@ -38,7 +38,7 @@ _GATHER = np.uint32((1 << 24) + (1 << 18) + (1 << 12) + (1 << 6))
 _TOP_BYTE = np.uint32(24)  # Shift of the top byte.
 
 
-class ChangePacker:
+class DeltaPacker:
     """Packs the changes of a version against a copy of the one before, and updates the copy.
 
     It stops to pack when the changes are larger than `max_bytes`, and still updates the copy.
@@ -127,7 +127,7 @@ class ChangePacker:
         return torch.from_numpy(sums.numpy() + self._sums)  # pyright: ignore
 
 
-def apply_changes(buffer: Tensor, packed: Tensor, *, words_at_a_time: int = PATCHED_WORDS) -> None:
+def apply_delta(buffer: Tensor, packed: Tensor, *, words_at_a_time: int = PATCHED_WORDS) -> None:
     """Turn a version [total_bytes] uint8 into the next one, in place, on any device.
 
     Args:

@@ -77,8 +77,8 @@ class WeightsOffer:
     total_bytes: Count
     bucket_bytes: Count
     canary_token_ids: Entries[list[int]]  # Prompts that learner and engine score after loading.
-    # The version whose changes arrive, packed as in `common.weights.delta`; -1: the bytes
-    # are the whole version.
+    # The version to which the bytes are a delta, as in `common.weights.delta`; -1: they are the
+    # whole version.
     base: Version = -1
     digest: Id = ""  # Digest of the whole version, of which workers keep a copy; "": they need not.
     # Name of the copy that the workers of a node share; "": each worker receives its own copy. With

@@ -276,7 +276,7 @@ class Publisher(threading.Thread):
             transfers.close()
 
     def _send_wanted(self, weights: PublishedWeights) -> None:
-        """Send a version to the members, first as changes where that is possible."""
+        """Send a version to the members, first as a delta where that is possible."""
         if self._keeper is None:
             version = KeptVersion(weights, None, None)
         else:
@@ -285,8 +285,8 @@ class Publisher(threading.Thread):
         self._transfers.current = whole
         self._canary.expect(whole)
         members = self._members.take_for_version()
-        if version.changes is not None:
-            members = self._send_changes(version.changes, members)
+        if version.delta is not None:
+            members = self._send_delta(version.delta, members)
         self._transfers.broadcast(
             whole, members, is_held=whole.source.is_live, must_load=self._must_load
         )
@@ -309,15 +309,15 @@ class Publisher(threading.Thread):
                 self._metrics["publish/changed_frac"] = version.changed_frac
         return version
 
-    def _send_changes(
-        self, changes: PublishedWeights, members: list[EngineMember]
+    def _send_delta(
+        self, delta: PublishedWeights, members: list[EngineMember]
     ) -> list[EngineMember]:
-        """Send changes to the members that hold their base; return the others.
+        """Send a delta to the members that hold its base; return the others.
 
-        The others include members that refused the changes. They get the whole version.
+        The others include members that refused the delta. They get the whole version.
         """
-        holders = [m for m in members if self._members.held(m) == changes.base]
-        self._transfers.broadcast(changes, holders, must_load=self._must_load)
+        holders = [m for m in members if self._members.held(m) == delta.base]
+        self._transfers.broadcast(delta, holders, must_load=self._must_load)
         has_refused = [m for m in holders if self._members.has(m) and self._members.held(m) < 0]
         return [*has_refused, *(m for m in members if m not in holders)]
 

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from common.errors import LongstrideError, RankLost
 from common.weights.buckets import lay_out, word_sums
-from common.weights.delta import ChangePacker, sums_text
+from common.weights.delta import DeltaPacker, sums_text
 from common.weights.messages import TensorSpec
 from learner.policy.expert_weights import Stored
 from learner.policy.finite import WeightsNotFinite, first_not_finite
@@ -41,7 +41,7 @@ CAST_NUMBERS = 16 << 20
 # Bytes of a part that a GPU casts and checks at once, before one copy to the host.
 STAGE_BYTES = 64 << 20
 READ_BYTES = 16 << 20  # Bytes that are read from the live weights at a time.
-MAX_FRAC = 0.5  # Changes above this share of the version's bytes are not sent.
+MAX_FRAC = 0.5  # A delta above this share of the version's bytes is not sent.
 
 
 class WeightSource(Protocol):
@@ -393,7 +393,7 @@ class PublishedWeights:
 
     version: int
     source: WeightSource
-    # The version whose holders turn the source's bytes, which are changes, into this one; -1: the
+    # The version whose holders turn the source's bytes, which are a delta, into this one; -1: the
     # source has the whole version.
     base: int = -1
     digest: str = ""  # Digest of the whole version for engines that keep a copy; "": none does.
@@ -412,22 +412,6 @@ class PublishedWeights:
     def masks(self) -> list[list[bool]]:
         """Return True on the canary tokens to compare, [canary, seq-1]."""
         return self.canary_masks or [[True] * len(row) for row in self.canary_logprobs]
-
-
-def snapshot(
-    version: int,
-    tensors: Iterable[tuple[str, Tensor]],
-    *,
-    canary_token_ids: list[list[int]],
-    canary_logprobs: list[list[float]],
-) -> PublishedWeights:
-    """Return a version that is a copy of named tensors, in their own dtypes."""
-    return PublishedWeights(
-        version=version,
-        source=copied(LiveWeights(tensors, None)),
-        canary_token_ids=canary_token_ids,
-        canary_logprobs=canary_logprobs,
-    )
 
 
 def policy_weights(
@@ -459,7 +443,7 @@ class KeptVersion(NamedTuple):
     """A version that is sent from the copy."""
 
     whole: PublishedWeights
-    changes: PublishedWeights | None  # None: they are too many, or there is no version before.
+    delta: PublishedWeights | None  # None: it is too large, or there is no version before.
     changed_frac: float | None  # Share of the compared entries that changed; None without a copy.
 
 
@@ -468,7 +452,7 @@ class VersionKeeper:
 
     Example: keep(v3) copies the live weights, which may change from then on. The whole v3 is sent
     from the copy. keep(v4) compares v4 with the copy, part by part, and updates the copy. The
-    changes are sent to the engines that hold v3, and the whole v4 to all others.
+    delta is sent to the engines that hold v3, and the whole v4 to all others.
     """
 
     def __init__(self) -> None:
@@ -486,7 +470,7 @@ class VersionKeeper:
         source = weights.source
         base = self._version
         copy = self._copy_for(weights)
-        packer = ChangePacker(source.total_bytes, max_bytes=int(MAX_FRAC * source.total_bytes))
+        packer = DeltaPacker(source.total_bytes, max_bytes=int(MAX_FRAC * source.total_bytes))
         for start in range(0, source.total_bytes, READ_BYTES):
             before = copy.buffer[start : start + READ_BYTES]
             if base < 0:
@@ -495,16 +479,16 @@ class VersionKeeper:
                 part = self._part_of(source)[: before.numel()]
                 source.fill(start, part)
                 packer.add(part, before)
-        has_changes = base >= 0 and not packer.is_dense
-        self._sums = packer.sums_after(self._sums) if has_changes else word_sums(copy.buffer)
+        has_delta = base >= 0 and not packer.is_dense
+        self._sums = packer.sums_after(self._sums) if has_delta else word_sums(copy.buffer)
         self._version = weights.version
         whole = replace(weights, source=copy, digest=sums_text(self._sums))
-        changes = None
-        if has_changes:
+        delta = None
+        if has_delta:
             sent = CopiedWeights(source.specs, packer.packed())
             sent.device = copy.device
-            changes = replace(whole, source=sent, base=base)
-        return KeptVersion(whole, changes, packer.changed_frac if base >= 0 else None)
+            delta = replace(whole, source=sent, base=base)
+        return KeptVersion(whole, delta, packer.changed_frac if base >= 0 else None)
 
     def _copy_for(self, weights: PublishedWeights) -> CopiedWeights:
         """Return the copy. Engines on GPUs are reached from the device of the live weights."""

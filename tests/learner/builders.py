@@ -1,6 +1,6 @@
 """Small trajectories and models for the learner's tests."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from learner.policy.forward import Networks
 from learner.policy.lora import add_adapters
 from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer
-from learner.weights.source import WeightSource, copied
+from learner.weights.source import LiveWeights, PublishedWeights, WeightSource, copied
 from tools.simulator.workload import synthetic_trajectory
 
 VOCAB = 50
@@ -171,4 +171,20 @@ def make_microbatches(
             is_packed=is_packed,
             shares_prefix=shares_prefix,
         )
+    )
+
+
+def snapshot(
+    version: int,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    canary_token_ids: list[list[int]],
+    canary_logprobs: list[list[float]],
+) -> PublishedWeights:
+    """Return a version that is a copy of named tensors, in their own dtypes."""
+    return PublishedWeights(
+        version=version,
+        source=copied(LiveWeights(tensors, None)),
+        canary_token_ids=canary_token_ids,
+        canary_logprobs=canary_logprobs,
     )

@@ -30,10 +30,10 @@ from learner.policy.model import load_policy
 from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer
 from learner.weights.publisher import Publisher
-from learner.weights.source import PublishedWeights, policy_weights, snapshot
+from learner.weights.source import PublishedWeights, policy_weights
 from learner.weights.transfer import PublishSettings
 from tests.actor.toy_peer import make_weight_link
-from tests.learner.builders import tensors_of
+from tests.learner.builders import snapshot, tensors_of
 from tools.offline.config import SftSection
 from tools.offline.scratch import make_policy, make_tokenizer, save_policy
 

@@ -142,14 +142,14 @@ def test_one_worker_applies_the_changes_for_all(node: Node, prepared: list[Tenso
     memory = node.workers[0].memory.for_node
     for number in (1, 2):
         node.release()
-        assert errors(node.send(node.version(number).changes)) == [""] * NUM_WORKERS
+        assert errors(node.send(node.version(number).delta)) == [""] * NUM_WORKERS
         assert node.has(number, node.weight)
         assert not prepared or torch.equal(prepared[-1], node.weight)
     assert node.workers[0].memory.for_node is memory, "the memory is used again"
     assert [worker.memory.for_node for worker in node.workers[1:]] == [None, None]
 
 
-@pytest.mark.parametrize("form", ["whole", "changes"])
+@pytest.mark.parametrize("form", ["whole", "delta"])
 def test_slow_worker_keeps_its_version_while_others_get_the_next(form: str) -> None:
     node = Node(None)
     node.send(node.version(0).whole)
@@ -168,11 +168,11 @@ def test_base_survives_the_worker_that_received_it(node: Node, prepared: list[Te
     node.send(node.version(0).whole)
     node.release()
     node.workers.pop(0).free()
-    assert errors(node.send(node.version(1).changes, epoch=2)) == ["", ""]
+    assert errors(node.send(node.version(1).delta, epoch=2)) == ["", ""]
     assert node.has(1, node.weight)
     assert not prepared or torch.equal(prepared[-1], node.weight)
     node.release()
-    assert errors(node.send(node.version(2).changes, epoch=2)) == ["", ""]
+    assert errors(node.send(node.version(2).delta, epoch=2)) == ["", ""]
     assert node.has(2, node.weight)
 
 
@@ -183,7 +183,7 @@ def test_version_is_a_base_when_sharing_begins_or_ends(shares_next: bool) -> Non
     (worker,) = node.workers
     for number, shares in enumerate((not shares_next, shares_next)):
         kept = node.version(number)
-        weights = kept.changes or kept.whole
+        weights = kept.delta or kept.whole
         offer = node.offer(weights)
         if not shares:
             offer = replace(offer, copy_key="")
@@ -203,7 +203,7 @@ def test_version_is_a_base_when_sharing_begins_or_ends(shares_next: bool) -> Non
 
 def test_failure_of_the_receiver_cancels_the_other_workers(node: Node) -> None:
     node.send(node.version(0).whole)
-    changes = node.version(1).changes
+    changes = node.version(1).delta
     assert changes is not None
     node.release()
     first, *others = node.send(replace(changes, digest="0" * 32))

@@ -97,20 +97,20 @@ def bench(request: pytest.FixtureRequest, prepared: list[Tensor]) -> Iterator[Be
 
 def test_repeated_changes_are_applied_once(bench: Bench, prepared: list[Tensor]) -> None:
     assert bench.send(bench.version(0).whole).error == ""
-    first = bench.version(1).changes
+    first = bench.version(1).delta
     assert bench.send(first).error == ""
     assert torch.equal(bench.staged(1), bench.weight)
     # The learner has lost another engine of the group, and offers the version again.
     assert bench.send(first, epoch=2).error == ""
     assert torch.equal(bench.staged(1), bench.weight)
-    assert bench.send(bench.version(2).changes, epoch=2).error == ""
+    assert bench.send(bench.version(2).delta, epoch=2).error == ""
     assert torch.equal(bench.staged(2), bench.weight)
     assert not prepared or torch.equal(prepared[-1], bench.weight)
 
 
 def test_cancelled_changes_leave_the_copy_as_it_was(bench: Bench) -> None:
     assert bench.send(bench.version(0).whole).error == ""
-    first = bench.version(1).changes
+    first = bench.version(1).delta
     assert first is not None
     bench.staging.begin(bench.offer(first, epoch=2, rank=1))
     bench.staging.give_up()
@@ -123,14 +123,14 @@ def test_changes_since_a_version_not_held_are_refused(bench: Bench) -> None:
     assert bench.send(bench.version(0).whole).error == ""
     bench.version(1)
     second = bench.version(2)
-    assert second.changes is not None
-    bench.staging.begin(bench.offer(second.changes, epoch=1, rank=1))
+    assert second.delta is not None
+    bench.staging.begin(bench.offer(second.delta, epoch=1, rank=1))
     assert bench.wait().error == (
-        "version 2 arrives as changes since 1, but the copy of this worker has version 0; it needs"
+        "version 2 arrives as a delta to 1, but the copy of this worker has version 0; it needs"
         " the whole version"
     )
     assert bench.send(second.whole).error == ""
-    assert bench.send(bench.version(3).changes).error == ""
+    assert bench.send(bench.version(3).delta).error == ""
     assert torch.equal(bench.staged(3), bench.weight)
 
 
@@ -139,7 +139,7 @@ def test_copy_without_the_sent_digest_is_dropped(bench: Bench) -> None:
     copy = bench.staging.memory.own
     assert copy is not None
     copy.buffer[-1] ^= 4
-    state = bench.send(bench.version(1).changes)
+    state = bench.send(bench.version(1).delta)
     assert state.error.endswith("the digest of the whole differs; it must be sent whole")
     assert copy.version == -1
     assert bench.send(bench.version(2).whole).error == ""

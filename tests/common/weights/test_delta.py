@@ -6,13 +6,7 @@ from torch import Tensor
 
 from common.errors import WeightSyncError
 from common.weights.buckets import word_sums
-from common.weights.delta import (
-    CHUNK_WORDS,
-    ChangePacker,
-    apply_changes,
-    digest_of_whole,
-    sums_text,
-)
+from common.weights.delta import CHUNK_WORDS, DeltaPacker, apply_delta, digest_of_whole, sums_text
 
 HEADER = 16
 
@@ -22,9 +16,9 @@ def flat(numbers: list[int]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int16).view(torch.uint8)
 
 
-def changes_of(old: Tensor, new: Tensor, *, step: int = 1 << 30) -> tuple[ChangePacker, Tensor]:
+def changes_of(old: Tensor, new: Tensor, *, step: int = 1 << 30) -> tuple[DeltaPacker, Tensor]:
     """Return the packer of all changes, added in parts, and the updated copy."""
-    packer = ChangePacker(new.numel(), max_bytes=2 * new.numel() + 1_000)
+    packer = DeltaPacker(new.numel(), max_bytes=2 * new.numel() + 1_000)
     copy = old.clone()
     for start in range(0, new.numel(), step):
         packer.add(new[start : start + step], copy[start : start + step])
@@ -65,7 +59,7 @@ def test_applied_changes_give_exactly_the_new_version(num_words: int, step: int)
     packer, copy = changes_of(old.view(torch.uint8), new.view(torch.uint8), step=step)
     assert torch.equal(copy, new.view(torch.uint8))
     patched = old.view(torch.uint8).clone()
-    apply_changes(patched, packer.packed(), words_at_a_time=512)
+    apply_delta(patched, packer.packed(), words_at_a_time=512)
     assert torch.equal(patched.view(torch.int16), new)
     assert packer.changed_frac == (old != new).double().mean().item()
 
@@ -83,7 +77,7 @@ def test_equal_versions_take_a_bit_for_each_word() -> None:
     assert packer.packed().numel() == HEADER + 1_024 // 8
     assert packer.changed_frac == 0.0
     patched = same.clone()
-    apply_changes(patched, packer.packed())
+    apply_delta(patched, packer.packed())
     assert torch.equal(patched, same)
 
 
@@ -91,7 +85,7 @@ def test_dense_changes_are_not_packed_and_the_copy_follows() -> None:
     num = 16 * CHUNK_WORDS
     old = random_entries(num, seed=1).view(torch.uint8)
     new = random_entries(num, seed=2).view(torch.uint8)
-    packer = ChangePacker(new.numel(), max_bytes=new.numel() // 2)
+    packer = DeltaPacker(new.numel(), max_bytes=new.numel() // 2)
     packer.add(new, old)
     assert packer.is_dense
     assert torch.equal(old, new)
@@ -101,7 +95,7 @@ def test_changes_of_another_size_are_refused() -> None:
     packer, _ = changes_of(flat([0] * 16), flat([1] * 16))
     larger = torch.zeros(8 * 1_000, dtype=torch.uint8)
     with pytest.raises(WeightSyncError, match="do not belong to a version of 8000"):
-        apply_changes(larger, packer.packed())
+        apply_delta(larger, packer.packed())
     assert not larger.any()
 
 
@@ -121,7 +115,7 @@ def test_damaged_changes_are_refused(num_words: int) -> None:
     for each in damaged:
         buffer = old.clone()
         try:
-            apply_changes(buffer, each)
+            apply_delta(buffer, each)
         except WeightSyncError:
             num_refused += 1
     assert num_refused > len(packed)
@@ -140,4 +134,4 @@ def test_impossible_header_of_changes_is_refused(numbers: list[int], reason: str
     packed = torch.zeros(64, dtype=torch.uint8)
     packed[:HEADER] = torch.tensor(numbers).view(torch.uint8)
     with pytest.raises(WeightSyncError, match=reason):
-        apply_changes(flat([1, 2, 3, 4, 5, 6, 7, 8]), packed)
+        apply_delta(flat([1, 2, 3, 4, 5, 6, 7, 8]), packed)

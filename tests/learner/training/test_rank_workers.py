@@ -32,7 +32,7 @@ from common.config.learner import (
 )
 from common.config.run_config import RunConfig
 from common.errors import LongstrideError
-from common.weights.delta import apply_changes
+from common.weights.delta import apply_delta
 from learner.policy.finite import WeightsNotFinite
 from learner.training.build import load_start, make_trainer
 from learner.training.checkpoint import Checkpoints
@@ -365,8 +365,8 @@ def test_changes_are_gathered_from_all_ranks(cfg: RunConfig) -> None:
         keeper = VersionKeeper()
         received = copied(keeper.keep(PublishedWeights(version=0, source=live)).whole.source)
         weights_after(trainer, num_steps=1)
-        changes = keeper.keep(PublishedWeights(version=1, source=live)).changes
+        changes = keeper.keep(PublishedWeights(version=1, source=live)).delta
         assert changes is not None
-        apply_changes(received.buffer, copied(changes.source).buffer)
+        apply_delta(received.buffer, copied(changes.source).buffer)
         assert torch.equal(received.buffer, copied(live).buffer)
         assert 0 < changes.source.total_bytes < received.total_bytes / 2

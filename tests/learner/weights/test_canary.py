@@ -6,7 +6,7 @@ import torch
 
 from common.weights.messages import CanaryScores
 from learner.weights.canary import Canary, Limits, _Expected, _is_stale
-from learner.weights.source import snapshot
+from tests.learner.builders import snapshot
 
 CANARIES = [[1, 2, 3] * 20, [4, 5] * 15]
 NOISE = 0.005  # nats: the engine's rounding, a tenth of the limit

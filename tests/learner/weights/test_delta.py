@@ -86,7 +86,7 @@ def bench_of(root: Path, **settings: object) -> Iterator[Bench]:
         bench.stop()
 
 
-def test_workers_with_the_version_before_receive_changes(tmp_path: Path) -> None:
+def test_workers_with_the_version_before_receive_delta(tmp_path: Path) -> None:
     with bench_of(tmp_path) as bench:
         bench.publish(0)
         actors = [bench.start(f"tp-{n}", num_workers=n) for n in (1, 2)]
@@ -239,8 +239,8 @@ def test_restarted_learner_sends_its_first_version_whole() -> None:
     first = VersionKeeper()
     first.keep(weights)
     weight[3] = 1.0
-    assert first.keep(replace(weights, version=8)).changes is not None
+    assert first.keep(replace(weights, version=8)).delta is not None
     kept = VersionKeeper().keep(replace(weights, version=8))
-    assert kept.changes is None
+    assert kept.delta is None
     assert kept.whole.base == -1
     assert kept.whole.digest == first.keep(replace(weights, version=9)).whole.digest

@@ -23,9 +23,10 @@ from common.wire.security import RunKeys, create_keys
 from common.wire.sockets import Router, connect_dealer
 from learner.weights.canary import Canary
 from learner.weights.publisher import Publisher
-from learner.weights.source import PublishedWeights, snapshot
+from learner.weights.source import PublishedWeights
 from learner.weights.transfer import PublishSettings
 from tests.bounds import at_most
+from tests.learner.builders import snapshot
 from tests.learner.weights.toy_actor import CANARY, CANARY_LOGPROBS, HOST, Actor, run_actor
 
 TIMEOUT_S = 60.0  # a transfer's deadline that no test may wait for
