@@ -181,8 +181,8 @@ class _Probe:
 
     def _check_read(self, form: CallForm, sampled: Callable[[str], str], mark: str) -> None:
         """Check that a call with a number is read as given, up to the first end of a turn."""
-        given: Arguments = {KEYS[1]: 7, KEYS[0]: VALUES[0]}
-        whole = self._texts(given, "", is_final=False)
+        arguments: Arguments = {KEYS[1]: 7, KEYS[0]: VALUES[0]}
+        whole = self._texts(arguments, "", is_final=False)
         user: Message = {"role": "user", "content": USER}
         asked = self.render([user], self.tools, True).partition(USER)[2]
         text = whole.removeprefix(shared_tags(whole, asked))
@@ -190,7 +190,7 @@ class _Probe:
         kinds = {KEYS[0]: {"type": "string"}, KEYS[1]: {"type": "integer"}}
         tool: Message = {"function": {"name": self.name, "parameters": {"properties": kinds}}}
         _, calls = form.read(sampled(text[: min(ends)]), [tool])
-        if calls != [(self.name, given)]:
+        if calls != [(self.name, arguments)]:
             raise ValueError(
                 f"writes tool calls in a form that cannot be read back: {text!r:.300}; give"
                 " another template (model.chat_template)"
@@ -202,13 +202,13 @@ class _Probe:
         asked = self.render([user], self.tools, True).partition(USER)[2]
         closed = asked.removesuffix(self.turns.asked)
         text = whole.removeprefix(closed if whole.startswith(closed) else self.turns.closed)
-        found = form.begin.search(text)
-        if found is None:
+        match = form.begin.search(text)
+        if match is None:
             return ""
         # The tags before a call are also a part of its beginning.
-        lead = text[: found.end()]
+        lead = text[: match.end()]
         marks = [each for each in self.names.after_thoughts if each in lead]
-        return lead[: max([found.start(), *(lead.rindex(each) + len(each) for each in marks)])]
+        return lead[: max([match.start(), *(lead.rindex(each) + len(each) for each in marks)])]
 
     def _strips(self) -> bool:
         """Return whether the template removes whitespace around a result."""
@@ -273,9 +273,9 @@ def _end_of_call(whole: str, final: str, start: int, result_at: int, names: Call
 
     Raises: ValueError: no special token ends the turn.
     """
-    known = [at for each in names.ends if start <= (at := whole.find(each, start)) < result_at]
-    if known:
-        return min(known)
+    places = [at for each in names.ends if start <= (at := whole.find(each, start)) < result_at]
+    if places:
+        return min(places)
     stripped = final.rstrip()
     for name in names.special:
         at = len(stripped) - len(name)

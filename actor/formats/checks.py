@@ -117,8 +117,8 @@ def check_prompts(cfg: RunConfig, prompts: Iterable[FirstPrompt]) -> str:
 def _shape_of(prompt: FirstPrompt) -> str:
     """Return the roles of the messages before the last, and which of their fields are set."""
     parts = [
-        [each["role"], bool(each["content"]), len(each.get("tool_calls", []))]
-        for each in prompt.messages[:-1]
+        [message["role"], bool(message["content"]), len(message.get("tool_calls", []))]
+        for message in prompt.messages[:-1]
     ]
     return json.dumps(parts)
 

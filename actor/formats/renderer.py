@@ -84,19 +84,19 @@ class Renderer:
 
     def _end_of_turn(self, after: str, last: str) -> TurnEnd:
         """Return the end of an answer from the template's text behind it."""
-        found = find_end(
+        end = find_end(
             self.completion(after),
             self.completion(last),
             self._special,
             lambda token_id: not self.tokenizer.decode([token_id]).strip(),
             self._inner,
         )
-        if found is None:
+        if end is None:
             raise ConfigError(
                 "model.path: the chat template does not end a turn with a special token: it writes"
                 f" {after!r:.200} after an answer; give a template that does (model.chat_template)"
             )
-        return found
+        return end
 
     def _stops(self) -> list[int]:
         """Return the tokens that end a sampled turn, the template's own first.
@@ -106,12 +106,12 @@ class Renderer:
 
         Raises: ConfigError: no other token ends a turn.
         """
-        own = [*self.turn_end.run[:1], *self.turn_end.last, *self._configured]
-        ends = list(dict.fromkeys(each for each in own if each not in self._inner))
+        configured = [*self.turn_end.run[:1], *self.turn_end.last, *self._configured]
+        ends = list(dict.fromkeys(each for each in configured if each not in self._inner))
         if not ends:
             raise ConfigError(
-                f"model.path: the chat template ends an answer with {self.shown(own[:1])!r}, which"
-                " also ends its thoughts; give another end of a turn (eos_token_id in"
+                "model.path: the chat template ends an answer with"
+                f" {self.shown(configured[:1])!r}, which also ends its thoughts; give another end of a turn (eos_token_id in"
                 " generation_config.json)"
             )
         return ends
@@ -188,12 +188,12 @@ class Renderer:
     def sampled_end(self, *, has_calls: bool) -> int:
         """Return the token with which a policy ends an answer, or an answer with calls."""
         if has_calls and isinstance(self.call_turn, CallTurn):
-            own = self.call_turn_end
-            return own.last[0] if own.last else own.run[0]
+            call_end = self.call_turn_end
+            return call_end.last[0] if call_end.last else call_end.run[0]
         ends = [
-            each
-            for each in (*self.turn_end.last, *self.turn_end.run)
-            if each in self.end_of_turn_ids
+            token_id
+            for token_id in (*self.turn_end.last, *self.turn_end.run)
+            if token_id in self.end_of_turn_ids
         ]
         return ends[0] if ends else self.end_of_turn_ids[0]
 
@@ -282,10 +282,12 @@ class Renderer:
             has_calls: the answer has calls, whose results follow it.
         """
         body = self._without_end(answer)
-        header, own = self._past_call if has_calls else (self._past_header, self._past_turn_end)
+        header, turn_end = (
+            self._past_call if has_calls else (self._past_header, self._past_turn_end)
+        )
         end = answer[-1] if len(body) < len(answer) else None
         past = self._beside_thoughts(body)
-        return self._with_header(shown, header, past), [*past, *past_end(end, own)]
+        return self._with_header(shown, header, past), [*past, *past_end(end, turn_end)]
 
     def _beside_thoughts(self, body: list[int]) -> list[int]:
         """Return the sampled tokens of an answer, without its end, that are no thoughts."""
@@ -333,7 +335,7 @@ class Renderer:
 
     def _framed(
         self,
-        own: TurnEnd,
+        turn_end: TurnEnd,
         before: str,
         text: str,
         after: str,
@@ -343,7 +345,7 @@ class Renderer:
     ) -> list[int]:
         """Return the ids of a message with the end of the answer before it, as far as needed."""
         ids = self._known(before, text, after)
-        return list(ids[own.num_sampled(end, is_stopped=is_stopped) :])
+        return list(ids[turn_end.num_sampled(end, is_stopped=is_stopped) :])
 
     def of_messages(
         self, messages: list[dict[str, Any]], *, tools: Sequence[dict[str, Any]] = ()
@@ -416,27 +418,27 @@ class Renderer:
             ends.append(self.call_turn_end)
         whole = self._safely([{"role": "user", "content": USER}, answer, *messages], tools)
         _, _, tail = whole.partition(USER)[2].partition(mark)
-        found = [place for each in ends if (place := self._place_of(each, tail)) is not None]
-        if not found:
+        places = [place for each in ends if (place := self._place_of(each, tail)) is not None]
+        if not places:
             raise ValueError("the chat template does not end the assistant's turn")
-        at, own = min(found, key=lambda place: place[0])
+        at, turn_end = min(places, key=lambda place: place[0])
         self._check_instructions(messages, tail[at:])
         ids = self._control.encode(tail[at:])
-        return ids[own.num_sampled(end, is_stopped=is_stopped) :]
+        return ids[turn_end.num_sampled(end, is_stopped=is_stopped) :]
 
     def _check_instructions(self, messages: Sequence[Message], text: str) -> None:
         """Check that a text after an answer has the system messages that stand there.
 
         Raises: ValueError: the chat template drops one, or moves it to another place.
         """
-        for each in messages:
-            if each["role"] != "system":
+        for message in messages:
+            if message["role"] != "system":
                 continue
-            instruction = self._control.broken(str(each["content"])).strip()
+            instruction = self._control.broken(str(message["content"])).strip()
             if instruction not in text:
                 raise ValueError(
-                    f"the chat template drops or moves the system message {each['content']!r:.80}"
-                    " after an answer; put its text into the user's message, or give another"
+                    "the chat template drops or moves the system message"
+                    f" {message['content']!r:.80} after an answer; put its text into the user's message, or give another"
                     " template (model.chat_template)"
                 )
 
@@ -449,16 +451,19 @@ class Renderer:
         """
         assert isinstance(self.call_turn, CallTurn)
         if not calls:
-            named = [each for each in results if each["role"] == "tool"] or [{}]
+            named = [result for result in results if result["role"] == "tool"] or [{}]
             calls = [
-                {**as_call(each.get("name") or NAME, {}), **_id_of(each, "tool_call_id")}
-                for each in named
+                {**as_call(result.get("name") or NAME, {}), **_id_of(result, "tool_call_id")}
+                for result in named
             ]
-        has_ids = any(each.get("tool_call_id") for each in results)
+        has_ids = any(result.get("tool_call_id") for result in results)
         call = self.call_turn.call
         return [
-            {**call(str(each["function"]["name"]), {}), **(_id_of(each, "id") if has_ids else {})}
-            for each in calls
+            {
+                **call(str(result["function"]["name"]), {}),
+                **(_id_of(result, "id") if has_ids else {}),
+            }
+            for result in calls
         ]
 
     def _place_of(self, end: TurnEnd, tail: str) -> tuple[int, TurnEnd] | None:
@@ -475,11 +480,13 @@ class Renderer:
         named = ("role", "type")  # The actor writes these fields, so they need no escaping.
         broken = self._control.broken
         safe = [
-            {k: v if k in named else each_text(v, broken) for k, v in each.items()}
-            for each in messages
+            {k: v if k in named else each_text(v, broken) for k, v in message.items()}
+            for message in messages
         ]
         try:
-            return self.rendered(safe, tools=[each_text(each, broken) for each in tools] or None)
+            return self.rendered(
+                safe, tools=[each_text(message, broken) for message in tools] or None
+            )
         except (TemplateError, TypeError, RecursionError) as error:
             raise ValueError(f"the chat template: {error}") from error
 
@@ -487,8 +494,8 @@ class Renderer:
         """Return a message with its calls and thoughts in the fields that the template reads."""
         thoughts = message.get(FIELDS[0])
         if thoughts and self.thoughts.field not in ("", FIELDS[0]):
-            kept = {name: value for name, value in message.items() if name != FIELDS[0]}
-            message = {**kept, self.thoughts.field: thoughts}
+            others = {name: value for name, value in message.items() if name != FIELDS[0]}
+            message = {**others, self.thoughts.field: thoughts}
         calls = message.get("tool_calls")
         if not calls or isinstance(self.call_turn, str) or not self.call_turn.has_text:
             return message
@@ -565,16 +572,16 @@ class Renderer:
             )
 
 
-def past_end(end: int | None, own: TurnEnd) -> list[int]:
+def past_end(end: int | None, turn_end: TurnEnd) -> list[int]:
     """Return the end of a past answer that was sampled with `end`; None: it was cut.
 
     The text after the answer holds the template's own end after any other one.
     """
     if end is None:
         return []
-    if end in own.last and end not in own.run:
-        return list(own.run)
-    return [end] if end in own.run else []
+    if end in turn_end.last and end not in turn_end.run:
+        return list(turn_end.run)
+    return [end] if end in turn_end.run else []
 
 
 def _id_of(message: Message, name: str) -> dict[str, Any]:
@@ -587,23 +594,23 @@ def with_ids(messages: Sequence[Message]) -> list[Message]:
 
     Some templates require them.
     """
-    found: list[Message] = []
+    named_messages: list[Message] = []
     names: list[str] = []  # Names of the calls of the latest answer, without those of its results.
     place = 0
-    for each in messages:
-        if each["role"] == "tool":
+    for message in messages:
+        if message["role"] == "tool":
             name = {"name": names[place]} if place < len(names) else {}
-            each = {"tool_call_id": CALL_ID.format(place), **name, **each}
+            message = {"tool_call_id": CALL_ID.format(place), **name, **message}
             place = place + 1
         else:
             place = 0
             names = []
-        if calls := cast(list[dict[str, Any]], each.get("tool_calls") or []):
+        if calls := cast(list[dict[str, Any]], message.get("tool_calls") or []):
             named = [{"id": CALL_ID.format(i), **call} for i, call in enumerate(calls)]
             names = [str(call["function"]["name"]) for call in calls]
-            each = {**each, "tool_calls": named}
-        found.append(each)
-    return found
+            message = {**message, "tool_calls": named}
+        named_messages.append(message)
+    return named_messages
 
 
 def in_order(results: Sequence[Message], calls: Sequence[Message]) -> list[Message]:
@@ -613,15 +620,16 @@ def in_order(results: Sequence[Message], calls: Sequence[Message]) -> list[Messa
     """
     places = {str(call["id"]): i for i, call in enumerate(calls) if call.get("id")}
     order: list[int] = []
-    for place, each in enumerate(results):
-        given = str(each.get(RESULT_ID) or "")
-        if given and places and given not in places:
-            known = ", ".join(places)
+    for place, result in enumerate(results):
+        result_id = str(result.get(RESULT_ID) or "")
+        if result_id and places and result_id not in places:
+            listed = ", ".join(places)
             raise ValueError(
-                f"{RESULT_ID}={given!r:.80}: the answer before it has no such call; it has {known}"
+                f"{RESULT_ID}={result_id!r:.80}: the answer before it has no such call; it has"
+                f" {listed}"
             )
-        order.append(places.get(given, place))
+        order.append(places.get(result_id, place))
     if len(set(order)) < len(order):  # Two results of one call stay as they are.
         order = list(range(len(results)))
     placed = sorted(zip(order, results, strict=True), key=lambda pair: pair[0])
-    return [{k: v for k, v in each.items() if k != RESULT_ID} for _, each in placed]
+    return [{k: v for k, v in result.items() if k != RESULT_ID} for _, result in placed]

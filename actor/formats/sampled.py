@@ -68,26 +68,26 @@ class SampledText:
     def pairs_of(self, word: str) -> list[tuple[str, str]]:
         """Return pairs of added tokens that open and close a block of a kind, such as think."""
         names = {name: self._named(number) for number, name in self._added.items()}
-        found: list[tuple[str, str]] = []
+        pairs: list[tuple[str, str]] = []
         for name, shown in names.items():
             at = name.lower().find(word)
             closing = (
                 f"{name[:at]}/{name[at:]}",
                 name.replace("START", "END").replace("start", "end").replace("begin", "end"),
             )
-            found += [(shown, names[each]) for each in closing if at > 0 and each in names]
-        return [each for each in found if each[0] != each[1]]
+            pairs += [(shown, names[each]) for each in closing if at > 0 and each in names]
+        return [each for each in pairs if each[0] != each[1]]
 
     def _runs(self, token_ids: Sequence[int]) -> list[_Run]:
         """Return the tokens as runs of ordinary tokens and single added tokens."""
-        found: list[_Run] = []
+        runs: list[_Run] = []
         for is_added, group in itertools.groupby(token_ids, self._added.__contains__):
             ids = list(group)
             if is_added:
-                found += [_Run(self._named(each), [each], True) for each in ids]
+                runs += [_Run(self._named(each), [each], True) for each in ids]
             else:
-                found.append(_Run(self._tokenizer.decode(ids), ids, False))
-        return found
+                runs.append(_Run(self._tokenizer.decode(ids), ids, False))
+        return runs
 
     def _named(self, token_id: int) -> str:
         """Return an added token by its name, with marks if it is special."""

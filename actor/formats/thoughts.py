@@ -46,12 +46,12 @@ class ThoughtForm:
         """
         text = self.asked + answer
         start = len(self.asked)
-        kept = [
+        spans = [
             span
             for message in self._messages(text)
             for span in self._outside_blocks(text, *message)
         ]
-        moved = [(max(a, start) - start, b - start) for a, b in kept if b > start]
+        moved = [(max(a, start) - start, b - start) for a, b in spans if b > start]
         return [(a, b) for a, b in moved if a < b]
 
     def text(self, answer: str) -> str:
@@ -66,10 +66,10 @@ class ThoughtForm:
         """Return the thoughts of a marked answer without their marks and special tokens."""
         edges = [0, *(edge for span in self.spans(answer) for edge in span), len(answer)]
         pairs = zip(edges[::2], edges[1::2], strict=True)
-        found = "".join(answer[a:b] for a, b in pairs)
+        thoughts = "".join(answer[a:b] for a, b in pairs)
         for mark in (self.opens, self.between, *(each for pair in self.blocks for each in pair)):
-            found = found.replace(mark, "") if mark else found
-        return without_special(found).strip()
+            thoughts = thoughts.replace(mark, "") if mark else thoughts
+        return without_special(thoughts).strip()
 
     @property
     def special(self) -> list[str]:
@@ -157,8 +157,8 @@ def measure_thoughts(render: RenderTurns, turns: Turns, sampled: SampledText) ->
             asked=asked.rpartition(repeated)[2],
             field=field,
         )
-    own = (opens.strip(), sampled.encoded(shown[2]).strip().partition("\n")[0])
-    return ThoughtForm(blocks=_distinct([own, *usual]), asked=asked, field=field)
+    marks = (opens.strip(), sampled.encoded(shown[2]).strip().partition("\n")[0])
+    return ThoughtForm(blocks=_distinct([marks, *usual]), asked=asked, field=field)
 
 
 def _shown(render: RenderTurns, turns: Turns) -> tuple[str, str, str, str] | None:
@@ -167,18 +167,18 @@ def _shown(render: RenderTurns, turns: Turns) -> tuple[str, str, str, str] | Non
     The third text is the end of the thoughts: the start of the second one that an answer with text
     and one with calls share. The fourth text is the field of the thoughts.
     """
-    found: list[tuple[str, str, str]] = []
+    examples: list[tuple[str, str, str]] = []
     for extra in ({"content": ASSISTANT}, {"content": "", "tool_calls": [as_call(NAME, {})]}):
         plain = _text_of(render, [USER_MESSAGE, {"role": "assistant", **extra}])
         for name in FIELDS:
             shown = _around(render, turns, plain, {**extra, name: THOUGHT})
             if shown is not None:
-                found.append((*shown, name))
+                examples.append((*shown, name))
                 break
-    if not found:
+    if not examples:
         return None
-    opens, closes, field = found[0]
-    shared = shared_tags(closes, found[-1][1])
+    opens, closes, field = examples[0]
+    shared = shared_tags(closes, examples[-1][1])
     return opens, closes, shared if shared.strip() else closes, field
 
 
@@ -195,8 +195,8 @@ def _around(
     closes = rest[: len(rest) - len(shared_end_tags(rest, plain))]
     if ASSISTANT in plain:
         closes = rest.partition(ASSISTANT)[0]
-    own = lead.removeprefix(shared_tags(lead, turns.closed))
-    opens = own if own.strip() else _opening(lead, closes, turns)
+    begin = lead.removeprefix(shared_tags(lead, turns.closed))
+    opens = begin if begin.strip() else _opening(lead, closes, turns)
     return (opens, closes) if opens and closes.strip() else None
 
 

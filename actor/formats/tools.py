@@ -53,13 +53,13 @@ def reader_of(render: Render, kind: AgentFormat, *, is_whole: bool) -> Read:
                 f"actor.format={kind.value}: {type(render).__name__} cannot render tool calls"
             )
         return lambda ids: (render.action_text(ids), render.called(ids))
-    found: Callable[[str], str | None] = str
+    action_of: Callable[[str], str | None] = str
     if kind is AgentFormat.REACT:
-        found = partial(read_react, is_whole=is_whole)
+        action_of = partial(read_react, is_whole=is_whole)
 
     def read(token_ids: list[int]) -> tuple[str, str | None]:
         text = render.action_text(token_ids)
-        return text, found(text)
+        return text, action_of(text)
 
     return read
 
@@ -115,8 +115,8 @@ class ToolRenderer(Renderer):
         self._called = self._call_of_own(self._names[0])
         self._called_by_name = {self._names[0]: self._called}
         self._call_end = self._end_of_turn(self._called.between, self._called.ended)
-        own = (*self.end_of_turn_ids, self._call_end.run[0])
-        self.end_of_turn_ids = list(dict.fromkeys(own))
+        ends = (*self.end_of_turn_ids, self._call_end.run[0])
+        self.end_of_turn_ids = list(dict.fromkeys(ends))
 
     def _call_of_own(self, name: str) -> CallTurn:
         """Return the turn of a call of a tool and its result."""

@@ -49,10 +49,10 @@ def worded(kind: AgentFormat, instruction: str) -> str:
         instruction = instruction.removesuffix(BARE).rstrip()
     if kind is AgentFormat.PLAIN or (kind is AgentFormat.REACT and MARK in instruction):
         return instruction
-    how = REACT if kind is AgentFormat.REACT else CALLS
-    if how is CALLS and LISTED.search(instruction) is not None:
+    rules = REACT if kind is AgentFormat.REACT else CALLS
+    if rules is CALLS and LISTED.search(instruction) is not None:
         return LISTED.sub(CALLS, instruction)
-    return f"{instruction}\n\n{how}" if instruction else how
+    return f"{instruction}\n\n{rules}" if instruction else rules
 
 
 def tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
@@ -97,8 +97,8 @@ def check_tools(kind: AgentFormat, folder: Path, *, template: Path | None = None
 
     Raises: ConfigError: the template does not contain the word "tools".
     """
-    own = [folder / "chat_template.jinja", folder / "tokenizer_config.json"]
-    files = [template] if template else own
+    usual = [folder / "chat_template.jinja", folder / "tokenizer_config.json"]
+    files = [template] if template else usual
     texts = [each.read_text(encoding="utf-8") for each in files if each.is_file()]
     if kind is AgentFormat.FUNCTION_CALL and not any("tools" in text for text in texts):
         raise ConfigError(f"{NO_TOOLS}: {folder}")
@@ -131,8 +131,8 @@ def read_any(kind: AgentFormat, answer: str) -> str:
         return answer
     if kind is AgentFormat.REACT:
         return read_react(answer) or ""
-    found = [form.read(answer)[1] for form in ANY_FORM]
-    calls = max(found, key=len)  # A form that cannot parse the answer finds no calls.
+    readings = [form.read(answer)[1] for form in ANY_FORM]
+    calls = max(readings, key=len)  # A form that cannot parse the answer finds no calls.
     names = [name for name, _ in calls]
     has_one = any(given.keys() == {ARGUMENT} for _, given in calls)
     return sent(calls, names, has_one=has_one) or ""

@@ -56,12 +56,12 @@ def _parsed(text: str) -> ast.expr | None:
 
     Models write line breaks inside of quotes, where Python does not allow them.
     """
-    for each in (text, text.replace("\n", "\\n")):
+    for form in (text, text.replace("\n", "\\n")):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)  # An unknown escape, such as \\d.
             warnings.simplefilter("ignore", DeprecationWarning)
             try:
-                return ast.parse(each, mode="eval").body
+                return ast.parse(form, mode="eval").body
             except (SyntaxError, ValueError, MemoryError, RecursionError):
                 continue
     return None
@@ -93,10 +93,10 @@ def _call_of(node: ast.expr) -> tuple[str, dict[str, Any]]:
     """Return name and arguments of a call in Python's syntax. Raises: ValueError."""
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("a call in Python's syntax has named arguments only")
-    given = {str(each.arg): _value_of(each.value) for each in node.keywords if each.arg}
-    if len(given) != len(node.keywords):
+    arguments = {str(each.arg): _value_of(each.value) for each in node.keywords if each.arg}
+    if len(arguments) != len(node.keywords):
         raise ValueError("a call has an argument twice, or one without a name")
-    return ast.unparse(node.func), given
+    return ast.unparse(node.func), arguments
 
 
 def _value_of(node: ast.expr) -> object:
@@ -167,7 +167,7 @@ def read_quoted(text: str, at: int, quote: str) -> tuple[dict[str, Any], int]:
     keyed = _BARE_KEY.sub(r'\1"\2":', "".join(parts))
     keyed = _PYTHON_NAME.sub(lambda each: json.dumps(CONSTANTS[each[0].lower()]), keyed)
     whole = _PLACES.sub(lambda each: json.dumps(texts[int(each[1])]), keyed)
-    found: object = DECODER.decode(whole)
-    if not isinstance(found, dict):
+    content: object = DECODER.decode(whole)
+    if not isinstance(content, dict):
         raise ValueError("must be an object")
-    return cast(dict[str, Any], found), place
+    return cast(dict[str, Any], content), place

@@ -55,10 +55,10 @@ def read_arguments(value: object) -> Arguments:
 
     Raises: ValueError: the value is not a JSON object, or is nested too deeply.
     """
-    found: object = DECODER.decode(value or "{}") if isinstance(value, str) else value
-    if not isinstance(found, dict):
+    content: object = DECODER.decode(value or "{}") if isinstance(value, str) else value
+    if not isinstance(content, dict):
         raise ValueError("must be a JSON object")
-    arguments = cast(Arguments, found)
+    arguments = cast(Arguments, content)
     check_depth(arguments)
     return arguments
 
@@ -68,11 +68,11 @@ def check_depth(value: object) -> None:
     level = [value]
     for _ in range(MAX_DEPTH):
         inner: list[object] = []
-        for each in level:
-            if isinstance(each, dict):
-                inner += cast(dict[str, object], each).values()
-            elif isinstance(each, list):
-                inner += cast(list[object], each)
+        for entry in level:
+            if isinstance(entry, dict):
+                inner += cast(dict[str, object], entry).values()
+            elif isinstance(entry, list):
+                inner += cast(list[object], entry)
         if not inner:
             return
         level = inner
@@ -137,10 +137,10 @@ class CallForm:
     @classmethod
     def _of_json(cls, full: str, closing: str) -> "CallForm | None":
         """Return the form of calls as JSON objects; None: the template uses another form."""
-        for found in re.finditer(r"[{\[]", full):
-            lead = full[: found.start()]
+        for bracket in re.finditer(r"[{\[]", full):
+            lead = full[: bracket.start()]
             try:
-                value, end = DECODER.raw_decode(full, found.start())
+                value, end = DECODER.raw_decode(full, bracket.start())
             except ValueError:
                 continue
             after = _closed(full[end:], closing)
@@ -189,10 +189,10 @@ class CallForm:
         if not (quote.strip() and is_named and before.strip()) or between.strip():
             return None
         try:
-            given, end = read_quoted(full, len(lead), quote)
+            arguments, end = read_quoted(full, len(lead), quote)
         except ValueError:
             return None
-        if given != ARGUMENTS:
+        if arguments != ARGUMENTS:
             return None
         head = re.compile(rf"{NAMED}(?=\{{)")
         after = re.compile(_closed(full[end:], closing))
@@ -243,10 +243,10 @@ class CallForm:
 
     def shows(self, text: str, calls: Sequence[Call]) -> bool:
         """Return whether a text has exactly these calls. Tags have arguments of the same types."""
-        _, found = self.read(text)
-        if self.tags is None or len(found) != len(calls):
-            return found == [*calls]
-        pairs = zip(found, calls, strict=True)
+        _, read_calls = self.read(text)
+        if self.tags is None or len(read_calls) != len(calls):
+            return read_calls == [*calls]
+        pairs = zip(read_calls, calls, strict=True)
         return all(
             (name, _like(read, given)) == (own, given) for (name, read), (own, given) in pairs
         )
@@ -256,22 +256,22 @@ class CallForm:
         texts: list[str] = []
         calls: list[Call] = []
         at = 0
-        while (found := self._start(text, at, has_calls=bool(calls))) is not None:
-            texts.append(text[at : found.start()])
-            found_calls, at = self._calls_at(text, found.end())
+        while (match := self._start(text, at, has_calls=bool(calls))) is not None:
+            texts.append(text[at : match.start()])
+            found_calls, at = self._calls_at(text, match.end())
             calls += found_calls
         if not calls:
             return text.strip(), []
         if self.tags is not None:
             calls = [(name, _typed(given, _schemas(name, tools))) for name, given in calls]
         texts.append(text[at:])
-        kept = [each.strip() for each in texts if each.strip(BETWEEN_CALLS)]
-        return "\n".join(kept), calls
+        between = [each.strip() for each in texts if each.strip(BETWEEN_CALLS)]
+        return "\n".join(between), calls
 
     def _start(self, text: str, at: int, *, has_calls: bool) -> re.Match[str] | None:
         """Return the start of the next call behind a position."""
-        found = self.again.match(text, at) if self.again is not None and has_calls else None
-        return found or self.begin.search(text, at)
+        match = self.again.match(text, at) if self.again is not None and has_calls else None
+        return match or self.begin.search(text, at)
 
     def _begins(self, text: str, at: int) -> bool:
         """Return whether a call after another one begins at a position."""
@@ -297,8 +297,8 @@ class CallForm:
             raise ValueError("a call without a name")
         if head is None:
             value, at = DECODER.raw_decode(text, _skip_space(text, at))
-            each = cast(list[object], value if isinstance(value, list) else [value])
-            return [self._call(one) for one in each], self._ended(text, at)
+            entries = cast(list[object], value if isinstance(value, list) else [value])
+            return [self._call(one) for one in entries], self._ended(text, at)
         if self.quote:
             value, at = read_quoted(text, head.end(), self.quote)
             return [(head["name"], read_arguments(value))], self._ended(text, at)
