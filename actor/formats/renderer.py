@@ -111,8 +111,8 @@ class Renderer:
         if not ends:
             raise ConfigError(
                 "model.path: the chat template ends an answer with"
-                f" {self.shown(configured[:1])!r}, which also ends its thoughts; give another end of a turn (eos_token_id in"
-                " generation_config.json)"
+                f" {self.shown(configured[:1])!r}, which also ends its thoughts; give another end"
+                " of a turn (eos_token_id in generation_config.json)"
             )
         return ends
 
@@ -438,8 +438,8 @@ class Renderer:
             if instruction not in text:
                 raise ValueError(
                     "the chat template drops or moves the system message"
-                    f" {message['content']!r:.80} after an answer; put its text into the user's message, or give another"
-                    " template (model.chat_template)"
+                    f" {message['content']!r:.80} after an answer; put its text into the user's"
+                    " message, or give another template (model.chat_template)"
                 )
 
     def _answered_calls(
