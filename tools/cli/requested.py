@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from actor.policy import PolicyConfig
+from common.config.keys import commands_of, declared, dotted
 from common.config.knobs import FILE_NAME, PATH
 from common.config.load import (
     config_as_yaml,
@@ -54,12 +55,21 @@ def load_named(request: ParsedCommand, *, defaults: Sequence[str] = ()) -> Any:
     """
     schema = SCHEMAS.get(request.command, RunConfig)
     overrides = [*defaults, *request.overrides]
+    check_keys_of_others(request.overrides, schema)
     if request.config is None and (name := override_value(overrides, "run.name")) is not None:
         own = own_config(overrides, name)
         if own.is_file():
             return load_config(str(own), overrides, schema=schema)
     named = request.config or DEFAULT_CONFIG
     return load_config(named, overrides, is_dry=request.is_dry, schema=schema)
+
+
+def check_keys_of_others(overrides: Sequence[str], schema: type[RunConfig]) -> None:
+    """Check that a key which only another command reads exists there. Raises: ConfigError."""
+    for override in overrides:
+        key = override.partition("=")[0]
+        if readers := commands_of(dotted(key), schema):
+            declared(key, shown=override, schema=SCHEMAS[readers.split()[0]])
 
 
 def load_joined(request: ParsedCommand) -> RunConfig:
@@ -72,6 +82,7 @@ def load_joined(request: ParsedCommand) -> RunConfig:
             with `--config` begins a run.
     """
     overrides = request.overrides
+    check_keys_of_others(overrides, RunConfig)
     name = override_value(overrides, "run.name")
     if name is None and request.config is not None:
         name = find_config(request.config).stem

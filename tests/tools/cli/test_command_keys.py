@@ -11,7 +11,7 @@ from common.config.load import config_as_yaml, load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from tools.cli.help import AllKeys
-from tools.cli.requested import SCHEMAS
+from tools.cli.requested import SCHEMAS, check_keys_of_others
 from tools.evaluate.config import EvalConfig
 from tools.offline.config import SftConfig
 
@@ -81,3 +81,10 @@ def test_removed_key_is_accepted_with_its_only_value(caplog: pytest.LogCaptureFi
     ]
     with pytest.raises(ConfigError, match=r"^actor\.top_p=0\.9: must be in \[1, 1\]$"):
         load_config(None, [MODEL, "actor.top_p=0.9"])
+
+
+@pytest.mark.parametrize("override", ["sft.lrr=1", "policy.urls=x", "study.nothing=1"])
+def test_misspelled_key_of_another_command_is_refused(override: str) -> None:
+    check_keys_of_others(["sft.lr=1", "eval.k=2", "learner.lr=1"], RunConfig)
+    with pytest.raises(ConfigError, match="no such key"):
+        check_keys_of_others([override], RunConfig)
