@@ -15,7 +15,6 @@ from vllm.config.lora import MaxLoRARanks
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
-from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
@@ -134,37 +133,3 @@ def _copies(pair: Pair, dtype: torch.dtype) -> Pair:
     """Return copies of A and B in host memory."""
     first, second = (each.to(device="cpu", dtype=dtype, copy=True) for each in pair)
     return first, second
-
-
-class OneAdapter(PunicaWrapperCPU):
-    """One adapter for all requests on a CPU: two matrix products per layer.
-
-    vLLM's own operations copy the adapter for every token and are 5 to 60 times slower.
-    """
-
-    def add_lora_linear(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        lora_a_stacked: tuple[torch.Tensor, ...],
-        lora_b_stacked: tuple[torch.Tensor, ...],
-        scale: float,
-        output_slices: tuple[int, ...],
-        **_: Any,
-    ) -> None:
-        """Add (x A^T) B^T, computed in fp32, to `y` [tokens, outputs], slice by slice.
-
-        Args:
-            x: [tokens, inputs]
-            lora_a_stacked: per slice [1, 1, rank, inputs]
-            lora_b_stacked: per slice [1, 1, outputs of the slice, rank]
-        """
-        if self.no_lora:
-            return
-        rows = x.reshape(-1, x.shape[-1]).float()
-        outputs = y.view(-1, y.shape[-1])
-        first = 0
-        for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-            change = scale * (rows @ a[0, 0].float().T @ b[0, 0].float().T)
-            outputs[:, first : first + width] += change.to(y.dtype)
-            first += width

@@ -96,7 +96,7 @@ def engine_arguments(
         logprobs_mode="processed_logprobs",
         worker_extension_cls="actor.engine.worker.WorkerExtension",
         weight_transfer_config=WeightTransferConfig(backend="longstride"),
-        worker_cls="actor.engine.cpu_worker.TileWorker" if current_platform.is_cpu() else "auto",
+        worker_cls="actor.engine.cpu.worker.TileWorker" if current_platform.is_cpu() else "auto",
         # The class, not its name: vLLM replaces the name "uni" by "mp" on CPU. The two processes of
         # "mp" poll each other and occupy a core.
         distributed_executor_backend=UniProcExecutor if cfg.tensor_parallel_size == 1 else "mp",

@@ -9,7 +9,7 @@ from actor.engine.adapter import load_adapter
 from actor.engine.load import StagedTransferEngine, count_cast_weights, register
 from actor.engine.process_watch import end_with_owner
 from actor.weights.stage import Staging
-from common.amx import TilePermission
+from common.host.machine import TilePermission
 from common.stall.stacks import tell_stacks
 from common.weights.transport import device_id
 

@@ -1,13 +1,15 @@
 """Hardware and tools of this machine: GPUs, memory, the CPU's matrix units, a C++ compiler."""
 
+import ctypes
 import os
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Callable
+from enum import StrEnum
 from functools import cache
 from pathlib import Path
 
-from common.amx import cpu_flags
 from common.errors import ConfigError
 from common.host.cgroups import PROC, memory_limit
 from common.host.gpu_list import Gpu, shown_gpus
@@ -17,8 +19,20 @@ COMPILER_PACKAGES = "g++ and Python's headers (Debian, Ubuntu: apt-get install g
 _TIMEOUT_S = 20.0
 _COMPILER_TIMEOUT_S = 60.0  # A busy machine needs ten seconds and more.
 MEMINFO = Path("/proc/meminfo")
+CPUINFO = Path("/proc/cpuinfo")
 _UNITS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")  # The last two are ARM's.
 _BF16_UNITS = ("avx512_bf16", "amx_bf16", "bf16")
+SYS_ARCH_PRCTL = 158  # x86-64 only.
+ARCH_REQ_XCOMP_PERM = 0x1023
+XFEATURE_XTILEDATA = 18
+
+
+class TilePermission(StrEnum):
+    """Outcome of the permission request."""
+
+    NOT_NEEDED = "not_needed"  # The CPU has no AMX tiles.
+    GRANTED = "granted"
+    REFUSED = "refused"  # The kernel is too old, or its configuration forbids tiles.
 
 
 @cache
@@ -75,6 +89,16 @@ def memory_bytes(proc: Path = PROC, meminfo: Path = MEMINFO) -> tuple[int, int]:
     return min(total, limit[0]), min(available, limit[1])
 
 
+def cpu_flags(cpuinfo: Path = CPUINFO) -> set[str]:
+    """Return the CPU features that the kernel lists; an empty set without /proc."""
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # The system is not Linux.
+        return set()
+    listed = (line for line in lines if line.startswith(("flags", "Features")))  # x86, ARM.
+    return set(next(listed, "").partition(":")[2].split())
+
+
 def cpu_units() -> list[str]:
     """Return the names of the CPU's vector and matrix units that affect the precision."""
     flags = cpu_flags()
@@ -84,6 +108,25 @@ def cpu_units() -> list[str]:
 def has_bf16_units() -> bool:
     """Return whether the CPU multiplies bf16 in hardware; without that, fp32 is faster."""
     return any(unit in _BF16_UNITS for unit in cpu_units())
+
+
+def _arch_prctl(code: int, argument: int) -> int:
+    """Return 0, or -1 if the kernel refuses the request."""
+    return ctypes.CDLL(None).syscall(SYS_ARCH_PRCTL, code, argument)
+
+
+def request_tiles(
+    cpuinfo: Path = CPUINFO, arch_prctl: Callable[[int, int], int] = _arch_prctl
+) -> TilePermission:
+    """Request AMX tiles for this process, all its threads and its forks. `exec` drops them.
+
+    Without the permission, the first tile instruction of an AMX kernel ends the process with
+    SIGILL.
+    """
+    if "amx_tile" not in cpu_flags(cpuinfo):
+        return TilePermission.NOT_NEEDED
+    is_granted = arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0
+    return TilePermission.GRANTED if is_granted else TilePermission.REFUSED
 
 
 def compiler_problem() -> str:

@@ -12,14 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from common.amx import TilePermission, request_tiles
 from common.config.load import list_configs, override_value
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.host import machine
 from common.host.cgroups import cores_here
 from common.host.loopback import family_of, loopback
-from common.host.machine import GIB
+from common.host.machine import GIB, TilePermission, request_tiles
 from common.repository import ROOT
 from common.text import counted
 from common.wire.addresses import bracketed

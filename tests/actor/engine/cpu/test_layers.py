@@ -12,7 +12,7 @@ def test_every_head_is_rotated_on_a_cpu(is_neox: bool) -> None:
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
     from vllm.platforms import current_platform
 
-    from actor.engine.cpu_worker import rotate_all_heads
+    from actor.engine.cpu.worker import rotate_all_heads
 
     if not current_platform.is_cpu():
         pytest.skip("vLLM is built for a GPU")
@@ -34,7 +34,7 @@ def test_activation_keeps_its_numbers_in_the_engines_dtype() -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.activation import XIELU
 
-    from actor.engine.cpu_worker import keep_activations_in
+    from actor.engine.cpu.worker import keep_activations_in
 
     for dtype in (torch.float32, torch.bfloat16):
         keep_activations_in(dtype)

@@ -1,10 +1,10 @@
-"""Laws of asking for AMX tiles."""
+"""Laws of this machine: the request for AMX tiles."""
 
 from pathlib import Path
 
 import pytest
 
-from common.amx import (
+from common.host.machine import (
     ARCH_REQ_XCOMP_PERM,
     XFEATURE_XTILEDATA,
     TilePermission,

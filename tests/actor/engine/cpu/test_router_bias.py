@@ -8,7 +8,7 @@ import torch
 
 
 def test_router_bias_changes_the_choice_only() -> None:
-    from actor.engine.cpu_worker import chosen_experts
+    from actor.engine.cpu.worker import chosen_experts
 
     logits = torch.tensor([[4.0, 3.0, 2.0, 1.0]]).log()  # The softmax is .4, .3, .2, .1.
     how = {"hidden_states": torch.zeros(1, 2), "gating_output": logits, "topk": 2}
@@ -22,7 +22,7 @@ def test_router_bias_changes_the_choice_only() -> None:
 
 
 def test_sigmoid_router_scales_its_gates() -> None:
-    from actor.engine.cpu_worker import chosen_experts
+    from actor.engine.cpu.worker import chosen_experts
 
     logits = torch.tensor([[0.8, 0.6, 0.5, 0.2]]).logit()  # The sigmoids are .8, .6, .5, .2.
     how = {"hidden_states": torch.zeros(1, 2), "gating_output": logits, "topk": 2}
@@ -38,7 +38,7 @@ def test_sigmoid_router_scales_its_gates() -> None:
 def test_sigmoid_routers_are_completed_on_a_cpu() -> None:
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
-    from actor.engine.cpu_worker import chosen_experts, complete_routers
+    from actor.engine.cpu.worker import chosen_experts, complete_routers
 
     layer: Any = torch.nn.Module()
     layer.sigmoid = CPURouter(2, 4, scoring_func="sigmoid", routed_scaling_factor=2.0)
