@@ -35,17 +35,17 @@ class InstallProgress:
 
     def read(self, line: str) -> Iterator[str]:
         """Yield the lines to show for one line of pip's output. Metadata downloads are skipped."""
-        found = _WHEEL.search(line) or _PRESENT.match(line)
+        match = _WHEEL.search(line) or _PRESENT.match(line)
         if line.startswith("ERROR"):
             yield line.rstrip()
         elif line.startswith("Installing collected packages"):
             yield f"unpacking {counted(line.count(',') + 1, 'package')}"
-        elif found and ".whl.metadata" not in line and found["name"] not in self._seen:
-            self._seen.add(found["name"])
-            size = found.groupdict().get("size")
+        elif match and ".whl.metadata" not in line and match["name"] not in self._seen:
+            self._seen.add(match["name"])
+            size = match.groupdict().get("size")
             number = f"[{len(self._seen)}/{max(self._num_packages, len(self._seen))}]"
-            name = found["name"].replace("_", "-")
-            yield f"{number} {name} {found['version']}{f' ({size})' if size else ''}"
+            name = match["name"].replace("_", "-")
+            yield f"{number} {name} {match['version']}{f' ({size})' if size else ''}"
 
 
 def count_packages(lock: Path) -> int:
@@ -58,8 +58,8 @@ def pinned_versions(lock: Path) -> dict[str, str]:
     if not lock.is_file():
         return {}
     lines = lock.read_text(encoding="utf-8").splitlines()
-    found = [match for line in lines if (match := _PINNED.match(line))]
-    return {match["name"].replace("_", "-").lower(): match["version"] for match in found}
+    pins = [match for line in lines if (match := _PINNED.match(line))]
+    return {match["name"].replace("_", "-").lower(): match["version"] for match in pins}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -99,8 +99,8 @@ def _install_with_pip(options: Sequence[str], lock: str) -> int:
                     threading.Thread(target=_print_unpacking, args=(pip, folder)).start()
     (folder / "install.log").write_text("".join(lines), encoding="utf-8")
     if pip.returncode != 0:
-        kept = [line for line in lines if not line.startswith("WARNING: Location")]
-        _print_now("".join(kept[-LOG_LINES:]).rstrip())
+        output = [line for line in lines if not line.startswith("WARNING: Location")]
+        _print_now("".join(output[-LOG_LINES:]).rstrip())
         _print_now(f"pip failed; its whole output: {folder / 'install.log'}")
     else:
         _print_now(f"installed in {time.monotonic() - started:.0f} s")

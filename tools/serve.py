@@ -218,10 +218,10 @@ async def _end(engine: "Engine", ended: asyncio.Event, run_dir: RunDir, *, after
     if after_s:
         waits.append(asyncio.create_task(newer_version(run_dir, after_s=after_s)))
     done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    for each in waits:
-        each.cancel()
-    for each in done:
-        each.result()
+    for task in waits:
+        task.cancel()
+    for task in done:
+        task.result()
 
 
 def base_of(folder: Path) -> tuple[Path, LoraSection]:
@@ -279,9 +279,9 @@ async def newer_version(
     poll_s: float = PAST_POLL_S,
 ) -> None:
     """Wait until `after_s` seconds have passed and the run has a version that it has not now."""
-    known = past_versions(run_dir)[-1:]
+    newest = past_versions(run_dir)[-1:]
     started = now()
-    while now() - started < after_s or past_versions(run_dir)[-1:] == known:
+    while now() - started < after_s or past_versions(run_dir)[-1:] == newest:
         await asyncio.sleep(poll_s)
 
 

@@ -57,9 +57,9 @@ def load_named(request: ParsedCommand, *, defaults: Sequence[str] = ()) -> Any:
     overrides = [*defaults, *request.overrides]
     check_keys_of_others(request.overrides, schema)
     if request.config is None and (name := override_value(overrides, "run.name")) is not None:
-        own = own_config(overrides, name)
-        if own.is_file():
-            return load_config(str(own), overrides, schema=schema)
+        config_path = own_config(overrides, name)
+        if config_path.is_file():
+            return load_config(str(config_path), overrides, schema=schema)
     named = request.config or DEFAULT_CONFIG
     return load_config(named, overrides, is_dry=request.is_dry, schema=schema)
 
@@ -89,14 +89,16 @@ def load_joined(request: ParsedCommand) -> RunConfig:
     if name is None:
         latest = _folder(overrides) / "latest"
         name = latest.resolve().name if latest.exists() else DEFAULT_CONFIG
-    own = own_config(overrides, name)
-    if own.is_file():
-        return load_config(str(own), overrides)
+    config_path = own_config(overrides, name)
+    if config_path.is_file():
+        return load_config(str(config_path), overrides)
     if request.command == "scheduler" and request.config is not None:
         return load_config(request.config, overrides)
     # A wrong key is reported before a missing run.
     load_config(request.config or DEFAULT_CONFIG, overrides)
-    raise ConfigError(f"run.name={name}: no such run in {own.parents[1]}/{_nearest_run(own)}")
+    raise ConfigError(
+        f"run.name={name}: no such run in {config_path.parents[1]}/{_nearest_run(config_path)}"
+    )
 
 
 def _folder(overrides: Sequence[str]) -> Path:
@@ -114,12 +116,14 @@ def own_config(overrides: Sequence[str], name: str) -> Path:
     return _folder(overrides) / name / "config.yaml"
 
 
-def _nearest_run(own: Path) -> str:
+def _nearest_run(config_path: Path) -> str:
     """Return a hint for an unknown run: the most similar name, or how to start a run."""
-    known = sorted({path.parent.name for path in own.parents[1].glob("*/config.yaml")} - {"latest"})
-    if not known:
+    names = sorted(
+        {path.parent.name for path in config_path.parents[1].glob("*/config.yaml")} - {"latest"}
+    )
+    if not names:
         return ", which has no run; start one with `train`"
-    return known_hint(own.parent.name, known, form=str)
+    return known_hint(config_path.parent.name, names, form=str)
 
 
 def load_with_model(request: ParsedCommand) -> Any:
@@ -136,12 +140,12 @@ def on_loopback(cfg: Any) -> Any:
 
     It replaces 127.0.0.1 by ::1 on a machine without IPv4, and the reverse without IPv6.
     """
-    own = {
+    sections = {
         name: replace(section, host=loopback())
         for name in ("scheduler", "learner", "envhub")
         if (host := (section := getattr(cfg, name)).host) in (IPV4, IPV6) and not can_bind(host)
     }
-    return replace(cfg, **own) if own else cfg
+    return replace(cfg, **sections) if sections else cfg
 
 
 def directory_of(cfg: RunConfig) -> RunDir:

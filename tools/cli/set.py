@@ -40,9 +40,9 @@ def set_keys(
     from common.config.live import text_at
     from common.wire.messages import ConfigRequest
 
-    given = [word for word in request.overrides if dotted(word.partition("=")[0]) in CHOICE]
-    wanted = [word for word in request.overrides if word not in given]
-    cfg = requested.load_joined(replace(request, overrides=given))
+    run_words = [word for word in request.overrides if dotted(word.partition("=")[0]) in CHOICE]
+    wanted = [word for word in request.overrides if word not in run_words]
+    cfg = requested.load_joined(replace(request, overrides=run_words))
     new = _new_values(cfg, wanted)
     run_dir = RunDir(root=ROOT / cfg.run.dir / cfg.run.name)
     if not new:
@@ -70,11 +70,11 @@ def _new_values(cfg: RunConfig, wanted: list[str]) -> dict[str, str]:
         if not equals:
             raise ConfigError(f"{word}: a change is key=value, like learner.lr=1e-5")
         check_live(key)
-    given = dict(word.split("=", 1) for word in wanted)
-    changed = with_values(cfg, given)
-    for key in given:
+    values = dict(word.split("=", 1) for word in wanted)
+    changed = with_values(cfg, values)
+    for key in values:
         check_effect(changed, key)
-    keys = [dotted(key) for key in given]
+    keys = [dotted(key) for key in values]
     return {
         key: text_at(changed, key) for key in keys if text_at(changed, key) != text_at(cfg, key)
     }
