@@ -159,11 +159,11 @@ def capture(
 
 
 def _fill(
-    found: RunCapture, run_dir: RunDir, *, with_temporary: bool, now: Callable[[], float]
+    cut: RunCapture, run_dir: RunDir, *, with_temporary: bool, now: Callable[[], float]
 ) -> float:
     """Add the files; return the seconds between the scheduler's state and the journal's end."""
     root = run_dir.root
-    files = found.files
+    files = cut.files
     files += _config(root)
     files += _replaced(root, "journal/replay_point.json")
     files += _checkpoints(root, with_temporary=with_temporary)
@@ -173,9 +173,9 @@ def _fill(
     files += _scheduler(root)
     for name in APPENDED:
         files += _appended(root, name)
-    found.journal = synced_end(run_dir.journal)
+    cut.journal = synced_end(run_dir.journal)
     took_s = now() - started
-    found.pruned_before = _add_journal(found, run_dir)
+    cut.pruned_before = _add_journal(cut, run_dir)
     for name in REPLACED:
         files += _replaced(root, name)
     return took_s
@@ -248,11 +248,11 @@ def _whole(root: Path, path: Path) -> CapturedFile:
 def _checkpoints(root: Path, *, with_temporary: bool) -> Iterator[CapturedFile]:
     """Yield the files of the complete checkpoints. Raises: SourceChanged."""
     folders = [
-        each
-        for each in sorted((root / "checkpoints").glob("step-*"))
-        if _CHECKPOINT_FOLDER.fullmatch(each.name) and (each / _MARKER).exists()
+        path
+        for path in sorted((root / "checkpoints").glob("step-*"))
+        if _CHECKPOINT_FOLDER.fullmatch(path.name) and (path / _MARKER).exists()
     ]
-    lasting = [each for each in folders if not _is_temporary(each / _MARKER)]
+    lasting = [path for path in folders if not _is_temporary(path / _MARKER)]
     for folder in folders if with_temporary or not lasting else lasting:
         before = folder.stat().st_ino
         yield from _tree(root, folder)
@@ -280,21 +280,21 @@ def _scheduler(root: Path) -> Iterator[CapturedFile]:
         yield from log
 
 
-def _add_journal(found: RunCapture, run_dir: RunDir) -> int:
+def _add_journal(cut: RunCapture, run_dir: RunDir) -> int:
     """Add the journal up to its synced end; return the number of its first file."""
     root = run_dir.root
-    end = found.journal
+    end = cut.journal
     pruned = load_pruned(run_dir.journal)
     files = {n: path for n, path in journal_files(run_dir.journal).items() if n <= end.file}
     if files and [*files] != [*range(pruned.before, end.file + 1)]:
         raise SourceChanged(f"a file of {run_dir.journal}")
     for number, path in files.items():
         file = _whole(root, path)
-        found.files.append(file if number < end.file else _last_file(file, path, end))
-    found.files += _replaced(root, "journal/pruned.json")
+        cut.files.append(file if number < end.file else _last_file(file, path, end))
+    cut.files += _replaced(root, "journal/pruned.json")
     if (run_dir.journal / "synced").exists():
         mark = end.mark()
-        found.files.append(CapturedFile(name="journal/synced", size=len(mark), content=mark))
+        cut.files.append(CapturedFile(name="journal/synced", size=len(mark), content=mark))
     return pruned.before
 
 

@@ -134,11 +134,11 @@ class RunCopier:
             self._note(self._last, num=0)
         self._is_opened = True
 
-    def _copy_files(self, found: RunCapture, *, is_last: bool) -> dict[str, StoredFile]:
+    def _copy_files(self, cut: RunCapture, *, is_last: bool) -> dict[str, StoredFile]:
         """Copy the files of a cut; return those that are stored completely."""
         files: dict[str, StoredFile] = {}
         checkpoints: dict[int, list[CapturedFile]] = {}
-        for file in found.files:
+        for file in cut.files:
             match = _CHECKPOINT.match(file.name)
             if match:
                 checkpoints.setdefault(int(match[1]), []).append(file)
@@ -271,14 +271,14 @@ class RunCopier:
             if_room(lambda: write_json(path, asdict(self.state)), path)
 
 
-def _may_follow(last: CopyManifest, manifest: CopyManifest, found: RunCapture) -> bool:
+def _may_follow(last: CopyManifest, manifest: CopyManifest, cut: RunCapture) -> bool:
     """Return whether a manifest may replace the last one.
 
     A checkpoint that the run has removed needs records of the journal that may be pruned by now.
     The last copy then stays until a newer checkpoint is copied.
     """
     marker = f"checkpoints/step-{manifest.checkpoint:06d}/COMPLETE"
-    has_checkpoint = any(file.name == marker for file in found.files)
+    has_checkpoint = any(file.name == marker for file in cut.files)
     return has_checkpoint or manifest.pruned_before == last.pruned_before or last.checkpoint < 0
 
 

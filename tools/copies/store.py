@@ -94,7 +94,7 @@ class ObjectStore:
             self._fs.invalidate_cache()
             entries = self._fs.find(path, detail=True)
             return {
-                posixpath.basename(name): int(each["size"] or 0) for name, each in entries.items()
+                posixpath.basename(name): int(entry["size"] or 0) for name, entry in entries.items()
             }
 
         return self._repeated(request)
