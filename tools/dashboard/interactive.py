@@ -471,8 +471,8 @@ class InteractiveEpisodes:
                         await self.close(episode_id)
                 else:
                     self._services["hub"].used_at = now
-            for each in [*self._services.values()]:
-                await each.stop(unused_s=self._idle_s)
+            for service in [*self._services.values()]:
+                await service.stop(unused_s=self._idle_s)
 
 
 def _newest_checkpoint(root: Path) -> list[str]:

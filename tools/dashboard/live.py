@@ -154,16 +154,16 @@ def _facts(view: RunView) -> Table:
     table.add_column(width=12, style="dim")
     table.add_column()
     status = view.status
-    known = words.if_known
+    if_known = words.if_known
     ledger = status.ledger
     sparks = words.sparkline(view.success_steps)
     success = [
-        known("{:.2f} in training", view.success),
+        if_known("{:.2f} in training", view.success),
         sparks,
-        known("{:.2f} before training", status.success_before),
+        if_known("{:.2f} before training", status.success_before),
     ]
     subsets = [f"{name} {share:.2f}" for name, share in sorted(status.success.items())]
-    lag = [known("mean {:.2f}", view.lag_mean), known("max {:.0f}", view.lag_max)]
+    lag = [if_known("mean {:.2f}", view.lag_mean), if_known("max {:.0f}", view.lag_max)]
     rates = {"actor {:.0f}": view.actor_tokens_per_s, "learner {:.0f}": status.learner.tokens_per_s}
     memory = [f"{r.name} {r.rss_bytes / 2**30:.2f} GiB" for r in view.roles if r.rss_bytes]
     for label, text, style in (
@@ -171,7 +171,7 @@ def _facts(view: RunView) -> Table:
         ("by subset", "  ".join(subsets), ""),
         ("horizon", words.horizon_text(view).removeprefix("horizon "), ""),
         ("lag", "  ".join(filter(None, lag)), ""),
-        ("tokens/s", "   ".join(filter(None, starmap(known, rates.items()))), ""),
+        ("tokens/s", "   ".join(filter(None, starmap(if_known, rates.items()))), ""),
         ("groups", words.groups_text(view).removeprefix("groups "), ""),
         ("ledger", words.ledger_line(ledger), "bold red" if ledger.get("lost") else ""),
         ("memory", "  ".join(memory), ""),

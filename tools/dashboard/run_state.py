@@ -182,10 +182,10 @@ class EtaEstimator:
 
     def observe(self, view: RunView) -> None:
         """Record the roles that finished starting, and the current phase."""
-        known = {each.name for each in view.status.actors if each.last_seen_s is not None}
+        seen = {each.name for each in view.status.actors if each.last_seen_s is not None}
         if view.status.learner.last_seen_s is not None:
-            known.add("learner")  # The launcher's name of this role.
-        for role in (set(self._starting) - set(view.starting)) & known:
+            seen.add("learner")  # The launcher's name of this role.
+        for role in (set(self._starting) - set(view.starting)) & seen:
             self._usual.note(start_of(role, self._model), self._starting[role])
         for role in set(view.starting) - set(self._starting):
             self._known.pop(role, None)

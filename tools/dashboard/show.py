@@ -43,13 +43,13 @@ def show(request: ParsedCommand, *, echo: Echo) -> int:
     if unknown := sorted(options.keys() - set(KEYS)):
         raise ConfigError(f"{unknown[0]}: unknown filter. Use one of: num, {', '.join(KEYS)}.")
     source = _read(words[0], runs, echo)
-    found = source.page({**options, **request.filters}, start=0, num=int(num))
-    for row in found["rows"]:
+    page = source.page({**options, **request.filters}, start=0, num=int(num))
+    for row in page["rows"]:
         for line in _conversation(source, row["id"], is_coloured=False):
             echo(line)
         echo("")
-    shown = len(found["rows"])
-    matching = counted(found["total"], "matching episode")
+    shown = len(page["rows"])
+    matching = counted(page["total"], "matching episode")
     echo(f"{shown} of {matching} shown; {counted(source.rows.num, 'episode')} in all")
     return 0 if shown else 1
 

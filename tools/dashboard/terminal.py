@@ -196,9 +196,9 @@ def refused_lines(run_dir: RunDir) -> list[str]:
         return []
     scheduler = refused.get("scheduler", {})
     lines = [
-        f"  refused of {name[:80]!r}: {each['invalid']} invalid, {each['forbidden']} forbidden,"
-        f" {counted(each['dropped'], 'unread message')}; last: {each['last_reason'][:200]!r}"
-        for name, each in scheduler.get("peers", {}).items()
+        f"  refused of {name[:80]!r}: {peer['invalid']} invalid, {peer['forbidden']} forbidden,"
+        f" {counted(peer['dropped'], 'unread message')}; last: {peer['last_reason'][:200]!r}"
+        for name, peer in scheduler.get("peers", {}).items()
     ]
     for cause, num in scheduler.get("connections", {}).get("refused", {}).items():
         lines.append(f"  refused connections ({cause}): {num}")
@@ -221,23 +221,23 @@ def load_of_any_version(request: ParsedCommand, *, echo: Callable[[str], None]) 
         name = override_value(request.overrides, "run.name")
         if name is None:
             raise
-        own = own_config(request.overrides, name)
-        if not is_run(own.parent):
-            if parts_of(own.parent):  # Commands such as `sft` have worked under this name.
-                return _known_part(own)
+        config_path = own_config(request.overrides, name)
+        if not is_run(config_path.parent):
+            if parts_of(config_path.parent):  # Commands such as `sft` have worked under this name.
+                return _known_part(config_path)
             raise
-        if _is_whole(own):
+        if _is_whole(config_path):
             raise
-        why = f"{own} is missing" if not own.is_file() else str(error)
+        why = f"{config_path} is missing" if not config_path.is_file() else str(error)
         reason = " ".join(why.split()).rstrip(".")
         echo(f"note: {reason}. Another version may have written this run; known keys are shown.")
-        return _known_part(own)
+        return _known_part(config_path)
 
 
-def _is_whole(own: Path) -> bool:
+def _is_whole(config_path: Path) -> bool:
     """Return whether a run's config loads in this version. If it does, the request is at fault."""
     try:
-        load_config(str(own), [])
+        load_config(str(config_path), [])
     except ConfigError:
         return False
     return True
@@ -247,20 +247,20 @@ def _known_part(path: Path) -> RunConfig:
     """Return the keys of a run's config.yaml that this version has; the others get defaults."""
     schema = OmegaConf.structured(RunConfig)
     try:
-        found: object = yaml.safe_load(path.read_bytes())
+        content: object = yaml.safe_load(path.read_bytes())
     except (OSError, ValueError, yaml.YAMLError):
-        found = {}
-    kept = {
+        content = {}
+    sections = {
         section: {k: v for k, v in as_map(keys).items() if k in [*schema[section]]}
-        for section, keys in as_map(found).items()
+        for section, keys in as_map(content).items()
         if section in schema and as_map(keys)
     }
-    own = {"name": path.parent.name, "dir": str(path.parents[1])}
+    run = {"name": path.parent.name, "dir": str(path.parents[1])}
     try:
         unset = {"model": {"path": "unknown"}}
-        merged = OmegaConf.unsafe_merge(schema, unset, kept, {"run": own})
+        merged = OmegaConf.unsafe_merge(schema, unset, sections, {"run": run})
         return cast(RunConfig, OmegaConf.to_object(merged))
     except (OmegaConfBaseException, ConfigError, ValueError):
         return RunConfig(
-            model=ModelSection(path="unknown"), run=RunSection(name=own["name"], dir=own["dir"])
+            model=ModelSection(path="unknown"), run=RunSection(name=run["name"], dir=run["dir"])
         )

@@ -100,12 +100,12 @@ def measure(lines: Sequence[Mapping[str, float | None]]) -> Waits | None:
     if len(pairs) + 1 < MIN_STEPS:
         return None
     time_s = sum(dt for _, dt in pairs)
-    held = {"wall": 0.0, "generate": 0.0, "env": 0.0}
+    seconds = {"wall": 0.0, "generate": 0.0, "env": 0.0}
     slot_s = num_consumed = 0.0
     for now, dt in pairs:
         num = _value(now, "episodes/arrived") or 0.0
-        for name in held:
-            held[name] += num * (_value(now, f"episodes/{name}_s_mean") or 0.0)
+        for name in seconds:
+            seconds[name] += num * (_value(now, f"episodes/{name}_s_mean") or 0.0)
         num_consumed += num
         slot_s += dt * (_value(now, "actor/concurrency") or 0.0)
     return Waits(
@@ -113,9 +113,9 @@ def measure(lines: Sequence[Mapping[str, float | None]]) -> Waits | None:
         period_s=time_s / len(pairs),
         wait_s=min(time_s, _total(pairs, "wait/batch_s")) / len(pairs),
         train_s=_total(pairs, "train/step_s") / len(pairs),
-        slot_busy_frac=min(1.0, held["wall"] / slot_s) if slot_s else 1.0,
-        engine_frac=held["generate"] / held["wall"] if held["wall"] else 0.0,
-        env_frac=held["env"] / held["wall"] if held["wall"] else 0.0,
+        slot_busy_frac=min(1.0, seconds["wall"] / slot_s) if slot_s else 1.0,
+        engine_frac=seconds["generate"] / seconds["wall"] if seconds["wall"] else 0.0,
+        env_frac=seconds["env"] / seconds["wall"] if seconds["wall"] else 0.0,
         num_slots=slot_s / time_s,
         stale_frac=_total(pairs, "groups/stale_episodes") / max(1.0, num_consumed),
         ahead_steps=_value(pairs[-1][0], "controller/max_ahead_steps"),

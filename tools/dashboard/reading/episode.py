@@ -124,13 +124,13 @@ def recorded_of(
         "actions": [
             read_any(
                 format if is_model else AgentFormat.PLAIN,
-                texts.text(t.token_ids[_acted(t, each & is_action)].tolist()),
+                texts.text(t.token_ids[_acted(t, mask & is_action)].tolist()),
             )
-            for each in turns
+            for mask in turns
         ],
         "shown": [
-            "".join(texts.texts(t.token_ids[each & ~t.loss_mask].tolist()))
-            for each in turns
+            "".join(texts.texts(t.token_ids[mask & ~t.loss_mask].tolist()))
+            for mask in turns
             if is_model  # A scripted policy gets no observations.
         ],
         **{"scores": t.turn_scores.tolist(), "states": t.turn_states.tolist()},

@@ -87,13 +87,13 @@ class EpisodeIndex:
         names = ("_number", "_offset", "_size", "_is_done", "_done_bytes")
         return {name: int(getattr(self, name)) for name in names}
 
-    def restore(self, kept: dict[str, int]) -> None:
+    def restore(self, saved: dict[str, int]) -> None:
         """Continue at the position of an earlier index, whose rows are already loaded."""
-        self._number = kept["_number"]
-        self._offset = kept["_offset"]
-        self._size = kept["_size"]
-        self._is_done = bool(kept["_is_done"])
-        self._done_bytes = kept["_done_bytes"]
+        self._number = saved["_number"]
+        self._offset = saved["_offset"]
+        self._size = saved["_size"]
+        self._is_done = bool(saved["_is_done"])
+        self._done_bytes = saved["_done_bytes"]
 
     def progress(self) -> float:
         """Return the indexed share of the journal's bytes."""

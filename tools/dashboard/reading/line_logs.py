@@ -109,8 +109,8 @@ class MetricColumns:
             self.num = 0
             self.columns = {}
         before = self.num
-        for found in self._tail.lines():
-            line = as_map(found)
+        for record in self._tail.lines():
+            line = as_map(record)
             if not isinstance(line.get("step"), int | float):
                 self._tail.bad(ValueError("not a JSON object with a step"))
                 continue
@@ -209,9 +209,9 @@ class OutcomeLog:
             return None
         return [self._steps.place(), self._outcomes.place(), self._waiting]
 
-    def restore(self, kept: list[Any]) -> bool:
+    def restore(self, saved: list[Any]) -> bool:
         """Continue at the position of an earlier log; return False if the files were replaced."""
-        steps, outcomes, waiting = kept
+        steps, outcomes, waiting = saved
         if not (self._steps.go_to(steps) and self._outcomes.go_to(outcomes)):
             self._steps, self._outcomes = LineTail(self._steps.path), LineTail(self._outcomes.path)
             return False

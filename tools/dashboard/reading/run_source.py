@@ -250,11 +250,11 @@ class RunSource:
         penalty = float(algorithm.get("invalid_action_penalty") or 0.0)
         worth: dict[str, float] = {}
         for row in members:
-            found = rows.get(row)
-            if found["outcome"] == "failed" or found["end"] in ("env_error", "env_timeout"):
+            episode = rows.get(row)
+            if episode["outcome"] == "failed" or episode["end"] in ("env_error", "env_timeout"):
                 continue
-            cost = penalty * found["invalid"] / max(1, found["turns"])
-            worth[found["id"]] = found["reward"] - cost
+            cost = penalty * episode["invalid"] / max(1, episode["turns"])
+            worth[episode["id"]] = episode["reward"] - cost
         values = group_advantages(
             [*worth.values()],
             baseline=str(algorithm.get("baseline") or "leave_one_out"),

@@ -56,8 +56,8 @@ class ConversationFile:
         except ConfigError as error:
             self._conversations = []
             self.problems = [f"not a conversation file: {error}"]
-        for number, each in enumerate(self._conversations):
-            self.rows.add(str(number), _values(number, each))
+        for number, conversation in enumerate(self._conversations):
+            self.rows.add(str(number), _values(number, conversation))
         return False
 
     def summary(self) -> dict[str, Any]:

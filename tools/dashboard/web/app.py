@@ -165,8 +165,8 @@ class AccessMiddleware:
             return _error(403, "Actions from other sites are refused.")
         if not self._token:
             return None
-        given = request.query_params.get("token", "")
-        if given and self._is_right(given):
+        token = request.query_params.get("token", "")
+        if token and self._is_right(token):
             rest = [(k, v) for k, v in request.query_params.multi_items() if k != "token"]
             target = request.url.path + (f"?{urlencode(rest)}" if rest else "")
             response = RedirectResponse(target, status_code=303)
@@ -179,9 +179,9 @@ class AccessMiddleware:
             401, "The token is missing or wrong. Open the address that the command printed."
         )
 
-    def _is_right(self, given: str) -> bool:
+    def _is_right(self, token: str) -> bool:
         """Return whether a token is the right one, in constant time."""
-        return hmac.compare_digest(given.encode(), self._token.encode())
+        return hmac.compare_digest(token.encode(), self._token.encode())
 
 
 def _error(status: int, text: str) -> Response:
@@ -275,8 +275,8 @@ def _episodes(request: Request, name: str, start: int = 0, num: int = PAGE) -> d
     """Return one page of a source's episodes that match the filters."""
     source = _source(request, name)
     wanted = {k: v for k, v in request.query_params.items() if k not in ("start", "num")}
-    found = source.page(wanted, start=max(0, start), num=max(0, min(num, MAX_PAGE)))
-    return found | {"keys": KEYS, "indexed": source.summary()["indexed"]}
+    page = source.page(wanted, start=max(0, start), num=max(0, min(num, MAX_PAGE)))
+    return page | {"keys": KEYS, "indexed": source.summary()["indexed"]}
 
 
 def _episode(request: Request, name: str, id: str) -> JSONResponse:
@@ -307,13 +307,13 @@ async def _events(request: Request) -> StreamingResponse:
 
     async def events() -> AsyncIterator[str]:
         """Yield an event for each change, and a comment at intervals that keeps the connection."""
-        known = -1
+        sent = -1
         silent_s = 0.0
         while not await request.is_disconnected():
-            if watch.num_changes != known:
-                known = watch.num_changes
+            if watch.num_changes != sent:
+                sent = watch.num_changes
                 silent_s = 0.0
-                yield f"event: changed\ndata: {known}\n\n"
+                yield f"event: changed\ndata: {sent}\n\n"
             elif silent_s >= BEAT_S:
                 silent_s = 0.0
                 yield ": beat\n\n"
