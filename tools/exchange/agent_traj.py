@@ -69,8 +69,12 @@ def read_conversations(path: Path) -> list[Conversation]:
 def valid_conversations(conversations: list[Conversation], path: Path) -> list[Conversation]:
     """Return conversations without unpaired surrogates. The number of repairs is logged."""
     read = [
-        replace(each, messages=list(map(_valid, each.messages)), tools=_valid_values(each.tools))
-        for each in conversations
+        replace(
+            conversation,
+            messages=list(map(_valid, conversation.messages)),
+            tools=_valid_values(conversation.tools),
+        )
+        for conversation in conversations
     ]
     num_broken = sum(
         a != b

@@ -62,11 +62,11 @@ def journal(request: ParsedCommand, *, echo: Echo) -> int:
         raise ConfigError(f"{unknown[0]}: {words[1]} has no such option; usage: run.py {USAGE}")
     if words[1] == "fetch":
         return fetch_run(words[0], options, runs=runs, echo=echo)
-    own = runs / words[0]
-    run_dir = RunDir(root=own if own.exists() else Path(words[0]))
+    folder = runs / words[0]
+    run_dir = RunDir(root=folder if folder.exists() else Path(words[0]))
     is_starting = words[1] == "copy" and run_dir.root.is_dir()  # The learner makes the journal.
     if not run_dir.journal.is_dir() and not is_starting:
-        raise ConfigError(f"{words[0]}: no run with a journal at {own}")
+        raise ConfigError(f"{words[0]}: no run with a journal at {folder}")
     return actions[words[1]](run_dir, options, echo)
 
 
@@ -75,8 +75,8 @@ def _needed_from(run_dir: RunDir) -> int:
     if not run_dir.replay_point.exists():
         return 0
     remedy = "remove the file; a restart then reads the whole journal"
-    found = read_json(run_dir.replay_point, {"position": dict}, remedy=remedy)["position"]
-    number = found.get("segment")
+    position = read_json(run_dir.replay_point, {"position": dict}, remedy=remedy)["position"]
+    number = position.get("segment")
     if not isinstance(number, int):
         raise ConfigError(f"{run_dir.replay_point}: damaged, it names no file; {remedy}")
     return number
@@ -87,12 +87,12 @@ def _list(run_dir: RunDir, _: dict[str, str], echo: Echo) -> int:
     needed = _needed_from(run_dir)
     total = 0
     for number, path in journal_files(run_dir.journal).items():
-        found = path.stat()
-        total += found.st_size
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.st_mtime))
+        stat = path.stat()
+        total += stat.st_size
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stat.st_mtime))
         state = "packed" if path.suffix == PACKED_SUFFIX else "plain"
         why = "needed by a restart" if number >= needed else ""
-        echo(f"{number:06d}  {state:<7}{found.st_size / 1e6:10.1f} MB  {when}  {why}".rstrip())
+        echo(f"{number:06d}  {state:<7}{stat.st_size / 1e6:10.1f} MB  {when}  {why}".rstrip())
     pruned = load_pruned(run_dir.journal)
     synced = synced_end(run_dir.journal)
     if pruned.before:
@@ -112,11 +112,11 @@ def _verify(run_dir: RunDir, _: dict[str, str], echo: Echo) -> int:
     problems += [f"file {number} is missing" for number in missing]
     for number in numbers:
         count = 0
-        for found in read_around_damage(run_dir.journal, number, is_last=number == numbers[-1]):
-            if isinstance(found, str):
-                problems.append(found)
+        for record in read_around_damage(run_dir.journal, number, is_last=number == numbers[-1]):
+            if isinstance(record, str):
+                problems.append(record)
                 continue
-            names.add(found.episode_id)
+            names.add(record.episode_id)
             count += 1
         num_episodes += count
         echo(f"{number:06d}  {counted(count, 'episode')}")
@@ -125,9 +125,9 @@ def _verify(run_dir: RunDir, _: dict[str, str], echo: Echo) -> int:
         problems += [f"{name}: a step trained it, but the journal lacks it" for name in lost[:20]]
     for problem in problems:
         echo(f"damaged: {problem}")
-    found = counted(len(problems), "problem") if problems else "no problems"
+    verdict = counted(len(problems), "problem") if problems else "no problems"
     read = f"{counted(num_episodes, 'episode')} in {counted(len(numbers), 'file')}"
-    echo(f"{read}, {found}")
+    echo(f"{read}, {verdict}")
     return 1 if problems else 0
 
 
@@ -205,10 +205,10 @@ def _prune(run_dir: RunDir, options: dict[str, str], echo: Echo) -> int:
     """Remove the oldest files over a limit, but none that a restart reads."""
     if not options:
         raise ConfigError(f"prune needs keep_gb=N or keep_days=N; usage: run.py {USAGE}")
-    given = {key: _number(key, value) for key, value in options.items()}
+    values = {key: _number(key, value) for key, value in options.items()}
     limits = RetentionLimits(
-        keep_bytes=given["keep_gb"] * GB if "keep_gb" in given else None,
-        keep_s=given["keep_days"] * DAY_S if "keep_days" in given else None,
+        keep_bytes=values["keep_gb"] * GB if "keep_gb" in values else None,
+        keep_s=values["keep_days"] * DAY_S if "keep_days" in values else None,
     )
     before = load_pruned(run_dir.journal)
     pruned = prune_old(run_dir.journal, limits, before=_needed_from(run_dir))

@@ -154,11 +154,11 @@ def as_conversation(record: Record, place: str) -> Record:
             " 'conversations' (AgentTraj) or 'steps' (ATIF); for dpo.data also 'prompt', 'chosen'"
             f" and 'rejected'. This one has {sorted(map(str, record))}"
         )
-    found = {"conversations": conversation, **{k: about[k] for k in _ABOUT if k in about}}
+    converted = {"conversations": conversation, **{k: about[k] for k in _ABOUT if k in about}}
     tools = record.get("tools")
     if tools is not None and not (isinstance(tools, list) and all(map(_is_map, tools))):
         raise ConfigError(f"{place}: 'tools' must be a list of objects")
-    return {**found, "tools": [_as_tool(each) for each in tools]} if tools else found
+    return {**converted, "tools": [_as_tool(each) for each in tools]} if tools else converted
 
 
 def _message(message: object, role_key: str, text_key: str, place: str) -> Record:
@@ -179,7 +179,7 @@ def _message(message: object, role_key: str, text_key: str, place: str) -> Recor
     if not (isinstance(calls, list) and all(map(_is_map, calls))):
         raise ConfigError(f"{place}: 'tool_calls' must be a list of objects")
     text = _text_of(message.get(text_key), f"{place}: {text_key!r}", is_optional=bool(calls))
-    found: Record = {"from": sender, "value": text}
+    converted: Record = {"from": sender, "value": text}
     thoughts = next((message[name] for name in FIELDS if message.get(name)), "")
     if not isinstance(thoughts, str):
         raise ConfigError(f"{place}: thoughts are {type(thoughts).__name__}, not text")
@@ -189,8 +189,8 @@ def _message(message: object, role_key: str, text_key: str, place: str) -> Recor
     if weight is not None and (not _is_number(weight) or weight not in (0, 1)):
         raise ConfigError(f"{place}: 'weight' is {weight!r:.40}; it must be 0 or 1")
     if sender == "gpt" and weight == 0:
-        found["loss"] = False
-    return {**found, **{name: value for name, value in extra.items() if value}}
+        converted["loss"] = False
+    return {**converted, **{name: value for name, value in extra.items() if value}}
 
 
 def _text_of(content: object, what: str, *, is_optional: bool) -> str:
@@ -276,12 +276,12 @@ def _of_atif(record: Record, place: str) -> TokenRow | None:
         new = len(prompt) - len(ids)
         ids = [*prompt, *sampled]
         mask = [*mask, *[False] * new, *[True] * len(sampled)]
-        given = metrics.get("logprobs") or [0.0] * len(sampled)
-        if not isinstance(given, list) or len(given) != len(sampled):
+        sampled_logprobs = metrics.get("logprobs") or [0.0] * len(sampled)
+        if not isinstance(sampled_logprobs, list) or len(sampled_logprobs) != len(sampled):
             raise ConfigError(
                 f"{place}: completion_token_ids and logprobs must be lists of the same length"
             )
-        logprobs += [0.0] * new + given
+        logprobs += [0.0] * new + sampled_logprobs
     about = _about(record, place)
     rest = about.get(REST) or []
     if not isinstance(rest, list):

@@ -289,15 +289,15 @@ class Framing:
         return "".join(parts)
 
 
-def _first_place(found: list[tuple[re.Match[str], _Frame]]) -> tuple[re.Match[str], _Frame]:
+def _first_place(places: list[tuple[re.Match[str], _Frame]]) -> tuple[re.Match[str], _Frame]:
     """Return the first frame in a text, the longer one of two that overlap.
 
     A frame of tool results may continue that of a user's message.
     """
-    first, *others = sorted(found, key=lambda each: each[0].start())
-    for each in others:
-        if each[0].start() < first[0].end() < each[0].end():
-            first = each
+    first, *others = sorted(places, key=lambda place: place[0].start())
+    for place in others:
+        if place[0].start() < first[0].end() < place[0].end():
+            first = place
     return first
 
 
@@ -371,12 +371,12 @@ def _about(row: Trajectory, number: int, count: int) -> dict[str, Any]:
 def _agenttraj(row: Trajectory, number: int, count: int, spoken: list[Spoken]) -> dict[str, Any]:
     """Return a segment in AgentTraj's format."""
     messages: list[dict[str, Any]] = []
-    for each in spoken:
-        if each.is_agent:
-            messages.append({"from": "gpt", "loss": each.is_sampled, "value": each.text})
+    for message in spoken:
+        if message.is_agent:
+            messages.append({"from": "gpt", "loss": message.is_sampled, "value": message.text})
         else:
-            role = {} if each.role == "user" else {"role": each.role}
-            messages.append({"from": "human", "loss": None, "value": each.text, **role})
+            role = {} if message.role == "user" else {"role": message.role}
+            messages.append({"from": "human", "loss": None, "value": message.text, **role})
     return {"conversations": messages, **_about(row, number, count)}
 
 
@@ -398,24 +398,24 @@ def _messages(messages: list[Spoken]) -> list[dict[str, Any]]:
     """Return messages. Weight 0, as in OpenAI's format, marks an answer that was not sampled."""
     return [
         {
-            "role": each.role,
-            "content": each.text,
-            **({"weight": 0} if each.is_agent and not each.is_sampled else {}),
+            "role": message.role,
+            "content": message.text,
+            **({"weight": 0} if message.is_agent and not message.is_sampled else {}),
         }
-        for each in messages
+        for message in messages
     ]
 
 
 def _atif(row: Trajectory, number: int, count: int, spoken: list[Spoken]) -> dict[str, Any]:
     """Return an ATIF 1.7 document. Its agent steps have the prompt tokens and sampled tokens."""
-    found = np.flatnonzero(np.diff(row.loss_mask, prepend=False, append=False))
-    edges: list[int] = [int(edge) for edge in found]
+    changes = np.flatnonzero(np.diff(row.loss_mask, prepend=False, append=False))
+    edges: list[int] = [int(edge) for edge in changes]
     spans = iter(zip(edges[::2], edges[1::2], strict=True))
     steps: list[dict[str, Any]] = []
-    for each in spoken:
-        step: dict[str, Any] = {"step_id": len(steps) + 1, "message": each.text}
-        step["source"] = _SOURCES[each.role]
-        if each.is_sampled:
+    for message in spoken:
+        step: dict[str, Any] = {"step_id": len(steps) + 1, "message": message.text}
+        step["source"] = _SOURCES[message.role]
+        if message.is_sampled:
             step["metrics"] = _metrics(row, *next(spans))
         steps.append(step)
     sampled = int(row.loss_mask.sum())
