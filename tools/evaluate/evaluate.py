@@ -56,12 +56,12 @@ def serve_opponents(cfg: EvalConfig, run_dir: RunDir) -> Generator[None]:
     if not cfg.actor.seats.folders(in_training=False):
         yield
         return
-    found = gpus()
+    devices = gpus()
     for path in cfg.actor.seats.folders(in_training=False):
         check_model(path, key="actor.seats.eval_opponents")
     used = range(cfg.actor.tensor_parallel_size) if not cfg.policy.url else ()
-    engines = opponent_engines(cfg, used=used, num_gpus=len(found), in_training=False)
-    roles = make_engine_specs(cfg, run_dir, engines, found=found)
+    engines = opponent_engines(cfg, used=used, num_gpus=len(devices), in_training=False)
+    roles = make_engine_specs(cfg, run_dir, engines, devices=devices)
     shared = shared_variables(roles, run_dir)
     os.environ.update(shared)
     try:
@@ -162,13 +162,13 @@ def read_plays(journal: Path, plans: Sequence[PlannedEpisode]) -> list[ItemPlays
 def _read(journal: Path, plans: Sequence[PlannedEpisode]) -> dict[str, Trajectory]:
     """Return the last result of each planned episode. A failure never replaces a completed one."""
     wanted = {plan.episode_id for plan in plans}
-    found: dict[str, Trajectory] = {}
+    results: dict[str, Trajectory] = {}
     for _, trajectory in read_journal(journal):
-        known = found.get(trajectory.episode_id)
-        is_known = known is not None and not known.end_reason.is_infrastructure_failure
-        if trajectory.episode_id in wanted and not is_known:
-            found[trajectory.episode_id] = trajectory
-    return found
+        earlier = results.get(trajectory.episode_id)
+        is_complete = earlier is not None and not earlier.end_reason.is_infrastructure_failure
+        if trajectory.episode_id in wanted and not is_complete:
+            results[trajectory.episode_id] = trajectory
+    return results
 
 
 def make_entry(

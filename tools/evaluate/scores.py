@@ -157,8 +157,8 @@ class ScenarioColumns:
 
 
 LAYOUTS = {  # Layout of the paper's table, by environment.
-    env: ScenarioColumns(**each)
-    for env, each in json.loads(
+    env: ScenarioColumns(**layout)
+    for env, layout in json.loads(
         Path(__file__).with_name("layouts.json").read_text(encoding="utf-8")
     ).items()
 }
@@ -243,14 +243,14 @@ def _at(scores: Mapping[str, Any], path: tuple[str, ...]) -> Mapping[str, Any]:
 
 def _pooled(scores: Sequence[Mapping[str, Any]], path: tuple[str, ...]) -> str:
     """Return the cell of a column. Several subsets give the mean over items, without interval."""
-    found = [_at(each, path) for each in scores]
-    found = [each for each in found if each["mean"] is not None]
-    if not found:
+    figures = [_at(each, path) for each in scores]
+    figures = [each for each in figures if each["mean"] is not None]
+    if not figures:
         return ABSENT
-    if len(found) == 1:
-        return _cell(found[0])
-    weights = [each.get("num_items") or each["num_episodes"] for each in found]
-    pairs = zip(found, weights, strict=True)
+    if len(figures) == 1:
+        return _cell(figures[0])
+    weights = [each.get("num_items") or each["num_episodes"] for each in figures]
+    pairs = zip(figures, weights, strict=True)
     return f"{100 * sum(each['mean'] * w for each, w in pairs) / sum(weights):.2f}"
 
 

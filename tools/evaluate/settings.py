@@ -129,7 +129,7 @@ def _fitting(cfg: EvalConfig, request: ParsedCommand) -> list[str]:
     others = [each for each in request.overrides if _key(each).strip() != "model.path"]
     configured = load_named(replace(request, overrides=others)).model.path
     if (ROOT / configured / "config.json").is_file():
-        own = read_shape(ROOT / configured)
-        if (own.hidden, own.layers, own.vocab) == (shape.hidden, shape.layers, shape.vocab):
+        base = read_shape(ROOT / configured)
+        if (base.hidden, base.layers, base.vocab) == (shape.hidden, shape.layers, shape.vocab):
             return []
     return fitting_overrides(shape)

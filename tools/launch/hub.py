@@ -49,10 +49,10 @@ def serve_hub(cfg: RunConfig, run_dir: RunDir) -> Generator[tuple[str, str]]:
     if cfg.envhub.url:
         yield cfg.envhub.url, cfg.envhub.token or token
         return
-    found = gpus() if own_judges(cfg) else ()
+    devices = gpus() if own_judges(cfg) else ()
     used = range(cfg.actor.tensor_parallel_size)
-    judges = judge_engines(cfg, used=used, num_gpus=len(found))
-    engines = make_engine_specs(cfg, run_dir, judges, found=found)
+    judges = judge_engines(cfg, used=used, num_gpus=len(devices))
+    engines = make_engine_specs(cfg, run_dir, judges, devices=devices)
     hub = make_role_specs(cfg.run, run_dir, num_actors=0, has_hub=True)[0]
     roles = with_engines([hub], engines, run_dir)
     with serve_roles(roles, run_dir, timeout_s=cfg.actor.start_timeout_s):

@@ -86,7 +86,7 @@ class RoleSupervisor:
         backoff_s = self._first_backoff_s
         watch = self._watch_stalls
         self._roles = [
-            _Role(each, self._starter, first_backoff_s=backoff_s, watch=watch) for each in specs
+            _Role(spec, self._starter, first_backoff_s=backoff_s, watch=watch) for spec in specs
         ]
         with _noted_signals() as (self._signals, self._wakeup):
             try:
@@ -263,8 +263,8 @@ class _Role:
         if code == 0 and self.spec.ends_run:
             return Ending(exit_code=EXIT_FINISHED, reason=f"{self.spec.name} finished")
         if code == EXIT_CONFIG_ERROR:
-            found = find_error(ended.log_tail(max_lines=TAIL_LINES))
-            reason = f"{self.spec.name}: {found.removeprefix('error: ')}"
+            error = find_error(ended.log_tail(max_lines=TAIL_LINES))
+            reason = f"{self.spec.name}: {error.removeprefix('error: ')}"
             return Ending(exit_code=EXIT_CONFIG_ERROR, reason=reason)
         if reason := self._permanent_reason(ended, code):
             text = f"{self.spec.name} {reason} Log: {self.spec.log_path}"

@@ -92,5 +92,5 @@ def permanent_error(lines: Sequence[str], code: int) -> PermanentError | None:
 
 def _cause(quoted: Sequence[str]) -> str:
     """Return the last error in the output of a child process that an error quotes; "" if none."""
-    found = [match[0] for line in quoted if (match := _CAUSE.search(line))]
-    return f"; the cause is {found[-1]}" if found else ""
+    causes = [match[0] for line in quoted if (match := _CAUSE.search(line))]
+    return f"; the cause is {causes[-1]}" if causes else ""

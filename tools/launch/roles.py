@@ -32,7 +32,7 @@ def make_role_specs(
     has_hub: bool,
     num_rank_nodes: int = 0,
     assignment: GpuAssignment | None = None,
-    found: Sequence[Gpu] = (),
+    devices: Sequence[Gpu] = (),
 ) -> list[RoleSpec]:
     """Return the roles of a training run in the order of starting.
 
@@ -41,16 +41,16 @@ def make_role_specs(
         has_hub: whether the run starts its own hub, as the first role.
         num_rank_nodes: further nodes of the learner that the launcher starts. They stop after it,
             since its last checkpoint needs all ranks.
-        assignment: roles of the GPUs in `found`. Without GPUs each role gets one thread, so that
+        assignment: roles of the GPUs in `devices`. Without GPUs each role gets one thread, so that
             the roles do not compete for the cores.
     """
-    shared = {} if found else ONE_THREAD
+    shared = {} if devices else ONE_THREAD
 
     def spec(role: str, name: str, *overrides: str, **policy: object) -> RoleSpec:
         """Return the spec of one role, with the GPUs that are assigned to it."""
         number = int(name.partition("-")[2] or 0)
         env = shared | (
-            visible_to(role, number, assignment, found) if assignment is not None else {}
+            visible_to(role, number, assignment, devices) if assignment is not None else {}
         )
         where = (f"run.dir={run.dir}", f"run.name={run.name}")
         argv = (sys.executable, str(ROOT / "run.py"), role, *where, *overrides)
@@ -100,14 +100,14 @@ def other_checkout(run_dir: RunDir, name: str) -> tuple[str, str] | None:
 
 def command_of(argv: Sequence[str], run_dir: RunDir, name: str) -> tuple[str, ...]:
     """Return a role's command, from another checkout if the run directory names one."""
-    found = other_checkout(run_dir, name)
-    if found is None:
+    program = other_checkout(run_dir, name)
+    if program is None:
         return tuple(argv)
-    logger.info("role=%s starts from %s", name, found[1])
-    return (*found, *absolute_dir(argv[2:], run_dir))
+    logger.info("role=%s starts from %s", name, program[1])
+    return (*program, *absolute_dir(argv[2:], run_dir))
 
 
 def absolute_dir(words: Sequence[str], run_dir: RunDir) -> list[str]:
     """Return arguments with an absolute `run.dir`: a relative one is below the checkout."""
-    given = f"run.dir={run_dir.root.absolute().parent}"
-    return [given if word.startswith("run.dir=") else word for word in words]
+    setting = f"run.dir={run_dir.root.absolute().parent}"
+    return [setting if word.startswith("run.dir=") else word for word in words]

@@ -23,14 +23,14 @@ USERS = {JUDGE_KEY: "envhub", TEACHER_KEY: "learner", OPPONENT_KEY: "actor"}
 
 
 def make_engine_specs(
-    cfg: RunConfig, run_dir: RunDir, engines: Sequence[ServedEngine], *, found: Sequence[Gpu] = ()
+    cfg: RunConfig, run_dir: RunDir, engines: Sequence[ServedEngine], *, devices: Sequence[Gpu] = ()
 ) -> list[RoleSpec]:
     """Return the roles that serve models to other roles of the run.
 
     All engines of one kind share a new key. Without GPUs an engine gets one thread.
 
     Args:
-        found: the GPUs of this machine.
+        devices: the GPUs of this machine.
     """
     keys = {each.key_variable: secrets.token_urlsafe(24) for each in engines}
     program = (sys.executable, str(ROOT / "run.py"), "serve", "--config", ENGINE_CONFIG)
@@ -47,7 +47,7 @@ def make_engine_specs(
                 "policy.port=0",
             ]
         )
-        visible = {"CUDA_VISIBLE_DEVICES": ",".join(found[n].uuid for n in engine.gpus)}
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(devices[n].uuid for n in engine.gpus)}
         secret = {engine.key_variable: keys[engine.key_variable]}
         specs.append(
             RoleSpec(

@@ -240,9 +240,9 @@ class StallWatch:
         now: float,
     ) -> tuple[list[str], str] | None:
         """Return (culprits, description) of the first stall that is found; None without one."""
-        for name, each in activities.items():
-            if each is not None:
-                what = self._hang_reason(name, each, now)
+        for name, activity in activities.items():
+            if activity is not None:
+                what = self._hang_reason(name, activity, now)
             else:
                 what = self._silence_reason(name, processes[name], status)
             if what:
@@ -344,8 +344,8 @@ class StallWatch:
             *describe(activities, status, waiting, now),
         ]
         asked: dict[str, tuple[Path, int]] = {}
-        for name, each in activities.items():
-            asked |= request_role_stacks(self._run_dir.alive, name, each, processes[name])
+        for name, activity in activities.items():
+            asked |= request_role_stacks(self._run_dir.alive, name, activity, processes[name])
         self._case = _CollectedStall(blamed, "\n".join(lines), now, asked)
 
     def _has_stacks(self, case: _CollectedStall, now: float) -> bool:

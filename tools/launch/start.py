@@ -127,10 +127,10 @@ def _with_defaults(role: str, overrides: Sequence[str], joined: "Joined") -> lis
     """
     if role == "learner":  # Its ranks use the run's own paths, or copies of these folders.
         return [*overrides]
-    own = {"model.path": joined.model_path or "."}
+    defaults = {"model.path": joined.model_path or "."}
     if role == "actor" and joined.sends_adapters and joined.source:
-        own["model.path"] = joined.source  # The base of the adapters, from this node's cache.
+        defaults["model.path"] = joined.source  # The base of the adapters, from this node's cache.
     if role == "envhub":
-        own["envhub.host"] = "0.0.0.0"
-    given = [f"{key}={v}" for key, v in own.items() if override_value(overrides, key) is None]
-    return [*overrides, *given]
+        defaults["envhub.host"] = "0.0.0.0"
+    added = [f"{key}={v}" for key, v in defaults.items() if override_value(overrides, key) is None]
+    return [*overrides, *added]

@@ -28,9 +28,9 @@ def train(cfg: RunConfig, run_dir: RunDir) -> int:
     observer = TerminalObserver(cfg, run_dir)
     is_here = cfg.launcher is Launcher.LOCAL
     assignment = check_devices(cfg) if is_here else None
-    found = gpus() if is_here else ()
-    served = served_engines(cfg, assignment=assignment, num_gpus=len(found))
-    engines = make_engine_specs(cfg, run_dir, served, found=found)
+    devices = gpus() if is_here else ()
+    served = served_engines(cfg, assignment=assignment, num_gpus=len(devices))
+    engines = make_engine_specs(cfg, run_dir, served, devices=devices)
     started = time.monotonic()
     with hold_run(run_dir.root, name=cfg.run.name), _start_roles(cfg, run_dir) as starter:
         cfg = reachable_at(cfg, starter.host)
@@ -50,7 +50,7 @@ def train(cfg: RunConfig, run_dir: RunDir) -> int:
             has_hub=cfg.envhub.is_started and not cfg.envhub.url,
             num_rank_nodes=0 if is_here else cfg.learner.num_nodes - 1,
             assignment=assignment,
-            found=found,
+            devices=devices,
         )
         specs = with_engines(specs, engines, run_dir)
         ending, peak_bytes = supervise(cfg, run_dir, specs, starter, observer=observer)
@@ -74,12 +74,12 @@ def reachable_at(cfg: RunConfig, host: str) -> RunConfig:
     """Return a config whose roles listen at `host`, except for explicitly set addresses."""
     if is_loopback(host):
         return cfg
-    own = {
+    sections = {
         name: replace(section, host=host)
         for name in ("scheduler", "learner", "envhub")
         if is_loopback((section := getattr(cfg, name)).host)
     }
-    return replace(cfg, **own)
+    return replace(cfg, **sections)
 
 
 def _link_latest(run_dir: RunDir) -> None:

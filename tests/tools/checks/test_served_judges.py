@@ -32,7 +32,7 @@ def specs_of(
 ) -> list[RoleSpec]:
     used = used_gpus(assignment)
     engines = judge_engines(cfg, used=used, num_gpus=len(found))
-    return make_engine_specs(cfg, RUN_DIR, engines, found=found)
+    return make_engine_specs(cfg, RUN_DIR, engines, devices=found)
 
 
 def test_judge_with_a_path_is_a_role_of_the_run() -> None:

@@ -47,7 +47,7 @@ def specs_of(
 ) -> list[RoleSpec]:
     used = used_gpus(assignment)
     engines = opponent_engines(cfg, used=used, num_gpus=len(found), in_training=in_training)
-    return make_engine_specs(cfg, RUN_DIR, engines, found=found)
+    return make_engine_specs(cfg, RUN_DIR, engines, devices=found)
 
 
 def test_model_folder_among_the_opponents_is_a_role() -> None:

@@ -44,7 +44,7 @@ def specs_of(
 ) -> list[RoleSpec]:
     used = {*used_gpus(assignment), *judges}
     engines = teacher_engines(cfg, used=used, num_gpus=len(found))
-    return make_engine_specs(cfg, RUN_DIR, engines, found=found)
+    return make_engine_specs(cfg, RUN_DIR, engines, devices=found)
 
 
 def test_teacher_with_a_path_is_a_role_of_the_run() -> None:

@@ -127,13 +127,13 @@ def open_cluster(section: RaySection, *, num_cpus: float) -> Generator[list[Clus
     if ":" in address:
         _check_answers(address)
     with contextlib.ExitStack() as stack:
-        own = {} if address else stack.enter_context(_own_arguments(num_cpus))
+        arguments = {} if address else stack.enter_context(_own_arguments(num_cpus))
         import ray
 
         before = signal.getsignal(signal.SIGTERM)
         stack.callback(ray.shutdown)
         try:
-            ray.init(address or "local", log_to_driver=False, configure_logging=False, **own)
+            ray.init(address or "local", log_to_driver=False, configure_logging=False, **arguments)
         except (OSError, RuntimeError, ValueError, AssertionError) as error:
             raise ConfigError(f"ray.address={address}: {error}") from error
         finally:
@@ -165,20 +165,20 @@ def live_nodes(*, is_free: bool = False) -> list[ClusterNode]:
 
     home = ray.get_runtime_context().get_node_id()
     free = available_resources_per_node() if is_free else {}
-    found: list[ClusterNode] = []
-    for each in ray.nodes():
-        resources = free.get(each["NodeID"], {}) if is_free else each["Resources"]
+    nodes: list[ClusterNode] = []
+    for entry in ray.nodes():
+        resources = free.get(entry["NodeID"], {}) if is_free else entry["Resources"]
         node = ClusterNode(
-            node_id=each["NodeID"],
-            host=each["NodeManagerAddress"],
+            node_id=entry["NodeID"],
+            host=entry["NodeManagerAddress"],
             num_cpus=resources.get("CPU", 0.0),
             num_gpus=int(resources.get("GPU", 0)),
-            labels=dict(each["Labels"]),
-            is_home=each["NodeID"] == home,
+            labels=dict(entry["Labels"]),
+            is_home=entry["NodeID"] == home,
         )
-        if each["Alive"]:
-            found.append(node)
-    return sorted(found, key=lambda node: not node.is_home)
+        if entry["Alive"]:
+            nodes.append(node)
+    return sorted(nodes, key=lambda node: not node.is_home)
 
 
 def _check_answers(address: str) -> None:

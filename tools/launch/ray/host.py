@@ -97,7 +97,7 @@ class RoleHost:
         """Start the role; return its process id on this node."""
         self._key.write(order.join_key.encode())
         self._key.flush()
-        own = {
+        replacements = {
             PYTHON: sys.executable,
             RUN_PY: str(ROOT / "run.py"),
             KEY_FILE: _descriptor_path(self._key),
@@ -105,7 +105,7 @@ class RoleHost:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks some; children inherit it.
         self._child = ChildProcess(
             order.name,
-            [own.get(each, each) for each in order.argv],
+            [replacements.get(each, each) for each in order.argv],
             log_path=Path(order.log_path or _descriptor_path(self._log)),
             env=order.env,
             cwd=ROOT,

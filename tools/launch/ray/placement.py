@@ -28,9 +28,9 @@ class ClusterNode:
     @property
     def text(self) -> str:
         """The node as text."""
-        own = [f"{k}={v}" for k, v in self.labels.items() if k != "ray.io/node-id"]
+        labels = [f"{k}={v}" for k, v in self.labels.items() if k != "ray.io/node-id"]
         has = f"{self.num_cpus:g} CPU, {self.num_gpus} GPU"
-        return f"{self.host}: {', '.join([has, *own])}"
+        return f"{self.host}: {', '.join([has, *labels])}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -183,13 +183,13 @@ class RayStarter:
         env[VISIBLE] = visible
         other = other_checkout(self._run_dir, spec.name)
         python, run_py = other or (PYTHON, RUN_PY)
-        own = {sys.executable: python, str(ROOT / "run.py"): run_py}
+        replacements = {sys.executable: python, str(ROOT / "run.py"): run_py}
         words = absolute_dir(spec.argv, self._run_dir) if other else spec.argv
-        argv = tuple(own.get(each, each) for each in words)
+        argv = tuple(replacements.get(each, each) for each in words)
         if is_home:
-            kept = {k: v for k, v in os.environ.items() if not k.startswith(OF_A_NODE)}
+            inherited = {k: v for k, v in os.environ.items() if not k.startswith(OF_A_NODE)}
             return WorkerCommand(
-                name=spec.name, argv=argv, env={**kept, **env}, log_path=str(spec.log_path)
+                name=spec.name, argv=argv, env={**inherited, **env}, log_path=str(spec.log_path)
             )
         if run_py not in argv:
             return WorkerCommand(name=spec.name, argv=argv, env=env)
