@@ -65,9 +65,9 @@ def plan_heldout(
             f"eval.num_items={cfg.num_items}: no held-out item of the configured tasks is selected"
         )
     horizons = {
-        (each.env, each.subset): turns.get(each.env)
-        or catalogue.entry(each.env, each.subset).max_turns
-        for each in items
+        (item.env, item.subset): turns.get(item.env)
+        or catalogue.entry(item.env, item.subset).max_turns
+        for item in items
     }
     return [
         _plan(item, sample, horizons[item.env, item.subset])
@@ -90,19 +90,19 @@ def _plan(item: Item, sample: int, horizon: int) -> PlannedEpisode:
 def _task_items(cfg: EvalOptions, tasks: list[TaskSection], lists: TaskLists) -> list[Item]:
     """Return the test items of the configured subsets, cut to the same share of each subset."""
     active = [task for task in tasks if task.weight > 0]
-    found: list[list[str]] = []
+    item_lists: list[list[str]] = []
     for task in active:
         listed = lists.get(task.env, [])
         mine = [item_id for item_id in listed if subset_of(item_id) == task.items()]
         if not mine:
-            known = sorted({subset_of(item_id) for item_id in listed})
+            subsets = sorted({subset_of(item_id) for item_id in listed})
             raise ConfigError(
                 f"eval.items={cfg.items}: the list of the"
                 f" {'paper' if cfg.items is EvalItems.PAPER else 'catalogue'} has no items of"
-                f" {task.items()!r} of {task.env}. It has items of {known}."
+                f" {task.items()!r} of {task.env}. It has items of {subsets}."
             )
-        found.append(mine)
-    sizes = [len(mine) for mine in found]
+        item_lists.append(mine)
+    sizes = [len(mine) for mine in item_lists]
     num_items = sum(sizes) if cfg.num_items < 0 else cfg.num_items
     quotas = spread(num_items, weights=[float(size) for size in sizes], caps=sizes)
     if sum(quotas) < sum(sizes):
@@ -111,7 +111,7 @@ def _task_items(cfg: EvalOptions, tasks: list[TaskSection], lists: TaskLists) ->
         logger.warning(text, cfg.num_items, num_left, sum(sizes))
     return [
         Item(env=task.env, subset=task.items(), item_id=item_id)
-        for task, mine, quota in zip(active, found, quotas, strict=True)
+        for task, mine, quota in zip(active, item_lists, quotas, strict=True)
         for item_id in mine[:quota]
     ]
 

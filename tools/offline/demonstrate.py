@@ -319,9 +319,8 @@ async def _play(
     kind = actor.format
     render = ScriptedRender()
     policy = ScriptedPolicy(plan.policy, seed=plan.episode_id, render=render, slip_frac=slip_frac)
-    instruction, answer = (
-        each(plan.env) for each in (environments.instruction, environments.acknowledgement)
-    )
+    instruction = environments.instruction(plan.env)
+    answer = environments.acknowledgement(plan.env)
     session = await open_beside_random(environments, plan, actor.seats.trained)
     instruction = worded(kind, instruction)
     messages: list[dict[str, Any]] = []

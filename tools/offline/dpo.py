@@ -99,12 +99,12 @@ def make_pairs(rows: Sequence[Row], cfg: DpoSection, *, seed: int) -> list[Pair]
         chooser.shuffle(members)
         best = sorted(members, key=lambda row: -row.reward)
         worst = sorted(members, key=lambda row: row.reward)
-        found = [
+        item_pairs = [
             Pair(chosen=high, rejected=low)
             for high, low in zip(best, worst, strict=True)
             if high.reward - low.reward >= cfg.min_gap
         ]
-        pairs += found[: cfg.max_pairs_per_item]
+        pairs += item_pairs[: cfg.max_pairs_per_item]
     chooser.shuffle(pairs)
     return pairs[: cfg.max_pairs or None]
 
@@ -206,8 +206,8 @@ def _score_pairs(
     scores = torch.zeros(len(pairs), 2)
     for part in _parts(pairs, range(len(pairs)), learner):
         with torch.no_grad():
-            found, _ = _pair_scores(model, [pairs[i] for i in part], cfg, learner)
-        scores[part] = found.cpu()
+            part_scores, _ = _pair_scores(model, [pairs[i] for i in part], cfg, learner)
+        scores[part] = part_scores.cpu()
     return scores
 
 

@@ -42,12 +42,12 @@ def plan_episodes(
     quotas = spread(
         cfg.evolve.items_per_iteration, weights=[task.weight for task in active], caps=sizes
     )
-    found: list[PlannedEpisode] = []
+    plans: list[PlannedEpisode] = []
     for task, size, quota in zip(active, sizes, quotas, strict=True):
         key = hash_words("evolve", cfg.run.seed, task.env, task.items())
         for number in range(iteration * quota, (iteration + 1) * quota):
             item_id = f"{task.items()}-train-{permute(number % size, size, key=key)}"
-            found += [
+            plans += [
                 PlannedEpisode(
                     episode_id=f"evolve-{iteration}/{task.env}/{item_id}/{number // size}.{sample}",
                     env=task.env,
@@ -57,7 +57,7 @@ def plan_episodes(
                 )
                 for sample in range(cfg.evolve.samples_per_item)
             ]
-    return found
+    return plans
 
 
 def run(cfg: EvolveConfig, run_root: Path, *, play: Play, log: Log = ignore) -> Path:
@@ -74,7 +74,7 @@ def run(cfg: EvolveConfig, run_root: Path, *, play: Play, log: Log = ignore) -> 
     """
     tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True)
     section = replace(cfg.sft, from_scratch=False)  # The rates are those of a checkpoint.
-    kept: list[Row] = []
+    selected: list[Row] = []
     newest = cfg.model.path
     for iteration in range(cfg.evolve.num_iterations):
         folder = run_root / f"iteration-{iteration}"
@@ -86,12 +86,12 @@ def run(cfg: EvolveConfig, run_root: Path, *, play: Play, log: Log = ignore) -> 
         max_tokens = cfg.actor.max_model_len
         rows = read_rows(journal, tokenizer=tokenizer, max_tokens=max_tokens, key="evolve journal")
         new = [row for row in rows if row.is_worth(cfg.evolve.min_reward)]
-        kept = [*kept, *new] if cfg.evolve.from_base else new
-        nums = {"kept": num_episodes(kept), "new": num_episodes(new), "all": num_episodes(rows)}
+        selected = [*selected, *new] if cfg.evolve.from_base else new
+        nums = {"kept": num_episodes(selected), "new": num_episodes(new), "all": num_episodes(rows)}
         logger.info(
             "selected episodes iteration=%d kept=%d new=%d", iteration, nums["kept"], nums["new"]
         )
-        if not kept:
+        if not selected:
             raise ConfigError(
                 f"evolve.min_reward={cfg.evolve.min_reward:g}: no episode of iteration {iteration}"
                 " has this reward. Lower evolve.min_reward, or start from a better policy."
@@ -107,7 +107,7 @@ def run(cfg: EvolveConfig, run_root: Path, *, play: Play, log: Log = ignore) -> 
                 }
             )
             seed = cfg.run.seed + iteration
-            sft.train(model, kept, section, cfg.learner, seed=seed, log=log)
+            sft.train(model, selected, section, cfg.learner, seed=seed, log=log)
             save_policy(policy, model, tokenizer)
         newest = str(policy)
     whole = replace(cfg.learner, lora=FULL)  # Adapters are already merged.

@@ -55,13 +55,13 @@ def gather(request: ParsedCommand, *, echo: Echo) -> int:
 
 def _checkpoint(run_dir: RunDir, step: str) -> Path:
     """Return the checkpoint of a step, or the newest one. Raises: ConfigError: there is none."""
-    found = dict(complete_checkpoints(run_dir.checkpoints))
+    checkpoints = dict(complete_checkpoints(run_dir.checkpoints))
     if not step and (newest := newest_checkpoint(run_dir.checkpoints)):
         return newest
-    if not step.isdigit() or int(step) not in found:
-        steps = ", ".join(map(str, found)) or "none"
+    if not step.isdigit() or int(step) not in checkpoints:
+        steps = ", ".join(map(str, checkpoints)) or "none"
         raise ConfigError(f"{STEP}{step}: {run_dir.checkpoints} has the complete steps: {steps}")
-    return found[int(step)]
+    return checkpoints[int(step)]
 
 
 def gather_files(
@@ -78,11 +78,11 @@ def gather_files(
     missing: list[ShardFile] = []
     for file in files:
         target = checkpoint / TENSORS / file.name
-        found = [(local, file.path)] if Path(file.path).is_file() else []
-        found += [(fs, name) for fs, names in listed for name in _similar(file, names)]
+        candidates = [(local, file.path)] if Path(file.path).is_file() else []
+        candidates += [(fs, name) for fs, names in listed for name in _similar(file, names)]
         if is_intact(target, file):
             continue
-        source = next((name for fs, name in found if _copy(fs, name, file, target)), None)
+        source = next((name for fs, name in candidates if _copy(fs, name, file, target)), None)
         if source is None:
             missing.append(file)
         else:
@@ -94,8 +94,8 @@ def _similar(file: ShardFile, names: dict[str, Any]) -> Iterator[str]:
     """Yield the paths with the name and size of a file, those of the same checkpoint first."""
     same = [
         name
-        for name, each in names.items()
-        if name.rpartition("/")[2] == file.name and each["size"] == file.num_bytes
+        for name, entry in names.items()
+        if name.rpartition("/")[2] == file.name and entry["size"] == file.num_bytes
     ]
     checkpoint = Path(file.path).parent.name
     yield from sorted(same, key=lambda name: checkpoint not in name)

@@ -73,8 +73,8 @@ def read_rows(
             Row(
                 item_id=f"{t.env}/{t.item_id}",
                 reward=t.reward,
-                token_ids=own.token_ids,
-                mask=own.loss_mask,
+                token_ids=part.token_ids,
+                mask=part.loss_mask,
                 is_success=t.is_success,
                 segment=segment,
                 num_segments=len(parts),
@@ -83,7 +83,7 @@ def read_rows(
             for _, t in read_journal(folder)
             if _is_usable(t)
             for parts in [as_rows(t)]
-            for segment, own in enumerate(parts)
+            for segment, part in enumerate(parts)
         ]
     elif path.is_file():
         rows = _rows_of_file(path, tokenizer, keep_thinking, key=key)
@@ -93,10 +93,10 @@ def read_rows(
         replace(row, token_ids=row.token_ids[:max_tokens], mask=row.mask[:max_tokens])
         for row in rows
     ]
-    kept = [row for row in rows if row.mask[1:].any()]
-    if not kept:
+    usable = [row for row in rows if row.mask[1:].any()]
+    if not usable:
         raise ConfigError(f"{key}={path}: no episode has a token to train on")
-    return kept
+    return usable
 
 
 def num_episodes(rows: Sequence[Row]) -> int:
@@ -132,29 +132,29 @@ def _is_continued(before: Row, row: Row) -> bool:
 
 def _rows_of_file(path: Path, tokenizer: Any, keep: KeepThinking, *, key: str) -> list[Row]:
     """Return the token ids of a file if all records have them; else tokenize its conversations."""
-    own = fingerprint(tokenizer)
+    expected = fingerprint(tokenizer)
     records = read_records(path)
     if key == "dpo.data" and (preferences := _preferences(records, path)):
         writer = AnswerWriter(tokenizer)
         return [row for each in preferences for row in rows_of_conversation(each, writer, keep)]
-    tokens = [tokens_of(record, place, fingerprint=own) for place, record in records]
+    tokens = [tokens_of(record, place, fingerprint=expected) for place, record in records]
     if not tokens or not all(tokens):
         writer = AnswerWriter(tokenizer)
         conversations = read_conversations(path)
         return [row for each in conversations for row in rows_of_conversation(each, writer, keep)]
     rows = [
         Row(
-            item_id=each.item_id,
-            reward=each.reward,
-            token_ids=each.token_ids,
-            mask=each.mask,
-            is_success=each.is_success,
-            segment=each.segment,
-            num_segments=each.num_segments,
-            episode=each.episode_id,
+            item_id=token_row.item_id,
+            reward=token_row.reward,
+            token_ids=token_row.token_ids,
+            mask=token_row.mask,
+            is_success=token_row.is_success,
+            segment=token_row.segment,
+            num_segments=token_row.num_segments,
+            episode=token_row.episode_id,
         )
-        for each in tokens
-        if each
+        for token_row in tokens
+        if token_row
     ]
     largest = max(int(row.token_ids.max(initial=0)) for row in rows)
     if largest >= len(tokenizer):

@@ -152,11 +152,11 @@ def nll(
     scored = np.concatenate(
         [row.mask[1:][each.mask[1:]] for row, each in zip(batch, rows, strict=True)]
     )
-    own = torch.from_numpy(scored).to(logprobs)
-    weights = own + prompt_coef * (1 - own)
-    total = -(own * logprobs.detach()).sum().item()
+    is_agent = torch.from_numpy(scored).to(logprobs)
+    weights = is_agent + prompt_coef * (1 - is_agent)
+    total = -(is_agent * logprobs.detach()).sum().item()
     loss = -(weights * logprobs).sum() / weights.sum().clamp_min(1e-9)
-    return loss, {"loss": total, WEIGHT: own.sum().item()}
+    return loss, {"loss": total, WEIGHT: is_agent.sum().item()}
 
 
 def _schedule(progress: float) -> float:

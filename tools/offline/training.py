@@ -147,15 +147,15 @@ def train_epochs(
         num_good = 0
         for parts in batches():
             optimizer.set_lr_scale(lr_scale(step))
-            found, is_good = _gradient(model, parts, loss_of, max_grad_norm)
+            batch_sums, is_good = _gradient(model, parts, loss_of, max_grad_norm)
             if is_good:
                 vanished.begin()
                 optimizer.step()
                 hidden = vanished.share(lr=optimizer.lr)
-                for name, value in found.items():
+                for name, value in batch_sums.items():
                     sums[name] += value
-                here = max(found.get(WEIGHT, 0.0), 1.0)
-                means = {name: value / here for name, value in found.items() if name != WEIGHT}
+                here = max(batch_sums.get(WEIGHT, 0.0), 1.0)
+                means = {name: value / here for name, value in batch_sums.items() if name != WEIGHT}
                 means |= {"train/vanished_update_frac": hidden}
                 log({**means, "epoch": float(epoch + 1), "lr_scale": lr_scale(step)})
             optimizer.zero_grad()
@@ -185,10 +185,10 @@ def _gradient(
     sums: Sums = defaultdict(float)
     total = 0.0
     for part in parts:
-        loss, found = loss_of(part, sum(map(len, parts)))
+        loss, part_sums = loss_of(part, sum(map(len, parts)))
         loss.backward()
         total += loss.item()
-        for name, value in found.items():
+        for name, value in part_sums.items():
             sums[name] += value
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).item()
     return sums, math.isfinite(total) and math.isfinite(norm)

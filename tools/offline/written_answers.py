@@ -57,11 +57,11 @@ class AnswerWriter:
         ends = {*self.renderer.end_of_turn_ids, *(each for each in roles if each is not None)}
         names = special_tokens(tokenizer)
         form = self.renderer.thoughts
-        own = turns.answered + without_marks(form.opens + form.head_end)  # Heads of an answer.
+        heads = turns.answered + without_marks(form.opens + form.head_end)
         framing = {
             name
             for number, name in names.items()
-            if number in ends or (name in frame and name not in own)
+            if number in ends or (name in frame and name not in heads)
         }
         spelled = sorted(filter(None, framing), key=len, reverse=True)
         self._framing = re.compile("|".join(map(re.escape, spelled)) or r"(?!)")
@@ -100,8 +100,8 @@ class AnswerWriter:
         ids = self._own(text)
         if ids[len(ids) - len(lead) :] == lead:
             lead = []  # The record's text has it.
-        own = [as_call(name, arguments) for name, arguments in checked]
-        return WrittenAnswer(header=header, sampled=[*ids, *lead, end], calls=own)
+        written_calls = [as_call(name, arguments) for name, arguments in checked]
+        return WrittenAnswer(header=header, sampled=[*ids, *lead, end], calls=written_calls)
 
     def with_header(self, prompt: list[int], header: str) -> list[int]:
         """Return the tokens before an answer with this header in place of the generation prompt.
@@ -312,17 +312,17 @@ def _behind(header: str, marks: Sequence[str]) -> str:
     A space there belongs to the thoughts.
     """
     ends = [header.rindex(mark) + len(mark) for mark in marks if mark in header]
-    found = header[max(ends, default=0) :]
-    return found if found.strip() or not ends else ""
+    rest = header[max(ends, default=0) :]
+    return rest if rest.strip() or not ends else ""
 
 
 def _checked_calls(calls: Any) -> list[tuple[str, dict[str, Any]]]:
     """Return name and arguments of each call. Raises: ValueError: a call is malformed."""
     if not isinstance(calls, list):
         raise ValueError("tool_calls: must be a list")
-    found: list[tuple[str, dict[str, Any]]] = []
-    for number, each in enumerate(cast(list[object], calls)):
-        call = cast(dict[str, Any], each) if isinstance(each, dict) else {}
+    checked: list[tuple[str, dict[str, Any]]] = []
+    for number, item in enumerate(cast(list[object], calls)):
+        call = cast(dict[str, Any], item) if isinstance(item, dict) else {}
         inner: object = call.get("function", call)
         function = cast(dict[str, Any], inner) if isinstance(inner, dict) else {}
         name: object = function.get("name")
@@ -332,8 +332,8 @@ def _checked_calls(calls: Any) -> list[tuple[str, dict[str, Any]]]:
             arguments = read_arguments(function.get("arguments"))
         except ValueError as error:
             raise ValueError(f"tool_calls[{number}]: arguments: {error}") from error
-        found.append((name, each_text(arguments, valid_text)))
-    return found
+        checked.append((name, each_text(arguments, valid_text)))
+    return checked
 
 
 def segments_of(
@@ -380,21 +380,21 @@ def _steps_of(conversation: Conversation, writer: AnswerWriter) -> list[_Written
     shown: list[dict[str, Any]] = []  # Messages since the last answer.
     last: WrittenAnswer | None = None
     calls: list[dict[str, Any]] = []  # Calls of the last answer.
-    given: list[dict[str, Any]] = []  # The same calls, as the record has them.
-    for each in conversation.messages:
-        message = _as_chat(each)
-        if not each.is_agent:
+    recorded_calls: list[dict[str, Any]] = []  # The same calls, as the record has them.
+    for recorded in conversation.messages:
+        message = _as_chat(recorded)
+        if not recorded.is_agent:
             shown.append(message)
             continue
         answer = writer.write(message, tools=tools)
-        prompt = _prompt(writer.renderer, _with_results(shown, given), tools, last, calls)
-        steps.append(_WrittenTurn(prompt=prompt, answer=answer, is_trained=each.is_trained))
+        prompt = _prompt(writer.renderer, _with_results(shown, recorded_calls), tools, last, calls)
+        steps.append(_WrittenTurn(prompt=prompt, answer=answer, is_trained=recorded.is_trained))
         shown = []
         last = answer
         calls = answer.calls
-        given = each.calls
+        recorded_calls = recorded.calls
     if shown:
-        prompt = _prompt(writer.renderer, _with_results(shown, given), tools, last, calls)
+        prompt = _prompt(writer.renderer, _with_results(shown, recorded_calls), tools, last, calls)
         steps.append(_WrittenTurn(prompt=prompt, answer=None))
     return steps
 
@@ -447,15 +447,16 @@ def _prompt(
     if is_user and not calls:
         return renderer.after_turn(text, is_stopped=True, end=end)
     has_calls = bool(calls) or shown[0]["role"] == "tool"
-    how: dict[str, Any] = {"is_stopped": True, "has_calls": has_calls, "calls": calls, "end": end}
-    return renderer.after_calls(shown, tools=tools, **how)
+    return renderer.after_calls(
+        shown, tools=tools, is_stopped=True, has_calls=has_calls, calls=calls, end=end
+    )
 
 
 def _as_chat(message: agent_traj.Message) -> dict[str, Any]:
     """Return a message in the format of chat templates."""
-    found: dict[str, Any] = {"role": message.chat_role, "content": message.text}
+    converted: dict[str, Any] = {"role": message.chat_role, "content": message.text}
     if message.call_id:
-        found[RESULT_ID] = message.call_id
+        converted[RESULT_ID] = message.call_id
     if message.thoughts:
-        found[FIELDS[0]] = message.thoughts
-    return {**found, "tool_calls": message.calls} if message.calls else found
+        converted[FIELDS[0]] = message.thoughts
+    return {**converted, "tool_calls": message.calls} if message.calls else converted
