@@ -42,11 +42,11 @@ def recompute(request: ParsedCommand, *, echo: Echo) -> int:
     words = [word for word in request.overrides if not word.startswith("run.dir=")]
     if not words or "=" in words[0] or request.config is not None:
         raise ConfigError(f"usage: run.py {USAGE}")
-    given = next((w for w in request.overrides if w.startswith("run.dir=")), "run.dir=runs")
-    own = ROOT / given.removeprefix("run.dir=") / words[0]
-    run_dir = RunDir(root=own if own.exists() else Path(words[0]))
+    setting = next((w for w in request.overrides if w.startswith("run.dir=")), "run.dir=runs")
+    folder = ROOT / setting.removeprefix("run.dir=") / words[0]
+    run_dir = RunDir(root=folder if folder.exists() else Path(words[0]))
     if not run_dir.root.is_dir():
-        raise ConfigError(f"{words[0]}: there is no such run directory ({own})")
+        raise ConfigError(f"{words[0]}: there is no such run directory ({folder})")
     overrides, only = split_options(words[1:])
     plan = make_plan(run_dir, request.steps)
     num_skipped = sum(step.is_skipped for step in plan.steps)
@@ -87,7 +87,7 @@ class _Check:
             self.step = error.step.version
             self.problem = f"batch: {error}"
         self.finish(episodes.damage)
-        found: dict[str, Any] = {
+        result: dict[str, Any] = {
             "first": self._plan.first,
             "last": self._plan.last,
             "equal_checksums": self._num_equal,
@@ -96,7 +96,7 @@ class _Check:
             "cpu_s": _cpu_s(),
             "learner_cpu_s": self._plan.record.learner_cpu_s(),
         }
-        write_json(path, found)
+        write_json(path, result)
         return 1 if self.problem else 0
 
     def begin(self, rebuilt: Rebuilt) -> None:
@@ -114,16 +114,16 @@ class _Check:
             was = start.code or "unknown"
             self._echo(f"the code differs from the run's: was {was}, is {code or 'unknown'}")
         weights, frozen = rebuilt.trainer.checksums()
-        known = {each.version: each for each in plan.record.starts}.get(plan.version)
+        recorded = {each.version: each for each in plan.record.starts}.get(plan.version)
         lines = plan.record.lines.items()
         noted = [line for (version, _), line in lines if version == plan.version]
-        expected = known.weights if known else noted[-1].digests.weights if noted else weights
-        is_alike = known is not None or self._is_comparable(noted[-1:], rebuilt)
+        expected = recorded.weights if recorded else noted[-1].digests.weights if noted else weights
+        is_alike = recorded is not None or self._is_comparable(noted[-1:], rebuilt)
         if is_alike and weights != expected:
             self.step = plan.version
             where = rebuilt.cfg.model.path if plan.checkpoint is None else plan.checkpoint
             self.problem = f"weights: {where} does not have the weights of the run"
-        elif known is not None and frozen != known.frozen:
+        elif recorded is not None and frozen != recorded.frozen:
             self.step = plan.version
             where = rebuilt.cfg.model.path
             self.problem = f"weights: the frozen weights ({where}, or the reference) differ"
@@ -211,8 +211,8 @@ class _Counterfactual:
         if rows and all(row["policy"] == "recorded" for row in rows) and len(rows) > 1:
             echo("the overrides change nothing on this data")
         only = asdict(self._only) | {"dropped": sorted(self._only.dropped)}
-        found = {"overrides": self._overrides, "only": only, "origin": plan.origin, "rows": rows}
-        path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        result = {"overrides": self._overrides, "only": only, "origin": plan.origin, "rows": rows}
+        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         echo(f"wrote {path}")
         return 0
 

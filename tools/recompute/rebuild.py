@@ -227,8 +227,8 @@ def _score(rebuilt: Rebuilt, groups: Sequence[Group]) -> np.ndarray:
     members = [row for each in members for row in as_rows(each) if row.loss_mask.any()]
     logprobs = rebuilt.trainer.score([each.token_ids.tolist() for each in members])
     parts = [
-        np.asarray(scores, dtype=np.float32)[each.loss_mask[1:]]
-        for scores, each in zip(logprobs, members, strict=True)
+        np.asarray(scores, dtype=np.float32)[member.loss_mask[1:]]
+        for scores, member in zip(logprobs, members, strict=True)
     ]
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32)
 

@@ -62,7 +62,11 @@ def _answers(run: RunSource, *, max_bytes: int) -> dict[str, Any]:
     path = f"api/run/{quote(run.name, safe=AS_IN_SCRIPTS)}"
     shown = overview(run)
     drawn = drawn_names(run.metrics.columns)
-    found = {path: shown, f"{path}/metrics": run.metrics.series(drawn), f"{path}/fleet": fleet(run)}
+    answers = {
+        path: shown,
+        f"{path}/metrics": run.metrics.series(drawn),
+        f"{path}/fleet": fleet(run),
+    }
     rows: list[dict[str, Any]] = []
     for row in samples(run.rows):
         try:
@@ -73,8 +77,8 @@ def _answers(run: RunSource, *, max_bytes: int) -> dict[str, Any]:
         max_bytes -= len(json.dumps(episode["segments"]))
         if max_bytes > 0:
             rows.append(row)
-            found[f"{path}/episode?id={row['id']}"] = episode
-    return {**found, f"{path}/episodes": {"rows": rows}}
+            answers[f"{path}/episode?id={row['id']}"] = episode
+    return {**answers, f"{path}/episodes": {"rows": rows}}
 
 
 def _text(name: str) -> str:
