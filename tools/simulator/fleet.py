@@ -68,7 +68,7 @@ class SimActor:
     num_lives: int = 0
     is_alive: bool = False
     is_asking: bool = False  # A request is scheduled.
-    held: dict[str, Lease] = field(default_factory=dict)
+    leases: dict[str, Lease] = field(default_factory=dict)
     busy_since_s: float = -1.0  # Start of the current busy period; -1: it is idle.
     busy_s: float = 0.0  # Seconds with at least one episode.
 
@@ -179,7 +179,7 @@ class Fleet:
 
     def _stop(self, actor: SimActor) -> None:
         """Drop the episodes of an actor that ends."""
-        actor.held.clear()
+        actor.leases.clear()
         self._note_idle(actor)
         actor.is_alive = False
         self._waiting.pop(actor.name, None)
@@ -189,7 +189,7 @@ class Fleet:
         living = [actor for actor in self.actors if actor.is_alive]
         if self._cfg.groups.straggler_factor > 0:
             for actor in living:
-                if actor.held:
+                if actor.leases:
                     self._send_heartbeat(actor)
         return [actor.name for actor in living]
 
@@ -199,12 +199,12 @@ class Fleet:
             role="actor",
             name=actor.name,
             version=self.version,
-            running=list(actor.held),
+            running=list(actor.leases),
             num_slots=actor.num_slots,
         )
         progress = self._core.handle(actor.name, heartbeat)
         for episode_id in progress.revoked:
-            actor.held.pop(episode_id, None)
+            actor.leases.pop(episode_id, None)
         if progress.revoked:
             self._note_idle(actor)
             self._ask_soon(actor)
@@ -220,8 +220,8 @@ class Fleet:
     def _ask(self, actor: SimActor) -> LeaseGrant | None:
         """Request leases for all free slots. An actor that gets fewer joins the queue."""
         actor.is_asking = False
-        num_free = actor.num_slots - len(actor.held)
-        if not actor.is_alive or num_free <= 0 or (self._is_sync and actor.held):
+        num_free = actor.num_slots - len(actor.leases)
+        if not actor.is_alive or num_free <= 0 or (self._is_sync and actor.leases):
             return None
         request = LeaseRequest(actor=actor.name, num_free_slots=num_free, version=self.version)
         grant: LeaseGrant = self._core.handle(actor.name, request)
@@ -262,9 +262,9 @@ class Fleet:
         """Start the leased episodes, and schedule their ends."""
         simulator = self._cfg.simulator
         now = self._events.now_s
-        if not actor.held:
+        if not actor.leases:
             actor.busy_since_s = now
-        num_others = len(actor.held) + len(leases) - 1
+        num_others = len(actor.leases) + len(leases) - 1
         factor = actor.slowness * (1.0 + simulator.slot_slowdown * num_others)
         for lease in leases:
             play = self._play_of(lease)
@@ -276,7 +276,7 @@ class Fleet:
             elif seconds > lease.deadline_s:
                 seconds = lease.deadline_s
                 end_reason = EndReason.DEADLINE
-            actor.held[lease.episode_id] = lease
+            actor.leases[lease.episode_id] = lease
             self.num_started += 1
             arrival = Arrival(
                 lease=lease,
@@ -311,20 +311,20 @@ class Fleet:
 
     def _finish(self, actor: SimActor, arrival: Arrival) -> None:
         """Deliver an ended episode, and request a lease for its slot."""
-        if actor.held.get(arrival.lease.episode_id) is not arrival.lease:
+        if actor.leases.get(arrival.lease.episode_id) is not arrival.lease:
             return  # The lease was revoked, or the actor failed.
-        del actor.held[arrival.lease.episode_id]
+        del actor.leases[arrival.lease.episode_id]
         self._note_idle(actor)
         self._deliver(arrival)
         self._ask_soon(actor)
 
     def _note_idle(self, actor: SimActor) -> None:
         """Add the busy time of an actor whose last episode has ended."""
-        if actor.is_alive and not actor.held and actor.busy_since_s >= 0:
+        if actor.is_alive and not actor.leases and actor.busy_since_s >= 0:
             actor.busy_s += self._events.now_s - actor.busy_since_s
             actor.busy_since_s = -1.0
 
     def busy_s(self) -> float:
         """Return the total seconds in which each actor had at least one episode."""
         now = self._events.now_s
-        return sum(a.busy_s + (now - a.busy_since_s if a.held else 0.0) for a in self.actors)
+        return sum(a.busy_s + (now - a.busy_since_s if a.leases else 0.0) for a in self.actors)

@@ -55,11 +55,15 @@ def format_predictions(predictions: Sequence[Prediction]) -> str:
     rows = json.loads(Path(__file__).with_name("rows.json").read_text(encoding="utf-8"))
     lines = [
         f"{label:<{LABEL_WIDTH}}"
-        + "".join(f"{form.format(getattr(each, name)):>{WIDTH}}" for each in predictions)
+        + "".join(
+            f"{form.format(getattr(prediction, name)):>{WIDTH}}" for prediction in predictions
+        )
         for label, name, form in rows
     ]
     lines += [
-        f"the run would have stopped: {each.stopped_by}" for each in predictions if each.stopped_by
+        f"the run would have stopped: {prediction.stopped_by}"
+        for prediction in predictions
+        if prediction.stopped_by
     ]
     return "\n".join([*lines, "", *_histogram(predictions[0].lag_counts)]) + "\n"
 
@@ -78,9 +82,9 @@ def format_comparison(compared: Sequence[Compared]) -> str:
     """Return the table of predicted and measured figures."""
     head = f"{'':<{LABEL_WIDTH}}{'predicted':>{WIDTH}}{'measured':>{WIDTH}}{'error':>{WIDTH}}"
     lines = [
-        f"{each.name:<{LABEL_WIDTH}}{each.predicted:>{WIDTH}.3f}{each.measured:>{WIDTH}.3f}"
-        f"{each.relative_error:>+{WIDTH}.1%}"
-        for each in compared
+        f"{figure.name:<{LABEL_WIDTH}}{figure.predicted:>{WIDTH}.3f}{figure.measured:>{WIDTH}.3f}"
+        f"{figure.relative_error:>+{WIDTH}.1%}"
+        for figure in compared
     ]
     return "\n".join([head, *lines]) + "\n"
 
@@ -102,9 +106,9 @@ def format_advice(advice: Recommendation) -> str:
 def _trial_lines(name: str, trials: Sequence[Trial]) -> list[str]:
     """Return a line for each trial of a setting."""
     return [
-        f"  {name:>16} {each.value:>6}: {each.trained_per_h:>10.0f} trained per hour,"
-        f" lag {each.lag_mean:.2f}, actors idle {each.actor_idle_frac:.0%}"
-        for each in trials
+        f"  {name:>16} {trial.value:>6}: {trial.trained_per_h:>10.0f} trained per hour,"
+        f" lag {trial.lag_mean:.2f}, actors idle {trial.actor_idle_frac:.0%}"
+        for trial in trials
     ]
 
 

@@ -118,9 +118,9 @@ def _trials(predictions: dict[int, Prediction]) -> list[Trial]:
     return [
         Trial(
             value=value,
-            trained_per_h=each.trained_per_h,
-            lag_mean=each.lag_mean,
-            actor_idle_frac=each.actor_idle_frac,
+            trained_per_h=prediction.trained_per_h,
+            lag_mean=prediction.lag_mean,
+            actor_idle_frac=prediction.actor_idle_frac,
         )
-        for value, each in predictions.items()
+        for value, prediction in predictions.items()
     ]

@@ -259,17 +259,17 @@ class SimulatedRun:
         self._is_training = True
         wait_s = self._events.now_s - self._waits_since_s
         version = self._core.version
-        ids = [each.episode_id for group in groups for each in group.members]
+        ids = [member.episode_id for group in groups for member in group.members]
         self._tally.num_short += len(groups) < self._cfg.groups.per_step
         arrivals = [self._journal[episode_id] for episode_id in ids]
         lag_sum = 0.0
         num_turns = 0
-        for each in arrivals:
-            self._tally.lags[version - each.version] += 1
-            mean = self._tally.mean_version(each.version, each.started_s, each.ended_s)
-            lag_sum += each.play.num_turns * (version - mean)
-            num_turns += each.play.num_turns
-        num_tokens = sum(each.play.num_tokens for each in arrivals)
+        for arrival in arrivals:
+            self._tally.lags[version - arrival.version] += 1
+            mean = self._tally.mean_version(arrival.version, arrival.started_s, arrival.ended_s)
+            lag_sum += arrival.play.num_turns * (version - mean)
+            num_turns += arrival.play.num_turns
+        num_tokens = sum(arrival.play.num_tokens for arrival in arrivals)
         busy_s = self._workload.step_s(self._rng, num_tokens, version=version)
         self._events.at(busy_s, self._publish, ids, wait_s, busy_s, lag_sum, num_turns)
 
