@@ -1,18 +1,28 @@
 """Hardware and tools of this machine: GPUs, memory, the CPU's matrix units, a C++ compiler."""
 
+# NVIDIA's bindings have no types.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownArgumentType=false
+
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pynvml
 
 from common.errors import ConfigError
 from common.host.cgroups import PROC, memory_limit
-from common.host.gpu_list import Gpu, shown_gpus
 
 GIB = 1 << 30
 COMPILER_PACKAGES = "g++ and Python's headers (Debian, Ubuntu: apt-get install g++ python3-dev)"
@@ -21,6 +31,7 @@ _COMPILER_TIMEOUT_S = 60.0  # A busy machine needs ten seconds and more.
 MEMINFO = Path("/proc/meminfo")
 CPUINFO = Path("/proc/cpuinfo")
 _UNITS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")  # The last two are ARM's.
+_OLD_SLICE = re.compile(r"MIG-(GPU-[^/]+)/(\d+)/(\d+)")
 _BF16_UNITS = ("avx512_bf16", "amx_bf16", "bf16")
 SYS_ARCH_PRCTL = 158  # x86-64 only.
 ARCH_REQ_XCOMP_PERM = 0x1023
@@ -35,34 +46,149 @@ class TilePermission(StrEnum):
     REFUSED = "refused"  # The kernel is too old, or its configuration forbids tiles.
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One NVIDIA GPU, or one slice of it."""
+
+    name: str
+    memory_bytes: int  # 0 if unknown.
+    uuid: str = ""  # "GPU-..." or "MIG-...", an entry for CUDA_VISIBLE_DEVICES.
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether it is a part of a GPU. CUDA shows at most one slice to a process."""
+        return self.uuid.startswith("MIG-")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeGpu:
+    """A whole GPU and its slices."""
+
+    gpu: Gpu
+    slices: Sequence[Gpu] = ()
+
+    @property
+    def shown(self) -> Sequence[Gpu]:
+        """The usable GPUs: the slices, or the whole GPU if it is not divided."""
+        return self.slices or [self.gpu]
+
+
 @cache
 def gpus() -> tuple[Gpu, ...]:
     """Return the responding GPUs of this machine that CUDA_VISIBLE_DEVICES does not hide.
 
     Raises: ConfigError: CUDA_VISIBLE_DEVICES contains ambiguous numbers.
     """
-    if shutil.which("nvidia-smi") is None:
-        return ()
-    lines = _smi("--query-gpu=uuid,name,memory.total", "--format=csv,noheader,nounits")
-    if not lines:
-        return ()
     order = os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    return shown_gpus([*lines, *_smi("-L")], os.environ.get("CUDA_VISIBLE_DEVICES"), order)
+    return shown_gpus(driver_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"), order)
 
 
-def _smi(*words: str) -> list[str]:
-    """Return the lines that nvidia-smi prints; none if it fails or times out."""
+def driver_gpus(timeout_s: float = _TIMEOUT_S) -> list[WholeGpu]:
+    """Return the GPUs of the driver in the order of the bus; [] if it fails or times out."""
+    answers: list[list[WholeGpu]] = []
+    # A driver may block a call forever. A daemon thread does not delay the end of the process.
+    thread = Thread(target=lambda: answers.append(_ask_driver()), daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return answers[0] if answers else []
+
+
+def _ask_driver() -> list[WholeGpu]:
     try:
-        done = subprocess.run(
-            ["nvidia-smi", *words],
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=_TIMEOUT_S,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        pynvml.nvmlInit()
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        wholes = [WholeGpu(gpu=_gpu(handle), slices=_slices(handle)) for handle in handles]
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
         return []
-    return done.stdout.splitlines() if done.returncode == 0 else []
+    return wholes
+
+
+def _slices(whole: Any) -> list[Gpu]:
+    """Return the slices of a GPU that this process may use."""
+    slices: list[Gpu] = []
+    with suppress(pynvml.NVMLError):  # Drivers and GPUs without slices.
+        for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(whole)):
+            with suppress(pynvml.NVMLError):  # The number is not in use.
+                slices.append(_gpu(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(whole, index)))
+    return slices
+
+
+def _gpu(handle: Any) -> Gpu:
+    """Return the GPU or slice of a handle of the driver. Raises: NVMLError."""
+    num_bytes = 0
+    with suppress(pynvml.NVMLError):  # Not every GPU has a memory of its own.
+        num_bytes = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
+    return Gpu(name=name, memory_bytes=num_bytes, uuid=uuid)
+
+
+def shown_gpus(
+    listed: Sequence[WholeGpu], visible: str | None, order: str = "PCI_BUS_ID"
+) -> tuple[Gpu, ...]:
+    """Return the GPUs that CUDA would show, in its order.
+
+    Args:
+        listed: the GPUs in the order of the bus.
+        visible: comma-separated numbers, uuid prefixes or slice names; None shows all GPUs. As in
+            CUDA, entries after an invalid entry are ignored.
+        order: the value of CUDA_DEVICE_ORDER, which defines CUDA's numbers.
+
+    Raises: ConfigError: `visible` contains numbers, and different GPUs are ordered by speed.
+    """
+    if visible is None:
+        return tuple(gpu for whole in listed for gpu in whole.shown)
+    entries = [part.strip() for part in visible.split(",")]
+    _check_order(listed, entries, order)
+    shown: list[Gpu] = []
+    for entry in entries:
+        named = _named(entry, listed)
+        if named is None:
+            break
+        shown.append(named)
+    return tuple(shown)
+
+
+def _check_order(listed: Sequence[WholeGpu], entries: Sequence[str], order: str) -> None:
+    """Check that GPU numbers are unambiguous. Raises: ConfigError."""
+    kinds = {whole.gpu.name for whole in listed}
+    numbers = [entry for entry in entries if entry.isdigit() and int(entry) < len(listed)]
+    if order == "FASTEST_FIRST" and len(kinds) > 1 and numbers:
+        raise ConfigError(
+            f"CUDA_DEVICE_ORDER=FASTEST_FIRST: the GPUs differ ({', '.join(sorted(kinds))}), so the"
+            f" numbers in CUDA_VISIBLE_DEVICES={','.join(entries)} are ambiguous. Unset"
+            " CUDA_DEVICE_ORDER to use the numbers of nvidia-smi, or give the uuids of the GPUs"
+        )
+
+
+def _named(entry: str, listed: Sequence[WholeGpu]) -> Gpu | None:
+    """Return the GPU of one entry of CUDA_VISIBLE_DEVICES; None for an invalid entry."""
+    if entry.isdigit():
+        number = int(entry)
+        return listed[number].shown[0] if number < len(listed) else None
+    if entry.startswith("MIG-"):
+        return _named_slice(entry, listed)
+    if not entry.startswith("GPU-"):
+        return None
+    matching = [whole.shown[0] for whole in listed if whole.gpu.uuid.startswith(entry)]
+    return matching[0] if len(matching) == 1 else None
+
+
+def _named_slice(entry: str, listed: Sequence[WholeGpu]) -> Gpu | None:
+    """Return the slice with a name. Its size is 0 if the driver does not list the slice."""
+    slices = [gpu for whole in listed for gpu in whole.slices]
+    matching = [gpu for gpu in slices if gpu.uuid.startswith(entry)]
+    if matching:
+        return matching[0] if len(matching) == 1 else None
+    old = _OLD_SLICE.fullmatch(entry)
+    if old is None:  # A container may list one slice without the others.
+        return None if slices else Gpu(name="slice of a GPU", memory_bytes=0, uuid=entry)
+    wholes = [whole for whole in listed if whole.gpu.uuid.startswith(old[1])]
+    if len(wholes) != 1:
+        return None
+    sizes = {gpu.memory_bytes for gpu in wholes[0].slices}
+    size = sizes.pop() if len(sizes) == 1 else 0
+    return Gpu(name=f"slice of {wholes[0].gpu.name}", memory_bytes=size, uuid=entry)
 
 
 def has_cuda() -> bool:

@@ -1,7 +1,7 @@
 """A synchronous run whose engine sleeps while the learner steps: every role is a real process.
 
 vLLM's CPU worker accepts the calls of its sleep mode and keeps its memory. Two checks refuse the
-mode without a GPU: the project's, which asks `nvidia-smi`, and that of vLLM's platform. Both get
+mode without a GPU: the project's, which asks NVIDIA's driver, and that of vLLM's platform. Both get
 another answer here.
 """
 
@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from common.repository import ROOT
 from tests.end_to_end.runs import Run, balances
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 NUM_STEPS = 3
-SMI = "#!/bin/sh\necho 'GPU-0, NVIDIA H100, 81559'\n"
+GPUS = '[["GPU-0", "NVIDIA H100", 81559, []]]'
 # Python imports this module at the start of each process.
 CUSTOMIZED = """
 import importlib.util
@@ -45,16 +46,11 @@ sys.meta_path.insert(0, Finder())
 
 
 def variables_with_a_gpu(folder: Path) -> dict[str, str]:
-    """Return variables with which nvidia-smi lists a GPU, and vLLM's platform has a sleep mode."""
-    script = folder / "bin" / "nvidia-smi"
-    script.parent.mkdir()
-    script.write_text(SMI, encoding="utf-8")
-    script.chmod(0o755)
-    (folder / "bin" / "sitecustomize.py").write_text(CUSTOMIZED, encoding="utf-8")
-    return {
-        "PATH": f"{script.parent}:{os.environ['PATH']}",
-        "PYTHONPATH": f"{script.parent}:{os.environ.get('PYTHONPATH', '')}",
-    }
+    """Return variables with which the driver lists a GPU, and vLLM's platform has a sleep mode."""
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(CUSTOMIZED, encoding="utf-8")
+    path = f"{folder / 'site'}:{ROOT / 'tests/fake_driver'}:{os.environ.get('PYTHONPATH', '')}"
+    return {"PYTHONPATH": path, "GPUS": GPUS}
 
 
 def times_of(log: Path, pattern: str) -> list[datetime]:

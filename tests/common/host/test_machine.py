@@ -1,5 +1,9 @@
-"""Laws of this machine: the request for AMX tiles."""
+"""Laws of this machine: the GPUs that NVIDIA's driver lists, and the request for AMX tiles."""
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,13 @@ from common.host.machine import (
     cpu_flags,
     request_tiles,
 )
+from common.repository import ROOT
+
+SHOW = """
+from common.host.machine import driver_gpus
+for whole in driver_gpus({timeout_s}):
+    print(*((gpu.uuid, gpu.name, gpu.memory_bytes >> 20) for gpu in (whole.gpu, *whole.slices)))
+"""
 
 
 @pytest.fixture
@@ -57,3 +68,29 @@ def test_kernel_answer_is_returned(
 def test_kernel_grants_tiles_exactly_where_available(cpu_with_tiles: Path) -> None:
     expected = TilePermission.GRANTED if "amx_tile" in cpu_flags() else TilePermission.REFUSED
     assert request_tiles(cpu_with_tiles) is expected
+
+
+def with_driver(timeout_s: float, **env: str) -> list[str]:
+    """Return the listed GPUs of a process whose driver is the stand-in, a line for each GPU."""
+    env = os.environ | {"PYTHONPATH": f"{ROOT / 'tests/fake_driver'}:{ROOT}"} | env
+    command = [sys.executable, "-c", SHOW.format(timeout_s=timeout_s)]
+    done = subprocess.run(command, env=env, capture_output=True, encoding="utf-8", timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.splitlines()
+
+
+def test_gpus_and_slices_are_listed_with_their_memory() -> None:
+    slices = [
+        ["MIG-1", "NVIDIA H100 MIG 1g.10gb", 9856],
+        ["MIG-2", "NVIDIA H100 MIG 3g.40gb", None],
+    ]
+    listed = [["GPU-1", "NVIDIA H100", 81559, slices], ["GPU-2", "NVIDIA GB10", None, []]]
+    assert with_driver(20, GPUS=json.dumps(listed)) == [
+        "('GPU-1', 'NVIDIA H100', 81559) ('MIG-1', 'NVIDIA H100 MIG 1g.10gb', 9856)"
+        " ('MIG-2', 'NVIDIA H100 MIG 3g.40gb', 0)",
+        "('GPU-2', 'NVIDIA GB10', 0)",
+    ]
+
+
+def test_driver_that_blocks_lists_no_gpu_and_process_ends() -> None:
+    assert with_driver(0.1) == []

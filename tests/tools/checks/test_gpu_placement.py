@@ -6,12 +6,21 @@ import pytest
 
 from common.config.load import load_config
 from common.errors import ConfigError
-from common.host.gpu_list import Gpu, shown_gpus
-from common.host.machine import GIB
+from common.host.machine import GIB, Gpu, WholeGpu, shown_gpus
 from tools.checks.gpu_placement import GpuAssignment, assign_gpus, check_slices, visible_to
 
 FOUND = [Gpu(name="H100", memory_bytes=80 * GIB, uuid=f"GPU-{i}") for i in range(4)]
-LINES = ["GPU-aa1, NVIDIA H100, 81559", "GPU-aa2, NVIDIA H100, 81559", "GPU-b, odd, name, [N/A]"]
+
+
+def gpu(uuid: str, name: str, mib: int) -> Gpu:
+    return Gpu(name=name, memory_bytes=mib << 20, uuid=uuid)
+
+
+ALIKE = [
+    WholeGpu(gpu=gpu("GPU-aa1", "NVIDIA H100", 81559)),
+    WholeGpu(gpu=gpu("GPU-aa2", "NVIDIA H100", 81559)),
+]
+LISTED = [*ALIKE, WholeGpu(gpu=gpu("GPU-b", "NVIDIA L4", 23034))]
 
 
 def gpus_of(num_gpus: int, *overrides: str) -> GpuAssignment:
@@ -113,24 +122,18 @@ def test_each_role_sees_its_own_gpus_only() -> None:
     ],
 )
 def test_only_gpus_visible_to_cuda_are_counted(visible: str | None, uuids: list[str]) -> None:
-    assert [gpu.uuid for gpu in shown_gpus(LINES, visible)] == uuids
+    assert [gpu.uuid for gpu in shown_gpus(LISTED, visible)] == uuids
 
 
-def test_gpu_name_and_memory_are_parsed() -> None:
-    first, _, odd = shown_gpus(LINES, None)
-    assert (first.name, first.memory_bytes) == ("NVIDIA H100", 81559 << 20)
-    assert (odd.name, odd.memory_bytes) == ("odd, name", 0)
-
-
-WHOLE = ["GPU-11aa, NVIDIA H100 80GB HBM3, 81559", "GPU-22bb, NVIDIA L4, 23034"]
-SLICED = [
-    *WHOLE,
-    "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-11aa)",
-    "  MIG 1g.10gb     Device  0: (UUID: MIG-41b35595-75b4)",
-    "  MIG 3g.40gb     Device  1: (UUID: MIG-9fd21e2b-8e5c)",
-    "  MIG 1c.1g.10gb+me  Device  2: (UUID: MIG-9fd2aaaa-8e5c)",
-    "GPU 1: NVIDIA L4 (UUID: GPU-22bb)",
+H100 = gpu("GPU-11aa", "NVIDIA H100 80GB HBM3", 81559)
+SLICES = [
+    gpu("MIG-41b35595-75b4", f"{H100.name} MIG 1g.10gb", 10240),
+    gpu("MIG-9fd21e2b-8e5c", f"{H100.name} MIG 3g.40gb", 40960),
+    gpu("MIG-9fd2aaaa-8e5c", f"{H100.name} MIG 1c.1g.10gb+me", 10240),
 ]
+L4 = WholeGpu(gpu=gpu("GPU-22bb", "NVIDIA L4", 23034))
+WHOLE = [WholeGpu(gpu=H100), L4]
+SLICED = [WholeGpu(gpu=H100, slices=SLICES), L4]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +151,7 @@ SLICED = [
         ("MIG-GPU-33/1/0", []),
     ],
 )
-def test_mig_slice_counts_with_its_profile_memory(
+def test_mig_slice_counts_with_its_memory(
     visible: str | None, shown: list[tuple[str, int]]
 ) -> None:
     found = shown_gpus(SLICED, visible)
@@ -172,7 +175,7 @@ def test_fastest_first_order_requires_identical_gpus() -> None:
         shown_gpus(WHOLE, "0", "FASTEST_FIRST")
     (named,) = shown_gpus(WHOLE, "GPU-22", "FASTEST_FIRST")
     assert named.name == "NVIDIA L4"
-    assert len(shown_gpus(LINES[:2], "0", "FASTEST_FIRST")) == 1  # Two alike.
+    assert len(shown_gpus(ALIKE, "0", "FASTEST_FIRST")) == 1  # Two alike.
 
 
 @pytest.mark.parametrize(

@@ -176,15 +176,6 @@ def dry_run(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, encoding="utf-8", env=env, timeout=240)
 
 
-def with_gpu(folder: Path, *, mib: int, number: int = 1) -> str:
-    """Return a PATH on which nvidia-smi answers with GPUs of a size."""
-    lines = "".join(f"GPU-{i}, NVIDIA RTX 4090, {mib}\n" for i in range(number))
-    script = folder / "nvidia-smi"
-    script.write_text(f"#!/bin/sh\nprintf '{lines}'\n", encoding="utf-8")
-    script.chmod(0o755)
-    return f"{folder}:{os.environ['PATH']}"
-
-
 @pytest.mark.slow
 def test_dry_run_prints_memory_plan_without_gpu() -> None:
     done = dry_run("--config", "textcraft-qwen7b")
@@ -197,9 +188,11 @@ def test_dry_run_prints_memory_plan_without_gpu() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", [[], ["learner.num_gpus=1", "actor.num_gpus=1"]])
-def test_small_gpu_is_refused_quickly_with_numbers(overrides: list[str], tmp_path: Path) -> None:
+def test_small_gpu_is_refused_quickly_with_numbers(overrides: list[str]) -> None:
+    gpu = json.dumps([["GPU-0", "NVIDIA RTX 4090", 24_564, []]])
+    env = {"PYTHONPATH": str(ROOT / "tests/fake_driver"), "GPUS": gpu}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = dry_run("--config", "textcraft-qwen7b", *overrides, PATH=with_gpu(tmp_path, mib=24_564))
+    done = dry_run("--config", "textcraft-qwen7b", *overrides, **env)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     took_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert done.returncode == 2, done.stdout
