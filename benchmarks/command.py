@@ -7,13 +7,13 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
-from benchmarks.table import BenchTable
+from benchmarks.suite import Suite
 from common.errors import ConfigError
 from common.log import configure_logging
 from common.repository import ROOT
 from tools.cli.command_line import STUDIES, ParsedCommand, version_text
 
-Suite = Callable[[BenchTable], None]  # It adds its figures to the table.
+Measure = Callable[[Suite], None]  # It runs the checks of a suite.
 CONFORMANCE = "conformance"
 SUITES = {  # Name on the command line: module and function.
     "learner": "learner.suite:run_suite",
@@ -42,21 +42,21 @@ def bench(request: ParsedCommand) -> int:
     Raises: ConfigError: the suite, its overrides or the path of the figures are wrong.
     """
     path = Path(request.json or ROOT / "runs" / "bench" / f"{request.suite}.json")
-    suite = _find_suite(request, path)
+    measure = _find_suite(request, path)
     _check_writable(path)
     configure_logging("bench", "INFO")
-    table = BenchTable(out=sys.stdout)
-    suite(table)
+    suite = Suite(out=sys.stdout)
+    measure(suite)
     if request.is_dry:
         return 0
-    code = table.finish()
-    table.save(path, suite=request.suite or "", product=version_text())
+    code = suite.finish()
+    suite.save(path, name=request.suite or "", product=version_text())
     print(f"as JSON: {path}")
     return code
 
 
-def _find_suite(request: ParsedCommand, path: Path) -> Suite:
-    """Return the suite that a request names. Raises: ConfigError: there is no such suite."""
+def _find_suite(request: ParsedCommand, path: Path) -> Measure:
+    """Return the function of the suite of a request. Raises: ConfigError: there is no such one."""
     name = request.suite or ""
     if request.only is not None and name not in WITH_ONLY:
         raise ConfigError(f"--only={request.only}: only --suite={'|'.join(WITH_ONLY)} accepts it")
@@ -73,12 +73,12 @@ def _find_suite(request: ParsedCommand, path: Path) -> Suite:
     if name in GPU_SUITES:
         return _find_gpu_suite(request, path)
     module, _, function = SUITES[name].partition(":")
-    suite = getattr(import_module(f"benchmarks.{module}"), function)
-    return partial(suite, only=request.only.split(",")) if request.only else suite
+    measure = getattr(import_module(f"benchmarks.{module}"), function)
+    return partial(measure, only=request.only.split(",")) if request.only else measure
 
 
-def _find_gpu_suite(request: ParsedCommand, path: Path) -> Suite:
-    """Return the suite of GPU checks with the options of the request."""
+def _find_gpu_suite(request: ParsedCommand, path: Path) -> Measure:
+    """Return the function of the GPU checks with the options of the request."""
     from benchmarks.gpu.suite import SuiteRequest, run_suite
 
     asked = SuiteRequest(
@@ -90,8 +90,8 @@ def _find_gpu_suite(request: ParsedCommand, path: Path) -> Suite:
     return partial(run_suite, request=asked)
 
 
-def _find_study(name: str, request: ParsedCommand) -> Suite:
-    """Return a study. Raises: ConfigError: a package of the extra `benchmarks` is missing."""
+def _find_study(name: str, request: ParsedCommand) -> Measure:
+    """Return the function of a study. Raises: ConfigError: a package is missing."""
     module = "benchmarks.study.peer" if name == "peer" else "benchmarks.study.command"
     try:
         measure = import_module(module).measure
@@ -104,6 +104,6 @@ def _find_study(name: str, request: ParsedCommand) -> Suite:
 
 def _check_writable(path: Path) -> None:
     """Raise ConfigError if no file can be written at `path`."""
-    above = next(each for each in path.absolute().parents if each.exists())
+    above = next(parent for parent in path.absolute().parents if parent.exists())
     if path.is_dir() or not (above.is_dir() and os.access(above, os.W_OK)):
         raise ConfigError(f"--json={path}: no file can be written there")

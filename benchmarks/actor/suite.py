@@ -6,7 +6,6 @@ alone samples turns of the same lengths with the same concurrency and without en
 """
 
 import json
-import tempfile
 import time
 from collections import Counter
 from dataclasses import replace
@@ -24,7 +23,7 @@ from benchmarks.runs.real_run import (
     cpu_seconds,
     running,
 )
-from benchmarks.table import BenchTable
+from benchmarks.suite import Suite
 from common.errors import LongstrideError
 from common.host.machine import gpus
 from common.host.process_settings import ONE_THREAD
@@ -49,27 +48,25 @@ SETTINGS = (
 )
 
 
-def run_suite(table: BenchTable) -> None:
+def run_suite(suite: Suite) -> None:
     """Measure a run and vLLM alone, twice in turn, then long turns, in four minutes."""
-    table.title(f"quickstart, no steps, {NUM_ROUNDS} windows of {WINDOW_S:g} s each")
-    with tempfile.TemporaryDirectory(prefix="longstride-actor-") as folder:
-        table.attempt("sampled tokens", lambda: add_speeds(table, Path(folder)))
-    table.title("turns of 256 tokens, 64 at once, random weights")
-    bench = DeviceBench(table=table, sizes=LONG_TURNS, device=CPU, peer_device="cpu")
-    table.attempt(
-        "long turns",
-        lambda: add_actor_cost(bench, "long turns", run_engine(bench, LONG_TURNS.model)),
-    )
+    suite.title(f"quickstart, no steps, {NUM_ROUNDS} windows of {WINDOW_S:g} s each")
+    with suite.check("sampled tokens") as folder:
+        add_speeds(suite, folder)
+    suite.title("turns of 256 tokens, 64 at once, random weights")
+    bench = DeviceBench(suite=suite, sizes=LONG_TURNS, device=CPU, peer_device="cpu")
+    with suite.check("long turns"):
+        add_actor_cost(bench, "long turns", run_engine(bench, LONG_TURNS.model))
 
 
-def add_speeds(table: BenchTable, folder: Path) -> None:
+def add_speeds(suite: Suite, folder: Path) -> None:
     """Add the sampling rates of this project's engine and of vLLM alone."""
     ours: Counter[str] = Counter()
     alone: Counter[str] = Counter()
     for number in range(NUM_ROUNDS):
         ours.update(measure_run(f"run-{number}", folder=folder))
         alone.update(measure_alone(folder / f"run-{number}"))
-    table.compare(
+    suite.compare(
         "tokens sampled inside a run",
         ours["sampled"] / ours["time_s"],
         alone["sampled"] / alone["time_s"],
@@ -82,9 +79,9 @@ def add_speeds(table: BenchTable, folder: Path) -> None:
         cost, limit = (1e3 * done[role] / done["sampled"] for done in (ours, alone))
         name = f"inside a run, {role}"
         unit = "cpu s/1k tokens"
-        table.compare(name, cost, limit, unit, against="vLLM alone", note=hits(ours, alone))
+        suite.compare(name, cost, limit, unit, against="vLLM alone", note=hits(ours, alone))
     allowed_ms = MAX_TOKEN_MS * ours["sampled"] + MAX_TURN_MS * ours["turns"]
-    table.compare(
+    suite.compare(
         "inside a run, actor for a turn",
         1e3 * ours["actor"] / ours["turns"],
         allowed_ms / ours["turns"],

@@ -3,7 +3,6 @@
 import logging
 import math
 import statistics
-import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from benchmarks.chaos.plan import ALL_FAULTS, Fault, FaultType, deal
 from benchmarks.chaos.watch import StepObserver, read_json
 from benchmarks.runs.real_run import TRAINING_ALONE, await_success, check_end, read_lines, running
 from benchmarks.runs.roles import Role
-from benchmarks.table import BenchTable
+from benchmarks.suite import Suite
 from common.errors import LongstrideError
 from common.host.child_process import ChildProcess
 from common.store.run_dir import RunDir
@@ -144,42 +143,41 @@ class CampaignLog:
         return (took_s - wanted_s) / max(1, len(self.injected))
 
 
-def run_suite(table: BenchTable) -> None:
+def run_suite(suite: Suite) -> None:
     """Inject a fault into a quickstart of 420 steps every four seconds, in half an hour."""
-    measure(table, USUAL)
+    measure(suite, USUAL)
 
 
-def run_delta(table: BenchTable) -> None:
+def run_delta(suite: Suite) -> None:
     """Inject the same faults while two ranks of the learner send changes of versions."""
-    measure(table, DELTA)
+    measure(suite, DELTA)
 
 
-def run_adapters(table: BenchTable) -> None:
+def run_adapters(suite: Suite) -> None:
     """Inject the same faults while two ranks of the learner train adapters."""
-    measure(table, ADAPTERS)
+    measure(suite, ADAPTERS)
 
 
-def run_short(table: BenchTable) -> None:
+def run_short(suite: Suite) -> None:
     """Inject faults into a small run for two minutes."""
-    measure(table, SHORT)
+    measure(suite, SHORT)
 
 
-def measure(table: BenchTable, size: CampaignSize) -> None:
+def measure(suite: Suite, size: CampaignSize) -> None:
     """Run a training, inject faults and report the results."""
-    table.title(LEGEND)
-    with tempfile.TemporaryDirectory(prefix="longstride-chaos-") as name:
-        folder = Path(name)
+    suite.title(LEGEND)
+    with suite.check("chaos") as folder:
         reason = isolate(folder)
         if reason:
-            table.title(f"left out: the network's and the disk's faults, {reason}")
+            suite.title(f"left out: the network's and the disk's faults, {reason}")
         try:
-            table.attempt("chaos", lambda: _measure(table, size, folder, has_machine=not reason))
+            _measure(suite, size, folder, has_machine=not reason)
         finally:
             if not reason:
                 release(folder)
 
 
-def _measure(table: BenchTable, size: CampaignSize, folder: Path, *, has_machine: bool) -> None:
+def _measure(suite: Suite, size: CampaignSize, folder: Path, *, has_machine: bool) -> None:
     """Run with faults in `folder`, which has a small disk."""
     run_dir = RunDir(root=folder / "run")
     clock = make_clock(folder)
@@ -193,9 +191,9 @@ def _measure(table: BenchTable, size: CampaignSize, folder: Path, *, has_machine
             clock=clock,
             lasts_s=size.lasts_s,
         )
-        campaign = disturb(child, scene, size, seed=table.seed)
-    add_recovery(table, campaign)
-    add_end(table, run_dir, num_steps=size.num_steps, campaign=campaign)
+        campaign = disturb(child, scene, size, seed=suite.seed)
+    add_recovery(suite, campaign)
+    add_end(suite, run_dir, num_steps=size.num_steps, campaign=campaign)
 
 
 def disturb(child: ChildProcess, scene: FaultyRun, size: CampaignSize, *, seed: int) -> CampaignLog:
@@ -265,7 +263,7 @@ def _wait(child: ChildProcess, watch: StepObserver, num_steps: int, timeout_s: f
     check_end(child)
 
 
-def add_recovery(table: BenchTable, campaign: CampaignLog) -> None:
+def add_recovery(suite: Suite, campaign: CampaignLog) -> None:
     """Write the recovery times by fault and by role, and the effective training time ratio."""
     by_name: defaultdict[str, list[InjectedFault]] = defaultdict(list)
     by_role: defaultdict[Role, list[float]] = defaultdict(list)
@@ -277,20 +275,20 @@ def add_recovery(table: BenchTable, campaign: CampaignLog) -> None:
         back_s = quantile([s.back_s for s in all_of_it], 0.5)
         step_s = max(s.step_s for s in all_of_it)
         note = f"{len(all_of_it)} times, next step after {step_s:.1f} s at most"
-        table.figure(f"recovery, {name}", back_s, "s", note)
+        suite.figure(f"recovery, {name}", back_s, "s", note)
     for role, seconds in sorted(by_role.items()):
         median = MEDIAN_S[role]
-        table.at_most(f"recovery of {role}, median", quantile(seconds, 0.5), "s", median)
-        table.at_most(
+        suite.at_most(f"recovery of {role}, median", quantile(seconds, 0.5), "s", median)
+        suite.at_most(
             f"recovery of {role}, 95 %", quantile(seconds, 0.95), "s", P95_FACTOR * median
         )
     for name, reason in sorted(campaign.left_out.items()):
         if name not in by_name:
-            table.title(f"left out: {name}, {reason}")
+            suite.title(f"left out: {name}, {reason}")
     ettr = 1 - campaign.lost_s / MINUTE_S
     num_faults = len(campaign.injected)
     note = f"{num_faults} faults, each cost {campaign.lost_s:.1f} s; undisturbed steps took"
-    table.at_least(
+    suite.at_least(
         "ETTR at one fault a minute", ettr, "", MIN_ETTR, f"{note} {campaign.quiet_step_s:.2f} s"
     )
 
@@ -300,7 +298,7 @@ def quantile(values: Sequence[float], share: float) -> float:
     return float(np.quantile(values, share, method="inverted_cdf"))
 
 
-def add_end(table: BenchTable, run_dir: RunDir, *, num_steps: int, campaign: CampaignLog) -> None:
+def add_end(suite: Suite, run_dir: RunDir, *, num_steps: int, campaign: CampaignLog) -> None:
     """Write the final ledger: no episode may be lost or trained on twice."""
     ledger = read_json(run_dir.ledger)
     parts = ("trained", "filtered", "stale", "failed", "in_flight")
@@ -310,22 +308,22 @@ def add_end(table: BenchTable, run_dir: RunDir, *, num_steps: int, campaign: Cam
     num_twice = sum(times - 1 for times in trained.values())
     log = (run_dir.logs / "learner.log").read_text(errors="replace", encoding="utf-8")
     made = {step["version"] for step in steps}
-    table.at_most("episodes lost", ledger["lost"] + unaccounted, "", 0)
-    table.at_most("episodes trained twice", num_twice, "", 0)
-    table.figure("faults", len(campaign.injected), "", f"seed {table.seed}")
-    table.figure("steps wanted", num_steps, "")
-    table.at_least("steps made", len(made), "", num_steps)
+    suite.at_most("episodes lost", ledger["lost"] + unaccounted, "", 0)
+    suite.at_most("episodes trained twice", num_twice, "", 0)
+    suite.figure("faults", len(campaign.injected), "", f"seed {suite.seed}")
+    suite.figure("steps wanted", num_steps, "")
+    suite.at_least("steps made", len(made), "", num_steps)
     redone = log.count("repeated step=")
-    table.figure("steps repeated from the log", redone, "", "by learners that died")
+    suite.figure("steps repeated from the log", redone, "", "by learners that died")
     issued = max(1, ledger["issued"])
-    table.figure("episodes issued again", ledger["reissued"] / issued, "of all", f"{issued} issued")
-    table.figure("episodes failed", ledger["failed"] / issued, "of all")
+    suite.figure("episodes issued again", ledger["reissued"] / issued, "of all", f"{issued} issued")
+    suite.figure("episodes failed", ledger["failed"] / issued, "of all")
     sent = [
         step["publish/bytes"] for step in read_lines(run_dir.metrics) if "publish/bytes" in step
     ]
     if sent:
         note = f"at most {max(sent) / 1e6:.2f} MB"
-        table.figure("sent for a version, median", statistics.median(sent) / 1e6, "MB", note)
+        suite.figure("sent for a version, median", statistics.median(sent) / 1e6, "MB", note)
     after = read_json(run_dir.root / "report.json").get("after")
     if after:
-        table.figure("held-out success", after["success"], "")
+        suite.figure("held-out success", after["success"], "")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
 
-from benchmarks.table import MACHINE_ERRORS
+from benchmarks.suite import MACHINE_ERRORS
 
 # Errors of networks and libraries; errors of the machine, such as a full disk, are among them.
 NETWORK_ERRORS = (*MACHINE_ERRORS, TypeError, AttributeError, StrictDataclassError)

@@ -28,7 +28,7 @@ from benchmarks.conformance.part_results import (
     read,
     rewrite,
 )
-from benchmarks.table import BenchTable, versions
+from benchmarks.suite import Suite, versions
 from common.errors import ConfigError
 from common.log import configure_logging
 from common.repository import git_revision
@@ -54,7 +54,7 @@ LEGEND = (
 
 
 def run_suite(
-    table: BenchTable, *, only: Sequence[str] = (), results: Path = RESULTS, method: str = "fork"
+    suite: Suite, *, only: Sequence[str] = (), results: Path = RESULTS, method: str = "fork"
 ) -> None:
     """Examine the families without a result, or those of `only` in any case.
 
@@ -65,7 +65,7 @@ def run_suite(
     from benchmarks.conformance import engine_side, learner_side  # noqa: F401
     from benchmarks.conformance.networks import families
 
-    table.title(LEGEND)
+    suite.title(LEGEND)
     known = families()
     strangers = sorted(set(only) - set(known))
     if strangers:
@@ -77,7 +77,7 @@ def run_suite(
         found = examine_apart(family, method=method)
         result = replace(found, commit=commit, libraries=libraries)
         append(results, result)
-        report(table, result)
+        report(suite, result)
         done[family] = result
     rewrite(results, list(done.values()))
     if results == RESULTS:
@@ -90,12 +90,12 @@ def short_commit() -> str:
     return f"{whole[:COMMIT_CHARS]}{plus}{changes}"
 
 
-def report(table: BenchTable, result: FamilyResult) -> None:
+def report(suite: Suite, result: FamilyResult) -> None:
     """Add a family's line to the table; a wrong result fails the suite."""
     broken = {name: each for name, each in result.parts.items() if each.verdict is Verdict.WRONG}
     for name, each in broken.items():
         gap = "" if each.gap is None else f"{each.gap:.3g} nats "
-        table.fail(f"{result.family}, {name}", f"{gap}{each.message}")
+        suite.fail(f"{result.family}, {name}", f"{gap}{each.message}")
     if broken:
         return
     words = next(
@@ -106,7 +106,7 @@ def report(table: BenchTable, result: FamilyResult) -> None:
         ),
         "",
     )
-    table.note(result.family, f"{result.verdict}, {result.gap:.1g} nats. {words}")
+    suite.note(result.family, f"{result.verdict}, {result.gap:.1g} nats. {words}")
 
 
 def examine_apart(family: str, *, limit_s: float = LIMIT_S, method: str = "fork") -> FamilyResult:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import psutil
 
 from benchmarks.engines.counter import read_tokens
 from benchmarks.runs.real_run import check_end, child
-from benchmarks.table import BenchTable
+from benchmarks.suite import Suite
 from common.config.load import load_config
 from common.errors import LongstrideError
 from common.host.child_process import ChildProcess
@@ -58,26 +57,20 @@ class RoleLoads:
     pace: float  # Sampled tokens over those of clocks that never wait.
 
 
-def run_suite(table: BenchTable) -> None:
+def run_suite(suite: Suite) -> None:
     """Measure in five minutes."""
-    table.title(LEGEND)
-    table.attempt("engines", lambda: add_shares(table))
-
-
-def add_shares(table: BenchTable) -> None:
-    """Measure all roles, and write their shares of a core."""
-    with tempfile.TemporaryDirectory(prefix="ls-engines-") as folder:
-        seen = measure(Path(folder), num_engines=NUM_ENGINES, per_process=ENGINES_PER_PROCESS)
-    busiest = max(seen.actors)
-    num = len(seen.actors)
-    table.at_most("scheduler", seen.scheduler, "of a core", MAX_SCHEDULER)
-    table.at_most("learner's intake", seen.intake, "of a core", MAX_INTAKE)
-    note = f"the busiest of {num}, {ENGINES_PER_PROCESS} engines in each"
-    table.at_most("actor process", busiest, "of a core", MAX_ACTOR, note)
-    most = MAX_ACTOR / busiest * ENGINES_PER_PROCESS
-    table.figure("engines of one actor process", most, "", f"at {MAX_ACTOR:g} of a core")
-    table.figure("environments", seen.hub, "of a core", "the hub and its workers")
-    table.figure("pace of the clocks", seen.pace, "", "1: no clock ever waits for a request")
+    suite.title(LEGEND)
+    with suite.check("engines") as folder:
+        loads = measure(folder, num_engines=NUM_ENGINES, per_process=ENGINES_PER_PROCESS)
+        busiest = max(loads.actors)
+        suite.at_most("scheduler", loads.scheduler, "of a core", MAX_SCHEDULER)
+        suite.at_most("learner's intake", loads.intake, "of a core", MAX_INTAKE)
+        note = f"the busiest of {len(loads.actors)}, {ENGINES_PER_PROCESS} engines in each"
+        suite.at_most("actor process", busiest, "of a core", MAX_ACTOR, note)
+        most = MAX_ACTOR / busiest * ENGINES_PER_PROCESS
+        suite.figure("engines of one actor process", most, "", f"at {MAX_ACTOR:g} of a core")
+        suite.figure("environments", loads.hub, "of a core", "the hub and its workers")
+        suite.figure("pace of the clocks", loads.pace, "", "1: no clock ever waits for a request")
 
 
 def measure(

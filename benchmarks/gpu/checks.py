@@ -33,11 +33,11 @@ def check_flash_calls(bench: DeviceBench) -> None:
     name = "flash attention: calls of the packed kernel per layer and microbatch"
     alone = f"attention: sequences computed alone, of {len(samples)} in the microbatch"
     if not bench.is_cuda:
-        bench.table.figure(name, per_layer, "")
-        bench.table.figure(alone, counts[ONE_SEQUENCE_KERNEL], "")
+        bench.suite.figure(name, per_layer, "")
+        bench.suite.figure(alone, counts[ONE_SEQUENCE_KERNEL], "")
         return
-    bench.table.at_least(name, per_layer, "", 1.0)
-    bench.table.at_most(alone, counts[ONE_SEQUENCE_KERNEL], "", 0)
+    bench.suite.at_least(name, per_layer, "", 1.0)
+    bench.suite.at_most(alone, counts[ONE_SEQUENCE_KERNEL], "", 0)
 
 
 def count_calls(run: Callable[[], object], names: tuple[str, ...]) -> dict[str, int]:
@@ -68,7 +68,7 @@ def check_growth(bench: DeviceBench) -> None:
     grown = process.memory_info().rss - warm_bytes
     name = f"growth of the process in steps {num_warm} to {num_steps}"
     note = f"{len(lengths)} lengths of sequences"
-    bench.table.at_most(name, grown / 1e6, "MB", MAX_GROWTH_BYTES / 1e6, note)
+    bench.suite.at_most(name, grown / 1e6, "MB", MAX_GROWTH_BYTES / 1e6, note)
 
 
 def random_shape(shape: BatchShape, rng: np.random.Generator) -> BatchShape:

@@ -23,15 +23,15 @@ SLEEP_CHILD = "benchmarks.actor.sleep"
 
 def check_graphs(bench: DeviceBench) -> None:
     """Compare the sampling rate of an engine with CUDA graphs with that of one without."""
-    table = bench.table
+    suite = bench.suite
     if not bench.is_cuda:
-        table.note("engine with CUDA graphs", "left out: a CPU has none")
+        suite.note("engine with CUDA graphs", "left out: a CPU has none")
         return
     eager = run_engine(bench, bench.sizes.model, enforce_eager="true")
-    table.figure("engine without CUDA graphs: start", eager.start_s, "s")
+    suite.figure("engine without CUDA graphs: start", eager.start_s, "s")
     graphs = run_engine(bench, bench.sizes.model, enforce_eager="false")
-    table.figure("engine with CUDA graphs: start", graphs.start_s, "s")
-    table.compare(
+    suite.figure("engine with CUDA graphs: start", graphs.start_s, "s")
+    suite.compare(
         "engine with CUDA graphs: sampling",
         graphs.tokens_per_s,
         eager.tokens_per_s,
@@ -43,19 +43,19 @@ def check_graphs(bench: DeviceBench) -> None:
 
 def check_sleep(bench: DeviceBench) -> None:
     """Measure how much of its GPU memory a sleeping engine returns, and its wake-up."""
-    table = bench.table
+    suite = bench.suite
     if not bench.is_cuda:
-        table.note("engine asleep", "left out: vLLM has no sleep mode on a CPU")
+        suite.note("engine asleep", "left out: vLLM has no sleep mode on a CPU")
         return
     figures = _sleep(bench)
     taken = figures["free_before"] - figures["free_awake"]
     returned = figures["free_asleep"] - figures["free_awake"]
     note = f"{returned / 1e9:.1f} of {taken / 1e9:.1f} GB"
     name = "engine asleep: memory that it returns"
-    table.at_least(name, returned / taken, "", MIN_RETURNED_FRAC, note)
-    table.figure("engine asleep: falling asleep", figures["sleep_s"], "s")
-    table.at_most("engine asleep: waking up", figures["wake_s"], "s", MAX_WAKE_S)
-    table.at_least("engine asleep: same tokens afterwards", figures["is_same"], "", 1)
+    suite.at_least(name, returned / taken, "", MIN_RETURNED_FRAC, note)
+    suite.figure("engine asleep: falling asleep", figures["sleep_s"], "s")
+    suite.at_most("engine asleep: waking up", figures["wake_s"], "s", MAX_WAKE_S)
+    suite.at_least("engine asleep: same tokens afterwards", figures["is_same"], "", 1)
 
 
 def _sleep(bench: DeviceBench) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.plan import GpuCheck, choose
-from benchmarks.table import BenchmarkFigure, BenchTable, finite, machine, versions
+from benchmarks.suite import BenchmarkFigure, Suite, finite, machine, versions
 from common.errors import ConfigError
 from common.host.child_process import ChildProcess, describe_exit
 from common.host.machine import gpus
@@ -36,7 +36,7 @@ class SuiteRequest:
     sizes: str = "gpu"  # Or small: on the CPU.
 
 
-def run_suite(table: BenchTable, request: SuiteRequest) -> None:
+def run_suite(suite: Suite, request: SuiteRequest) -> None:
     """Check this CUDA machine.
 
     Raises: ConfigError: no CUDA device is available, or there is no such check.
@@ -47,7 +47,7 @@ def run_suite(table: BenchTable, request: SuiteRequest) -> None:
             "no CUDA device here (nvidia-smi lists none): nothing of this suite was measured."
             " --suite gpu-small runs the same checks at a small size on the CPU"
         )
-    CheckRun(table, request).run(checks)
+    CheckRun(suite, request).run(checks)
 
 
 class ResultLines:
@@ -80,7 +80,7 @@ class CheckProgress:
     def __init__(
         self,
         checks: Sequence[GpuCheck],
-        table: BenchTable,
+        suite: Suite,
         lines: ResultLines,
         *,
         ends_at: float = math.inf,
@@ -91,7 +91,7 @@ class CheckProgress:
         self.left_out: list[str] = []
         self.current: GpuCheck | None = None
         self.is_ready = False
-        self._table = table
+        self._suite = suite
         self._lines = lines
         self._ends_at = ends_at
         self._clock = clock
@@ -108,25 +108,25 @@ class CheckProgress:
         values = {key: value for key, value in event.items() if key != "kind"}
         if kind == "ready":
             self.is_ready = True
-            self._table.title(values["device"])
+            self._suite.title(values["device"])
         elif kind == "start":
             self.current = self._named(values["check"])
             self._since = self._clock()
         elif kind == "end":
-            self._table.title(f"{values['check']}: took {values['took_s']:.1f} s")
+            self._suite.title(f"{values['check']}: took {values['took_s']:.1f} s")
             self._finish()
         elif kind == "left_out":
             self.remaining.remove(self._named(values["check"]))
             self.left_out.append(values["check"])
-            self._table.note(values["check"], values["reason"])
+            self._suite.note(values["check"], values["reason"])
         elif kind == "row":
-            self._table.add(BenchmarkFigure(**values))
+            self._suite.add(BenchmarkFigure(**values))
         elif kind == "note":
-            self._table.note(**values)
+            self._suite.note(**values)
         elif kind == "fail":
-            self._table.fail(**values)
+            self._suite.fail(**values)
         else:
-            self._table.title(values["text"])
+            self._suite.title(values["text"])
         name = "" if self.current is None else self.current.name
         self._lines.write(kind, {"check": name, **values})
 
@@ -156,7 +156,7 @@ class CheckProgress:
     def abandon(self, reason: str) -> None:
         """Fail the current check, or all remaining ones if none had begun."""
         name = "the suite" if self.current is None else self.current.name
-        self._table.fail(name, reason)
+        self._suite.fail(name, reason)
         self._lines.write("fail", {"check": name, "name": name, "reason": reason})
         if self.current is not None:
             self._finish()
@@ -167,8 +167,8 @@ class CheckProgress:
 class CheckRun:
     """Runs checks in a process, and starts it again after a check that took it down."""
 
-    def __init__(self, table: BenchTable, request: SuiteRequest) -> None:
-        self._table = table
+    def __init__(self, suite: Suite, request: SuiteRequest) -> None:
+        self._suite = suite
         self._request = request
         self._lines = ResultLines(request.lines)
 
@@ -178,13 +178,13 @@ class CheckRun:
         minutes = self._request.minutes
         ends_at = math.inf if minutes is None else began + 60 * minutes
         self._lines.write("machine", {"machine": machine(), "versions": versions()})
-        progress = CheckProgress(checks, self._table, self._lines, ends_at=ends_at)
+        progress = CheckProgress(checks, self._suite, self._lines, ends_at=ends_at)
         while progress.remaining:
             progress.restart()
             self._run_process(progress, ends_at)
         if progress.left_out:
-            self._table.note("not measured", ", ".join(progress.left_out))
-        self._table.figure("the whole suite", time.monotonic() - began, "s")
+            self._suite.note("not measured", ", ".join(progress.left_out))
+        self._suite.figure("the whole suite", time.monotonic() - began, "s")
 
     def _run_process(self, progress: CheckProgress, ends_at: float) -> None:
         """Follow one process until it has run the remaining checks, or must be ended."""

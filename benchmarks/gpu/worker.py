@@ -20,7 +20,7 @@ import torch
 from benchmarks.gpu.plan import GpuCheck, why_left_out
 from benchmarks.gpu.sizes import SIZES
 from benchmarks.learner.checks.bench import DeviceBench
-from benchmarks.table import BenchTable
+from benchmarks.suite import Suite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class WorkerSettings:
 
 def run_checks(
     checks: Sequence[GpuCheck],
-    make_bench: Callable[[BenchTable], DeviceBench],
+    make_bench: Callable[[Suite], DeviceBench],
     *,
     ends_at: float,
     send: Callable[[str, dict[str, Any]], None],
@@ -54,22 +54,23 @@ def run_checks(
             continue
         send("start", {"check": check.name})
         began = clock()
-        table = BenchTable(out=sys.stderr, listener=send)
-        table.attempt(check.name, lambda check=check, table=table: check.load()(make_bench(table)))
+        suite = Suite(out=sys.stderr, listener=send)
+        with suite.check(check.name):
+            check.load()(make_bench(suite))
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         send("end", {"check": check.name, "took_s": clock() - began})
 
 
-def make_bench(table: BenchTable, *, sizes: str) -> DeviceBench:
+def make_bench(suite: Suite, *, sizes: str) -> DeviceBench:
     """Return the device and the sizes of the checks."""
     if sizes == "small":
         device, peer = torch.device("cpu"), "cpu"
     else:
         device = torch.device("cuda", 0)
         peer = "cuda:1" if torch.cuda.device_count() > 1 else "cpu"
-    return DeviceBench(table=table, sizes=SIZES[sizes], device=device, peer_device=peer)
+    return DeviceBench(suite=suite, sizes=SIZES[sizes], device=device, peer_device=peer)
 
 
 def describe_device(sizes: str) -> str:
@@ -104,7 +105,7 @@ def main(argv: list[str]) -> None:
         events.send("ready", {"device": describe_device(settings.sizes)})
         run_checks(
             [GpuCheck(**fields) for fields in settings.checks],
-            lambda table: make_bench(table, sizes=settings.sizes),
+            lambda suite: make_bench(suite, sizes=settings.sizes),
             ends_at=math.inf if settings.ends_at is None else settings.ends_at,
             send=events.send,
         )

@@ -5,11 +5,13 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
 
 from benchmarks.learner.batch import MAX_LAG, BatchShape, make_batch, with_sampler_logprobs
+from benchmarks.suite import Suite
 from common.config.algorithm import Aggregation, AlgorithmSection
 from common.config.learner import Attention, Layout, LearnerSection
 from learner.batch.batching import Sample, each_microbatch
@@ -222,16 +224,17 @@ def alternate(
 ) -> dict[str, list[float]]:
     """Run all contenders once per round, each round in a rotated order; return the seconds.
 
-    Consecutive runs have similar load from other programs, so the ratios of a round vary less than
-    the times. The first rounds are not counted.
+    The warm-ups are not counted.
     """
-    names = list(contenders)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(-NUM_WARM_UPS, num_rounds):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
-            started = clock()
-            contenders[name]()
-            if number >= 0:
-                seconds[name].append(clock() - started)
-    return seconds
+
+    def seconds_of(run: Callable[[], object]) -> float:
+        """Return the seconds of one run."""
+        started = clock()
+        run()
+        return clock() - started
+
+    return Suite.in_turn(
+        {name: partial(seconds_of, run) for name, run in contenders.items()},
+        num_rounds=num_rounds,
+        num_warm_ups=NUM_WARM_UPS,
+    )

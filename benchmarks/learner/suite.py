@@ -15,7 +15,7 @@ from benchmarks.learner.step import (
     measure_step,
     measure_ways,
 )
-from benchmarks.table import BenchTable
+from benchmarks.suite import Suite
 from common.config.learner import LearnerSection
 from common.config.load import load_config
 from common.repository import ROOT
@@ -35,10 +35,10 @@ LEGEND = (
 )
 
 
-def run_suite(table: BenchTable) -> None:
+def run_suite(suite: Suite) -> None:
     """Measure the learner in ten minutes of one core."""
     torch.set_num_threads(1)
-    table.title(LEGEND.format(num_rounds=NUM_ROUNDS).rstrip())
+    suite.title(LEGEND.format(num_rounds=NUM_ROUNDS).rstrip())
     cfg = load_config("quickstart", [])
     path = str(ROOT / cfg.model.path)
     policy = load_policy(path, device=CPU, gradient_checkpointing=False)
@@ -55,7 +55,7 @@ def run_suite(table: BenchTable) -> None:
             num_rounds=NUM_ROUNDS,
             engine_dtype=cfg.model.dtype,
         )
-        add_step_cost(table, cost, of=f"{name}, {parameter_count(model) / 1e6:.1f}M weights")
+        add_step_cost(suite, cost, of=f"{name}, {parameter_count(model) / 1e6:.1f}M weights")
         layouts = measure_ways(
             layouts_of(cfg.learner),
             model,
@@ -63,7 +63,7 @@ def run_suite(table: BenchTable) -> None:
             num_rounds=NUM_ROUNDS // 2,
             engine_dtype=cfg.model.dtype,
         )
-        add_ways(table, layouts, against=PLAIN)
+        add_ways(suite, layouts, against=PLAIN)
     del policy, sizes
     wide = MODELS["wide"]
     defaults = LearnerSection()
@@ -75,39 +75,39 @@ def run_suite(table: BenchTable) -> None:
         num_seq_tokens=chunk_tokens * rows_per_chunk // MEMORY_SEQUENCES,
         chunk_tokens=chunk_tokens,
     )
-    add_peaks(table, peaks, of=f"vocabulary of {wide['vocab_size']}, {rows_per_chunk} chunks")
-    table.title("checkpoints of 84M weights, and a plain file of the same size, in turn")
+    add_peaks(suite, peaks, of=f"vocabulary of {wide['vocab_size']}, {rows_per_chunk} chunks")
+    suite.title("checkpoints of 84M weights, and a plain file of the same size, in turn")
     speeds = measure_checkpoints(MODELS["saved"], num_rounds=3)
     for when, least in (("alone", MIN_CHECKPOINT_FRAC), ("training", None)):
         name, peer = f"checkpoint, {when}", speeds["plain"]
-        table.compare(name, speeds[when], peer, "GB/s", against="a file", at_least=least)
+        suite.compare(name, speeds[when], peer, "GB/s", against="a file", at_least=least)
 
 
-def add_step_cost(table: BenchTable, cost: StepCost, *, of: str, most: float = MAX_RATIO) -> None:
+def add_step_cost(suite: Suite, cost: StepCost, *, of: str, most: float = MAX_RATIO) -> None:
     """Add the cost of a training step beside that of the bare model."""
-    table.title(f"{of}: bare {cost.tokens_per_s(BARE):.0f} tokens/s")
+    suite.title(f"{of}: bare {cost.tokens_per_s(BARE):.0f} tokens/s")
     for name in cost.seconds:
         if name == BARE:
             continue
         low, high = cost.spread(name)
         note = f"quartiles {low:.3f} to {high:.3f}, {cost.tokens_per_s(name):.0f} tokens/s"
-        table.at_most(f"step over bare: {name}", cost.ratio(name), "", most, note)
+        suite.at_most(f"step over bare: {name}", cost.ratio(name), "", most, note)
 
 
-def add_ways(table: BenchTable, cost: StepCost, *, against: str) -> None:
+def add_ways(suite: Suite, cost: StepCost, *, against: str) -> None:
     """Write the speed of bare steps, compared with those of the settings `against`."""
     plain = cost.tokens_per_s(BARE)
     for name in cost.seconds:
         if name != BARE:
             speed = plain / cost.ratio(name)
-            table.compare(f"bare step: {name}", speed, plain, "tokens/s", against=against)
+            suite.compare(f"bare step: {name}", speed, plain, "tokens/s", against=against)
 
 
-def add_peaks(table: BenchTable, peaks: ScoringPeaks, *, of: str) -> None:
+def add_peaks(suite: Suite, peaks: ScoringPeaks, *, of: str) -> None:
     """Add the peak memory of scoring in chunks and as a whole."""
-    table.title(of)
+    suite.title(of)
     sizes = f"{peaks.chunked_bytes / 1e6:.0f} of {peaks.whole_bytes / 1e6:.0f} MB"
     name = "peak of forward and backward, over the whole at once"
-    table.at_most(name, peaks.frac, "", MAX_FRAC, sizes)
+    suite.at_most(name, peaks.frac, "", MAX_FRAC, sizes)
     name = "the same log-probabilities, mean difference"
-    table.at_most(name, peaks.mean_difference, "nats", MAX_DIFFERENCE)
+    suite.at_most(name, peaks.mean_difference, "nats", MAX_DIFFERENCE)

@@ -1,11 +1,12 @@
 """The suites `end2end` and `tail`: asynchronous against synchronous training, same settings."""
 
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 from benchmarks.runs.real_run import TRAINING_ALONE, read_lines, train
-from benchmarks.table import BenchTable
+from benchmarks.suite import Suite
 from common.config.train import TrainMode
 
 RUN_S = 1800.0  # Limit of one run, with its start.
@@ -33,32 +34,42 @@ LONG_TAIL = (
 )
 
 
-def run_suite(table: BenchTable) -> None:
+def run_suite(suite: Suite) -> None:
     """Train the quickstart in both modes, twice each, in four minutes."""
-    table.title(f"quickstart, steps {FIRST_STEP} to {LAST_STEP}, {NUM_ROUNDS} runs of each mode")
-    table.attempt("async over sync", lambda: add_modes(table, num_rounds=NUM_ROUNDS))
+    suite.title(f"quickstart, steps {FIRST_STEP} to {LAST_STEP}, {NUM_ROUNDS} runs of each mode")
+    add_modes(suite, num_rounds=NUM_ROUNDS)
 
 
-def run_tail(table: BenchTable) -> None:
+def run_tail(suite: Suite) -> None:
     """Train both modes once with an environment whose episodes have a long tail of durations."""
-    table.title(f"slow environment, steps {FIRST_STEP} to {LAST_STEP}; one episode in 50 is long")
-    table.attempt("async over sync", lambda: add_modes(table, num_rounds=1, settings=LONG_TAIL))
+    suite.title(f"slow environment, steps {FIRST_STEP} to {LAST_STEP}; one episode in 50 is long")
+    add_modes(suite, num_rounds=1, settings=LONG_TAIL)
 
 
-def add_modes(table: BenchTable, *, num_rounds: int, settings: Sequence[str] = ()) -> None:
+def add_modes(suite: Suite, *, num_rounds: int, settings: Sequence[str] = ()) -> None:
     """Train in both modes in turn, and compare their steps per second."""
-    took_s = dict.fromkeys(MODES, 0.0)
-    with tempfile.TemporaryDirectory(prefix="longstride-end2end-") as folder:
-        for number in range(num_rounds):
-            for mode in MODES:
-                name = f"{mode.value}-{number}"
-                own = (f"train.num_steps={LAST_STEP}", f"train.mode={mode.value}")
-                overrides = (*TRAINING_ALONE, *settings, *own, f"run.seed={number}")
-                train(name, overrides, folder=Path(folder), timeout_s=RUN_S)
-                took_s[mode] += window_s(Path(folder) / name / "metrics.jsonl")
-    sync, asynchronous = (num_rounds * (LAST_STEP - FIRST_STEP) / took_s[mode] for mode in MODES)
-    name = "steps per second, asynchronous"
-    table.compare(name, asynchronous, sync, "/s", against="synchronous", at_least=MIN_RATIO)
+    with suite.check("async over sync") as folder:
+
+        def train_once(mode: TrainMode, seeds: Iterator[int]) -> float:
+            """Return the seconds of the measured steps of a run with the next seed."""
+            seed = next(seeds)
+            name = f"{mode.value}-{seed}"
+            of_run = (
+                f"train.num_steps={LAST_STEP}",
+                f"train.mode={mode.value}",
+                f"run.seed={seed}",
+            )
+            overrides = (*TRAINING_ALONE, *settings, *of_run)
+            train(name, overrides, folder=folder, timeout_s=RUN_S)
+            return window_s(folder / name / "metrics.jsonl")
+
+        took_s = suite.in_turn(
+            {mode: partial(train_once, mode, count()) for mode in MODES}, num_rounds=num_rounds
+        )
+        num_steps = num_rounds * (LAST_STEP - FIRST_STEP)
+        sync, asynchronous = (num_steps / sum(seconds) for seconds in took_s.values())
+        name = "steps per second, asynchronous"
+        suite.compare(name, asynchronous, sync, "/s", against="synchronous", at_least=MIN_RATIO)
 
 
 def window_s(metrics: Path) -> float:

@@ -4,7 +4,7 @@ import time
 from collections import defaultdict
 from typing import Any
 
-from benchmarks.table import BenchTable
+from benchmarks.suite import Suite
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.wire.messages import (
@@ -35,12 +35,12 @@ LEGEND = (
 )
 
 
-def run_suite(table: BenchTable) -> None:
+def run_suite(suite: Suite) -> None:
     """Measure for some seconds."""
-    table.title(LEGEND)
+    suite.title(LEGEND)
     leases_per_s = measure_core(num_actors=NUM_ACTORS, num_steps=NUM_STEPS)
     name = f"leases served by the core, {NUM_ACTORS} actors"
-    table.at_least(name, leases_per_s, "per s", MIN_LEASES_PER_S)
+    suite.at_least(name, leases_per_s, "per s", MIN_LEASES_PER_S)
 
 
 def measure_core(*, num_actors: int, num_steps: int) -> float:

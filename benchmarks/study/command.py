@@ -13,7 +13,7 @@ from benchmarks.study.intervals import gap
 from benchmarks.study.outcome import SeedResult, begin, read_outcome
 from benchmarks.study.plan import CONFIG, Run, Study, merged, read_study
 from benchmarks.study.tables import by_arm, study_table
-from benchmarks.table import BenchTable
+from benchmarks.suite import Suite
 from common.config.load import load_config
 from common.errors import ConfigError, LongstrideError
 from common.host.child_process import ChildProcess
@@ -29,7 +29,7 @@ POLL_S = 0.5
 NUM_SHOWN = 5  # Number of error messages to show of failed runs.
 
 
-def measure(name: str, request: ParsedCommand, table: BenchTable) -> None:
+def measure(name: str, request: ParsedCommand, suite: Suite) -> None:
     """Run the study `name` and add its figures and table; a dry run prints the plan.
 
     Raises: ConfigError: an override is wrong, or the folder holds results of other settings.
@@ -38,11 +38,11 @@ def measure(name: str, request: ParsedCommand, table: BenchTable) -> None:
     work = study_work(name, cfg, request.overrides)
     for run in work.study.runs()[: len(work.study.arms)]:
         load_config(CONFIG, run.overrides)  # Every arm is checked before the first run.
-    table.title(work.plan_text())
+    suite.title(work.plan_text())
     if not request.is_dry:
         work.make_start()
         work.run_all()
-        report(work, table)
+        report(work, suite)
 
 
 def study_work(name: str, cfg: StudyConfig, overrides: Sequence[str]) -> "StudyWork":
@@ -168,32 +168,32 @@ class StudyWork:
         return True
 
 
-def report(work: StudyWork, table: BenchTable) -> None:
+def report(work: StudyWork, suite: Suite) -> None:
     """Add the figures of all completed runs, the errors of failed ones, and the table."""
     study = work.study
     found = {run.name: work.outcome_of(run) for run in study.runs()}
     outcomes = [each for each in found.values() if each is not None]
     for each in outcomes:
         note = f"seed {each.seed}, {each.cpu_s:.0f} CPU s"
-        table.figure(f"{each.arm}, seed {each.seed}: success after", each.after, "", note)
+        suite.figure(f"{each.arm}, seed {each.seed}: success after", each.after, "", note)
     for name, why in list(work.failed.items())[:NUM_SHOWN]:
-        table.fail(name, why)
+        suite.fail(name, why)
     missing = [name for name, each in found.items() if each is None]
     if missing:
-        table.note(
+        suite.note(
             "not done", f"{len(missing)} of {len(found)} runs: {', '.join(missing[:NUM_SHOWN])}"
         )
     if not outcomes:
         return
     arms = list(study.arms)
     outcomes.sort(key=lambda each: arms.index(each.arm))
-    add_losses(table, study, outcomes)
+    add_losses(suite, study, outcomes)
     text = study_table(outcomes, base=study.base)
     write_atomically(work.folder / "table.md", text)
-    table.title(text.rstrip())
+    suite.title(text.rstrip())
 
 
-def add_losses(table: BenchTable, study: Study, outcomes: Sequence[SeedResult]) -> None:
+def add_losses(suite: Suite, study: Study, outcomes: Sequence[SeedResult]) -> None:
     """Compare the loss of each arm that has a bound with the base arm."""
     arms = by_arm(outcomes)
     for arm, bound in study.may_lose.items():
@@ -201,4 +201,4 @@ def add_losses(table: BenchTable, study: Study, outcomes: Sequence[SeedResult]) 
             after = {name: [each.after for each in arms[name]] for name in (arm, study.base)}
             lost, (low, high) = gap(after[study.base], after[arm])
             note = f"95 %: {100 * low:.1f} to {100 * high:.1f}"
-            table.at_most(f"{arm} loses against {study.base}", 100 * lost, "points", bound, note)
+            suite.at_most(f"{arm} loses against {study.base}", 100 * lost, "points", bound, note)

@@ -17,7 +17,7 @@ from benchmarks.runs.real_run import await_success, child, read_lines, train
 from benchmarks.study.outcome import begin
 from benchmarks.study.plan import CONFIG, OWN, merged
 from benchmarks.study.sides import Course, Side, StepClocks, add_sides, comparison, steps_of
-from benchmarks.table import BenchTable
+from benchmarks.suite import Suite
 from common.config.load import load_config
 from common.errors import LongstrideError
 from common.host.child_process import ChildProcess
@@ -67,7 +67,7 @@ OURS = {  # Name in the table -> name of the run, and its own overrides.
 }
 
 
-def measure(_: str, request: ParsedCommand, table: BenchTable) -> None:
+def measure(_: str, request: ParsedCommand, suite: Suite) -> None:
     """Train all sides below `runs/study-peer` and compare them. Completed runs are not repeated.
 
     Raises: LongstrideError: a side failed; names its log.
@@ -82,7 +82,7 @@ def measure(_: str, request: ParsedCommand, table: BenchTable) -> None:
     further = max(1, round(FURTHER_SHARE * steps / KEEP_EVERY_STEPS)) * KEEP_EVERY_STEPS
     num_seeds = cfg.study.num_seeds or NUM_SEEDS
     lengths = [min(steps, further) if seed else steps for seed in range(num_seeds)]
-    table.title(
+    suite.title(
         f"{REQUIREMENT} and this project, {' + '.join(map(str, lengths))} steps each, in {folder}; "
         f"about {2.8 * sum(lengths) * 3 / 3600 + 0.5:.1f} h of an idle two-core machine"
     )
@@ -98,10 +98,10 @@ def measure(_: str, request: ParsedCommand, table: BenchTable) -> None:
             clocks, policies = _ours(plan, side.name) if side.name in OURS else _theirs(plan)
             success = _scored(plan, side.name, policies)
             side.courses.append(Course(seed=seed, steps=clocks, success=success))
-    add_sides(table, *sides)
+    add_sides(suite, *sides)
     text = comparison(sides)
     write_atomically(folder / "table.md", text)
-    table.title(text.rstrip())
+    suite.title(text.rstrip())
 
 
 @dataclass(frozen=True, slots=True)

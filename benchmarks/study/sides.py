@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.study.tables import markdown
-from benchmarks.table import BenchTable
+from benchmarks.suite import Suite
 
 BAR = 0.687  # Held-out success of TRL after 320 steps, at the first measurement.
 MAX_RATIO = 1 / 3  # Limit of the ratio of processor seconds to `BAR`.
@@ -90,18 +90,18 @@ def cpu_s_to(success: float, curve: Curve) -> float:
     return float("inf")
 
 
-def add_sides(table: BenchTable, theirs: Side, *ours: Side) -> None:
+def add_sides(suite: Suite, theirs: Side, *ours: Side) -> None:
     """Add the figures of all sides, and the bounded one: the processor seconds to `BAR`."""
     limit = cpu_s_to(BAR, theirs.curve())
     for side in ours:
         for clock, a, b in zip(("wall", "CPU"), side.per_step(), theirs.per_step(), strict=True):
-            table.compare(f"{side.name}: {clock} s of a step", a, b, "s", against=theirs.name)
+            suite.compare(f"{side.name}: {clock} s of a step", a, b, "s", against=theirs.name)
         name = f"{side.name}: CPU seconds to held-out success {BAR}, mean of seeds"
         if np.isinf(limit):
-            table.note(name, f"the mean of {theirs.name} did not reach it")
+            suite.note(name, f"the mean of {theirs.name} did not reach it")
             continue
         used = cpu_s_to(BAR, side.curve())
-        table.compare(name, used, limit, "s", against=theirs.name, at_most=MAX_RATIO)
+        suite.compare(name, used, limit, "s", against=theirs.name, at_most=MAX_RATIO)
 
 
 def comparison(sides: Sequence[Side]) -> str:

@@ -5,12 +5,13 @@ import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
 
 from benchmarks.runs.real_run import child
-from benchmarks.table import BenchTable
+from benchmarks.suite import Suite
 from benchmarks.transport.ends import NUM_TOKENS, trajectory
 from common.host.child_process import ChildProcess
 from common.store.run_dir import RunDir
@@ -42,35 +43,39 @@ class Flow:
     cpu_s: float  # Processor seconds of the receiving process for one trajectory.
 
 
-def run_suite(table: BenchTable) -> None:
-    """Measure in half a minute."""
-    table.title(LEGEND)
-    table.attempt("trajectories", lambda: add_trajectories(table, num_rounds=NUM_ROUNDS))
+def run_suite(suite: Suite) -> None:
+    """Measure the intake and bare sockets in turn for half a minute, and write the medians."""
+    suite.title(LEGEND)
+    with suite.check("trajectories") as folder:
+        flows = suite.in_turn(
+            {end: partial(measure, end, folder) for end in ("intake", "raw")}, num_rounds=NUM_ROUNDS
+        )
+        # The flow with the median rate.
+        ours, raw = (
+            sorted(rounds, key=lambda flow: flow.per_s)[NUM_ROUNDS // 2]
+            for rounds in flows.values()
+        )
+        mb = sum(map(len, encode(trajectory(1, 0)))) / 1e6
+        name = f"trajectories of {NUM_TOKENS:,} tokens, journalled"
+        cpu = f"{ours.cpu_s * 1e6:.0f} us of processor each, raw {raw.cpu_s * 1e6:.0f}"
+        suite.at_least(name, ours.per_s, "per s", MIN_PER_S, cpu)
+        suite.compare(
+            name,
+            ours.per_s * mb,
+            raw.per_s * mb,
+            "MB/s",
+            against="raw encrypted ZeroMQ",
+            at_least=MIN_FRAC,
+        )
 
 
-def add_trajectories(table: BenchTable, *, num_rounds: int, measured_s: float = MEASURED_S) -> None:
-    """Measure the intake and bare sockets in turn, and write the medians."""
-    flows: dict[str, list[Flow]] = {"intake": [], "raw": []}
-    for _ in range(num_rounds):
-        for end, done in flows.items():
-            with tempfile.TemporaryDirectory(prefix="longstride-transport-") as folder:
-                done.append(measure(end, Path(folder), measured_s=measured_s))
-    ours, raw = (_median(each) for each in flows.values())
-    mb = sum(map(len, encode(trajectory(1, 0)))) / 1e6
-    name = f"trajectories of {NUM_TOKENS:,} tokens, journalled"
-    cpu = f"{ours.cpu_s * 1e6:.0f} us of processor each, raw {raw.cpu_s * 1e6:.0f}"
-    table.at_least(name, ours.per_s, "per s", MIN_PER_S, cpu)
-    against = "raw encrypted ZeroMQ"
-    table.compare(name, ours.per_s * mb, raw.per_s * mb, "MB/s", against=against, at_least=MIN_FRAC)
+def measure(end: str, work: Path, *, measured_s: float = MEASURED_S) -> Flow:
+    """Start the senders for one receiver; count the acknowledgements after a warm-up.
 
-
-def _median(flows: list[Flow]) -> Flow:
-    """Return the flow with the median rate."""
-    return sorted(flows, key=lambda flow: flow.per_s)[len(flows) // 2]
-
-
-def measure(end: str, folder: Path, *, measured_s: float) -> Flow:
-    """Start the senders for one receiver; count the acknowledgements after a warm-up."""
+    Args:
+        work: gets a new folder for the files of all processes.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=f"{end}-", dir=work))
     create_keys(folder / "keys")
     with ExitStack() as children:
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks.learner.batch import ModelShape, make_random_model
-from benchmarks.table import BenchTable
+from benchmarks.suite import Suite
 from common.config.learner import LearnerSection
 from common.weights.buckets import CPU
 from common.weights.delta import apply_delta, digest_of_whole
@@ -42,18 +42,18 @@ class Curve:
     plain_s: list[float] = field(default_factory=list)  # CPU time of a cast and a compare.
 
 
-def run_suite(table: BenchTable) -> None:
+def run_suite(suite: Suite) -> None:
     """Train for 50 steps at each learning rate, on one core in two minutes."""
     torch.set_num_threads(1)
     for lr in LEARNING_RATES:
-        check_rate(table, TEN_MILLION, lr=lr, num_steps=50)
+        check_rate(suite, TEN_MILLION, lr=lr, num_steps=50)
 
 
-def check_rate(table: BenchTable, shape: ModelShape, *, lr: float, num_steps: int) -> None:
+def check_rate(suite: Suite, shape: ModelShape, *, lr: float, num_steps: int) -> None:
     """Write the figures of one learning rate."""
-    curve = measure(shape, lr=lr, num_steps=num_steps, seed=table.seed)
+    curve = measure(shape, lr=lr, num_steps=num_steps, seed=suite.seed)
     name = f"delta: lr {lr:g},"
-    table.at_most(
+    suite.at_most(
         f"{name} bytes of a version, as a share of the whole",
         mean(curve.bytes_frac),
         "",
@@ -61,7 +61,7 @@ def check_rate(table: BenchTable, shape: ModelShape, *, lr: float, num_steps: in
         note=f"first {curve.bytes_frac[0]:.3f}, last {curve.bytes_frac[-1]:.3f}; "
         f"changed numbers {mean(curve.changed_frac):.3f}",
     )
-    table.compare(
+    suite.compare(
         f"{name} CPU time to compare and pack",
         1e3 * median(curve.pack_s),
         1e3 * median(curve.plain_s),

@@ -16,7 +16,7 @@ from benchmarks.learner.batch import (
     with_sampler_logprobs,
 )
 from benchmarks.learner.step import STILL, make_trainer
-from benchmarks.table import BenchTable
+from benchmarks.suite import Suite
 from benchmarks.weights.receiver import TIMEOUT_S
 from benchmarks.weights.rounds import (
     ALLOWANCE_BYTES,
@@ -48,15 +48,18 @@ class TransferVolume:
     num_rounds: int = 7
 
 
-def run_suite(table: BenchTable) -> None:
+def run_suite(suite: Suite) -> None:
     """Measure the weight plane on the CPUs of this machine in four minutes."""
-    table.attempt("memory", lambda: check_memory(table, TransferVolume()))
+    with suite.check("memory"):
+        check_memory(suite, TransferVolume())
     torch.set_num_threads(1)
-    table.attempt("broadcast", lambda: check_broadcast(table, TransferVolume()))
-    table.attempt("step", lambda: check_step(table, num_rounds=6))
+    with suite.check("broadcast"):
+        check_broadcast(suite, TransferVolume())
+    with suite.check("step"):
+        check_step(suite, num_rounds=6)
 
 
-def check_memory(table: BenchTable, size: TransferVolume) -> None:
+def check_memory(suite: Suite, size: TransferVolume) -> None:
     """Send live fp32 weights as verified bf16 by memory and over gloo, with all cores."""
     weights = torch.randn(size.num_bytes // 2)
     source = LiveWeights([("weights", weights)], torch.bfloat16)
@@ -72,12 +75,12 @@ def check_memory(table: BenchTable, size: TransferVolume) -> None:
             per_cpu_s[transport] = cut.total_bytes / 1e9 / median(sent.cpu_s["ours"][1:])
         name = f"weights: {cut.total_bytes / 1e9:.2f} GB to {num_receivers} by memory"
         copies = _copy_speed(cut.total_bytes)
-        table.compare(name, speeds["memory"], speeds["gloo"], "GB/s", against="gloo")
-        table.compare(name, speeds["memory"], copies, "GB/s", against="a plain copy")
+        suite.compare(name, speeds["memory"], speeds["gloo"], "GB/s", against="gloo")
+        suite.compare(name, speeds["memory"], copies, "GB/s", against="a plain copy")
         per_second = f"{name}, in a second of CPU time"
-        table.compare(per_second, per_cpu_s["memory"], per_cpu_s["gloo"], "GB", against="gloo")
+        suite.compare(per_second, per_cpu_s["memory"], per_cpu_s["gloo"], "GB", against="gloo")
         if num_receivers == 1:
-            table.at_least(f"{name}, bound", speeds["memory"], "GB/s", MIN_MEMORY_GB_PER_S)
+            suite.at_least(f"{name}, bound", speeds["memory"], "GB/s", MIN_MEMORY_GB_PER_S)
 
 
 def _copy_speed(num_bytes: int) -> float:
@@ -89,7 +92,7 @@ def _copy_speed(num_bytes: int) -> float:
     return num_bytes / 1e9 / (time.perf_counter() - started)
 
 
-def check_broadcast(table: BenchTable, size: TransferVolume) -> None:
+def check_broadcast(suite: Suite, size: TransferVolume) -> None:
     """Send live fp32 weights as verified bf16, and the same bytes by one broadcast, in turn."""
     weights = torch.randn(size.num_bytes // 2)
     source = LiveWeights([("weights", weights)], torch.bfloat16)
@@ -98,7 +101,7 @@ def check_broadcast(table: BenchTable, size: TransferVolume) -> None:
     route = TransferSetup(num_receivers=size.num_receivers)
     sent = send_rounds(source, cut, plan, route=route, watches_memory=True)
     speeds = {kind: cut.total_bytes / 1e9 / median(each[1:]) for kind, each in sent.took_s.items()}
-    table.compare(
+    suite.compare(
         f"weights: {cut.total_bytes / 1e9:.2f} GB to {size.num_receivers}, cast and checked",
         speeds["ours"],
         speeds["raw"],
@@ -107,7 +110,7 @@ def check_broadcast(table: BenchTable, size: TransferVolume) -> None:
         at_least=MIN_BROADCAST_FRAC,
         note=f"of {size.num_rounds} rounds in turn",
     )
-    table.compare(
+    suite.compare(
         "weights: memory of the sender beside what it has",
         sent.peak_bytes / 1e6,
         cut.slot_bytes / 1e6,
@@ -117,7 +120,7 @@ def check_broadcast(table: BenchTable, size: TransferVolume) -> None:
     )
 
 
-def check_step(table: BenchTable, *, num_rounds: int) -> None:
+def check_step(suite: Suite, *, num_rounds: int) -> None:
     """Time training steps with and without a concurrent transfer to one receiver, in turn."""
     model = make_random_model(MODELS["larger"], device=CPU)
     weights_lock = WeightsLock(timeout_s=TIMEOUT_S)
@@ -125,8 +128,8 @@ def check_step(table: BenchTable, *, num_rounds: int) -> None:
     trainer = make_trainer(
         cfg, AlgorithmSection(), model, engine_dtype="bfloat16", before_update=weights_lock.close
     )
-    samples = make_batch(QUICKSTART, vocab_size=model.config.vocab_size, seed=table.seed)
-    samples = with_sampler_logprobs(samples, trainer, seed=table.seed)
+    samples = make_batch(QUICKSTART, vocab_size=model.config.vocab_size, seed=suite.seed)
+    samples = with_sampler_logprobs(samples, trainer, seed=suite.seed)
     source = trainer.live_weights()
     cut = BucketLayout(source.total_bytes, max(16, source.total_bytes // 64 * 16))
     slots = make_slots(cut, CPU)
@@ -154,7 +157,7 @@ def check_step(table: BenchTable, *, num_rounds: int) -> None:
             if travels:
                 sending.join(TIMEOUT_S)
     alone, beside = (median(took_s[travels][1:]) for travels in (False, True))
-    table.compare(
+    suite.compare(
         f"step: while {cut.total_bytes / 1e6:.0f} MB travel",
         1.0 / beside,
         1.0 / alone,

@@ -28,7 +28,7 @@ def check_canary(bench: DeviceBench) -> None:
     # This changes the trainer's own model in place, so its scores are computed before.
     nn.Module.to(model, torch.bfloat16)
     name = "canary: fp32 masters under autocast against bf16 weights"
-    bench.table.at_most(name, canary_delta(known, model, sequences), "nats", MAX_CANARY_DELTA)
+    bench.suite.at_most(name, canary_delta(known, model, sequences), "nats", MAX_CANARY_DELTA)
 
 
 def canary_delta(
@@ -67,7 +67,7 @@ def check_repetition(bench: DeviceBench) -> None:
     note = "bit for bit" if is_identical else "not bit for bit"
     bound = MAX_REPETITION if bench.is_cuda else 0.0
     name = "repetition: |update one - update two| / |update one|"
-    bench.table.at_most(name, (apart / moved) ** 0.5, "", bound, note)
+    bench.suite.at_most(name, (apart / moved) ** 0.5, "", bound, note)
 
 
 def check_chunks(bench: DeviceBench) -> None:
@@ -87,7 +87,7 @@ def check_chunks(bench: DeviceBench) -> None:
         peak = peak_bytes(run, bench.device)
         note = f"{speed:.0f} tokens/s, {peak / 1e6:.0f} MB"
         name = f"chunks of {size}: difference from one chunk"
-        bench.table.at_most(name, difference, "nats", MAX_CHUNK_DIFFERENCE, note)
+        bench.suite.at_most(name, difference, "nats", MAX_CHUNK_DIFFERENCE, note)
 
 
 def score(model: PreTrainedModel, tokens: TokenBatch, size: int, *, autocast: bool) -> Tensor:

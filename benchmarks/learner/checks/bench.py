@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.learner.batch import BatchShape, ModelShape, make_batch, make_random_model
 from benchmarks.learner.step import make_trainer
-from benchmarks.table import BenchTable
+from benchmarks.suite import Suite
 from common.config.algorithm import AlgorithmSection
 from common.config.learner import LearnerSection, LoraSection
 from learner.batch.batching import Sample
@@ -56,7 +56,7 @@ class Sizes:
 class DeviceBench:
     """The device that is checked, and the table for the results."""
 
-    table: BenchTable
+    suite: Suite
     sizes: Sizes
     device: torch.device
     peer_device: str  # Another GPU, or "cpu" if there is only one.

@@ -61,9 +61,9 @@ def check_step(bench: DeviceBench) -> None:
     )
     title = f"step of {cost.num_tokens} tokens, {size}, bf16 autocast"
     most = MAX_STEP_RATIO if bench.is_cuda else MAX_RATIO
-    add_step_cost(bench.table, cost, of=title, most=most)
+    add_step_cost(bench.suite, cost, of=title, most=most)
     bound = MIN_STEP_TOKENS_PER_S if bench.is_cuda else 0.0
-    bench.table.at_least(f"step: {name}", cost.tokens_per_s(name), "tokens/s", bound)
+    bench.suite.at_least(f"step: {name}", cost.tokens_per_s(name), "tokens/s", bound)
 
 
 def check_compiled(bench: DeviceBench) -> None:
@@ -73,10 +73,10 @@ def check_compiled(bench: DeviceBench) -> None:
     cost = measure_ways(
         ways, bench.model(), sizes.shape, num_rounds=sizes.num_rounds, engine_dtype="bfloat16"
     )
-    add_ways(bench.table, cost, against="plain")
+    add_ways(bench.suite, cost, against="plain")
     gain = 1.0 / cost.ratio("compiled")
     advice = "true" if gain >= MIN_COMPILED_GAIN else "false"
-    bench.table.note(
+    bench.suite.note(
         "learner.compile",
         f"{advice} is better here: compiled layers are {gain:.2f} x as fast, and pay from"
         f" {MIN_COMPILED_GAIN:g} on",
@@ -97,7 +97,7 @@ def check_memory(bench: DeviceBench) -> None:
     )
     vocabulary = f"vocabulary of {sizes.model['vocab_size']}"
     of = f"memory: {vocabulary}, {num_tokens} tokens in {num_chunks} chunks"
-    add_peaks(bench.table, peaks, of=of)
+    add_peaks(bench.suite, peaks, of=of)
 
 
 def check_packed(bench: DeviceBench, *, number: int) -> None:
@@ -112,7 +112,7 @@ def check_packed(bench: DeviceBench, *, number: int) -> None:
         capacity = torch.cuda.get_device_properties(bench.device).total_memory
         if needed + WORK_BYTES > capacity:
             sizes = f"{(needed + WORK_BYTES) / 1e9:.0f} GB, the device has {capacity / 1e9:.0f} GB"
-            bench.table.note(case.name, f"left out: needs about {sizes}")
+            bench.suite.note(case.name, f"left out: needs about {sizes}")
             return
     rate = _matrix_rate(bench.device, torch.bfloat16, bench.sizes.matrix_size) / 1e12
     _packed_step(bench, case, rate)
@@ -142,7 +142,7 @@ def _packed_step(bench: DeviceBench, case: PackedCase, rate: float) -> None:
     peak = peak_bytes(step, bench.device) if bench.is_cuda else 0
     best_s = min(alternate({"": step}, num_rounds=3, clock=clock_of(bench.device))[""])
     flops = step_flops(model, lengths, sum(sample.num_sampled_tokens for sample in samples))
-    bench.table.compare(
+    bench.suite.compare(
         f"{case.name}, {sum(lengths)} tokens packed",
         flops / best_s / 1e12,
         rate,
@@ -219,9 +219,9 @@ def check_shards(bench: DeviceBench) -> None:
     for name, gradient in found.items():
         apart = ((gradient - plain).norm() / plain.norm()).item()
         title = f"{name}: |gradient - plain one| / |gradient|"
-        bench.table.at_most(title, apart, "", MAX_SHARD_DIFFERENCE[bench.device.type])
+        bench.suite.at_most(title, apart, "", MAX_SHARD_DIFFERENCE[bench.device.type])
         took_s = min(seconds[name])
-        bench.table.compare(f"{name}: a step", took_s, plain_s, "s", against="without shards")
+        bench.suite.compare(f"{name}: a step", took_s, plain_s, "s", against="without shards")
 
 
 def _step_of(trainer: Trainer, samples: list[Sample]) -> Callable[[], object]:
@@ -267,7 +267,7 @@ def check_adapters(bench: DeviceBench) -> None:
     merged = make_random_model(bench.sizes.model, device=bench.device, dtype=torch.bfloat16)
     merged.load_state_dict(dict(merged_tensors(model, model.state_dict())))
     moved = float(np.abs(np.concatenate(trained) - fresh).max())
-    bench.table.at_least("adapters: a step changes the scores", moved, "nats", 1e-9)
+    bench.suite.at_least("adapters: a step changes the scores", moved, "nats", 1e-9)
     delta = canary_delta(trained, merged, canary)
     name = "adapters: merged in bf16 against trained beside the base"
-    bench.table.at_most(name, delta, "nats", bench.sizes.learner.max_canary_delta)
+    bench.suite.at_most(name, delta, "nats", bench.sizes.learner.max_canary_delta)

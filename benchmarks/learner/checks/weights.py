@@ -48,7 +48,7 @@ def check_transfers(bench: DeviceBench) -> None:
 
     On a GPU the transport is CUDA IPC; on a CPU it is files behind the same mailbox.
     """
-    table = bench.table
+    suite = bench.suite
     device = str(bench.device)
     num = num_weights(_fitting(bench, SENT_BYTES))
     pieces = [
@@ -68,15 +68,15 @@ def check_transfers(bench: DeviceBench) -> None:
         return
     size = f"for {source.total_bytes / 1e9:.1f} GB"
     name = "weights: an update by CUDA IPC, offer to checked"
-    table.at_most(name, took_s, "s", MAX_UPDATE_S * source.total_bytes / FULL_BYTES, size)
+    suite.at_most(name, took_s, "s", MAX_UPDATE_S * source.total_bytes / FULL_BYTES, size)
     if not bench.peer_device.startswith("cuda"):
-        table.note("weights: NCCL between GPUs", "left out: this machine has one GPU")
+        suite.note("weights: NCCL between GPUs", "left out: this machine has one GPU")
         return
     away = replace(_route_on_device(bench), transport="nccl", peer_device=bench.peer_device)
     part = LiveWeights(pieces[:1], torch.bfloat16)
     took_s = _send(bench, part, away, f"to {bench.peer_device}")
     name = f"weights: to {bench.peer_device} over nccl"
-    table.at_least(name, part.total_bytes / 1e9 / took_s, "GB/s", MIN_NCCL_GB_PER_S)
+    suite.at_least(name, part.total_bytes / 1e9 / took_s, "GB/s", MIN_NCCL_GB_PER_S)
 
 
 def check_gloo(bench: DeviceBench) -> None:
@@ -87,7 +87,7 @@ def check_gloo(bench: DeviceBench) -> None:
     took_s = _send(bench, part, away, "to a process on the CPU")
     name = "weights: to a process on the CPU over gloo"
     bound = MIN_GLOO_GB_PER_S if bench.is_cuda else 0.0
-    bench.table.at_least(name, part.total_bytes / 1e9 / took_s, "GB/s", bound)
+    bench.suite.at_least(name, part.total_bytes / 1e9 / took_s, "GB/s", bound)
 
 
 def _route_on_device(bench: DeviceBench) -> TransferSetup:
@@ -105,7 +105,7 @@ def _send(bench: DeviceBench, source: WeightSource, route: TransferSetup, where:
     cut = BucketLayout(source.total_bytes, BUCKET_BYTES)
     sent = send_rounds(source, cut, ["ours"] * NUM_ROUNDS, route=route)
     took_s = min(sent.took_s["ours"][1:])
-    bench.table.compare(
+    bench.suite.compare(
         f"weights: {route.transport} {where}",
         source.total_bytes / 1e9 / took_s,
         _copy_rate(source.total_bytes, bench.device),
@@ -146,7 +146,7 @@ def check_adapter_transfer(bench: DeviceBench) -> None:
     source = bench.trainer(model).live_weights()
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     name = "adapters: bytes of a version for each trained weight"
-    bench.table.at_most(name, source.total_bytes / trained, "", 2.01)
+    bench.suite.at_most(name, source.total_bytes / trained, "", 2.01)
     _send(
         bench, source, _route_on_device(bench), "of adapters alone, to a process on the same device"
     )
@@ -157,7 +157,7 @@ def check_engine(bench: DeviceBench, *, is_lora: bool = False) -> None:
 
     With adapters, versions contain adapters alone.
     """
-    table = bench.table
+    suite = bench.suite
     name = "engine, adapters" if is_lora else "engine"
     lora_rank = bench.sizes.engine_lora_rank if is_lora else 0
     shape = bench.sizes.model if lora_rank else _fitting(bench, SHARED_BYTES)
@@ -166,21 +166,21 @@ def check_engine(bench: DeviceBench, *, is_lora: bool = False) -> None:
     slack = share if bench.is_cuda else 10.0
     size = f"{figures.num_bytes / 1e9:.2f} GB, transfer {figures.transfer_s:.3f} s"
     speed = MIN_ENGINE_TOKENS_PER_S if bench.is_cuda else 0.0
-    table.at_most(f"{name}: start", figures.start_s, "s", MAX_START_S)
-    table.at_least(f"{name}: sampling", figures.tokens_per_s, "tokens/s", speed)
-    table.at_least(f"{name}: tokens, logprobs and versions agree", figures.is_sound, "", 1)
+    suite.at_most(f"{name}: start", figures.start_s, "s", MAX_START_S)
+    suite.at_least(f"{name}: sampling", figures.tokens_per_s, "tokens/s", speed)
+    suite.at_least(f"{name}: tokens, logprobs and versions agree", figures.is_sound, "", 1)
     update = f"{name}: a version from offer to loaded"
-    table.at_most(update, figures.publish_s, "s", slack * MAX_UPDATE_S, size)
+    suite.at_most(update, figures.publish_s, "s", slack * MAX_UPDATE_S, size)
     pause = f"{name}: its pause of generation"
     if lora_rank and bench.is_cuda:
         per_gb = figures.pause_s / (figures.num_bytes / 1e9)
-        table.at_most(f"{pause}, per GB", per_gb, "s", MAX_LORA_PAUSE_S_PER_GB)
+        suite.at_most(f"{pause}, per GB", per_gb, "s", MAX_LORA_PAUSE_S_PER_GB)
     else:
-        table.at_most(pause, figures.pause_s, "s", slack * MAX_PAUSE_S)
+        suite.at_most(pause, figures.pause_s, "s", slack * MAX_PAUSE_S)
     add_actor_cost(bench, name, figures)
     against = f"{name}: canary against the trainer"
     bound = bench.sizes.learner.max_canary_delta
-    table.at_most(against, figures.canary_delta, "nats", bound)
+    suite.at_most(against, figures.canary_delta, "nats", bound)
 
 
 def run_engine(
@@ -216,7 +216,7 @@ def run_engine(
 def add_actor_cost(bench: DeviceBench, name: str, figures: EngineFigures) -> None:
     """Write the CPU time of the actor's process for each token, and the share of it allowed."""
     allowed_ms = MAX_TOKEN_MS + MAX_TURN_MS / bench.sizes.turn_tokens
-    bench.table.compare(
+    bench.suite.compare(
         f"{name}: CPU time of the actor for a token",
         figures.actor_ms_per_token,
         allowed_ms,

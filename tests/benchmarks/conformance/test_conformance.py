@@ -38,7 +38,7 @@ from benchmarks.conformance.part_results import (
 )
 from benchmarks.conformance.sharded import RankPair
 from benchmarks.conformance.suite import RESULTS, examine_apart, run_suite
-from benchmarks.table import BenchTable
+from benchmarks.suite import Suite
 from common.config.learner import Layout, Precision
 from common.repository import ROOT
 from learner.policy.model import load_policy
@@ -154,9 +154,9 @@ def test_engine_scores_equal_the_learners(family: str, monkeypatch: pytest.Monke
 @pytest.mark.slow
 @pytest.mark.long
 def test_no_family_is_silently_wrong(tmp_path: Path) -> None:
-    table = BenchTable(out=io.StringIO())
-    run_suite(table, results=tmp_path / "results.json", method="spawn")
-    assert table.failed == [], table.notes
+    suite = Suite(out=io.StringIO())
+    run_suite(suite, results=tmp_path / "results.json", method="spawn")
+    assert suite.failed == [], suite.notes
 
 
 def test_page_is_written_from_the_results() -> None:

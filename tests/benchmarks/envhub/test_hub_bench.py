@@ -9,7 +9,7 @@ from benchmarks.envhub import suite as bench
 from benchmarks.envhub.client import Client, HubAnswer, ServiceTarget
 from benchmarks.envhub.hub import hub_process
 from benchmarks.envhub.load import Job, Measured, measure
-from benchmarks.table import BenchTable
+from benchmarks.suite import Suite
 from common.host.child_process import ChildFailed
 
 
@@ -26,9 +26,9 @@ def test_percentile_bounds_its_share_of_latencies() -> None:
 )
 def test_promise_covers_speed_and_p99(num_steps: int, slowest_ms: float, exit_code: int) -> None:
     latencies_ms = [1.0] * (num_steps - 120) + [slowest_ms] * 120
-    table = BenchTable(out=io.StringIO())
-    bench.judge(table, "steps", Measured(duration_s=4.0, latencies_ms=latencies_ms))
-    assert table.finish() == exit_code
+    suite = Suite(out=io.StringIO())
+    bench.judge(suite, "steps", Measured(duration_s=4.0, latencies_ms=latencies_ms))
+    assert suite.finish() == exit_code
 
 
 @pytest.mark.long

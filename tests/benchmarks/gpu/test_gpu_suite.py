@@ -21,7 +21,7 @@ from benchmarks.gpu.sizes import ON_GPU, SMALL
 from benchmarks.gpu.suite import CheckProgress, CheckRun, ResultLines, SuiteRequest, run_suite
 from benchmarks.learner.batch import BatchShape
 from benchmarks.learner.checks.bench import DeviceBench
-from benchmarks.table import BenchTable
+from benchmarks.suite import Suite
 from common.errors import ConfigError
 from common.host.machine import has_cuda
 from common.repository import ROOT
@@ -33,17 +33,17 @@ BY_PROCESS = {"weights": 2, "adapters-sent": 2, "gloo": 2, "engine": 7, "engine-
 BY_NAME = {check.name: check for check in CHECKS}
 
 
-def make_table() -> BenchTable:
-    return BenchTable(out=io.StringIO())
+def make_suite() -> Suite:
+    return Suite(out=io.StringIO())
 
 
-def written(table: BenchTable) -> str:
-    assert isinstance(table.out, io.StringIO)
-    return table.out.getvalue()
+def written(suite: Suite) -> str:
+    assert isinstance(suite.out, io.StringIO)
+    return suite.out.getvalue()
 
 
-def check_small(table: BenchTable, name: str) -> None:
-    device = DeviceBench(table=table, sizes=SMALL, device=torch.device("cpu"), peer_device="cpu")
+def check_small(suite: Suite, name: str) -> None:
+    device = DeviceBench(suite=suite, sizes=SMALL, device=torch.device("cpu"), peer_device="cpu")
     BY_NAME[name].load()(device)
 
 
@@ -55,30 +55,30 @@ def check_small(table: BenchTable, name: str) -> None:
     ),
 )
 def test_gpu_check_runs_small_on_the_cpu(name: str) -> None:
-    table = make_table()
-    check_small(table, name)
-    assert table.rows or table.notes
-    unkept = [each for each in table.failed if not each.startswith("step over bare")]
+    suite = make_suite()
+    check_small(suite, name)
+    assert suite.rows or suite.notes
+    unkept = [each for each in suite.failed if not each.startswith("step over bare")]
     assert unkept == []
 
 
 @pytest.mark.slow
 @pytest.mark.long
 def test_compiled_check_runs_small_on_the_cpu() -> None:
-    table = make_table()
-    check_small(table, "compiled")
-    assert [row.name for row in table.rows] == ["bare step: compiled"]
+    suite = make_suite()
+    check_small(suite, "compiled")
+    assert [row.name for row in suite.rows] == ["bare step: compiled"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", long_for(BY_PROCESS, ("adapters-sent", "gloo", *ENGINE)))
 def test_multiprocess_gpu_check_runs_on_cpu(name: str) -> None:
-    table = make_table()
+    suite = make_suite()
     if name in ENGINE and importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
-    check_small(table, name)
-    assert table.failed == []
-    assert len(table.rows) == BY_PROCESS[name]
+    check_small(suite, name)
+    assert suite.failed == []
+    assert len(suite.rows) == BY_PROCESS[name]
 
 
 def test_all_targets_are_verdicts_on_a_gpu() -> None:
@@ -105,7 +105,7 @@ def test_gpu_suite_without_cuda_raises_error() -> None:
     if has_cuda():
         pytest.skip("this machine has CUDA")
     with pytest.raises(ConfigError, match="no CUDA device here"):
-        run_suite(make_table(), SuiteRequest())
+        run_suite(make_suite(), SuiteRequest())
 
 
 def check_of(name: str, function: str, *, usual_s: float = 1, **more: Any) -> GpuCheck:
@@ -114,7 +114,7 @@ def check_of(name: str, function: str, *, usual_s: float = 1, **more: Any) -> Gp
 
 
 def measure_one(device: DeviceBench) -> None:
-    device.table.at_least("speed", math.nan, "tokens/s", 1)
+    device.suite.at_least("speed", math.nan, "tokens/s", 1)
 
 
 def fail_to_measure(device: DeviceBench) -> None:
@@ -127,7 +127,7 @@ def run_here(checks: list[GpuCheck], *, ends_at: float = math.inf) -> list[dict[
     times = iter(range(0, 1000, 10))
     worker.run_checks(
         checks,
-        lambda table: worker.make_bench(table, sizes="small"),
+        lambda suite: worker.make_bench(suite, sizes="small"),
         ends_at=ends_at,
         send=lambda kind, values: events.append({"kind": kind, **values}),
         clock=lambda: float(next(times)),
@@ -172,24 +172,24 @@ class Clock:
 
 def progress_at(
     clock: Clock, lines: Path | None = None, *, ends_at: float = math.inf
-) -> tuple[CheckProgress, BenchTable]:
-    table = make_table()
+) -> tuple[CheckProgress, Suite]:
+    suite = make_suite()
     checks = [check_of("a", "measure_one", usual_s=10), check_of("b", "measure_one")]
-    progress = CheckProgress(checks, table, ResultLines(lines), ends_at=ends_at, clock=clock)
+    progress = CheckProgress(checks, suite, ResultLines(lines), ends_at=ends_at, clock=clock)
     progress.handle({"kind": "ready", "device": "1 x H100"})
-    return progress, table
+    return progress, suite
 
 
 def test_check_is_ended_after_its_own_limit() -> None:
     clock = Clock()
-    progress, table = progress_at(clock)
+    progress, suite = progress_at(clock)
     progress.handle({"kind": "start", "check": "a"})
     clock.now = 20.0
     assert progress.overdue() == ""
     clock.now = 20.1
     progress.abandon(progress.overdue())
-    assert table.failed == ["a"]
-    assert "a: ended after its time limit of 20 s" in written(table)
+    assert suite.failed == ["a"]
+    assert "a: ended after its time limit of 20 s" in written(suite)
     assert [check.name for check in progress.remaining] == ["b"]
     progress.restart()
     assert progress.overdue() == ""
@@ -205,11 +205,11 @@ def test_check_is_ended_with_the_budget() -> None:
 
 def test_process_that_never_begins_ends_the_suite() -> None:
     clock = Clock()
-    table = make_table()
-    progress = CheckProgress([check_of("a", "x")], table, ResultLines(None), clock=clock)
+    suite = make_suite()
+    progress = CheckProgress([check_of("a", "x")], suite, ResultLines(None), clock=clock)
     clock.now = 181.0
     progress.abandon(progress.overdue())
-    assert table.failed == ["the suite"]
+    assert suite.failed == ["the suite"]
     assert progress.remaining == []
 
 
@@ -226,7 +226,7 @@ def test_results_are_lines_as_they_come(tmp_path: Path) -> None:
 
 
 def die(device: DeviceBench) -> None:
-    device.table.figure("before the end", 1.0, "")
+    device.suite.figure("before the end", 1.0, "")
     os._exit(9)
 
 
@@ -267,9 +267,9 @@ def test_suite_names_what_its_minutes_leave_out(
 @pytest.mark.slow
 @pytest.mark.long
 def test_checks_after_a_crash_run_in_a_new_process(tmp_path: Path) -> None:
-    table = make_table()
+    suite = make_suite()
     path = tmp_path / "own.jsonl"
-    run = CheckRun(table, SuiteRequest(lines=path, sizes="small"))
+    run = CheckRun(suite, SuiteRequest(lines=path, sizes="small"))
     run.run([check_of("dies", "die", usual_s=30), BY_NAME["canary"]])
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert next(line["name"] for line in lines if line["kind"] == "row") == "before the end"
@@ -277,18 +277,18 @@ def test_checks_after_a_crash_run_in_a_new_process(tmp_path: Path) -> None:
     assert failed["check"] == "dies"
     assert "exit code 9" in failed["reason"]
     assert [line["check"] for line in lines if line["kind"] == "end"] == ["canary"]
-    assert table.failed == ["dies"]
+    assert suite.failed == ["dies"]
 
 
 @pytest.mark.slow
 @pytest.mark.long
 def test_hanging_check_is_ended_and_next_one_runs() -> None:
-    table = make_table()
+    suite = make_suite()
     hangs = check_of("hangs", "hang", usual_s=1)
-    CheckRun(table, SuiteRequest(sizes="small")).run([hangs, BY_NAME["canary"]])
-    assert table.failed == ["hangs"]
-    assert "hangs: ended after its time limit of 2 s" in written(table)
-    assert any(row.name.startswith("canary") for row in table.rows)
+    CheckRun(suite, SuiteRequest(sizes="small")).run([hangs, BY_NAME["canary"]])
+    assert suite.failed == ["hangs"]
+    assert "hangs: ended after its time limit of 2 s" in written(suite)
+    assert any(row.name.startswith("canary") for row in suite.rows)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from benchmarks.learner.step import (
     measure_step,
 )
 from benchmarks.learner.suite import add_peaks, add_step_cost
-from benchmarks.table import BenchTable
+from benchmarks.suite import Suite
 from benchmarks.weights.rounds import TransferSetup, send_rounds
 from common.config.algorithm import AlgorithmSection
 from common.config.learner import LearnerSection, Precision
@@ -48,8 +48,8 @@ SHAPE = BatchShape(num_groups=2, group_size=2, max_turns=3, observation_tokens=3
 FP32 = LearnerSection(device="cpu", precision=Precision.FP32, warmup_steps=0, lr=1e-3)
 
 
-def make_table() -> BenchTable:
-    return BenchTable(out=io.StringIO())
+def make_suite() -> Suite:
+    return Suite(out=io.StringIO())
 
 
 def test_contenders_alternate_and_warm_ups_do_not_count() -> None:
@@ -81,18 +81,18 @@ def test_ratio_is_the_median_over_rounds() -> None:
 
 @pytest.mark.parametrize(("step_s", "exit_code"), [(1.15, 0), (1.16, 1)])
 def test_step_promise_is_judged_by_its_ratio(step_s: float, exit_code: int) -> None:
-    table = make_table()
+    suite = make_suite()
     seconds = {BARE: [1.0] * 3, "step": [step_s] * 3}
-    add_step_cost(table, StepCost(seconds=seconds, num_tokens=10), of="a model")
-    assert table.finish() == exit_code
+    add_step_cost(suite, StepCost(seconds=seconds, num_tokens=10), of="a model")
+    assert suite.finish() == exit_code
 
 
 @pytest.mark.parametrize(("chunked_bytes", "exit_code"), [(25, 0), (26, 1)])
 def test_memory_promise_is_judged_by_its_share(chunked_bytes: int, exit_code: int) -> None:
-    table = make_table()
+    suite = make_suite()
     peaks = ScoringPeaks(chunked_bytes=chunked_bytes, whole_bytes=100, mean_difference=0.0)
-    add_peaks(table, peaks, of="a model")
-    assert table.finish() == exit_code
+    add_peaks(suite, peaks, of="a model")
+    assert suite.finish() == exit_code
 
 
 def test_peak_counts_simultaneously_live_memory() -> None:

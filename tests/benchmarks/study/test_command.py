@@ -13,7 +13,7 @@ from benchmarks.runs.real_run import child
 from benchmarks.study.command import StudyWork, report
 from benchmarks.study.outcome import begin
 from benchmarks.study.plan import Study, merged, names, read_study
-from benchmarks.table import BenchTable
+from benchmarks.suite import Suite
 from common.config.load import load_config
 from common.errors import ConfigError
 from common.host.child_process import ChildProcess
@@ -66,13 +66,13 @@ def test_failed_run_is_named_and_other_runs_continue(work: StudyWork) -> None:
     assert list(work.failed) == ["2-seed0"]
     assert "it broke" in work.failed["2-seed0"]
     assert [run.name for run in work.todo()] == ["2-seed0"]
-    table = BenchTable(out=io.StringIO())
-    report(work, table)
-    assert [row.name for row in table.rows] == [
+    suite = Suite(out=io.StringIO())
+    report(work, suite)
+    assert [row.name for row in suite.rows] == [
         "1, seed 0: success after",
         "3, seed 0: success after",
     ]
-    assert table.failed == ["2-seed0"]
+    assert suite.failed == ["2-seed0"]
     assert (work.folder / "table.md").exists()
 
 

@@ -11,7 +11,7 @@ from benchmarks.study.intervals import gap, iqm, over_runs
 from benchmarks.study.outcome import SeedResult, budget_of, success_at
 from benchmarks.study.plan import read_study
 from benchmarks.study.tables import study_table
-from benchmarks.table import BenchTable
+from benchmarks.suite import Suite
 from tests.benchmarks.study.builders import RUNS, make_run
 
 
@@ -63,7 +63,7 @@ def test_lagged_arm_may_lose_two_points(after: float, is_kept: bool) -> None:
     def runs(arm: str, success: float) -> list[SeedResult]:
         return [make_run(arm, seed, 0.1, success) for seed in range(3)]
 
-    table = BenchTable(out=io.StringIO())
-    add_losses(table, read_study("staleness"), [*runs("lag0", 0.6), *runs("lag4", after)])
-    assert [(row.name, row.kept) for row in table.rows] == [("lag4 loses against lag0", is_kept)]
-    assert table.rows[0].value == pytest.approx(100 * (0.6 - after))
+    suite = Suite(out=io.StringIO())
+    add_losses(suite, read_study("staleness"), [*runs("lag0", 0.6), *runs("lag4", after)])
+    assert [(row.name, row.kept) for row in suite.rows] == [("lag4 loses against lag0", is_kept)]
+    assert suite.rows[0].value == pytest.approx(100 * (0.6 - after))

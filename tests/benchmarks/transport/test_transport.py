@@ -26,5 +26,6 @@ def test_acknowledged_trajectories_are_counted_and_journaled(tmp_path: Path) -> 
     flow = measure("intake", tmp_path, measured_s=0.5)
     assert flow.per_s > 0
     assert flow.cpu_s > 0
-    journalled = [trajectory.episode_id for _, trajectory in read_journal(tmp_path / "journal")]
+    (folder,) = tmp_path.iterdir()
+    journalled = [trajectory.episode_id for _, trajectory in read_journal(folder / "journal")]
     assert len(journalled) == len(set(journalled)) >= flow.per_s * 0.5

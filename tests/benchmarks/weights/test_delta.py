@@ -2,7 +2,7 @@
 
 import io
 
-from benchmarks.table import BenchTable
+from benchmarks.suite import Suite
 from benchmarks.weights.delta import check_rate, measure
 
 SMALL = {
@@ -19,7 +19,7 @@ def test_smaller_rates_send_fewer_bytes_and_the_same_version() -> None:
 
 
 def test_dense_rate_breaks_the_bound_on_bytes() -> None:
-    table = BenchTable(out=io.StringIO())
-    check_rate(table, SMALL, lr=0.5, num_steps=2)
-    assert not table.rows[0].kept
-    assert table.rows[0].value == 1.0, "the whole version is sent"
+    suite = Suite(out=io.StringIO())
+    check_rate(suite, SMALL, lr=0.5, num_steps=2)
+    assert not suite.rows[0].kept
+    assert suite.rows[0].value == 1.0, "the whole version is sent"

