@@ -55,16 +55,16 @@ def walls_beside(cell: Cell) -> list[str]:
 @cache
 def best_moves() -> dict[Cell, str]:
     """Return for each cell but the goal the first direction of a shortest path."""
-    found: dict[Cell, str] = {}
+    directions: dict[Cell, str] = {}
     queue = deque([GOAL])
     while queue:
         cell = queue.popleft()
         for direction, (rows, columns) in MOVES.items():
             before = (cell[0] - rows, cell[1] - columns)
-            if before in FREE and before != GOAL and before not in found:
-                found[before] = direction
+            if before in FREE and before != GOAL and before not in directions:
+                directions[before] = direction
                 queue.append(before)
-    return found
+    return directions
 
 
 def position_text(cell: Cell) -> str:

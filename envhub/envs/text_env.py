@@ -15,15 +15,15 @@ def plain_result(observation: str, is_valid: bool) -> StepResult:
 
     Observations repeat often: copying a cached result takes a third of the time.
     """
-    known = _CACHED[is_valid]
-    result = known.get(observation)
+    cached = _CACHED[is_valid]
+    result = cached.get(observation)
     if result is None:
         result = StepResult(observation=observation, reward=0.0, done=False, is_valid=is_valid)
         if len(observation) > MAX_CACHED_CHARS:
             return result
-        if len(known) >= MAX_CACHED:
-            known.clear()
-        known[observation] = result
+        if len(cached) >= MAX_CACHED:
+            cached.clear()
+        cached[observation] = result
     return result.__copy__()  # pyright: ignore[reportAttributeAccessIssue]
 
 

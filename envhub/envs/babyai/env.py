@@ -171,10 +171,10 @@ def _paths(
         left.add(pose)
         ahead, right, turn = pose
         step = (ahead + STEPS[turn][0], right + STEPS[turn][1])
-        for found, place in ((facing, step), (onto, (ahead, right))):
+        for paths, place in ((facing, step), (onto, (ahead, right))):
             position = wanted.get(place)
-            if position is not None and found[position] is None:
-                found[position] = _path_to(entered, pose)
+            if position is not None and paths[position] is None:
+                paths[position] = _path_to(entered, pose)
         for following, primitive in (
             ((*step, turn), sc.FORWARD),
             ((ahead, right, (turn - 1) & 3), sc.LEFT),
@@ -235,12 +235,12 @@ class AgentGymBabyAiEnv(BabyAiEnv):
         self._reward = self._score = 0.0
         self._has_ended = False
         super()._start(item)
-        held = self._level.carrying
+        carried = self._level.carrying
         if (
-            held is not None and held.init_pos is not None
+            carried is not None and carried.init_pos is not None
         ):  # minigrid's first view is from before the agent picks up the object.
-            column, row = held.init_pos
-            self._level.grid.set(column, row, held)
+            column, row = carried.init_pos
+            self._level.grid.set(column, row, carried)
             self._scene = read_scene(self._level)
             self._update_view()
             self._level.grid.set(column, row, None)

@@ -120,21 +120,21 @@ def first_errand(
     if scene.at not in cost:
         return None
     passed = cheapest_path(scene, scene.at, cost)
-    kept = kept_free | frozenset(passed)
+    reserved = kept_free | frozenset(passed)
     errand = _obstacle(scene, passed)
     if errand is None and target.then is not None:
         passed = _onward(scene, target, passed[-1] if passed else scene.at)
-        kept |= frozenset(passed)
+        reserved |= frozenset(passed)
         errand = _obstacle(scene, passed)
     if errand is not None:
-        found = first_errand(scene, errand, kept_free=kept, num_errands=deeper)
-        if found is not None or errand.kinds != OPENING:
-            return found
+        nested = first_errand(scene, errand, kept_free=reserved, num_errands=deeper)
+        if nested is not None or errand.kinds != OPENING:
+            return nested
         # The door cannot be unlocked. Try a path around it.
         around = _walled(scene, errand.positions)
         return first_errand(around, target, kept_free=kept_free, num_errands=deeper)
     if target.kinds == PICKING_UP and scene.carrying is not None:
-        return _drop_beside(scene, target, kept)
+        return _drop_beside(scene, target, reserved)
     return target
 
 
@@ -142,11 +142,11 @@ def _first_possible(
     scene: GridScene, errands: list[FacingTarget], kept_free: frozenset[int], num_errands: int
 ) -> FacingTarget | None:
     """Return the first errand that can be done; None if there is none."""
-    found = (
+    candidates = (
         first_errand(scene, errand, kept_free=kept_free, num_errands=num_errands)
         for errand in errands
     )
-    return next((errand for errand in found if errand is not None), None)
+    return next((errand for errand in candidates if errand is not None), None)
 
 
 def _walled(scene: GridScene, positions: frozenset[int]) -> GridScene:
@@ -531,8 +531,8 @@ def read_scene(level) -> GridScene:
             codes[position] = _code(thing)
             things[position] = (thing.color, thing.type)
     at, heading = _pose(level, stride)
-    held = level.carrying
-    carrying = (held.color, held.type) if held else None
+    carried = level.carrying
+    carrying = (carried.color, carried.type) if carried else None
     return GridScene(
         codes,
         things,

@@ -53,10 +53,10 @@ def _reach(level: RoomGridLevel) -> tuple[set[Cell], set[Cell]]:
             shut.setdefault(thing.color, []).append(cell)
             continue
         entered.add(cell)
-        for found in (thing, getattr(thing, "contains", None)):
-            if isinstance(found, Key) and found.color not in colors:
-                colors.add(found.color)
-                stack += shut.pop(found.color, [])
+        for candidate in (thing, getattr(thing, "contains", None)):
+            if isinstance(candidate, Key) and candidate.color not in colors:
+                colors.add(candidate.color)
+                stack += shut.pop(candidate.color, [])
         x, y = cell
         stack += [(x + 1, y), (x - 1, y), (x, y + 1), (x, y - 1)]
     return faced, entered

@@ -180,17 +180,17 @@ def see(scene: GridScene) -> tuple[list[Seen], list[int | None]]:
     view = visible_codes(scene)
     offsets = _offsets(scene.stride, scene.heading)
     reached = walk(view)
-    found = []
+    visible = []
     for cell in range(NUM_CELLS):
         code = view[cell]
         if code is not None and code > WALL and cell != HALF:
             f = cell // VIEW
             r = cell % VIEW - HALF
-            found.append((f + abs(r), abs(r), r, f, cell, code))
-    found.sort()
+            visible.append((f + abs(r), abs(r), r, f, cell, code))
+    visible.sort()
     counts: dict[str, int] = {}
     objects = []
-    for _, _, r, f, cell, code in found:
+    for _, _, r, f, cell, code in visible:
         position = scene.at + offsets[cell]
         name = name_of(scene, position, code)
         counts[name] = counts.get(name, 0) + 1

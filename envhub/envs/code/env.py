@@ -99,7 +99,7 @@ def _block(answer: str, opening: re.Match[str]) -> tuple[str, int]:
 PYTHON = ("", "python", "python3", "py")
 
 
-def load_problems(key: str, given: str) -> list[CodeProblem]:
+def load_problems(key: str, value: str) -> list[CodeProblem]:
     """Return the problems of a file.
 
     Args:
@@ -107,14 +107,14 @@ def load_problems(key: str, given: str) -> list[CodeProblem]:
 
     Raises: ConfigError: no such file, or a record is of neither format.
     """
-    path = find_data(key, given)
+    path = find_data(key, value)
     records = read_records(key, path, SPLITS[key])
-    return [_problem(record, f"{key}={given}: record {n}") for n, record in enumerate(records, 1)]
+    return [_problem(record, f"{key}={value}: record {n}") for n, record in enumerate(records, 1)]
 
 
-def digest_of_problems(key: str, given: str) -> str:
+def digest_of_problems(key: str, value: str) -> str:
     """Return the digest of the file's content."""
-    return digest_of(files_of(key, find_data(key, given), SPLITS[key]))
+    return digest_of(files_of(key, find_data(key, value), SPLITS[key]))
 
 
 def _problem(record: Mapping[str, Any], where: str) -> CodeProblem:
@@ -287,13 +287,13 @@ class CodeEnv:
 
 def load_code_task(options: EnvsSection) -> CodeTask:
     """Return the problems and the sandbox. Raises: ConfigError."""
-    own = options.code
-    problems = {"train": load_problems("envs.code.train", own.train), "test": []}
-    if own.eval:
-        problems["test"] = load_problems("envs.code.eval", own.eval)
+    code = options.code
+    problems = {"train": load_problems("envs.code.train", code.train), "test": []}
+    if code.eval:
+        problems["test"] = load_problems("envs.code.eval", code.eval)
     return CodeTask(
         problems=problems,
-        options=own,
+        options=code,
         limits=limits_of(options.sandbox),
         backend=make_backend(options.sandbox),
     )
@@ -311,10 +311,10 @@ def check(options: EnvsSection) -> list[str]:
 def make_spec(options: EnvsSection) -> EnvSpec:
     """Return the catalogue entry of the problems. Raises: ConfigError."""
     task = load_code_task(options)
-    own = options.code
-    content = {"envs.code.train": digest_of_problems("envs.code.train", own.train)}
-    if own.eval:
-        content["envs.code.eval"] = digest_of_problems("envs.code.eval", own.eval)
+    code = options.code
+    content = {"envs.code.train": digest_of_problems("envs.code.train", code.train)}
+    if code.eval:
+        content["envs.code.eval"] = digest_of_problems("envs.code.eval", code.eval)
 
     def make(_: Style) -> CodeEnv:
         return CodeEnv(task)
@@ -325,9 +325,9 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         instruction=dict.fromkeys(Style, INSTRUCTION),
         make=make,
         isolation=Isolation.WORKER,
-        sessions_per_worker=own.max_sessions,
-        worker_memory_bytes=worker_bytes(options.sandbox, own.max_sessions),
-        step_timeout_s=own.total_timeout_s + MARGIN_S,
+        sessions_per_worker=code.max_sessions,
+        worker_memory_bytes=worker_bytes(options.sandbox, code.max_sessions),
+        step_timeout_s=code.total_timeout_s + MARGIN_S,
         takes_any_text=True,
         has_references=True,
         is_repeatable=False,  # A time limit depends on the machine's load.

@@ -314,11 +314,11 @@ def first_prompts(task: Task) -> Iterator[FirstPrompt]:
 
 def make_spec(options: EnvsSection) -> EnvSpec:
     """Return the catalogue entry of the dataset. Raises: ConfigError: it cannot be loaded."""
-    own = options.dataset
+    section = options.dataset
     task = load_task(options)
     longest_s = task.rewards.longest_s
     if task.step is not None:
-        longest_s += own.reward_timeout_s + OVERRUN_S + task.step.load_s
+        longest_s += section.reward_timeout_s + OVERRUN_S + task.step.load_s
 
     def make(_: Style) -> DatasetEnv:
         return DatasetEnv(task)
@@ -332,9 +332,9 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         instruction=dict.fromkeys(Style, instruction_of(task.tools)),
         make=make,
         isolation=Isolation.WORKER,
-        sessions_per_worker=own.max_sessions,
-        max_workers=own.max_workers,
-        worker_memory_bytes=int(own.worker_memory_gib * 2**30),
+        sessions_per_worker=section.max_sessions,
+        max_workers=section.max_workers,
+        worker_memory_bytes=int(section.worker_memory_gib * 2**30),
         step_timeout_s=longest_s + MARGIN_S,
         start_score=task.rewards.start_score,
         takes_any_text=True,

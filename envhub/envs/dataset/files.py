@@ -31,17 +31,17 @@ SPLITS = "dataset_dict.json"  # A file of a folder with several such splits.
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 
 
-def find_data(key: str, given: str) -> Path:
+def find_data(key: str, value: str) -> Path:
     """Return the path of a dataset, or its name on the Hub, `owner/name` or `owner/name:part`.
 
     Raises: ConfigError: there is no such path, and it is no name of the Hub.
     """
     try:
-        return find_path(key, given)
+        return find_path(key, value)
     except ConfigError:
-        if not HUB_NAME.fullmatch(given) or suffix_of(Path(given)) in READERS:
+        if not HUB_NAME.fullmatch(value) or suffix_of(Path(value)) in READERS:
             raise
-        return Path(given)
+        return Path(value)
 
 
 def read_records(key: str, path: Path, split: str) -> list[Record]:

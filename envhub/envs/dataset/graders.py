@@ -241,10 +241,10 @@ def exact_number(completion: str, ground_truth: str) -> float:
 
 def exact_text(completion: str, ground_truth: str) -> float:
     """Return 1 if the final answer equals the reference, apart from case and spaces, else 0."""
-    given, wanted = (
-        " ".join(final_answer(str(each)).casefold().split()) for each in (completion, ground_truth)
+    answer, wanted = (
+        " ".join(final_answer(str(text)).casefold().split()) for text in (completion, ground_truth)
     )
-    return float(given == wanted)
+    return float(answer == wanted)
 
 
 def math(completion: str, ground_truth: str) -> float:

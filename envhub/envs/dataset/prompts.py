@@ -167,24 +167,24 @@ def _user(text: str) -> Message:
 
 def _messages(value: Sequence[Any], place: str) -> list[Message]:
     """Return the messages of a prompt. Raises: ConfigError: one is malformed."""
-    found: list[Message] = []
-    for number, each in enumerate(value, 1):
+    messages: list[Message] = []
+    for number, entry in enumerate(value, 1):
         where = f"{place}: message {number} of the prompt"
-        if not isinstance(each, dict) or each.get("role") not in ROLES:
+        if not isinstance(entry, dict) or entry.get("role") not in ROLES:
             raise ConfigError(f"{where} needs a role of {', '.join(ROLES)}")
         for name in NOT_SHOWN:
-            if each.get(name):
+            if entry.get(name):
                 raise ConfigError(f"{where} has {name!r}, which cannot be shown")
-        calls = _calls(each.get("tool_calls"), where)
-        content = each.get("content")
+        calls = _calls(entry.get("tool_calls"), where)
+        content = entry.get("content")
         if content is None and calls:
             content = ""  # Many templates would write a null as "None".
         if isinstance(content, list) and all(_is_text_part(part) for part in content):
             content = "".join(part["text"] for part in content)
         if not isinstance(content, str):
             raise ConfigError(f"{where} has the content {content!r:.80}, which is not text")
-        message: Message = {"role": each["role"], "content": content}
-        fields = {**each, "tool_calls": calls}
+        message: Message = {"role": entry["role"], "content": content}
+        fields = {**entry, "tool_calls": calls}
         if type(fields.get("tool_call_id")) is int:
             fields["tool_call_id"] = str(fields["tool_call_id"])
         for name in SHOWN:
@@ -193,8 +193,8 @@ def _messages(value: Sequence[Any], place: str) -> list[Message]:
             if name != "tool_calls" and not isinstance(fields[name], str):
                 raise ConfigError(f"{where} has {name}={fields[name]!r:.80}, which is not text")
             message[name] = fields[name]
-        found.append(message)
-    return found
+        messages.append(message)
+    return messages
 
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
@@ -239,28 +239,28 @@ def _first_of(names: Sequence[str], record: Record) -> str:
     return next((name for name in names if value_at(record, name) is not None), "")
 
 
-def _choose(key: str, given: str, names: Sequence[str], first: Record) -> str:
+def _choose(key: str, value: str, names: Sequence[str], first: Record) -> str:
     """Return the name of a column that the first record has. Raises: ConfigError."""
-    column = given or _first_of(names, first)
-    if not column or (given and given not in first and value_at(first, given) is None):
-        raise ConfigError(_no_column(key, given, first))
+    column = value or _first_of(names, first)
+    if not column or (value and value not in first and value_at(first, value) is None):
+        raise ConfigError(_no_column(key, value, first))
     return column
 
 
-def _no_column(key: str, given: str, first: Record) -> str:
+def _no_column(key: str, value: str, first: Record) -> str:
     """Return the text about a missing column."""
-    shown = f"{key}={given}: no such column" if given else f"{key} is not set"
+    shown = f"{key}={value}: no such column" if value else f"{key} is not set"
     return f"{shown}; the columns are {', '.join(map(str, first))}"
 
 
-def read_text(given: str, key: str = "data.template or data.system") -> str:
+def read_text(value: str, key: str = "data.template or data.system") -> str:
     """Return a text of the configuration, or the content of the file that it names.
 
     Raises: ConfigError: there is no such file; the message has the key.
     """
-    if "\n" in given or not given.endswith(TEXT_FILES):
-        return given
-    return find_path(key, given).read_text(encoding="utf-8")
+    if "\n" in value or not value.endswith(TEXT_FILES):
+        return value
+    return find_path(key, value).read_text(encoding="utf-8")
 
 
 def compile_template(key: str, text: str) -> Template:
@@ -292,30 +292,30 @@ def read_tools(
 
     Raises: ConfigError: the tools of a record are malformed.
     """
-    given = options.tools
-    where = f"data.tools={given}"
-    if not given:
+    setting = options.tools
+    where = f"data.tools={setting}"
+    if not setting:
         if _looks_like_tools(records[0].get("tools")):
             logger.warning("dataset: tools of the records are not used; set data.tools=tools")
         return [], ""
-    if given.endswith(".json"):
-        path = find_path("data.tools", given)
+    if setting.endswith(".json"):
+        path = find_path("data.tools", setting)
         try:
-            held = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ConfigError(f"{where}: not JSON: {error}") from error
-        return tools_of(held, where), ""
-    first = next((tools for each in records if (tools := value_at(each, given))), None)
+        return tools_of(content, where), ""
+    first = next((tools for each in records if (tools := value_at(each, setting))), None)
     if first is None:
-        if value_at(records[0], given) is None:
-            raise ConfigError(_no_column("data.tools", given, records[0]))
+        if value_at(records[0], setting) is None:
+            raise ConfigError(_no_column("data.tools", setting, records[0]))
         raise ConfigError(f"{where}: expects a list of tools; no record has one")
-    values = [value_at(record, given) for record in records]
+    values = [value_at(record, setting) for record in records]
     if all(value == first for value in values):
         return tools_of(first, where), ""
     for number, value in enumerate(values, 1):
         tools_of(value or [], f"{where}: record {number} of {name}")
-    return [], given
+    return [], setting
 
 
 def _looks_like_tools(value: Any) -> bool:
@@ -345,22 +345,28 @@ def tools_of(tools_value: Any, where: str) -> list[dict[str, Any]]:
 
 def _tool(where: str, tool: Any) -> dict[str, Any]:
     """Return a tool with its name, description and parameters. Raises: ConfigError."""
-    own = tool.get("function", tool) if isinstance(tool, dict) else None
-    if not isinstance(own, dict) or not isinstance(own.get("name"), str) or not own["name"]:
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    if (
+        not isinstance(function, dict)
+        or not isinstance(function.get("name"), str)
+        or not function["name"]
+    ):
         raise ConfigError(f"{where}: a tool needs a name; one is {tool!r:.80}")
     names = ("parameters", "input_schema", "inputSchema")
-    schema = next((own[name] for name in names if own.get(name)), {})
+    schema = next((function[name] for name in names if function.get(name)), {})
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
         except ValueError as error:
-            raise ConfigError(f"{where}: parameters of {own['name']}: not JSON: {error}") from error
+            raise ConfigError(
+                f"{where}: parameters of {function['name']}: not JSON: {error}"
+            ) from error
     if not isinstance(schema, dict):
-        raise ConfigError(f"{where}: parameters of {own['name']} are no JSON schema")
+        raise ConfigError(f"{where}: parameters of {function['name']} are no JSON schema")
     if "properties" not in schema and all(isinstance(each, dict) for each in schema.values()):
         schema = {"type": "object", "properties": schema}  # Some sets list the arguments alone.
     return {
-        "name": own["name"],
-        "description": str(own.get("description") or ""),
+        "name": function["name"],
+        "description": str(function.get("description") or ""),
         "parameters": schema,
     }

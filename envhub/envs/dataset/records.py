@@ -61,8 +61,8 @@ class Dataset:
 
     def question(self, split: str, index: int) -> Question:
         """Return the question of an item. Raises: ConfigError: a template fails on its record."""
-        own = self.splits[split]
-        return self.prompts.make(own.record(index), own.place(index))
+        data_split = self.splits[split]
+        return self.prompts.make(data_split.record(index), data_split.place(index))
 
     def first_prompts(self) -> Iterator[tuple[FirstPrompt, Record]]:
         """Yield the prompt and the record of every item. Raises: ConfigError: a template fails."""
@@ -123,33 +123,35 @@ def _load(settings: str, paths: tuple[Path, ...], stamps: object) -> Dataset:
     prompts = PromptMaker(options, train[0])
     name = paths[0].name
     _check_prompts(prompts, train, name)
-    kept = _kept(options, prompts, train, name)
+    numbers = _kept(options, prompts, train, name)
     if options.eval:
-        held = read_records("data.eval", paths[1], options.eval_split)
+        eval_records = read_records("data.eval", paths[1], options.eval_split)
         content["data.eval"] = digest_of(files_of("data.eval", paths[1], options.eval_split))
         if content["data.eval"] == content["data.train"]:
             raise ConfigError(f"data.eval={options.eval}: it has the same content as data.train")
         eval_name = paths[1].name
-        _check_prompts(prompts, held, eval_name)
+        _check_prompts(prompts, eval_records, eval_name)
         test = DataSplit(
-            name=eval_name, records=held, numbers=_kept(options, prompts, held, eval_name)
+            name=eval_name,
+            records=eval_records,
+            numbers=_kept(options, prompts, eval_records, eval_name),
         )
-        _warn_of_copies(prompts, train, held)
+        _warn_of_copies(prompts, train, eval_records)
     else:
-        held_out = _held_out(options, kept)
+        held_out = _held_out(options, numbers)
         test = DataSplit(name=name, records=train, numbers=held_out)
-        kept = sorted({*kept} - {*held_out})
+        numbers = sorted({*numbers} - {*held_out})
     if options.shuffle >= 0:
-        random.Random(f"shuffle/{options.shuffle}").shuffle(kept)
-    if not kept:
+        random.Random(f"shuffle/{options.shuffle}").shuffle(numbers)
+    if not numbers:
         raise ConfigError(f"data.train={options.train}: no record is left for training")
-    own = {name: getattr(options, name) for name in ITEM_SETTINGS}
-    own["tokenizer"] = _tokenizer_digest(options) if options.max_length else ""
-    content["data settings"] = hashlib.sha256(json.dumps(own).encode()).hexdigest()
-    splits = {"train": DataSplit(name=name, records=train, numbers=kept), "test": test}
+    item_settings = {name: getattr(options, name) for name in ITEM_SETTINGS}
+    item_settings["tokenizer"] = _tokenizer_digest(options) if options.max_length else ""
+    content["data settings"] = hashlib.sha256(json.dumps(item_settings).encode()).hexdigest()
+    splits = {"train": DataSplit(name=name, records=train, numbers=numbers), "test": test}
     made = Dataset(prompts=prompts, splits=splits, content=content)
-    for split, each in splits.items():  # A template that fails does so before the start.
-        if each.numbers:
+    for split, data_split in splits.items():  # A template that fails does so before the start.
+        if data_split.numbers:
             made.question(split, 0)
     return made
 
@@ -160,15 +162,15 @@ def _check_prompts(prompts: PromptMaker, records: Sequence[Record], name: str) -
         prompts.check(record, f"record {number} of {name}")
 
 
-def _held_out(options: DatasetOptions, kept: Sequence[int]) -> list[int]:
+def _held_out(options: DatasetOptions, numbers: Sequence[int]) -> list[int]:
     """Return the records that are held out of the training file. Raises: ConfigError."""
     size = options.eval_size
     if size < 0:
-        size = min(MAX_HELD_OUT, int(HELD_OUT_FRAC * len(kept)))
-    if size >= len(kept):
-        num = counted(len(kept), "record")
+        size = min(MAX_HELD_OUT, int(HELD_OUT_FRAC * len(numbers)))
+    if size >= len(numbers):
+        num = counted(len(numbers), "record")
         raise ConfigError(f"data.eval_size={size}: data.train has only {num}")
-    return sorted(random.Random("held out").sample(list(kept), size))
+    return sorted(random.Random("held out").sample(list(numbers), size))
 
 
 def _kept(
@@ -179,14 +181,14 @@ def _kept(
         return list(range(len(records)))
     tokenizer = load_tokenizer(options)
     unit = "tokens" if tokenizer is not None else "characters"
-    kept: list[int] = []
+    numbers: list[int] = []
     for index, record in enumerate(records):
         question = prompts.make(record, f"record {index + 1} of {name}")
         text = "\n".join(each["content"] for each in question.messages)
         length = len(text) if tokenizer is None else len(tokenizer.encode(text).ids)
         if length <= options.max_length:
-            kept.append(index)
-    left_out = len(records) - len(kept)
+            numbers.append(index)
+    left_out = len(records) - len(numbers)
     logger.info(
         "dataset file=%s records=%d longer_than=%d %s left_out=%d",
         name,
@@ -195,11 +197,11 @@ def _kept(
         unit,
         left_out,
     )
-    if not kept:
+    if not numbers:
         raise ConfigError(
             f"data.max_length={options.max_length}: every prompt of {name} has more {unit}"
         )
-    return kept
+    return numbers
 
 
 def _tokenizer_path(options: DatasetOptions) -> Path | None:
@@ -229,11 +231,13 @@ def _tokenizer_digest(options: DatasetOptions) -> str:
     return "" if path is None else digest_of([path])
 
 
-def _warn_of_copies(prompts: PromptMaker, train: Sequence[Record], held: Sequence[Record]) -> None:
+def _warn_of_copies(
+    prompts: PromptMaker, train: Sequence[Record], held_out: Sequence[Record]
+) -> None:
     """Warn about held-out prompts that are in the training data, too."""
-    known = {prompts.raw_prompt(record) for record in train}
-    num = sum(prompts.raw_prompt(record) in known for record in held)
+    train_prompts = {prompts.raw_prompt(record) for record in train}
+    num = sum(prompts.raw_prompt(record) in train_prompts for record in held_out)
     if num:
         logger.warning(
-            "dataset: training data contains held-out prompts num=%d of=%d", num, len(held)
+            "dataset: training data contains held-out prompts num=%d of=%d", num, len(held_out)
         )

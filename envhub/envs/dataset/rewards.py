@@ -119,11 +119,11 @@ class RewardTerm:
         """Return the keywords of a call; with TRL's signature, each is a list of one value."""
         if not self.is_batched:
             return {**columns, **keywords}
-        own = {name: keywords[name] for name in ("prompts", "completions")}
+        trl_keywords = {name: keywords[name] for name in ("prompts", "completions")}
         if self.tokenizer is not None:
             text = keywords["completion"]
-            own[IDS] = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return {name: [value] for name, value in {**columns, **own}.items()}
+            trl_keywords[IDS] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return {name: [value] for name, value in {**columns, **trl_keywords}.items()}
 
     def read(self, value: Any) -> tuple[float | None, dict[str, float]]:
         """Return the number of a returned value, and the metrics beside it. Raises: EnvFailure.
@@ -266,8 +266,8 @@ class RewardSum:
         """
         calls = [term.value(caller, keywords, columns, place) for term in self.terms]
         outcomes = await asyncio.gather(*calls)
-        found = {t.name: value for t, (value, _) in zip(self.terms, outcomes, strict=True)}
-        values = {name: value for name, value in found.items() if value is not None}
+        outputs = {t.name: value for t, (value, _) in zip(self.terms, outcomes, strict=True)}
+        values = {name: value for name, value in outputs.items() if value is not None}
         if not values:
             raise EnvFailure(f"no reward applies to {place}: each function returned [None]")
         costs = {name: cost for _, own in outcomes for name, cost in own.items()}
@@ -296,17 +296,17 @@ def load_rewards(options: DatasetOptions, *, run_dir: str = "") -> RewardSum:
 
     Raises: ConfigError: no reward is set, a key is wrong, or a function cannot be loaded.
     """
-    given = options.reward
-    if not given:
-        known = ", ".join(GRADERS)
-        raise ConfigError(f"reward is not set: give reward=module:function, or one of {known}")
-    if isinstance(given, str):
-        user = _function("reward", given)
-        name = re.sub(r"\W", "_", given.rpartition(":")[2])
+    reward = options.reward
+    if not reward:
+        names = ", ".join(GRADERS)
+        raise ConfigError(f"reward is not set: give reward=module:function, or one of {names}")
+    if isinstance(reward, str):
+        user = _function("reward", reward)
+        name = re.sub(r"\W", "_", reward.rpartition(":")[2])
         return RewardSum([_term(name, user, {}, options)])
-    if not isinstance(given, dict):
-        raise ConfigError(f"reward={given}: expects a function, or a map from names to functions")
-    terms = [_named_term(str(name), entry, options, run_dir) for name, entry in given.items()]
+    if not isinstance(reward, dict):
+        raise ConfigError(f"reward={reward}: expects a function, or a map from names to functions")
+    terms = [_named_term(str(name), entry, options, run_dir) for name, entry in reward.items()]
     if not any(term.weight for term in terms):
         raise ConfigError("reward: the weight of every reward is 0; give one another weight")
     return RewardSum(terms)
@@ -374,8 +374,8 @@ def _function(key: str, reference: str) -> UserFunction:
         raise ConfigError(MATH_VERIFY)
     grader = GRADERS.get(reference)
     if grader is None:
-        known = ", ".join(GRADERS)
+        names = ", ".join(GRADERS)
         raise ConfigError(
-            f"{key}={reference}: expects module:function, file.py:function or one of {known}"
+            f"{key}={reference}: expects module:function, file.py:function or one of {names}"
         )
     return shipped_function(reference, grader, library=LIBRARIES.get(reference, ""))

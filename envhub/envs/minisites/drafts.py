@@ -38,15 +38,15 @@ class TaskWorld:
         self._db = db
         self.random = random
 
-    def rows(self, sql: str, *given: SimpleNamespace, **values: object) -> list[Any]:
+    def rows(self, sql: str, *sources: SimpleNamespace, **values: object) -> list[Any]:
         """Return all rows of a query; the columns are their attributes."""
-        for row in given:
+        for row in sources:
             values = {**vars(row), **values}
         return [SimpleNamespace(**dict(row)) for row in self._db.execute(sql, values)]
 
-    def some(self, num: int, sql: str, *given: SimpleNamespace, **values: object) -> list[Any]:
+    def some(self, num: int, sql: str, *sources: SimpleNamespace, **values: object) -> list[Any]:
         """Return at most `num` random rows of a query."""
-        rows = self.rows(sql, *given, **values)
+        rows = self.rows(sql, *sources, **values)
         return self.random.sample(rows, min(num, len(rows)))
 
     def pairs(self, num: int, sql: str, **values: object) -> list[tuple[Any, Any]]:
@@ -55,26 +55,26 @@ class TaskWorld:
         drawn = [self.random.sample(rows, 2) for _ in range(num)]
         return [(first, second) for first, second in drawn]
 
-    def pick(self, sql: str, *given: SimpleNamespace, **values: object) -> Any:
+    def pick(self, sql: str, *sources: SimpleNamespace, **values: object) -> Any:
         """Return a random row of a query."""
-        return self.random.choice(self.rows(sql, *given, **values))
+        return self.random.choice(self.rows(sql, *sources, **values))
 
-    def first(self, sql: str, *given: SimpleNamespace, **values: object) -> Any:
+    def first(self, sql: str, *sources: SimpleNamespace, **values: object) -> Any:
         """Return the first row of a query."""
-        return self.rows(sql, *given, **values)[0]
+        return self.rows(sql, *sources, **values)[0]
 
-    def only(self, sql: str, *given: SimpleNamespace, **values: object) -> list[Any]:
+    def only(self, sql: str, *sources: SimpleNamespace, **values: object) -> list[Any]:
         """Return the row of a query; [] if it has none or several."""
-        rows = self.rows(sql, *given, **values)
+        rows = self.rows(sql, *sources, **values)
         return rows if len(rows) == 1 else []
 
-    def column(self, sql: str, *given: SimpleNamespace, **values: object) -> list[Any]:
+    def column(self, sql: str, *sources: SimpleNamespace, **values: object) -> list[Any]:
         """Return the first column of all rows."""
-        return [next(iter(vars(row).values())) for row in self.rows(sql, *given, **values)]
+        return [next(iter(vars(row).values())) for row in self.rows(sql, *sources, **values)]
 
-    def value(self, sql: str, *given: SimpleNamespace, **values: object) -> Any:
+    def value(self, sql: str, *sources: SimpleNamespace, **values: object) -> Any:
         """Return the first column of the first row."""
-        return self.column(sql, *given, **values)[0]
+        return self.column(sql, *sources, **values)[0]
 
 
 Template = Callable[[TaskWorld], Iterator[TaskDraft]]

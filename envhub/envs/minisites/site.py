@@ -109,7 +109,7 @@ class Visit:
     def page(self, template: str, **values: object) -> HTMLResponse:
         """Return a rendered page. A pending notice is shown on it once."""
         notice, self.session.notice = self.session.notice, ""
-        shown = self.site.given | self.site.frame(self) | values
+        shown = self.site.shared | self.site.frame(self) | values
         text = ENVIRONMENT.get_template(f"{self.site.name}/{template}").render(
             {"words": self.words(), **shown}, notice=notice, path=self.path, query=self.query
         )
@@ -132,7 +132,7 @@ class Visit:
     def entry(self, name: str, *, of: str) -> None:
         """Name a field that is an entry of one of the site's lists, or ""."""
         text = self.text(name)
-        self.names[name] = text if text in self.site.given[of] else ""
+        self.names[name] = text if text in self.site.shared[of] else ""
 
     def holds(self, expression: str) -> bool:
         """Return whether an expression of SQL is true."""
@@ -162,7 +162,7 @@ class Site:
     Args:
         finds: SELECTs of a single row for an address or a page, by name.
         frame: returns the values that all pages show.
-        given: values for all templates and SELECTs.
+        shared: values for all templates and SELECTs.
     """
 
     def __init__(
@@ -172,13 +172,13 @@ class Site:
         database: str,
         finds: Mapping[str, str],
         frame: Callable[[Visit], dict[str, Any]] = lambda visit: {},
-        **given: Any,
+        **shared: Any,
     ) -> None:
         self.name = name
         self.router = Router()
         self.finds = finds
         self.frame = frame
-        self.given = given
+        self.shared = shared
         self._database = database
 
     def get(self, path: str) -> Callable[[Handler], Handler]:
@@ -220,7 +220,7 @@ class Site:
             path=request.url.path,
             db=session.database(self._database),
             session=session,
-            names={"today": TODAY} | self.given | _numbered(request.path_params),
+            names={"today": TODAY} | self.shared | _numbered(request.path_params),
             query=request.query_params,
             form=form,
         )

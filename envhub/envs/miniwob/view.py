@@ -34,8 +34,8 @@ class PageView:
         self, role: str = "", *, name: str | None = None, cls: str = "", dom_id: str = ""
     ) -> PageNode | None:
         """Return the first such node; None if there is none."""
-        found = self.all(role, name=name, cls=cls)
-        return next((node for node in found if not dom_id or node.dom_id == dom_id), None)
+        nodes = self.all(role, name=name, cls=cls)
+        return next((node for node in nodes if not dom_id or node.dom_id == dom_id), None)
 
     def texts(self) -> list[PageNode]:
         """Return the plain texts in reading order."""
@@ -52,13 +52,13 @@ class PageView:
 
     def inside_of(self, outer: PageNode) -> list[PageNode]:
         """Return the descendants of a node, in reading order."""
-        held = {outer.id}
-        found = []
+        ids = {outer.id}
+        descendants = []
         for node in self.nodes:
-            if node.parent in held:
-                held.add(node.id)
-                found.append(node)
-        return found
+            if node.parent in ids:
+                ids.add(node.id)
+                descendants.append(node)
+        return descendants
 
 
 def click(node: PageNode | None) -> str | None:

@@ -96,7 +96,7 @@ def column_item(index: int) -> str:
     item = parse_item(from_agentgym(index), SUBSETS)
     variation = variation_of(item)
     for subset in PREFIXES:
-        found = ITEMS[subset, item.split]
-        if subset != EVERYTHING and variation in found:
-            return f"{subset}-{item.split}-{found.index(variation)}"
+        variations = ITEMS[subset, item.split]
+        if subset != EVERYTHING and variation in variations:
+            return f"{subset}-{item.split}-{variations.index(variation)}"
     return f"{EVERYTHING}-{item.split}-{item.index}"

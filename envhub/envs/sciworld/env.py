@@ -101,9 +101,9 @@ class Simulator:
 
     def possible(self, what: str) -> list[str]:
         """Return the possible "Actions" or "Objects", in the simulator's order."""
-        found = self._call(f"getPossible{what}")
-        assert isinstance(found, Iterable)
-        return [str(each) for each in found]
+        names = self._call(f"getPossible{what}")
+        assert isinstance(names, Iterable)
+        return [str(each) for each in names]
 
     def object_tree(self) -> object:
         """Return all objects of the world from the simulator's file, for display.
@@ -293,8 +293,8 @@ OMITTED = frozenset({"the agent", "air"})  # These objects are in every room.
 
 def one_line(text: str) -> str:
     """Return an action in the simulator's input format: printable ASCII, single spaces, bounded."""
-    kept = "".join(c if " " <= c <= "~" else " " for c in text)
-    return " ".join(kept.split())[:MAX_ACTION_CHARS].strip()
+    printable = "".join(c if " " <= c <= "~" else " " for c in text)
+    return " ".join(printable.split())[:MAX_ACTION_CHARS].strip()
 
 
 def plain_action(action: str) -> str:
@@ -532,9 +532,9 @@ def check(options: EnvsSection) -> list[str]:
         missing.append("sciworld needs the package scienceworld: pip install scienceworld")
     if shutil.which("java") is None:
         missing.append("sciworld needs Java: apt install default-jre-headless")
-    known = catalogue.SIMPLIFICATIONS
+    allowed = catalogue.SIMPLIFICATIONS
     wanted = options.sciworld.simplifications.split(",")
-    if unknown := sorted({*filter(None, wanted)} - known):
-        names = ", ".join(sorted(known))
+    if unknown := sorted({*filter(None, wanted)} - allowed):
+        names = ", ".join(sorted(allowed))
         missing.append(f"envs.sciworld.simplifications: {unknown} must be among {names}")
     return missing

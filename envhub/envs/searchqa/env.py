@@ -52,10 +52,10 @@ def tagged_action(text: str) -> TaggedAction | None:
     one counts. Tags are found by plain search, in time linear in the text, even if they are nested.
     """
     blocks = [(_first(text, kind), kind) for kind in ActionTag]
-    found = [(block, kind) for block, kind in blocks if block is not None]
-    if not found:
+    closed = [(block, kind) for block, kind in blocks if block is not None]
+    if not closed:
         return None
-    (_, content), kind = min(found)
+    (_, content), kind = min(closed)
     if kind is ActionTag.ANSWER:
         content = _last(text, kind)
     return TaggedAction(kind, content.strip())
@@ -125,8 +125,8 @@ def normalise(text: str) -> str:
 
 def exact_match(answer: str, golden_answers: Sequence[str]) -> float:
     """Return 1 if the answer equals any golden answer after normalisation, else 0."""
-    given = normalise(answer)
-    return float(any(given == normalise(golden) for golden in golden_answers))
+    normalised = normalise(answer)
+    return float(any(normalised == normalise(golden) for golden in golden_answers))
 
 
 def f1(answer: str, golden_answers: Sequence[str]) -> float:
@@ -141,19 +141,19 @@ def f1(answer: str, golden_answers: Sequence[str]) -> float:
     )
 
 
-def _f1(given: str, golden: str) -> float:
+def _f1(answer: str, golden: str) -> float:
     """Return the F1 of the words of two normalised answers."""
-    if given == golden:
+    if answer == golden:
         return 1.0
     whole = ("yes", "no", "noanswer")
-    if given in whole or golden in whole:
+    if answer in whole or golden in whole:
         return 0.0
-    given_words = given.split()
+    answer_words = answer.split()
     golden_words = golden.split()
-    num_same = sum((Counter(given_words) & Counter(golden_words)).values())
+    num_same = sum((Counter(answer_words) & Counter(golden_words)).values())
     if num_same == 0:
         return 0.0
-    precision = num_same / len(given_words)
+    precision = num_same / len(answer_words)
     recall = num_same / len(golden_words)
     return 2 * precision * recall / (precision + recall)
 
@@ -199,10 +199,10 @@ class SearchqaEnv(TextEnv):
 
     def _search(self, query: str) -> str:
         """Return the search results as text, and keep the found passages."""
-        found = self._retriever.search(query, self._shared.options.num_passages)
+        passages = self._retriever.search(query, self._shared.options.num_passages)
         self._asked[query] = None
-        self._found += [passage for passage in found if passage not in self._found]
-        return worded(found, self._style)
+        self._found += [passage for passage in passages if passage not in self._found]
+        return worded(passages, self._style)
 
     def _answer(self, text: str) -> StepResult:
         """Grade an answer."""

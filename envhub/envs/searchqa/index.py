@@ -131,9 +131,9 @@ class FileRetriever:
 
     def search(self, query: str, num_passages: int) -> list[Passage]:
         """See `Retriever.search`."""
-        found = self._bm25.find(query, num_passages)
+        ranked = self._bm25.find(query, num_passages)
         try:
-            return [read_passage(self._lines.line(number)) for number, _ in found]
+            return [read_passage(self._lines.line(number)) for number, _ in ranked]
         except ValueError as error:
             raise EnvFailure(f"{self._lines.path} changed since it was indexed") from error
 

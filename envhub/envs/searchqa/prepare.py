@@ -35,8 +35,8 @@ def main(arguments: list[str]) -> None:
             write_world(chosen.folder)
             logger.info("wrote folder=%s", chosen.folder)
         else:
-            given = SearchqaOptions(corpus=str(chosen.corpus), index_dir=str(chosen.folder or ""))
-            logger.info("index folder=%s", build_index(chosen.corpus, index_folder(given)))
+            options = SearchqaOptions(corpus=str(chosen.corpus), index_dir=str(chosen.folder or ""))
+            logger.info("index folder=%s", build_index(chosen.corpus, index_folder(options)))
     except (EnvFailure, OSError) as error:
         parser.exit(2, f"{error}\n")
 

@@ -75,17 +75,17 @@ def make_question(row: object) -> SearchQuestion:
 
 def _answers(row: Mapping) -> list[str]:
     """Return the accepted answers of a row, in any of the known formats."""
-    found = next(
+    answers = next(
         (row[key] for key in ("golden_answers", "answers", "answer") if row.get(key)), None
     )
-    if found is None:
-        found = row.get("reward_model") or {}
+    if answers is None:
+        answers = row.get("reward_model") or {}
         for key in ("ground_truth", "target"):
-            found = found.get(key) or {} if isinstance(found, Mapping) else {}
-    found = [found] if isinstance(found, str | int | float) else found
-    if not isinstance(found, list):
+            answers = answers.get(key) or {} if isinstance(answers, Mapping) else {}
+    answers = [answers] if isinstance(answers, str | int | float) else answers
+    if not isinstance(answers, list):
         return []
-    return [str(answer).strip() for answer in found if str(answer).strip()]
+    return [str(answer).strip() for answer in answers if str(answer).strip()]
 
 
 def question_path(folder: Path, subset: str, split: str) -> Path:

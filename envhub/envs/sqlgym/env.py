@@ -42,8 +42,8 @@ FENCE = "```"
 
 def statement_of(text: str, style: Style) -> str:
     """Return the statement in an answer: the last sql block, or all text before a fence."""
-    _, found, after = text.rpartition(f"{FENCE}sql")
-    if found:
+    _, fence, after = text.rpartition(f"{FENCE}sql")
+    if fence:
         return after.partition(FENCE)[0].strip()
     if style is Style.COMPACT:
         text = action_text(text).removeprefix(FENCE)

@@ -311,9 +311,9 @@ class Draws:
     def _condition(self, table: str, prefix: str = "", beside: str = "") -> Phrase:
         """Draw a condition on a row. It never uses the column of the question."""
         asked = self._drawn.get(beside)
-        found: SqlTable = self._drawn[table]
-        categories = [c for c in found.of_kind(ColumnType.CATEGORY) if c is not asked]
-        numbers = [c for c in found.of_kind(ColumnType.NUMBER) if c is not asked]
+        drawn: SqlTable = self._drawn[table]
+        categories = [c for c in drawn.of_kind(ColumnType.CATEGORY) if c is not asked]
+        numbers = [c for c in drawn.of_kind(ColumnType.NUMBER) if c is not asked]
         if categories and (not numbers or self._rng.random() < 0.6):
             column = self._rng.choice(categories)
             word = self._rng.choice(column.words)

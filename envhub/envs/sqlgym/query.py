@@ -40,11 +40,11 @@ class BoundedFunctions:
             self._plain.close()
             self._plain = None
 
-    def _printf(self, *given: Any) -> Any:
+    def _printf(self, *values: Any) -> Any:
         """Return the result of sqlite's printf within the size limit."""
-        if given and isinstance(given[0], str):
-            self._check_format(given[0], given[1:])
-        return self._call("printf", given)
+        if values and isinstance(values[0], str):
+            self._check_format(values[0], values[1:])
+        return self._call("printf", values)
 
     def _check_format(self, template: str, rest: tuple[Any, ...]) -> None:
         """Refuse a format whose result would exceed the size limit."""
@@ -60,8 +60,8 @@ class BoundedFunctions:
         if isinstance(value, int | float):
             return int(min(abs(value), self._max_bytes + 1))
         text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
-        found = _WHOLE.match(text)
-        return min(abs(int(found[0][:20])), self._max_bytes + 1) if found else 0
+        match = _WHOLE.match(text)
+        return min(abs(int(match[0][:20])), self._max_bytes + 1) if match else 0
 
     def _trimmer(self, name: str, strip: Any) -> Any:
         """Return a bounded version of one of sqlite's trim functions."""
@@ -77,14 +77,14 @@ class BoundedFunctions:
 
         return trim
 
-    def _call(self, name: str, given: tuple[Any, ...]) -> Any:
+    def _call(self, name: str, values: tuple[Any, ...]) -> Any:
         """Return the result of sqlite's own function."""
         if self._plain is None:
             self._plain = sqlite3.connect(":memory:", check_same_thread=False)
             self._plain.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, self._max_bytes)
-        marks = ", ".join("?" * len(given))
+        marks = ", ".join("?" * len(values))
         try:
-            return self._plain.execute(f"SELECT {name}({marks})", given).fetchone()[0]
+            return self._plain.execute(f"SELECT {name}({marks})", values).fetchone()[0]
         except sqlite3.Error as error:
             raise self._refusal(str(error)) from error
 

@@ -412,24 +412,24 @@ def _lowered(limits: SandboxLimits, task: TerminalTask) -> SandboxLimits:
 
 def load_terminal_tasks(options: EnvsSection) -> TerminalTasks:
     """Return the tasks and the sandbox. Raises: ConfigError."""
-    own = options.terminal
+    terminal = options.terminal
     has_images = options.sandbox.backend != "bwrap"
     tasks: dict[str, list[TerminalTask]] = {}
     for split, key, folder in (
-        ("train", "envs.terminal.train", own.train),
-        ("test", "envs.terminal.eval", own.eval),
+        ("train", "envs.terminal.train", terminal.train),
+        ("test", "envs.terminal.eval", terminal.eval),
     ):
         # Without a folder the split is empty: a training task is never reported as held out.
         tasks[split] = (
             []
             if not folder
             else load_tasks_of(
-                key, folder, has_images=has_images, without_network=own.without_network
+                key, folder, has_images=has_images, without_network=terminal.without_network
             )
         )
     return TerminalTasks(
         tasks=tasks,
-        options=own,
+        options=terminal,
         limits=limits_of(options.sandbox),
         backend=make_backend(options.sandbox),
     )
@@ -447,10 +447,10 @@ def check(options: EnvsSection) -> list[str]:
 def make_spec(options: EnvsSection) -> EnvSpec:
     """Return the catalogue entry of the tasks. Raises: ConfigError."""
     shared = load_terminal_tasks(options)
-    own = options.terminal
-    content = {"envs.terminal.train": digest_of_tasks("envs.terminal.train", own.train)}
-    if own.eval:
-        content["envs.terminal.eval"] = digest_of_tasks("envs.terminal.eval", own.eval)
+    terminal = options.terminal
+    content = {"envs.terminal.train": digest_of_tasks("envs.terminal.train", terminal.train)}
+    if terminal.eval:
+        content["envs.terminal.eval"] = digest_of_tasks("envs.terminal.eval", terminal.eval)
 
     def make(_: Style) -> TerminalEnv:
         return TerminalEnv(shared)
@@ -461,8 +461,8 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         instruction=dict.fromkeys(Style, INSTRUCTION),
         make=make,
         isolation=Isolation.WORKER,
-        sessions_per_worker=own.max_sessions,
-        worker_memory_bytes=worker_bytes(options.sandbox, own.max_sessions),
+        sessions_per_worker=terminal.max_sessions,
+        worker_memory_bytes=worker_bytes(options.sandbox, terminal.max_sessions),
         step_timeout_s=shared.longest_s,
         takes_any_text=True,
         has_references=True,

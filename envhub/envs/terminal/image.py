@@ -562,14 +562,14 @@ def is_work_folder(path: str) -> bool:
 
 def files_below(path: Path, target: str, folder: Path, where: str) -> Iterator[TaskFile]:
     """Yield a file, or all files of a folder. Raises: ConfigError: a link leaves the task."""
-    found = [path] if path.is_file() else sorted(e for e in path.rglob("*") if e.is_file())
+    files = [path] if path.is_file() else sorted(e for e in path.rglob("*") if e.is_file())
     total = 0
-    for each in found:
-        if not each.resolve().is_relative_to(folder.resolve()):
-            raise ConfigError(f"{where}: {each.relative_to(folder)} is a link out of the task")
-        total += each.stat().st_size
+    for file in files:
+        if not file.resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(f"{where}: {file.relative_to(folder)} is a link out of the task")
+        total += file.stat().st_size
         if total > MAX_BYTES:
             raise ConfigError(f"{where}: {path.name} has more than {MAX_BYTES >> 20} MiB")
-        below = "" if each == path else f"/{each.relative_to(path).as_posix()}"
-        mode = 0o755 if os.access(each, os.X_OK) else 0o644
-        yield TaskFile(source=each, target=f"{target}{below}", mode=mode)
+        below = "" if file == path else f"/{file.relative_to(path).as_posix()}"
+        mode = 0o755 if os.access(file, os.X_OK) else 0o644
+        yield TaskFile(source=file, target=f"{target}{below}", mode=mode)

@@ -542,9 +542,9 @@ def is_task(folder: Path) -> bool:
     return (folder / HARBOR).is_file() or (folder / BENCH).is_file()
 
 
-def digest_of_tasks(key: str, given: str) -> str:
+def digest_of_tasks(key: str, value: str) -> str:
     """Return a digest of all files of the tasks."""
-    root = find_path(key, given)
+    root = find_path(key, value)
     digest = hashlib.sha256()
     for path in sorted(each for each in root.rglob("*") if each.is_file()):
         digest.update(f"{path.relative_to(root).as_posix()}\0{path.stat().st_size}\0".encode())
@@ -663,10 +663,10 @@ def _command(folder: Path, where: str) -> tuple[tuple[str, ...], bool]:
             target = f"/tests/{path.name}"
             is_of_shell = _is_of_shell(path.read_text(encoding="utf-8"))
             return ("bash", target) if is_of_shell else (target,), False
-    found = sorted((folder / "tests").glob("test_*.py"))
-    if not found:
+    files = sorted((folder / "tests").glob("test_*.py"))
+    if not files:
         raise ConfigError(f"{where}: no {', '.join(SCRIPTS)}, and no tests/test_*.py")
-    paths = [f"/tests/{path.name}" for path in found]
+    paths = [f"/tests/{path.name}" for path in files]
     # Python's option -I ignores modules beside the agent's work.
     options = ["--rootdir", "/tests", "-p", "no:cacheprovider", "-q"]
     return ("python3", "-I", "-m", "pytest", *options, *paths), True
@@ -680,9 +680,9 @@ def _refuse_downloads(folder: Path, where: str, image: str) -> None:
     )
     for name in SCRIPTS:
         path = folder / name
-        if path.is_file() and (found := DOWNLOADS.search(path.read_text(encoding="utf-8"))):
+        if path.is_file() and (match := DOWNLOADS.search(path.read_text(encoding="utf-8"))):
             raise ConfigError(
-                f"{where}: {name} downloads ({found[0].strip()[:60]}), and the sandbox has no"
+                f"{where}: {name} downloads ({match[0].strip()[:60]}), and the sandbox has no"
                 f" network; {remedy}"
             )
 

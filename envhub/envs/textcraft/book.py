@@ -131,15 +131,15 @@ def _depths(
             raise ValueError(f"the recipes have a cycle through {name!r}")
         open_items.add(name)
         if name in tags:
-            found = min(depth(member) for member in tags[name])
+            smallest = min(depth(member) for member in tags[name])
         else:
-            found = min(
+            smallest = min(
                 (1 + max(depth(part) for _, part in r.ingredients) for r in recipes.get(name, ())),
                 default=0,
             )
         open_items.discard(name)
-        depths[name] = found
-        return found
+        depths[name] = smallest
+        return smallest
 
     for target in recipes:
         depth(target)

@@ -148,8 +148,8 @@ class ExchangedEnv(TextCraftEnv):
         details = super().detail(what)
         if details is None or self._exchange is None:
             return details
-        held = {self._shown(name): count for name, count in details["held"].items()}
-        return {"tree": self._renamed(details["tree"]), "held": held}
+        inventory = {self._shown(name): count for name, count in details["held"].items()}
+        return {"tree": self._renamed(details["tree"]), "held": inventory}
 
     def _renamed(self, tree: dict[str, Any]) -> dict[str, Any]:
         """Return a tree of ingredients with the agent's names."""

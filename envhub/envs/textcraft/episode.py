@@ -45,8 +45,8 @@ def _choose(book: Book, part: str, count: int, free: Counter[str], members: Mapp
     """Return the item for a slot: a member held in full, or else the preferred one."""
     if part not in book.tags:
         return part
-    held = [member for member in book.tags[part] if free[member] >= count]
-    return held[0] if held else members.get(part, book.members(part))[0]
+    sufficient = [member for member in book.tags[part] if free[member] >= count]
+    return sufficient[0] if sufficient else members.get(part, book.members(part))[0]
 
 
 def _provide(book: Book, item: str, count: int, free: Counter[str], members: Mapping) -> str | None:
@@ -80,7 +80,7 @@ class CraftCommand(NamedTuple):
     verb: str  # "get", "craft" or "inventory"; "?": none of them; "wrong": a wrong ingredient.
     count: int = 1
     name: str = ""  # Name of the wanted item, or the text that was not understood.
-    given: tuple[tuple[int, str], ...] = ()  # Pairs of count and item.
+    ingredients: tuple[tuple[int, str], ...] = ()  # Pairs of count and item.
     message: str = ""  # The success message of "get", or the item id of the product of "craft".
 
 
@@ -111,11 +111,11 @@ class TextCraftEnv(TextEnv):
     def _step(self, action: str) -> StepResult:
         """Perform a command, and describe the result."""
         read = self._read if len(action) <= MAX_KEPT_CHARS else self._read.__wrapped__
-        verb, count, name, given, message = read(action)
+        verb, count, name, ingredients, message = read(action)
         if verb == "get":
             return self._get(count, name, message)
         if verb == "craft":
-            return self._craft(count, name, given, message)
+            return self._craft(count, name, ingredients, message)
         if verb == "inventory":
             return plain_result(self._inventory_text(self._is_compact), True)
         if verb == "wrong":
@@ -124,8 +124,8 @@ class TextCraftEnv(TextEnv):
 
     def state_text(self) -> str:
         """Return a text that identifies the current state of the item."""
-        held = sorted((name, count) for name, count in self._inventory.items() if count)
-        return f"holds {held}"
+        stacks = sorted((name, count) for name, count in self._inventory.items() if count)
+        return f"holds {stacks}"
 
     def _refusal(self, agentgym: str, compact: str) -> StepResult:
         """Return the result of an impossible action, in the style of the episode."""
@@ -146,23 +146,23 @@ class TextCraftEnv(TextEnv):
         if name not in self._book.gettable:
             compact = f"could not find {self._known(name)}".rstrip()
             return self._refusal(f"Could not find {name[:MAX_ECHO_CHARS]}", compact)
-        held = self._inventory
-        held[name] = held.get(name, 0) + count
+        inventory = self._inventory
+        inventory[name] = inventory.get(name, 0) + count
         return plain_result(message, True)
 
     def _craft(
-        self, count_asked: int, target: str, given: tuple[tuple[int, str], ...], raw: str
+        self, count_asked: int, target: str, ingredients: tuple[tuple[int, str], ...], raw: str
     ) -> StepResult:
         """Craft an item. Check first the held ingredients, then that a recipe matches exactly.
 
         The requested count only appears in one error message; the recipe determines the produced
         count.
         """
-        held = self._inventory
-        for count, name in given:
-            if name not in held or held[name] < count:
+        inventory = self._inventory
+        for count, name in ingredients:
+            if name not in inventory or inventory[name] < count:
                 return self._too_few(target, raw)
-        recipe = find_recipe(self._book, target, given)
+        recipe = find_recipe(self._book, target, ingredients)
         if recipe is None:
             tag, item_id = (raw, None) if target in self._book.tags else (None, raw)
             return self._refusal(
@@ -171,15 +171,15 @@ class TextCraftEnv(TextEnv):
                 f"could not find a valid recipe for {self._known(target)}".rstrip(),
             )
         wanted: Counter[str] = Counter()
-        for count, name in given:
+        for count, name in ingredients:
             wanted[name] += count
-        if not wanted <= held:  # One kind of item can fill two slots.
+        if not wanted <= inventory:  # One kind of item can fill two slots.
             return self._too_few(target, raw)
         for name, count in wanted.items():
-            held[name] -= count
-            if not held[name]:
-                del held[name]
-        held[target] += recipe.count
+            inventory[name] -= count
+            if not inventory[name]:
+                del inventory[name]
+        inventory[target] += recipe.count
         message = f"Crafted {recipe.count} {raw}"
         if self._is_compact:
             message = f"crafted {recipe.count} {target}"
@@ -215,10 +215,10 @@ class TextCraftEnv(TextEnv):
         used = []
         for count, part in recipe.ingredients:
             members = self._book.tags.get(part, (part,))
-            held = [name for name in members if self._inventory[name] >= count]
-            if not held:
+            sufficient = [name for name in members if self._inventory[name] >= count]
+            if not sufficient:
                 return None
-            used.append(f"{count} {held[0]}")
+            used.append(f"{count} {sufficient[0]}")
         return f"craft {recipe.count} {recipe.target} using {', '.join(used)}"
 
     def _expert_action(self) -> str | None:
@@ -234,8 +234,8 @@ class TextCraftEnv(TextEnv):
         """Return the `picture`: the held items, and the goal's tree of ingredients."""
         if what != "picture":
             return None
-        held = {name: count for name, count in self._inventory.items() if count}
-        return {"tree": self._tree(self._task.goal, 1), "held": held}
+        inventory = {name: count for name, count in self._inventory.items() if count}
+        return {"tree": self._tree(self._task.goal, 1), "held": inventory}
 
     def _tree(self, name: str, count: int) -> dict[str, object]:
         """Return an item's tree of ingredients.
@@ -272,13 +272,15 @@ def read_lower(action: str) -> CraftCommand:
 def read_command(text: str, got: str) -> CraftCommand:
     """Return the command of an action; the rest of its line is part of the command."""
     if text.startswith("craft") and (craft := CRAFT.match(text)):
-        given: list[tuple[int, str]] = []
+        ingredients: list[tuple[int, str]] = []
         for fragment in craft[3].split(","):
             counted = COUNTED.fullmatch(fragment.strip())
             if counted is None:
                 return CraftCommand("wrong", name=fragment.strip()[:MAX_ECHO_CHARS])
-            given.append((int(counted[1]), counted[2]))
-        return CraftCommand("craft", int(craft[1] or 1), craft[2], tuple(given), _raw(craft[2]))
+            ingredients.append((int(counted[1]), counted[2]))
+        return CraftCommand(
+            "craft", int(craft[1] or 1), craft[2], tuple(ingredients), _raw(craft[2])
+        )
     if text.startswith("get") and (get := GET.match(text)):
         count = int(get[1])
         name = get[2].strip()
@@ -288,18 +290,18 @@ def read_command(text: str, got: str) -> CraftCommand:
     return CraftCommand("?", name=text[:MAX_ECHO_CHARS])
 
 
-def find_recipe(book: Book, target: str, given: Sequence[tuple[int, str]]) -> Recipe | None:
-    """Return the recipe of `target` whose slots `given` fills one to one, a tag with one kind."""
+def find_recipe(book: Book, target: str, ingredients: Sequence[tuple[int, str]]) -> Recipe | None:
+    """Return the recipe whose slots the ingredients fill one to one, a tag with one kind."""
     for recipe in book.recipes.get(target, ()):
-        if len(recipe.ingredients) == len(given) and _fills(book, recipe, given):
+        if len(recipe.ingredients) == len(ingredients) and _fills(book, recipe, ingredients):
             return recipe
     return None
 
 
-def _fills(book: Book, recipe: Recipe, given: Sequence[tuple[int, str]]) -> bool:
-    """Return whether the given items fill all slots of a recipe."""
+def _fills(book: Book, recipe: Recipe, ingredients: Sequence[tuple[int, str]]) -> bool:
+    """Return whether the ingredients fill all slots of a recipe."""
     tags = book.tags
-    left = list(given)
+    left = list(ingredients)
     for count, part in sorted(recipe.ingredients, key=lambda slot: slot[1] in tags):
         members = tags.get(part, (part,))
         fitting = [one for one in left if one[0] == count and one[1] in members]

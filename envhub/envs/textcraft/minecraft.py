@@ -58,23 +58,23 @@ def load_book(folder: str) -> Book:
     if not paths:
         what = "has no *.json file" if Path(folder).is_dir() else "is not a folder"
         raise RecipesError(f"{folder} {what}")
-    kept: list[FileRecipe] = []
+    file_recipes: list[FileRecipe] = []
     makers: dict[Ingredient, list[FileRecipe]] = {}
-    known: set[str] = set()  # Items that occur only in omitted recipes are still gettable.
+    known_items: set[str] = set()  # Items that occur only in omitted recipes are still gettable.
     for path in paths:
         recipe = _read(path)
         if recipe is None:
             continue
-        known.add(recipe.target)
-        known |= {part.name for _, part in recipe.ingredients if not part.is_tag}
+        known_items.add(recipe.target)
+        known_items |= {part.name for _, part in recipe.ingredients if not part.is_tag}
         if _is_block_only(recipe) or _closes_cycle(recipe, makers):
             continue
-        kept.append(recipe)
+        file_recipes.append(recipe)
         for made in recipe.makes():
             makers.setdefault(made, []).append(recipe)
-    if not kept:
+    if not file_recipes:
         raise RecipesError(f"{folder}: none of its files is a crafting recipe ({len(paths)})")
-    return _to_book(kept, known)
+    return _to_book(file_recipes, known_items)
 
 
 def _read(path: Path) -> FileRecipe | None:
@@ -146,21 +146,21 @@ def _closes_cycle(recipe: FileRecipe, makers: Mapping[Ingredient, list[FileRecip
     return False
 
 
-def _to_book(kept: list[FileRecipe], known: set[str]) -> Book:
+def _to_book(file_recipes: list[FileRecipe], known_items: set[str]) -> Book:
     """Return the book with displayed names; recipes keep the order of the files."""
     members: dict[str, dict[str, None]] = {}
-    for recipe in kept:
+    for recipe in file_recipes:
         if recipe.group is not None:
             members.setdefault(recipe.group, {})[shown(recipe.target)] = None
-    parts = {part for recipe in kept for _, part in recipe.ingredients}
-    items = {shown(recipe.target) for recipe in kept}
+    parts = {part for recipe in file_recipes for _, part in recipe.ingredients}
+    items = {shown(recipe.target) for recipe in file_recipes}
     items |= {shown(part.name) for part in parts if not part.is_tag}
     names = {
         part: _tag_name(part, items) if part.is_tag and part.name in members else shown(part.name)
         for part in parts
     }
     recipes: dict[str, list[Recipe]] = {}
-    for recipe in kept:
+    for recipe in file_recipes:
         merged: Counter[str] = Counter()
         for number, part in recipe.ingredients:
             merged[names[part]] += number
@@ -176,7 +176,7 @@ def _to_book(kept: list[FileRecipe], known: set[str]) -> Book:
     for group, made in members.items():
         if shown(group) not in items:
             tags.setdefault(shown(group), tuple(made))
-    return make_book(recipes, tags, map(shown, known - members.keys()))
+    return make_book(recipes, tags, map(shown, known_items - members.keys()))
 
 
 def _tag_name(tag: Ingredient, items: set[str]) -> str:

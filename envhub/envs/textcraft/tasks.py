@@ -83,16 +83,16 @@ class CraftCatalogue:
 
     def tasks(self) -> dict[str, TaskSpec]:
         """Return one task per depth, with at most as many first items as in our own book."""
-        found = {}
+        tasks = {}
         for name, spec in self.subsets.items():
             depth = int(name.removeprefix("depth"))
-            found[f"Depth {depth}"] = TaskSpec(
+            tasks[f"Depth {depth}"] = TaskSpec(
                 scenario="Digital games",
                 subset=name,
                 train=self._distinct(name, "train", NUM_TASK_TRAIN[depth], spec.num_train),
                 test=self._distinct(name, "test", NUM_TASK_TEST[depth], spec.num_test),
             )
-        return found
+        return tasks
 
     def _distinct(self, subset: str, split: str, num_wanted: int, num: int) -> tuple[str, ...]:
         """Return the first items that differ by more than the order of their commands."""

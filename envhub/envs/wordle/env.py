@@ -55,7 +55,7 @@ def consistent(words: tuple[str, ...], guess: str, answer: str) -> tuple[str, ..
 
 
 @lru_cache(maxsize=4096)
-def best_guess(words: tuple[str, ...], known: tuple[str, ...] = VOCABULARY) -> str:
+def best_guess(words: tuple[str, ...], guesses: tuple[str, ...] = VOCABULARY) -> str:
     """Return the known word whose worst answer leaves the fewest of `words`; these win ties."""
 
     def remaining_words(guess: str) -> tuple[int, int, bool, str]:
@@ -63,7 +63,7 @@ def best_guess(words: tuple[str, ...], known: tuple[str, ...] = VOCABULARY) -> s
         sizes = Counter(marks(guess, word) for word in words)
         return max(sizes.values()), -len(sizes), guess not in words, guess
 
-    return min(known, key=remaining_words)
+    return min(guesses, key=remaining_words)
 
 
 SUBSET = "Common"
@@ -83,28 +83,28 @@ class WordleEnv(TextEnv):
     all answers so far. The item determines the draws.
     """
 
-    def __init__(self, style: Style, *, known: tuple[str, ...] = VOCABULARY) -> None:
+    def __init__(self, style: Style, *, vocabulary: tuple[str, ...] = VOCABULARY) -> None:
         super().__init__(style)
-        self._known = known
+        self._vocabulary = vocabulary
 
     def reset(self, item_id: str, seed: int = 0) -> str:
         """Start an item. `seed` is unused: the item determines all draws."""
         item = parse_item(item_id, SUBSETS)
         self._seed = item.index if item.split == "train" else FIRST_TEST_SEED + item.index
         self._rng = random.Random(self._seed)
-        self._words = self._known
+        self._words = self._vocabulary
         self._answers: list[tuple[str, str]] = []  # Pairs (guess or invalid text, answer).
         self._begin()
         if self._is_compact:
-            return f"words: {' '.join(self._known)}\nguess"
-        return CONVERSATIONS["wordle"].first_observation("\n".join(self._known))
+            return f"words: {' '.join(self._vocabulary)}\nguess"
+        return CONVERSATIONS["wordle"].first_observation("\n".join(self._vocabulary))
 
     def _step(self, action: str) -> StepResult:
         """Perform a guess, and describe the answer."""
         text = action_text(action)[:MAX_ACTION_CHARS]
         # AgentGym ignores spaces only; a word is five lower-case letters.
         guess = "".join(text.lower().split()) if self._is_compact else text.replace(" ", "")
-        is_valid = guess in self._known
+        is_valid = guess in self._vocabulary
         answer = self._answer(guess) if is_valid else "invalid word"
         self._answers.append((guess, answer))
         self._done = answer == SOLVED or len(self._answers) == MAX_GUESSES
@@ -129,14 +129,14 @@ class WordleEnv(TextEnv):
         return answer
 
     def _valid_actions(self) -> list[str]:
-        return [" ".join(word) for word in self._known]
+        return [" ".join(word) for word in self._vocabulary]
 
     def _expert_action(self) -> str | None:
         """Return the guess whose worst answer leaves the fewest words.
 
         At most six guesses are needed.
         """
-        return " ".join(best_guess(self._words, self._known))
+        return " ".join(best_guess(self._words, self._vocabulary))
 
     def render(self) -> str:
         """Return the guesses with their answers, and the remaining words."""
@@ -144,7 +144,7 @@ class WordleEnv(TextEnv):
         return "\n".join([*lines, f"possible: {' '.join(self._words)}"])
 
     def _state(self) -> str:
-        return f"{self._known} {self._seed}"
+        return f"{self._vocabulary} {self._seed}"
 
 
 def from_agentgym(index: int) -> str:
@@ -161,5 +161,5 @@ def from_agentgym(index: int) -> str:
 
 def make_spec(options: EnvsSection) -> EnvSpec:
     """Return Wordle's catalogue entry."""
-    make = partial(WordleEnv, known=vocabulary(options.wordle.words))
+    make = partial(WordleEnv, vocabulary=vocabulary(options.wordle.words))
     return spec_beside(__file__, SUBSETS, make, from_agentgym=from_agentgym)

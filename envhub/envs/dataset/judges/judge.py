@@ -240,8 +240,8 @@ class Judge:
         """Return the address of the endpoint; "": it is not known yet."""
         if self.options.url:
             return self.options.url
-        found = self._run_dir.find_address(self.options.role) if self._run_dir else None
-        return found or ""
+        address = self._run_dir.find_address(self.options.role) if self._run_dir else None
+        return address or ""
 
     async def ask(
         self, caller: Caller, offered: Mapping[str, Any], place: str
@@ -285,11 +285,11 @@ class Judge:
 
     async def _kept_score(self, caller: Caller, key: str) -> float | None:
         """Return the score of a kept answer; None: there is none, or the rule has changed."""
-        kept = self.store.find(key)
-        if kept is None:
+        stored = self.store.find(key)
+        if stored is None:
             return None
         try:
-            return await self._read(caller, kept.text)
+            return await self._read(caller, stored.text)
         except Unparsed:  # The rule has changed since.
             return None
 

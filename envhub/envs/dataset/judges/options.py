@@ -93,13 +93,13 @@ def read_options(name: str, entry: Mapping[str, Any]) -> JudgeOptions:
     Raises: ConfigError: a key is unknown, a value is wrong, or keys contradict each other.
     """
     shared = ("weight", *ROLE_KEYS)
-    given = {key: value for key, value in entry.items() if key not in shared}
-    for key, value in given.items():
+    settings = {key: value for key, value in entry.items() if key not in shared}
+    for key, value in settings.items():
         _check_value(name, key, value)
     if not entry.get("path") and (unused := [key for key in ROLE_KEYS if key in entry]):
         where = f"reward.{name}.{unused[0]}={entry[unused[0]]}"
         raise ConfigError(f"{where}: has no effect without reward.{name}.path")
-    options = JudgeOptions(name=name, **given)
+    options = JudgeOptions(name=name, **settings)
     _check_place(options)
     _check_rule(options)
     return options
@@ -109,8 +109,8 @@ def _check_value(name: str, key: str, value: Any) -> None:
     """Raise ConfigError if a judge has no such key, or the value is out of bounds."""
     where = f"reward.{name}.{key}={value}"
     if key not in OWN_KEYS:
-        known = ", ".join((*OWN_KEYS, "weight", *ROLE_KEYS))
-        raise ConfigError(f"{where}: no such key of a judge; there are {known}")
+        names = ", ".join((*OWN_KEYS, "weight", *ROLE_KEYS))
+        raise ConfigError(f"{where}: no such key of a judge; there are {names}")
     if key in BOUNDS:
         low, high = BOUNDS[key]
         kinds = (int,) if key in WHOLE else (int, float)

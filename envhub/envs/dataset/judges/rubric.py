@@ -104,9 +104,9 @@ class Rubric:
         Raises: ConfigError: the template fails on the record.
         """
         completion = str(offered.get("completion", ""))
-        own = {"mark": mark_of(completion), "least": f"{self._options.min:g}"}
-        own["most"] = f"{self._options.max:g}"
-        text = render(self._key, self._template, {**offered, **own}, place)
+        keywords = {"mark": mark_of(completion), "least": f"{self._options.min:g}"}
+        keywords["most"] = f"{self._options.max:g}"
+        text = render(self._key, self._template, {**offered, **keywords}, place)
         texts = {"system": self._system, "user": text}
         return [{"role": role, "content": valid_text(text)} for role, text in texts.items()]
 
@@ -156,21 +156,21 @@ class Rubric:
         mention = (marked or plain)[-1]
         return self._read(answer, mention.end())
 
-    def _number(self, found: Any) -> float:
+    def _number(self, value: Any) -> float:
         """Return a found value as a number. Raises: Unparsed: it is none."""
         scores = {word.casefold(): score for word, score in self._options.scores.items()}
-        word = str(found).strip(" \t\n*_`\"'.").casefold()
+        word = str(value).strip(" \t\n*_`\"'.").casefold()
         if scores and word in scores:
             return float(scores[word])
-        if isinstance(found, bool) or not isinstance(found, (str, int, float)) or scores:
-            raise Unparsed(f"{found!r:.80} is no score")
-        if isinstance(found, str):
-            text = found.strip(" \t\n*_`\"'")
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)) or scores:
+            raise Unparsed(f"{value!r:.80} is no score")
+        if isinstance(value, str):
+            text = value.strip(" \t\n*_`\"'")
             return self._read(text, 0, is_whole=True)
         try:
-            return float(found)
+            return float(value)
         except OverflowError as error:
-            raise Unparsed(f"{found!r:.80} is no number") from error
+            raise Unparsed(f"{value!r:.80} is no number") from error
 
     def _read(self, text: str, start: int, *, is_whole: bool = False) -> float:
         """Return the number at a place of a text. Raises: Unparsed: there is none, or no clear one.
@@ -268,8 +268,8 @@ def check_rubric(options: JudgeOptions, offered: Mapping[str, Any], place: str) 
     texts = set[str]()
     for probe in ("", "an answer that only this check has"):
         said = [*offered["messages"][:-1], {"role": "assistant", "content": probe}]
-        own = {**offered, "completion": probe, "solution_str": probe, "messages": said}
-        texts.add(rubric.messages(own, place)[1]["content"])
+        keywords = {**offered, "completion": probe, "solution_str": probe, "messages": said}
+        texts.add(rubric.messages(keywords, place)[1]["content"])
     if len(texts) == 1:
         key = f"reward.{options.name}.rubric"
         raise ConfigError(f"{key}: the template does not use the answer; add {{{{ completion }}}}")

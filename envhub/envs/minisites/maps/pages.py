@@ -139,12 +139,12 @@ def category(visit: Visit) -> Response:
 @MAPS.get("/place/{slug}.html")
 def place(visit: Visit) -> Response:
     """Return the page of a place with its hours."""
-    found = visit.find("place")
+    entry = visit.find("place")
     listed = visit.rows("SELECT * FROM hours WHERE place_id = :place_id")
     hours = {row["weekday"]: row for row in listed}
     week = [(name, hours.get(number)) for number, name in enumerate(WEEKDAYS)]
     is_saved = bool(visit.rows("SELECT * FROM saved WHERE place_id = :place_id"))
-    return visit.page("place.html", place=found, week=week, is_saved=is_saved)
+    return visit.page("place.html", place=entry, week=week, is_saved=is_saved)
 
 
 @MAPS.get("/nearby/{slug}/{category}")
@@ -154,9 +154,9 @@ def nearby(visit: Visit) -> Response:
     others = visit.rows(
         "SELECT * FROM place WHERE category = :name AND id <> :place_id ORDER BY name", name=name
     )
-    found = [(_route(centre, other), other) for other in others]
-    found.sort(key=lambda pair: (pair[0].meters, pair[1]["name"]))
-    listed = [(place, in_km(route.meters), route.minutes("foot")) for route, place in found]
+    routes = [(_route(centre, other), other) for other in others]
+    routes.sort(key=lambda pair: (pair[0].meters, pair[1]["name"]))
+    listed = [(place, in_km(route.meters), route.minutes("foot")) for route, place in routes]
     return visit.page("nearby.html", centre=centre, title=PLURALS[name], listed=listed)
 
 
@@ -173,7 +173,7 @@ def directions(visit: Visit) -> Response:
     mode = visit.choice("mode", MODES)
     if not start or not end:
         return visit.page("directions.html", start=start, end=end, mode=mode, error="")
-    found = []
+    slugs = []
     for words in (start[:200], end[:200]):
         rows = visit.rows(
             "SELECT slug FROM place WHERE name = :words COLLATE NOCASE"
@@ -183,8 +183,8 @@ def directions(visit: Visit) -> Response:
         if not rows:
             error = f'No place is called "{words}". Search for its full name.'
             return visit.page("directions.html", start=start, end=end, mode=mode, error=error)
-        found.append(rows[0]["slug"])
-    return visit.go(f"/directions/{found[0]}/{found[1]}/{mode}")
+        slugs.append(rows[0]["slug"])
+    return visit.go(f"/directions/{slugs[0]}/{slugs[1]}/{mode}")
 
 
 @MAPS.get("/directions/{start}/{end}/{mode}")
@@ -195,7 +195,7 @@ def route(visit: Visit) -> Response:
     mode = visit.names["mode"]
     if mode not in MODES:
         raise PageMissing(visit.path)
-    found = _route(start, end)
+    trip = _route(start, end)
     roads = {
         (row["axis"], row["position"]): row["name"] for row in visit.rows("SELECT * FROM road")
     }
@@ -204,7 +204,7 @@ def route(visit: Visit) -> Response:
         start=start,
         end=end,
         mode=mode,
-        minutes=found.minutes(mode),
-        distance=in_km(found.meters),
-        legs=[describe(leg, roads) for leg in found.legs],
+        minutes=trip.minutes(mode),
+        distance=in_km(trip.meters),
+        legs=[describe(leg, roads) for leg in trip.legs],
     )

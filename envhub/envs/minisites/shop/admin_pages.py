@@ -194,13 +194,13 @@ def judge_review(visit: Visit) -> Response:
 @CMS.post("/products/{product_id}")
 def edit_product(visit: Visit) -> Response:
     """Change a product by the form, or return to its page with the reason."""
-    found = visit.find("product")
+    product = visit.find("product")
     cents = _cents(visit.text("price"))
-    back = f"/products/{found['id']}"
+    back = f"/products/{product['id']}"
     stock = parse_number(visit.text("stock"))
     name = visit.text("name")
     taken = False
-    if name != found["name"]:
+    if name != product["name"]:
         taken = bool(visit.rows("SELECT 1 FROM product WHERE name = :name", name=name))
     if cents is None or stock is None or not name or taken:
         return visit.go(back, "The product needs a name of its own, a price and a stock.")

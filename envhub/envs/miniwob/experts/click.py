@@ -13,8 +13,8 @@ def submit(page: PageView) -> str | None:
     """Click the button that submits the page; None: the page has none."""
     for name in ("Submit", "Search", "Go!", "Order!", "OK", "Login"):
         for role in ("button", "clickable"):
-            if found := page.all(role, name=name):
-                return click(found[-1])
+            if buttons := page.all(role, name=name):
+                return click(buttons[-1])
     return None
 
 

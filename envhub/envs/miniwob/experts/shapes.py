@@ -35,9 +35,9 @@ def _drawn(page: PageView) -> list[PageNode]:
 def described_shape(page: PageView) -> str | None:
     """Click a figure that matches the description; prefer one without a figure on top of it."""
     words = page.goal_part(r"Click on an? (.*)").split()
-    found = [n for n in _drawn(page) if _describes(words, n)]
-    free = [n for n in found if not any(_covers(o, n) for o in _drawn(page) if o.id > n.id)]
-    return click((free or found or [None])[0])
+    figures = [n for n in _drawn(page) if _describes(words, n)]
+    free = [n for n in figures if not any(_covers(o, n) for o in _drawn(page) if o.id > n.id)]
+    return click((free or figures or [None])[0])
 
 
 def _covers(upper: PageNode, lower: PageNode) -> bool:

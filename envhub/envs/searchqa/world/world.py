@@ -316,8 +316,8 @@ class Drafts:
             seen = [thing]
             for place in range(num_hops):
                 is_last = place == num_hops - 1
-                known = [one for one in RELATIONS[thing.kind] if one.key in thing.facts]
-                fitting = [one for one in known if is_last or one.target]
+                relations = [one for one in RELATIONS[thing.kind] if one.key in thing.facts]
+                fitting = [one for one in relations if is_last or one.target]
                 if not fitting:
                     break
                 relation = self._rng.choice(fitting)
