@@ -63,15 +63,15 @@ KINDS: dict[str, type] = {f.name: type(f.default) for f in fields(GameOptions)}
 def parse_reference(text: str) -> tuple[str, GameOptions]:
     """Return a game's name and options. Raises: ConfigError: an unknown option or value."""
     name, _, query = text.partition("?")
-    given: dict[str, Any] = {}
+    options_by_key: dict[str, Any] = {}
     for key, value in parse_qsl(query, keep_blank_values=True):
         try:
-            given[key] = KINDS[key](value)
+            options_by_key[key] = KINDS[key](value)
         except (LookupError, ValueError) as error:
             raise ConfigError(
                 f"{text}: {key}={value}: unknown or invalid; the options are {', '.join(KINDS)}"
             ) from error
-    options = GameOptions(**given)
+    options = GameOptions(**options_by_key)
     is_sound = options.reward in ("", "last", "sum") and options.min_reward < options.max_reward
     if not is_sound or min(options.num_train, options.num_test, options.max_turns) < 1:
         law = "reward must be last or sum, min_reward < max_reward, all others >= 1"
@@ -96,10 +96,10 @@ class SeededEnv:
         self._rewards = Rewards(self._rule)
         self._reward = self._rule.start_score
         with SEEDING:
-            own = item.index + (TEST_SEED if item.split == "test" else 0)
-            random.seed(own)
-            np.random.seed(own % 2**32)
-            self._first = self._text = self._game.begin(own)
+            game_seed = item.index + (TEST_SEED if item.split == "test" else 0)
+            random.seed(game_seed)
+            np.random.seed(game_seed % 2**32)
+            self._first = self._text = self._game.begin(game_seed)
         return self._first
 
     def step(self, action: str) -> StepResult:

@@ -77,10 +77,10 @@ def parse_action(text: str, space: Any) -> Any:
 
 def kind_of(space: Any) -> str:
     """Return the name of the space's gymnasium class. Raises: NoText: an unsupported space."""
-    known = (
-        each.__name__ for each in type(space).__mro__ if each.__module__.startswith("gymnasium")
+    names = (
+        base.__name__ for base in type(space).__mro__ if base.__module__.startswith("gymnasium")
     )
-    kind = next(known, "")
+    kind = next(names, "")
     if kind not in (*ARRAYS, "Discrete", "Text", "Tuple", "Dict", "Sequence", "OneOf"):
         raise NoText(f"a {type(space).__name__} has no text form")
     if kind == "Sequence" and space.stack:
@@ -143,8 +143,8 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, (str, bool, int, float)):
         return value.item() if isinstance(value, np.generic) else value
     if isinstance(value, (np.generic, np.ndarray)) and value.dtype.kind in "biufUSO":
-        found = value.tolist()
-        return found if value.dtype.kind in "biufU" else plain(found)
+        items = value.tolist()
+        return items if value.dtype.kind in "biufU" else plain(items)
     if isinstance(value, dict):
         return {str(plain(key)): plain(each) for key, each in value.items()}
     as_dict = getattr(value, "_asdict", None)
@@ -180,8 +180,8 @@ def _spoken(text: str, space: Any) -> str:
 
 def _unfenced(text: str) -> str:
     """Return the content of a Markdown fence, or the text if it has no fence."""
-    found = FENCED.fullmatch(text.strip())
-    return found[1] if found else text
+    match = FENCED.fullmatch(text.strip())
+    return match[1] if match else text
 
 
 def _checked_action(action: Any, space: Any) -> Any:
@@ -427,11 +427,11 @@ def _modern_reset(env: Any, reset: Callable[..., Any]) -> Callable[..., tuple[An
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values())
 
     def modern_reset(*, seed: int | None = None, options: Any = None) -> Any:
-        given = {"seed": seed, "options": options}
-        known = {key: value for key, value in given.items() if takes_all or key in takes}
-        if seed is not None and "seed" not in known and hasattr(env, "seed"):
+        arguments = {"seed": seed, "options": options}
+        accepted = {key: value for key, value in arguments.items() if takes_all or key in takes}
+        if seed is not None and "seed" not in accepted and hasattr(env, "seed"):
             env.seed(seed)
-        begun = reset(**known)
+        begun = reset(**accepted)
         is_modern = isinstance(begun, tuple) and len(begun) == 2 and isinstance(begun[1], dict)
         return begun if is_modern else (begun, {})
 

@@ -143,14 +143,14 @@ class Link:
 
     async def tools(self) -> list[Any]:
         """Return all tools of the server. Raises: McpFailure."""
-        found: list[Any] = []
+        tools: list[Any] = []
         cursor: str | None = None
         for _ in range(MAX_PAGES):
             page = await self._answer(self._client.list_tools(cursor=cursor), "its list of tools")
-            found += page.tools
+            tools += page.tools
             cursor = page.next_cursor
             if not cursor:
-                return found
+                return tools
         raise McpFailure(f"{self._options.shown}: the list of tools exceeds {MAX_PAGES} pages")
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
@@ -278,8 +278,8 @@ class McpEpisode:
         if options.session:
             self._session = {options.session: uuid.uuid4().hex}
         if options.begin:
-            given = self._item.get("arguments", {})
-            begun = await self._link.call(options.begin, dict(given))
+            arguments = self._item.get("arguments", {})
+            begun = await self._link.call(options.begin, dict(arguments))
             beginning = self._tool_text(begun)
             if begun.is_error:
                 raise McpFailure(f"{options.shown}: {options.begin!r} failed: {beginning:.500}")
@@ -317,9 +317,9 @@ class McpEpisode:
         """Return the result for an answer: from the item's `check` tool, or by comparison."""
         check = self._item.get("check")
         if check is not None:
-            given = {"answer": answer, **check.get("arguments", {}), **self._session}
+            arguments = {"answer": answer, **check.get("arguments", {}), **self._session}
             assert self._link is not None
-            return self._rewarded(await self._link.call(str(check["tool"]), given))
+            return self._rewarded(await self._link.call(str(check["tool"]), arguments))
         right = self._item["answer"]
         accepted = right if isinstance(right, list) else [right]
         is_right = _plain(answer) in {_plain(str(each)) for each in accepted}
@@ -491,8 +491,8 @@ def make_spec(reference: str) -> EnvSpec:
     if bool(options.url) == bool(options.command):
         raise ConfigError(f"{reference}: exactly one of url and command must be set")
     if options.revision not in MODES:
-        known = ", ".join(MODES)
-        raise ConfigError(f"{reference}: revision={options.revision!r}: must be one of {known}")
+        revisions = ", ".join(MODES)
+        raise ConfigError(f"{reference}: revision={options.revision!r}: must be one of {revisions}")
     optional_package("mcp", "mcp")
     limit_s = options.start_timeout_s + options.timeout_s + 2 * CLOSE_S
     try:
@@ -559,7 +559,7 @@ async def _describe_server(
     """Return the server's tools by name, and the items. Raises: McpFailure, ConfigError."""
     link = await Link.open(options)
     try:
-        found = {
+        tools = {
             tool.name: {"description": tool.description, "input_schema": tool.input_schema}
             for tool in await link.tools()
         }
@@ -571,7 +571,7 @@ async def _describe_server(
             text = await link.read(options.items)
         else:
             text = _read(path.parent / options.items)
-        return found, parse_items(text, f"{path}: items={options.items}")
+        return tools, parse_items(text, f"{path}: items={options.items}")
     finally:
         await link.close()
 

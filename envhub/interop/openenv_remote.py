@@ -221,13 +221,15 @@ def describe_server(options: RemoteOptions) -> ServerDescription:
             f"env.url={without_login(url)}: /schema answered {status}, so this is not an OpenEnv"
             " server; correct env.url or env.dialect"
         )
-    known = [name for name in schema.get("properties", {}) if name != "metadata"]
-    required = [name for name in schema.get("required", []) if name in known]
+    properties = [name for name in schema.get("properties", {}) if name != "metadata"]
+    required = [name for name in schema.get("required", []) if name in properties]
     chosen = options.action_field
-    if chosen and chosen not in known:
-        raise ConfigError(f"env.action_field={chosen!r}: the server's actions have only {known}")
-    if not chosen and len(required or known) == 1:
-        chosen = (required or known)[0]
+    if chosen and chosen not in properties:
+        raise ConfigError(
+            f"env.action_field={chosen!r}: the server's actions have only {properties}"
+        )
+    if not chosen and len(required or properties) == 1:
+        chosen = (required or properties)[0]
     _, metadata = ask_server(url, "/metadata")
     described = metadata.get("description") if isinstance(metadata, dict) else None
     return ServerDescription(
@@ -246,22 +248,22 @@ def _splits(url: str, options: RemoteOptions) -> dict[str, tuple[str, int]]:
         return {}
     base = f"/{names[0]}"
     status, listed = ask_server(url, f"{base}/splits")
-    known = listed if status == 200 and isinstance(listed, list) else []
-    found: dict[str, tuple[str, int]] = {}
+    offered = listed if status == 200 and isinstance(listed, list) else []
+    splits: dict[str, tuple[str, int]] = {}
     for ours, asked in (("train", options.train_items), ("test", options.test_items)):
         kinds = ("train",) if ours == "train" else ("test", "validation")
-        fitting = [each["name"] for each in known if asked and each.get("name") == asked]
+        fitting = [each["name"] for each in offered if asked and each.get("name") == asked]
         if asked and not fitting:
-            names = [each.get("name") for each in known]
+            names = [each.get("name") for each in offered]
             raise ConfigError(f"env.{ours}_items={asked!r}: the server's splits are {names}")
-        fitting += [each["name"] for each in known if each.get("name") == ours]
-        fitting += [each["name"] for each in known if each.get("type") in kinds]
+        fitting += [each["name"] for each in offered if each.get("name") == ours]
+        fitting += [each["name"] for each in offered if each.get("type") in kinds]
         if not fitting:
             continue
         status, reply = ask_server(url, f"{base}/num_tasks", {"split": fitting[0]})
         if status == 200 and isinstance(reply, dict):
-            found[ours] = (fitting[0], int(reply.get("num_tasks", 0)))
-    return found
+            splits[ours] = (fitting[0], int(reply.get("num_tasks", 0)))
+    return splits
 
 
 def instruction_of(offer: ServerDescription) -> str:
@@ -392,10 +394,10 @@ class OpenEnvEpisode(RemoteEpisode):
         if name in fields:
             fields = {name: fields[name]}
         elif name and self._first:  # A reset's observation may have other fields.
-            known = ", ".join(fields) or "none"
+            names = ", ".join(fields) or "none"
             raise OpenEnvFailure(
                 f"{self._server.shown}: an observation without {name!r}"
-                f" (env.observation_field); it has {known}"
+                f" (env.observation_field); it has {names}"
             )
         filled = [value for value in fields.values() if value not in (None, "", [], {})]
         if len(filled) == 1 and isinstance(filled[0], str):
@@ -512,7 +514,7 @@ def _metadata(data: dict[str, Any]) -> dict[str, Any]:
     """Return an answer's metadata, from both possible positions."""
     observation = data.get("observation")
     inner = observation.get("metadata") if isinstance(observation, dict) else None
-    found: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     for part in (inner, data.get("metadata")):
-        found |= part if isinstance(part, dict) else {}
-    return found
+        metadata |= part if isinstance(part, dict) else {}
+    return metadata

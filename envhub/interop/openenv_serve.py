@@ -62,7 +62,7 @@ def splits_of(spec: EnvSpec) -> dict[str, Split]:
     `train` and `test` hold the items of all its tasks, or of its first subset if it has no tasks.
     Each subset also has the splits `<subset>-train` and `<subset>-test`.
     """
-    found: dict[str, Split] = {}
+    whole: dict[str, Split] = {}
     subsets: dict[str, Split] = {}
     for kind in SPLITS:
         listed = [item for task in spec.tasks.values() for item in getattr(task, kind)]
@@ -76,10 +76,10 @@ def splits_of(spec: EnvSpec) -> dict[str, Split]:
                 )
         first = next((each for each in subsets.values() if each.kind == kind), None)
         if unique:
-            found[kind] = Split(kind=kind, num=len(unique), item=unique.__getitem__)
+            whole[kind] = Split(kind=kind, num=len(unique), item=unique.__getitem__)
         elif first is not None:
-            found[kind] = first
-    return found | subsets
+            whole[kind] = first
+    return whole | subsets
 
 
 def add_task_routes(app: FastAPI, registry: Registry) -> None:
@@ -92,8 +92,8 @@ def add_task_routes(app: FastAPI, registry: Registry) -> None:
 
     @app.get(f"{base}/{{name}}/splits", tags=["openenv"])
     async def list_splits(env: str, name: str) -> Response:
-        found = splits_of(_same(registry, env, name))
-        return json_response([{"name": each, "type": found[each].kind} for each in found])
+        splits = splits_of(_same(registry, env, name))
+        return json_response([{"name": each, "type": splits[each].kind} for each in splits])
 
     @app.post(f"{base}/{{name}}/tasks", tags=["openenv"])
     async def list_tasks(env: str, name: str, request: Request) -> Response:
@@ -141,10 +141,10 @@ async def _asked(
 
 def split_of(spec: EnvSpec, name: str) -> Split:
     """Return a split by name. Raises: UnknownItem: no such split."""
-    known = splits_of(spec)
-    if name not in known:
-        raise UnknownItem(f"no split {name!r}{known_hint(name, known)}")
-    return known[name]
+    splits = splits_of(spec)
+    if name not in splits:
+        raise UnknownItem(f"no split {name!r}{known_hint(name, splits)}")
+    return splits[name]
 
 
 def index_in(split: Split, index: int) -> int:
@@ -249,10 +249,10 @@ def mount(hub: HubParts) -> None:
 class _Refused(Exception):
     """A frame that is answered with an error; the socket stays open unless `ends` is set."""
 
-    def __init__(self, code: str, text: str, *, ends: bool = False, **more: int) -> None:
+    def __init__(self, code: str, text: str, *, ends: bool = False, **fields: int) -> None:
         super().__init__(text)
         self.ends = ends
-        self.frame = {"type": "error", "data": {"message": text, "code": code, **more}}
+        self.frame = {"type": "error", "data": {"message": text, "code": code, **fields}}
 
 
 class _Player:
@@ -315,13 +315,13 @@ class _Player:
         """Return the answer to a frame, None for a close. Raises: _Refused."""
         frame = _parsed(raw)
         kind = frame.get("type") if isinstance(frame, dict) else None
-        given = frame.get("data", {}) if isinstance(frame, dict) else {}
+        data = frame.get("data", {}) if isinstance(frame, dict) else {}
         try:
             match kind:
                 case "reset":
-                    return await self._reset(parse_entry(ResetData, given))
+                    return await self._reset(parse_entry(ResetData, data))
                 case "step":
-                    return await self._step(parse_entry(TextAction, given).message)
+                    return await self._step(parse_entry(TextAction, data).message)
                 case "state":
                     return {"type": "state", "data": self._state.model_dump()}
                 case "close":

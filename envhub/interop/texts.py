@@ -159,8 +159,8 @@ def _check_numbers(value: object) -> None:
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):
-        for each in value:
-            _check_numbers(each)
+        for item in value:
+            _check_numbers(item)
     elif type(value) is int and abs(value) > MAX_NUMBER:
         raise ValueError("a number is too large")
 
@@ -176,8 +176,8 @@ def sample_call(name: str, schema: Mapping[str, Any]) -> str:
     """Return a call of a tool with an example of each required argument."""
     fields = schema.get("properties", {})
     arguments: dict[str, Any] = {}
-    for each in schema.get("required", []):
-        field = fields.get(each, {})
+    for argument in schema.get("required", []):
+        field = fields.get(argument, {})
         among = [*field.get("enum", []), SAMPLES.get(str(field.get("type")), "text")]
-        arguments[each] = field.get("default", among[0])
+        arguments[argument] = field.get("default", among[0])
     return json.dumps({"tool": name, "arguments": arguments})

@@ -43,7 +43,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
         limit = self.config.tool_timeout
         servers = {name: {"url": url, "timeout": limit} for name, url in mcp_urls.items()}
         async with AsyncExitStack() as stack:
-            tools, known, links = await connect_mcp({"mcpServers": servers}, stack)
+            tools, dispatch, links = await connect_mcp({"mcpServers": servers}, stack)
             # The policy may answer at any time; the end of the episode is the deadline.
             client = httpx.AsyncClient(timeout=None, trust_env=False)
             http = await stack.enter_async_context(client)
@@ -63,7 +63,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
                     return vf.ProgramResult(exit_code=0, stdout="", stderr="")
                 for call in calls:
                     name = call["function"]["name"]
-                    given = json.loads(call["function"]["arguments"])
-                    content = await call_mcp(links, known, name, given)
+                    arguments = json.loads(call["function"]["arguments"])
+                    content = await call_mcp(links, dispatch, name, arguments)
                     answered = {"role": "tool", "tool_call_id": call["id"], "content": content}
                     messages.append(answered | {"name": name})

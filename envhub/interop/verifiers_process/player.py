@@ -109,10 +109,10 @@ class TasksetPlayer:
             return {"error": f"no reward: {', '.join(missing) or 'the task has none'}"}
         paid: dict[str, Any] = {"reward": ours[0].reward, "is_truncated": ours[0].is_truncated}
         if success := self._options["success"]:
-            found = {**ours[0].metrics, **values}.get(success)
-            if found is None:
+            score = {**ours[0].metrics, **values}.get(success)
+            if score is None:
                 return {"error": f"success={success}: no such metric or reward"}
-            paid["is_success"] = found >= 1.0
+            paid["is_success"] = score >= 1.0
         return {"paid": paid}
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
@@ -153,12 +153,12 @@ def env_config(options: dict[str, Any]) -> vf.EnvConfig:
     settings = {**options["env"], "taskset": options["taskset"]}
     taskset = options["taskset"]["id"]
     form = vf.env_config_type(taskset, settings.get("id", ""))
-    own = vf.default_harness_id(taskset)
+    default_harness = vf.default_harness_id(taskset)
     for name, field in form.model_fields.items():
         if not isinstance(field.default, vf.AgentConfig):
             continue
         seat = settings[name] = dict(settings.get(name, {}))
-        pinned = field.default.harness.id if field.default.harness is not None else own
+        pinned = field.default.harness.id if field.default.harness is not None else default_harness
         if pinned in TAKEN_OVER:
             seat.setdefault("harness", {"id": OWN_HARNESS})
         if isinstance(field.default.runtime, vf.PrimeConfig):
