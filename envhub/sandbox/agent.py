@@ -80,8 +80,8 @@ class Agent:
         self.buffer = bytearray()
         self.selector.register(0, selectors.EVENT_READ)
         awake, self.wake = os.pipe()
-        for each in (awake, self.wake):
-            os.set_blocking(each, False)
+        for fd in (awake, self.wake):
+            os.set_blocking(fd, False)
         self.awake = awake
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self.wake, warn_on_full_buffer=False)
@@ -225,8 +225,8 @@ class Agent:
         total = 0
         for folder in self.limits["folders"]:
             with contextlib.suppress(OSError):
-                held = os.statvfs(folder)
-                total += held.f_files - held.f_ffree
+                usage = os.statvfs(folder)
+                total += usage.f_files - usage.f_ffree
         return total
 
     def do_exec(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -294,8 +294,8 @@ class Agent:
         try:
             pid = os.fork()
         except OSError:
-            for each in (output, child_output, failed, error_pipe):
-                os.close(each)
+            for fd in (output, child_output, failed, error_pipe):
+                os.close(fd)
             raise
         if pid == 0:
             self.become(request, child_output, error_pipe)
@@ -390,10 +390,10 @@ class Agent:
 
     def check_regular(self, fd: int) -> int:
         """Return the size of a regular file. A pipe or a device could block or never end."""
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
-        return found.st_size
+        return status.st_size
 
     def do_kill(self, _: dict[str, Any]) -> dict[str, Any]:
         """End all processes of the commands."""

@@ -168,22 +168,22 @@ def _descriptor(content: bytes) -> int:
     return descriptor
 
 
-def find_python(given: str) -> str:
+def find_python(configured: str) -> str:
     """Return the Python of the sandbox. Raises: SandboxFailed: none is in the system's folders."""
-    if given:
-        return given
+    if configured:
+        return configured
     candidates = (shutil.which("python3", path=folder) for folder in PATH.split(":"))
     usable = (path for path in candidates if path and Path(path).resolve().is_relative_to("/usr"))
-    found = next(usable, None)
-    if found is None:
+    python = next(usable, None)
+    if python is None:
         raise SandboxFailed(
             f"no python3 in {PATH}; run apt-get install python3-minimal, or set"
             " envs.sandbox.python and envs.sandbox.mounts"
         )
-    return found
+    return python
 
 
 def remedy_of(text: str) -> str:
     """Return the remedy for an error of bubblewrap."""
-    found = next((remedy for part, remedy in REMEDIES.items() if part in text), "")
-    return f"{found}, or {ELSE}" if found else ELSE
+    specific = next((remedy for part, remedy in REMEDIES.items() if part in text), "")
+    return f"{specific}, or {ELSE}" if specific else ELSE

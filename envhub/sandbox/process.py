@@ -315,14 +315,14 @@ class AgentSandbox:
             process = await asyncio.create_subprocess_exec(*launch.argv, **pipes, **launch.options)
         except OSError as error:
             raise SandboxFailed(f"{launch.argv[0]} cannot start: {error}") from error
-        found = cls(process, launch, folder)
+        sandbox = cls(process, launch, folder)
         async with contextlib.AsyncExitStack() as undo:
-            undo.push_async_callback(found.delete)
-            await found._reply(timeout_s, "start")
+            undo.push_async_callback(sandbox.delete)
+            await sandbox._reply(timeout_s, "start")
             if launch.memory is not None:
                 launch.memory.add(process.pid)
             undo.pop_all()
-        return found
+        return sandbox
 
     @property
     def folder(self) -> str:

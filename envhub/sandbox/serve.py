@@ -127,32 +127,32 @@ class SandboxTable:
     @contextlib.asynccontextmanager
     async def use(self, number: str) -> AsyncIterator[Sandbox]:
         """Yield a sandbox; its lease does not end meanwhile. Raises: HTTPException."""
-        held = self._held.get(number)
-        if held is None:
+        lease = self._held.get(number)
+        if lease is None:
             raise HTTPException(404, "no such sandbox, or its lease has ended")
-        held.num_running += 1
+        lease.num_running += 1
         try:
-            yield held.sandbox
+            yield lease.sandbox
         except SandboxFailed:
             await self.delete(number)
             raise
         finally:
-            held.num_running -= 1
-            held.used_s = time.monotonic()
+            lease.num_running -= 1
+            lease.used_s = time.monotonic()
 
     async def delete(self, number: str) -> None:
         """Delete a sandbox; no effect if it does not exist."""
-        held = self._held.pop(number, None)
-        if held is not None:
-            await held.sandbox.delete()
+        lease = self._held.pop(number, None)
+        if lease is not None:
+            await lease.sandbox.delete()
 
     async def watch(self) -> None:
         """Delete the sandboxes whose lease has ended; only cancellation ends this loop."""
         while True:
             await asyncio.sleep(min(WATCH_S, self._lease_s / 4))
             oldest_s = time.monotonic() - self._lease_s
-            held = self._held.items()
-            for number in [n for n, h in held if not h.num_running and h.used_s < oldest_s]:
+            leases = self._held.items()
+            for number in [n for n, h in leases if not h.num_running and h.used_s < oldest_s]:
                 logger.info("sandbox expired id=%s...", number[:6])
                 await self.delete(number)
 
@@ -176,8 +176,8 @@ def make_sandbox_app(table: SandboxTable, token: str) -> FastAPI:
     @app.middleware("http")
     async def check_token(request: Request, call_next: Any) -> Response:
         """Refuse a request without the token."""
-        given = request.headers.get("authorization", "").encode()
-        if token and not hmac.compare_digest(given, f"Bearer {token}".encode()):
+        header = request.headers.get("authorization", "").encode()
+        if token and not hmac.compare_digest(header, f"Bearer {token}".encode()):
             return _json(401, {"detail": "a valid bearer token is required"})
         if "transfer-encoding" in request.headers:
             return _json(411, {"detail": "a request needs the header Content-Length"})
@@ -281,22 +281,22 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     """Serve until a signal arrives."""
-    given = vars(parse_arguments())
-    own = {"host", "port", "lease_s", "capacity", "token_env"}
-    options = SandboxOptions(**{k: v for k, v in given.items() if k not in own})
-    token = os.environ.pop(given["token_env"], "")
-    if not token and given["host"] not in LOOPBACK:
+    arguments = vars(parse_arguments())
+    server_names = {"host", "port", "lease_s", "capacity", "token_env"}
+    options = SandboxOptions(**{k: v for k, v in arguments.items() if k not in server_names})
+    token = os.environ.pop(arguments["token_env"], "")
+    if not token and arguments["host"] not in LOOPBACK:
         raise SystemExit(
-            f"--host {given['host']} needs a token in the variable {given['token_env']}"
+            f"--host {arguments['host']} needs a token in the variable {arguments['token_env']}"
         )
     configure_logging("sandbox", "INFO")
     backend = make_backend(options)
     if problem := backend.problem():
         raise SystemExit(problem)
     table = SandboxTable(
-        backend, limits_of(options), lease_s=given["lease_s"], capacity=given["capacity"]
+        backend, limits_of(options), lease_s=arguments["lease_s"], capacity=arguments["capacity"]
     )
-    with socket.create_server((given["host"], given["port"])) as listener:
+    with socket.create_server((arguments["host"], arguments["port"])) as listener:
         host, port = listener.getsockname()[:2]
         print(f"sandboxes: http://{host}:{port}", flush=True)  # noqa: T201 - Scripts read it.
         uvicorn.Server(server_config(table, token)).run(sockets=[listener])
