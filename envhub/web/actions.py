@@ -184,10 +184,10 @@ def key_name(combination: str) -> str:
     """
     names = [part.strip() for part in re.split(r"\+(?=.)", combination)]
     keys = [KEY_NAMES.get(name.lower(), name) for name in names]
-    *held, last = keys
+    *modifiers, last = keys
     is_function_key = re.fullmatch(r"F([1-9]|1[0-2])", last) is not None
     is_key = len(last) == 1 or last in KEYS or is_function_key
-    if not is_key or not all(key in MODIFIERS for key in held):
+    if not is_key or not all(key in MODIFIERS for key in modifiers):
         raise InvalidAction(f'Invalid press action: no key "{combination[:40]}".')
     return "+".join(keys)
 

@@ -64,8 +64,8 @@ def host_rules(hosts: Mapping[str, str], *, reachable: frozenset[str] = frozense
     Every other host is unresolvable in the browser, for pages and for agents.
     """
     rules = [f"MAP {host} {address}" for host, address in hosts.items()]
-    kept = [f"EXCLUDE {host}" for host in sorted(reachable)]
-    return ", ".join([*rules, "MAP * ~NOTFOUND", *kept])
+    exceptions = [f"EXCLUDE {host}" for host in sorted(reachable)]
+    return ", ".join([*rules, "MAP * ~NOTFOUND", *exceptions])
 
 
 class BrowserHost:

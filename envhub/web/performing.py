@@ -95,21 +95,21 @@ async def _hold(page: Page, points: Sequence[tuple[float, float]]) -> None:
 
 async def _type(page: Page, action: WebAction) -> None:
     """Write a text into an element."""
-    how = await page.evaluate(
+    outcome = await page.evaluate(
         "([i, words]) => __ls.startTyping(i, words)", [action.element, action.text]
     )
-    if how == "gone":
+    if outcome == "gone":
         raise InvalidAction(NO_ELEMENT.format(action.kind, action.element))
-    if how == "locked":
+    if outcome == "locked":
         raise InvalidAction(f"Nothing can be typed into [{action.element}].")
-    if how == "click":
+    if outcome == "click":
         await _point(page, WebActionType.CLICK, action.element)
-    if how == "keys":
+    if outcome == "keys":
         if len(action.text) > MAX_KEYED_CHARS:
             text = f"Nothing longer than {MAX_KEYED_CHARS} characters can be typed into"
             raise InvalidAction(f"{text} [{action.element}].")
         await page.keyboard.type(action.text)
-    elif how != "set":
+    elif outcome != "set":
         await _type_over(page, action.text)
     if action.enter:
         await page.keyboard.press("Enter")

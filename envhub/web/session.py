@@ -116,9 +116,9 @@ class WebSession:
 
         Raises: EnvFailure: an address does not respond.
         """
-        kept = list(self.tabs)
+        tabs = list(self.tabs)
         for url in urls:
-            page = kept.pop(0) if kept else await self._guard(self.context.new_page())
+            page = tabs.pop(0) if tabs else await self._guard(self.context.new_page())
             try:
                 # Move the mouse away, so that nothing on the next page has the hover state.
                 await self._guard(page.mouse.move(*FAR_CORNER))

@@ -103,19 +103,19 @@ def _node(index: int, row: list) -> PageNode:
 def shown_nodes(nodes: tuple[PageNode, ...], *, only_in_view: bool) -> list[PageNode]:
     """Return the displayed nodes: named, not repeating another node, and optionally in view."""
     busy = _with_interactive_children(nodes)
-    kept: list[PageNode] = []
+    displayed: list[PageNode] = []
     for node in nodes:
         if only_in_view and not node.is_in_view:
             continue
         if node.role == STATIC:
-            is_empty = _is_repeated(node, nodes, busy, kept)
+            is_empty = _is_repeated(node, nodes, busy, displayed)
         elif node.role in STRUCTURE and not node.name and not node.states:
             is_empty = True
         else:
             is_empty = node.role in FRAMES and node.id in busy
         if not is_empty:
-            kept.append(node)
-    return kept
+            displayed.append(node)
+    return displayed
 
 
 def _with_interactive_children(nodes: tuple[PageNode, ...]) -> set[int]:
@@ -131,7 +131,7 @@ def _with_interactive_children(nodes: tuple[PageNode, ...]) -> set[int]:
 
 
 def _is_repeated(
-    node: PageNode, nodes: tuple[PageNode, ...], busy: set[int], kept: list[PageNode]
+    node: PageNode, nodes: tuple[PageNode, ...], busy: set[int], displayed: list[PageNode]
 ) -> bool:
     """Whether a text repeats the name of a displayed ancestor or of the last displayed node."""
     at = node.parent
@@ -141,7 +141,7 @@ def _is_repeated(
         if is_shown and node.name in above.name:
             return True
         at = above.parent
-    return bool(kept) and kept[-1].name == node.name and kept[-1].role != STATIC
+    return bool(displayed) and displayed[-1].name == node.name and displayed[-1].role != STATIC
 
 
 def agentgym_lines(nodes: list[PageNode]) -> list[str]:

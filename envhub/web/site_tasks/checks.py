@@ -30,10 +30,10 @@ MEMBER_ROLE = """(user) => {
 def unsupported(checks: dict) -> str:
     """Return the name of an unimplemented function in a task's checks; "" if there is none."""
     for target in checks["program_html"] or ():
-        for text, known in ((target["url"], TARGETS), (target["locator"], VALUES)):
+        for text, functions in ((target["url"], TARGETS), (target["locator"], VALUES)):
             if text.startswith("func:"):
                 match = CALL.fullmatch(text.strip())
-                if match is None or match["name"] not in known:
+                if match is None or match["name"] not in functions:
                     return match["name"] if match else text
     return ""
 
@@ -55,10 +55,10 @@ async def target_url(url: str, session: WebSession) -> str:
     parts = urlsplit(session.page.url)
     history = urlunsplit((parts.scheme, parts.netloc, "/sales/order/history/", "", ""))
     async with session.aside(history) as page:
-        found = await page.evaluate(ORDER_LINKS)
-    if not found:
+        link = await page.evaluate(ORDER_LINKS)
+    if not link:
         raise EnvFailure("the shop lists no order; check the account in envs.webarena.auth_dir")
-    return found
+    return link
 
 
 def reddit_post_url(url: str) -> str:
@@ -129,16 +129,16 @@ def is_alike(reference: str, answer: str) -> bool:
     if reference.strip() == UNACHIEVABLE:
         return is_exact(reference, answer)
     needed = _words(reference)
-    given = _words(answer)
-    return bool(needed) and needed <= given
+    answered = _words(answer)
+    return bool(needed) and needed <= answered
 
 
 def _words(text: str) -> frozenset[str]:
     """Return the meaningful words and numbers of an answer."""
     text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text.lower())
     text = re.sub(r"(\d)(min|h|km|m|hr)", r"\1 \2", text)
-    found: list[str] = re.findall(r"[a-z]+|\d+(?:\.\d+)?", text)
-    return frozenset(WORDS["units"].get(word, word) for word in found if word not in FILLER_WORDS)
+    words: list[str] = re.findall(r"[a-z]+|\d+(?:\.\d+)?", text)
+    return frozenset(WORDS["units"].get(word, word) for word in words if word not in FILLER_WORDS)
 
 
 def answer_matches(references: Mapping[str, Any], answer: str) -> bool:
@@ -167,15 +167,15 @@ def url_matches(reference: str, url: str) -> bool:
     References are joined by " |OR| ". An address may have further parts.
     """
     references = [urlsplit(part.strip().rstrip("/")) for part in reference.split(OR)]
-    found = urlsplit(url.rstrip("/"))
-    base = found.netloc + found.path
+    address = urlsplit(url.rstrip("/"))
+    base = address.netloc + address.path
     if not any(part.netloc + part.path in base for part in references):
         return False
     wanted: dict[str, set[str]] = {}
     for part in references:
         for name, values in parse_qs(part.query).items():
             wanted.setdefault(name, set()).update(values)
-    has = parse_qs(found.query)
+    has = parse_qs(address.query)
     return all(
         any(value in given for value in values for given in has.get(name, []))
         for name, values in wanted.items()
@@ -250,11 +250,11 @@ async def _read(page: Page, target: Mapping[str, Any]) -> str:
         for action in target.get("prep_actions", ()):
             await page.evaluate(f"() => {{ {action} }}")
         if locator.startswith("func:"):
-            found = await page_value(locator, page)
+            value = await page_value(locator, page)
         else:
-            found = await page.evaluate(f"() => {locator}")
+            value = await page.evaluate(f"() => {locator}")
     except BrowserError as error:
         # A locator raises an error if the page lacks its element.
         logger.debug("locator found nothing locator=%s error=%s", locator, error)
         return ""
-    return "" if found is None else str(found)
+    return "" if value is None else str(value)

@@ -141,9 +141,9 @@ class Solution:
 def _find(nodes: tuple[PageNode, ...], step: dict[str, Any]) -> PageNode | None:
     """Return the element with a step's role and name."""
     name = " ".join(str(step.get("name", "")).split())
-    found = [node for node in nodes if node.role == step["role"]]
-    exact = [node for node in found if node.name == name]
-    partial = [node for node in found if name and name in node.name]
+    candidates = [node for node in nodes if node.role == step["role"]]
+    exact = [node for node in candidates if node.name == name]
+    partial = [node for node in candidates if name and name in node.name]
     return next(iter(exact), None) or (partial[0] if len(partial) == 1 else None)
 
 
