@@ -12,8 +12,8 @@ SHOWN = 12  # Digits of a digest that a message shows.
 
 def contents_of(registry: Registry) -> dict[str, dict[str, str]]:
     """Return the digests of the environments that have any, by environment and key."""
-    found = {name: dict(registry.spec(name).content) for name in registry.names}
-    return {name: content for name, content in found.items() if content}
+    contents = {name: dict(registry.spec(name).content) for name in registry.names}
+    return {name: content for name, content in contents.items() if content}
 
 
 def changed_content(folder: Path, contents: Mapping[str, Mapping[str, str]]) -> list[str]:
@@ -25,10 +25,10 @@ def changed_content(folder: Path, contents: Mapping[str, Mapping[str, str]]) -> 
     path = folder / FILE
     if not path.is_file():
         return []
-    known: dict[str, dict[str, str]] = json.loads(path.read_text(encoding="utf-8"))
+    recorded: dict[str, dict[str, str]] = json.loads(path.read_text(encoding="utf-8"))
     lines: list[str] = []
     for env, content in contents.items():
-        before = known.get(env, content)
+        before = recorded.get(env, content)
         lines += [
             f"{env}: {key} changed since the run began (sha256 {before.get(key, 'none')[:SHOWN]},"
             f" now {content.get(key, 'none')[:SHOWN]}); restore it, or begin another run with"
@@ -42,6 +42,6 @@ def changed_content(folder: Path, contents: Mapping[str, Mapping[str, str]]) -> 
 def record_content(folder: Path, contents: Mapping[str, Mapping[str, str]]) -> None:
     """Write the digests of environments that the run directory does not have yet."""
     path = folder / FILE
-    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if contents.keys() - known.keys():
-        path.write_text(json.dumps({**contents, **known}, indent=1), encoding="utf-8")
+    recorded = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if contents.keys() - recorded.keys():
+        path.write_text(json.dumps({**contents, **recorded}, indent=1), encoding="utf-8")

@@ -114,8 +114,8 @@ class Distances:
         if item is None or far is None:
             return item_id
         subset, low, high = far
-        found = (await self._turns(env, subset)).get(item.split, [])
-        indices = [index for index, turns in enumerate(found) if low <= turns <= high]
+        lengths = (await self._turns(env, subset)).get(item.split, [])
+        indices = [index for index, turns in enumerate(lengths) if low <= turns <= high]
         if item.index >= len(indices):
             raise UnknownItem(f"item {item_id!r} is out of range: there are {len(indices)}")
         return f"{subset}-{item.split}-{indices[item.index]}"

@@ -33,24 +33,24 @@ def servers_of(
     env_names: Sequence[str], options: EnvsSection, remote: RemoteOptions
 ) -> list[ServerAddress]:
     """Return the servers to which these environments send requests during episodes."""
-    found: list[ServerAddress] = []
+    servers: list[ServerAddress] = []
     if remote.dialect in env_names:
         whose = "the OpenEnv" if remote.dialect == "openenv" else f"AgentGym's {remote.dialect}"
         remedy = f"start {whose} server, or correct its address"
-        found.append(ServerAddress(key="env.url", url=remote.url, remedy=remedy))
+        servers.append(ServerAddress(key="env.url", url=remote.url, remedy=remedy))
     if "searchqa" in env_names and options.searchqa.retriever_url:
         url = options.searchqa.retriever_url
         key = "envs.searchqa.retriever_url"
         remedy = "start the retriever, or use envs.searchqa.corpus instead"
-        found.append(ServerAddress(key=key, url=url, remedy=remedy))
+        servers.append(ServerAddress(key=key, url=url, remedy=remedy))
     if "webarena" in env_names:
         remedy = "start this site of WebArena, or correct its address"
         sites = options.webarena.sites.items()
-        found += [
+        servers += [
             ServerAddress(key=f"envs.webarena.{name}", url=url, remedy=remedy, is_direct=True)
             for name, url in sites
         ]
-    return found
+    return servers
 
 
 def hub_at(url: str) -> ServerAddress:
@@ -111,16 +111,16 @@ def not_served(
         return [f"envhub.url={shown}: /v1/envs is not a hub's catalogue: {error}"]
     lines: list[str] = []
     for i, task in enumerate(tasks):
-        known = envs.get(task.env)
-        if known is None:
+        subsets = envs.get(task.env)
+        if subsets is None:
             near = known_hint(task.env, envs)
             lines.append(f"tasks[{i}].env={task.env!r}: the hub at {shown} does not serve it{near}")
-        elif task.subset not in known:
-            near = known_hint(task.subset, known)
+        elif task.subset not in subsets:
+            near = known_hint(task.subset, subsets)
             what = f"the hub at {shown} has no such subset of {task.env}"
             lines.append(f"tasks[{i}].subset={task.subset!r}: {what}{near}")
         elif is_to_train:
-            lines += untrainable(i, task, known[task.subset])
+            lines += untrainable(i, task, subsets[task.subset])
     return lines
 
 

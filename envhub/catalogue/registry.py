@@ -60,8 +60,8 @@ class Requirement:
 
     def is_met(self, options: EnvsSection) -> bool:
         """Return whether this machine meets the requirement."""
-        given = attrgetter(self.instead)(options) if self.instead else ""
-        binaries = [given] if given else self.binaries
+        binary = attrgetter(self.instead)(options) if self.instead else ""
+        binaries = [binary] if binary else self.binaries
         has_binary = not binaries or any(map(shutil.which, binaries))
         return has_binary and all(find_spec(name) for name in self.modules)
 
@@ -107,10 +107,10 @@ class Registry:
         inside = [name for name in env_names if not is_reference(name)]
         if self.remote.dialect:
             inside.append(self.remote.dialect)
-        known = [*LOADERS, *self._specs, *filter(None, [self.remote.dialect])]
+        names = [*LOADERS, *self._specs, *filter(None, [self.remote.dialect])]
         for name in inside:
-            if name not in known:
-                raise UnknownEnv(_unknown(name, known))
+            if name not in names:
+                raise UnknownEnv(_unknown(name, names))
             self._references.setdefault(name, name)
 
     @property
@@ -275,11 +275,11 @@ def _entry(spec: EnvSpec) -> dict[str, Any]:
     }
 
 
-def _unknown(name: str, known: Sequence[str]) -> str:
+def _unknown(name: str, names: Sequence[str]) -> str:
     """Return the text about an unknown environment, with the nearest name."""
-    if not known:
+    if not names:
         return f"no environment {name!r}; this hub has no environments"
-    return f"no environment {name!r}{known_hint(name, known)}"
+    return f"no environment {name!r}{known_hint(name, names)}"
 
 
 def missing_requirements(
