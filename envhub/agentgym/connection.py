@@ -132,16 +132,16 @@ class AgentGymConnection:
 
     async def stop(self) -> None:
         """Close the kept instances, if the server supports it, and the connections."""
-        kept = self._kept
+        instances = self._kept
         self._kept = []
         late = self._late
         self._late = []
         for task in late:
             task.cancel()
         made = await asyncio.gather(*late, return_exceptions=True)
-        kept += [number for number in made if isinstance(number, int)]
+        instances += [number for number in made if isinstance(number, int)]
         if self._can_close:
-            await asyncio.gather(*(self._close(number) for number in kept))
+            await asyncio.gather(*(self._close(number) for number in instances))
         if self._session is not None:
             await self._session.close()
             self._session = None

@@ -117,8 +117,8 @@ def _read_dialects() -> dict[str, Dialect]:
             style: f"{task}\n{answers.get(style, answers[Style.COMPACT])}".rstrip()
             for style in Style
         }
-        given = {key: kinds.get(key, _frozen)(value) for key, value in entry.items()}
-        dialects[name] = Dialect(name=name, instruction=instructions, **given)
+        fields = {key: kinds.get(key, _frozen)(value) for key, value in entry.items()}
+        dialects[name] = Dialect(name=name, instruction=instructions, **fields)
     return dialects
 
 

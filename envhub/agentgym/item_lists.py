@@ -48,15 +48,15 @@ def indices_of(dialect: Dialect, options: RemoteOptions) -> dict[str, Sequence[i
 
     Raises: ConfigError: a file is not a list of items of this dialect.
     """
-    own = own_numbers(dialect)
+    dialect_numbers = own_numbers(dialect)
     named = {split: read_list(getattr(options, f"{split}_items"), dialect) for split in SPLITS}
-    found = {split: named[split] or own[split] for split in SPLITS}
+    numbers = {split: named[split] or dialect_numbers[split] for split in SPLITS}
     if named["test"] and not named["train"]:
         tested = frozenset(named["test"])
-        rest = (number for split in SPLITS for number in own[split])
-        found["train"] = [number for number in rest if number not in tested]
+        rest = (number for split in SPLITS for number in dialect_numbers[split])
+        numbers["train"] = [number for number in rest if number not in tested]
     wanted = {"train": options.num_train, "test": options.num_test}
-    return {split: spread(found[split], wanted[split]) for split in SPLITS}
+    return {split: spread(numbers[split], wanted[split]) for split in SPLITS}
 
 
 def own_numbers(dialect: Dialect) -> dict[str, Sequence[int]]:
@@ -118,15 +118,15 @@ def read_list(path: str, dialect: Dialect) -> list[int]:
         example = f'{{"item_id": "{dialect.name}_0"}}'
         raise ConfigError(f"{file}: must be a list of items such as {example}")
     numbers = [_number(entry, dialect, file) for entry in entries]
-    known = [n for n in numbers if 0 <= n < (dialect.num_items or n + 1)]
-    if not known:
+    valid = [n for n in numbers if 0 <= n < (dialect.num_items or n + 1)]
+    if not valid:
         raise ConfigError(f"{file}: {dialect.name} has no item of this list")
-    if len(known) < len(numbers):
-        num_unknown = len(numbers) - len(known)
+    if len(valid) < len(numbers):
+        num_unknown = len(numbers) - len(valid)
         logger.warning(
             "skipped unknown items file=%s unknown=%d of=%d", file, num_unknown, len(numbers)
         )
-    return known
+    return valid
 
 
 def _number(entry: object, dialect: Dialect, file: Path) -> int:
@@ -177,20 +177,20 @@ def with_lists(spec: EnvSpec, options: EnvsSection) -> EnvSpec:
 def _items(spec: EnvSpec, path: str, dialect: Dialect) -> list[str]:
     """Return the item ids of a list of AgentGym's numbers; unknown numbers are skipped."""
     assert spec.from_agentgym is not None
-    found = []
+    items = []
     num_unknown = 0
     why = ""
     for number in read_list(path, dialect):
         try:
-            found.append(spec.from_agentgym(number))
+            items.append(spec.from_agentgym(number))
         except UnknownItem as error:
             num_unknown = num_unknown + 1
             why = str(error)
-    if num_unknown and not found:
+    if num_unknown and not items:
         raise ConfigError(f"{path}: {spec.name} has no item of this list: {why}")
     if num_unknown:
         logger.warning("skipped unknown items file=%s unknown=%d reason=%s", path, num_unknown, why)
-    return found
+    return items
 
 
 class _ItemIdMapper:

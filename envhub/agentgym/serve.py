@@ -385,7 +385,8 @@ def _problems(error: ValidationError) -> list[dict[str, Any]]:
     """Return the errors of a body in the format of AgentGym's servers, which is FastAPI's."""
     problems = error.errors(include_url=False, include_context=False)[:MAX_PROBLEMS]
     return [
-        {**each, "loc": ["body", *each["loc"]], "input": _shown(each["input"])} for each in problems
+        {**problem, "loc": ["body", *problem["loc"]], "input": _shown(problem["input"])}
+        for problem in problems
     ]
 
 
