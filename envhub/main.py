@@ -214,11 +214,11 @@ def run_joined(cfg: RunConfig, joined: Joined) -> None:
         place = HubPlace(url=public_address(cfg, listener), token=token, envs=sessions.env_names)
         hello = HubHello(name=name, incarnation=uuid.uuid4().hex[:12], place=place)
         silence_s = 4 * cfg.scheduler.dead_after_s
-        own = joined.key.as_keys()
+        run_keys = joined.key.as_keys()
         serving = (app, sessions)
         start_s = cfg.actor.start_timeout_s
         with (
-            registered(cfg, book, own, hello, serving=serving, silence_s=silence_s),
+            registered(cfg, book, run_keys, hello, serving=serving, silence_s=silence_s),
             beacon_of(None, name, start_s=start_s) as beacon,
         ):
             on_round = partial(beacon.note, "main", "serving")

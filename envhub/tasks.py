@@ -11,16 +11,16 @@ from envhub.tables import read_instructions
 
 
 def spec_beside(
-    code: str, subsets: Mapping[str, SubsetSpec], make: Callable[[Style], Env], **more: Any
+    code: str, subsets: Mapping[str, SubsetSpec], make: Callable[[Style], Env], **fields: Any
 ) -> EnvSpec:
     """Return the `EnvSpec` built from the tasks and instructions beside a module.
 
-    Its name is the name of their folder; `more` holds further fields of `EnvSpec`.
+    Its name is the name of their folder; `fields` are further fields of `EnvSpec`.
     """
     name = Path(code).parent.name
-    given: dict[str, Any] = {"name": name, "subsets": subsets, "make": make}
-    given |= begun(name, read_instructions(code)) | {"tasks": load_tasks(code)}
-    return EnvSpec(**given | more)
+    defaults: dict[str, Any] = {"name": name, "subsets": subsets, "make": make}
+    defaults |= begun(name, read_instructions(code)) | {"tasks": load_tasks(code)}
+    return EnvSpec(**defaults | fields)
 
 
 def load_tasks(code: str | Path) -> dict[str, TaskSpec]:

@@ -37,10 +37,10 @@ class LeaseTable(Generic[Key, Entry]):
 
     def find(self, key: Key) -> Entry | None:
         """Return an entry and renew its lease; None if it is missing or expired."""
-        held = self._held.get(key)
-        if held is None:
+        lease = self._held.get(key)
+        if lease is None:
             return None
-        expires_at_s, entry = held
+        expires_at_s, entry = lease
         if self._now_s() >= expires_at_s:
             return None
         self.put(key, entry)

@@ -367,8 +367,8 @@ class Sessions:
         Raises: SessionUnknown, SessionConflict, EnvRaised, EnvTimeout.
         """
         async with self._exclusive(session_id) as session:
-            if (kept := self._kept(session, seq)) is not None:
-                return kept
+            if (stored := self._kept(session, seq)) is not None:
+                return stored
             if not num_bytes and len(action) * MOST_CHARACTER_BYTES > self._max_action_bytes:
                 size = len(action.encode(errors="replace"))
                 num_bytes = size if size > self._max_action_bytes else 0

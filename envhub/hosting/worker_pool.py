@@ -81,12 +81,14 @@ class WorkerPool:
             worker.rss_bytes = resident.get(worker.pid, worker.rss_bytes)
             if worker.rss_bytes <= limit_bytes:
                 continue
-            held = worker.rss_bytes >> 20
+            resident_mib = worker.rss_bytes >> 20
             limit = limit_bytes >> 20
             worker.is_draining = True
             is_far_above = worker.rss_bytes > HARD_LIMIT_FACTOR * limit_bytes
             if is_far_above or worker.num_sessions == 0:
-                worker.lose("memory", f"was killed: it held {held} MiB, its limit is {limit} MiB")
+                worker.lose(
+                    "memory", f"was killed: it held {resident_mib} MiB, its limit is {limit} MiB"
+                )
 
     async def stop(self) -> None:
         """End all workers; each has STOP_TIMEOUT_S to stop by itself before it is killed."""

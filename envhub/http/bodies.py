@@ -227,10 +227,10 @@ def _batch_of(raw: bytes) -> list[Any]:
         return _BATCH.validate_python(parsed)
 
 
-def _checked(validate: Callable[[Any], T], given: object) -> T:
+def _checked(validate: Callable[[Any], T], value: object) -> T:
     """Return a validated value. Raises: BadBody."""
     try:
-        return validate(given)
+        return validate(value)
     except ValidationError as error:
         raise BadBody(_explain(error)) from error
 
@@ -261,8 +261,10 @@ def _explain(error: ValidationError) -> str:
     """Return the validation errors as text, without the input."""
     problems = error.errors(include_url=False, include_context=False, include_input=False)
     return "; ".join(
-        ": ".join(filter(None, [".".join(str(part)[:40] for part in each["loc"]), each["msg"]]))
-        for each in problems[:5]
+        ": ".join(
+            filter(None, [".".join(str(part)[:40] for part in problem["loc"]), problem["msg"]])
+        )
+        for problem in problems[:5]
     )
 
 
