@@ -60,7 +60,7 @@ SLOW_S = 0.2  # Maximum seconds of a step in the hub's own thread, see envhub.in
 
 def check_rewards(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:
     """Yield rewards out of range, and the meaning of reward and success in this environment."""
-    step_rewards = [(each.item_id, r.reward) for each in plays.all for r in each.results]
+    step_rewards = [(play.item_id, r.reward) for play in plays.all for r in play.results]
     odd = [
         f"{item}: {reward!r} is not in [0, 1]"
         for item, reward in step_rewards
@@ -71,7 +71,7 @@ def check_rewards(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:
     yield from graded(
         "reward", odd, f"an episode's return is {kind}; the highest reward seen is {best:g}"
     )
-    ends = [each.results[-1] for each in plays.all if each.is_over]
+    ends = [play.results[-1] for play in plays.all if play.is_over]
     if all(result.tells_success for result in ends):
         yield Finding(Grade.OK, "success", "reported by the environment, independent of the reward")
     else:
@@ -79,11 +79,11 @@ def check_rewards(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:
         lost = f"; the highest here is {best:g}, so no episode counts" if 0 < best < 1 else ""
         yield Finding(Grade.FAIL if lost else Grade.NOTE, "success", text + lost)
     rising = [
-        each.item_id
-        for each in plays.all
+        play.item_id
+        for play in plays.all
         if spec.reward is Reward.LAST
-        and len(each.results) > 1
-        and max(r.reward for r in each.results) > each.results[-1].reward
+        and len(play.results) > 1
+        and max(r.reward for r in play.results) > play.results[-1].reward
     ]
     if rising:
         yield Finding(
@@ -96,7 +96,7 @@ def check_rewards(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:
 
 def check_players(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:
     """Yield the success rates of expert and random play, and the resulting advice."""
-    knows = [each for each in plays.by_expert if each.actions]
+    knows = [play for play in plays.by_expert if play.actions]
     if not knows:
         yield Finding(
             Grade.NOTE,
@@ -104,15 +104,15 @@ def check_players(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:
             "no expert_action, so no demonstrations for `sft` and no upper bound",
         )
     else:
-        solved = sum(each.is_solved for each in knows)
-        failed = next((each.item_id for each in knows if not each.is_solved), "")
+        solved = sum(play.is_solved for play in knows)
+        failed = next((play.item_id for play in knows if not play.is_solved), "")
         text = f"solves {solved} of {len(knows)}" + (f", but not {failed}" if failed else "")
         yield Finding(Grade.OK if solved == len(knows) else Grade.NOTE, "expert", text)
     if spec.has_references:
         yield from _check_references(knows)
-    rate = statistics.fmean(each.is_solved for each in plays.by_chance)
+    rate = statistics.fmean(play.is_solved for play in plays.by_chance)
     signal = 1 - rate**GROUP - (1 - rate) ** GROUP
-    worths = {each.results[-1].reward for each in plays.by_chance if each.results}
+    worths = {play.results[-1].reward for play in plays.by_chance if play.results}
     text = f"random valid actions solve {rate:.0%}"
     if len(worths) > 1:
         yield Finding(Grade.OK, "signal", f"{text}: {signal:.0%} of groups of {GROUP} have signal")
@@ -122,8 +122,8 @@ def check_players(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:
         cure = "add harder items" if rate > 0.5 else easier
         yield Finding(Grade.NOTE, "signal", f"{text}, and {why}; {cure}")
     endless = sum(
-        not each.is_over and len(each.results) < max_turns_of(spec, each.item_id)
-        for each in plays.by_chance
+        not play.is_over and len(play.results) < max_turns_of(spec, play.item_id)
+        for play in plays.by_chance
     )
     if endless:
         yield Finding(
@@ -140,7 +140,7 @@ def check_players(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:
 def _check_references(plays: list[RecordedPlay]) -> Iterator[Finding]:
     """Yield the reference solutions whose return is 0, with the last observation."""
     worthless = [
-        each for each in plays if each.is_over and not any(r.reward > 0 for r in each.results)
+        play for play in plays if play.is_over and not any(r.reward > 0 for r in play.results)
     ]
     if worthless:
         first = worthless[0]
@@ -233,16 +233,16 @@ def prompt_lengths(spec: EnvSpec, name: str, overrides: list[str]) -> Iterator[F
 def options_of(request: ParsedCommand, usage: str) -> tuple[str, Style, int, list[str]]:
     """Return the environment, the style, the number of items, and keys of the configuration."""
     words = [word for word in request.overrides if "=" not in word]
-    given = dict(word.split("=", 1) for word in request.overrides if "=" in word)
-    style = given.pop("style", "instructed")
-    num = given.pop("items", str(NUM_ITEMS))
+    settings = dict(word.split("=", 1) for word in request.overrides if "=" in word)
+    style = settings.pop("style", "instructed")
+    num = settings.pop("items", str(NUM_ITEMS))
     if len(words) != 1:
         raise ConfigError(f"run.py {usage}")
     if style not in [*Style]:
         raise ConfigError(f"style={style}: must be one of {', '.join(Style)}")
     if not (num.isascii() and num.isdigit() and 0 < int(num) <= MAX_ITEMS):
         raise ConfigError(f"items={num}: must be a number from 1 to {MAX_ITEMS}")
-    return words[0], Style(style), int(num), [f"{key}={value}" for key, value in given.items()]
+    return words[0], Style(style), int(num), [f"{key}={value}" for key, value in settings.items()]
 
 
 def findings(driver: Driver, name: str, num: int, overrides: list[str]) -> Iterator[Finding]:
@@ -280,7 +280,7 @@ def _elsewhere(driver: Driver, name: str, plays: Plays, overrides: list[str]) ->
     played = [[each.item_id, each.actions] for each in plays.all]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     try:
-        found = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, "-m", "tools.author.check_env", name, driver.style, *overrides],
             input=json.dumps(played),
             env={**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(paths)},
@@ -295,9 +295,9 @@ def _elsewhere(driver: Driver, name: str, plays: Plays, overrides: list[str]) ->
         yield Finding(Grade.FAIL, "determinism", text)
         return
     here = [digest(each) for each in plays.all]
-    there = found.stdout.split()
+    there = completed.stdout.split()
     if len(there) != len(here):
-        why = " ".join(found.stderr.split()[-30:])
+        why = " ".join(completed.stderr.split()[-30:])
         yield Finding(Grade.FAIL, "determinism", f"another process cannot play the episodes: {why}")
         return
     other = [e.item_id for e, a, b in zip(plays.all, here, there, strict=True) if a != b]

@@ -74,13 +74,13 @@ METHODS = ("reset", "step", "valid_actions", "expert_action", "render", "fingerp
 
 def items_of(spec: EnvSpec, num: int) -> list[str]:
     """Return items of every subset and both splits, evenly spaced."""
-    found: list[str] = []
+    items: list[str] = []
     share = max(2, num // max(1, len(spec.subsets)))
     for name, subset in spec.subsets.items():
         for split, size in (("train", subset.num_train), ("test", subset.num_test)):
             some = min(size, max(1, share // 2))
-            found += [f"{name}-{split}-{index * size // some}" for index in range(some)]
-    return found if len(found) <= 2 * num else random.Random(0).sample(found, num)
+            items += [f"{name}-{split}-{index * size // some}" for index in range(some)]
+    return items if len(items) <= 2 * num else random.Random(0).sample(items, num)
 
 
 def max_turns_of(spec: EnvSpec, item_id: str) -> int:
@@ -94,11 +94,11 @@ def check_spec(spec: EnvSpec) -> Iterator[Finding]:
     """Yield the errors of the catalogue entry."""
     problems = [
         f"subset {name}: {what}"
-        for name, each in spec.subsets.items()
+        for name, subset in spec.subsets.items()
         for what, is_wrong in (
-            ("no training items", each.num_train <= 0),
-            ("a number of test items below 0", each.num_test < 0),
-            ("max_turns below 1", each.max_turns < 1),
+            ("no training items", subset.num_train <= 0),
+            ("a number of test items below 0", subset.num_test < 0),
+            ("max_turns below 1", subset.max_turns < 1),
         )
         if is_wrong
     ]
@@ -106,7 +106,7 @@ def check_spec(spec: EnvSpec) -> Iterator[Finding]:
     if not 0.0 <= spec.start_score <= 1.0:
         problems.append(f"start_score={spec.start_score:g} is not in [0, 1]")
     yield from graded("entry", problems, f"{spec.name}, {counted(len(spec.subsets), 'subset')}")
-    untested = [name for name, each in spec.subsets.items() if not each.num_test]
+    untested = [name for name, subset in spec.subsets.items() if not subset.num_test]
     if untested:
         yield Finding(Grade.NOTE, "entry", f"no held-out items in {', '.join(untested[:3])}")
 

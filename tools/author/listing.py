@@ -66,8 +66,8 @@ def list_rows(
             rows += _missing_rows(name, missing)
             continue
         registry = Registry([name], options, remote)
-        for each in registry.names if ":" in name else [name]:
-            spec = registry.spec(each)
+        for spec_name in registry.names if ":" in name else [name]:
+            spec = registry.spec(spec_name)
             rows += _task_rows(spec.name, spec.tasks, spec.subsets, note=spec.note)
             rows += _other_rows(spec, is_short=is_short)
     return sorted(rows, key=lambda row: (not row.scenario, row.scenario, row.env))

@@ -42,8 +42,8 @@ def _turn(episode: RecordedPlay, line: str, echo: Callable[[str], None]) -> bool
     match line.strip():
         case "?":
             actions = episode.call("valid_actions")
-            more = f" ... {len(actions) - SHOWN} more" if len(actions) > SHOWN else ""
-            echo(plain(f"valid: {' | '.join(actions[:SHOWN])}{more}"))
+            remainder = f" ... {len(actions) - SHOWN} more" if len(actions) > SHOWN else ""
+            echo(plain(f"valid: {' | '.join(actions[:SHOWN])}{remainder}"))
         case "!":
             echo(plain(f"expert: {episode.call('expert_action') or 'no action'}"))
         case "*":
