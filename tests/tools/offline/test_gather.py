@@ -8,14 +8,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.config.learner import LoraSection
-from common.config.run_config import RunConfig
 from common.errors import ConfigError
+from common.store.run_start import save_config
 from learner.policy.lora import ADAPTER_TENSORS
 from learner.training.checkpoint import TENSORS
 from learner.training.shards import is_whole, read_manifest
 from tests.learner.builders import make_model, make_model_with_adapters, run_config_with_policy
 from tests.learner.training.split_shards import home_at, save_split
-from tools.cli.command_line import ParsedCommand, parse
+from tools.cli.command_line import parse
 from tools.offline.gather import gather
 
 
@@ -38,14 +38,11 @@ class Split:
         (self.file,) = read_manifest(self.folder)
         self.moved = root / "moved" / "step-000003-a1" / self.file.name
         self.lines: list[str] = []
-
-    def load(self, request: ParsedCommand) -> RunConfig:
-        assert request.overrides == ["run.name=a"]
-        return self.cfg
+        save_config(self.cfg, self.root.parent / "config.yaml")
 
     def gather(self, *words: str) -> int:
-        request = parse(["gather", "run.name=a", *words])
-        return gather(request, load=self.load, echo=self.lines.append)
+        request = parse(["gather", "run.name=a", f"run.dir={self.cfg.run.dir}", *words])
+        return gather(request, echo=self.lines.append)
 
 
 def test_gathered_checkpoint_is_whole(tmp_path: Path) -> None:
