@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from actor.agents.agents import Agents
-from actor.agents.waits import AGENTS
 from actor.delivery import Delivery
 from actor.engine.concurrency import Concurrency, EngineLoad
 from actor.formats.renderer import Renderer
@@ -29,7 +28,8 @@ logger = logging.getLogger(__name__)
 MAX_VANISHED = 3  # Number of times that a reachable hub may lose an episode's session.
 # Number of times that an episode may lose its hub. The episode itself may be the cause.
 MAX_LOST = 20
-FOR_AGENTS = f"{AGENTS}: their next request"
+# Reported wait for the programs of `actor.agent`, which are outside of the run's roles.
+FOR_AGENTS = "agents: their next request"
 
 
 class EpisodePool:
@@ -201,7 +201,11 @@ class EpisodePool:
         open_session = partial(hubs.open, lease.env, lease.item_id, seed=seed)
         task = hubs.instruction(lease.env), hubs.acknowledgement(lease.env)
         open_session = self._seats.opener(
-            lease, open_session, own=self._policy, task=task, texts=hubs.opponent_texts(lease.env)
+            lease,
+            open_session,
+            make_policy=self._policy,
+            task=task,
+            texts=hubs.opponent_texts(lease.env),
         )
         if self._agents is not None and lease.policy is PolicyKind.MODEL:
             return await self._agents.play(

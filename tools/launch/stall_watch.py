@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import psutil
 
-from actor.agents.waits import AGENTS
+from actor.rollout.pool import FOR_AGENTS
 from common.config.run import OnStall, RunSection
 from common.host.child_process import ChildProcess
 from common.ids import process_of
@@ -311,7 +311,7 @@ class StallWatch:
         actors = [each for each in members if not each.get("is_dead")]
         if any(not each.get("waiting_for", "").startswith(BY_OTHERS) for each in actors):
             limit_s = max(limit_s, self._turn_s)  # The turn in progress has its own time limit.
-        if any(each.get("waiting_for", "").startswith(AGENTS) for each in actors):
+        if any(each.get("waiting_for", "").startswith(FOR_AGENTS) for each in actors):
             # A silent agent ends by the deadline of its episode, which is a change.
             limit_s = max(limit_s, self._episode_s + self._cfg.stall_s)
         youngest_s = min((each.get("unchanged_s", limit_s) for each in actors), default=limit_s)
