@@ -122,8 +122,8 @@ class Agents:
             "LONGSTRIDE_EPISODE": where["episode"],
         }
         episode.is_taken = True
-        given = {name: str(value) for name, value in variables.items()}
-        process = await AgentProcess.start(self._cfg.agent, given, guardian)
+        environ = {name: str(value) for name, value in variables.items()}
+        process = await AgentProcess.start(self._cfg.agent, environ, guardian)
         ended = asyncio.create_task(episode.ended.wait())
         try:
             await asyncio.wait(

@@ -114,8 +114,8 @@ class AgentEpisode:
             if asked.prompt is None:
                 asked = matched(with_system(asked, self._before(asked)))
                 is_same = asked.tools == self._tools
-                found = continued(asked, self._conversation, self._thoughts) if is_same else None
-                asked, continues = found or asked, found is not None
+                request = continued(asked, self._conversation, self._thoughts) if is_same else None
+                asked, continues = request or asked, request is not None
             ids = self._prompt_of(asked, continues=continues)
             tape = self._play.history.tape
             turn = self._play.num_turns
@@ -277,12 +277,12 @@ class AgentEpisode:
 
     def _after(self, new: list[Message], tools: list[dict[str, Any]]) -> list[int]:
         """Return the ids between the last answer and the next one, with new messages."""
-        how = ending(self._taken)
+        options = ending(self._taken)
         if [each["role"] for each in new] == ["user"]:
-            return self._renderer.after_turn(new[0]["content"], **how)
+            return self._renderer.after_turn(new[0]["content"], **options)
         calls = self._conversation[-1].get("tool_calls") or []
-        how |= {"has_calls": bool(calls), "calls": calls}
-        return self._renderer.after_calls(new, tools=tools, **how)
+        options |= {"has_calls": bool(calls), "calls": calls}
+        return self._renderer.after_calls(new, tools=tools, **options)
 
     def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
         """Return the ids of a bare prompt: of its text, or as given."""

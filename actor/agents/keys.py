@@ -86,9 +86,9 @@ class EpisodeKeys:
                 raise _invalid("this API key belongs to no episode")
             self._refusals.add(request, "expired key", episode=ended.episode_id)
             raise ApiError(401, "episode_ended", "the episode of this API key has ended")
-        own = access.episode.lease.episode_id
-        if request.episode and request.episode != url_name(own):
-            self._refusals.add(request, "key of another episode", episode=own)
+        episode_id = access.episode.lease.episode_id
+        if request.episode and request.episode != url_name(episode_id):
+            self._refusals.add(request, "key of another episode", episode=episode_id)
             raise _invalid(f"this API key does not belong to the episode {request.episode:.80}")
         if not hmac.compare_digest(access.episode.key.encode(), request.key.encode()):
             raise _invalid("this API key belongs to no episode")

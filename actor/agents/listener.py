@@ -75,10 +75,10 @@ def listen(options: AgentServerOptions, *, num_ports: int = 1) -> AgentListener:
 
 def _bound(host: str, port: int, num_ports: int) -> socket.socket:
     ports = range(port, min(port + num_ports, 65536)) if port else range(1)
-    for each in ports:
+    for candidate in ports:
         try:
             ((family, _, _, _, address), *_) = socket.getaddrinfo(
-                host, each, type=socket.SOCK_STREAM
+                host, candidate, type=socket.SOCK_STREAM
             )
             is_both = host == "::" and socket.has_dualstack_ipv6()
             return socket.create_server(
@@ -87,7 +87,7 @@ def _bound(host: str, port: int, num_ports: int) -> socket.socket:
         except socket.gaierror as error:
             raise ConfigError(f"actor.agents.host={host}: {error.strerror}") from error
         except OSError as error:
-            if each == ports[-1]:
+            if candidate == ports[-1]:
                 key = "port" if port else "host"
                 value = f"{port}, host={host}" if port else host
                 raise ConfigError(f"actor.agents.{key}={value}: {error.strerror}") from error

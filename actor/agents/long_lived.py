@@ -70,8 +70,8 @@ class LongLived:
 
     async def close(self) -> None:
         """Stop the processes."""
-        for each in self._keepers:
-            each.cancel()
+        for keeper in self._keepers:
+            keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
 
     async def play(self, episode: AgentEpisode) -> None:
@@ -82,9 +82,9 @@ class LongLived:
             await asyncio.wait(
                 [ended, episode.failed, *self._keepers], return_when=asyncio.FIRST_COMPLETED
             )
-            for each in (episode.failed, *self._keepers):
-                if each.done():
-                    each.result()
+            for future in (episode.failed, *self._keepers):
+                if future.done():
+                    future.result()
         finally:
             ended.cancel()
             if episode in self._offers:
@@ -118,22 +118,22 @@ class LongLived:
         try:
             with self._server.taking(key, lambda is_there: self._take(worker, is_there)):
                 await asyncio.wait([worker.process.exits], timeout=None)
-            for each in worker.episodes:
-                each.fail(PolicyFailed(worker.process.death))
+            for episode in worker.episodes:
+                episode.fail(PolicyFailed(worker.process.death))
             self._exited(worker.process.death, has_taken=worker.num_taken > 0)
         finally:
             self._workers.remove(worker)
             await worker.process.end()
 
-    def _exited(self, how: str, *, has_taken: bool) -> None:
+    def _exited(self, reason: str, *, has_taken: bool) -> None:
         """Count an exit. After `MAX_IDLE_EXITS` exits without an episode, waiting episodes fail."""
-        logger.warning("restarting agent process reason=%s", how)
+        logger.warning("restarting agent process reason=%s", reason)
         self._num_idle_exits = 0 if has_taken else self._num_idle_exits + 1
-        others = any(each.num_taken for each in self._workers if each.process.code is None)
+        others = any(worker.num_taken for worker in self._workers if worker.process.code is None)
         if self._num_idle_exits < MAX_IDLE_EXITS or others:
             return
         while self._offers:
-            self._offers.popleft().fail(PolicyFailed(how))
+            self._offers.popleft().fail(PolicyFailed(reason))
 
     async def _take(
         self, worker: _AgentWorker, is_there: Callable[[], bool]
@@ -167,7 +167,7 @@ class LongLived:
         while True:
             await asyncio.sleep(CHECK_S)
             num_waiting = len(self._offers)
-            quiet = [each for each in self._workers if each.quiet_s > limit_s]
+            quiet = [worker for worker in self._workers if worker.quiet_s > limit_s]
             if not (num_waiting and quiet):
                 is_reported = False
                 continue
@@ -179,7 +179,7 @@ class LongLived:
                     num_waiting,
                 )
                 is_reported = True
-            for each in quiet:
-                if each.quiet_s > self._cfg.episode_timeout_s:
-                    logger.warning("restarting idle agent process idle_s=%.0f", each.quiet_s)
-                    each.process.kill()
+            for worker in quiet:
+                if worker.quiet_s > self._cfg.episode_timeout_s:
+                    logger.warning("restarting idle agent process idle_s=%.0f", worker.quiet_s)
+                    worker.process.kill()

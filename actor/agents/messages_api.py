@@ -67,9 +67,9 @@ def _read(body: dict[str, Any]) -> PolicyRequest:
     check_fields(body, USED, HARMLESS, IGNORED)
     _check_effort(body)
     messages: list[Message] = []
-    for number, each in enumerate(read_items(body, "messages", least=1)):
-        messages += _messages(each, f"messages[{number}]")
-    if not any(each["role"] == "user" or each["role"] == "tool" for each in messages):
+    for number, message in enumerate(read_items(body, "messages", least=1)):
+        messages += _messages(message, f"messages[{number}]")
+    if not any(message["role"] == "user" or message["role"] == "tool" for message in messages):
         raise invalid("messages: must have a message of the user", "messages")
     choice = body.get("tool_choice")
     if isinstance(choice, dict) and "disable_parallel_tool_use" in choice:

@@ -78,8 +78,8 @@ class AgentProcess:
         self._guardian.remove(self._process.pid)
         tasks = [self._reading, self.exits]
         await asyncio.wait(tasks, timeout=LEFT_S)
-        for each in tasks:
-            each.cancel()
+        for task in tasks:
+            task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._process._transport.close()  # type: ignore[attr-defined] # A child may hold the pipe.
 

@@ -45,17 +45,17 @@ class Repeats:
     async def answer(self, request: AgentRequest, handle: Handle) -> Response:
         """Return the answer to a request, which is handled once for all its repetitions."""
         mark = _mark(request)
-        while (known := self._find(mark, request)) is not None:
-            known.request = request
-            await known.ended.wait()
-            if known.answer is not None:
-                return known.answer
+        while (earlier := self._find(mark, request)) is not None:
+            earlier.request = request
+            await earlier.ended.wait()
+            if earlier.answer is not None:
+                return earlier.answer
         return await self._first(mark, request, handle)
 
     def known(self, request: AgentRequest) -> Response | None:
         """Return the answer that a request repeats, None if it is new."""
-        known = self._find(_mark(request), request)
-        return None if known is None else known.answer
+        earlier = self._find(_mark(request), request)
+        return None if earlier is None else earlier.answer
 
     def close(self) -> None:
         """Keep only the answer that ended the episode."""
@@ -86,9 +86,9 @@ class Repeats:
         return equal[-1] if equal and is_marked else None
 
     def _drop_old(self) -> None:
-        done = [each for each in self._sent if each.ended.is_set()]
-        for each in done[:-NUM_KEPT]:
-            self._sent.remove(each)
+        done = [answered for answered in self._sent if answered.ended.is_set()]
+        for answered in done[:-NUM_KEPT]:
+            self._sent.remove(answered)
 
 
 def _mark(request: AgentRequest) -> bytes:

@@ -65,13 +65,13 @@ def _read(body: dict[str, Any]) -> PolicyRequest:
     for name in ("instructions", "previous_response_id"):
         if not isinstance(body.get(name) or "", str):
             raise invalid(f"{name}: must be text", name)
-    given = body.get("input")
-    if isinstance(given, str):
-        messages: list[Message] = [{"role": "user", "content": valid_text(given)}]
+    content = body.get("input")
+    if isinstance(content, str):
+        messages: list[Message] = [{"role": "user", "content": valid_text(content)}]
     else:
         items = read_items(body, "input", least=1)
-        read = [_message(each, f"input[{i}]") for i, each in enumerate(items)]
-        messages = joined([each for each in read if each is not None])
+        read = [_message(item, f"input[{i}]") for i, item in enumerate(items)]
+        messages = joined([item for item in read if item is not None])
     return PolicyRequest(
         messages=checked(messages, "input"),
         instructions=valid_text(body.get("instructions") or ""),

@@ -142,14 +142,14 @@ def _num_choices(body: dict[str, Any]) -> int:
 
 def _temperature(body: dict[str, Any]) -> float | None:
     """Return the requested temperature; None: the configured one. Raises: ApiError."""
-    given = body.get("temperature")
-    if given is None:
+    value = body.get("temperature")
+    if value is None:
         return None
-    is_number = isinstance(given, int | float) and not isinstance(given, bool)
-    if not is_number or not 0 <= given <= MAX_TEMPERATURE:
-        text = f"temperature={given!r:.80}: a number in [0, {MAX_TEMPERATURE:g}]"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= MAX_TEMPERATURE:
+        text = f"temperature={value!r:.80}: a number in [0, {MAX_TEMPERATURE:g}]"
         raise invalid(text, "temperature")
-    return float(given)
+    return float(value)
 
 
 def _seed(body: dict[str, Any]) -> int | None:
@@ -203,15 +203,19 @@ class Chat:
             return web.json_response(model)
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _reply(self, asked: PolicyRequest, how: Sampling) -> dict[str, Any]:
+    async def _reply(self, asked: PolicyRequest, sampling: Sampling) -> dict[str, Any]:
         """Return the response to a request. Raises: ApiError, EngineError."""
         asked = matched(asked)
         check_tools(self.renderer, asked)
         check_thoughts(self.renderer, asked)
         ids = encode_messages(self.renderer, asked.messages, tools=asked.tools)
-        how = replace(how, max_tokens=self._max_answer_tokens(len(ids), how.max_tokens))
-        choices = range(how.num_choices)
-        answers = await asyncio.gather(*(self._answer(asked, how, ids, each) for each in choices))
+        sampling = replace(
+            sampling, max_tokens=self._max_answer_tokens(len(ids), sampling.max_tokens)
+        )
+        choices = range(sampling.num_choices)
+        answers = await asyncio.gather(
+            *(self._answer(asked, sampling, ids, choice) for choice in choices)
+        )
         return {
             **choices_reply(asked, [answer for answer, _ in answers]),
             "model": self.name(max(version for _, version in answers)),
@@ -231,17 +235,17 @@ class Chat:
         return min(max_tokens, most - num_prompt)
 
     async def _answer(
-        self, asked: PolicyRequest, how: Sampling, ids: list[int], choice: int
+        self, asked: PolicyRequest, sampling: Sampling, ids: list[int], choice: int
     ) -> tuple[PolicyAnswer, int]:
         """Return one answer, and the version that sampled its last token."""
         number = f"chat:{next(self.numbers)}"
         turn = await self.engine.generate(
             ids,
             request_id=number,
-            max_tokens=how.max_tokens,
+            max_tokens=sampling.max_tokens,
             salt=f"chat v{self.engine.version}",
-            seed=None if how.seed is None else (how.seed + choice) % (MAX_SEED + 1),
-            temperature=how.temperature,
+            seed=None if sampling.seed is None else (sampling.seed + choice) % (MAX_SEED + 1),
+            temperature=sampling.temperature,
         )
         cut = cut_answer(self.renderer.plain_text, turn.token_ids, asked)
         taken = turn.token_ids[: cut.num_tokens]
@@ -418,14 +422,14 @@ async def serve_engine(
             path.unlink(missing_ok=True)
 
 
-def _read_ids(given: object, field: str, most: int) -> list[int]:
+def _read_ids(value: object, field: str, most: int) -> list[int]:
     """Return token ids below a limit. Raises: ApiError."""
-    if not isinstance(given, list) or not given or any(type(each) is not int for each in given):
+    if not isinstance(value, list) or not value or any(type(token) is not int for token in value):
         raise invalid(f"{field}: must be a list of token ids", field)
-    wrong = next((each for each in given if not 0 <= each < most), None)
+    wrong = next((token for token in value if not 0 <= token < most), None)
     if wrong is not None:
         raise invalid(f"{field}: token id {wrong} is outside of the vocabulary of {most}", field)
-    return given
+    return value
 
 
 def _entry(step: dict[int, tuple[float, int]]) -> dict[str, dict[str, float | int]]:

@@ -84,37 +84,37 @@ def _read_chat(body: dict[str, Any]) -> PolicyRequest:
     )
 
 
-def _message(given: dict[str, Any], place: str) -> Message:
+def _message(raw: dict[str, Any], place: str) -> Message:
     """Return a message of a request as a message of a chat template. Raises: ApiError."""
-    role = given.get("role")
+    role = raw.get("role")
     if role not in ROLES:
         names = ", ".join(ROLES)
         raise invalid(f"{place}.role={role!r:.40}: must be one of {names}", "messages")
-    if given.get("tool_calls") and role != "assistant":
+    if raw.get("tool_calls") and role != "assistant":
         raise invalid(f"{place}.tool_calls: only an assistant message has calls", "messages")
-    if given.get(RESULT_ID) and role != "tool":
+    if raw.get(RESULT_ID) and role != "tool":
         text = f"{place}.{RESULT_ID}: only a message of role tool is the result of a call"
         raise invalid(text, "messages")
-    _check_message(given, place)
-    text = read_text(given.get("content"), f"{place}.content")
-    if given.get("content") is None and role != "assistant":
+    _check_message(raw, place)
+    text = read_text(raw.get("content"), f"{place}.content")
+    if raw.get("content") is None and role != "assistant":
         raise invalid(f"{place}.content: must be text", "messages")
     message: Message = {"role": "system" if role == "developer" else role, "content": text}
-    if role == "tool" and (call := given.get(RESULT_ID)) is not None:
+    if role == "tool" and (call := raw.get(RESULT_ID)) is not None:
         if not isinstance(call, str):
             raise invalid(f"{place}.{RESULT_ID}: must be text", "messages")
         message[RESULT_ID] = valid_text(call)
     if role == "assistant":
-        message |= _answer_fields(given, place)
+        message |= _answer_fields(raw, place)
     return message
 
 
-def _check_message(given: dict[str, Any], place: str) -> None:
+def _check_message(raw: dict[str, Any], place: str) -> None:
     """Reject fields of a message that would change the prompt but are not shown in it.
 
     Raises: ApiError.
     """
-    for name, value in given.items():
+    for name, value in raw.items():
         if name in MESSAGE_FIELDS or value in (None, "", [], {}):
             continue
         if name in LABELS:
@@ -127,23 +127,23 @@ def _check_message(given: dict[str, Any], place: str) -> None:
         )
 
 
-def _answer_fields(given: dict[str, Any], place: str) -> Message:
+def _answer_fields(raw: dict[str, Any], place: str) -> Message:
     """Return thoughts and calls of an answer as fields of a message. Raises: ApiError."""
-    found: Message = {}
-    if thoughts := read_thoughts(given, place):
-        found[FIELDS[0]] = thoughts
+    answer: Message = {}
+    if thoughts := read_thoughts(raw, place):
+        answer[FIELDS[0]] = thoughts
     calls: list[Message] = []
-    for number, each in enumerate(read_items(given, "tool_calls")):
+    for number, call in enumerate(read_items(raw, "tool_calls")):
         here = f"{place}.tool_calls[{number}]"
-        is_freeform = each.get("type") == "custom"
-        function = each.get("custom" if is_freeform else "function")
+        is_freeform = call.get("type") == "custom"
+        function = call.get("custom" if is_freeform else "function")
         if not isinstance(function, dict):
             raise invalid(f"{here}.function: must be an object", "messages")
         name, arguments = function.get("name"), function.get("arguments")
         if is_freeform:
             arguments = {"input": function.get("input")}
-        calls.append(read_call(name, arguments, here, number=each.get("id")))
-    return {**found, "tool_calls": calls} if calls else found
+        calls.append(read_call(name, arguments, here, number=call.get("id")))
+    return {**answer, "tool_calls": calls} if calls else answer
 
 
 def _read_completion(body: dict[str, Any]) -> PolicyRequest:
@@ -154,12 +154,12 @@ def _read_completion(body: dict[str, Any]) -> PolicyRequest:
     return PolicyRequest(prompt=_prompt(body.get("prompt")), max_tokens=limit, stop=stop, body=body)
 
 
-def _prompt(given: object) -> str | list[int]:
+def _prompt(prompt: object) -> str | list[int]:
     """Return the prompt of a completion request: text or token ids. Raises: ApiError."""
-    if isinstance(given, str) and given:
-        return valid_text(given)
-    if isinstance(given, list) and given and all(type(each) is int for each in given):
-        return given
+    if isinstance(prompt, str) and prompt:
+        return valid_text(prompt)
+    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+        return prompt
     raise invalid("prompt: must be a text or a list of token ids", "prompt")
 
 

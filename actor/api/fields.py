@@ -54,13 +54,13 @@ def read_text(content: object, place: str, *, kinds: tuple[str, ...] = ("text",)
         return valid_text(content)
     if not isinstance(content, list):
         raise invalid(f"{place}: must be text", param)
-    for number, each in enumerate(content):
-        kind = each.get("type", kinds[0]) if isinstance(each, dict) else None
-        if kind not in kinds or not isinstance(each.get("text"), str):
+    for number, part in enumerate(content):
+        kind = part.get("type", kinds[0]) if isinstance(part, dict) else None
+        if kind not in kinds or not isinstance(part.get("text"), str):
             text = f"{place}[{number}]: must be text, of type {' or '.join(kinds)}"
             raise invalid(f"{text}, and not {kind!r:.40}", param)
-        check_part(each, f"{place}[{number}]", {"text"}, ignored=PART_LABELS)
-    return valid_text("".join(each["text"] for each in content))
+        check_part(part, f"{place}[{number}]", {"text"}, ignored=PART_LABELS)
+    return valid_text("".join(part["text"] for part in content))
 
 
 def read_thoughts(message: dict[str, Any], place: str) -> str:
@@ -95,7 +95,7 @@ def read_tools(body: dict[str, Any], *, schema: str, inner: str = "") -> list[di
     choice = body.get("tool_choice")
     if choice not in CHOICES:
         raise unsupported("tool_choice", choice)
-    found: list[dict[str, Any]] = []
+    tools: list[dict[str, Any]] = []
     for place, tool in _each_tool(body, is_chat=bool(inner)):
         is_freeform = tool.get("type") == "custom" and schema != "input_schema"
         named = tool.get("custom" if is_freeform else inner) if inner else tool
@@ -111,11 +111,11 @@ def read_tools(body: dict[str, Any], *, schema: str, inner: str = "") -> list[di
             raise invalid(f"{place}.{schema}: must be an object", "tools")
         description = str(named.get("description") or "")
         shown = {"name": name, "description": description, "parameters": parameters}
-        found.append({"type": "function", "function": each_text(shown, valid_text)})
-    names = [part["function"]["name"] for part in found]
+        tools.append({"type": "function", "function": each_text(shown, valid_text)})
+    names = [part["function"]["name"] for part in tools]
     if (double := next((n for n in namespace_of(body) if names.count(n) > 1), None)) is not None:
         raise invalid(f"tools: two tools have the name {double:.80}", "tools")
-    return [] if choice in ("none", {"type": "none"}) else found
+    return [] if choice in ("none", {"type": "none"}) else tools
 
 
 def _each_tool(body: dict[str, Any], *, is_chat: bool = False) -> list[tuple[str, dict[str, Any]]]:

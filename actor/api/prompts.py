@@ -55,18 +55,18 @@ def _without_ids(message: Message) -> Message:
     return {**message, "tool_calls": bare}
 
 
-def check_thoughts(renderer: Renderer, asked: PolicyRequest, own: Collection[str] = ()) -> None:
+def check_thoughts(renderer: Renderer, asked: PolicyRequest, sampled: Collection[str] = ()) -> None:
     """Check that the chat template shows the thoughts in a history.
 
     Args:
-        own: thoughts that the policy has sampled. An agent may return them in any case.
+        sampled: thoughts that the policy has sampled. An agent may return them in any case.
 
     Raises: ApiError.
     """
     if renderer.thoughts.field:
         return
-    for number, each in enumerate(asked.messages):
-        if each.get(THOUGHTS) and each[THOUGHTS] not in own:
+    for number, message in enumerate(asked.messages):
+        if message.get(THOUGHTS) and message[THOUGHTS] not in sampled:
             raise invalid(
                 f"messages[{number}].{THOUGHTS}: the chat template shows no thoughts of earlier"
                 " answers; remove the field, or give a template that shows it"
@@ -88,10 +88,10 @@ def continued(
         thoughts: place of a sampled answer in it -> its thoughts.
     """
     new = asked.messages[len(earlier) :]
-    if not earlier or not new or any(each["role"] == "assistant" for each in new):
+    if not earlier or not new or any(message["role"] == "assistant" for message in new):
         return None
-    for number, (each, own) in enumerate(zip(asked.messages, earlier, strict=False)):
-        if each != own and _without(each, thoughts.get(number)) != own:
+    for number, (message, old) in enumerate(zip(asked.messages, earlier, strict=False)):
+        if message != old and _without(message, thoughts.get(number)) != old:
             return None
     return replace(asked, messages=[*earlier, *new])
 
@@ -148,12 +148,12 @@ def cut_answer(
     The whole answer was sampled. Its start equals a shorter answer, up to the token that completes
     the stop text.
     """
-    found = [first_with(decode, ids, text) for text in asked.stop]
-    num = min((n for n in found if n is not None), default=len(ids))
+    lengths = [first_with(decode, ids, text) for text in asked.stop]
+    num = min((n for n in lengths if n is not None), default=len(ids))
     if asked.max_tokens is not None and asked.max_tokens < num:
         return AnswerCut(num_tokens=asked.max_tokens, stop=None)
     text = decode(ids[:num])
-    ending = [each for each in asked.stop if each in text]
+    ending = [stop for stop in asked.stop if stop in text]
     return AnswerCut(num_tokens=num, stop=min(ending, key=text.find, default=None))
 
 

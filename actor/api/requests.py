@@ -100,9 +100,9 @@ class PolicyAnswer:
     def named_calls(self, prefix: str) -> list[tuple[str, str, dict[str, Any]]]:
         """Return id, name and arguments of each call."""
         functions = [
-            (each["function"]["name"], each["function"]["arguments"]) for each in self.calls
+            (call["function"]["name"], call["function"]["arguments"]) for call in self.calls
         ]
-        return [(f"{prefix}_{self.number}{i}", *each) for i, each in enumerate(functions)]
+        return [(f"{prefix}_{self.number}{i}", *call) for i, call in enumerate(functions)]
 
     def reason(self, *, calls: str, stop: str, length: str) -> str:
         """Return the reason for the answer's end, as a constant of an API."""
@@ -233,8 +233,8 @@ def read_limit(body: dict[str, Any], *names: str) -> int | None:
 
 def read_stop(body: dict[str, Any], name: str) -> list[str]:
     """Return the texts that end an answer. Raises: ApiError."""
-    given = body.get(name) or []
-    texts = [given] if isinstance(given, str) else given
+    value = body.get(name) or []
+    texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise invalid(f"{name}: must be a text or a list of texts", name)
     return list(map(valid_text, texts))
@@ -242,27 +242,27 @@ def read_stop(body: dict[str, Any], name: str) -> list[str]:
 
 def read_items(body: dict[str, Any], name: str, *, least: int = 0) -> list[dict[str, Any]]:
     """Return a list of objects. Raises: ApiError."""
-    given = body.get(name) or []
-    if not isinstance(given, list) or len(given) < least:
+    items = body.get(name) or []
+    if not isinstance(items, list) or len(items) < least:
         raise invalid(f"{name}: must be a list of at least {least} objects", name)
-    for number, each in enumerate(given):
-        if not isinstance(each, dict):
+    for number, item in enumerate(items):
+        if not isinstance(item, dict):
             raise invalid(f"{name}[{number}]: must be an object", name)
-    return given
+    return items
 
 
 def joined(messages: list[Message]) -> list[Message]:
     """Return the messages with consecutive assistant messages joined into one."""
-    found: list[Message] = []
-    for each in messages:
-        if found and found[-1]["role"] == each["role"] == "assistant":
-            calls = [*found[-1].get("tool_calls", []), *each.get("tool_calls", [])]
-            text = found[-1]["content"] + each["content"]
-            each = {"role": "assistant", "content": text}
-            each |= {"tool_calls": calls} if calls else {}
-            found.pop()
-        found.append(each)
-    return found
+    merged: list[Message] = []
+    for message in messages:
+        if merged and merged[-1]["role"] == message["role"] == "assistant":
+            calls = [*merged[-1].get("tool_calls", []), *message.get("tool_calls", [])]
+            text = merged[-1]["content"] + message["content"]
+            message = {"role": "assistant", "content": text}
+            message |= {"tool_calls": calls} if calls else {}
+            merged.pop()
+        merged.append(message)
+    return merged
 
 
 def checked(messages: list[Message], param: str) -> list[Message]:

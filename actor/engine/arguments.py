@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 CHECK_S = 300.0  # Seconds for a process to import vLLM and to check the arguments.
 
 
-def check_engine_args(given: dict[str, Any]) -> None:
+def check_engine_args(arguments: dict[str, Any]) -> None:
     """Check arguments in a process of its own; without arguments nothing is started.
 
     Raises: ConfigError: vLLM has no such argument, or its value has a wrong type.
     """
-    if not given:
+    if not arguments:
         return
     if importlib.util.find_spec("vllm") is None:
         logger.warning("vLLM is not installed here, so actor.engine_args is checked by the actor")
@@ -37,7 +37,7 @@ def check_engine_args(given: dict[str, Any]) -> None:
     try:
         done = subprocess.run(
             [sys.executable, "-m", "actor.engine.arguments"],
-            input=json.dumps(given, default=str),
+            input=json.dumps(arguments, default=str),
             cwd=ROOT,
             env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"},
             capture_output=True,
@@ -57,21 +57,21 @@ def check_engine_args(given: dict[str, Any]) -> None:
         raise ConfigError(lines[-1])
 
 
-def as_declared(given: dict[str, Any]) -> dict[str, Any]:
+def as_declared(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments with the types that vLLM declares: enums, sets and its configurations.
 
     It imports vLLM.
 
     Raises: ConfigError: vLLM has no such argument, or its value has a wrong type.
     """
-    if not given:
+    if not arguments:
         return {}
     import vllm
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    declared = {each.name: each.type for each in fields(AsyncEngineArgs) if each.name[0] != "_"}
+    declared = {field.name: field.type for field in fields(AsyncEngineArgs) if field.name[0] != "_"}
     values: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in arguments.items():
         shown = f"actor.engine_args.{name}={json.dumps(value, default=str):.200}: vLLM"
         shown = f"{shown} {vllm.__version__}"
         if name not in declared:

@@ -470,8 +470,8 @@ class Engine:
         async with self._bounded(f"scoring {request_id}", self._cfg.turn_timeout_s):
             for index, token_ids in enumerate(sequences):
                 number = f"{request_id}-{index}"
-                known = await self.prompt_logprobs(token_ids, num_top=0, request_id=number)
-                steps = zip(token_ids[1:], (step for step in known[1:] if step), strict=True)
+                logprobs = await self.prompt_logprobs(token_ids, num_top=0, request_id=number)
+                steps = zip(token_ids[1:], (step for step in logprobs[1:] if step), strict=True)
                 scores.append([step[token][0] for token, step in steps])
         return scores
 

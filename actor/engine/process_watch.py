@@ -107,8 +107,8 @@ class ProcessWatch:
 
     def cause(self) -> str:
         """Return "; the cause is NameError: ..." for the last printed error, "" if none was."""
-        found = [match.group(1) for line in self._tail if (match := ERROR_LINE.match(line))]
-        return f"; the cause is {found[-1]}" if found else ""
+        causes = [match.group(1) for line in self._tail if (match := ERROR_LINE.match(line))]
+        return f"; the cause is {causes[-1]}" if causes else ""
 
     async def describe_death(self) -> str:
         """Return how each process ended, and the last lines. Waits up to `EXIT_S` for each."""

@@ -99,7 +99,7 @@ class ExpertRecorder:
         at = 0
         for request in runner.input_batch.req_ids:
             count = scheduled.num_scheduled_tokens[request]
-            own = chosen[at : at + count]
+            choices = chosen[at : at + count]
             at += count
             state = runner.requests[request]
             start = state.num_computed_tokens
@@ -107,10 +107,10 @@ class ExpertRecorder:
             parts = self._records.get(request)
             if parts is None:
                 parts = self._records[request] = [slots[places[:start]].numpy()]
-            slots[places[start:]] = own
-            known = sum(map(len, parts))
+            slots[places[start:]] = choices
+            num_recorded = sum(map(len, parts))
             # A preempted request computes its tokens again. Their first choices are kept.
-            parts.append(own[max(known - start, 0) :].numpy().copy())
+            parts.append(choices[max(num_recorded - start, 0) :].numpy().copy())
 
     def _slots(self, runner: Any) -> torch.Tensor:
         """Return the choices by slot of the KV cache, whose size is known after the start."""

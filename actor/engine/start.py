@@ -65,18 +65,18 @@ def engine_arguments(
     # A prompt that is computed in chunks draws a sample for each chunk and rewinds the generator
     # afterwards. The CPU generators of a repeatable run, one for each request, cannot be rewound.
     is_whole = is_repeatable and current_platform.is_cpu()
-    given = as_declared(cfg.engine_args)
-    if is_whole and given.get("enable_chunked_prefill"):
+    engine_args = as_declared(cfg.engine_args)
+    if is_whole and engine_args.get("enable_chunked_prefill"):
         raise ConfigError(
             "actor.engine_args.enable_chunked_prefill=true: an engine on a CPU computes each prompt"
             " in one step, so that its samples can be repeated. Remove the argument"
         )
-    if current_platform.is_cpu() and given.get("enable_expert_parallel"):
+    if current_platform.is_cpu() and engine_args.get("enable_expert_parallel"):
         raise ConfigError(
             "actor.engine_args.enable_expert_parallel=true: vLLM's kernel of experts on a CPU needs"
             " all experts in each worker, and crashes without them. Remove the argument"
         )
-    own: dict[str, Any] = dict(
+    defaults: dict[str, Any] = dict(
         model=model.path,
         # The files that the learner reads, also beside those of Mistral's own format.
         load_format="hf" if has_weights else "dummy",
@@ -104,7 +104,7 @@ def engine_arguments(
         num_gpu_blocks_override=cfg.kv_cache_blocks or None,
         **_merged(engine_options(lora), routing.engine_options(records_experts)),
     )
-    return AsyncEngineArgs(**(own | given))
+    return AsyncEngineArgs(**(defaults | engine_args))
 
 
 def is_eager(cfg: EnforceEager) -> bool:
@@ -327,6 +327,8 @@ def _start(config: VllmConfig, meter: EngineLoad | None) -> AsyncLLM:
     manager = llm.logger_manager
     assert manager is not None, "vLLM has one whenever there are loggers"
     manager.stat_loggers = [  # Prometheus counts at every step, and its counts are not used.
-        each for each in manager.stat_loggers if not isinstance(each, PrometheusStatLogger)
+        stat_logger
+        for stat_logger in manager.stat_loggers
+        if not isinstance(stat_logger, PrometheusStatLogger)
     ]
     return llm

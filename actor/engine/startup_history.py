@@ -29,16 +29,16 @@ class StartupHistory:
 
     def seconds(self, kind: str) -> float | None:
         """Return the mean seconds of a kind of start; None if none has completed yet."""
-        found = as_map(json_object(self._path).get(kind)).get("seconds")
-        return float(found) if isinstance(found, int | float) else None
+        mean = as_map(json_object(self._path).get(kind)).get("seconds")
+        return float(mean) if isinstance(mean, int | float) else None
 
     def note(self, kind: str, seconds: float) -> None:
         """Add a start that has completed. A cache folder that cannot be written is ignored."""
         before = self.seconds(kind)
         new = seconds if before is None else WEIGHT * seconds + (1 - WEIGHT) * before
-        known = json_object(self._path) | {kind: {"seconds": round(new, 1), "at": time.time()}}
+        starts = json_object(self._path) | {kind: {"seconds": round(new, 1), "at": time.time()}}
         with suppress(OSError, ValueError, TypeError):  # The file may hold anything.
-            newest = sorted(known, key=lambda name: as_map(known[name]).get("at", 0.0))
-            kept = {name: known[name] for name in newest[-MAX_KNOWN:]}
+            newest = sorted(starts, key=lambda name: as_map(starts[name]).get("at", 0.0))
+            latest = {name: starts[name] for name in newest[-MAX_KNOWN:]}
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(self._path, kept)
+            write_json(self._path, latest)

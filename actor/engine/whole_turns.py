@@ -50,13 +50,13 @@ def merged(parts: list[EngineCoreOutput]) -> EngineCoreOutput:
 
 def _joined(parts: Iterable[LogprobsLists | None]) -> LogprobsLists | None:
     """Return the logprobs of consecutive parts as one object; None if no part has any."""
-    known = [part for part in parts if part is not None]
-    if not known:
+    present = [part for part in parts if part is not None]
+    if not present:
         return None
     return LogprobsLists(
-        np.concatenate([part.logprob_token_ids for part in known]),
-        np.concatenate([part.logprobs for part in known]),
-        np.concatenate([part.sampled_token_ranks for part in known]),
+        np.concatenate([part.logprob_token_ids for part in present]),
+        np.concatenate([part.logprobs for part in present]),
+        np.concatenate([part.sampled_token_ranks for part in present]),
     )
 
 
@@ -83,8 +83,8 @@ class _HoldsTurns(Scheduler):
         for client, message in sent.items():
             message.outputs = [
                 output
-                for each in message.outputs
-                if (output := self._hold_or_release(each, client)) is not None
+                for core_output in message.outputs
+                if (output := self._hold_or_release(core_output, client)) is not None
             ]
         if self.pause_state is not PauseState.UNPAUSED:
             for request_id, parts in self._held.items():
@@ -155,20 +155,20 @@ class WholeLogprobs(LogprobsProcessor):
 
     def _update_sample_logprobs(self, logprobs_lists: LogprobsLists) -> None:
         """Append the logprobs of a message to those of the request."""
-        known = self.logprobs
-        if not isinstance(known, FlatLogprobs) or self.num_logprobs or self.tokenizer is not None:
+        flat = self.logprobs
+        if not isinstance(flat, FlatLogprobs) or self.num_logprobs or self.tokenizer is not None:
             super()._update_sample_logprobs(logprobs_lists)
             return
         # [num_tokens, 1]: with `logprobs=0`, the sampled token is the only one of its position.
         values: list[float] = logprobs_lists.logprobs[:, 0].tolist()
-        first = len(known.logprobs)
+        first = len(flat.logprobs)
         end = first + len(values)
-        known.start_indices.extend(range(first, end))
-        known.end_indices.extend(range(first + 1, end + 1))
-        known.token_ids.extend(logprobs_lists.logprob_token_ids[:, 0].tolist())
-        known.logprobs.extend(values)
-        known.ranks.extend(logprobs_lists.sampled_token_ranks.tolist())
-        known.decoded_tokens.extend(repeat(None, end - first))
+        flat.start_indices.extend(range(first, end))
+        flat.end_indices.extend(range(first + 1, end + 1))
+        flat.token_ids.extend(logprobs_lists.logprob_token_ids[:, 0].tolist())
+        flat.logprobs.extend(values)
+        flat.ranks.extend(logprobs_lists.sampled_token_ranks.tolist())
+        flat.decoded_tokens.extend(repeat(None, end - first))
         assert self.cumulative_logprob is not None
         self.cumulative_logprob += sum(values)
 

@@ -529,8 +529,8 @@ def observing(render: Render, taken: Turn | None, called: Turn | None = None) ->
         called: the answer whose tool the observation belongs to; None: the same answer.
     """
     called = called or taken
-    more = {"answer": called.token_ids} if called and _depends_on_answers(type(render)) else {}
-    return partial(render.after_action, **more, **ending(taken))
+    options = {"answer": called.token_ids} if called and _depends_on_answers(type(render)) else {}
+    return partial(render.after_action, **options, **ending(taken))
 
 
 @cache  # The check of a protocol is slow.

@@ -502,7 +502,7 @@ class HubSession:
         path = f"{self._path}/hint"
         reply = await self._hub.request("GET", path, None)
         actions = [
-            valid_text(str(each)) for each in field_of(reply, "valid_actions", list, path=path)
+            valid_text(str(action)) for action in field_of(reply, "valid_actions", list, path=path)
         ]
         expert = field_of(reply, "expert_action", str, type(None), path=path)
         return ExpertHint(valid_actions=actions, expert_action=expert and valid_text(expert))

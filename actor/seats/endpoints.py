@@ -34,7 +34,7 @@ class OpponentEndpoint:
     find_url: Callable[[], str]  # Base URL with /v1; "" while there is none.
     start_timeout_s: float
     num_rounds: int = 1  # Times that the address is searched again after a failure.
-    _known: dict[str, Endpoint] = field(default_factory=dict[str, Endpoint])
+    _by_url: dict[str, Endpoint] = field(default_factory=dict[str, Endpoint])
 
     async def complete(self, messages: list[dict[str, str]]) -> Reply:
         """Return the next message. Raises: ContextFull, PolicyFailed, ConfigError."""
@@ -50,10 +50,10 @@ class OpponentEndpoint:
 
     async def _at(self, url: str) -> Endpoint:
         """Return the connections to an address."""
-        if url not in self._known:
+        if url not in self._by_url:
             settings = replace(self.settings, url=url)
-            self._known[url] = Endpoint(settings, key=self.key, section=SECTION)
-        return self._known[url]
+            self._by_url[url] = Endpoint(settings, key=self.key, section=SECTION)
+        return self._by_url[url]
 
     async def _wait_for_url(self) -> str:
         """Return the address once there is one. Raises: PolicyFailed: there is none in time."""
@@ -74,9 +74,9 @@ class OpponentEndpoint:
 
     async def close(self) -> None:
         """Close the connections."""
-        known = list(self._known.values())
-        self._known.clear()
-        for endpoint in known:
+        endpoints = list(self._by_url.values())
+        self._by_url.clear()
+        for endpoint in endpoints:
             await endpoint.close()
 
 

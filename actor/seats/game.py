@@ -108,14 +108,14 @@ class SeatView:
 
     async def step(self, action: str) -> HubStepResult:
         """Move, and return the result at this seat's next move or at the end of the game."""
-        own = await self._game.move(action)
+        moved = await self._game.move(action)
         await self._game.wait_for(self._seat)
-        latest = self._game.result or own
+        latest = self._game.result or moved
         reward = latest.seat_rewards[self._seat]
         return replace(
             latest,
             reward=reward,
-            is_valid=own.is_valid,
+            is_valid=moved.is_valid,
             is_success=latest.done and reward >= 1.0,
             metrics={**latest.metrics, **seat_metrics(self._seat, self._label, reward)},
         )

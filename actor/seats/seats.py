@@ -64,7 +64,7 @@ class Seats:
         lease: Lease,
         open_session: OpenHub,
         *,
-        own: MakePolicy,
+        make_policy: MakePolicy,
         task: Task,
         texts: Mapping[str, str],
     ) -> OpenSession:
@@ -73,7 +73,7 @@ class Seats:
         A session without seats is returned unchanged.
 
         Args:
-            own: returns the current policy for a lease, for the opponent `self`.
+            make_policy: returns the current policy for a lease, for the opponent `self`.
             texts: the instruction of each style, for opponents with other prompts than the policy.
         """
 
@@ -84,7 +84,7 @@ class Seats:
                     return session
                 with contextlib.suppress(GameOver):
                     game = SharedGame(session, number)
-                    return await self._open_view(game, lease, own, task, texts)
+                    return await self._open_view(game, lease, make_policy, task, texts)
             raise EnvError(
                 f"{MAX_EMPTY_GAMES} games of {lease.env} in a row ended before the seat of the"
                 " episode moved. Its opponent may make illegal moves only"
@@ -98,7 +98,12 @@ class Seats:
             await endpoint.close()
 
     async def _open_view(
-        self, game: SharedGame, lease: Lease, own: MakePolicy, task: Task, texts: Mapping[str, str]
+        self,
+        game: SharedGame,
+        lease: Lease,
+        make_policy: MakePolicy,
+        task: Task,
+        texts: Mapping[str, str],
     ) -> SeatView:
         """Start the opponents, and return the view of the leased seat at its first move."""
         async with contextlib.AsyncExitStack() as undo:
@@ -109,7 +114,7 @@ class Seats:
             task = task_of(opponent, task, texts)
             for other in range(num_seats):
                 if other != seat:
-                    self._start_player(game, other, opponent, lease, own, task)
+                    self._start_player(game, other, opponent, lease, make_policy, task)
             label = opponent if opponent in NAMED else f"folder_{self._number_of(opponent)}"
             view = await SeatView.of(game, seat, is_owner=True, label=label)
             undo.pop_all()
@@ -121,11 +126,17 @@ class Seats:
         return seats.opponents if lease.kind is EpisodeKind.TRAIN else seats.eval_opponents
 
     def _start_player(
-        self, game: SharedGame, seat: int, opponent: str, lease: Lease, own: MakePolicy, task: Task
+        self,
+        game: SharedGame,
+        seat: int,
+        opponent: str,
+        lease: Lease,
+        make_policy: MakePolicy,
+        task: Task,
     ) -> None:
         """Start the task that plays another seat."""
         played = lease_of_opponent(lease, seat, game.number)
-        act, render = self._policy(opponent, played, own)
+        act, render = self._policy(opponent, played, make_policy)
         is_text = isinstance(render, TextEpisode)
         options: AgentOptions = self._cfg.of_text() if is_text else self._cfg
         if is_text and options.format is AgentFormat.FUNCTION_CALL:
@@ -148,10 +159,10 @@ class Seats:
         player.add_done_callback(on_failure(game, partial(failure_of, game, who)))
         game.add_player(player)
 
-    def _policy(self, opponent: str, lease: Lease, own: MakePolicy) -> tuple[Act, Render]:
+    def _policy(self, opponent: str, lease: Lease, make_policy: MakePolicy) -> tuple[Act, Render]:
         """Return the policy of an opponent. Raises: ConfigError: it has no endpoint here."""
         if opponent == SELF:
-            return own(lease)
+            return make_policy(lease)
         if opponent in (RANDOM, EXPERT):
             kind = PolicyKind.EXPERT if opponent == EXPERT else PolicyKind.RANDOM_VALID
             render = ScriptedRender()

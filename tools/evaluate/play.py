@@ -155,7 +155,7 @@ async def _play_once(
         open_session = player.seats.opener(
             lease,
             open_session,
-            own=policy_of,
+            make_policy=policy_of,
             task=task,
             texts=environments.opponent_texts(plan.env),
         )

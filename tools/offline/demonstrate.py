@@ -147,7 +147,7 @@ async def open_beside_random(
     open_seat = seats.opener(
         lease,
         partial(environments.open, plan.env, plan.item_id, seed=plan.seed),
-        own=lambda _: (policy.act, scripted),
+        make_policy=lambda _: (policy.act, scripted),
         task=("", ""),
         texts={},
     )

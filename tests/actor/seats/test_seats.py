@@ -42,7 +42,7 @@ def played(
                 open_session=seats.opener(
                     lease,
                     opening(sessions),
-                    own=lambda _: own or policy,
+                    make_policy=lambda _: own or policy,
                     task=(instruction, ""),
                     texts={},
                 ),
@@ -231,7 +231,7 @@ def test_repeated_game_draws_other_moves() -> None:
 
         sessions = [NimSession() for _ in range(MAX_EMPTY_GAMES)]
         with pytest.raises(EnvError):
-            await seats.opener(lease, opening(sessions), own=own, task=("", ""), texts={})()
+            await seats.opener(lease, opening(sessions), make_policy=own, task=("", ""), texts={})()
         assert lease.seed not in seeds
 
     asyncio.run(run())
@@ -258,7 +258,11 @@ def test_revoked_episode_stops_its_opponent() -> None:
         episode = run_episode(
             lease,
             open_session=seats.opener(
-                lease, opening([session]), own=lambda _: (wait, Letters()), task=("", ""), texts={}
+                lease,
+                opening([session]),
+                make_policy=lambda _: (wait, Letters()),
+                task=("", ""),
+                texts={},
             ),
             act=policy[0],
             render=policy[1],
@@ -292,7 +296,11 @@ def test_session_without_seats_stays_as_it_is() -> None:
 
     async def run() -> None:
         opener = Seats(config_of(trained=[7])).opener(
-            lease_of(), opening([session]), own=lambda _: saying("x"), task=("", ""), texts={}
+            lease_of(),
+            opening([session]),
+            make_policy=lambda _: saying("x"),
+            task=("", ""),
+            texts={},
         )
         assert await opener() is session
 
