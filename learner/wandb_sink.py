@@ -90,8 +90,8 @@ def _requested_mode(environ: Mapping[str, str]) -> WandbMode | None:
         raise ConfigError(f"WANDB_DISABLED={is_off}: must be true or false, or unset")
     named = environ.get("WANDB_MODE", "")
     if named.strip().lower() not in MODES:
-        known = ", ".join(name for name in MODES if name)
-        raise ConfigError(f"WANDB_MODE={named}: must be one of {known}, or unset")
+        modes = ", ".join(name for name in MODES if name)
+        raise ConfigError(f"WANDB_MODE={named}: must be one of {modes}, or unset")
     return MODES[named.strip().lower()]
 
 
@@ -196,13 +196,13 @@ class WandbSink:
         run = self._run
         if run is None:
             return
-        known = {k: v for k, v in values.items() if not isinstance(v, float) or math.isfinite(v)}
+        finite = {k: v for k, v in values.items() if not isinstance(v, float) or math.isfinite(v)}
 
         def send() -> None:
             with self._sending:
-                self._hide(run, known)
+                self._hide(run, finite)
                 # A separate step axis, since wandb's own step cannot decrease when a run resumes.
-                run.log({**known, "step": step})
+                run.log({**finite, "step": step})
 
         if not _try(send, what):
             self._run = None
@@ -241,8 +241,8 @@ class WandbSink:
         while self._views.refresh(READ_AT_ONCE_S) and time.monotonic() < until:
             time.sleep(pause_s)
         self._seen_ended |= ended or set()
-        found = self._views.evaluations()
-        for name, scored in sorted(found.items(), key=lambda each: self._step_of(each[0])):
+        evaluations = self._views.evaluations()
+        for name, scored in sorted(evaluations.items(), key=lambda item: self._step_of(item[0])):
             is_now = ended is None or name in ended or (BEFORE in ended and name.startswith(BEFORE))
             if not scored["num"] or not is_now or name in self._sent:
                 continue
@@ -254,8 +254,8 @@ class WandbSink:
 
     def _step_of(self, evaluation: str) -> int:
         """Return the step at which an evaluation began, from its name."""
-        if found := re.match(r"step-(\d+)-", evaluation):
-            return int(found[1])
+        if match := re.match(r"step-(\d+)-", evaluation):
+            return int(match[1])
         return 0 if evaluation.startswith("before") else self._last_step
 
     def _try_open(self, run_dir: RunDir, cfg: RunConfig) -> bool:
@@ -283,14 +283,14 @@ class WandbSink:
             finish_timeout=FINISH_TIMEOUT_S,
         )
         job = f"-{self._job}" if self._job else ""
-        kept = run_dir.root / f"wandb_id{job}"  # Keeps the id over all starts in this directory.
-        if not kept.exists():
-            write_atomically(kept, secrets.token_hex(4))
+        id_path = run_dir.root / f"wandb_id{job}"  # Keeps the id over all starts in this directory.
+        if not id_path.exists():
+            write_atomically(id_path, secrets.token_hex(4))
         assert self.mode is not WandbMode.AUTO  # `choose_mode` never returns AUTO.
         self._run = wandb.init(
             project=cfg.log.wandb_project,
             name=f"{cfg.run.name}{job}",
-            id=kept.read_text(encoding="utf-8").strip(),
+            id=id_path.read_text(encoding="utf-8").strip(),
             resume="allow" if self.mode is WandbMode.ONLINE else None,
             dir=str(run_dir.root),
             config=dataclasses.asdict(without_secrets(cfg)),

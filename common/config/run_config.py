@@ -100,9 +100,9 @@ class RunConfig:
                 yield "tasks", name, "is listed twice; use one entry with the sum of the weights"
         envs = sorted({task.env for task in self.tasks})
         for name in self.horizon.per_env:
-            what, known = ("subset", sorted(names)) if "/" in name else ("environment", envs)
-            if name not in known:
-                law = f"no task has this {what}; the tasks have {known}"
+            what, choices = ("subset", sorted(names)) if "/" in name else ("environment", envs)
+            if name not in choices:
+                law = f"no task has this {what}; the tasks have {choices}"
                 yield f"horizon.per_env.{name}", name, law
 
     def _contradictions_of_unit(self) -> Iterator[Contradiction]:

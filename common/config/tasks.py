@@ -49,15 +49,17 @@ def are_apart(one: TaskSection, other: TaskSection) -> bool:
     return bool(ranges[0]) and ranges[0][1] < ranges[1][0]
 
 
-def why_not_far(task: TaskSection, known: Mapping[str, Mapping[int, int]], items: str) -> str:
+def why_not_far(
+    task: TaskSection, lengths_by_split: Mapping[str, Mapping[int, int]], items: str
+) -> str:
     """Return why a task has no items at a distance; "" if it has some.
 
     Args:
-        known: split -> expert's turns -> number of items; {} without an expert.
+        lengths_by_split: split -> expert's turns -> number of items; {} without an expert.
         items: name of the range as in `subsets_in_use`, without the environment.
     """
     _, low, high = distance_of(items) or ("", 0, 0)
-    lengths = known.get("train", {})
+    lengths = lengths_by_split.get("train", {})
     if any(low <= turns <= high for turns in lengths):
         return ""
     if not lengths:

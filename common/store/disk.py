@@ -37,9 +37,9 @@ class DiskFull(LongstrideError):
 def is_no_room(error: BaseException) -> bool:
     """Return whether a full disk or quota caused an error."""
     return any(
-        (isinstance(each, OSError) and each.errno in _NO_ROOM)
-        or any(text in str(each) for text in _NO_ROOM_TEXTS)
-        for each in errors_behind(error)
+        (isinstance(cause, OSError) and cause.errno in _NO_ROOM)
+        or any(text in str(cause) for text in _NO_ROOM_TEXTS)
+        for cause in errors_behind(error)
     )
 
 

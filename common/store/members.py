@@ -11,11 +11,11 @@ from common.text import counted
 def members_of(status: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return learner, actors, scheduler and hubs of a status.json. Each has a name and a role."""
     rows = [status.get("learner"), *_list(status, "actors"), status.get("scheduler")]
-    members = [as_map(each) for each in (*rows, *_list(status, "hubs"))]
+    members = [as_map(member) for member in (*rows, *_list(status, "hubs"))]
     return [
-        {**each, "name": str(each["name"]), "role": str(each["role"])}
-        for each in members
-        if each.get("name") and each.get("role")
+        {**member, "name": str(member["name"]), "role": str(member["role"])}
+        for member in members
+        if member.get("name") and member.get("role")
     ]
 
 
@@ -23,18 +23,18 @@ def node_lines(status: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each machine with its roles, and one for each hub."""
     members = members_of(status)
     nodes: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
-    for each in members:
-        if each.get("node"):
-            nodes[str(each["node"])].append(each)
+    for member in members:
+        if member.get("node"):
+            nodes[str(member["node"])].append(member)
     for node, on_node in nodes.items():
-        names = ", ".join(each["name"] + _gone(each) for each in on_node)
-        live = [each for each in on_node if not _gone(each)]
-        gib = sum(_number(each, "rss_bytes") for each in live) / 2**30
-        cpu_s = sum(_number(each, "cpu_s") for each in on_node)
+        names = ", ".join(member["name"] + _gone(member) for member in on_node)
+        live = [member for member in on_node if not _gone(member)]
+        gib = sum(_number(member, "rss_bytes") for member in live) / 2**30
+        cpu_s = sum(_number(member, "cpu_s") for member in on_node)
         yield f"node {node}: {names}; {gib:.1f} GiB, {cpu_s:.0f} processor seconds"
-    for each in members:
-        if each["role"] == "envhub":
-            yield f"hub {each['name']}: {hub_text(each)}"
+    for member in members:
+        if member["role"] == "envhub":
+            yield f"hub {member['name']}: {hub_text(member)}"
 
 
 def hub_text(hub: Mapping[str, Any]) -> str:

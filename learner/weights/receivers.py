@@ -59,7 +59,7 @@ class _MemberState:
     # True if the member is still loading a version after the deadline of the broadcast.
     is_loading: bool = False
     offered: int = -1  # The version that the member is loading.
-    held: int = -1  # The version of the copies that its workers keep; -1: none, or unknown.
+    copies_version: int = -1  # Of the copies that its workers keep; -1: none, or unknown.
 
 
 class Membership:
@@ -114,7 +114,7 @@ class Membership:
         state.member, state.heard_at = member, time.monotonic()
         if is_free:
             if state.is_loading and version == state.offered:
-                state.held = version
+                state.copies_version = version
             state.is_loading = False
             state.is_asking = state.is_asking or version != current_version
         return has_moved
@@ -205,11 +205,11 @@ class Membership:
         """Record the version of which a member's workers keep a copy; -1: they may keep none."""
         state = self._by_actor.get(member.actor)
         if state is not None and state.member == member:
-            state.held = version
+            state.copies_version = version
 
     def held(self, member: EngineMember) -> int:
         """Return the version of the copies of a member's workers; -1: none, or unknown."""
-        return self._by_actor[member.actor].held if self.has(member) else -1
+        return self._by_actor[member.actor].copies_version if self.has(member) else -1
 
     def note_failed(self, member: EngineMember) -> None:
         """Mark a member as failed: broadcasts skip it until it has loaded a version alone."""
@@ -231,7 +231,7 @@ class Membership:
         state = self._by_actor.get(member.actor)
         if state is not None and state.member == member:
             if state.slept != number:
-                state.held = -1  # A sleeping engine has freed its copies.
+                state.copies_version = -1  # A sleeping engine has freed its copies.
             state.slept = number
 
     def awake(self, number: int) -> list[EngineMember]:

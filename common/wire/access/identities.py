@@ -93,10 +93,10 @@ class Identity:
 class Identities:
     """The named keys of a run, read from its file. Use from one thread."""
 
-    def __init__(self, folder: Path | None, *own: Identity) -> None:
-        """Hold the keys `own`, and those listed in `folder`. `folder` None: only `own`."""
+    def __init__(self, folder: Path | None, *identities: Identity) -> None:
+        """Hold the keys of `identities`, and those listed in `folder` unless it is None."""
         self._path = folder / PEERS if folder is not None else None
-        self._own = {each.public: each for each in own if each.public}
+        self._own = {identity.public: identity for identity in identities if identity.public}
         self._by_name: dict[str, Identity] = {}
         self._by_public = dict(self._own)
         self._offset = self._inode = 0
