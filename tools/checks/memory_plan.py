@@ -1,34 +1,440 @@
 """The memory that a run will use, per GPU and host, before any weights are loaded."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
-from common.config.learner import Moments, Offload, OptimizerKind
+from common.config.algorithm import Advantage
+from common.config.learner import (
+    EXPERTS,
+    CriticKind,
+    LearnerSection,
+    LoraSection,
+    Moments,
+    Offload,
+    OptimizerKind,
+    Precision,
+    WeightsTransport,
+)
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.host.machine import GIB, Gpu, gpus, memory_bytes
+from common.host.machine import GIB, Gpu, gpus, has_bf16_units, memory_bytes
 from common.repository import ROOT
 from common.text import counted
-from learner.policy.model_shape import ModelShape, read_shape
+from learner.policy.model_shape import BYTES_OF, ModelShape, read_shape
 from learner.policy.precision_choice import choose_precision
 from tools.checks.gpu_placement import GpuAssignment, assign_gpus, trains_on_gpu
-from tools.checks.memory_parts import (
-    SAMPLING,
-    TRAINING,
-    Part,
-    cpu_engines_parts,
-    engine_host_parts,
-    gpu_engine_parts,
-    in_phases,
-    kv_bytes_per_token,
-    learner_host_parts,
-    learner_parts,
-    shown,
-    times,
-    uncounted,
-)
 from tools.checks.served_engines import ServedEngine, served_engines
+
+# Bytes of one number in the KV cache, by vLLM's `kv_cache_dtype`.
+KV_BYTES = {"float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+# Bytes of one weight of a layer, by vLLM's `quantization`. Tables keep the model's dtype.
+WEIGHT_BYTES = {"fp8": 1}
+COUNTED = ("kv_cache_memory_bytes", "cpu_offload_gb", "kv_offloading_size")
+# Arguments that change no large memory.
+NEUTRAL = (
+    "async_scheduling",
+    "attention_backend",
+    "block_size",
+    "enable_chunked_prefill",
+    "enable_expert_parallel",
+    "scheduling_policy",
+)
+
+
+def kv_bytes_per_token(cfg: RunConfig, shape: ModelShape) -> int:
+    """Return the bytes of one token in the KV cache of all workers of an engine."""
+    width = KV_BYTES.get(_text(cfg, "kv_cache_dtype"))
+    whole = shape.kv_bytes_per_token(cfg.model.dtype)
+    return whole if width is None else whole // BYTES_OF[cfg.model.dtype] * width
+
+
+def engine_weights(cfg: RunConfig, shape: ModelShape) -> tuple[int, str]:
+    """Return the bytes of an engine's weights on all its workers, and the calculation."""
+    width = BYTES_OF[cfg.model.dtype]
+    packed = WEIGHT_BYTES.get(_text(cfg, "quantization"))
+    if packed is None:
+        num_bytes = shape.num_params * width
+        formula = f"{shape.num_params / 1e6:,.1f}M x {width} B"
+    else:
+        tables = min(shape.num_params, 2 * shape.vocab * shape.hidden)
+        rest = shape.num_params - tables
+        num_bytes = tables * width + rest * packed
+        formula = f"{rest / 1e6:,.1f}M x {packed} B + tables {tables / 1e6:,.1f}M x {width} B"
+    away = min(num_bytes, _gib_argument(cfg, "cpu_offload_gb") * cfg.actor.tensor_parallel_size)
+    if away:
+        formula = f"{formula} - {away / GIB:.1f} GiB in host memory"
+    return num_bytes - away, formula
+
+
+def uncounted(cfg: RunConfig) -> list[str]:
+    """Return the given arguments whose memory the plan does not know, as key=value."""
+    known = {*COUNTED, *NEUTRAL}
+    known |= {"kv_cache_dtype"} if _text(cfg, "kv_cache_dtype") in {"auto", *KV_BYTES} else set()
+    known |= {"quantization"} if _text(cfg, "quantization") in WEIGHT_BYTES else set()
+    given = cfg.actor.engine_args
+    return [f"actor.engine_args.{name}={given[name]}" for name in sorted(given.keys() - known)]
+
+
+def _text(cfg: RunConfig, name: str) -> str:
+    return str(cfg.actor.engine_args.get(name) or "")
+
+
+def _gib_argument(cfg: RunConfig, name: str) -> int:
+    """Return the bytes of an engine's argument in GiB; 0 if it is not set."""
+    return int(_number(cfg, name) * GIB)
+
+
+def _number(cfg: RunConfig, name: str) -> float:
+    value: Any = cfg.actor.engine_args.get(name)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+PUBLISH_BUCKETS = 2  # The bucket that is sent and the next one.
+LEARNER_WORK_BYTES = 2 * GIB  # CUDA's context, NCCL's buffers, fragmentation.
+NAME_OF = {2: "bf16", 4: "fp32"}
+SAMPLING = "sampling"  # Phases of a GPU whose engine sleeps during the learner's step.
+TRAINING = "training"
+ASLEEP_BYTES = 3 * GIB // 2  # CUDA's context and graphs, which a sleeping engine keeps.
+ENGINE_WORK_BYTES = 3 * GIB // 2  # Use of a GPU engine besides weights and cache.
+
+
+# Parts of a learner that exist between steps, too.
+KEPT_LABELS = (
+    "learner w",
+    "frozen weights",
+    "adapters",
+    "optimizer",
+    "reference",
+    "critic",
+    "publish buckets",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One line of the plan."""
+
+    label: str
+    num_bytes: int
+    formula: str
+    is_peak: bool = False  # The part exists only during the longest episodes; the check ignores it.
+    times: int = 1  # Number of equal parts that this one stands for.
+    phase: str = ""  # SAMPLING or TRAINING: the part exists only then; "" for both.
+
+
+def _weights(label: str, num: int, width: int, note: str = "") -> Part:
+    """Return the memory of weights with `width` bytes each."""
+    return Part(label, num * width, f"{num / 1e6:,.1f}M x {width} B{note}")
+
+
+def learner_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool, rank: int) -> list[Part]:
+    """Return the parts of one rank on its device; the first rank also publishes.
+
+    They include the rank's share of the sharded tensors, unless those are offloaded.
+    """
+    learner = cfg.learner
+    kept = [] if is_offloaded(cfg, is_cuda) else _sharded_parts(cfg, shape, is_cuda=is_cuda)
+    parts = [*kept, *_activation_parts(cfg, shape, is_cuda=is_cuda)]
+    parts += [Part("learner work space", LEARNER_WORK_BYTES, "about")] if is_cuda else []
+    if rank > 0:
+        return parts
+    version_bytes = shape.num_params * BYTES_OF[cfg.model.dtype]
+    bucket_bytes = min(learner.publish_bucket_mb << 20, version_bytes)
+    formula = f"at most {PUBLISH_BUCKETS} x learner.publish_bucket_mb={learner.publish_bucket_mb}"
+    parts.append(Part("publish buckets", PUBLISH_BUCKETS * bucket_bytes, formula))
+    return parts
+
+
+def is_offloaded(cfg: RunConfig, is_cuda: bool) -> bool:
+    """Return whether the ranks keep their shares of the weights in host memory."""
+    return is_cuda and cfg.learner.offload is Offload.OPTIMIZER
+
+
+def learner_host_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> list[Part]:
+    """Return the parts of all ranks together in host memory, for any device."""
+    learner = cfg.learner
+    parts: list[Part] = []
+    if is_offloaded(cfg, is_cuda):
+        own = _sharded_parts(cfg, shape, is_cuda=is_cuda)
+        parts = times(own, learner.local_ranks, "ranks")
+    trained = [lora_params(learner.lora, shape) if learner.lora.rank else shape.num_params]
+    trained += [shape.num_params] if _has_own_critic(cfg) else []
+    each = 4 + adamw_part(learner.moments, 64).num_bytes / 64
+    formula = (
+        f"{sum(trained) / 1e6:,.1f}M x {each:.4g} B (weights and moments, while they are written)"
+    )
+    num_nodes = learner.shard_ranks // learner.local_ranks
+    formula += f" / {num_nodes} nodes" * (num_nodes > 1)
+    parts.append(Part("checkpoint copies", int(each * sum(trained) / num_nodes), formula))
+    versions = 2 * _keeps_versions(cfg)  # The newest one, and as much for its changes at most.
+    if learner.hold_back_steps:
+        versions += 2 + learner.hold_back_steps  # The engines' one, the next, the held-back.
+    copy = _weights("publish copies", shape.num_params, BYTES_OF[cfg.model.dtype])
+    total = f"{counted(versions, 'copy', 'copies')} x {copy.formula}"
+    copies = replace(copy, num_bytes=versions * copy.num_bytes, formula=total)
+    return [*parts, copies] if versions else parts
+
+
+def _keeps_versions(cfg: RunConfig) -> bool:
+    """Return whether the publisher keeps copies of versions."""
+    return cfg.learner.publish.keeps_versions(
+        cfg.model.dtype, has_adapters=cfg.learner.lora.rank > 0, is_sleeping=cfg.actor.sleep > 0
+    )
+
+
+def _sharded_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> list[Part]:
+    """Return a rank's share of weights, gradients, moments, reference and critic."""
+    learner = cfg.learner
+    num = shape.num_params
+    frozen = frozen_bytes(learner, is_cuda)
+    if learner.lora.rank:
+        trained = lora_params(learner.lora, shape)
+        parts = [
+            _weights("frozen weights", num, frozen, f" ({NAME_OF[frozen]})"),
+            _weights("adapters", trained, 4, f" (rank {learner.lora.rank}, fp32)"),
+            _weights("gradients", trained, 4),
+            adamw_part(learner.moments, trained),
+        ]
+    else:
+        parts = [
+            _weights("learner weights", num, 4, " (fp32 master)"),
+            _weights("gradients", num, 4),
+            _optimizer_part(learner, shape),
+        ]
+    path = cfg.algorithm.reference_path
+    is_base = learner.lora.rank > 0 and path in ("", cfg.model.path)
+    if cfg.algorithm.kl_coef > 0 and not is_base:
+        why = f" ({NAME_OF[frozen]}; algorithm.kl_coef > 0)"
+        parts.append(_weights("reference", num, frozen, why))
+    if _has_own_critic(cfg):
+        rest = _weights("critic", num, 8, " (weights, gradients)")
+        kept = adamw_part(learner.moments, num)
+        parts.append(
+            Part("critic", rest.num_bytes + kept.num_bytes, f"{rest.formula} + {kept.formula}")
+        )
+    return [_share(part, learner.shard_ranks) for part in parts]
+
+
+def frozen_bytes(learner: LearnerSection, is_cuda: bool) -> int:
+    """Return the bytes of one frozen weight."""
+    return 2 if is_cuda and learner.precision is not Precision.FP32 else 4
+
+
+def _has_own_critic(cfg: RunConfig) -> bool:
+    """Return whether the critic is a network of its own."""
+    is_critic = cfg.algorithm.advantage is Advantage.PPO
+    return is_critic and cfg.learner.critic.kind is CriticKind.MODEL
+
+
+def lora_params(lora: LoraSection, shape: ModelShape) -> int:
+    """Return the number of adapter weights: rank x (inputs + outputs) of every adapted layer."""
+    queries = shape.heads * shape.head_dim
+    keys = shape.kv_heads * shape.head_dim
+    hidden = shape.hidden
+    units = shape.intermediate
+    sizes = {
+        "q_proj": hidden + queries,
+        "k_proj": hidden + keys,
+        "v_proj": hidden + keys,
+        "o_proj": queries + hidden,
+        "gate_proj": hidden + units,
+        "up_proj": hidden + units,
+        "down_proj": units + hidden,
+        EXPERTS: shape.experts * (2 * hidden + 3 * shape.expert_units),
+    }
+    chosen = [size for name, size in sizes.items() if not lora.targets or name in lora.targets]
+    return shape.layers * lora.rank * sum(chosen)
+
+
+def _share(part: Part, num_ranks: int) -> Part:
+    """Return the part of one rank if the ranks share it equally."""
+    if num_ranks == 1:
+        return part
+    return Part(
+        part.label, -(-part.num_bytes // num_ranks), f"({part.formula}) / {num_ranks} ranks"
+    )
+
+
+def adamw_part(moments: Moments, num: int) -> Part:
+    """Return AdamW's two moments: fp32, or 1 byte each and a 4-byte scale per 256 values."""
+    if moments is Moments.FP32:
+        return _weights("optimizer", num, 8, " (AdamW)")
+    return Part("optimizer", num * 65 // 32, f"{num / 1e6:,.1f}M x 2.03 B (AdamW, 8 bits)")
+
+
+def _optimizer_part(learner: LearnerSection, shape: ModelShape) -> Part:
+    """Return the memory of the optimizer's state."""
+    num = shape.num_params
+    if learner.optimizer is OptimizerKind.ADAMW:
+        return adamw_part(learner.moments, num)
+    tables = _weights("", min(num, 2 * shape.vocab * shape.hidden), 8, " (AdamW, tables)")
+    rest = _weights("", num - tables.num_bytes // 8, 4, " (Muon)")
+    return Part(
+        "optimizer", tables.num_bytes + rest.num_bytes, f"{tables.formula} + {rest.formula}"
+    )
+
+
+def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> list[Part]:
+    """Return estimates. Exact numbers depend on the kernels that torch selects.
+
+    On a CPU, attention is computed with plain products that store the scores of all token pairs. So
+    is that of a few families on a GPU.
+    """
+    learner = cfg.learner
+    longest = -(-cfg.actor.max_model_len // learner.sequence_ranks)
+    tokens = max(learner.max_tokens_per_microbatch, longest)
+    is_bf16 = learner.precision is Precision.BF16
+    if learner.precision is Precision.AUTO:
+        is_bf16 = is_cuda or has_bf16_units()
+    width = 2 if is_bf16 else 4
+    attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
+    layer = 6 * shape.hidden + attention + 3 * shape.intermediate  # Numbers stored per token.
+    per_token = shape.layers * layer
+    depth = counted(shape.layers, "layer")
+    formula = f"{tokens:,} tokens x {depth} x {layer:,}"
+    if learner.gradient_checkpointing:
+        per_token = shape.layers * shape.hidden + layer
+        formula = f"{tokens:,} tokens x ({depth} x {shape.hidden} + one layer {layer:,})"
+    rows = min(tokens, learner.logprob_chunk_tokens)
+    logits = f"{rows:,} tokens x {shape.vocab:,} words x 4 B x 3"
+    parts = [
+        Part("activations", tokens * per_token * width, f"{formula} x {width} B"),
+        Part("logits", 3 * 4 * rows * shape.vocab, logits),
+    ]
+    if not is_cuda or shape.stores_scores:
+        layers = 1 if learner.gradient_checkpointing else shape.layers
+        pairs = 3 * shape.heads * cfg.actor.max_model_len  # Scores, softmax, and its cast.
+        depth = counted(layers, "layer")
+        formula = f"{tokens:,} tokens x {depth} x {pairs:,} x {width} B, for longest episodes"
+        size = tokens * layers * pairs * width
+        parts.append(Part("attention scores, at most", size, formula, is_peak=True))
+    moves = is_offloaded(cfg, is_cuda)
+    if learner.num_ranks > 1 or moves:
+        tables = min(shape.num_params, 2 * shape.vocab * shape.hidden)
+        block = (shape.num_params - tables) // shape.layers
+        what = f" (tables {tables / 1e6:,.1f}M, two blocks {2 * block / 1e6:,.1f}M)"
+        parts.append(_weights("gathered weights", tables + 2 * block, width, what))
+        if moves:  # fp32; a gradient also in compute precision, and its fp32 sum.
+            each = frozen_bytes(learner, is_cuda) if learner.lora.rank else 8 + width
+            what = " (largest tensor to the GPU, or its gradient to the host)"
+            parts.append(_weights("weights in transfer", max(tables, block), each, what))
+    elif is_bf16 and not (learner.lora.rank and is_cuda):
+        parts.append(_weights("bf16 copies of the weights", shape.num_params, 2))
+    return parts
+
+
+def in_phases(parts: Sequence[Part], *, num_engines: int) -> list[Part]:
+    """Return the parts of a GPU whose engines sleep during the learner's step.
+
+    Gradients, activations and gathered weights exist during the step. The parts of the engines
+    exist while they sample. Weights and moments of the learner exist in both phases.
+    """
+    marked = [replace(part, phase=_phase_of(part.label)) for part in parts]
+    formula = f"about {shown(ASLEEP_BYTES)} for each sleeping engine"
+    return [*marked, Part("asleep engines", num_engines * ASLEEP_BYTES, formula, phase=TRAINING)]
+
+
+def engine_host_parts(cfg: RunConfig, shape: ModelShape) -> list[Part]:
+    """Return the host memory of one engine on GPUs: its sleeping weights, and offloaded parts."""
+    parts: list[Part] = []
+    if cfg.actor.sleep == 1:
+        num_bytes, formula = engine_weights(cfg, shape)
+        parts.append(Part("engine weights", num_bytes, f"{formula}, while it sleeps"))
+    if weights := _gib_argument(cfg, "cpu_offload_gb") * cfg.actor.tensor_parallel_size:
+        parts.append(Part("offloaded weights", weights, "cpu_offload_gb for each worker"))
+    if cache := _gib_argument(cfg, "kv_offloading_size"):
+        parts.append(Part("offloaded KV cache", cache, "kv_offloading_size"))
+    return parts
+
+
+def _phase_of(label: str) -> str:
+    """Return the phase in which a part is needed; "" for both."""
+    if label.startswith(("engine ", "KV cache", "incoming weights")):
+        return SAMPLING
+    return "" if label.startswith(KEPT_LABELS) else TRAINING
+
+
+def cpu_engines_parts(cfg: RunConfig, shape: ModelShape) -> list[Part]:
+    """Return the parts of all engines of a host without a GPU. Their workers share one version.
+
+    The version is the learner's if its transport is memory.
+    """
+    width = BYTES_OF[cfg.model.dtype]
+    num_workers = cfg.actor.tensor_parallel_size
+    cache = _cache_part(cfg, shape, cfg.actor.kv_cache_gib * GIB, "actor.kv_cache_gib")
+    of_engine = [
+        _weights("engine weights", shape.num_params, width),
+        _weights("incoming weights", shape.num_params, width, ", while they load"),
+        *times([cache], num_workers, "workers"),
+    ]
+    parts = times(of_engine, cfg.actor.num_engines, "engines")
+    transport = cfg.learner.weights_transport
+    is_mapped = transport in (WeightsTransport.AUTO, WeightsTransport.MEMORY)
+    if parts and (is_mapped or cfg.actor.num_engines * num_workers > 1):
+        parts.append(_weights("shared version", shape.num_params, width, " for all workers"))
+    elif parts and _keeps_versions(cfg):
+        what = f" (learner.publish={cfg.learner.publish.value})"
+        parts.append(_weights("kept version", shape.num_params, width, what))
+    return parts
+
+
+def gpu_engine_parts(
+    cfg: RunConfig, shape: ModelShape, capacity_bytes: int, *, num_engines: int
+) -> list[Part]:
+    """Return the parts of engine workers on a GPU. vLLM reserves its share at the start."""
+    actor = cfg.actor
+    whole, formula = engine_weights(cfg, shape)
+    weights = whole // actor.tensor_parallel_size
+    if actor.tensor_parallel_size > 1:
+        formula = f"({formula}) / {actor.tensor_parallel_size}"
+    parts = [Part("engine weights", weights, formula)]
+    fixed = int(_number(cfg, "kv_cache_memory_bytes"))
+    if capacity_bytes or fixed:
+        share = int(actor.gpu_memory_frac * capacity_bytes)
+        cache = fixed or max(0, share - weights - ENGINE_WORK_BYTES)
+        key = f"the rest of actor.gpu_memory_frac={actor.gpu_memory_frac:g}"
+        key = "actor.engine_args.kv_cache_memory_bytes" if fixed else key
+        parts.append(Part("engine work space", ENGINE_WORK_BYTES, "about"))
+        parts.append(_cache_part(cfg, shape, cache, key))
+    what = " (in pinned host memory if the GPU has no room)"
+    incoming = _weights("incoming weights", shape.num_params, BYTES_OF[cfg.model.dtype], what)
+    return [*times(parts, num_engines, "engines"), replace(incoming, is_peak=True)]
+
+
+def _cache_part(cfg: RunConfig, shape: ModelShape, num_bytes: int, key: str) -> Part:
+    """Return an engine's KV cache, with the number of episodes that it holds."""
+    actor = cfg.actor
+    each = max(1, kv_bytes_per_token(cfg, shape) // actor.tensor_parallel_size)
+    tokens = num_bytes // each
+    formula = (
+        f"{key}: {tokens:,} tokens of {each:,} B,"
+        f" {tokens / actor.max_model_len:,.1f} concurrent episodes of {actor.max_model_len:,}"
+    )
+    return Part("KV cache", num_bytes, formula)
+
+
+def times(parts: Sequence[Part], number: int, of: str) -> list[Part]:
+    """Return the parts of `number` equal owners together; an empty list for 0."""
+    if number == 1:
+        return list(parts)
+    several = [
+        replace(
+            p,
+            num_bytes=number * p.num_bytes,
+            formula=f"{number} {of} x ({p.formula})",
+            times=number * p.times,
+        )
+        for p in parts
+    ]
+    return several if number else []
+
+
+def shown(num_bytes: float) -> str:
+    """Return a size as text."""
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
+
 
 PROCESS_BYTES = 1 * GIB  # torch and vLLM themselves; measured: 0.7-1.1 GiB per process.
 GPU_REMEDY = (
@@ -177,8 +583,8 @@ def _programs(cfg: RunConfig, num_ranks: int, num_engines: int) -> Part:
     width = cfg.actor.tensor_parallel_size
     num_actors = -(-num_engines // cfg.actor.engines_per_process)
     num = num_ranks + num_actors + (1 if width == 1 else 1 + width) * num_engines
-    how = f"{num} processes of learner, actors and engines x {shown(PROCESS_BYTES)}"
-    return Part("programs", num * PROCESS_BYTES, how)
+    formula = f"{num} processes of learner, actors and engines x {shown(PROCESS_BYTES)}"
+    return Part("programs", num * PROCESS_BYTES, formula)
 
 
 def is_elsewhere(cfg: RunConfig) -> bool:
@@ -245,7 +651,7 @@ def _with_served(
     for engine in served_engines(cfg, assignment=assignment, num_gpus=num_gpus):
         if not engine.gpus:
             *others, host = found
-            found = [*others, replace(host, parts=[*host.parts, *engine.parts(None)])]
+            found = [*others, replace(host, parts=[*host.parts, *served_parts(engine, None)])]
         for number in engine.gpus:
             found = _with_engine(found, engine, number, on[number])
     return found
@@ -255,7 +661,7 @@ def _with_engine(
     places: Sequence[MemoryBudget], engine: ServedEngine, number: int, gpu: Gpu
 ) -> list[MemoryBudget]:
     """Return the plan with an engine on one GPU of the first node."""
-    parts = engine.parts(gpu)
+    parts = served_parts(engine, gpu)
     found = list(places)
     for at, place in enumerate(found):
         if place.name.partition(" (")[0].rpartition(", ")[2] == f"gpu {number}":
@@ -267,31 +673,53 @@ def _with_engine(
     return found
 
 
+def served_parts(engine: ServedEngine, gpu: Gpu | None) -> list[Part]:
+    """Return the memory of an engine on a host, or on each of its GPUs.
+
+    Args:
+        gpu: None for an engine without a GPU.
+
+    Raises: ConfigError: a setting that the plan reads is no number.
+    """
+    shape = read_shape(engine.folder)
+    parted = (setting.partition("=") for setting in engine.settings)
+    settings = {key: value for key, _, value in parted}
+    width = BYTES_OF.get(settings.get("model.dtype", ""), 2)
+    num_gpus = max(1, len(engine.gpus))
+    weights = shape.num_params * width // num_gpus
+    shared = f" / {num_gpus} GPUs" if num_gpus > 1 else ""
+    formula = f"{shape.num_params / 1e6:,.1f}M x {width} B{shared}"
+    parts = [Part(f"{engine.role} weights", weights, formula)]
+    key, default, kind = "actor.gpu_memory_frac", "0.85", float
+    if gpu is None:
+        key, default, kind = "actor.kv_cache_gib", "1", int
+    try:
+        value = kind(settings.get(key, default))
+    except ValueError as error:
+        expected = "a whole number" if kind is int else "a number"
+        where = f"{engine.section}.serve=[{key}={settings[key]}]"
+        raise ConfigError(f"{where}: expects {expected}") from error
+    if gpu is None:
+        cache = Part(f"{engine.role} KV cache", int(value * GIB), f"{key}={value}")
+        programs = Part(f"{engine.role} programs", 2 * PROCESS_BYTES, "2 processes of its engine")
+        return [*parts, cache, programs]
+    rest = max(0, int(value * gpu.memory_bytes) - weights)
+    formula = f"the rest of {key}={value:g} of its engine"
+    return [*parts, Part(f"{engine.role} cache, work space", rest, formula)]
+
+
 def plan_lines(places: Sequence[MemoryBudget]) -> list[str]:
     """Return the plan as a table. Equal neighbours are merged into one entry."""
     lines: list[str] = []
-    for alike in _equal_places(places):
-        place = alike[0]
-        more = len(alike) - 1
+    for _, group in groupby(places, key=lambda p: (p.parts, p.capacity_bytes, p.remedy)):
+        place, *equal = group
         of = f" of {shown(place.capacity_bytes)}" if place.capacity_bytes else ""
-        name = place.name + (
-            f" and {counted(more, 'equal one')}, up to {alike[-1].name}" if more else ""
-        )
-        lines.append(f"memory, {name}: about {shown(place.total_bytes)}{of}")
-        lines += [
-            f"  {shown(p.num_bytes):>9}  {p.label:<27}  {_calculation(p)}" for p in place.parts
-        ]
+        to = f" and {counted(len(equal), 'equal one')}, up to {equal[-1].name}" if equal else ""
+        lines.append(f"memory, {place.name}{to}: about {shown(place.total_bytes)}{of}")
+        for part in place.parts:
+            phase = f"; only while {part.phase}" if part.phase else ""
+            lines.append(f"  {shown(part.num_bytes):>9}  {part.label:<27}  {part.formula}{phase}")
     return lines
-
-
-def _calculation(part: Part) -> str:
-    return f"{part.how}; only while {part.phase}" if part.phase else part.how
-
-
-def _equal_places(places: Sequence[MemoryBudget]) -> Iterator[list[MemoryBudget]]:
-    """Yield places with equal plans together."""
-    for _, alike in groupby(places, key=lambda p: (p.parts, p.capacity_bytes, p.remedy)):
-        yield list(alike)
 
 
 def lines_here(cfg: RunConfig) -> list[str]:
@@ -312,7 +740,7 @@ def check_memory(cfg: RunConfig, places: Sequence[MemoryBudget], shape: ModelSha
     for place in places:
         if place.capacity_bytes and place.total_bytes > place.capacity_bytes:
             largest = sorted(place.parts, key=lambda p: (p.is_peak, -p.num_bytes))[:3]
-            most = "; ".join(f"{p.label} {shown(p.num_bytes)} = {p.how}" for p in largest)
+            most = "; ".join(f"{p.label} {shown(p.num_bytes)} = {p.formula}" for p in largest)
             raise ConfigError(
                 f"memory: the run needs about {shown(place.total_bytes)} on {place.name}, which"
                 f" has {shown(place.capacity_bytes)} ({most}). Remedies: {place.remedy}"

@@ -30,8 +30,7 @@ from learner.policy.model_shape import ModelShape, check_heads, check_weights, r
 from learner.training.shards import check_whole
 from learner.wandb_sink import check_mode
 from tools.checks.gpu_placement import GpuAssignment, assign_gpus, check_slices
-from tools.checks.memory_parts import kv_bytes_per_token
-from tools.checks.memory_plan import check_memory, is_elsewhere, plan_here
+from tools.checks.memory_plan import check_memory, is_elsewhere, kv_bytes_per_token, plan_here
 from tools.checks.served_engines import check_teacher
 from tools.copies.store import check_target
 from tools.launch.base import cluster_address

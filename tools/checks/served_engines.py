@@ -5,7 +5,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from actor.seats.engines import KEY_VARIABLE as OPPONENT_KEY
 from actor.seats.engines import opponent_role, past_role
@@ -13,7 +13,7 @@ from common.config.actor import PAST
 from common.config.learner import ShardPlace
 from common.config.run_config import Launcher, RunConfig
 from common.errors import ConfigError
-from common.host.machine import GIB, Gpu
+from common.host.machine import GIB
 from common.repository import ROOT
 from envhub.envs.dataset.judges.options import KEY_VARIABLE as JUDGE_KEY
 from envhub.envs.dataset.judges.options import find_model, role_name
@@ -21,10 +21,6 @@ from learner.policy.model_shape import BYTES_OF, ModelShape, read_shape
 from learner.teacher.scores import KEY_VARIABLE as TEACHER_KEY
 from learner.teacher.scores import TEACHER
 from tools.checks.gpu_placement import GpuAssignment, engine_gpus, used_gpus
-from tools.checks.memory_parts import Part
-
-Number = TypeVar("Number", int, float)
-PROCESS_BYTES = 2 * GIB  # torch and vLLM in the two processes of an engine on a CPU.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,48 +38,6 @@ class ServedEngine:
     def overrides(self) -> tuple[str, ...]:
         """The settings with the model first."""
         return (f"model.path={self.folder}", *self.settings)
-
-    def parts(self, gpu: Gpu | None) -> list[Part]:
-        """Return its memory on a host, or on each of its GPUs.
-
-        Args:
-            gpu: None for an engine without a GPU.
-
-        Raises: ConfigError: a setting that the plan reads is no number.
-        """
-        shape = read_shape(self.folder)
-        settings = _values(self.settings)
-        width = BYTES_OF.get(settings.get("model.dtype", ""), 2)
-        num_gpus = max(1, len(self.gpus))
-        weights = shape.num_params * width // num_gpus
-        shared = f" / {num_gpus} GPUs" if num_gpus > 1 else ""
-        how = f"{shape.num_params / 1e6:,.1f}M x {width} B{shared}"
-        parts = [Part(f"{self.role} weights", weights, how)]
-        if gpu is None:
-            cache = self._number(settings, "actor.kv_cache_gib", int, default="1")
-            parts.append(Part(f"{self.role} KV cache", cache * GIB, f"actor.kv_cache_gib={cache}"))
-            programs = Part(f"{self.role} programs", PROCESS_BYTES, "2 processes of its engine")
-            return [*parts, programs]
-        frac = self._number(settings, "actor.gpu_memory_frac", float, default="0.85")
-        rest = max(0, int(frac * gpu.memory_bytes) - weights)
-        how = f"the rest of actor.gpu_memory_frac={frac:g} of its engine"
-        return [*parts, Part(f"{self.role} cache, work space", rest, how)]
-
-    def _number(
-        self, settings: Mapping[str, str], key: str, kind: type[Number], *, default: str
-    ) -> Number:
-        """Return a setting as a number. Raises: ConfigError."""
-        value = settings.get(key, default)
-        try:
-            return kind(value)
-        except ValueError as error:
-            names = {int: "a whole number", float: "a number"}
-            where = f"{self.section}.serve=[{key}={value}]"
-            raise ConfigError(f"{where}: expects {names[kind]}") from error
-
-
-def _values(overrides: Sequence[str]) -> dict[str, str]:
-    return {key: value for key, _, value in (each.partition("=") for each in overrides)}
 
 
 MAX_MODEL_LEN = 16_384  # Tokens. A longer context needs more cache than most machines have.

@@ -8,7 +8,7 @@ from common.config.learner import LoraSection
 from learner.policy.model import load_policy
 from learner.policy.model_shape import read_shape
 from tests.learner.experts import config_of, make_experts, save_experts
-from tools.checks.memory_parts import lora_params
+from tools.checks.memory_plan import lora_params
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "granitemoe"])

@@ -36,7 +36,7 @@ from tests.learner.builders import VOCAB, make_samples
 from tests.learner.policy.test_loading import rank_of
 from tests.learner.training.test_rank_workers import ranks_of, weights_after
 from tests.marks import long_for
-from tools.checks.memory_parts import adamw_part
+from tools.checks.memory_plan import adamw_part
 
 
 def wide_model(*, seed: int = 0, width: int = 64) -> Qwen3ForCausalLM:

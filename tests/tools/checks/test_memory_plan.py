@@ -107,7 +107,7 @@ def test_cache_of_another_dtype_holds_more_tokens(
     (host,) = make_plan(cfg, shape, on=(), host_bytes=0)
     (cache,) = [part for part in host.parts if part.label == "KV cache"]
     each = 2 * 24 * 2 * 64 * num_bytes
-    assert f"{GIB // each:,} tokens of {each:,} B" in cache.how
+    assert f"{GIB // each:,} tokens of {each:,} B" in cache.formula
 
 
 def test_plan_names_arguments_of_vllm_that_it_cannot_count() -> None:

@@ -10,7 +10,7 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.host.machine import GIB, Gpu
 from tools.checks.gpu_placement import GpuAssignment, assign_gpus
-from tools.checks.memory_plan import MemoryBudget, _with_served, plan_here
+from tools.checks.memory_plan import MemoryBudget, _with_served, plan_here, served_parts
 from tools.checks.served_engines import served_engines
 
 TINY = "configs/policies/tiny"
@@ -101,4 +101,4 @@ def test_setting_that_is_no_number_is_named(gpu: Gpu | None) -> None:
     cfg = replace(TEACHER, algorithm=replace(TEACHER.algorithm, teacher=teacher))
     (engine,) = served_engines(cfg)
     with pytest.raises(ConfigError, match=rf"algorithm\.teacher\.serve=\[{key}=much\]: expects a"):
-        engine.parts(gpu)
+        served_parts(engine, gpu)
