@@ -15,7 +15,7 @@ from benchmarks.gpu.sizes import SMALL
 from benchmarks.learner.checks.bench import DeviceBench
 from benchmarks.learner.checks.weights import add_actor_cost, run_engine
 from benchmarks.learner.engine import MAX_TOKEN_MS, MAX_TURN_MS
-from benchmarks.runs.real_run import (
+from benchmarks.real_run import (
     TRAINING_ALONE,
     await_success,
     check_end,

@@ -17,7 +17,7 @@ from benchmarks.chaos import machine
 from benchmarks.chaos.clock import JumpingClock
 from benchmarks.chaos.connections import reset_connections
 from benchmarks.chaos.plan import Fault, FaultType
-from benchmarks.runs.roles import Role, roles_below
+from benchmarks.real_run import Role, roles_below
 from common.store.run_dir import RunDir
 from common.wire.codec import encode
 from common.wire.security import load_keys

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from benchmarks.runs.roles import Role
+from benchmarks.real_run import Role
 
 
 class FaultType(StrEnum):

@@ -16,8 +16,7 @@ from benchmarks.chaos.faults import FAULT_S, FaultyRun, NotPossible
 from benchmarks.chaos.machine import isolate, release
 from benchmarks.chaos.plan import ALL_FAULTS, Fault, FaultType, deal
 from benchmarks.chaos.watch import StepObserver, read_json
-from benchmarks.runs.real_run import TRAINING_ALONE, await_success, check_end, read_lines, running
-from benchmarks.runs.roles import Role
+from benchmarks.real_run import TRAINING_ALONE, Role, await_success, check_end, read_lines, running
 from benchmarks.suite import Suite
 from common.errors import LongstrideError
 from common.host.child_process import ChildProcess

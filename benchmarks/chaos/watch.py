@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runs.roles import Role
+from benchmarks.real_run import Role
 from common.http.blocking import request
 from common.store.run_dir import RunDir
 

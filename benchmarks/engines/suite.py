@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.engines.counter import read_tokens
-from benchmarks.runs.real_run import check_end, child
+from benchmarks.real_run import check_end, child
 from benchmarks.suite import Suite
 from common.config.load import load_config
 from common.errors import LongstrideError
@@ -93,7 +93,7 @@ def measure(
         hub = start("envhub", "run.py", "envhub", *where)
         scheduler = start("scheduler", "run.py", "scheduler", *where)
         scheduler.wait_until((run_dir.addresses / "scheduler").exists, timeout_s=START_S)
-        intake = start("intake", "-m", "benchmarks.transport.ends", "intake", str(run_dir.root))
+        intake = start("intake", "-m", "benchmarks.transport", "intake", str(run_dir.root))
         token_s = SLOWDOWN * SLOTS / TOKENS_PER_S
         own = (str(clocks_dir), str(token_s), str(num_words(folder / "policy")), *engines)
         clocks = start("clocks", "-m", "benchmarks.engines.clocks", *own)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.runs.real_run import await_success, check_end, child, running
+from benchmarks.real_run import await_success, check_end, child, running
 from benchmarks.study.intervals import gap
 from benchmarks.study.outcome import SeedResult, begin, read_outcome
 from benchmarks.study.plan import CONFIG, Run, Study, merged, read_study

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.runs.real_run import read_lines
+from benchmarks.real_run import read_lines
 from common.cpu import cpu_seconds
 from common.errors import ConfigError
 from common.store.run_dir import RunDir, write_atomically

@@ -13,7 +13,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.runs.real_run import await_success, child, read_lines, train
+from benchmarks.real_run import await_success, child, read_lines, train
 from benchmarks.study.outcome import begin
 from benchmarks.study.plan import CONFIG, OWN, merged
 from benchmarks.study.sides import Course, Side, StepClocks, add_sides, comparison, steps_of

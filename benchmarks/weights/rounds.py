@@ -13,7 +13,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from benchmarks.runs.real_run import await_success, child
+from benchmarks.real_run import await_success, child
 from benchmarks.weights.receiver import HOST, TIMEOUT_S, Receiver, TransferPeer, meet
 from common.errors import LongstrideError, WeightSyncError
 from common.host.child_process import ChildProcess

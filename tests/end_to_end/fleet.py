@@ -180,7 +180,7 @@ def is_zombie(process: psutil.Process) -> bool:
 
 def be(role: str, arguments: list[Any], namespace: str) -> None:
     """Be a role, in a network of its own if one is named."""
-    from benchmarks.transport import ends
+    from benchmarks import transport
     from scheduler import main as scheduler
     from tests.end_to_end import simulated_actor
 
@@ -192,7 +192,7 @@ def be(role: str, arguments: list[Any], namespace: str) -> None:
     if role == "actor":
         simulated_actor.main(*arguments)
     elif role == "learner":
-        ends.take_in(run_dir.root)
+        transport.take_in(run_dir.root)
     else:
         scheduler.run(load_config(str(run_dir.config), []), run_dir)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from benchmarks.runs.real_run import TRAINING_ALONE, train
+from benchmarks.real_run import TRAINING_ALONE, train
 from common.config.load import load_config
 from common.store.run_dir import RunDir
 from learner.journal.metrics import read_metrics

@@ -32,7 +32,7 @@ from benchmarks.chaos.suite import (
     quantile,
 )
 from benchmarks.chaos.watch import StepObserver
-from benchmarks.runs.roles import Role, roles_below
+from benchmarks.real_run import Role, roles_below
 from common.store.run_dir import RunDir
 
 NOBODY = 1 << 30  # no process has this number

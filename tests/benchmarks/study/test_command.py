@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.runs.real_run import child
+from benchmarks.real_run import child
 from benchmarks.study.command import StudyWork, report
 from benchmarks.study.outcome import begin
 from benchmarks.study.plan import Study, merged, names, read_study

@@ -5,7 +5,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from benchmarks.runs.real_run import TRAINING_ALONE, read_lines, train
+from benchmarks.real_run import TRAINING_ALONE, read_lines, train
 from benchmarks.suite import Suite
 from common.config.train import TrainMode
 

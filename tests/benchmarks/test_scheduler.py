@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.scheduler.suite import BenchLearner, measure_core
+from benchmarks.scheduler import BenchLearner, measure_core
 from common.wire.messages import Outcomes, StepDone
 from tests.scheduler.builders import Table, make_config
 

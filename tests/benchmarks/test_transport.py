@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.transport.ends import GROUP_SIZE, NUM_TOKENS, encoded
-from benchmarks.transport.suite import measure
+from benchmarks.transport import GROUP_SIZE, NUM_TOKENS, encoded, measure
 from common.wire.codec import decode
 from learner.ingest.intake import refusal
 from learner.journal.journal import read_journal

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.runs.end_to_end import FIRST_STEP, LAST_STEP, LONG_TAIL, window_s
-from benchmarks.runs.real_run import TRAINING_ALONE, cpu_seconds
+from benchmarks.end_to_end import FIRST_STEP, LAST_STEP, LONG_TAIL, window_s
+from benchmarks.real_run import TRAINING_ALONE, cpu_seconds
 from common.config.load import load_config
 from common.host.guardian import MARKS, find_marked, kill_marked
 from common.repository import ROOT
@@ -50,7 +50,7 @@ def test_runs_with_a_long_tail_have_a_valid_configuration() -> None:
 STUDY = """
 import sys
 from pathlib import Path
-from benchmarks.runs.real_run import train
+from benchmarks.real_run import train
 train("run", ["log.wandb=disabled"], folder=Path(sys.argv[1]), timeout_s=600, config="smoke")
 """
 
