@@ -11,8 +11,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.gpu.sizes import SMALL
-from benchmarks.learner.checks.bench import DeviceBench
+from benchmarks.learner.checks.bench import SMALL, DeviceBench
 from benchmarks.learner.checks.weights import add_actor_cost, run_engine
 from benchmarks.learner.engine import MAX_TOKEN_MS, MAX_TURN_MS
 from benchmarks.real_run import (

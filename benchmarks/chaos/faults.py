@@ -1,13 +1,18 @@
-"""Injects faults into a run, and ends those that are temporary."""
+"""The fault schedule; it injects faults into a run, and ends those that are temporary."""
 
+import ctypes
+import itertools
 import logging
 import os
+import random
 import resource
 import signal
+import struct
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 import psutil
@@ -15,8 +20,6 @@ import zmq
 
 from benchmarks.chaos import machine
 from benchmarks.chaos.clock import JumpingClock
-from benchmarks.chaos.connections import reset_connections
-from benchmarks.chaos.plan import Fault, FaultType
 from benchmarks.real_run import Role, roles_below
 from common.store.run_dir import RunDir
 from common.wire.codec import encode
@@ -34,6 +37,87 @@ NUM_CORRUPT = 200
 NUM_AGAIN = 20  # Number of repeated trajectories.
 ROOM_BYTES = 16 << 20  # Address space that a process without memory may still allocate.
 AHEAD_S = 3_600  # Size of a clock jump.
+PIDFD_GETFD = 438  # The number is the same on all architectures.
+# A struct sockaddr with AF_UNSPEC. Connecting to it dissolves a connection.
+UNSPECIFIED = struct.pack("H14x", 0)
+
+
+class FaultType(StrEnum):
+    """The type of a fault."""
+
+    KILL = "kill -9"
+    STOP = "stopped"  # SIGSTOP, then SIGCONT, as on a machine that swaps or migrates.
+    RESET = "connections reset"
+    NO_MEMORY = "no memory"  # Allocations fail for some time.
+    KILL_AGAIN = "killed at each start"
+    CORRUPT = "corrupt messages"
+    DUPLICATE = "messages again"
+    SLOW_NETWORK = "slow, lossy network"
+    DROPPED = "packets dropped"
+    DISK_FULL = "disk full"
+    CLOCK = "clock jumps"  # An hour ahead, and back.
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault and its target."""
+
+    kind: FaultType
+    role: Role | None = None  # None: the fault affects the machine.
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind.value}: {self.role.value}" if self.role else self.kind.value
+
+
+CONNECTED = (Role.SCHEDULER, Role.LEARNER, Role.RANK, Role.ACTOR, Role.HUB)
+ALL_FAULTS = (
+    *(Fault(FaultType.KILL, role) for role in Role),
+    *(Fault(FaultType.STOP, role) for role in Role),
+    *(Fault(FaultType.RESET, role) for role in CONNECTED),
+    *(Fault(FaultType.NO_MEMORY, role) for role in (Role.LEARNER, Role.ENGINE, Role.HUB)),
+    *(Fault(FaultType.KILL_AGAIN, role) for role in (Role.SCHEDULER, Role.HUB)),
+    *(Fault(FaultType.CORRUPT, role) for role in (Role.SCHEDULER, Role.LEARNER)),
+    Fault(FaultType.DUPLICATE, Role.LEARNER),
+    Fault(FaultType.SLOW_NETWORK),
+    Fault(FaultType.DROPPED),
+    Fault(FaultType.DISK_FULL),
+    Fault(FaultType.CLOCK),
+)
+
+
+def deal(faults: tuple[Fault, ...], *, seed: int) -> Iterator[Fault]:
+    """Yield an endless series: each fault once in random order, then all again in a new order."""
+    draw = random.Random(seed)
+    for _ in itertools.count():
+        deck = list(faults)
+        draw.shuffle(deck)
+        yield from deck
+
+
+def reset_connections(process: psutil.Process) -> int:
+    """Reset the established TCP connections of a process. Both ends get an error at once.
+
+    Returns: the number of reset connections.
+
+    Raises: OSError: the system or its ptrace policy does not allow it.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    num_reset = 0
+    with ExitStack() as stack:
+        watched = os.pidfd_open(process.pid)
+        stack.callback(os.close, watched)
+        for connection in process.net_connections(kind="tcp"):
+            if connection.status != psutil.CONN_ESTABLISHED or connection.fd < 0:
+                continue
+            fd = libc.syscall(PIDFD_GETFD, watched, connection.fd, 0)
+            if fd < 0:
+                raise OSError(ctypes.get_errno(), f"pidfd_getfd of process {process.pid}")
+            stack.callback(os.close, fd)
+            num_reset += libc.connect(fd, UNSPECIFIED, len(UNSPECIFIED)) == 0
+    return num_reset
+
+
 NETWORK = {FaultType.SLOW_NETWORK: machine.slow_network, FaultType.DROPPED: machine.drop_packets}
 
 
@@ -112,20 +196,20 @@ class FaultyRun:
 
     def _newest_process(self, role: Role) -> psutil.Process:
         """Return the newest process of a role. Raises: NotPossible: there is none."""
-        found = self._processes(role)
-        if not found:
+        processes = self._processes(role)
+        if not processes:
             raise NotPossible(f"no {role} runs at the moment")
-        return found[-1]
+        return processes[-1]
 
     def _kill_again(self, role: Role) -> None:
         """Kill a role, and repeatedly kill its restarted process."""
         for _ in range(NUM_KILLED_AGAIN):
             deadline = time.monotonic() + START_S
-            while not (found := self._processes(role)):
+            while not (victims := self._processes(role)):
                 if time.monotonic() > deadline:
                     return
                 time.sleep(POLL_S)
-            for victim in found:
+            for victim in victims:
                 with suppress(psutil.NoSuchProcess):
                     victim.kill()
                     victim.wait(START_S)
@@ -140,7 +224,7 @@ class FaultyRun:
 
     def _send_again(self) -> None:
         """Send trajectories that the journal already contains, as after a lost acknowledgement."""
-        last = [each for _, each in read_journal(self.run_dir.journal)][-NUM_AGAIN:]
+        last = [trajectory for _, trajectory in read_journal(self.run_dir.journal)][-NUM_AGAIN:]
         if not last:
             raise NotPossible("the journal is empty")
         with self._dealers(Role.LEARNER) as dealers:
@@ -155,8 +239,8 @@ class FaultyRun:
     def _dealers(self, role: Role) -> Generator[list[zmq.Socket[bytes]]]:
         """Yield sockets with the key of the run's actors, connected to every port of a role."""
         keys = load_keys(self.run_dir.keys)
-        found = self._newest_process(role).net_connections(kind="tcp")
-        ports = [each.laddr.port for each in found if each.status == psutil.CONN_LISTEN]
+        connections = self._newest_process(role).net_connections(kind="tcp")
+        ports = [end.laddr.port for end in connections if end.status == psutil.CONN_LISTEN]
         if not ports:
             raise NotPossible(f"{role} does not listen at the moment")
         with zmq.Context() as context, ExitStack() as stack:

@@ -12,9 +12,16 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.chaos.clock import make_clock
-from benchmarks.chaos.faults import FAULT_S, FaultyRun, NotPossible
+from benchmarks.chaos.faults import (
+    ALL_FAULTS,
+    FAULT_S,
+    Fault,
+    FaultType,
+    FaultyRun,
+    NotPossible,
+    deal,
+)
 from benchmarks.chaos.machine import isolate, release
-from benchmarks.chaos.plan import ALL_FAULTS, Fault, FaultType, deal
 from benchmarks.chaos.watch import StepObserver, read_json
 from benchmarks.real_run import TRAINING_ALONE, Role, await_success, check_end, read_lines, running
 from benchmarks.suite import Suite

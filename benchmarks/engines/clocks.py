@@ -28,7 +28,7 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
-from benchmarks.engines.counter import COUNTER
+from benchmarks.engines.suite import COUNTER
 
 MIN_TOKENS = 60  # Tokens of a turn, 100 on average.
 MAX_TOKENS = 140

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import struct
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -9,7 +10,6 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.engines.counter import read_tokens
 from benchmarks.real_run import check_end, child
 from benchmarks.suite import Suite
 from common.config.load import load_config
@@ -22,6 +22,7 @@ from common.store.run_dir import RunDir
 from common.store.run_start import save_config
 from common.wire.security import create_keys
 
+COUNTER = "tokens"  # File with one number, 8 bytes: the tokens that all clocks have sampled.
 NUM_ENGINES = 64
 ENGINES_PER_PROCESS = 16
 TOKENS_PER_S = 2_000.0  # Speed of each engine.
@@ -160,6 +161,12 @@ def num_words(model: Path) -> int:
     """Return the number of words that a model's tokenizer can decode."""
     tokenizer = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))
     return len(tokenizer["model"]["vocab"])
+
+
+def read_tokens(folder: Path) -> int:
+    """Return the number of tokens that all clocks have sampled."""
+    path = folder / COUNTER
+    return struct.unpack("q", path.read_bytes())[0] if path.exists() else 0
 
 
 def _await_tokens(clocks_dir: Path, num_tokens: int, roles: list[ChildProcess]) -> None:

@@ -18,8 +18,7 @@ from typing import Any, TextIO
 import torch
 
 from benchmarks.gpu.plan import GpuCheck, why_left_out
-from benchmarks.gpu.sizes import SIZES
-from benchmarks.learner.checks.bench import DeviceBench
+from benchmarks.learner.checks.bench import SIZES, DeviceBench
 from benchmarks.suite import Suite
 
 

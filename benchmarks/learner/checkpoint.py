@@ -8,8 +8,8 @@ from statistics import median
 
 from transformers import AutoTokenizer
 
-from benchmarks.gpu.sizes import SMALL
 from benchmarks.learner.batch import MAX_LAG, ModelShape, make_batch, make_random_model
+from benchmarks.learner.checks.bench import SMALL
 from benchmarks.learner.step import STILL, make_trainer
 from common.config.algorithm import AlgorithmSection
 from common.config.learner import LearnerSection, Precision

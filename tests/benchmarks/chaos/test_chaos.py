@@ -18,9 +18,15 @@ import psutil
 import pytest
 
 from benchmarks.chaos.clock import make_clock
-from benchmarks.chaos.connections import reset_connections
-from benchmarks.chaos.faults import FaultyRun, NotPossible
-from benchmarks.chaos.plan import ALL_FAULTS, Fault, FaultType, deal
+from benchmarks.chaos.faults import (
+    ALL_FAULTS,
+    Fault,
+    FaultType,
+    FaultyRun,
+    NotPossible,
+    deal,
+    reset_connections,
+)
 from benchmarks.chaos.suite import (
     ADAPTERS,
     DELTA,

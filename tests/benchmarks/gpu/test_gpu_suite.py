@@ -17,10 +17,9 @@ from benchmarks.command import bench
 from benchmarks.gpu import worker
 from benchmarks.gpu.checks import count_calls, random_shape
 from benchmarks.gpu.plan import CHECKS, GpuCheck, choose, why_left_out
-from benchmarks.gpu.sizes import ON_GPU, SMALL
 from benchmarks.gpu.suite import CheckProgress, CheckRun, ResultLines, SuiteRequest, run_suite
 from benchmarks.learner.batch import BatchShape
-from benchmarks.learner.checks.bench import DeviceBench
+from benchmarks.learner.checks.bench import ON_GPU, SMALL, DeviceBench
 from benchmarks.suite import Suite
 from common.errors import ConfigError
 from common.host.machine import has_cuda

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu.sizes import SMALL
 from benchmarks.learner.batch import (
     MODELS,
     BatchShape,
@@ -19,6 +18,7 @@ from benchmarks.learner.batch import (
 )
 from benchmarks.learner.checkpoint import measure_checkpoints
 from benchmarks.learner.checks.agreement import canary_delta, score
+from benchmarks.learner.checks.bench import SMALL
 from benchmarks.learner.checks.training import step_flops
 from benchmarks.learner.checks.weights import TOKENIZER
 from benchmarks.learner.engine import EngineRun, measure_engine
