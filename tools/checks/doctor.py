@@ -54,7 +54,7 @@ class Check:
     """One line of `doctor`."""
 
     what: str
-    found: str
+    result: str
     remedy: str  # "" if there is no problem.
     is_optional: bool = False  # A run can start without it.
 
@@ -79,8 +79,8 @@ def doctor(request: ParsedCommand) -> int:
     checks += [
         _examine_environment(name, needs) for name, needs in examine_environments(cfg).items()
     ]
-    found, lacking = ("all requirements are met", "") if not missing else ("", "; ".join(missing))
-    checks.append(Check(what="environments", found=found, remedy=lacking))
+    result, lacking = ("all requirements are met", "") if not missing else ("", "; ".join(missing))
+    checks.append(Check(what="environments", result=result, remedy=lacking))
     name = request.config or cfg.run.name or DEFAULT_CONFIG
     checks.append(_examine_config(cfg, name=name, problem=problem, missing=missing))
     return _print_table(checks, *_plan(cfg), *preview_lines(cfg))
@@ -94,8 +94,8 @@ def _print_table(checks: Sequence[Check], *below: str) -> int:
 
 def _examine_environment(name: str, missing: Sequence[str]) -> Check:
     """Return the check of one environment."""
-    found = "cannot run here" if missing else "can run here"
-    return Check(what=f"env {name}", found=found, remedy="; ".join(missing), is_optional=True)
+    result = "cannot run here" if missing else "can run here"
+    return Check(what=f"env {name}", result=result, remedy="; ".join(missing), is_optional=True)
 
 
 def _plan(cfg: RunConfig) -> list[str]:
@@ -117,9 +117,9 @@ def _examine_config(cfg: RunConfig, *, name: str, problem: str, missing: Sequenc
         (check_dry if is_stand_in else check)(cfg, missing=missing)
         check_devices(cfg)
     except ConfigError as error:
-        return Check(what=what, found="a run cannot start", remedy=str(error))
+        return Check(what=what, result="a run cannot start", remedy=str(error))
     needs = "; ".join(f"{p.name} {p.total_bytes / GIB:.1f} GiB" for p in plan_here(cfg))
-    return Check(what=what, found=f"a run can start and needs memory: {needs}", remedy="")
+    return Check(what=what, result=f"a run can start and needs memory: {needs}", remedy="")
 
 
 def examine_quickly(overrides: Sequence[str]) -> list[Check]:
@@ -128,8 +128,8 @@ def examine_quickly(overrides: Sequence[str]) -> list[Check]:
     load = os.getloadavg()[0]
     is_busy = load > MAX_LOAD * cores
     remedy = "stop other programs that use the cores; they slow down a run" if is_busy else ""
-    found = f"{counted(cores, 'core', form='g')}, load {load:.1f}"
-    busy = Check(what="cores", found=found, remedy=remedy, is_optional=True)
+    result = f"{counted(cores, 'core', form='g')}, load {load:.1f}"
+    busy = Check(what="cores", result=result, remedy=remedy, is_optional=True)
     folder = ROOT / (override_value(overrides, "run.dir") or "runs")
     return [
         *_examine_versions(),
@@ -149,8 +149,8 @@ def _examine_folder(folder: Path) -> Check:
             pass
     except OSError as error:
         remedy = f"set run.dir to a writable folder ({error.strerror})"
-        return Check(what="run folder", found=str(folder), remedy=remedy)
-    return Check(what="run folder", found=f"{folder} is writable", remedy="")
+        return Check(what="run folder", result=str(folder), remedy=remedy)
+    return Check(what="run folder", result=f"{folder} is writable", remedy="")
 
 
 def _examine_port() -> Check:
@@ -161,13 +161,13 @@ def _examine_port() -> Check:
             try:
                 listener.bind((loopback(), port))
             except OSError as error:
-                found = f"{bracketed(loopback())}:{port}: {error.strerror}"
+                result = f"{bracketed(loopback())}:{port}: {error.strerror}"
                 free = "allow programs to listen at ports of this machine"
                 if port:
                     free = "nothing to do: the dashboard uses the next free port"
-                return Check(what="ports", found=found, remedy=free, is_optional=port > 0)
-    found = f"programs can listen; {DASHBOARD_PORT}, the dashboard's port, is free"
-    return Check(what="ports", found=found, remedy="")
+                return Check(what="ports", result=result, remedy=free, is_optional=port > 0)
+    result = f"programs can listen; {DASHBOARD_PORT}, the dashboard's port, is free"
+    return Check(what="ports", result=result, remedy="")
 
 
 def examine_machine() -> list[Check]:
@@ -175,7 +175,7 @@ def examine_machine() -> list[Check]:
     checks = [*_examine_versions(), _examine_compiler(), *_examine_cpu()]
     checks += [_examine_memory(), _examine_disk()]
     names = list_configs()
-    checks.append(Check(what="configs", found=", ".join(names) or "none", remedy=""))
+    checks.append(Check(what="configs", result=", ".join(names) or "none", remedy=""))
     return checks
 
 
@@ -186,26 +186,28 @@ def _examine_versions() -> list[Check]:
     on_linux = "" if platform.system() == "Linux" else "use Linux: the engine (vLLM) needs it"
     is_new = sys.version_info >= (3, 11)
     checks = [
-        Check(what="system", found=system, remedy=on_linux),
-        Check(what="python", found=python, remedy="" if is_new else "install Python 3.11 or newer"),
+        Check(what="system", result=system, remedy=on_linux),
+        Check(
+            what="python", result=python, remedy="" if is_new else "install Python 3.11 or newer"
+        ),
     ]
     lock = "requirements-gpu.lock" if machine.has_cuda() else "requirements-cpu.lock"
     pinned = pinned_versions(ROOT / lock)
     checks += [examine_package(names.split("|"), pinned) for names in _PACKAGES]
-    found = ", ".join(f"{g.name} {g.memory_bytes / GIB:.0f} GiB" for g in machine.gpus())
-    checks.append(Check(what="gpu", found=found or "none; a run uses the CPU", remedy=""))
+    result = ", ".join(f"{g.name} {g.memory_bytes / GIB:.0f} GiB" for g in machine.gpus())
+    checks.append(Check(what="gpu", result=result or "none; a run uses the CPU", remedy=""))
     return checks
 
 
 def format_checks(checks: Sequence[Check]) -> str:
     """Return the table of `doctor` as text."""
-    width = max(len(each.what) for each in checks)
+    width = max(len(row.what) for row in checks)
     lines: list[str] = []
-    for each in checks:
-        state = ("opt" if each.is_optional else "FIX") if each.remedy else "ok "
-        lines.append(f"{state}  {each.what:<{width}}  {each.found}".rstrip())
-        if each.remedy:
-            lines.append(f"     {'':<{width}}  -> {each.remedy}")
+    for row in checks:
+        state = ("opt" if row.is_optional else "FIX") if row.remedy else "ok "
+        lines.append(f"{state}  {row.what:<{width}}  {row.result}".rstrip())
+        if row.remedy:
+            lines.append(f"     {'':<{width}}  -> {row.remedy}")
     return "\n".join(lines)
 
 
@@ -220,41 +222,41 @@ def examine_package(names: Sequence[str], pinned: Mapping[str, str]) -> Check:
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return _compare_version(name, importlib.metadata.version(name), wanted)
-    found = f"missing (pinned: {wanted})" if wanted else "missing"
-    return Check(what=names[0], found=found, remedy="run `make setup`")
+    result = f"missing (pinned: {wanted})" if wanted else "missing"
+    return Check(what=names[0], result=result, remedy="run `make setup`")
 
 
 def _compare_version(name: str, version: str, wanted: str) -> Check:
     """Return the check of an installed version; without a pinned one, it always passes."""
     if not wanted:
-        return Check(what=name, found=version, remedy="")
+        return Check(what=name, result=version, remedy="")
     # torch's version also names its build, as in 2.13.0+cpu.
     is_same = version == wanted or version.partition("+")[0] == wanted
     remedy = "" if is_same else "the tests ran with the pinned version; `make setup` installs it"
-    found = f"{version} (pinned: {wanted})"
-    return Check(what=name, found=found, remedy=remedy, is_optional=True)
+    result = f"{version} (pinned: {wanted})"
+    return Check(what=name, result=result, remedy=remedy, is_optional=True)
 
 
 def _examine_compiler() -> Check:
     """Return the check of the C++ compiler, which only CPU engines need."""
     problem = machine.compiler_problem()
     remedy = f"install {machine.COMPILER_PACKAGES}" if problem else ""
-    found = problem or "it compiles with Python's headers"
-    return Check(what="c++ compiler", found=found, remedy=remedy, is_optional=machine.has_cuda())
+    result = problem or "it compiles with Python's headers"
+    return Check(what="c++ compiler", result=result, remedy=remedy, is_optional=machine.has_cuda())
 
 
 def _examine_cpu() -> list[Check]:
     """Return the checks of the CPU's vector units and of the permission to use AMX tiles."""
     units = machine.cpu_units()
     precision = "bf16" if machine.has_bf16_units() else "fp32 (no bf16 units)"
-    found = f"{', '.join(units) or 'no known vector units'}; probably faster: {precision}"
-    checks = [Check(what="cpu", found=found, remedy="")]
+    result = f"{', '.join(units) or 'no known vector units'}; probably faster: {precision}"
+    checks = [Check(what="cpu", result=result, remedy="")]
     if "amx_bf16" in units:
         # The permission is requested for this process only.
         is_granted = request_tiles() is not TilePermission.REFUSED
         remedy = "" if is_granted else "use Linux 5.16 or newer, or model.dtype=float32"
-        found = f"the Linux kernel {'grants' if is_granted else 'refuses'} the use of AMX tiles"
-        checks.append(Check(what="amx", found=found, remedy=remedy, is_optional=True))
+        result = f"the Linux kernel {'grants' if is_granted else 'refuses'} the use of AMX tiles"
+        checks.append(Check(what="amx", result=result, remedy=remedy, is_optional=True))
     return checks
 
 
@@ -262,14 +264,14 @@ def _examine_memory() -> Check:
     """Return the check of the available memory."""
     total, available = (size / GIB for size in machine.memory_bytes())
     if not total:
-        return Check(what="memory", found="unknown", remedy="")
+        return Check(what="memory", result="unknown", remedy="")
     remedy = "" if available >= MIN_FREE_MEMORY_GIB else f"a run needs {MIN_FREE_MEMORY_GIB} GiB"
-    found = f"{available:.1f} GiB available of {total:.1f}"
-    return Check(what="memory", found=found, remedy=remedy)
+    result = f"{available:.1f} GiB available of {total:.1f}"
+    return Check(what="memory", result=result, remedy=remedy)
 
 
 def _examine_disk() -> Check:
     """Return the check of the free disk space."""
     free_gib = shutil.disk_usage(ROOT).free / GIB
     remedy = "" if free_gib >= MIN_FREE_DISK_GIB else f"a run needs {MIN_FREE_DISK_GIB} GiB"
-    return Check(what="disk", found=f"{free_gib:.0f} GiB free at {ROOT}", remedy=remedy)
+    return Check(what="disk", result=f"{free_gib:.0f} GiB free at {ROOT}", remedy=remedy)

@@ -24,7 +24,9 @@ class GpuAssignment:
         several = self.engines_per_process
         starts = range(0, len(self.actors), several)
         parts = (self.actors[start : start + several] for start in starts)
-        return tuple(tuple(dict.fromkeys(gpu for own in part for gpu in own)) for part in parts)
+        return tuple(
+            tuple(dict.fromkeys(gpu for engine in part for gpu in engine)) for part in parts
+        )
 
 
 def trains_on_gpu(cfg: RunConfig, *, num_gpus: int) -> bool:
@@ -83,8 +85,8 @@ def assign_gpus(cfg: RunConfig, *, num_gpus: int) -> GpuAssignment:
 def _engines_text(cfg: RunConfig) -> str:
     """Return the calculation of the number of engines as text."""
     several = cfg.actor.engines_per_process
-    each = f" x actor.engines_per_process={several}" if several > 1 else ""
-    return f"actor.num_actors={cfg.actor.num_processes}{each}"
+    per_process = f" x actor.engines_per_process={several}" if several > 1 else ""
+    return f"actor.num_actors={cfg.actor.num_processes}{per_process}"
 
 
 def used_gpus(assignment: GpuAssignment | None) -> set[int]:
@@ -95,14 +97,14 @@ def used_gpus(assignment: GpuAssignment | None) -> set[int]:
 
 
 def engine_gpus(
-    given: Sequence[object], used: Collection[int], num_gpus: int, *, section: str, path: str
+    requested: Sequence[object], used: Collection[int], num_gpus: int, *, section: str, path: str
 ) -> list[int]:
-    """Return the GPUs of a further engine: the given ones, or the first that no role uses.
+    """Return the GPUs of a further engine: the requested ones, or the first that no role uses.
 
     Without GPUs the list is empty.
 
     Args:
-        given: value of the key `gpus` of the engine's section; [] if it is not set.
+        requested: value of the key `gpus` of the engine's section; [] if it is not set.
         section: section of the engine's keys, for errors.
         path: value of its key `path`.
 
@@ -110,9 +112,9 @@ def engine_gpus(
     """
     if not num_gpus:
         return []
-    numbers = [each for each in given if type(each) is int and 0 <= each < num_gpus]
-    if len(numbers) < len(given):
-        shown = f"{section}.gpus={[*given]}"
+    numbers = [entry for entry in requested if type(entry) is int and 0 <= entry < num_gpus]
+    if len(numbers) < len(requested):
+        shown = f"{section}.gpus={[*requested]}"
         raise ConfigError(f"{shown}: expects numbers of GPUs from 0 to {num_gpus - 1}")
     free = [i for i in range(num_gpus) if i not in used]
     if not numbers and not free:
@@ -124,16 +126,16 @@ def engine_gpus(
     return numbers or free[:1]
 
 
-def check_slices(cfg: RunConfig, found: Sequence[Gpu]) -> None:
+def check_slices(cfg: RunConfig, gpus: Sequence[Gpu]) -> None:
     """Check that each role's process needs at most one slice.
 
     CUDA shows only one slice to a process, for any CUDA_VISIBLE_DEVICES.
 
     Raises: ConfigError: a process needs more.
     """
-    if not any(gpu.is_slice for gpu in found):
+    if not any(gpu.is_slice for gpu in gpus):
         return
-    names = ", ".join(dict.fromkeys(gpu.name for gpu in found))
+    names = ", ".join(dict.fromkeys(gpu.name for gpu in gpus))
     keys = {
         "learner.num_ranks": cfg.learner.local_ranks,
         "actor.tensor_parallel_size": cfg.actor.tensor_parallel_size,
@@ -150,21 +152,21 @@ def check_slices(cfg: RunConfig, found: Sequence[Gpu]) -> None:
 
 
 def visible_to(
-    role: str, number: int, assignment: GpuAssignment, found: Sequence[Gpu]
+    role: str, number: int, assignment: GpuAssignment, gpus: Sequence[Gpu]
 ) -> dict[str, str]:
     """Return the environment variables that restrict a role's process to its own GPUs.
 
     Args:
         role: "learner", "actor", or a role without GPUs.
         number: the number of the actor's process.
-        found: this machine's GPUs; {} is returned without any.
+        gpus: this machine's GPUs; {} is returned without any.
     """
-    if not found:
+    if not gpus:
         return {}
-    own: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
     if role == "learner" and assignment.learner:
         # The lower GPUs stay visible, so that `cuda:1` remains valid.
-        own = tuple(range(assignment.learner[-1] + 1))
+        numbers = tuple(range(assignment.learner[-1] + 1))
     elif role == "actor":
-        own = assignment.processes[number]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(found[i].uuid for i in own)}
+        numbers = assignment.processes[number]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[i].uuid for i in numbers)}

@@ -74,32 +74,32 @@ def resolve_models(cfg: Config, *, is_dry: bool = False, may_stand_in: bool = Fa
     names = _Names(cfg)
     model = cfg.model
     if model.architecture and is_hub_name(model.architecture):
-        found = names.resolve("model.architecture", model.architecture, has_weights=False)
-        model = replace(model, architecture=str(found.folder))
+        hub_model = names.resolve("model.architecture", model.architecture, has_weights=False)
+        model = replace(model, architecture=str(hub_model.folder))
         if cfg.model.path == cfg.model.architecture:  # It stands in for the model of a dry run.
-            return replace(cfg, model=replace(model, path=str(found.folder)))
+            return replace(cfg, model=replace(model, path=str(hub_model.folder)))
     if is_hub_name(model.path):
         try:
-            found = names.resolve("model.path", model.path, has_weights=not is_dry)
+            hub_model = names.resolve("model.path", model.path, has_weights=not is_dry)
         except ConfigError as error:
             if not (may_stand_in and model.architecture):
                 raise
             logger.warning("%s. The plan has the sizes of %s", error, model.architecture)
             model = replace(model, path=model.architecture, source=names.kept_name(model.path))
         else:
-            model = _with_folder(model, found, is_dry=is_dry)
+            model = _with_folder(model, hub_model, is_dry=is_dry)
     algorithm = cfg.algorithm
     if is_hub_name(algorithm.reference_path):
-        found = names.resolve("algorithm.reference_path", algorithm.reference_path)
-        algorithm = replace(algorithm, reference_path=str(found.folder))
+        hub_model = names.resolve("algorithm.reference_path", algorithm.reference_path)
+        algorithm = replace(algorithm, reference_path=str(hub_model.folder))
     teacher = algorithm.teacher
     if is_hub_name(teacher.path):
-        found = _resolve("algorithm.teacher.path", teacher.path, has_weights=not is_dry)
-        algorithm = replace(algorithm, teacher=replace(teacher, path=str(found.folder)))
+        hub_model = _resolve("algorithm.teacher.path", teacher.path, has_weights=not is_dry)
+        algorithm = replace(algorithm, teacher=replace(teacher, path=str(hub_model.folder)))
     critic = cfg.learner.critic
     if is_hub_name(critic.path):
-        found = names.resolve("learner.critic.path", critic.path)
-        critic = replace(critic, path=str(found.folder))
+        hub_model = names.resolve("learner.critic.path", critic.path)
+        critic = replace(critic, path=str(hub_model.folder))
     learner = replace(cfg.learner, critic=critic)
     if names.commits:
         model = replace(model, commits={**model.commits, **names.commits})
@@ -121,9 +121,9 @@ class _Names:
         if starts_anew(self._cfg, run_dir):
             return {}
         source = run_dir.read_source()
-        kept = {source.partition("@")[0]: source} if source else {}
+        named = {source.partition("@")[0]: source} if source else {}
         commits = run_dir.read_commits().items()
-        return kept | {name: f"{name.partition('@')[0]}@{commit}" for name, commit in commits}
+        return named | {name: f"{name.partition('@')[0]}@{commit}" for name, commit in commits}
 
     def kept_name(self, name: str) -> str:
         """Return the name with the commit with which the run began; without one, the name."""
@@ -131,20 +131,20 @@ class _Names:
 
     def resolve(self, key: str, name: str, *, has_weights: bool = True) -> HubModel:
         """Return the commit of a name. Raises: ConfigError: as `resolve_models`."""
-        kept = self.kept_name(name)
-        found = _resolve(key, kept, has_weights=has_weights)
-        self.commits[name] = found.commit
-        if kept != name:
-            _warn_if_moved(key, name, found.commit)
-        return found
+        pinned = self.kept_name(name)
+        hub_model = _resolve(key, pinned, has_weights=has_weights)
+        self.commits[name] = hub_model.commit
+        if pinned != name:
+            _warn_if_moved(key, name, hub_model.commit)
+        return hub_model
 
 
-def _with_folder(model: ModelSection, found: HubModel, *, is_dry: bool) -> ModelSection:
+def _with_folder(model: ModelSection, hub_model: HubModel, *, is_dry: bool) -> ModelSection:
     """Return the section with a folder. Without weights, the folder is also the architecture."""
-    path = str(found.folder)
-    is_stand_in = is_dry and bool(_missing_files(found.folder, has_weights=True))
+    path = str(hub_model.folder)
+    is_stand_in = is_dry and bool(_missing_files(hub_model.folder, has_weights=True))
     architecture = path if is_stand_in else model.architecture
-    return replace(model, path=path, source=found.source, architecture=architecture)
+    return replace(model, path=path, source=hub_model.source, architecture=architecture)
 
 
 def _warn_if_moved(key: str, name: str, commit: str) -> None:
@@ -208,7 +208,7 @@ def _cached(
 
     hub: Any = huggingface_hub
     try:
-        found = hub.snapshot_download(
+        folder = hub.snapshot_download(
             repository, revision=revision, allow_patterns=list(patterns), local_files_only=True
         )
     except HFValidationError as error:
@@ -217,7 +217,7 @@ def _cached(
         # A listing of the commit shows missing files; the folder has the others.
         partial = getattr(error, "snapshot_path", None)
         return Path(partial) if partial else _with_short_commit(repository, revision)
-    return Path(found)
+    return Path(folder)
 
 
 def _with_short_commit(repository: str, revision: str | None) -> Path | None:
@@ -225,8 +225,8 @@ def _with_short_commit(repository: str, revision: str | None) -> Path | None:
     if re.fullmatch(r"[0-9a-f]{7,39}", revision or "") is None:
         return None
     folder = Path(_cache_folder()) / f"models--{repository.replace('/', '--')}" / "snapshots"
-    found = list(folder.glob(f"{revision}*"))
-    return found[0] if len(found) == 1 else None
+    matching = list(folder.glob(f"{revision}*"))
+    return matching[0] if len(matching) == 1 else None
 
 
 def _fetch(
@@ -244,10 +244,10 @@ def _fetch(
     wanted = list(patterns)
     try:
         hub.HfApi().model_info(repository, revision=revision, timeout=HUB_TIMEOUT_S)
-        found = hub.snapshot_download(repository, revision=revision, allow_patterns=wanted)
+        folder = hub.snapshot_download(repository, revision=revision, allow_patterns=wanted)
     except (OSError, *_transport_errors()) as error:  # No network, repository, access or proxy.
         return cached, _first_line(error)
-    return Path(found), ""
+    return Path(folder), ""
 
 
 def _transport_errors() -> tuple[type[Exception], ...]:
@@ -257,8 +257,8 @@ def _transport_errors() -> tuple[type[Exception], ...]:
     """
     libraries = [sys.modules[name] for name in HTTP_LIBRARIES if name in sys.modules]
     names = ("HTTPError", "InvalidURL")
-    found = [getattr(each, name) for each in libraries for name in names if hasattr(each, name)]
-    return (*found, ValueError, ImportError)
+    errors = [getattr(each, name) for each in libraries for name in names if hasattr(each, name)]
+    return (*errors, ValueError, ImportError)
 
 
 def _missing_files(folder: Path | None, has_weights: bool) -> list[str]:
@@ -281,8 +281,8 @@ def _missing_files(folder: Path | None, has_weights: bool) -> list[str]:
 def _shards_of(index: Path) -> list[str]:
     """Return the names of the files of weights. Raises: ConfigError: the index is damaged."""
     try:
-        found: object = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return sorted(set(map(str, cast(Iterable[object], found))))
+        files: object = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return sorted(set(map(str, cast(Iterable[object], files))))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{index}: has no list of files (weight_map); remove the file and fetch it again"

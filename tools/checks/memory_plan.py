@@ -70,11 +70,16 @@ def engine_weights(cfg: RunConfig, shape: ModelShape) -> tuple[int, str]:
 
 def uncounted(cfg: RunConfig) -> list[str]:
     """Return the given arguments whose memory the plan does not know, as key=value."""
-    known = {*COUNTED, *NEUTRAL}
-    known |= {"kv_cache_dtype"} if _text(cfg, "kv_cache_dtype") in {"auto", *KV_BYTES} else set()
-    known |= {"quantization"} if _text(cfg, "quantization") in WEIGHT_BYTES else set()
-    given = cfg.actor.engine_args
-    return [f"actor.engine_args.{name}={given[name]}" for name in sorted(given.keys() - known)]
+    understood = {*COUNTED, *NEUTRAL}
+    understood |= (
+        {"kv_cache_dtype"} if _text(cfg, "kv_cache_dtype") in {"auto", *KV_BYTES} else set()
+    )
+    understood |= {"quantization"} if _text(cfg, "quantization") in WEIGHT_BYTES else set()
+    arguments = cfg.actor.engine_args
+    return [
+        f"actor.engine_args.{name}={arguments[name]}"
+        for name in sorted(arguments.keys() - understood)
+    ]
 
 
 def _text(cfg: RunConfig, name: str) -> str:
@@ -135,8 +140,8 @@ def learner_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool, rank: int
     They include the rank's share of the sharded tensors, unless those are offloaded.
     """
     learner = cfg.learner
-    kept = [] if is_offloaded(cfg, is_cuda) else _sharded_parts(cfg, shape, is_cuda=is_cuda)
-    parts = [*kept, *_activation_parts(cfg, shape, is_cuda=is_cuda)]
+    sharded = [] if is_offloaded(cfg, is_cuda) else _sharded_parts(cfg, shape, is_cuda=is_cuda)
+    parts = [*sharded, *_activation_parts(cfg, shape, is_cuda=is_cuda)]
     parts += [Part("learner work space", LEARNER_WORK_BYTES, "about")] if is_cuda else []
     if rank > 0:
         return parts
@@ -157,17 +162,18 @@ def learner_host_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> l
     learner = cfg.learner
     parts: list[Part] = []
     if is_offloaded(cfg, is_cuda):
-        own = _sharded_parts(cfg, shape, is_cuda=is_cuda)
-        parts = times(own, learner.local_ranks, "ranks")
+        sharded = _sharded_parts(cfg, shape, is_cuda=is_cuda)
+        parts = times(sharded, learner.local_ranks, "ranks")
     trained = [lora_params(learner.lora, shape) if learner.lora.rank else shape.num_params]
     trained += [shape.num_params] if _has_own_critic(cfg) else []
-    each = 4 + adamw_part(learner.moments, 64).num_bytes / 64
+    per_weight = 4 + adamw_part(learner.moments, 64).num_bytes / 64
     formula = (
-        f"{sum(trained) / 1e6:,.1f}M x {each:.4g} B (weights and moments, while they are written)"
+        f"{sum(trained) / 1e6:,.1f}M x {per_weight:.4g} B (weights and moments, while they are"
+        " written)"
     )
     num_nodes = learner.shard_ranks // learner.local_ranks
     formula += f" / {num_nodes} nodes" * (num_nodes > 1)
-    parts.append(Part("checkpoint copies", int(each * sum(trained) / num_nodes), formula))
+    parts.append(Part("checkpoint copies", int(per_weight * sum(trained) / num_nodes), formula))
     versions = 2 * _keeps_versions(cfg)  # The newest one, and as much for its changes at most.
     if learner.hold_back_steps:
         versions += 2 + learner.hold_back_steps  # The engines' one, the next, the held-back.
@@ -210,9 +216,11 @@ def _sharded_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> list[
         parts.append(_weights("reference", num, frozen, why))
     if _has_own_critic(cfg):
         rest = _weights("critic", num, 8, " (weights, gradients)")
-        kept = adamw_part(learner.moments, num)
+        moments = adamw_part(learner.moments, num)
         parts.append(
-            Part("critic", rest.num_bytes + kept.num_bytes, f"{rest.formula} + {kept.formula}")
+            Part(
+                "critic", rest.num_bytes + moments.num_bytes, f"{rest.formula} + {moments.formula}"
+            )
         )
     return [_share(part, learner.shard_ranks) for part in parts]
 
@@ -317,9 +325,9 @@ def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> li
         what = f" (tables {tables / 1e6:,.1f}M, two blocks {2 * block / 1e6:,.1f}M)"
         parts.append(_weights("gathered weights", tables + 2 * block, width, what))
         if moves:  # fp32; a gradient also in compute precision, and its fp32 sum.
-            each = frozen_bytes(learner, is_cuda) if learner.lora.rank else 8 + width
+            per_number = frozen_bytes(learner, is_cuda) if learner.lora.rank else 8 + width
             what = " (largest tensor to the GPU, or its gradient to the host)"
-            parts.append(_weights("weights in transfer", max(tables, block), each, what))
+            parts.append(_weights("weights in transfer", max(tables, block), per_number, what))
     elif is_bf16 and not (learner.lora.rank and is_cuda):
         parts.append(_weights("bf16 copies of the weights", shape.num_params, 2))
     return parts
@@ -406,10 +414,10 @@ def gpu_engine_parts(
 def _cache_part(cfg: RunConfig, shape: ModelShape, num_bytes: int, key: str) -> Part:
     """Return an engine's KV cache, with the number of episodes that it holds."""
     actor = cfg.actor
-    each = max(1, kv_bytes_per_token(cfg, shape) // actor.tensor_parallel_size)
-    tokens = num_bytes // each
+    per_token = max(1, kv_bytes_per_token(cfg, shape) // actor.tensor_parallel_size)
+    tokens = num_bytes // per_token
     formula = (
-        f"{key}: {tokens:,} tokens of {each:,} B,"
+        f"{key}: {tokens:,} tokens of {per_token:,} B,"
         f" {tokens / actor.max_model_len:,.1f} concurrent episodes of {actor.max_model_len:,}"
     )
     return Part("KV cache", num_bytes, formula)
@@ -498,12 +506,14 @@ def make_plan(
     per_node = num_gpus // num_nodes
     _check_nodes(cfg, assignment, per_node)
     places: list[MemoryBudget] = []
-    for i in sorted({*assignment.learner, *(gpu for own in assignment.actors for gpu in own)}):
+    for i in sorted(
+        {*assignment.learner, *(gpu for engine in assignment.actors for gpu in engine)}
+    ):
         capacity = on[i].memory_bytes if i < len(on) else 0
         parts: list[Part] = []
         if i in assignment.learner:
             parts += other if assignment.learner.index(i) else first
-        if num_engines := sum(i in own for own in assignment.actors):
+        if num_engines := sum(i in engine for engine in assignment.actors):
             parts += gpu_engine_parts(cfg, shape, capacity, num_engines=num_engines)
             if cfg.actor.sleep and i in assignment.learner:
                 parts = in_phases(parts, num_engines=num_engines)
@@ -517,7 +527,7 @@ def make_plan(
     for node in range(num_nodes):
         is_first = node == 0
         host = list(of_learner) if is_first else []
-        num_engines = sum(own[0] // per_node == node for own in assignment.actors)
+        num_engines = sum(engine[0] // per_node == node for engine in assignment.actors)
         host.append(_programs(cfg, cfg.learner.local_ranks if is_first else 0, num_engines))
         host += times(engine_host_parts(cfg, shape), num_engines, "engines")
         name = f"node {node}, host" if num_nodes > 1 else "host"
@@ -561,15 +571,15 @@ def _check_nodes(cfg: RunConfig, assignment: GpuAssignment, per_node: int) -> No
             f" {counted(per_node, 'GPU')}. Raise learner.num_nodes, which is"
             f" {cfg.learner.num_nodes}"
         )
-    for own in assignment.actors:
-        if len({gpu // per_node for gpu in own}) > 1:
+    for numbers in assignment.actors:
+        if len({gpu // per_node for gpu in numbers}) > 1:
             raise ConfigError(
                 f"actor.tensor_parallel_size={cfg.actor.tensor_parallel_size}: an engine would use"
                 f" GPUs of two nodes, which have {per_node} each. Use a divisor of the number of"
                 " GPUs that the learner leaves free"
             )
-    for own in assignment.processes:
-        if len({gpu // per_node for gpu in own}) > 1:
+    for numbers in assignment.processes:
+        if len({gpu // per_node for gpu in numbers}) > 1:
             raise ConfigError(
                 f"actor.engines_per_process={cfg.actor.engines_per_process}: the engines of an"
                 f" actor process would use GPUs of two nodes, which have {per_node} each. Use a"
@@ -598,26 +608,26 @@ def plan_here(cfg: RunConfig) -> list[MemoryBudget]:
     Raises: ConfigError: there are too few GPUs.
     """
     shape = read_shape(ROOT / cfg.model.path)
-    found = gpus()
-    num_gpus = len(_named_gpus(cfg) if is_elsewhere(cfg) else found)
+    visible = gpus()
+    num_gpus = len(_named_gpus(cfg) if is_elsewhere(cfg) else visible)
     is_cuda = trains_on_gpu(cfg, num_gpus=num_gpus)
     precision, _ = choose_precision(cfg.learner, ROOT / cfg.model.path, is_cuda=is_cuda)
     cfg = replace(cfg, learner=replace(cfg.learner, precision=precision))
     if is_elsewhere(cfg):
         return _with_served(cfg, plan_named(cfg, shape), _named_gpus(cfg))
     try:
-        places = make_plan(cfg, shape, on=found, host_bytes=memory_bytes()[0])
+        places = make_plan(cfg, shape, on=visible, host_bytes=memory_bytes()[0])
     except ConfigError as error:
         if not cfg.machine.num_gpus:
             raise
         needed = sum(each.total_bytes for each in plan_named(cfg, shape) if "gpu" in each.name)
-        has = sum(gpu.memory_bytes for gpu in found)
+        has = sum(gpu.memory_bytes for gpu in visible)
         raise ConfigError(
             f"{error}. This configuration is made for {cfg.machine.text} and needs about"
             f" {shown(needed)} of GPU memory; the GPUs of this machine have {shown(has)}. Change"
             " learner.num_gpus and actor.num_gpus"
         ) from error
-    return _with_served(cfg, places, found)
+    return _with_served(cfg, places, visible)
 
 
 def plan_named(cfg: RunConfig, shape: ModelShape) -> list[MemoryBudget]:
@@ -647,14 +657,14 @@ def _with_served(
     """
     assignment = assign_gpus(cfg, num_gpus=len(on)) if on else None
     num_gpus = len(on) // cfg.machine.num_nodes if is_elsewhere(cfg) else len(on)
-    found = list(places)
+    planned = list(places)
     for engine in served_engines(cfg, assignment=assignment, num_gpus=num_gpus):
         if not engine.gpus:
-            *others, host = found
-            found = [*others, replace(host, parts=[*host.parts, *served_parts(engine, None)])]
+            *others, host = planned
+            planned = [*others, replace(host, parts=[*host.parts, *served_parts(engine, None)])]
         for number in engine.gpus:
-            found = _with_engine(found, engine, number, on[number])
-    return found
+            planned = _with_engine(planned, engine, number, on[number])
+    return planned
 
 
 def _with_engine(
@@ -662,15 +672,15 @@ def _with_engine(
 ) -> list[MemoryBudget]:
     """Return the plan with an engine on one GPU of the first node."""
     parts = served_parts(engine, gpu)
-    found = list(places)
-    for at, place in enumerate(found):
+    planned = list(places)
+    for at, place in enumerate(planned):
         if place.name.partition(" (")[0].rpartition(", ")[2] == f"gpu {number}":
-            found[at] = replace(place, parts=[*place.parts, *parts])
-            return found
+            planned[at] = replace(place, parts=[*place.parts, *parts])
+            return planned
     label = f"gpu {number}" + (f" ({gpu.name})" if gpu.name else "")
     remedy = f"choose a smaller model, or lower actor.gpu_memory_frac in {engine.section}.serve"
-    found.insert(len(found) - 1, MemoryBudget(label, parts, gpu.memory_bytes, remedy))
-    return found
+    planned.insert(len(planned) - 1, MemoryBudget(label, parts, gpu.memory_bytes, remedy))
+    return planned
 
 
 def served_parts(engine: ServedEngine, gpu: Gpu | None) -> list[Part]:
@@ -750,14 +760,14 @@ def check_memory(cfg: RunConfig, places: Sequence[MemoryBudget], shape: ModelSha
 
 def _check_cache(cfg: RunConfig, place: MemoryBudget, shape: ModelShape) -> None:
     """Refuse a cache that is too small for one longest episode; vLLM would refuse it later."""
-    each = kv_bytes_per_token(cfg, shape) // cfg.actor.tensor_parallel_size
-    needed = each * cfg.actor.max_model_len
+    per_token = kv_bytes_per_token(cfg, shape) // cfg.actor.tensor_parallel_size
+    needed = per_token * cfg.actor.max_model_len
     for part in place.parts:
-        found = part.num_bytes // part.times
-        if part.label == "KV cache" and found < needed:
+        cache = part.num_bytes // part.times
+        if part.label == "KV cache" and cache < needed:
             raise ConfigError(
                 f"actor.max_model_len={cfg.actor.max_model_len}: an episode of this length needs"
-                f" {shown(needed)} of KV cache ({each:,} B per token), and the engine on"
-                f" {place.name} has {shown(found)}. Lower actor.max_model_len, or raise"
+                f" {shown(needed)} of KV cache ({per_token:,} B per token), and the engine on"
+                f" {place.name} has {shown(cache)}. Lower actor.max_model_len, or raise"
                 f" {'actor.gpu_memory_frac' if 'gpu' in place.name else 'actor.kv_cache_gib'}"
             )

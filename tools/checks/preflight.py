@@ -124,9 +124,9 @@ def check_dry(cfg: RunConfig, *, missing: Sequence[str] = (), mistakes: Sequence
 def _check_context(cfg: RunConfig, shape: ModelShape) -> None:
     """Check that an engine can hold the episodes. vLLM would report this only after its start."""
     actor = cfg.actor
-    known = shape.context_tokens
-    if 0 < known < actor.max_model_len:
-        law = f"the model supports {known} positions (max_position_embeddings)"
+    positions = shape.context_tokens
+    if 0 < positions < actor.max_model_len:
+        law = f"the model supports {positions} positions (max_position_embeddings)"
         raise ConfigError(f"actor.max_model_len={actor.max_model_len}: {law}")
     least = actor.kv_cache_blocks * SMALLEST_BLOCK_TOKENS * kv_bytes_per_token(cfg, shape)
     if not has_cuda() and least > actor.kv_cache_gib * GIB:

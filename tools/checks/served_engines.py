@@ -99,11 +99,11 @@ def judge_engines(cfg: RunConfig, *, used: Collection[int], num_gpus: int) -> li
     taken = {*used}
     engines: list[ServedEngine] = []
     for name, entry in sorted(judges.items()):
-        given: Any = entry.get("gpus")
-        given = [] if given is None else given
-        given = cast("list[Any]", given) if isinstance(given, list) else [given]
+        requested: Any = entry.get("gpus")
+        requested = [] if requested is None else requested
+        requested = cast("list[Any]", requested) if isinstance(requested, list) else [requested]
         section = f"reward.{name}"
-        chosen = engine_gpus(given, taken, num_gpus, section=section, path=str(entry["path"]))
+        chosen = engine_gpus(requested, taken, num_gpus, section=section, path=str(entry["path"]))
         taken |= {*chosen}
         folder = find_model(str(entry["path"]))
         engines.append(
@@ -124,7 +124,7 @@ def _judge_settings(name: str, entry: Mapping[str, Any], shape: ModelShape) -> l
     serve: Any = entry.get("serve", [])
     key = f"reward.{name}.serve={serve}"
     if not isinstance(serve, list) or not all(
-        isinstance(each, str) and "=" in each for each in cast("list[Any]", serve)
+        isinstance(setting, str) and "=" in setting for setting in cast("list[Any]", serve)
     ):
         raise ConfigError(f"{key}: expects a list such as [actor.max_model_len=4096]")
     return [*fitting_overrides(shape), *cast("list[str]", serve)]
@@ -179,13 +179,13 @@ def opponent_engines(
         )
     places = _gpus(seats.gpus, used, num_gpus, len(served))
     engines: list[ServedEngine] = []
-    for number, (role, (path, *more)) in enumerate(served.items()):
+    for number, (role, (path, *further)) in enumerate(served.items()):
         folder = (ROOT / path).resolve()
         engines.append(
             ServedEngine(
                 role=role,
                 folder=folder,
-                settings=(*_opponent_settings(cfg, folder), *more, *seats.serve),
+                settings=(*_opponent_settings(cfg, folder), *further, *seats.serve),
                 section="actor.seats",
                 key_variable=OPPONENT_KEY,
                 gpus=(places[number],) if places else (),
@@ -195,17 +195,17 @@ def opponent_engines(
 
 
 def _gpus(
-    given: Sequence[int], used: Collection[int], num_gpus: int, num_engines: int
+    requested: Sequence[int], used: Collection[int], num_gpus: int, num_engines: int
 ) -> Sequence[int]:
     """Return the GPUs of the engines; [] on a machine without GPUs. Raises: ConfigError."""
     if not num_gpus:
         return []
-    if wrong := [number for number in given if number >= num_gpus]:
-        raise ConfigError(f"actor.seats.gpus={given}: this machine has no GPU {wrong[0]}")
-    numbers = given or [i for i in range(num_gpus) if i not in used]
+    if wrong := [number for number in requested if number >= num_gpus]:
+        raise ConfigError(f"actor.seats.gpus={requested}: this machine has no GPU {wrong[0]}")
+    numbers = requested or [i for i in range(num_gpus) if i not in used]
     if len(numbers) < num_engines:
         raise ConfigError(
-            f"actor.seats.gpus={given}: {num_engines} engines of opponents need a GPU each, but"
+            f"actor.seats.gpus={requested}: {num_engines} engines of opponents need a GPU each, but"
             f" {len(numbers)} are named or free. Name one for each; a GPU may be shared with"
             " actor.seats.serve=[actor.gpu_memory_frac=0.3]"
         )
@@ -247,11 +247,11 @@ def check_teacher(cfg: RunConfig) -> None:
             " `python run.py serve`, and set algorithm.teacher.url"
         )
     _check_vocabulary(cfg)
-    known = read_shape(ROOT / teacher.path).context_tokens
+    positions = read_shape(ROOT / teacher.path).context_tokens
     needed = cfg.actor.max_model_len + SCORING_CONTEXT
-    if 0 < known < needed:
+    if 0 < positions < needed:
         raise ConfigError(
-            f"algorithm.teacher.path={teacher.path}: the teacher supports {known} positions"
+            f"algorithm.teacher.path={teacher.path}: the teacher supports {positions} positions"
             f" (max_position_embeddings). Scoring an episode of actor.max_model_len="
             f"{cfg.actor.max_model_len} needs {needed}. Lower actor.max_model_len"
         )
@@ -259,17 +259,17 @@ def check_teacher(cfg: RunConfig) -> None:
 
 def _check_vocabulary(cfg: RunConfig) -> None:
     """Compare the vocabularies in tokenizer.json, if both folders have this file."""
-    own = _vocabulary(ROOT / cfg.model.path)
+    vocabulary = _vocabulary(ROOT / cfg.model.path)
     other = _vocabulary(ROOT / cfg.algorithm.teacher.path)
-    if own is None or other is None or own == other:
+    if vocabulary is None or other is None or vocabulary == other:
         return
-    differing = sorted(own.items() ^ other.items(), key=lambda each: each[1])
+    differing = sorted(vocabulary.items() ^ other.items(), key=lambda each: each[1])
     text, number = differing[0]
     raise ConfigError(
         f"algorithm.teacher.path={cfg.algorithm.teacher.path}: the teacher has another tokenizer"
         f" than the policy. Its vocabulary has {len(other)} tokens, that of"
-        f" model.path={cfg.model.path} has {len(own)}. The first difference is token {number},"
-        f" {text!r:.40}. Choose a teacher with the policy's tokenizer"
+        f" model.path={cfg.model.path} has {len(vocabulary)}. The first difference is"
+        f" token {number}, {text!r:.40}. Choose a teacher with the policy's tokenizer"
     )
 
 
@@ -319,12 +319,12 @@ def _teacher_settings(cfg: RunConfig, shape: ModelShape) -> list[str]:
     teacher = cfg.algorithm.teacher
     context = cfg.actor.max_model_len + SCORING_CONTEXT
     fitting = [f for f in fitting_overrides(shape) if not f.startswith("actor.max_")]
-    own = [
+    settings = [
         *fitting,
         f"actor.max_model_len={context}",
         f"actor.max_turn_tokens={min(16, context - 1)}",
         f"actor.turn_timeout_s={max(teacher.timeout_s, 1.0):g}",
     ]
     if teacher.num_top > VLLM_MAX_LOGPROBS:
-        own.append(f"actor.engine_args.max_logprobs={teacher.num_top}")
-    return [*own, *teacher.serve]
+        settings.append(f"actor.engine_args.max_logprobs={teacher.num_top}")
+    return [*settings, *teacher.serve]

@@ -33,7 +33,7 @@ def test_lock_files_pin_the_compared_packages(lock: str) -> None:
 
 def test_other_version_is_marked_and_no_obstacle() -> None:
     check = examine_package(["pyzmq"], {"pyzmq": "1.2.3"})
-    assert check.found == f"{PYZMQ} (pinned: 1.2.3)"
+    assert check.result == f"{PYZMQ} (pinned: 1.2.3)"
     assert check.is_optional
     lines = format_checks([check]).splitlines()
     assert lines[0].startswith("opt  pyzmq")
@@ -48,10 +48,10 @@ def test_same_version_and_local_build_are_accepted() -> None:
 
 def test_missing_package_names_the_pinned_version() -> None:
     check = examine_package(["no-such-package"], {"no-such-package": "1.0"})
-    assert (check.found, check.is_optional) == ("missing (pinned: 1.0)", False)
+    assert (check.result, check.is_optional) == ("missing (pinned: 1.0)", False)
 
 
 def test_doctor_lists_pinned_versions(tmp_path: Path) -> None:
-    found = {check.what: check.found for check in examine_quickly([f"run.dir={tmp_path}"])}
+    found = {check.what: check.result for check in examine_quickly([f"run.dir={tmp_path}"])}
     pinned = pinned_versions(ROOT / "requirements-cpu.lock")["pyzmq"]
     assert found["pyzmq"] == f"{PYZMQ} (pinned: {pinned})"
