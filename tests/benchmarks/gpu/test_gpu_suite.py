@@ -25,6 +25,7 @@ from common.errors import ConfigError
 from common.host.machine import has_cuda
 from common.repository import ROOT
 from tests.marks import long_for
+from tools.cli.bench import COMMAND
 from tools.cli.command_line import parse
 
 ENGINE = ("engine", "engine-lora")
@@ -305,7 +306,7 @@ def test_other_suites_refuse_the_flags(flags: list[str], words: str) -> None:
 @pytest.mark.parametrize("minutes", ["0", "-1", "nan", "inf"])
 def test_budget_must_be_a_positive_time(minutes: str) -> None:
     with pytest.raises(ConfigError, match=r"--minutes=.*: must be in"):
-        parse(["bench", "--suite", "gpu", f"--minutes={minutes}"])
+        COMMAND.run(parse(["bench", "--suite", "gpu", f"--minutes={minutes}"]))
 
 
 def test_operator_calls_are_counted() -> None:
