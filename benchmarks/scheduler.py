@@ -49,7 +49,7 @@ def measure_core(*, num_actors: int, num_steps: int) -> float:
     core = SchedulerCore(build_components(cfg, catalogue_of(cfg)), clock=time.monotonic)
     learner = BenchLearner(group_size=cfg.groups.size, per_step=cfg.groups.per_step)
     actors = [f"actor-{i}" for i in range(num_actors)]
-    for role, name in [("learner", LEARNER), *(("actor", each) for each in actors)]:
+    for role, name in [("learner", LEARNER), *(("actor", actor) for actor in actors)]:
         core.handle(name, Hello(role=role, name=name, incarnation="life-1", version=0))
     started = time.process_time()
     while learner.version < num_steps:
@@ -121,7 +121,7 @@ class BenchLearner:
 
     def messages(self) -> list[Any]:
         """Return the messages since the last call."""
-        groups = [GroupArrived(group_id=each, is_ready=True) for each in self._ready]
+        groups = [GroupArrived(group_id=group_id, is_ready=True) for group_id in self._ready]
         reports: list[Any] = []
         if self._seen or groups:
             reports.append(Outcomes(seen=self._seen, groups=groups))
@@ -131,11 +131,13 @@ class BenchLearner:
         while len(self._said_ready) >= self._per_step:
             batch = self._said_ready[: self._per_step]
             del self._said_ready[: self._per_step]
-            trained = [each for group_id in batch for each in self._groups.pop(group_id)]
+            trained = [
+                episode_id for group_id in batch for episode_id in self._groups.pop(group_id)
+            ]
             self.version += 1
             outcomes = [
-                EpisodeOutcome(episode_id=each, outcome=Outcome.TRAINED, cause="")
-                for each in trained
+                EpisodeOutcome(episode_id=episode_id, outcome=Outcome.TRAINED, cause="")
+                for episode_id in trained
             ]
             done = StepDone(version=self.version, is_last=False, max_ahead_steps=1_000, signals={})
             reports += [Outcomes(outcomes=outcomes), done]

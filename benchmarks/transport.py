@@ -222,7 +222,7 @@ def take_in(folder: Path) -> None:
             )
         except TimeoutError:
             continue
-        ids = [each.episode_id for group in batch for each in group.members]
+        ids = [member.episode_id for group in batch for member in group.members]
         trained = Outcome.TRAINED
         buffer.report([EpisodeOutcome(episode_id=i, outcome=trained, cause="") for i in ids])
         version += 1

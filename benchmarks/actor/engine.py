@@ -117,9 +117,9 @@ async def _sample(engine: Engine, settings: dict[str, Any]) -> dict[str, float]:
     )
     took_s = time.monotonic() - started
     cpu_s = time.process_time() - began_cpu_s
-    tokens = [token for each in completions for token in each.token_ids]
-    logprobs = [logprob for each in completions for logprob in each.logprobs]
-    versions = [version for each in completions for version in each.versions]
+    tokens = [token for completion in completions for token in completion.token_ids]
+    logprobs = [logprob for completion in completions for logprob in completion.logprobs]
+    versions = [version for completion in completions for version in completion.versions]
     is_sound = len(tokens) == len(logprobs) == len(versions)
     is_sound = is_sound and all(logprob <= 0 for logprob in logprobs)
     is_sound = is_sound and set(versions) == {NUM_VERSIONS - 1}

@@ -63,9 +63,11 @@ class InProcessPlayer:
         played: list[Trajectory] = []
         for start in range(0, len(leases), MAX_AT_ONCE):
             played += asyncio.run(self._play(leases[start : start + MAX_AT_ONCE]))
-        for each in played:
-            if each.end_reason.is_infrastructure_failure:
-                raise EnvError(f"{each.item_id}: {each.end_reason.value}: {each.error}")
+        for trajectory in played:
+            if trajectory.end_reason.is_infrastructure_failure:
+                raise EnvError(
+                    f"{trajectory.item_id}: {trajectory.end_reason.value}: {trajectory.error}"
+                )
         return played
 
     async def _play(self, leases: Sequence[Lease]) -> list[Trajectory]:
@@ -81,7 +83,9 @@ class InProcessPlayer:
         """Play one leased episode."""
         actor = self._cfg.actor
         spec = self._specs[lease.env]
-        style = next(each for each in spec.instruction if each.value == self._cfg.envhub.style)
+        style = next(
+            option for option in spec.instruction if option.value == self._cfg.envhub.style
+        )
 
         async def open_session() -> EnvSession:
             env = spec.make(style)

@@ -123,13 +123,13 @@ def measure_run(name: str, *, folder: Path) -> dict[str, float]:
     if not episodes:
         raise LongstrideError(f"run {name}: no episode in {WINDOW_S:g}s, see {run.log_path}")
     (run_dir / "turns.json").write_text(
-        json.dumps([turns_of(each) for each in episodes]), encoding="utf-8"
+        json.dumps([turns_of(episode) for episode in episodes]), encoding="utf-8"
     )
     return {
-        "prompt": sum(each.num_prompt_tokens for each in episodes),
-        "cached": sum(each.num_cached_tokens for each in episodes),
-        "sampled": sum(int(each.loss_mask.sum()) for each in episodes),
-        "turns": sum(each.num_turns for each in episodes),
+        "prompt": sum(episode.num_prompt_tokens for episode in episodes),
+        "cached": sum(episode.num_cached_tokens for episode in episodes),
+        "sampled": sum(int(episode.loss_mask.sum()) for episode in episodes),
+        "turns": sum(episode.num_turns for episode in episodes),
         "time_s": took_s,
         **{role: used - before.get(role, 0.0) for role, used in after.items()},
     }

@@ -75,7 +75,7 @@ class EngineClock:
 
     def end(self, turns: list[tuple[EngineCoreRequest, int]]) -> None:
         """Send the outputs of requests that end in the same step, each with its tokens."""
-        self._send(EngineCoreOutputs(outputs=[self._output(*each) for each in turns]))
+        self._send(EngineCoreOutputs(outputs=[self._output(*turn) for turn in turns]))
 
     def _output(self, request: EngineCoreRequest, num_tokens: int) -> EngineCoreOutput:
         """Return a turn of random words as the engine's scheduler sends it."""
@@ -110,8 +110,8 @@ def serve(folder: Path, names: list[str], *, token_s: float, vocab_size: int) ->
     ]
     poller = zmq.Poller()
     by_socket = {engine.requests: engine for engine in engines}
-    for each in by_socket:
-        poller.register(each, zmq.POLLIN)
+    for socket in by_socket:
+        poller.register(socket, zmq.POLLIN)
     (folder / COUNTER).write_bytes(struct.pack("q", 0))
     with (folder / COUNTER).open("r+b") as file, mmap.mmap(file.fileno(), 8) as counter:
         running: list[tuple[float, int, EngineClock, EngineCoreRequest, int]] = []

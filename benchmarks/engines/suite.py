@@ -82,7 +82,7 @@ def measure(
     clocks_dir = folder / "c"
     clocks_dir.mkdir()
     names = [actor_name(i) for i in range(-(-num_engines // per_process))]
-    engines = [each for name in names for each in engine_names(name, per_process)]
+    engines = [engine for name in names for engine in engine_names(name, per_process)]
     with ExitStack() as children:
 
         def start(name: str, *argv: str) -> ChildProcess:
@@ -105,15 +105,15 @@ def measure(
         roles = [hub, scheduler, intake, clocks, *actors]
         _await_tokens(clocks_dir, len(engines) * SLOTS * EPISODE_TOKENS, roles)
         measured = [scheduler, intake, hub, *actors]
-        before = [_cpu_s(each) for each in measured]
+        before = [_cpu_s(role) for role in measured]
         num_before = read_tokens(clocks_dir)
         started = time.monotonic()
         _watch(roles, window_s)
         took_s = time.monotonic() - started
         num_tokens = read_tokens(clocks_dir) - num_before
-        used = [_cpu_s(each) - s for each, s in zip(measured, before, strict=True)]
+        used = [_cpu_s(role) - s for role, s in zip(measured, before, strict=True)]
     clock_s = num_tokens / (len(engines) * TOKENS_PER_S)
-    shares = [each / clock_s for each in used]
+    shares = [cpu_s / clock_s for cpu_s in used]
     pace = clock_s * SLOWDOWN / took_s
     return RoleLoads(
         scheduler=shares[0], intake=shares[1], hub=shares[2], actors=shares[3:], pace=pace
@@ -174,7 +174,7 @@ def _await_tokens(clocks_dir: Path, num_tokens: int, roles: list[ChildProcess]) 
     deadline = time.monotonic() + START_S
     while read_tokens(clocks_dir) < num_tokens:
         if time.monotonic() > deadline:
-            logs = ", ".join(str(each.log_path) for each in roles)
+            logs = ", ".join(str(role.log_path) for role in roles)
             raise LongstrideError(f"the engines have not played {num_tokens} tokens, see {logs}")
         _watch(roles, POLL_S)
 
@@ -183,13 +183,13 @@ def _watch(roles: list[ChildProcess], seconds: float) -> None:
     """Wait, while all roles run. Raises: LongstrideError: a role ended with an error."""
     end_at = time.monotonic() + seconds
     while (left_s := end_at - time.monotonic()) > 0:
-        for each in roles:
-            check_end(each)
+        for role in roles:
+            check_end(role)
         time.sleep(min(POLL_S, left_s))
 
 
 def _cpu_s(role: ChildProcess) -> float:
     """Return the processor seconds of a role and of its child processes."""
     process = psutil.Process(role.pid)
-    every = [process, *process.children(recursive=True)]
-    return sum(sum(each.cpu_times()[:2]) for each in every)
+    processes = [process, *process.children(recursive=True)]
+    return sum(sum(member.cpu_times()[:2]) for member in processes)

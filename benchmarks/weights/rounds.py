@@ -148,7 +148,7 @@ def _write(memory: NodeCopy, version: int, cut: BucketLayout, source: WeightSour
 def _cpu_s() -> float:
     """Return the CPU seconds of this process and its children so far."""
     own = psutil.Process()
-    return sum(sum(each.cpu_times()[:2]) for each in (own, *descendants(own)))
+    return sum(sum(process.cpu_times()[:2]) for process in (own, *descendants(own)))
 
 
 def make_slots(

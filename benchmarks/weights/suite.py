@@ -100,7 +100,9 @@ def check_broadcast(suite: Suite, size: TransferVolume) -> None:
     plan = ["ours", "raw"] * (size.num_rounds + 1)
     route = TransferSetup(num_receivers=size.num_receivers)
     sent = send_rounds(source, cut, plan, route=route, watches_memory=True)
-    speeds = {kind: cut.total_bytes / 1e9 / median(each[1:]) for kind, each in sent.took_s.items()}
+    speeds = {
+        kind: cut.total_bytes / 1e9 / median(seconds[1:]) for kind, seconds in sent.took_s.items()
+    }
     suite.compare(
         f"weights: {cut.total_bytes / 1e9:.2f} GB to {size.num_receivers}, cast and checked",
         speeds["ours"],
