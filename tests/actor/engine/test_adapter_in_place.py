@@ -13,11 +13,11 @@ from common.config.actor import ActorSection
 from common.config.learner import LoraSection
 from common.config.model import ModelSection
 from common.errors import EngineError
-from tests.actor.engine import test_prepared
+from tests.actor.engine import test_load
 
 pytestmark = pytest.mark.slow
 
-process_group = test_prepared.process_group
+process_group = test_load.process_group
 RANK = 32
 LORA = LoraSection(rank=RANK, alpha=64.0)  # B is scaled by 2.
 HIDDEN, UNITS, LAYERS = 512, 2048, 4
