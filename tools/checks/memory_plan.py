@@ -24,7 +24,7 @@ from common.repository import ROOT
 from common.text import counted
 from learner.policy.model_shape import BYTES_OF, ModelShape, read_shape
 from learner.policy.precision_choice import choose_precision
-from tools.checks.gpu_placement import GpuAssignment, assign_gpus, trains_on_gpu
+from tools.checks.gpu_placement import GpuAssignment, assign_gpus, trains_on_gpu, used_gpus
 from tools.checks.served_engines import ServedEngine, served_engines
 
 # Bytes of one number in the KV cache, by vLLM's `kv_cache_dtype`.
@@ -506,9 +506,7 @@ def make_plan(
     per_node = num_gpus // num_nodes
     _check_nodes(cfg, assignment, per_node)
     places: list[MemoryBudget] = []
-    for i in sorted(
-        {*assignment.learner, *(gpu for engine in assignment.actors for gpu in engine)}
-    ):
+    for i in sorted(used_gpus(assignment)):
         capacity = on[i].memory_bytes if i < len(on) else 0
         parts: list[Part] = []
         if i in assignment.learner:
