@@ -31,6 +31,7 @@ ALLOWED = {  # file:function -> why no deadline of its own is needed
     "actor/rollout/pool.py:_play_to_end": "the stall rule or a revoked lease ends it",
     "tools/evaluate/own_process.py:": "a command waits for its only child",
     "actor/seats/": "each move of the other seat has a deadline",
+    "tools/install.py:main": "an installation shows its progress; the user ends it",
     "tools/serve.py:_end": "it serves until a signal",
     "benchmarks/conformance/": "the time limit of a family ends all its processes",
     "common/join/enrol.py:": "polled before with a deadline",

@@ -59,7 +59,7 @@ def test_bytes_of_a_version_grow_with_nodes_and_not_workers() -> None:
     assert copies == about([n * WEIGHTS_GB for n in nodes])
     unshared = row("GB of a whole version, a copy for each worker")
     assert unshared == about([n * WEIGHTS_GB for n in workers])
-    changes = row("GB of a version as changes, a copy for each node")
+    changes = row("GB of a version as a delta, a copy for each node")
     assert changes == about([0.023 * n * WEIGHTS_GB for n in nodes])
     assert row("GB of host memory for it in each node") == [WEIGHTS_GB] * 3
     assert "the host memory would be 131 GB for 8 workers" in " ".join(TEXT.split())
