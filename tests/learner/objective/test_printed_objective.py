@@ -30,6 +30,7 @@ from common.config.learner import (
     Precision,
     Timestep,
 )
+from learner.algorithms.m2po import second_moment_mask
 from learner.algorithms.running import RunningBaseline
 from learner.ingest.buffer import Group
 from learner.objective.advantages import Scored, advantages_from_critic, samples_of
@@ -168,7 +169,10 @@ def gradients(
                 reference=by_sample(reference) if cfg.kl_coef else {},
             )
             if cfg.correction is Correction.SECOND_MOMENT:
-                batch.trusted.update(computing._trusted(batch))
+                mask = second_moment_mask(
+                    computing._log_ratios(batch), threshold=cfg.m2_threshold
+                ).float()
+                batch.trusted.update(by_sample(mask))
             (micro,) = make_microbatches(
                 samples, range(len(samples)), max_tokens=10**6, device="cpu", is_packed=True
             )
