@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,14 +93,14 @@ def test_own_loss_has_the_gradient_of_the_same_formula_of_the_project(
 
 def test_own_advantage_equals_the_same_formula_of_the_project(own: Callable[[str], str]) -> None:
     cfg = AlgorithmSection(advantage=own("grpo"))
-    mine = [sample.advantage for sample in samples_of(groups(), cfg)]
-    theirs = [sample.advantage for sample in samples_of(groups(), AlgorithmSection())]
+    mine = [sample.advantage for sample in samples_of([*groups()], cfg)]
+    theirs = [sample.advantage for sample in samples_of([*groups()], AlgorithmSection())]
     assert mine == pytest.approx(theirs)
 
 
 def test_own_advantage_of_turns_adds_to_their_tokens(own: Callable[[str], str]) -> None:
     cfg = AlgorithmSection(advantage=own("by_turn"))
-    for sample in samples_of(groups(), cfg):
+    for sample in samples_of([*groups()], cfg):
         turns = sample.trajectory.turn_ids[sample.trajectory.loss_mask]
         assert sample.turn_advantages is not None
         assert sample.token_advantages() == pytest.approx(sample.turn_advantages[turns])
@@ -147,7 +148,8 @@ def test_own_weight_replaces_rho_and_own_mask_keeps_it(own: Callable[[str], str]
 def test_wrong_function_is_refused_with_its_key(
     own: Callable[[str], str], key: str, name: str, part: str
 ) -> None:
-    cfg = AlgorithmSection(**{key: own(name)})
+    named: dict[str, Any] = {key: own(name)}
+    cfg = AlgorithmSection(**named)
     with pytest.raises(ConfigError, match=part) as refused:
         table.check(cfg, min_size=2)
     assert str(refused.value).startswith(f"algorithm.{key}={own(name)}: ")

@@ -61,7 +61,8 @@ def watch(tmp_path: Path) -> Generator[SourceRefresher]:
 
 
 def client(watch: SourceRefresher, *, host: str = "127.0.0.1", token: str = "") -> TestClient:
-    app = make_app(watch, AccessMiddleware(host=host, token=token, writable=PLAY_PATH), Echo())
+    table: Any = Echo()
+    app = make_app(watch, AccessMiddleware(host=host, token=token, writable=PLAY_PATH), table)
     return TestClient(app, base_url="http://127.0.0.1:8600", follow_redirects=False)
 
 
