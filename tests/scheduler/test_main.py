@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import zmq
-from omegaconf import OmegaConf
 
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
 from common.store.run_dir import RunDir
+from common.store.run_start import save_config
 from common.wire.codec import decode, encode
 from common.wire.messages import (
     Goodbye,
@@ -207,19 +207,16 @@ def test_unknown_task_stops_the_scheduler(hub_url: str, run_dir: RunDir) -> None
 ROLE_SCRIPT = """
 import sys
 from pathlib import Path
-from omegaconf import OmegaConf
-from common.config.run_config import RunConfig
+from common.config.load import load_config
 from common.store.run_dir import RunDir
 from scheduler.main import run
 
-schema = OmegaConf.structured(RunConfig)
-cfg = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.load(sys.argv[1])))
-run(cfg, RunDir(root=Path(sys.argv[2])))
+run(load_config(sys.argv[1], []), RunDir(root=Path(sys.argv[2])))
 """
 
 
 def _start(cfg: RunConfig, run_dir: RunDir) -> subprocess.Popen:
-    OmegaConf.save(OmegaConf.structured(cfg), run_dir.config)
+    save_config(cfg, run_dir.config)
     create_keys(run_dir.keys)
     run_dir.forget_address("scheduler")
     argv = [sys.executable, "-c", ROLE_SCRIPT, str(run_dir.config), str(run_dir.root)]
