@@ -6,17 +6,15 @@ import shlex
 import sys
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
+from common.config.keys import field_kinds
 from common.config.live import last_values, read_changes
-from common.config.load import load_config, override_value
+from common.config.load import load_config, load_received, override_value
 from common.config.model import ModelSection
 from common.config.run import RunSection
 from common.config.run_config import RunConfig
@@ -245,22 +243,22 @@ def _is_whole(config_path: Path) -> bool:
 
 def _known_part(path: Path) -> RunConfig:
     """Return the keys of a run's config.yaml that this version has; the others get defaults."""
-    schema = OmegaConf.structured(RunConfig)
+    kinds = field_kinds(RunConfig)
     try:
         content: object = yaml.safe_load(path.read_bytes())
     except (OSError, ValueError, yaml.YAMLError):
         content = {}
     sections = {
-        section: {k: v for k, v in as_map(keys).items() if k in [*schema[section]]}
+        section: {k: v for k, v in as_map(keys).items() if k in field_kinds(kinds[section])}
         for section, keys in as_map(content).items()
-        if section in schema and as_map(keys)
+        if section in kinds and is_dataclass(kinds[section]) and as_map(keys)
     }
     run = {"name": path.parent.name, "dir": str(path.parents[1])}
     try:
-        unset = {"model": {"path": "unknown"}}
-        merged = OmegaConf.unsafe_merge(schema, unset, sections, {"run": run})
-        return cast(RunConfig, OmegaConf.to_object(merged))
-    except (OmegaConfBaseException, ConfigError, ValueError):
+        model = {"path": "unknown"} | sections.get("model", {})
+        text = yaml.safe_dump({**sections, "model": model, "run": sections.get("run", {}) | run})
+        return load_received(text, [])
+    except (ConfigError, ValueError):
         return RunConfig(
             model=ModelSection(path="unknown"), run=RunSection(name=run["name"], dir=run["dir"])
         )

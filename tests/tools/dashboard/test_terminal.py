@@ -185,3 +185,16 @@ def test_closed_output_ends_a_command_without_a_traceback() -> None:
         ["bash", "-c", command], cwd=ROOT, capture_output=True, encoding="utf-8", check=False
     )
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_configuration_of_another_version_keeps_its_known_keys(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", num_steps=7)
+    overrides = [f"run.dir={tmp_path}", "run.name=a", "algorithm.advantage=rloo"]
+    run_dir.config.unlink()
+    save_config(load_config("smoke", [*overrides, "actor.num_actors=3"]), run_dir.config)
+    text = run_dir.config.read_text(encoding="utf-8")
+    run_dir.config.unlink()
+    run_dir.config.write_text(f"ancient: {{x: 1}}\n{text}", encoding="utf-8")
+    request = parse(["status", f"run.dir={tmp_path}", "run.name=a"])
+    cfg = load_of_any_version(request, echo=lambda line: None)
+    assert (cfg.algorithm.advantage, cfg.actor.num_actors) == ("rloo", 3)
