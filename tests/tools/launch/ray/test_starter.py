@@ -217,7 +217,7 @@ def test_killed_launcher_ends_its_roles_and_cluster(
         "folder, stay = Path(sys.argv[1]), sys.argv[2]\n"
         "argv = (sys.executable, '-S', '-c', stay, str(folder / 'pids'))\n"
         "spec = RoleSpec(name='learner', argv=argv, log_path=folder / 'log')\n"
-        "cfg = load_config('smoke', ['launcher=ray'], root=Path.cwd())\n"
+        "cfg = load_config('smoke', ['launcher=ray'])\n"
         "with start_on_ray(cfg, RunDir(root=folder)) as starter:\n"
         "    supervisor = RoleSupervisor(starter, stop_timeout_s=lambda: 5.0)\n"
         "    supervisor.run([spec], on_poll=lambda _: None)\n"
