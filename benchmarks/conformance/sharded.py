@@ -1,6 +1,7 @@
 """Scores of two ranks that share a network's weights: this process and a second one, over gloo."""
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -47,7 +48,10 @@ class RankPair:
         self._process = context.Process(  # pyright: ignore[reportAttributeAccessIssue]
             target=_serve, args=(self._folder.name, theirs, self._pipe), daemon=True
         )
+        gc.collect()  # A fork must not inherit a dead process group: its end joins lost threads.
+        gc.freeze()
         self._process.start()
+        gc.unfreeze()
         theirs.close()
         self._mesh: DeviceMesh | None = None
         self._is_started = False
