@@ -30,6 +30,7 @@ SUITES = {  # Name on the command line: module and function.
     "chaos-delta": "chaos.suite:run_delta",
     "chaos-adapters": "chaos.suite:run_adapters",
     "chaos-short": "chaos.suite:run_short",
+    "hostile": "hostile.suite:run_suite",
     CONFORMANCE: "conformance.suite:run_suite",
 }
 GPU_SUITES = {"gpu": "gpu", "gpu-small": "small"}  # Suite of the device checks: their sizes.

@@ -1,0 +1,234 @@
+"""The suite `hostile`: attacks on every listener of a run during normal operation."""
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.chaos.watch import read_json
+from benchmarks.hostile.attack import Attack
+from benchmarks.hostile.honest import NAME, Actor, Honest, HonestHubClient
+from benchmarks.real_run import TRAINING_ALONE, child
+from benchmarks.suite import Suite
+from common.config.load import load_config
+from common.errors import LongstrideError
+from common.host.child_process import ChildProcess, describe_exit
+from common.store.run_dir import RunDir
+from common.store.run_start import save_config
+from common.wire.security import create_keys, own_keys
+from learner.journal.metrics import read_metrics
+
+ATTACK = "benchmarks.hostile.attack"
+START_S = 180.0
+STOP_S = 30.0
+ATTACK_S = 600.0
+WARM_UP_S = 5.0
+COUNTED_S = 60.0  # Limit of the time until status and metrics contain all refusals.
+MAX_ANSWER_S = 1.0
+MAX_GROWTH_MIB = 64.0
+MIB = 1 << 20
+HUB = "hub"
+# Role by listener.
+LISTENERS = {"scheduler": "scheduler", "trajectories": "learner", "weights": "learner"}
+ENEMY = "enemy"
+HUB_REFUSED = "127.0.0.1"  # A hub counts refusals by address.
+REFUSALS = ("400", "401", "413", "422", "431")  # Statuses that count as refusals.
+KINDS = ("invalid", "forbidden", "dropped")
+PARTS = ("trained", "filtered", "stale", "failed", "in_flight")
+ENV = "babyai"
+ITEM = "GoToLocal-train-7"
+SETTINGS = (
+    *TRAINING_ALONE,
+    "run.name=run",
+    "train.num_steps=1000000",
+    "log.level=WARNING",
+    "groups.size=2",
+    "groups.min_size=2",
+    "groups.per_step=4",
+    "learner.warmup_steps=0",
+    "learner.controller.skip_step=false",
+    "learner.max_canary_delta=1000",
+)
+LEGEND = (
+    "A scheduler, a learner and a hub as a run starts them, and an actor whose engine guesses.\n"
+    "Each listener is attacked in turn by another process: half of the frames by the holder of an\n"
+    "actor's key, half by strangers. Answers: what an honest actor or client waits for meanwhile."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttackVolume:
+    """The extent of the attacks."""
+
+    num_frames: int = 100_000  # Frames for each ROUTER socket.
+    num_connections: int = 10_000  # Connections without a key for each ROUTER socket.
+    num_requests: int = 20_000  # Requests to the hub.
+
+
+SMALL = AttackVolume(num_frames=2_000, num_connections=200, num_requests=500)
+
+
+def run_suite(suite: Suite) -> None:
+    """Attack each listener, in two or three minutes."""
+    measure(suite, AttackVolume())
+
+
+def measure(suite: Suite, size: AttackVolume) -> None:
+    """Start the roles, attack one listener after the other, report the results."""
+    suite.title(LEGEND)
+    with suite.check("hostile") as folder:
+        _measure(suite, size, folder)
+
+
+def _measure(suite: Suite, size: AttackVolume, folder: Path) -> None:
+    cfg = load_config("quickstart", (f"run.dir={folder}", *SETTINGS))
+    run_dir = RunDir(root=folder / cfg.run.name)
+    keys = create_keys(run_dir.keys)
+    save_config(cfg, run_dir.config)
+    with contextlib.ExitStack() as stack:
+        where = (f"run.dir={folder}", f"run.name={cfg.run.name}")
+        roles: dict[str, ChildProcess] = {}
+        for role in ("envhub", "scheduler", "learner"):
+            argv = ["run.py", role, *where]
+            process = child(role, argv, log=folder / f"{role}.txt", stop_s=STOP_S)
+            roles[role] = stack.enter_context(process)
+        actor_keys = own_keys(run_dir.keys, role="actor", name=NAME)
+        actor = Actor(actor_keys, run_dir.wait_for_address("scheduler", timeout_s=START_S))
+        stack.callback(actor.close)
+        roles["learner"].wait_until(actor.finds_learner, timeout_s=START_S)
+        url = run_dir.wait_for_address("envhub", timeout_s=START_S)
+        client = HonestHubClient(url, keys.hub_token, env=ENV, item_id=ITEM)
+        stack.callback(client.close)
+        asks = (actor.ask_scheduler, actor.ask_intake, actor.ask_weights, client.play)
+        scene = AttackedRun(run_dir, roles, actor.addresses | {HUB: url}, keys.hub_token)
+        for name, ask in zip((*LISTENERS, HUB), asks, strict=True):
+            scene.honest[name] = Honest(name, ask)
+            stack.callback(scene.honest[name].stop)
+            scene.honest[name].start()
+        time.sleep(WARM_UP_S)
+        for name in scene.honest:
+            add_attack(suite, scene, name, size)
+        suite.at_least("steps that were trained meanwhile", scene.num_steps(), "", 1)
+    ledger = read_json(run_dir.ledger)
+    gap = abs(ledger["issued"] - sum(ledger[part] for part in PARTS))
+    suite.at_most("episodes unaccounted for", gap, "", 0, f"{ledger['issued']} issued")
+
+
+@dataclass(slots=True)
+class AttackedRun:
+    """A run without a supervisor, and its well-behaved peers."""
+
+    run_dir: RunDir
+    roles: dict[str, ChildProcess]
+    addresses: dict[str, str]  # Addresses by listener.
+    token: str
+    honest: dict[str, Honest] = field(default_factory=dict[str, Honest])
+
+    def check(self) -> None:
+        """Raise LongstrideError if a role has ended, or a well-behaved peer was refused."""
+        for role, process in self.roles.items():
+            if (code := process.poll()) is not None:
+                last = " / ".join(process.log_tail(max_lines=3))
+                raise LongstrideError(f"{role} ended with {describe_exit(code)}: {last}")
+        for peer in self.honest.values():
+            if peer.error is not None:
+                raise LongstrideError(f"{peer.name}: {peer.error!r}")
+
+    def num_steps(self) -> float:
+        """Return the number of steps so far."""
+        return max((line["step"] or 0.0 for line in read_metrics(self.run_dir.metrics)), default=0)
+
+    def counted(self, name: str, *, what: str) -> float:
+        """Return the number of refusals of a peer in both status and metrics.
+
+        Args:
+            what: first part of the counter's name: "enemy", "strangers", an address.
+        """
+        refused = read_json(self.run_dir.status)["refused"]
+        peers: dict[str, Any] = refused["scheduler"]["peers"].get(what, {})
+        causes: dict[str, int] = refused["scheduler"]["connections"]["refused"]
+        flat = refused["learner"] | refused["hubs"]
+        flat |= {f"scheduler/{what}/{kind}": peers.get(kind, 0) for kind in KINDS}
+        flat |= {f"scheduler/strangers/{cause}": num for cause, num in causes.items()}
+        lines = read_metrics(self.run_dir.metrics)
+        start = f"{name}/{what}/"
+        last = lines[-1] if lines else {}
+        return min(_sum(flat, start), _sum(last, f"refused/{start}"))
+
+
+def _sum(counts: Mapping[str, float | None], start: str) -> float:
+    """Return the sum of the refusals, without answers that could not be sent."""
+    return sum(n or 0 for k, n in counts.items() if k.startswith(start) and "unsent" not in k)
+
+
+def add_attack(suite: Suite, scene: AttackedRun, name: str, size: AttackVolume) -> None:
+    """Attack one listener; write the answer times of its well-behaved peer, and the counters."""
+    role = scene.roles[LISTENERS.get(name, "envhub")]
+    honest = scene.honest[name]
+    process = psutil.Process(role.pid)
+    rss_before = process.memory_info().rss
+    num_before = len(honest.waits_s)
+    began_s = time.monotonic()
+    done = attack(scene, name, size)
+    took_s = time.monotonic() - began_s
+    scene.check()
+    waits = sorted([*honest.waits_s[num_before:], *honest.pending_s])
+    worst = waits[-1] if waits else math.nan
+    p99 = waits[int(0.99 * (len(waits) - 1))] if waits else math.nan
+    if name == HUB:
+        wanted = {HUB_REFUSED: sum(done["answers"].get(status, 0) for status in REFUSALS)}
+        note = f"{done['num_with_key']} requests, answered {done['answers']}"
+    else:
+        wanted = {ENEMY: done["num_with_key"], "strangers": done["num_strangers"]}
+        note = (
+            f"{done['num_with_key']} frames with a key, {done['num_stranger_frames']} without on"
+            f" {done['num_strangers']} connections"
+        )
+    note = f"p99 {p99:.2f} s of {len(waits)}; {note} in {took_s:.0f} s"
+    suite.at_most(f"{name}, worst answer to an honest peer", worst, "s", MAX_ANSWER_S, note)
+    counted = _settled(scene, name, wanted)
+    text = ", ".join(f"{who} {counted[who]:.0f} of {num}" for who, num in wanted.items())
+    missing = sum(max(0.0, num - counted[who]) for who, num in wanted.items())
+    suite.at_most(f"{name}, refusals not counted in status and metrics", missing, "", 0, text)
+    after = process.memory_info().rss
+    note = f"{rss_before / MIB:.0f} -> {after / MIB:.0f} MiB"
+    grown = (after - rss_before) / MIB
+    suite.at_most(f"{name}, growth of {role.name}'s memory", grown, "MiB", MAX_GROWTH_MIB, note)
+
+
+def _settled(scene: AttackedRun, name: str, wanted: dict[str, int]) -> dict[str, float]:
+    """Return the counters once they are complete, or after `COUNTED_S`."""
+    listener = name if name != HUB else "envhub"
+    deadline = time.monotonic() + COUNTED_S
+    while True:
+        counted = {who: scene.counted(listener, what=who) for who in wanted}
+        if all(counted[who] >= num for who, num in wanted.items()) or time.monotonic() > deadline:
+            return counted
+        time.sleep(0.5)
+
+
+def attack(scene: AttackedRun, name: str, size: AttackVolume) -> dict[str, Any]:
+    """Run an attack in a process; return its counters. Raises: LongstrideError: it failed."""
+    result = scene.run_dir.root / f"attack-{name}.json"
+    is_hub = name == HUB
+    keys = None if is_hub else own_keys(scene.run_dir.keys, role="actor", name=ENEMY)
+    order = Attack(
+        address=scene.addresses[name],
+        result=str(result),
+        num_frames=size.num_requests if is_hub else size.num_frames,
+        num_connections=0 if is_hub else size.num_connections,
+        keys=keys,
+        name=ENEMY,
+        token=scene.token,
+    )
+    argv = ["-m", ATTACK, json.dumps(asdict(order))]
+    log = scene.run_dir.root / f"attack-{name}.txt"
+    with child("attack", argv, log=log, stop_s=STOP_S) as process:
+        process.wait_until(result.exists, timeout_s=ATTACK_S)
+    return read_json(result)
