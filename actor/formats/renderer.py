@@ -72,7 +72,8 @@ class Renderer:
         """Return the chat template's text of messages. Raises: ConfigError: there is none."""
         if not template_of(self.tokenizer):
             raise ConfigError(
-                "model.path: the tokenizer has no chat template; give one (model.chat_template)"
+                "model.path: the tokenizer has no chat template, as of a base model; give one"
+                " (model.chat_template=FILE). configs/templates/plain.jinja is one for plain text"
             )
         return render_chat(
             self.tokenizer, with_ids(messages), tools=tools, add_generation_prompt=is_asking

@@ -28,6 +28,7 @@ from learner.policy.kernels.head import (
 )
 from learner.policy.loading import (
     META,
+    fill,
     give_memory,
     is_unloaded,
     load_network,
@@ -37,7 +38,7 @@ from learner.policy.loading import (
 from learner.policy.lora import adapter_tensors, adapts_experts, add_adapters, has_adapters
 from learner.policy.merging import Merged, live_merged
 from learner.policy.model_kind import check_kind, check_trainable
-from learner.policy.precision import round_all_factors
+from learner.policy.precision import round_all_factors, store_in_bf16
 
 
 def pick_device(name: str) -> torch.device:
@@ -65,7 +66,8 @@ def load_policy(
     Args:
         path: transformers checkpoint directory; never a name to download.
         lora: with a rank above 0, only new adapters are trained.
-        base_dtype: dtype of frozen weights.
+        base_dtype: dtype of frozen weights. A frozen network in bf16 computes the same numbers as
+            a trained one with fp32 master weights, whose pass rounds them.
         is_frozen: no weight is trained.
         is_skeleton: stored weights get memory after sharding, see `policy/loading.py`.
         max_tokens: length of the longest sequence that an engine may produce; None: the model's own
@@ -81,11 +83,12 @@ def load_policy(
         )
     check_kind(Path(path))
     check_trainable(Path(path))
+    is_rounded = is_frozen and base_dtype is not torch.float32
     model = load_network(
         AutoModelForCausalLM,
         path,
-        is_skeleton=is_skeleton,
-        dtype=base_dtype if lora.rank or is_frozen else torch.float32,
+        is_skeleton=is_skeleton or is_rounded,
+        dtype=base_dtype if lora.rank else torch.float32,
         max_tokens=max_tokens,
     )
     # On one CPU core, bf16: plain matrix products 20-24k tokens/s, the fused kernel 13-16k.
@@ -98,6 +101,12 @@ def load_policy(
             take_memory(model)
     if is_frozen:
         model.requires_grad_(False)
+    if is_rounded:
+        store_in_bf16(model, is_sharded=is_skeleton)
+        if not is_skeleton:
+            give_memory(model, torch.device(device))
+            model.tie_weights()
+            fill(model, path)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     make_deterministic(model)  # Adapters and the layers of gradient checkpointing are new.

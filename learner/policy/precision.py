@@ -198,6 +198,53 @@ def _leave(module: nn.Module, _: object, __: object) -> None:
         mode.__exit__(None, None, None)
 
 
+def store_in_bf16(network: nn.Module, *, is_sharded: bool) -> None:
+    """Let a frozen network in fp32, without values yet, store its matrices in bf16.
+
+    It computes the numbers that a pass in bf16 over master weights in fp32 computes. Norms and
+    other tensors that such a pass does not round remain in fp32, and so do tables. Modules with
+    code of their own, such as experts, have their weights in fp32 while they compute: their results
+    would have another dtype otherwise. Sharded weights are gathered in bf16 for both networks.
+    """
+    state = network.state_dict(keep_vars=True)
+    exact = exact_names(network, {name: each.shape for name, each in state.items()})
+    tables = [each for each in network.modules() if isinstance(each, nn.Embedding)]
+    wide = {id(state[name]) for name in exact} | {
+        id(each.weight) for each in tables if not is_sharded
+    }
+    for each in network.parameters():
+        if id(each) not in wide:
+            each.data = each.data.to(torch.bfloat16)
+    for module in network.modules():
+        if not is_sharded and not isinstance(module, nn.Linear) and _halves(module):
+            module.register_forward_pre_hook(_widen)
+            module.register_forward_hook(_narrow, always_call=True)
+
+
+def _halves(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the weights of a module itself that are stored in bf16."""
+    stored = module.named_parameters(recurse=False)
+    return {name: each for name, each in stored if each.dtype is torch.bfloat16}
+
+
+_NARROW = "weights_in_bf16"  # Attribute of a module while it computes: its stored weights.
+
+
+def _widen(module: nn.Module, _: object) -> None:
+    """Replace the weights of a module by copies in fp32 for one call."""
+    stored = _halves(module)
+    setattr(module, _NARROW, {name: each.data for name, each in stored.items()})
+    for each in stored.values():
+        each.data = each.data.float()
+
+
+def _narrow(module: nn.Module, _: object, __: object) -> None:
+    """End what `_widen` began."""
+    for name, numbers in getattr(module, _NARROW).items():
+        module.get_parameter(name).data = numbers
+    delattr(module, _NARROW)
+
+
 def stays_exact(shape: Sequence[int], num_experts: Iterable[int]) -> bool:
     """Return whether a tensor keeps its own dtype: a vector, or one row for each expert.
 

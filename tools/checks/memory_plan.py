@@ -214,6 +214,9 @@ def _sharded_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> list[
     if cfg.algorithm.kl_coef > 0 and not is_base:
         why = f" ({NAME_OF[frozen]}; algorithm.kl_coef > 0)"
         parts.append(_weights("reference", num, frozen, why))
+        if frozen < 4 and learner.num_ranks == 1 and not is_offloaded(cfg, is_cuda):
+            tables = shape.vocab * shape.hidden
+            parts.append(_weights("reference table", tables, 4 - frozen, " (fp32)"))
     if _has_own_critic(cfg):
         rest = _weights("critic", num, 8, " (weights, gradients)")
         moments = adamw_part(learner.moments, num)

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from actor.formats.renderer import Renderer
 from common.config.actor import ActorSection
 from common.errors import ConfigError
+from common.repository import ROOT
 from tools.offline.scratch import CHAT_TEMPLATE, make_tokenizer
 
 CORPUS = ["go to the red ball", "you see a red ball", "user assistant pick up the key"] * 4
@@ -24,6 +25,7 @@ LAST_TURNS_ONLY = CHATML.replace("in messages", "in messages[-2:]")
 NO_USER_TEXT = CHATML.replace(
     "{{ m['content'] }}", "{% if m.role != 'user' %}{{ m.content }}{% endif %}"
 )
+PLAIN = (ROOT / "configs/templates/plain.jinja").read_text(encoding="utf-8")
 NO_END = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
 
 
@@ -56,6 +58,7 @@ TOKENIZERS = {
     "chatml": make_chatml(CHATML),
     "chatml_with_system": make_chatml(WITH_SYSTEM),
     "chatml_with_other_eos": make_chatml(CHATML, eos="<|endoftext|>"),
+    "base_model": make_chatml(PLAIN, eos="<|endoftext|>"),
 }
 ANY_TOKENIZER = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
 OBSERVATIONS = ["you see a red ball\n\ngoal: go", "  nothing\n", "", "küche <3"]
@@ -145,6 +148,7 @@ def test_turn_ends_with_template_token_or_eos() -> None:
         "chatml": ["<|im_end|>"],
         "chatml_with_system": ["<|im_end|>"],
         "chatml_with_other_eos": ["<|im_end|>", "<|endoftext|>"],
+        "base_model": ["<|endoftext|>"],
     }
 
 
@@ -163,12 +167,28 @@ def test_action_text_has_no_special_tokens(tokenizer: PreTrainedTokenizerFast) -
         (LAST_TURNS_ONLY, "rewrites earlier turns"),
         (NO_USER_TEXT, "drops the user's text"),
         (NO_END, "does not end a turn with a special token"),
-        (None, "no chat template"),
+        (None, "no chat template, as of a base model.*plain.jinja"),
     ],
 )
 def test_unusable_template_is_refused_with_reason(template: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         Renderer(make_chatml(template))
+
+
+def test_plain_template_writes_questions_and_answers() -> None:
+    tokenizer = make_chatml(PLAIN, eos="<|endoftext|>")
+    tokenizer.bos_token = "<|im_start|>"
+    messages = [
+        {"role": "system", "content": "Solve it."},
+        {"role": "user", "content": "3 + 4?"},
+        {"role": "assistant", "content": "7"},
+        {"role": "user", "content": "5 + 5?"},
+    ]
+    text = Renderer(tokenizer).rendered(messages)
+    assert text == (
+        "<|im_start|>Solve it.\n\nQuestion:\n3 + 4?\nAnswer:\n7<|endoftext|>\n"
+        "Question:\n5 + 5?\nAnswer:\n"
+    )
 
 
 def test_compact_template_costs_two_tokens_per_turn() -> None:

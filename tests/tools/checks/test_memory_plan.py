@@ -221,6 +221,13 @@ def test_ranks_share_state_and_rank_0_publishes(shape: ModelShape) -> None:
     assert host["checkpoint copies"] == 12 * NUM_PARAMS
 
 
+def test_reference_of_one_gpu_has_its_table_in_fp32(shape: ModelShape) -> None:
+    cfg = configure("learner.device=cuda", "algorithm.kl_coef=0.1")
+    (gpu, *_) = make_plan(cfg, shape, on=(H100,), host_bytes=0)
+    assert sizes(gpu)["reference"] == 2 * NUM_PARAMS
+    assert sizes(gpu)["reference table"] == 2 * 151_936 * 896
+
+
 def test_offload_keeps_one_block_on_the_gpu(shape: ModelShape) -> None:
     more = ["learner.device=cuda", "learner.offload=optimizer", "algorithm.kl_coef=0.1"]
     gpu, host = make_plan(configure(*more), shape, on=(H100,), host_bytes=0)
