@@ -273,8 +273,19 @@ def _initialize(owner: PreTrainedModel, module: nn.Module) -> None:
 
 
 def give_memory(network: nn.Module, device: torch.device) -> None:
-    """Allocate memory for weights without it, on each rank for its shard, without values."""
+    """Allocate memory for weights without it, on each rank for its shard, without values.
+
+    Tied weights remain tied: torch makes a new parameter for each name.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
     network._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+    for first, *others in names.values():
+        for name in others:
+            owner, _, last = name.rpartition(".")
+            if network.get_parameter(name) is not network.get_parameter(first):
+                setattr(network.get_submodule(owner), last, network.get_parameter(first))
 
 
 def take_memory(network: nn.Module) -> None:

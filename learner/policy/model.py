@@ -105,7 +105,6 @@ def load_policy(
         store_in_bf16(model, is_sharded=is_skeleton)
         if not is_skeleton:
             give_memory(model, torch.device(device))
-            model.tie_weights()
             fill(model, path)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
