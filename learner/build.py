@@ -306,6 +306,7 @@ def _settled(
         max_seq_tokens=cfg.actor.max_model_len,
         # Each engine on this CPU has one thread; the ranks share the other cores.
         num_cores=(num_cores() - cfg.actor.num_engines) // cfg.learner.local_ranks,
+        engine_dtype=cfg.model.dtype,
     )
     return replace(cfg, learner=learner)
 

@@ -34,17 +34,22 @@ MAX_WIDTH = 16  # Product of the shorter axes: states of Mamba have 16 numbers, 
 
 
 def settled_precision(
-    learner: LearnerSection, device: torch.device, *, path: str
+    learner: LearnerSection, device: torch.device, *, path: str, engine_dtype: str = ""
 ) -> PrecisionChoice:
     """Return the configured precision, or that of the rule for a checkpoint and these rates.
 
     Args:
         path: folder of the checkpoint to start from; "": new weights.
+        engine_dtype: value of `model.dtype`; "": the training has no engines.
+
+    Raises: ConfigError: as `choose_precision`.
     """
     folder = Path(path) if path else None
     has_units = precision_by_rule(device.type) is Precision.BF16
     is_cuda = device.type == "cuda"
-    return choose_precision(learner, folder, is_cuda=is_cuda, has_units=has_units)
+    return choose_precision(
+        learner, folder, is_cuda=is_cuda, has_units=has_units, engine_dtype=engine_dtype
+    )
 
 
 def uses_bf16(learner: LearnerSection, device: torch.device) -> bool:
@@ -54,9 +59,18 @@ def uses_bf16(learner: LearnerSection, device: torch.device) -> bool:
     return learner.precision is Precision.BF16
 
 
-def frozen_dtype(learner: LearnerSection, device: torch.device) -> torch.dtype:
-    """Return the dtype of frozen weights: on GPUs the dtype of the computation."""
-    is_bf16 = device.type == "cuda" and uses_bf16(learner, device)
+def frozen_dtype(
+    learner: LearnerSection, device: torch.device, *, engine_dtype: str = ""
+) -> torch.dtype:
+    """Return the dtype of frozen weights: on GPUs the dtype of the computation.
+
+    Args:
+        engine_dtype: value of `model.dtype`; "": the training has no engines.
+    """
+    # The rule for adapters beside engines in fp32; a settled precision is not auto.
+    is_fp32 = learner.lora.rank > 0 and engine_dtype == "float32"
+    is_fp32 = is_fp32 and learner.precision is Precision.AUTO
+    is_bf16 = device.type == "cuda" and not is_fp32 and uses_bf16(learner, device)
     return torch.bfloat16 if is_bf16 else torch.float32
 
 

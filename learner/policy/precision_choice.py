@@ -39,15 +39,22 @@ class _Stored(NamedTuple):
 
 
 def choose_precision(
-    learner: LearnerSection, folder: Path | None, *, is_cuda: bool, has_units: bool | None = None
+    learner: LearnerSection,
+    folder: Path | None,
+    *,
+    is_cuda: bool,
+    has_units: bool | None = None,
+    engine_dtype: str = "",
 ) -> PrecisionChoice:
     """Return the configured precision, or that of the rule.
 
-    The rule of a CPU: bf16 if it has bf16 units. But fp32 for adapters, whose small share of a
-    layer's result is lost when the sum is rounded. And fp32 for a checkpoint of bf16 numbers if
+    The rule of a CPU: bf16 if it has bf16 units. But fp32 for a checkpoint of bf16 numbers if
     rounding would hide an update from more than half of its weights. An update of AdamW is about
     the learning rate, one of Muon its rate by the root of the width. It is hidden from a weight
     whose half unit is larger: a 512th to a 256th of the weight.
+
+    Adapters are computed in the precision of the engines, which add them to their layers' results
+    as the learner does: see `check_engines`. Without engines a CPU computes them in fp32.
 
     Example: learner.lr=1e-5 is hidden from all weights above .0051, so fp32.
 
@@ -55,7 +62,48 @@ def choose_precision(
         learner: the section with the rates of the training.
         folder: the checkpoint to start from; None: new weights.
         has_units: whether the device has bf16 units; None: as this machine's CPU, or yes on CUDA.
+        engine_dtype: value of `model.dtype`; "": the training has no engines.
+
+    Raises: ConfigError: the checkpoint is damaged, or as `check_engines`.
     """
+    choice = _choice(learner, folder, is_cuda, has_units, engine_dtype)
+    check_engines(learner, choice.precision, engine_dtype)
+    return choice
+
+
+def check_engines(learner: LearnerSection, precision: Precision, engine_dtype: str) -> None:
+    """Check that engines and learner round the results of layers with adapters alike.
+
+    Both add the adapter's share to the layer's result. In bf16 the sum is rounded a second time,
+    which hides most of a small share. In fp32 it is not: engines would sample from another policy
+    than the one that is trained. Merged adapters have no such sums.
+
+    Args:
+        engine_dtype: value of `model.dtype`; "": the training has no engines.
+
+    Raises: ConfigError: names both keys and the remedies.
+    """
+    pair = (precision, engine_dtype)
+    has_sums = learner.lora.rank > 0 and not learner.lora.is_merged
+    if not has_sums or pair not in ((Precision.BF16, "float32"), (Precision.FP32, "bfloat16")):
+        return
+    dtype, other = ("bfloat16", "fp32") if precision is Precision.BF16 else ("float32", "bf16")
+    raise ConfigError(
+        f"learner.precision={precision.value} with model.dtype={engine_dtype} and"
+        f" learner.lora.rank={learner.lora.rank}: rounding to bf16 hides small changes by adapters"
+        " on one side only, so the engines drift away from the learner. Set"
+        f" model.dtype={dtype}, or learner.precision={other}"
+    )
+
+
+def _choice(
+    learner: LearnerSection,
+    folder: Path | None,
+    is_cuda: bool,
+    has_units: bool | None,
+    engine_dtype: str,
+) -> PrecisionChoice:
+    """Return the result of `choose_precision`."""
     if learner.precision is not Precision.AUTO:
         return PrecisionChoice(learner.precision, "learner.precision is set")
     device = "GPU" if is_cuda else "CPU"
@@ -66,7 +114,9 @@ def choose_precision(
     units = f"the {device} has bf16 units"
     if learner.lora.rank:
         why = "rounding to bf16 hides small changes by adapters from the results of their layers"
-        if is_cuda:
+        if engine_dtype == "float32":
+            return PrecisionChoice(Precision.FP32, f"{why}, but not in engines in float32")
+        if is_cuda or (engine_dtype and not learner.lora.is_merged):
             return PrecisionChoice(Precision.BF16, f"{units}; {why}, as engines in bf16 do")
         return PrecisionChoice(Precision.FP32, why)
     stored = None if folder is None else _stored_on_grid(folder)

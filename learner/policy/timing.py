@@ -27,6 +27,7 @@ from learner.policy.kernels.attention import attention_by_rule, packing_problem,
 from learner.policy.loading import is_unloaded
 from learner.policy.model import Scoring, pick_device, token_logprobs, vocabulary_size
 from learner.policy.precision import settled_precision
+from learner.policy.precision_choice import check_engines
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ def choose_compute(
     is_repeatable: bool,
     max_seq_tokens: int,
     num_cores: int,
+    engine_dtype: str = "",
     measure: Measure | None = None,
 ) -> LearnerSection:
     """Return the section without auto values, and write the chosen values to `file`.
@@ -97,16 +99,23 @@ def choose_compute(
     Args:
         max_seq_tokens: longest sequence of an episode; a quarter of it is timed.
         num_cores: cores that no other process needs.
+        engine_dtype: value of `model.dtype`; "": the training has no engines.
+
+    Raises: ConfigError: as `choose_precision`, or `file` is damaged.
     """
     if learner.sequence_ranks > 1:  # Several ranks can divide packed rows only.
         learner = replace(learner, layout=Layout.PACKED)
     is_open = {name: getattr(learner, name).value == "auto" for name in _CHOICES}
     is_open["num_threads"] = learner.num_threads == 0
     if file.exists():
-        return _kept(learner, file, is_open)
+        section = _kept(learner, file, is_open)
+        check_engines(section, section.precision, engine_dtype)
+        return section
     timings: dict[str, float] = {}
     device = pick_device(learner.device)
-    precision, reason = settled_precision(learner, device, path=model.name_or_path or "")
+    precision, reason = settled_precision(
+        learner, device, path=model.name_or_path or "", engine_dtype=engine_dtype
+    )
     logger.info("learner.precision: %s (%s)", precision.value, reason)
     learner = replace(learner, precision=precision)
     config, num_threads = config_by_rule(learner, model), max(1, learner.num_threads)

@@ -45,7 +45,7 @@ def load_start(
         device=device,
         gradient_checkpointing=cfg.learner.gradient_checkpointing,
         lora=cfg.learner.lora,
-        base_dtype=frozen_dtype(cfg.learner, device),
+        base_dtype=frozen_dtype(cfg.learner, device, engine_dtype=cfg.model.dtype),
         is_skeleton=is_sharded(cfg.learner),
         max_tokens=cfg.actor.max_model_len,
     )
@@ -169,7 +169,7 @@ def _reference(cfg: RunConfig, model: PreTrainedModel) -> PreTrainedModel | None
         path or cfg.model.path,
         device=device,
         gradient_checkpointing=False,
-        base_dtype=frozen_dtype(cfg.learner, device),
+        base_dtype=frozen_dtype(cfg.learner, device, engine_dtype=cfg.model.dtype),
         is_frozen=True,
         is_skeleton=is_unloaded(model),
         max_tokens=cfg.actor.max_model_len,

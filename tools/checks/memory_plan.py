@@ -612,7 +612,9 @@ def plan_here(cfg: RunConfig) -> list[MemoryBudget]:
     visible = gpus()
     num_gpus = len(_named_gpus(cfg) if is_elsewhere(cfg) else visible)
     is_cuda = trains_on_gpu(cfg, num_gpus=num_gpus)
-    precision, _ = choose_precision(cfg.learner, ROOT / cfg.model.path, is_cuda=is_cuda)
+    folder = ROOT / cfg.model.path
+    dtype = cfg.model.dtype
+    precision, _ = choose_precision(cfg.learner, folder, is_cuda=is_cuda, engine_dtype=dtype)
     cfg = replace(cfg, learner=replace(cfg.learner, precision=precision))
     if is_elsewhere(cfg):
         return _with_served(cfg, plan_named(cfg, shape), _named_gpus(cfg))

@@ -306,7 +306,7 @@ def teacher_engines(cfg: RunConfig, *, used: Collection[int], num_gpus: int) -> 
         ServedEngine(
             role=TEACHER,
             folder=folder,
-            settings=(*width, *_teacher_settings(cfg, read_shape(folder))),
+            settings=(*width, *_teacher_settings(cfg, folder)),
             section="algorithm.teacher",
             key_variable=TEACHER_KEY,
             gpus=tuple(chosen),
@@ -314,11 +314,17 @@ def teacher_engines(cfg: RunConfig, *, used: Collection[int], num_gpus: int) -> 
     ]
 
 
-def _teacher_settings(cfg: RunConfig, shape: ModelShape) -> list[str]:
-    """Return the settings of the teacher's engine, the user's last."""
+def _teacher_settings(cfg: RunConfig, folder: Path) -> list[str]:
+    """Return the settings of the teacher's engine, the user's last.
+
+    A teacher computes in the dtype of its checkpoint. The policy's own start is computed as the
+    policy's engines compute it, so their first version has no distance from the teacher.
+    """
     teacher = cfg.algorithm.teacher
     context = cfg.actor.max_model_len + SCORING_CONTEXT
-    fitting = [f for f in fitting_overrides(shape) if not f.startswith("actor.max_")]
+    fitting = [f for f in fitting_overrides(read_shape(folder)) if not f.startswith("actor.max_")]
+    if folder == (ROOT / cfg.model.path).resolve():
+        fitting = merged_overrides([*fitting, f"model.dtype={cfg.model.dtype}"])
     settings = [
         *fitting,
         f"actor.max_model_len={context}",

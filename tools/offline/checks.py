@@ -157,7 +157,8 @@ def rate_lines(command: str, cfg: RunConfig) -> list[str]:
     is_new = isinstance(offline, SftSection) and offline.from_scratch
     is_cuda = learner.device.startswith("cuda") or (learner.device == "auto" and has_cuda())
     folder = None if is_new else ROOT / cfg.model.path
-    choice = choose_precision(learner, folder, is_cuda=is_cuda)
+    dtype = cfg.model.dtype if offline is None else ""  # Offline training has no engines.
+    choice = choose_precision(learner, folder, is_cuda=is_cuda, engine_dtype=dtype)
     lines = [f"learner.precision: {choice.precision.value} ({choice.reason})"]
     if offline is not None:
         start = "new weights" if is_new else f"start model.path={cfg.model.path}"

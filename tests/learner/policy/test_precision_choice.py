@@ -9,7 +9,9 @@ import torch
 from common.config.learner import LearnerSection, LoraSection, OptimizerKind, Precision
 from common.config.model import ModelSection
 from common.config.run_config import RunConfig
-from learner.policy.precision_choice import choose_precision, recorded_precision
+from common.errors import ConfigError
+from learner.policy.precision_choice import PrecisionChoice, choose_precision, recorded_precision
+from learner.policy.timing import choose_compute
 from tests.learner.builders import make_model
 from tools.offline.checks import rate_lines
 from tools.offline.config import DpoConfig, EvolveConfig, SftConfig, SftSection
@@ -23,8 +25,18 @@ def stored(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def chosen(folder: Path | None, *, is_cuda: bool = False, has_units: bool = True, **keys: Any):
-    return choose_precision(LearnerSection(**keys), folder, is_cuda=is_cuda, has_units=has_units)
+def chosen(
+    folder: Path | None,
+    *,
+    is_cuda: bool = False,
+    has_units: bool = True,
+    engine_dtype: str = "",
+    **keys: Any,
+) -> PrecisionChoice:
+    learner = LearnerSection(**keys)
+    return choose_precision(
+        learner, folder, is_cuda=is_cuda, has_units=has_units, engine_dtype=engine_dtype
+    )
 
 
 @pytest.mark.parametrize(("lr", "expected"), [(1e-6, FP32), (3e-5, FP32), (1e-2, BF16)])
@@ -61,6 +73,56 @@ def test_adapters_train_in_fp32_on_a_cpu(stored: Path) -> None:
     for folder in (stored, None):
         assert chosen(folder, lora=lora, lr=1e-2).precision is FP32
         assert chosen(folder, lora=lora, lr=1e-2, is_cuda=True).precision is BF16
+
+
+@pytest.mark.parametrize(
+    ("engine_dtype", "expected"), [("float32", FP32), ("bfloat16", BF16), ("float16", BF16)]
+)
+@pytest.mark.parametrize("is_cuda", [False, True])
+def test_adapters_have_the_precision_of_the_engines(
+    stored: Path, engine_dtype: str, expected: Precision, is_cuda: bool
+) -> None:
+    keys: dict[str, Any] = {"lora": LoraSection(rank=4), "lr": 1e-4}
+    choice = chosen(stored, **keys, is_cuda=is_cuda, engine_dtype=engine_dtype)
+    assert choice.precision is expected
+    assert chosen(stored, lr=1e-4, is_cuda=is_cuda, engine_dtype=engine_dtype) == chosen(
+        stored, lr=1e-4, is_cuda=is_cuda
+    )
+
+
+@pytest.mark.parametrize(
+    ("precision", "engine_dtype", "remedies"),
+    [
+        (BF16, "float32", r"model\.dtype=bfloat16, or learner\.precision=fp32"),
+        (FP32, "bfloat16", r"model\.dtype=float32, or learner\.precision=bf16"),
+    ],
+)
+def test_adapters_in_another_precision_than_the_engines_are_refused(
+    tmp_path: Path, precision: Precision, engine_dtype: str, remedies: str
+) -> None:
+    lora = LoraSection(rank=4)
+    with pytest.raises(ConfigError, match=rf"model\.dtype={engine_dtype} and .*{remedies}"):
+        chosen(None, precision=precision, lora=lora, engine_dtype=engine_dtype)
+    merged = LoraSection(rank=4, targets=["experts"])
+    for other in ({"lora": merged}, {}):  # Engines receive weights, and add nothing.
+        keys: dict[str, Any] = {"precision": precision, **other}
+        assert chosen(None, **keys, engine_dtype=engine_dtype).precision is precision
+    # A later start with other engines keeps the precision of the first one.
+    file = tmp_path / "precision.json"
+    settings: dict[str, Any] = {"is_repeatable": True, "max_seq_tokens": 64, "num_cores": 1}
+    first = LearnerSection(device="cpu", precision=precision, lora=lora)
+    same = "bfloat16" if precision is BF16 else "float32"
+    choose_compute(first, make_model(), file, **settings, engine_dtype=same)
+    later = LearnerSection(device="cpu", lora=lora)
+    with pytest.raises(ConfigError, match=remedies):
+        choose_compute(later, make_model(), file, **settings, engine_dtype=engine_dtype)
+
+
+def test_adapters_in_bf16_engines_need_bf16_units(stored: Path) -> None:
+    keys: dict[str, Any] = {"lora": LoraSection(rank=4), "has_units": False}
+    assert chosen(stored, **keys, engine_dtype="float32").precision is FP32
+    with pytest.raises(ConfigError, match=r"model\.dtype=float32"):
+        chosen(stored, **keys, engine_dtype="bfloat16")
 
 
 def test_rule_follows_the_device_without_such_a_checkpoint(stored: Path) -> None:

@@ -1,5 +1,6 @@
 """Laws of the role that serves the teacher of a run."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from common.config.algorithm import TeacherForm
 from common.config.load import load_config
+from common.config.model import ModelSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.host.machine import Gpu
@@ -56,6 +58,17 @@ def test_teacher_with_a_path_is_a_role_of_the_run() -> None:
     assert {"policy.role=teacher", "actor.max_model_len=513"} <= {*words}
     served = load_config("quickstart", [*words])
     assert served.actor.kv_cache_gib == 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_teacher_from_the_policys_folder_computes_as_the_policy(dtype: str) -> None:
+    own = str(ROOT / "configs/policies/tiny-expert")
+    cfg = replace(config_of(path="configs/policies/tiny-expert"), model=ModelSection(path=own))
+    (spec,) = specs_of(replace(cfg, model=replace(cfg.model, dtype=dtype)))
+    assert load_config("quickstart", [*spec.argv[5:]]).model.dtype == dtype
+    (spec,) = specs_of(replace(cfg, model=ModelSection(path="configs/policies/tiny", dtype=dtype)))
+    stored = json.loads((ROOT / own / "config.json").read_text(encoding="utf-8"))["dtype"]
+    assert load_config("quickstart", [*spec.argv[5:]]).model.dtype == stored
 
 
 def test_many_tokens_raise_the_limit_of_the_engine() -> None:
