@@ -13,7 +13,10 @@ from common.text import known_hint
 
 # A label before an action. An escaped line break before it lies in a string, as a quote does.
 LABEL = re.compile(r"""(?<!["'])(?<!\\n)Action:""")
-ITEM_PATTERN = re.compile(r"(?P<subset>[^-\s]+)-(?P<split>train|test)-(?P<index>[0-9]{1,9})")
+SPLITS = ("train", "validation", "test")
+ITEM_PATTERN = re.compile(
+    rf"(?P<subset>[^-\s]+)-(?P<split>{'|'.join(SPLITS)})-(?P<index>[0-9]{{1,9}})"
+)
 
 
 class Style(StrEnum):
@@ -83,11 +86,20 @@ class ItemId(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubsetSpec:
-    """Size of one subset; `max_turns` limits the turns of an episode at any horizon."""
+    """Size of one subset; `max_turns` limits the turns of an episode at any horizon.
+
+    Settings are chosen on validation items, so that the test items have chosen nothing.
+    """
 
     num_train: int
     num_test: int
     max_turns: int
+    num_validation: int = 0
+
+    def size(self, split: str) -> int:
+        """Return the number of items of a split."""
+        sizes = {"validation": self.num_validation, "test": self.num_test}
+        return sizes.get(split, self.num_train)
 
 
 class StepResult(msgspec.Struct, kw_only=True, gc=False):  # Construction takes 1/10 of a fast step.
@@ -335,7 +347,7 @@ def parse_item(item_id: str, subsets: Mapping[str, SubsetSpec]) -> ItemId:
     spec = subsets.get(item.subset)
     if spec is None:
         raise UnknownItem(f"no subset {item.subset!r}{known_hint(item.subset, subsets)}")
-    num_items = spec.num_train if item.split == "train" else spec.num_test
+    num_items = spec.size(item.split)
     if num_items == 0:
         raise UnknownItem(f"subset {item.subset!r} has no {item.split} items")
     if item.index >= num_items:

@@ -98,8 +98,8 @@ def build_components(cfg: RunConfig, catalogue: HubCatalogue) -> Components:
     """Return the components of a new run."""
     lease_s = cfg.actor.episode_timeout_s + cfg.scheduler.dead_after_s
     silent_after_s = cfg.scheduler.silent_after_s
-    stream_items = eval_items(cfg.tasks, catalogue, cfg.eval.stream_items)
-    phase_items = eval_items(cfg.tasks, catalogue, cfg.eval.num_items)
+    stream_items = eval_items(cfg.tasks, catalogue, cfg.eval.stream_items, split=cfg.eval.split)
+    phase_items = eval_items(cfg.tasks, catalogue, cfg.eval.num_items, split=cfg.eval.split)
     seed = cfg.run.seed
     group_size = cfg.groups.size
     several = cfg.actor.engines_per_process

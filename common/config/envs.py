@@ -218,7 +218,8 @@ class DatasetOptions:
     train: str = knob(
         "",
         "Names the training records: a JSONL, JSON, CSV or Parquet file, a folder of Hugging Face "
-        "datasets, or a name of the Hub as owner/name or owner/name:configuration.",
+        "datasets, a name of the Hub as owner/name[@revision][:configuration][:split], or "
+        "generated tasks as reasoning_gym:NAME,NAME.",
         form=PATH,
         also="",
     )
@@ -229,14 +230,43 @@ class DatasetOptions:
         form=PATH,
         also="",
     )
+    validation: str = knob(
+        "",
+        "Names the records of eval.split=validation. Empty takes data.validation_split of the "
+        "folder data.train, or else data.validation_size records of data.train.",
+        form=PATH,
+        also="",
+    )
     train_split: str = knob("train", "Selects the split of a folder for training.", form=WORD)
+    validation_split: str = knob(
+        "validation", "Selects the split of a folder for eval.split=validation.", form=WORD
+    )
     eval_split: str = knob("test", "Selects the split of a folder for evaluation.", form=WORD)
     eval_size: int = knob(
         -1,
         "Holds out this many records of data.train if there are no others. -1 means a tenth, at "
-        "most 200.",
+        "most 200, or 200 generated ones.",
         ge=-1,
-        le=10**7,
+        le=10**6,
+    )
+    validation_size: int = knob(
+        -1,
+        "Holds out this many records of data.train for eval.split=validation if there are no "
+        "others. -1 means none, or 200 generated ones.",
+        ge=-1,
+        le=10**6,
+    )
+    train_size: int = knob(
+        -1,
+        "Trains on this many records, the first ones. -1 means all, or 10,000 generated ones.",
+        ge=-1,
+        le=10**6,
+    )
+    options: dict[str, Any] = knob(
+        {},
+        "Sets options of generated tasks, by the task's name, such as "
+        "data.options.chain_sum.max_terms=3.",
+        form=ANY_TEXT,
     )
     prompt: str = knob(
         "",
@@ -290,9 +320,10 @@ class DatasetOptions:
     reward: Any = knob(
         None,
         "Names the reward function: module:function, file.py:function, or exact_number, "
-        "exact_text or math. A map from names to functions, or to sections with function, weight, "
-        "min, max, timeout_s and retries, adds several. A section with url or path is a judge, see "
-        "docs/JUDGES.md.",
+        "exact_text, math or verifier. auto is the verifier of generated tasks, and exact_number "
+        "of other records. Without a reward, generated tasks have their verifier. A map from names "
+        "to functions, or to sections with function, weight, min, max, timeout_s and retries, adds "
+        "several. A section with url or path is a judge, see docs/JUDGES.md.",
         form=ANY_TEXT,
     )
     reward_timeout_s: float = seconds(

@@ -1,8 +1,20 @@
 """The section `eval`: held-out evaluation."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from common.config.knobs import knob
+
+
+class EvalSplit(StrEnum):
+    """Held-out items of an evaluation.
+
+    test: items for the published figure. validation: items on which settings are chosen. A figure
+    is free of that choice if the test items are played once, after it.
+    """
+
+    TEST = "test"
+    VALIDATION = "validation"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,6 +26,10 @@ class EvalSection:
         "Evaluates this many held-out items, spread over the tasks by weight. -1 means all.",
         ge=-1,
         le=10**6,
+    )
+    split: EvalSplit = knob(
+        EvalSplit.TEST,
+        "Selects the held-out items. Choose settings on validation, and play test once at the end.",
     )
     before: bool = knob(True, "Evaluates the first policy before training.")
     after: bool = knob(True, "Evaluates the last policy after training.")

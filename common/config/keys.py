@@ -43,7 +43,7 @@ REMOVED_KEYS: dict[str, float | None] = {
     "log.otlp_every_s": None,  # A collector reads the page of log.metrics_port.
 }
 NEAR_LAST_FRAC = 0.7  # Smallest similarity of a suggested key's last word.
-MAX_NAMES_CHARS = 300  # A longer list of a section's keys is not shown.
+MAX_NAMES_CHARS = 400  # A longer list of a section's keys is not shown.
 Tree = dict[str, Any]  # Values by key; sections are trees again.
 _KEY = re.compile(r"[A-Za-z_]\w*(\.\w+(/\w+)?|\[\d+\])*")
 _WORDS = {
@@ -129,15 +129,17 @@ def key_hint(key: str, schema: type[RunConfig] = RunConfig) -> str:
     """Return the end of an error about an unknown key: the nearest key, or where to find them."""
     if commands := commands_of(dotted(key), schema):
         return f"; it belongs to {commands}"
-    if near := nearest_keys(key, schema):
-        return f"; the nearest is {near}"
+    near = nearest_keys(key, schema)
     section, kind = _section_of(key, schema)
+    if near and (not section or near.startswith(f"{section}.")):
+        return f"; the nearest is {near}"
     if not section:
         return "; docs/CONFIGURATION.md lists all keys, and `python run.py help` their sections"
+    elsewhere = f"; {near} is a key of another section" if near else ""
     names = ", ".join(field_kinds(kind))
     if len(names) > MAX_NAMES_CHARS:
-        return f"; `python run.py help {section}` lists the keys of this section"
-    return f"; {section} has the keys {names}"
+        return f"; `python run.py help {section}` lists the keys of this section{elsewhere}"
+    return f"; {section} has the keys {names}{elsewhere}"
 
 
 def commands_of(key: str, schema: type[RunConfig]) -> str:

@@ -21,7 +21,7 @@ from common.ids import distance_of
 from common.repository import ROOT
 from common.store.run_dir import write_atomically
 from envhub.catalogue.registry import REQUIREMENTS, Registry
-from envhub.env import Env, EnvSpec, Isolation, Style, UnknownItem, split_item
+from envhub.env import SPLITS, Env, EnvSpec, Isolation, Style, UnknownItem, split_item
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def measured(spec: EnvSpec, subset: str, options: EnvsSection) -> Turns:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         pass
-    sizes = {"train": spec.subsets[subset].num_train, "test": spec.subsets[subset].num_test}
+    sizes = {split: spec.subsets[subset].size(split) for split in SPLITS}
     env = cast(Env, spec.make(Style.COMPACT))
     most = spec.subsets[subset].max_turns
     turns = {
@@ -136,7 +136,7 @@ class Distances:
             counts = counted(turns)
             body[env].setdefault("distances", {})[subset] = counts
             num = {split: _within(each, low, high) for split, each in counts.items()}
-            sizes = {"num_train": num["train"], "num_test": num["test"]}
+            sizes = {f"num_{split}": num.get(split, 0) for split in SPLITS}
             body[env]["subsets"][items] = body[env]["subsets"][subset] | (sizes if high else {})
         return body
 

@@ -6,7 +6,7 @@ import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import FastAPI, Request, Response, WebSocket
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
@@ -16,7 +16,7 @@ from starlette.websockets import WebSocketDisconnect
 from common.errors import EnvError
 from common.text import counted, known_hint
 from envhub.catalogue.registry import Registry
-from envhub.env import EnvSpec, StepResult, Style, UnknownItem
+from envhub.env import SPLITS, EnvSpec, StepResult, Style, UnknownItem
 from envhub.errors import CapacityFull, HubDraining, SessionConflict, SessionUnknown, UnknownEnv
 from envhub.hosting.sessions import Sessions
 from envhub.http.bodies import (
@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 
 MAX_LISTED = 1_000  # Maximum tasks of one answer; `num_tasks` counts all.
-SPLITS = ("train", "test")
 
 
 class SplitRequest(BaseModel):
@@ -51,7 +50,7 @@ class SplitRequest(BaseModel):
 class Split:
     """The items of one split, in order."""
 
-    kind: Literal["train", "test"]
+    kind: str  # One of SPLITS.
     num: int
     item: Callable[[int], str]
 
@@ -60,15 +59,16 @@ def splits_of(spec: EnvSpec) -> dict[str, Split]:
     """Return an environment's splits by name.
 
     `train` and `test` hold the items of all its tasks, or of its first subset if it has no tasks.
-    Each subset also has the splits `<subset>-train` and `<subset>-test`.
+    Each subset also has the splits `<subset>-train` and `<subset>-test`, and those with validation
+    items `<subset>-validation`.
     """
     whole: dict[str, Split] = {}
     subsets: dict[str, Split] = {}
     for kind in SPLITS:
-        listed = [item for task in spec.tasks.values() for item in getattr(task, kind)]
+        listed = [item for task in spec.tasks.values() for item in getattr(task, kind, ())]
         unique = [*dict.fromkeys(listed)]
         for name, subset in spec.subsets.items():
-            num = subset.num_train if kind == "train" else subset.num_test
+            num = subset.size(kind)
             if num:
                 prefix = f"{name}-{kind}"
                 subsets[prefix] = Split(

@@ -20,6 +20,7 @@ from envhub.interop.texts import RewardRule
 SUBSET = "all"
 PACKAGES = {  # Arguments of `pip install` for extras that `make setup` does not install.
     "mcp": "jsonschema 'mcp>=2.3,<3'",
+    "reasoning-gym": "reasoning-gym==0.1.25",
     "textarena": "textarena==0.7.4",
 }
 Described = TypeVar("Described")
@@ -105,6 +106,7 @@ def optional_package(name: str, extra: str) -> ModuleType:
         return import_module(name)
     except ImportError as error:
         remedy = f"pip install {PACKAGES[extra]}" if extra in PACKAGES else "make setup"
+        of_extra = f" (the extra `{extra}`)" if extra in PACKAGES else ""
         raise ConfigError(
-            f"{name}: the Python package is missing; install it with `{remedy}`"
+            f"{name}: the Python package is missing; install it with `{remedy}`{of_extra}"
         ) from error

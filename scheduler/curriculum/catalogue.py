@@ -26,6 +26,7 @@ class SubsetEntry:
     num_train: StrictInt
     num_test: StrictInt
     max_turns: StrictInt  # Most turns of an episode, at any horizon stage.
+    num_validation: StrictInt = 0  # Hubs of earlier versions have none.
 
 
 # Environment -> subset -> split -> turns of the expert -> number of items.

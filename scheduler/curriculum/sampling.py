@@ -9,8 +9,10 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from common.config.eval import EvalSplit
 from common.config.horizon import HorizonUnit
 from common.config.tasks import TaskSection
+from common.errors import ConfigError
 from common.ids import episode_id_of
 from scheduler.curriculum.catalogue import HubCatalogue
 from scheduler.episodes.table import EpisodeRecord
@@ -232,19 +234,37 @@ def _slices(tasks: list[TaskSection]) -> list[_Slice]:
     return slices
 
 
-def eval_items(tasks: list[TaskSection], catalogue: HubCatalogue, num_items: int) -> list[Item]:
+def eval_items(
+    tasks: list[TaskSection],
+    catalogue: HubCatalogue,
+    num_items: int,
+    *,
+    split: EvalSplit = EvalSplit.TEST,
+) -> list[Item]:
     """Return the held-out items, spread by weight; the same for every training seed.
 
     Args:
-        num_items: number of items, fewer only if the subsets have fewer test items; -1: all of
-            them.
+        num_items: number of items, fewer only if the subsets have fewer items of the split; -1: all
+            of them.
+
+    Raises: ConfigError: a task has no validation items.
     """
     active = [task for task in tasks if task.weight > 0]
-    caps = [catalogue.entry(task.env, task.items()).num_test for task in active]
+    entries = [catalogue.entry(task.env, task.items()) for task in active]
+    if split is EvalSplit.VALIDATION:
+        caps = [entry.num_validation for entry in entries]
+        for task, num in zip(active, caps, strict=True):
+            if not num:
+                raise ConfigError(
+                    f"eval.split=validation: {task.env}/{task.items()} has no validation items;"
+                    " use eval.split=test"
+                )
+    else:
+        caps = [entry.num_test for entry in entries]
     num_items = sum(caps) if num_items < 0 else num_items
     quotas = spread(num_items, weights=[task.weight for task in active], caps=caps)
     return [
-        Item(env=task.env, subset=task.items(), item_id=f"{task.items()}-test-{i}")
+        Item(env=task.env, subset=task.items(), item_id=f"{task.items()}-{split}-{i}")
         for task, quota in zip(active, quotas, strict=True)
         for i in range(quota)
     ]

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import json
 import random
 import threading
 import time
@@ -13,7 +14,7 @@ from typing import Any
 
 from common.errors import EnvError
 from common.text import counted
-from envhub.env import EnvSpec, Isolation, StepResult, UnknownItem, split_item
+from envhub.env import SPLITS, EnvSpec, Isolation, StepResult, UnknownItem, split_item
 from tools.author.episodes import Driver, RecordedPlay, chance, expert
 
 
@@ -73,12 +74,13 @@ METHODS = ("reset", "step", "valid_actions", "expert_action", "render", "fingerp
 
 
 def items_of(spec: EnvSpec, num: int) -> list[str]:
-    """Return items of every subset and both splits, evenly spaced."""
+    """Return items of every subset and split, evenly spaced."""
     items: list[str] = []
     share = max(2, num // max(1, len(spec.subsets)))
     for name, subset in spec.subsets.items():
-        for split, size in (("train", subset.num_train), ("test", subset.num_test)):
-            some = min(size, max(1, share // 2))
+        sizes = {split: subset.size(split) for split in SPLITS if subset.size(split)}
+        for split, size in sizes.items():
+            some = min(size, max(1, share // len(sizes)))
             items += [f"{name}-{split}-{index * size // some}" for index in range(some)]
     return items if len(items) <= 2 * num else random.Random(0).sample(items, num)
 
@@ -97,7 +99,7 @@ def check_spec(spec: EnvSpec) -> Iterator[Finding]:
         for name, subset in spec.subsets.items()
         for what, is_wrong in (
             ("no training items", subset.num_train <= 0),
-            ("a number of test items below 0", subset.num_test < 0),
+            ("a number of held-out items below 0", min(subset.num_test, subset.num_validation) < 0),
             ("max_turns below 1", subset.max_turns < 1),
         )
         if is_wrong
@@ -257,8 +259,11 @@ def _play_in_threads(driver: Driver, alone: Sequence[RecordedPlay]) -> list[list
 
 
 def compared_part(episode: RecordedPlay) -> list[object]:
-    """Return the part of an episode that is compared."""
-    return [episode.first, *(result.as_dict() for result in episode.results)]
+    """Return the part of an episode that is compared, as texts: NaN does not equal itself."""
+    return [
+        episode.first,
+        *(json.dumps(result.as_dict(), default=str) for result in episode.results),
+    ]
 
 
 def check_actions(driver: Driver, items: list[str]) -> Iterator[Finding]:
@@ -287,6 +292,12 @@ def check_actions(driver: Driver, items: list[str]) -> Iterator[Finding]:
     )
 
 
+def _split_of(item_id: str) -> str:
+    """Return the split of an item."""
+    item = split_item(item_id)
+    return item.split if item else ""
+
+
 def check_items(driver: Driver, items: list[str]) -> Iterator[Finding]:
     """Yield items with equal initial states; equal items across the splits are leaks."""
     prints: dict[str, str] = {}
@@ -295,7 +306,7 @@ def check_items(driver: Driver, items: list[str]) -> Iterator[Finding]:
         with driver.open(item_id) as episode:
             state = str(episode.call("fingerprint"))
         if state in prints:
-            is_leak = ("-test-" in item_id) != ("-test-" in prints[state])
+            is_leak = _split_of(item_id) != _split_of(prints[state])
             leak = ", and one of them is held out" * is_leak
             twice.append(f"{prints[state]} and {item_id} are equal{leak}")
         prints.setdefault(state, item_id)

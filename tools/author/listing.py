@@ -15,7 +15,17 @@ from tools.checks.environments import load_alone, with_remote
 
 ENVS = ROOT / "envhub" / "envs"
 MAX_OTHERS = 8  # Subsets without a task that the short list shows one by one.
-HEADINGS = ("SCENARIO", "TASK", "ENV", "SUBSET", "TRAIN", "TEST", "TURNS", "RUNS HERE")
+HEADINGS = (
+    "SCENARIO",
+    "TASK",
+    "ENV",
+    "SUBSET",
+    "TRAIN",
+    "VALIDATION",
+    "TEST",
+    "TURNS",
+    "RUNS HERE",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,14 +37,15 @@ class ListingRow:
     task: str = ""
     subset: str = ""
     num_train: int = 0
+    num_validation: int = 0
     num_test: int = 0
     max_turns: int = 0  # 0: unknown.
     missing: str = ""  # Missing requirements; "" when the environment can run.
 
     def cells(self) -> tuple[str, ...]:
         """Return the row as text; unknown values are empty."""
-        sizes = (self.num_train, self.num_test) if self.subset else (None, None)
-        numbers = ["" if number is None else f"{number:,}" for number in sizes]
+        sizes = (self.num_train, self.num_validation, self.num_test)
+        numbers = [f"{number:,}" if self.subset else "" for number in sizes]
         turns = str(self.max_turns or "")
         state = f"no: {self.missing}" if self.missing else "yes"
         return (self.scenario, self.task, self.env, self.subset, *numbers, turns, state)
@@ -125,7 +136,7 @@ def format_rows(rows: Sequence[ListingRow]) -> str:
     texts: list[str] = []
     for line in lines:
         cells = [
-            f"{cell:>{width}}" if 4 <= i <= 6 else f"{cell:<{width}}"
+            f"{cell:>{width}}" if 4 <= i <= 7 else f"{cell:<{width}}"
             for i, (cell, width) in enumerate(zip(line, widths, strict=False))
         ]
         texts.append("  ".join([*cells, line[-1]]).rstrip())

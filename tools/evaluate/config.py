@@ -1,11 +1,12 @@
 """The keys of the command `eval`, and its configuration."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from actor.policy import PolicyConfig
-from common.config.eval import EvalSection
-from common.config.knobs import knob
+from common.config.eval import EvalSection, EvalSplit
+from common.config.knobs import Contradiction, knob
 
 
 class EvalItems(StrEnum):
@@ -37,6 +38,10 @@ class EvalOptions(EvalSection):
         ge=0,
         le=1,
     )
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        if self.split is EvalSplit.VALIDATION and self.items is not EvalItems.SPREAD:
+            yield "split", self.split, f"eval.items={self.items} lists test items; use spread"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

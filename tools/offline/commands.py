@@ -57,7 +57,7 @@ def plan_heldout(
     Raises: ConfigError: there is no item to play, or a subset belongs to no task.
     """
     if cfg.items is EvalItems.SPREAD:
-        items = eval_items(tasks, catalogue, cfg.num_items)
+        items = eval_items(tasks, catalogue, cfg.num_items, split=cfg.split)
     else:
         items = _task_items(cfg, tasks, lists)
     if not items:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from common.config.envs import EnvsSection
@@ -26,12 +27,12 @@ from envhub.envs.dataset.functions import (
     check_keywords,
     load_function,
 )
+from envhub.envs.dataset.generators import FORM, instruction_for, is_generated, load_generated
 from envhub.envs.dataset.judges.judge import probe_of
 from envhub.envs.dataset.prompts import SUBMIT, Message, Question, read_tools, tools_of, value_at
-from envhub.envs.dataset.records import Dataset, load_dataset
+from envhub.envs.dataset.records import SUBSET, Dataset, load_dataset
 from envhub.envs.dataset.rewards import RewardSum, load_rewards
 
-SUBSET = "data"
 MARGIN_S = 10.0  # Seconds of a step beyond the limits of its functions.
 NO_ANSWER = "I do not know."
 SUBMIT_TOOL = {
@@ -49,13 +50,15 @@ SUBMIT_TOOL = {
 class Task:
     """Everything that the episodes share."""
 
-    dataset: Dataset
+    datasets: dict[str, Dataset]  # By subset.
     rewards: RewardSum
     caller: Caller
     step: UserFunction | None
     tools: list[dict[str, Any]]  # Tools of all items; []: none, or the items have their own.
     tools_column: str  # The column with the tools of an item; "": the items have none.
-    subset: SubsetSpec
+    subsets: dict[str, SubsetSpec]
+    answer_form: str  # The form of a reference answer in a demonstration.
+    instruction: str
     step_timeout_s: float
     success_from: float
     samples: list[str]  # Valid actions for random play.
@@ -81,12 +84,17 @@ class DatasetEnv:
 
     async def reset(self, item_id: str, seed: int) -> str:
         """Return the last message of an item's prompt. Raises: UnknownItem, EnvFailure."""
-        item = parse_item(item_id, {SUBSET: self._task.subset})
-        split = self._task.dataset.splits[item.split]
-        self._record = split.record(item.index)
+        item = parse_item(item_id, self._task.subsets)
+        dataset = self._task.datasets[item.subset]
+        split = dataset.splits[item.split]
+        self._max_turns = self._task.subsets[item.subset].max_turns
         self._place = split.place(item.index)
         try:
-            self._question = self._task.dataset.question(item.split, item.index)
+            if isinstance(split.records, list):
+                self._record = split.record(item.index)
+            else:  # Generation may take seconds.
+                self._record = await asyncio.to_thread(split.record, item.index)
+            self._question = dataset.question(item.split, item.index)
         except ConfigError as error:
             raise EnvFailure(str(error)) from error
         self._tools = self._task.tools_of(self._record, self._place)
@@ -116,7 +124,7 @@ class DatasetEnv:
         text, is_over = "", True
         if self._task.step is not None and not (self._tools and call is None):
             text, is_over = await self._answered(self._task.step, completion, call)
-        is_last = self._state["num_turns"] >= self._task.subset.max_turns
+        is_last = self._state["num_turns"] >= self._max_turns
         if not is_over and not is_last:
             self._messages.append({"role": "user", "content": text})
             reward = self._task.rewards.start_score
@@ -186,7 +194,8 @@ class DatasetEnv:
 
     async def expert_action(self) -> str | None:
         """Return the reference answer; None if the record has none."""
-        return None if self._is_done else self._question.answer
+        answer = self._question.answer
+        return None if self._is_done or answer is None else self._task.answer_form.format(answer)
 
     async def render(self) -> str:
         """Return the conversation as text."""
@@ -268,14 +277,20 @@ def check(options: EnvsSection) -> list[str]:
 def load_task(section: EnvsSection) -> Task:
     """Return the records, the functions and the tools. Raises: ConfigError: one is wrong."""
     options = section.dataset
-    dataset = load_dataset(options)
+    if is_generated(options):
+        datasets = load_generated(options)
+    elif options.options:
+        raise ConfigError(f"data.options={options.options}: only generated tasks have options")
+    else:
+        datasets = {SUBSET: load_dataset(options)}
+    dataset = next(iter(datasets.values()))
     rewards = load_rewards(options, run_dir=section.run_dir)
     step = load_function("data.step", options.step) if options.step else None
     train = dataset.splits["train"]
     tools, tools_column = read_tools(options, train.records, name=train.name)
-    held_out = dataset.splits["test"]
-    if tools_column and held_out.records is not train.records:
-        read_tools(options, held_out.records, name=held_out.name)
+    for held_out in (dataset.splits["test"], dataset.splits["validation"]):
+        if tools_column and held_out.records is not train.records:
+            read_tools(options, held_out.records, name=held_out.name)
     question = dataset.question("train", 0)
     messages = [*question.messages, {"role": "assistant", "content": ""}]
     offered = offered_keywords(train.record(0), question, messages, {}, "", None)
@@ -283,28 +298,38 @@ def load_task(section: EnvsSection) -> Task:
     if step is not None:
         check_keywords(f"data.step={options.step}", step, {**offered[1], **offered[0]})
     functions = [*rewards.functions, *filter(None, [step])]
-    subset = SubsetSpec(
-        num_train=len(train.numbers),
-        num_test=len(dataset.splits["test"].numbers),
-        max_turns=options.max_turns if step is not None else 1,
-    )
+    subsets = {
+        name: SubsetSpec(
+            num_train=len(each.splits["train"].numbers),
+            num_test=len(each.splits["test"].numbers),
+            num_validation=len(each.splits["validation"].numbers),
+            max_turns=options.max_turns if step is not None else 1,
+        )
+        for name, each in datasets.items()
+    }
+    form = instruction_for(options)
+    answer_form = FORM if form else "{}"
+    tools = with_submit(tools, has_step=step is not None)
     return Task(
-        dataset=dataset,
+        datasets=datasets,
         rewards=rewards,
         caller=Caller(functions, memory_bytes=int(options.worker_memory_gib * 2**29)),
         step=step,
-        tools=with_submit(tools, has_step=step is not None),
+        tools=tools,
         tools_column=tools_column,
-        subset=subset,
+        subsets=subsets,
+        answer_form=answer_form,
+        instruction="\n".join(filter(None, [tools_instruction(tools) if tools else "", form])),
         step_timeout_s=options.reward_timeout_s,
         success_from=options.success_from,
-        samples=dataset.samples() or [NO_ANSWER],
+        samples=[answer_form.format(each) for each in dataset.samples()] or [NO_ANSWER],
     )
 
 
 def first_prompts(task: Task) -> Iterator[FirstPrompt]:
     """Yield the prompt of every item. Raises: ConfigError: a template fails on its record."""
-    for prompt, record in task.dataset.first_prompts():
+    pairs = chain.from_iterable(each.first_prompts() for each in task.datasets.values())
+    for prompt, record in pairs:
         if task.tools_column:
             tools = task.tools_of(record, prompt.place)
             yield replace(prompt, tools=tools, has_own_tools=bool(tools))
@@ -328,8 +353,8 @@ def make_spec(options: EnvsSection) -> EnvSpec:
 
     return EnvSpec(
         name="dataset",
-        subsets={SUBSET: task.subset},
-        instruction=dict.fromkeys(Style, instruction_of(task.tools)),
+        subsets=task.subsets,
+        instruction=dict.fromkeys(Style, task.instruction),
         make=make,
         isolation=Isolation.WORKER,
         sessions_per_worker=section.max_sessions,
@@ -341,12 +366,9 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         is_repeatable=False,  # A reward may ask a server.
         tools=tuple(task.tools),
         prompts=partial(first_prompts, task),
-        content=task.dataset.content,
+        content={
+            key: digest for each in task.datasets.values() for key, digest in each.content.items()
+        },
         stop=stop,
         service=probe_of(task.rewards.judges),
     )
-
-
-def instruction_of(tools: list[dict[str, Any]]) -> str:
-    """Return the list of tools with the form of a call; "" without tools."""
-    return tools_instruction(tools) if tools else ""

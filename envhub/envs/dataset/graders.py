@@ -4,14 +4,18 @@ Grader processes load this file by its path, so it imports no module of the prod
 """
 
 import importlib
+import json
 import logging
 import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
+from functools import lru_cache
+from typing import Any
 
+TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 FINAL = "####"  # The mark of GSM8K before the final answer.
 BRACE = re.compile(r"\\boxed\s{0,9}\{|\\.|[{}]", re.DOTALL)
 LATEX_FRACTION = re.compile(r"\\[dtc]?frac\s?(?:\{([^{}]{1,200})\}\s?\{([^{}]{1,200})\}|(\d)(\d))")
@@ -265,9 +269,50 @@ def math(completion: str, ground_truth: str) -> float:
     return float(library.verify(gold, answer, timeout_seconds=None))
 
 
+@lru_cache(maxsize=256)
+def _generator(task: str, options: str, seed: int) -> Any:
+    """Return a generator of reasoning-gym. With seed 0 its item number n is that of seed n."""
+    library = importlib.import_module("reasoning_gym")
+    return library.create_dataset(task, **json.loads(options), seed=seed, size=1)
+
+
+def generated_entry(record: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the generator of a record and its entry, made again from the record's seed."""
+    options = json.dumps(record["options"], sort_keys=True)
+    seed = int(record["seed"])
+    generator = _generator(record["task"], options, 0)
+    try:
+        return generator, generator[seed]
+    except IndexError:  # A few generators make all their items at their start.
+        generator = _generator(record["task"], options, seed)
+        return generator, generator[0]
+
+
+def verifier(completion: str, record: Mapping[str, Any]) -> float:
+    """Return the score of an answer, in [0, 1], by the verifier of the generated task.
+
+    The answer is the content of the last <answer> tags, or else the final answer.
+
+    Raises: Exception: the verifier fails on its own reference answer, too.
+    """
+    generator, entry = generated_entry(record)
+    tagged = TAGGED.findall(completion)
+    answer = tagged[-1].strip() if tagged else final_answer(completion)
+    try:
+        return float(generator.score_answer(answer, entry))
+    except Exception:  # noqa: BLE001 - a verifier's errors are of any type.
+        if entry["answer"] is not None:
+            generator.score_answer(entry["answer"], entry)
+        return 0.0  # Some verifiers raise an error for a text that is no answer.
+
+
 GRADERS: dict[str, Callable[..., float]] = {
     "exact_number": exact_number,
     "exact_text": exact_text,
     "math": math,
+    "verifier": verifier,
 }
-LIBRARIES = {"math": "math_verify"}  # Packages that may take any time for an answer.
+LIBRARIES = {
+    "math": "math_verify",
+    "verifier": "reasoning_gym",
+}  # Packages that may take any time for an answer.

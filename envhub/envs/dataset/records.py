@@ -27,9 +27,12 @@ from envhub.envs.dataset.prompts import PromptMaker, Question
 
 logger = logging.getLogger(__name__)
 
+SUBSET = "data"
+NUM_MEASURED = 50  # Generated prompts of a split that are measured before the start.
 HELD_OUT_FRAC = 0.1
 MAX_HELD_OUT = 200  # Records that are held out by default.
 # Settings that determine which record an item is.
+LATER_SETTINGS = ("validation_size", "train_size", "validation_split")
 ITEM_SETTINGS = ("eval_size", "max_length", "shuffle", "train_split", "eval_split")
 NUM_SAMPLES = 8
 
@@ -53,10 +56,10 @@ class DataSplit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """The records of both splits with the maker of their prompts."""
+    """The records of the splits with the maker of their prompts."""
 
     prompts: PromptMaker
-    splits: dict[str, DataSplit]  # "train" and "test".
+    splits: dict[str, DataSplit]  # "train", "test" and "validation".
     content: dict[str, str]  # Digests of the files and of the settings, by key.
 
     def question(self, split: str, index: int) -> Question:
@@ -65,9 +68,13 @@ class Dataset:
         return self.prompts.make(data_split.record(index), data_split.place(index))
 
     def first_prompts(self) -> Iterator[tuple[FirstPrompt, Record]]:
-        """Yield the prompt and the record of every item. Raises: ConfigError: a template fails."""
+        """Yield the prompt and the record of every item, and of the first generated ones.
+
+        Raises: ConfigError: a template fails.
+        """
         for name, split in self.splits.items():
-            for index in range(len(split.numbers)):
+            is_listed = isinstance(split.records, list)
+            for index in range(len(split.numbers))[: None if is_listed else NUM_MEASURED]:
                 messages = [{**each} for each in self.question(name, index).messages]
                 prompt = FirstPrompt(env="dataset", place=split.place(index), messages=messages)
                 yield prompt, split.record(index)
@@ -75,7 +82,8 @@ class Dataset:
     def samples(self) -> list[str]:
         """Return a few reference answers, different from each other."""
         train = self.splits["train"]
-        answers = (self.question("train", i).answer for i in range(min(64, len(train.numbers))))
+        num = 64 if isinstance(train.records, list) else NUM_SAMPLES  # Generation takes time.
+        answers = (self.question("train", i).answer for i in range(min(num, len(train.numbers))))
         return list(dict.fromkeys(filter(None, answers)))[:NUM_SAMPLES]
 
 
@@ -103,14 +111,42 @@ def load_dataset(options: DatasetOptions) -> Dataset:
         tuple(files_of(key, path, split))
         for key, path, split in zip(("data.train", "data.eval"), paths, splits, strict=False)
     ]
+    options, validation = _find_validation(options, paths, splits)
+    if validation is not None:
+        paths.append(validation)
+        files.append(tuple(files_of("data.validation", validation, options.validation_split)))
     stamps = tuple((str(f), f.stat().st_mtime_ns, f.stat().st_size) for own in files for f in own)
     settings = json.dumps({name: getattr(options, name) for name in DATA_SETTINGS})
     return _load(settings, tuple(paths), stamps)
 
 
+def _find_validation(
+    options: DatasetOptions, paths: Sequence[Path], splits: Sequence[str]
+) -> tuple[DatasetOptions, Path | None]:
+    """Return the options and the path of the validation records; None: there are none.
+
+    Raises: ConfigError: they are the data of another split.
+    """
+    split = options.validation_split
+    is_in_train = split not in splits and has_split("data.train", paths[0], split)
+    if not options.validation and is_in_train:
+        options = replace(options, validation=options.train)
+    if not options.validation:
+        return options, None
+    path = find_data("data.validation", options.validation)
+    for other, name in zip(paths, splits, strict=True):
+        if path.resolve() == other.resolve() and (path.is_file() or split == name):
+            raise ConfigError(
+                f"data.validation={options.validation}: it is the same data as data.train or"
+                " data.eval; name other data, or unset it and use data.validation_size"
+            )
+    return options, path
+
+
 DATA_SETTINGS = (
-    *("train", "eval", "prompt", "answer", "template", "system", "tokenizer"),
+    *("train", "eval", "validation", "prompt", "answer", "template", "system", "tokenizer"),
     *ITEM_SETTINGS,
+    *LATER_SETTINGS,
 )
 
 
@@ -141,14 +177,43 @@ def _load(settings: str, paths: tuple[Path, ...], stamps: object) -> Dataset:
         held_out = _held_out(options, numbers)
         test = DataSplit(name=name, records=train, numbers=held_out)
         numbers = sorted({*numbers} - {*held_out})
+    if options.validation:
+        path = paths[-1]
+        validation_records = read_records("data.validation", path, options.validation_split)
+        files = files_of("data.validation", path, options.validation_split)
+        digest = digest_of(files)
+        if digest in content.values():
+            raise ConfigError(
+                f"data.validation={options.validation}: it has the same content as data.train or"
+                " data.eval"
+            )
+        content["data.validation"] = digest
+        _check_prompts(prompts, validation_records, path.name)
+        validation = DataSplit(
+            name=path.name,
+            records=validation_records,
+            numbers=_kept(options, prompts, validation_records, path.name),
+        )
+        _warn_of_copies(prompts, train, validation_records)
+    else:
+        chosen = _held_out(options, numbers, key="validation_size")
+        validation = DataSplit(name=name, records=train, numbers=chosen)
+        numbers = sorted({*numbers} - {*chosen})
     if options.shuffle >= 0:
         random.Random(f"shuffle/{options.shuffle}").shuffle(numbers)
+    if options.train_size >= 0:
+        numbers = numbers[: options.train_size]
     if not numbers:
         raise ConfigError(f"data.train={options.train}: no record is left for training")
     item_settings = {name: getattr(options, name) for name in ITEM_SETTINGS}
+    default = DatasetOptions()
+    for setting in LATER_SETTINGS:  # A run that began without them continues.
+        if (value := getattr(options, setting)) != getattr(default, setting):
+            item_settings[setting] = value
     item_settings["tokenizer"] = _tokenizer_digest(options) if options.max_length else ""
     content["data settings"] = hashlib.sha256(json.dumps(item_settings).encode()).hexdigest()
     splits = {"train": DataSplit(name=name, records=train, numbers=numbers), "test": test}
+    splits["validation"] = validation
     made = Dataset(prompts=prompts, splits=splits, content=content)
     for split, data_split in splits.items():  # A template that fails does so before the start.
         if data_split.numbers:
@@ -162,15 +227,23 @@ def _check_prompts(prompts: PromptMaker, records: Sequence[Record], name: str) -
         prompts.check(record, f"record {number} of {name}")
 
 
-def _held_out(options: DatasetOptions, numbers: Sequence[int]) -> list[int]:
-    """Return the records that are held out of the training file. Raises: ConfigError."""
-    size = options.eval_size
+def _held_out(
+    options: DatasetOptions, numbers: Sequence[int], *, key: str = "eval_size"
+) -> list[int]:
+    """Return the records that are held out of the training file. Raises: ConfigError.
+
+    Args:
+        key: the setting with their number: eval_size or validation_size.
+    """
+    size: int = getattr(options, key)
     if size < 0:
-        size = min(MAX_HELD_OUT, int(HELD_OUT_FRAC * len(numbers)))
+        is_test = key == "eval_size"
+        size = min(MAX_HELD_OUT, int(HELD_OUT_FRAC * len(numbers))) if is_test else 0
     if size >= len(numbers):
         num = counted(len(numbers), "record")
-        raise ConfigError(f"data.eval_size={size}: data.train has only {num}")
-    return sorted(random.Random("held out").sample(list(numbers), size))
+        raise ConfigError(f"data.{key}={size}: data.train has only {num} for it")
+    drawn = random.Random("held out" if key == "eval_size" else key)
+    return sorted(drawn.sample(list(numbers), size))
 
 
 def _kept(

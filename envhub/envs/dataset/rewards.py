@@ -83,6 +83,8 @@ NUMBERS = {  # Allowed values of the numbers of a reward.
 }
 MATH_VERIFY = "reward=math needs math-verify. Install it with: pip install math-verify"
 SHIPPED_TIMEOUT_S = 10.0  # Most seconds of a call of a reward that ships.
+AUTO = "auto"
+GENERATED = "reasoning_gym:"  # Prefix of data.train for tasks that are generated.
 BACKOFF_S = 0.5  # Seconds before the first retry. The wait doubles with each retry.
 DIGITS = 9
 Keywords = Mapping[str, Any]
@@ -297,11 +299,14 @@ def load_rewards(options: DatasetOptions, *, run_dir: str = "") -> RewardSum:
     Raises: ConfigError: no reward is set, a key is wrong, or a function cannot be loaded.
     """
     reward = options.reward
+    is_generated = options.train.startswith(GENERATED)
+    if reward == AUTO or (is_generated and not reward):
+        reward = "verifier" if is_generated else "exact_number"
     if not reward:
         names = ", ".join(GRADERS)
         raise ConfigError(f"reward is not set: give reward=module:function, or one of {names}")
     if isinstance(reward, str):
-        user = _function("reward", reward)
+        user = _function("reward", reward, options)
         name = re.sub(r"\W", "_", reward.rpartition(":")[2])
         return RewardSum([_term(name, user, {}, options)])
     if not isinstance(reward, dict):
@@ -333,7 +338,7 @@ def _named_term(name: str, entry: Any, options: DatasetOptions, run_dir: str) ->
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not is_number or not low <= value <= high:
                 raise ConfigError(f"{key}.{field}={value}: must be a number in [{low:g}, {high:g}]")
-    return _term(name, _function(key, fields["function"]), fields, options)
+    return _term(name, _function(key, fields["function"], options), fields, options)
 
 
 def _term(
@@ -364,7 +369,7 @@ def _term(
     )
 
 
-def _function(key: str, reference: str) -> UserFunction:
+def _function(key: str, reference: str, options: DatasetOptions) -> UserFunction:
     """Return a reward that ships, or a function of the user. Raises: ConfigError."""
     if ":" in reference:
         return load_function(key, reference)
@@ -372,6 +377,9 @@ def _function(key: str, reference: str) -> UserFunction:
         raise ConfigError(f"{key}=judge: set reward.judge.url or reward.judge.path instead")
     if reference == "math" and find_spec("math_verify") is None:
         raise ConfigError(MATH_VERIFY)
+    if reference == "verifier" and not options.train.startswith(GENERATED):
+        law = f"only generated tasks have a verifier; set data.train={GENERATED}NAME"
+        raise ConfigError(f"{key}=verifier: {law}")
     grader = GRADERS.get(reference)
     if grader is None:
         names = ", ".join(GRADERS)

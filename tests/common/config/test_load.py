@@ -138,6 +138,8 @@ def test_one_field_of_one_task_is_overridable() -> None:
         ("learner.qqqq=1", "no such key; `python run.py help learner` lists the keys of this"),
         ("learner.lora.qqqq=1", "no such key; learner.lora has the keys rank, alpha"),
         ("data.qqqq=1", "data.qqqq=1: no such key; data has the keys train, eval"),
+        ("data.path=1", "data.path=1: no such key; data has the keys train, eval"),
+        ("data.path=1", "model.path is a key of another section"),
         ("env=textcraft", "env=textcraft: expects a section with url, dialect"),
         ("tasks[99].weight=1", "tasks[99].weight=1: tasks has 9 entries"),
         ("horizon.per_env.maze.stages[0]=5", "horizon.per_env.maze.stages has 0 entries"),

@@ -7,6 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.config.eval import EvalSplit
+from common.errors import ConfigError
+from scheduler.curriculum.catalogue import HubCatalogue, SubsetEntry
 from scheduler.curriculum.sampling import (
     Sampler,
     eval_items,
@@ -105,3 +108,17 @@ def test_spread_redistributes_capped_shares() -> None:
 def test_eval_items_are_first_test_items_spread_by_weight() -> None:
     items = eval_items(tasks_of(a=2, b=1), catalogue_of(a=9, b=9), 3)
     assert [item.item_id for item in items] == ["a-test-0", "a-test-1", "b-test-0"]
+
+
+def test_validation_items_are_those_of_their_own_split() -> None:
+    entry = SubsetEntry(num_train=9, num_test=9, num_validation=2, max_turns=1)
+    catalogue = HubCatalogue(envs={"maze": {"a": entry}})
+    items = eval_items(tasks_of(a=1), catalogue, -1, split=EvalSplit.VALIDATION)
+    assert [item.item_id for item in items] == ["a-validation-0", "a-validation-1"]
+
+
+def test_task_without_validation_items_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"eval\.split=validation: maze/a has no validation items"
+    ):
+        eval_items(tasks_of(a=1), catalogue_of(a=9), 3, split=EvalSplit.VALIDATION)

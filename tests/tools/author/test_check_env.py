@@ -72,6 +72,7 @@ def test_example_passes_and_reports_reward_and_success_rules():
         ([('"sorted"', '"done <|im_end|>"')], "texts: four-train-0: a text has a control token"),
         ([('"sorted"', '"\\ud800"')], "a text has an unpaired surrogate"),
         ([('"sorted"', '""')], "a text is empty"),
+        ([(PAID, 'reward=float("nan"),')], "reward: four-train-0: nan is not in [0, 1]"),
         (
             [("    def render(self)", "    def draw(self)"), (".render()", ".draw()")],
             "no method ren",
@@ -147,3 +148,13 @@ def test_check_suggests_warm_start_without_signal(tmp_path):
     path = changed(tmp_path, ("self.left.remove(int(word))", "pass"))
     notes = list(said(found(path), Grade.NOTE))
     assert any("warm-start with `sft`" in note for note in notes)
+
+
+@pytest.mark.slow
+def test_reward_that_is_no_number_equals_itself_when_repeated(tmp_path: Path) -> None:
+    failed = {
+        each.name
+        for each in found(changed(tmp_path, (PAID, 'reward=float("nan"),')))
+        if each.grade is Grade.FAIL
+    }
+    assert failed == {"reward"}

@@ -58,7 +58,7 @@ async function fill(place, { run, params, link }) {
   const found = await ask("api/play/environments");
   const env = found[params.get("env")] ? params.get("env") : Object.keys(found)[0];
   const subsets = found[env].subsets, subset = subsets[params.get("subset")] ? params.get("subset") : Object.keys(subsets)[0];
-  const sizes = { train: subsets[subset].num_train, test: subsets[subset].num_test };
+  const sizes = { train: subsets[subset].num_train, validation: subsets[subset].num_validation ?? 0, test: subsets[subset].num_test };
   const split = sizes[params.get("split")] ? params.get("split") : sizes.train ? "train" : "test";
   const index = Math.max(0, Math.min(sizes[split] - 1, Number(params.get("index")) || 0));
   const go = (changes) => { location.hash = link("play", { run: run?.name, env, subset, split, index, ...changes }); };
