@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.errors import ConfigError
 from learner.policy.determinism import make_deterministic, zero_dropout_rates
 from learner.policy.expert_weights import WeightRead, convert_read, plan_reads
 from learner.policy.lora import ADAPTED
+from learner.policy.model_kind import DIFFERENCES
 from learner.policy.weight_files import LOCAL, WeightFiles
 
 _LONG = "longrope"
@@ -91,6 +92,22 @@ def _mark_fixed(module: Any, layer_type: str | None) -> None:
     else:
         module.rope_type = {**module.rope_type, layer_type: _FIXED}
 
+
+def _register_alias(alias: str, family: str) -> None:
+    """Let transformers read a published model_type as that of a family which it has."""
+    plain = CONFIG_MAPPING[family]
+
+    class AliasConfig(plain):
+        @classmethod
+        def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
+            # The names of weights in the files depend on model_type, too.
+            return plain.from_dict({**config_dict, "model_type": family}, **options)
+
+    CONFIG_MAPPING.register(alias, AliasConfig, exist_ok=True)
+
+
+for _alias, _family in DIFFERENCES["aliases"].items():
+    _register_alias(_alias, _family)
 
 META = torch.device("meta")
 ROWS_AT_A_TIME = 8_192

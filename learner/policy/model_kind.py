@@ -48,7 +48,7 @@ def _ropes(tree: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _problem(tree: dict[str, Any], rope: dict[str, Any], max_tokens: int) -> str:
-    family = tree.get("model_type")
+    family = family_of(tree)
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
     named = [str(rope[name]) for name in ("type", "rope_type") if rope.get(name)]
     if len(set(named)) > 1 and "su" not in named and "mrope" not in named:
@@ -100,7 +100,7 @@ def _long_problem(tree: dict[str, Any], rope: dict[str, Any], max_tokens: int) -
     """Compare the factors of the cosines and sines of `longrope`."""
     most = tree.get("max_position_embeddings")
     # Phi-3 has a default of its own, and transformers prefers the key outside the section.
-    default = PHI3_ORIGINAL if tree.get("model_type") == "phi3" else rope.get(ORIGINAL, most)
+    default = PHI3_ORIGINAL if family_of(tree) == "phi3" else rope.get(ORIGINAL, most)
     original = tree.get(ORIGINAL, default)
     if not isinstance(most, int) or not isinstance(original, int):
         return ""
@@ -121,6 +121,12 @@ def _long_problem(tree: dict[str, Any], rope: dict[str, Any], max_tokens: int) -
 
 def _scale(factor: float, original: int) -> float:
     return 1.0 if factor <= 1.0 else math.sqrt(1.0 + math.log(factor) / math.log(original))
+
+
+def family_of(tree: Mapping[str, Any]) -> str:
+    """Return the family of a configuration by the name that transformers has for it, "" if none."""
+    kind = str(tree.get("model_type") or "")
+    return DIFFERENCES["aliases"].get(kind, kind)
 
 
 CONFIG = "config.json"
@@ -164,14 +170,14 @@ def check_engine_equal(folder: Path, max_tokens: int, *, shown: str) -> None:
     _check_settings(tree, shown)
     if problem := _other_problem(tree, max_tokens):
         raise ConfigError(f"model.path={shown}: {_name(tree)} {problem}")
-    difference = DIFFERENCES["unequal"].get(str(tree.get("model_type")))
+    difference = DIFFERENCES["unequal"].get(family_of(tree))
     if difference:
         raise ConfigError(
             f"model.path={shown}: {_name(tree)} has other log-probabilities in the engine than in"
             f" the learner: {difference}. Choose another model"
         )
     window = tree.get("sliding_window")
-    if tree.get("model_type") not in DIFFERENCES["wider_windows"] or not isinstance(window, int):
+    if family_of(tree) not in DIFFERENCES["wider_windows"] or not isinstance(window, int):
         return
     if max_tokens > window:
         raise ConfigError(
@@ -184,7 +190,7 @@ def check_engine_equal(folder: Path, max_tokens: int, *, shown: str) -> None:
 
 def _other_problem(tree: dict[str, Any], max_tokens: int) -> str:
     """Return the setting that both libraries read differently, and the remedy; or ""."""
-    family = str(tree.get("model_type"))
+    family = family_of(tree)
     needed = DIFFERENCES["needed"].get(family, {})
     lacking = {name: value for name, value in needed.items() if tree.get(name) != value}
     if lacking:
@@ -214,7 +220,7 @@ def _other_problem(tree: dict[str, Any], max_tokens: int) -> str:
 
 def _check_settings(tree: dict[str, Any], shown: str) -> None:
     """Raise ConfigError if a setting makes the engine compute otherwise than the learner."""
-    settings = DIFFERENCES["settings"].get(str(tree.get("model_type")), {})
+    settings = DIFFERENCES["settings"].get(family_of(tree), {})
     for key, (alike, difference) in settings.items():
         value = _value_of(tree.get(key, alike[0]))
         if value not in alike:

@@ -12,6 +12,7 @@ from common.errors import ConfigError
 from common.text import counted
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # Head sizes of vLLM 0.32.
+SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 # Keys of a configuration with the number of experts in a layer.
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 WHOLE = "model.safetensors"
@@ -48,12 +49,14 @@ class ModelShape:
     dtype: str
     experts: int = 0  # Experts of a layer; 0: the feed-forward layers have none.
     expert_units: int = 0  # Units of one expert.
+    cached: int = 0  # Numbers of one token in the caches of all layers; 0: keys and values in each.
     # The learner stores the attention scores of all pairs of tokens on a GPU, too.
     stores_scores: bool = False
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Return the bytes of one token in the key-value cache of all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * BYTES_OF[dtype]
+        plain = 2 * self.layers * self.kv_heads * self.head_dim
+        return (self.cached or plain) * BYTES_OF[dtype]
 
 
 def check_heads(shape: ModelShape, path: str) -> None:
@@ -79,7 +82,7 @@ def read_shape(folder: Path) -> ModelShape:
     """
     try:
         tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        text = cast(dict[str, Any], tree.get("text_config") or tree)
+        text = _with_defaults(cast(dict[str, Any], tree.get("text_config") or tree))
         heads = int(text["num_attention_heads"])
         hidden = int(text["hidden_size"])
         is_tied = text.get("tie_word_embeddings", tree.get("tie_word_embeddings", True))
@@ -99,6 +102,7 @@ def read_shape(folder: Path) -> ModelShape:
             intermediate=int(width) * chosen,
             experts=experts,
             expert_units=int(width) if experts else 0,
+            cached=_cached_numbers(text),
             vocab=int(text["vocab_size"]),
             stores_scores=bool(text.get("attn_logit_softcapping"))
             or text.get("model_type") in NOT_FUSED,
@@ -110,6 +114,47 @@ def read_shape(folder: Path) -> ModelShape:
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         message = f"model.path={folder}: its config.json describes no transformer ({error!r})"
         raise ConfigError(message) from error
+
+
+def _with_defaults(text: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with the defaults of its class for the sizes that it lacks.
+
+    Published files leave out values that are the defaults of transformers, as those of Gemma 3 do.
+    """
+    if all(name in text for name in SIZES) or "model_type" not in text:
+        return text
+    from transformers import CONFIG_MAPPING  # Seconds; most files have all sizes.
+
+    if text["model_type"] not in CONFIG_MAPPING:
+        return text
+    return {**CONFIG_MAPPING[text["model_type"]]().to_dict(), **text}
+
+
+def _cached_numbers(text: dict[str, Any]) -> int:
+    """Return the numbers of one token in the caches of all layers; 0: keys and values in each.
+
+    Latent attention stores its latent vector and the rotated part of the key. Layers with a state
+    of fixed size store nothing for a token.
+    """
+    layers = int(text["num_hidden_layers"])
+    kinds: object = text.get("layer_types") or text.get("layers_block_type")
+    interval = text.get("full_attention_interval")
+    pattern = text.get("hybrid_override_pattern")
+    if isinstance(kinds, list):
+        names = [str(each) for each in cast(list[object], kinds)]
+        attending = sum("attention" in each and "linear" not in each for each in names)
+        attending = attending or layers
+    elif isinstance(pattern, str):
+        attending = pattern.count("*")
+    else:
+        attending = layers // int(interval) if interval else layers
+    if text.get("kv_lora_rank"):
+        return attending * (int(text["kv_lora_rank"]) + int(text.get("qk_rope_head_dim") or 0))
+    if attending == layers:
+        return 0
+    heads = int(text["num_attention_heads"])
+    head_dim = int(text.get("head_dim") or int(text["hidden_size"]) // heads)
+    return 2 * attending * int(text.get("num_key_value_heads") or heads) * head_dim
 
 
 def _is_stretched(text: dict[str, Any]) -> bool:

@@ -244,3 +244,9 @@ def test_every_listed_setting_has_the_default_of_transformers() -> None:
             default = getattr(plain, key, alike[0])  # vLLM alone has some of the keys.
             default = list(default) if isinstance(default, tuple) else default
             assert default == alike[0], f"{family}.{key}"
+
+
+def test_rules_of_a_family_hold_for_its_published_type(tmp_path: Path) -> None:
+    lacking = save(tmp_path / "lacking", model_type="kimi_k2", tie_word_embeddings=False)
+    with pytest.raises(ConfigError, match=r"lacks .*scoring_func"):
+        check_engine_equal(lacking, 8, shown="m")
