@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import sys
+from typing import NoReturn
 
 # Libraries allocate a million lasting objects. Python's own threshold (700) slows a start by 20 %.
 gc.set_threshold(10_000)
@@ -48,6 +49,11 @@ def main(argv: list[str]) -> int:
         return EXIT_FAILED
 
 
-if __name__ == "__main__":
+def run() -> NoReturn:
+    """Run the command line, as `python run.py` or as the installed script `longstride`."""
     start_with_plain_settings()
     sys.exit(flush_output(main(sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    run()

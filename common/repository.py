@@ -1,23 +1,31 @@
-"""Folder and version of the product's own code."""
+"""Folders and version of the product's own code, in a checkout or in an installation."""
 
 import functools
+import importlib.metadata
 import os
 import subprocess
 import tomllib
 from collections.abc import MutableMapping
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]  # The folder of run.py; processes are started in it.
-
+NAME = "longstride"
 GIT_TIMEOUT_S = 5.0
-# Variable with the working directory of the command, for processes that are started in ROOT.
+# Variable with the working directory of the command, for its child processes.
 STARTED_FROM = "LONGSTRIDE_STARTED_FROM"
+
+CODE = Path(__file__).resolve().parents[1]  # The folder of run.py and configs/.
+IS_CHECKOUT = (CODE / "pyproject.toml").is_file()
+# Relative paths begin here, and processes are started here: the checkout, or the working directory
+# of the command of an installed package.
+ROOT = CODE if IS_CHECKOUT else Path(os.environ.get(STARTED_FROM) or Path.cwd())
 
 
 def note_working_directory(environ: MutableMapping[str, str]) -> None:
     """Keep the working directory of a command before the process changes to ROOT."""
     here = Path.cwd()
-    if here != ROOT:
+    if not IS_CHECKOUT:
+        environ[STARTED_FROM] = str(ROOT)
+    elif here != ROOT:
         environ[STARTED_FROM] = str(here)
 
 
@@ -26,16 +34,26 @@ def working_directory() -> Path:
     return Path(os.environ.get(STARTED_FROM) or Path.cwd())
 
 
+def shipped(path: str) -> str:
+    """Return a path below configs/ of an installed package, if the working directory has none."""
+    is_shipped = path.startswith("configs/") and not (ROOT / path).exists()
+    return str(CODE / path) if is_shipped and (CODE / path).exists() else path
+
+
 @functools.cache
 def product_version() -> str:
     """Return the version of the code that this process runs."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    if not IS_CHECKOUT:
+        return importlib.metadata.version(NAME)
+    project = tomllib.loads((CODE / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return str(project["version"])
 
 
 def git_revision() -> str:
     """Return the commit of the code, with "+changes" for a modified tree; "" outside of git."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40"]
+    if not IS_CHECKOUT:
+        return ""
+    command = ["git", "-C", str(CODE), "describe", "--always", "--abbrev=40"]
     try:
         done = subprocess.run(
             [*command, "--dirty=+changes"],

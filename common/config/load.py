@@ -35,13 +35,13 @@ from common.config.keys import (
 )
 from common.config.run_config import Config, RunConfig
 from common.errors import ConfigError
-from common.repository import ROOT
+from common.repository import CODE, ROOT, shipped
 from common.text import counted, near_hint
 
 logger = logging.getLogger(__name__)
 
-# The start of a path in the home of a user, perhaps after a kind as in yaml:~/tasks.yaml.
-HOME = re.compile(r"(?P<kind>[a-z]\w*:)?(?=~[\w.-]*(?:/|$))")
+# The start of a path in a user's home or in configs/, perhaps after a kind as in yaml:~/tasks.yaml.
+BASE = re.compile(r"(?P<kind>[a-z]\w*:)?(?=~[\w.-]*(?:/|$)|configs/)")
 RUN_CONFIG = "config.yaml"  # Name of the stored configuration of a run.
 _DEFAULTS = "defaults"  # The only YAML key outside of the schema.
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # The one in C is five times as fast.
@@ -136,32 +136,33 @@ def _resolved(tree: Tree, *, schema: type[Config]) -> Tree:
         raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from error
 
 
-def with_home(value: Any) -> Any:
+def with_base(value: Any) -> Any:
     """Return a value of a configuration with `~/` at the start of its texts as the home.
 
-    A shell expands `~` only at the start of a word, so not in run.dir=~/runs.
+    A shell expands `~` only at the start of a word, so not in run.dir=~/runs. `configs/` is the
+    folder of an installed package, unless the working directory has the path.
     """
     if isinstance(value, str):
-        home = HOME.match(value)
-        if home is None:
+        base = BASE.match(value)
+        if base is None:
             return value  # It may be a member of an enum.
-        return value[: home.end()] + os.path.expanduser(value[home.end() :])
+        return value[: base.end()] + shipped(os.path.expanduser(value[base.end() :]))
     if isinstance(value, list):
-        return [with_home(item) for item in cast(list[Any], value)]
+        return [with_base(item) for item in cast(list[Any], value)]
     if isinstance(value, dict):
-        return {key: with_home(item) for key, item in cast(dict[Any, Any], value).items()}
+        return {key: with_base(item) for key, item in cast(dict[Any, Any], value).items()}
     return value
 
 
-def word_with_home(word: str) -> str:
+def word_with_base(word: str) -> str:
     """Return a word of the command line, also key=value, with `~/` as the home."""
     name, equals, value = word.partition("=")
-    return f"{name}={with_home(value)}" if equals else str(with_home(word))
+    return f"{name}={with_base(value)}" if equals else str(with_base(word))
 
 
 def list_configs() -> list[str]:
     """Return the names of the configs that are part of the project."""
-    return sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+    return sorted(path.stem for path in (CODE / "configs").glob("*.yaml"))
 
 
 def find_config(config: str) -> Path:
@@ -169,7 +170,7 @@ def find_config(config: str) -> Path:
 
     Raises: ConfigError: neither a file nor a known name; the message lists the known names.
     """
-    for path in (ROOT / "configs" / f"{config}.yaml", Path(config)):
+    for path in (CODE / "configs" / f"{config}.yaml", Path(config)):
         if os.path.isfile(path):  # isfile is False for an overlong name.
             return path
     names = list_configs()
@@ -234,7 +235,7 @@ def _read_chain(path: Path, *, schema: type[RunConfig]) -> list[Tree]:
 
 def _find_base(base: Any, path: Path) -> Path:
     """Return the file that `defaults` in the file at `path` refers to."""
-    for folder in (path.parent, ROOT / "configs"):
+    for folder in (path.parent, CODE / "configs"):
         if isinstance(base, str) and "/" not in base and os.path.isfile(folder / f"{base}.yaml"):
             return folder / f"{base}.yaml"
     law = "expects the name, without .yaml, of a file in the same folder or in configs/"
@@ -284,7 +285,7 @@ def _parse(text: str, source: str, *, schema: type[RunConfig], is_stored: bool) 
     base = sections.pop(_DEFAULTS, None)
     try:
         used = _used(expand_sections(sections), schema=schema, is_stored=is_stored)
-        return base, with_home(conform(used, schema, key="", schema=schema))
+        return base, with_base(conform(used, schema, key="", schema=schema))
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
 
@@ -360,7 +361,7 @@ def _apply_overrides(
         if name in seen:
             raise ConfigError(f"{override}: {key} is given twice, first as {seen[name]}")
         seen[name] = override
-        value = with_home(parse_override(key, raw, schema=schema))
+        value = with_base(parse_override(key, raw, schema=schema))
         tree = _changed(tree, name.split("."), value, key="", shown=override, schema=schema)
     return tree, seen
 

@@ -18,7 +18,7 @@ from typing import Any, cast
 from common.config.envs import EnvsSection
 from common.host.process_settings import cache_home
 from common.ids import distance_of
-from common.repository import ROOT
+from common.repository import CODE
 from common.store.run_dir import write_atomically
 from envhub.catalogue.registry import REQUIREMENTS, Registry
 from envhub.env import SPLITS, Env, EnvSpec, Isolation, Style, UnknownItem, split_item
@@ -84,7 +84,7 @@ def _digest(spec: EnvSpec, subset: str, options: EnvsSection) -> str:
         [(name, version(name)) for name in modules],
     ]
     digest = hashlib.blake2b(json.dumps(parts, default=str).encode(), digest_size=12)
-    envs = ROOT / "envhub" / "envs"
+    envs = CODE / "envhub" / "envs"
     for path in sorted([*envs.glob(f"{spec.name}.py"), *envs.glob(f"{spec.name}/*.*")]):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -14,7 +14,7 @@ from typing import Any
 
 from common.config.env import RemoteOptions
 from common.config.envs import EnvsSection, own_tasks
-from common.repository import ROOT
+from common.repository import CODE
 from common.text import known_hint
 from common.user_code import load_file
 from envhub.env import EnvSpec, Isolation, Style
@@ -245,7 +245,7 @@ def _import_outside(module: str) -> ModuleType:
 def _taken(error: ModuleNotFoundError) -> str:
     """Return that a missing module has a name of the product; "" if it has another one."""
     name = (error.name or "").partition(".")[0]
-    is_taken = bool(name) and any((ROOT / each).exists() for each in (name, f"{name}.py"))
+    is_taken = bool(name) and any((CODE / each).exists() for each in (name, f"{name}.py"))
     return f"; {name!r} is a name of this project, give your package another one" * is_taken
 
 

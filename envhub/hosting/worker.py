@@ -13,7 +13,7 @@ from typing import Any
 from common.errors import EnvError, EnvTimeout
 from common.host.child_process import ChildProcess
 from common.host.guardian import Guardian
-from common.repository import ROOT
+from common.repository import CODE
 from envhub.env import UnknownItem
 from envhub.errors import EnvRaised, ServicePaused, WorkerLost
 from envhub.hosting.worker_main import MAX_FRAME_BYTES, encode_frame, read_frame
@@ -56,7 +56,7 @@ class Worker:
         with theirs:
             level = logging.getLevelName(logger.getEffectiveLevel())
             argv = [sys.executable, "-m", "envhub.hosting.worker_main"]
-            paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+            paths = [str(CODE), *filter(None, [os.environ.get("PYTHONPATH")])]
             self._process = ChildProcess(
                 str(self),
                 [*argv, str(theirs.fileno()), level, env_name],

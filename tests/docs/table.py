@@ -82,6 +82,8 @@ RULES = (
     Rule(PY + r"train env\.dialect=", How.CONFIG, "asks a server of others; envhub/interop"),
     Rule(PY + r"train .envhub\.envs=\[gymnasium", How.CONFIG, "a game of the reader's"),
     Rule(r"\.venv/bin/python -m pip install -c ", How.NONE, "changes this environment"),
+    Rule(r"python3 -m pip install ", How.NONE, "tests/test_wheel.py installs the wheel"),
+    Rule(r"longstride ", How.NONE, "tests/test_wheel.py runs the script"),
     Rule(r"pip install (trl|uv)", How.NONE, "tests/envhub/interop does, elsewhere"),
     Rule(r"python docs/examples/trl_|vf-eval ", How.NONE, "tests/envhub/interop runs it"),
     Rule(PY + r"simulate\b", How.PARSE, "plays for a minute; tests/tools/simulator"),

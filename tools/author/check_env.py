@@ -13,7 +13,7 @@ from itertools import chain
 
 from common.config.load import load_config, override_value
 from common.errors import ConfigError, EnvError
-from common.repository import ROOT
+from common.repository import CODE, ROOT
 from common.text import counted
 from envhub.env import EnvSpec, Reward, StepResult, Style, UnknownItem
 from tools.author import checks
@@ -278,7 +278,7 @@ def _elsewhere(driver: Driver, name: str, plays: Plays, overrides: list[str]) ->
     if not driver.spec.is_repeatable:
         return
     played = [[each.item_id, each.actions] for each in plays.all]
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(CODE), *filter(None, [os.environ.get("PYTHONPATH")])]
     try:
         completed = subprocess.run(
             [sys.executable, "-m", "tools.author.check_env", name, driver.style, *overrides],

@@ -6,14 +6,14 @@ from dataclasses import asdict, dataclass
 from common.config.env import RemoteOptions
 from common.config.envs import EnvsSection
 from common.errors import ConfigError
-from common.repository import ROOT
+from common.repository import CODE
 from common.text import counted
 from envhub.catalogue.registry import LOADERS, Registry, UnknownEnv, missing_requirements
 from envhub.env import EnvSpec, SubsetSpec, TaskSpec
 from envhub.tasks import load_tasks
 from tools.checks.environments import load_alone, with_remote
 
-ENVS = ROOT / "envhub" / "envs"
+ENVS = CODE / "envhub" / "envs"
 MAX_OTHERS = 8  # Subsets without a task that the short list shows one by one.
 HEADINGS = (
     "SCENARIO",

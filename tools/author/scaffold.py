@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.errors import ConfigError
-from common.repository import ROOT
+from common.repository import CODE, ROOT
 from envhub.catalogue.registry import LOADERS
 from tools.cli.command_line import ParsedCommand
 
@@ -38,7 +38,7 @@ def new_env(request: ParsedCommand, *, echo: Callable[[str], None]) -> int:
         raise ConfigError(f"{name}: an environment of this name exists; use another name")
     texts = {
         folder / f"{name}{suffix}": renamed(
-            (ROOT / f"{EXAMPLE}{suffix}").read_text(encoding="utf-8"), name, folder
+            (CODE / f"{EXAMPLE}{suffix}").read_text(encoding="utf-8"), name, folder
         )
         for suffix in (".py", ".yaml")
     }

@@ -24,7 +24,7 @@ from common.errors import EnvError, TrialFailed
 from common.formats.turns import FirstPrompt
 from common.host.child_process import ChildProcess, describe_exit, find_error
 from common.log import configure_logging
-from common.repository import ROOT
+from common.repository import CODE
 from envhub.catalogue.registry import Registry, missing_requirements
 from envhub.env import EnvFailure, EnvSpec, Isolation, Style, UnknownItem
 from envhub.errors import ServicePaused
@@ -102,7 +102,7 @@ def _reason_of(error: Exception) -> str:
     while cause.__cause__ is not None:
         cause = cause.__cause__
     frames = traceback.extract_tb(cause.__traceback__)
-    if not frames or Path(frames[-1].filename).is_relative_to(ROOT / "envhub"):
+    if not frames or Path(frames[-1].filename).is_relative_to(CODE / "envhub"):
         return text
     return f"{text} ({frames[-1].filename}:{frames[-1].lineno})"
 
@@ -173,7 +173,7 @@ def _process(cfg: RunConfig, folder: Path, names: list[str]) -> Iterator[ChildPr
     config = folder / "config.yaml"
     config.touch(mode=0o600)  # It may contain the token of a hub.
     config.write_text(config_as_yaml(cfg), encoding="utf-8")
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(CODE), *filter(None, [os.environ.get("PYTHONPATH")])]
     process = ChildProcess(
         "trial",
         [sys.executable, "-m", "tools.author.trial", str(folder), *names],

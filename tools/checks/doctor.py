@@ -19,7 +19,7 @@ from common.host import machine
 from common.host.cgroups import cores_here
 from common.host.loopback import family_of, loopback
 from common.host.machine import GIB, TilePermission, request_tiles
-from common.repository import ROOT
+from common.repository import CODE, ROOT
 from common.text import counted
 from common.wire.addresses import bracketed
 from tools.checks.environments import examine_environments, missing_for
@@ -192,7 +192,7 @@ def _examine_versions() -> list[Check]:
         ),
     ]
     lock = "requirements-gpu.lock" if machine.has_cuda() else "requirements-cpu.lock"
-    pinned = pinned_versions(ROOT / lock)
+    pinned = pinned_versions(CODE / lock)
     checks += [examine_package(names.split("|"), pinned) for names in _PACKAGES]
     result = ", ".join(f"{g.name} {g.memory_bytes / GIB:.0f} GiB" for g in machine.gpus())
     checks.append(Check(what="gpu", result=result or "none; a run uses the CPU", remedy=""))

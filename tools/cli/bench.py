@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from common.config.knobs import PATH, knob
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.repository import ROOT
+from common.repository import CODE
 from tools.cli.command_line import JSON, SUITES, Command, Flag, ParsedCommand
 
 SUITE = f"--suite: only the command bench takes it and needs it: {SUITES}"
@@ -40,9 +40,9 @@ def run(request: ParsedCommand) -> int:
         raise ConfigError(SUITE)
     if request.minutes is not None and not 0 < request.minutes < 1e6:
         raise ConfigError(f"--minutes={request.minutes:g}: must be in (0, 1000000)")
-    if not (ROOT / "benchmarks").is_dir():
+    if not (CODE / "benchmarks").is_dir():
         raise ConfigError(
-            f"bench: {ROOT / 'benchmarks'} is missing. The benchmarks are not part of an"
+            f"bench: {CODE / 'benchmarks'} is missing. The benchmarks are not part of an"
             " installation. Run this command from a checkout of the repository."
         )
     from benchmarks.command import bench

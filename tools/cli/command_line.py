@@ -9,15 +9,14 @@ import importlib
 import os
 import platform
 import sys
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from common.config.load import list_configs, word_with_home
+from common.config.load import list_configs, word_with_base
 from common.errors import ConfigError
-from common.repository import ROOT, git_revision
+from common.repository import NAME, git_revision, product_version
 from common.text import near_hint
 
 # Every command in the order of the help. Its file is its name with "_" for "-".
@@ -142,7 +141,7 @@ def parse(argv: Sequence[str]) -> ParsedCommand:
     Raises: ConfigError: an unknown flag or command.
     """
     parser = _make_parser()
-    asked = parser.parse_intermixed_args(list(map(word_with_home, argv)))
+    asked = parser.parse_intermixed_args(list(map(word_with_base, argv)))
     if asked.version:
         _print_and_exit(version_text())
     words: list[str] = asked.words
@@ -241,10 +240,9 @@ def command_help(name: str) -> str:
 
 def version_text() -> str:
     """Return the version of the project and the commit of its code."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     revision = git_revision()
     code = f"git {revision}, " if revision else ""
-    return f"{project['name']} {project['version']} ({code}Python {platform.python_version()})"
+    return f"{NAME} {product_version()} ({code}Python {platform.python_version()})"
 
 
 def _print_and_exit(text: str) -> NoReturn:

@@ -14,7 +14,7 @@ from common.errors import ConfigError
 from common.host.child_process import ChildProcess, describe_exit
 from common.host.guardian import Guardian
 from common.host.loopback import loopback
-from common.repository import ROOT
+from common.repository import CODE
 from common.store.run_dir import RunDir, write_atomically
 from common.wire.addresses import is_loopback
 from tools.dashboard.web.server import listen, url_of
@@ -45,7 +45,7 @@ def run_dashboard(run_dir: RunDir, *, echo: Callable[[str], None]) -> Generator[
             name = "dashboard"
             where = f"run.dir={run_dir.root.parent}"
             words = [name, run_dir.root.name, where, f"fd={fd}", f"host={loopback()}"]
-            argv = [sys.executable, str(ROOT / "run.py"), *words]
+            argv = [sys.executable, str(CODE / "run.py"), *words]
             child = ChildProcess(name, argv, log_path=log, pass_fds=[fd], guardian=guardian)
             echo(f"dashboard: {url_of(listener, '')}")
     except (OSError, ConfigError) as error:
@@ -78,7 +78,7 @@ class SideProcess:
     ) -> None:
         """Start nothing yet; `words` are the arguments of run.py."""
         self._name = name
-        self._argv = [sys.executable, str(ROOT / "run.py"), *words]
+        self._argv = [sys.executable, str(CODE / "run.py"), *words]
         self._log_path = log_path
         self._pass_fds = pass_fds
         self._now = now

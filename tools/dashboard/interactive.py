@@ -28,7 +28,7 @@ from common.errors import ConfigError, EnvError
 from common.formats.answers import MARK, read_react, worded
 from common.host.child_process import ChildFailed, ChildProcess
 from common.host.guardian import Guardian
-from common.repository import ROOT
+from common.repository import CODE
 
 START_S = 60.0
 STOP_S = 3.0
@@ -405,7 +405,7 @@ class InteractiveEpisodes:
                 self._words[kind] = words
                 token = self._token
                 self._services[kind] = ServiceCommand(
-                    ROOT, words, token=token, prefix=prefix, start_s=start_s
+                    CODE, words, token=token, prefix=prefix, start_s=start_s
                 )
             service = self._services[kind]
         return await service.address()

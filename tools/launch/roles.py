@@ -9,7 +9,7 @@ from common.config.run import RunSection
 from common.host.machine import Gpu
 from common.host.process_settings import ONE_THREAD
 from common.ids import actor_name
-from common.repository import ROOT
+from common.repository import CODE
 from common.store.run_dir import RunDir
 from common.wire.security import rank_node
 from tools.checks.gpu_placement import GpuAssignment, visible_to
@@ -53,7 +53,7 @@ def make_role_specs(
             visible_to(role, number, assignment, devices) if assignment is not None else {}
         )
         where = (f"run.dir={run.dir}", f"run.name={run.name}")
-        argv = (sys.executable, str(ROOT / "run.py"), role, *where, *overrides)
+        argv = (sys.executable, str(CODE / "run.py"), role, *where, *overrides)
         log_path = run_dir.logs / f"{name}.log"
         return RoleSpec(name=name, argv=argv, env=env, log_path=log_path, **policy)  # type: ignore[arg-type]
 

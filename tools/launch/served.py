@@ -10,7 +10,7 @@ from actor.seats.engines import RUN_VARIABLE
 from common.config.run_config import RunConfig
 from common.host.machine import Gpu
 from common.host.process_settings import ONE_THREAD
-from common.repository import ROOT
+from common.repository import CODE
 from common.store.run_dir import RunDir
 from envhub.envs.dataset.judges.options import KEY_VARIABLE as JUDGE_KEY
 from learner.teacher.scores import KEY_VARIABLE as TEACHER_KEY
@@ -33,7 +33,7 @@ def make_engine_specs(
         devices: the GPUs of this machine.
     """
     keys = {each.key_variable: secrets.token_urlsafe(24) for each in engines}
-    program = (sys.executable, str(ROOT / "run.py"), "serve", "--config", ENGINE_CONFIG)
+    program = (sys.executable, str(CODE / "run.py"), "serve", "--config", ENGINE_CONFIG)
     specs: list[RoleSpec] = []
     for engine in engines:
         words = merged_overrides(

@@ -11,7 +11,7 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.host.machine import GIB, check_compiler, has_cuda, memory_bytes
 from common.host.temporary import check_temporary_room
-from common.repository import ROOT
+from common.repository import CODE, ROOT
 from learner.policy.model_kind import check_trainable
 from learner.policy.precision_choice import choose_precision
 from learner.wandb_sink import check_mode
@@ -47,7 +47,7 @@ def check_sft(cfg: SftConfig, *, missing: Sequence[str] = ()) -> None:
         check_model(cfg.model.path)
         check_trainable(ROOT / cfg.model.path, shown=cfg.model.path)
     output = (ROOT / cfg.sft.output).resolve() if cfg.sft.output else ROOT
-    if output.is_relative_to((ROOT / SHIPPED_POLICIES).resolve()) and not cfg.sft.overwrite:
+    if output.is_relative_to((CODE / SHIPPED_POLICIES).resolve()) and not cfg.sft.overwrite:
         raise ConfigError(
             f"sft.output={cfg.sft.output}: this folder has policies that ship with the project."
             " To overwrite them, give sft.overwrite=true; otherwise use another sft.output"

@@ -22,7 +22,7 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.host.child_process import ChildProcess
-from common.repository import ROOT, working_directory
+from common.repository import CODE, working_directory
 from common.user_code import find_path
 from envhub.env import EnvFailure
 from envhub.envs.dataset.grader_process import (
@@ -204,11 +204,11 @@ class GraderProcess:
         folders = [str(folder) for path in files for folder in (package_root(path), path.parent)]
         paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         with theirs:
-            argv = [sys.executable, str(PROGRAM), str(theirs.fileno()), str(ROOT)]
+            argv = [sys.executable, str(PROGRAM), str(theirs.fileno()), str(CODE)]
             self._process = ChildProcess(
                 "grader",
                 [*argv, *dict.fromkeys((*folders, str(working_directory())))],
-                env={"PYTHONPATH": os.pathsep.join(p for p in paths if p and p != str(ROOT))},
+                env={"PYTHONPATH": os.pathsep.join(p for p in paths if p and p != str(CODE))},
                 cwd=working_directory(),
                 pass_fds=(theirs.fileno(),),
             )

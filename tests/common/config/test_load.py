@@ -15,9 +15,9 @@ from common.config.load import (
     list_configs,
     load_config,
     style_of_model,
-    with_home,
+    with_base,
     without_secrets,
-    word_with_home,
+    word_with_base,
 )
 from common.config.train import TrainMode
 from common.errors import ConfigError
@@ -391,9 +391,9 @@ def test_home_is_expanded_in_every_path(tmp_path: Path, monkeypatch: pytest.Monk
     assert (cfg.envs.dataset.train, cfg.envhub.envs) == ("/home/a/d.jsonl", ["/home/a/e.py:make"])
     assert cfg.envs.dataset.reward == {"r": "/home/a/g.py:f"}
     values = ["~", "a~/b", "~ 5", "yaml:~/x"]
-    assert with_home(values) == ["/home/a", "a~/b", "~ 5", "yaml:/home/a/x"]
+    assert with_base(values) == ["/home/a", "a~/b", "~ 5", "yaml:/home/a/x"]
     words = ["--config=~/a.yaml", "--key=~/k", "show", "x=~/y", "~/z"]
-    assert list(map(word_with_home, words)) == [
+    assert list(map(word_with_base, words)) == [
         "--config=/home/a/a.yaml",
         "--key=/home/a/k",
         "show",

@@ -20,7 +20,7 @@ import ray
 from common.host.child_process import ChildProcess
 from common.host.guardian import MARKS, Guardian, find_marked, marks_with
 from common.memory import family_bytes
-from common.repository import ROOT
+from common.repository import CODE, ROOT
 from common.stall.stacks import ask
 
 POLL_S = 0.1  # Polling interval; there is no portable event for a growing file.
@@ -99,7 +99,7 @@ class RoleHost:
         self._key.flush()
         replacements = {
             PYTHON: sys.executable,
-            RUN_PY: str(ROOT / "run.py"),
+            RUN_PY: str(CODE / "run.py"),
             KEY_FILE: _descriptor_path(self._key),
         }
         signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks some; children inherit it.

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from common.errors import ConfigError
 from common.host.guardian import MARKS
-from common.repository import ROOT
+from common.repository import CODE
 from common.store.run_dir import RunDir
 from common.wire.access.identities import RANKS
 from common.wire.security import issue_join_key
@@ -183,7 +183,7 @@ class RayStarter:
         env[VISIBLE] = visible
         other = other_checkout(self._run_dir, spec.name)
         python, run_py = other or (PYTHON, RUN_PY)
-        replacements = {sys.executable: python, str(ROOT / "run.py"): run_py}
+        replacements = {sys.executable: python, str(CODE / "run.py"): run_py}
         words = absolute_dir(spec.argv, self._run_dir) if other else spec.argv
         argv = tuple(replacements.get(each, each) for each in words)
         if is_home:

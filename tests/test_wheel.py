@@ -1,0 +1,95 @@
+"""Laws of the installed package: it holds all files of a run, and works in any folder."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from common.repository import ROOT
+
+PACKAGES = ("actor", "common", "configs", "envhub", "learner", "scheduler", "tools")
+TIMEOUT_S = 200.0
+
+
+def tracked(*folders: str) -> list[str]:
+    """Return the files of the repository below these folders."""
+    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--", *folders]
+    return subprocess.check_output(command, encoding="utf-8").strip("\0").split("\0")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel from a copy of the tracked files, because a build writes beside them."""
+    source = tmp_path_factory.mktemp("source")
+    names = tracked(*PACKAGES, "docs/examples", "run.py", "pyproject.toml", "LICENSE")
+    for name in names:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes((ROOT / name).read_bytes())
+    folder = tmp_path_factory.mktemp("wheel")
+    options = ["--no-deps", "--no-build-isolation", "--disable-pip-version-check", "-q"]
+    command = [sys.executable, "-m", "pip", "wheel", *options, "-w", str(folder), str(source)]
+    subprocess.run(command, check=True, timeout=TIMEOUT_S)
+    return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def script(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install the wheel into an environment that also sees this one's packages."""
+    folder = tmp_path_factory.mktemp("installed")
+    venv.create(folder, with_pip=False)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    ours = sysconfig.get_path("purelib")
+    (packages / "ours.pth").write_text(ours, encoding="utf-8")
+    options = ["--no-deps", "--disable-pip-version-check", "-q"]
+    command = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install"]
+    subprocess.run([*command, *options, str(wheel)], check=True, timeout=TIMEOUT_S)
+    return folder / "bin" / "longstride"
+
+
+def output_of(script: Path, *words: str, folder: Path) -> str:
+    """Return the output of a command that succeeds."""
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(script), *words],
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_wheel_has_each_file_of_the_packages(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        packed = set(archive.namelist())
+    missing = {*tracked(*PACKAGES), "run.py"} - packed
+    assert missing == set()
+
+
+@pytest.mark.slow
+def test_installed_command_works_in_any_folder(script: Path, tmp_path: Path) -> None:
+    version = output_of(script, "--version", folder=tmp_path)
+    assert version.startswith("longstride ")
+    assert "git" not in version
+    dry = output_of(script, "--dry-run", folder=tmp_path)
+    shipped = script.parents[1].resolve()
+    path = next(line for line in dry.splitlines() if line.startswith("  path: "))
+    assert path.partition(": ")[2].startswith(str(shipped))
+    output_of(script, "new-env", "mine", folder=tmp_path)
+    assert (tmp_path / "environments" / "mine.py").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_installed_command_trains_below_its_folder(script: Path, tmp_path: Path) -> None:
+    output_of(script, "--config", "smoke", "run.name=installed", folder=tmp_path)
+    assert (tmp_path / "runs" / "installed" / "finished.json").is_file()
+    assert list(script.parents[1].glob("lib/*/site-packages/runs")) == []
