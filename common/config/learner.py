@@ -262,8 +262,7 @@ class RankKeys:
     )
     num_ranks: int = knob(
         1,
-        "Starts this many processes that share batches and weights, each with a CUDA device of its"
-        " own.",
+        "Starts this many processes that share batches and weights. On GPUs, each has its own one.",
         ge=1,
         le=4096,
     )
@@ -341,8 +340,9 @@ class ControllerSection:
     )
     tighten_gate: bool = knob(
         True,
-        "Halves scheduler.max_ahead_steps at an effective sample size below ess_gate, sets it to 0 "
-        "after a skipped batch, and raises it again above ess_target.",
+        "Halves scheduler.max_ahead_steps at an effective sample size below ess_gate or a share of "
+        "clipped tokens above clip_gate. Sets it to 0 after a skipped batch, and raises it again "
+        "after recover_steps.",
     )
     skip_step: bool = knob(
         True,
@@ -379,7 +379,10 @@ class ControllerSection:
         0.1, "Limits how far the controller scales the learning rate down.", gt=0, le=1
     )
     recover_steps: int = knob(
-        20, "Raises max_ahead_steps by one after this many steps in a row above ess_target.", ge=1
+        20,
+        "Raises max_ahead_steps by one after this many steps in a row with an effective sample "
+        "size of at least ess_target and at most clip_gate clipped tokens.",
+        ge=1,
     )
     max_skips: int = knob(
         3, "Limits the skipped batches in a row. The next batch is trained on in any case.", ge=0
@@ -530,7 +533,8 @@ class LearnerSection(RankKeys):
     max_canary_delta: float = knob(
         0.05,
         "Scales the limit of the canary prompts' mean |delta logprob|. The limit is 4 times the "
-        "engine's first differences, but at least 0.4 times and at most 4 times this value.",
+        "engine's first differences, but at least 0.4 times and at most 4 times this value. Before "
+        "the first one is measured, it is twice this value.",
         gt=0,
         le=1000,
     )
