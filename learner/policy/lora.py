@@ -8,9 +8,12 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -62,8 +65,29 @@ def add_adapters(model: PreTrainedModel, cfg: LoraSection, *, base_path: str) ->
         if is_adapter:
             parameter.data = parameter.data.float()
     for _, layer in adapted_layers(model):
+        if cfg.is_merged and isinstance(layer.base_layer, nn.Linear):
+            layer.forward = partial(_summed_forward, layer)
         # Autocast casts; otherwise each input would have a copy in fp32.
         layer.cast_input_dtype_enabled = False
+
+
+def summed(weight: Tensor, a: Tensor, b: Tensor, *, scale: float) -> Tensor:
+    """Return W + scale * B A of a linear layer, in the dtype of its tensors."""
+    return torch.addmm(weight, b, a, alpha=scale)
+
+
+def _summed_forward(layer: Any, states: Tensor) -> Tensor:
+    """Return the results of an adapted linear layer by one product with the sum of its weights.
+
+    Engines with merged weights have only this sum. The results of peft's three products would hide
+    other changes than the rounding of the sum.
+    """
+    weight = layer.base_layer.weight
+    factors = (layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight)
+    with torch.autocast(weight.device.type, enabled=False):
+        a, b = (each.to(weight.dtype) for each in factors)
+        total = summed(weight, a, b, scale=layer.scaling[ADAPTER])
+    return F.linear(states, total, layer.base_layer.bias)
 
 
 def check_targets(model: PreTrainedModel, cfg: LoraSection) -> set[str]:

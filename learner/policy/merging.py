@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from learner.policy.lora import ADAPTED, ADAPTER, adapted_layers
-from learner.policy.precision import on_grid
+from learner.policy.lora import ADAPTED, ADAPTER, adapted_layers, summed
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,24 +30,18 @@ class _Change:
 
     def added(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """Return `weight` + scale * B A in fp32, for each expert."""
-        a = _whole(a).float()
-        b = _whole(b).float()
-        weight = _whole(weight).float()
-        if self.num_experts:
-            return torch.baddbmm(weight, *self._of_experts(a, b), alpha=self.scale)
-        return weight + b @ a * self.scale
+        return self.computed(_whole(weight).float(), _whole(a), _whole(b))
 
-    def computed(self, weight: Tensor, a: Tensor, b: Tensor, *, is_bf16: bool) -> Tensor:
-        """Return the sum of what the forward pass uses, in fp32.
+    def computed(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Return the sum that the forward pass computes: by this operation, in the weight's dtype.
 
-        The pass computes the sums for experts itself, by this operation in the weight's dtype. A
-        linear layer has no such sum: the results of its three products are added.
+        The result is in fp32.
         """
+        a = a.to(weight.dtype)
+        b = b.to(weight.dtype)
         if self.num_experts:
-            left, right = self._of_experts(a.to(weight.dtype), b.to(weight.dtype))
-            return torch.baddbmm(weight, left, right, alpha=self.scale).float()
-        factors = (on_grid(each) if is_bf16 else each for each in (weight, a, b))
-        return self.added(*factors)
+            return torch.baddbmm(weight, *self._of_experts(a, b), alpha=self.scale).float()
+        return summed(weight, a, b, scale=self.scale).float()
 
     def _of_experts(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Return the factors of each expert's change, in the order of its weight's axes."""
@@ -69,24 +62,15 @@ class Merged:
     """A live weight with its adapter, merged when it is read. It is not sharded."""
 
     def __init__(
-        self,
-        weight: Tensor,
-        factors: tuple[Tensor, Tensor],
-        change: _Change,
-        last: LastMerged,
-        *,
-        is_bf16: bool,
+        self, weight: Tensor, factors: tuple[Tensor, Tensor], change: _Change, last: LastMerged
     ) -> None:
         self.shape = weight.shape
         self.dtype = torch.float32
         self.device = weight.device
-        # True: the forward pass has no such weight, only its parts.
-        self.is_sum = not change.num_experts
         self._weight = weight
         self._factors = factors
         self._change = change
         self._last = last
-        self._is_bf16 = is_bf16
 
     def numel(self) -> int:
         return self._weight.numel()
@@ -97,7 +81,7 @@ class Merged:
         key = (id(self), *(each._version for each in tensors))
         if self._last.key != key:
             self._last.numbers = None  # Frees the memory before the next merge.
-            made = self._change.computed(self._weight, *self._factors, is_bf16=self._is_bf16)
+            made = self._change.computed(self._weight, *self._factors)
             self._last.numbers = made.flatten()
             self._last.key = key
         assert self._last.numbers is not None
@@ -118,15 +102,10 @@ def merged_tensors(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tu
         yield plain, tensor if change is None else change.merged(tensor.detach(), state)
 
 
-def live_merged(
-    model: nn.Module, *, is_bf16: bool = False
-) -> Iterator[tuple[str, Tensor | Merged]]:
+def live_merged(model: nn.Module) -> Iterator[tuple[str, Tensor | Merged]]:
     """Yield (transformers name, live weight), tied weights once.
 
     A weight with an adapter is merged when it is read.
-
-    Args:
-        is_bf16: merge what a pass in bf16 uses.
     """
     changes = _changes(model)
     state = model.state_dict(keep_vars=True)
@@ -142,7 +121,7 @@ def live_merged(
         if change is None:
             yield plain, bare
         else:
-            yield plain, Merged(bare, change.factors(state), change, last, is_bf16=is_bf16)
+            yield plain, Merged(bare, change.factors(state), change, last)
 
 
 def _changes(model: nn.Module) -> dict[str, _Change]:

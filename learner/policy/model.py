@@ -275,23 +275,18 @@ def _score_rows(
     return logprobs, -(log_softmax.exp() * log_softmax).sum(-1), support
 
 
-def published_tensors(
-    model: PreTrainedModel, *, is_bf16: bool = False
-) -> Iterator[tuple[str, Tensor | Merged | Stored]]:
+def published_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor | Merged | Stored]]:
     """Yield (name in a checkpoint, live tensor or this rank's shard) that engines need.
 
     These are the adapters if the model has any, otherwise all weights, tied ones once. Adapters of
     experts are merged into their weights, because engines do not take them.
-
-    Args:
-        is_bf16: merge what a pass in bf16 uses.
 
     Raises: ConfigError: as `stored_tensors`.
     """
     if has_adapters(model) and not adapts_experts(model):
         yield from adapter_tensors(model)
         return
-    yield from stored_tensors(model, dict(live_merged(model, is_bf16=is_bf16))).items()
+    yield from stored_tensors(model, dict(live_merged(model))).items()
 
 
 def whole(tensor: Tensor) -> Tensor:

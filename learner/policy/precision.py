@@ -358,7 +358,7 @@ class VanishedUpdates:
             logger.warning(
                 "train/vanished_update_frac=%.2f: rounding to bf16 hides this share of the updates"
                 " from the forward pass until they add up (learning rate %.1e). Set"
-                " learner.precision=fp32, or raise the learning rate.",
+                " learner.precision=fp32 and model.dtype=float32, or raise the learning rate.",
                 hidden,
                 lr,
             )

@@ -127,7 +127,10 @@ def _choice(
     why = f"rounding to bf16 hides updates of {step:.1e} from {hidden:.0%} of the weights"
     if is_cuda or hidden <= MAX_HIDDEN:
         return PrecisionChoice(Precision.BF16, f"{units}; {why}, see train/vanished_update_frac")
-    return PrecisionChoice(Precision.FP32, f"{why}: the checkpoint has bf16 numbers")
+    why = f"{why}: the checkpoint has bf16 numbers"
+    if engine_dtype in ("bfloat16", "float16"):
+        why += f"; model.dtype={engine_dtype} hides them from the engines, set model.dtype=float32"
+    return PrecisionChoice(Precision.FP32, why)
 
 
 def recorded_precision(file: Path) -> str:

@@ -428,14 +428,13 @@ def policy_weights(
 
     Raises: ConfigError: as `published_tensors`.
     """
-    named = list(published_tensors(model, is_bf16=is_bf16))
+    named = list(published_tensors(model))
     shapes = {name: tensor.shape for name, tensor in named}
     is_whole = not has_adapters(model) or adapts_experts(model)
     exact = exact_names(model, shapes) if is_whole else set[str]()  # Adapters have one dtype.
     rounded: set[str] = set()
     if is_bf16:
-        sums = {name for name, tensor in named if isinstance(tensor, Merged) and tensor.is_sum}
-        rounded = (rounded_names(model, shapes) if is_whole else set(shapes)) - sums
+        rounded = rounded_names(model, shapes) if is_whole else set(shapes)
     return LiveWeights(named, dtype, exact=exact, rounded=rounded, gathering=gathering)
 
 

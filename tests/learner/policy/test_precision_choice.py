@@ -85,9 +85,11 @@ def test_adapters_have_the_precision_of_the_engines(
     keys: dict[str, Any] = {"lora": LoraSection(rank=4), "lr": 1e-4}
     choice = chosen(stored, **keys, is_cuda=is_cuda, engine_dtype=engine_dtype)
     assert choice.precision is expected
-    assert chosen(stored, lr=1e-4, is_cuda=is_cuda, engine_dtype=engine_dtype) == chosen(
-        stored, lr=1e-4, is_cuda=is_cuda
-    )
+    whole = chosen(stored, lr=1e-4, is_cuda=is_cuda, engine_dtype=engine_dtype)
+    assert whole.precision is chosen(stored, lr=1e-4, is_cuda=is_cuda).precision
+    # A pass in fp32 shows updates that engines in 16 bits round away.
+    is_apart = whole.precision is FP32 and engine_dtype != "float32"
+    assert is_apart == whole.reason.endswith("set model.dtype=float32")
 
 
 @pytest.mark.parametrize(

@@ -169,13 +169,14 @@ def test_adapters_are_published_as_the_pass_uses_them(precision: Precision) -> N
         assert torch.equal(each, used)
 
 
+@pytest.mark.parametrize("targets", [["experts"], ["q_proj", "o_proj", "experts"]])
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP32])
-def test_engine_with_merged_experts_computes_the_same(
-    tmp_path: Path, kind: str, precision: Precision
+def test_engine_with_merged_weights_computes_the_same(
+    tmp_path: Path, kind: str, precision: Precision, targets: list[str]
 ) -> None:
     save_experts(tmp_path, kind)
-    lora = LoraSection(rank=4, targets=["experts"])
+    lora = LoraSection(rank=4, targets=targets)
     torch.manual_seed(1)
     model = load_policy(str(tmp_path), device="cpu", gradient_checkpointing=False, lora=lora)
     for name, each in model.named_parameters():
