@@ -39,11 +39,26 @@ class ModelSection:
     path: str = knob(
         MISSING,
         "Selects the checkpoint: a directory with config.json, weights and tokenizer, or a model's "
-        "name, org/name or org/name@revision. A name is resolved to a commit once, at the start.",
+        "name, org/name or org/name@revision. A name is resolved to a commit once, at the start. "
+        "Also a .gguf file, or a directory with one model in GGUF files. Quantised weights (GGUF, "
+        "MXFP4, FP8, compressed-tensors, bitsandbytes) are dequantised once into "
+        "model.cache_folder, as float32 for model.dtype=float32 and as bfloat16 otherwise.",
         form=PATH,
     )
     source: str = knob(
         "", "Names the model and its commit if model.path was given as a name. The start sets it."
+    )
+    quantised: str = knob(
+        "",
+        "Names the quantised checkpoint whose weights model.path has, dequantised. The start sets "
+        "it.",
+    )
+    cache_folder: str = knob(
+        "",
+        "Selects the folder for dequantised weights. Empty means longstride/dequantised in "
+        "XDG_CACHE_HOME.",
+        form=PATH,
+        also="",
     )
     commits: dict[str, str] = knob(
         {}, "Maps each name of a model to the commit that the run uses. The start sets it."
@@ -80,5 +95,5 @@ class ModelSection:
 
     @property
     def label(self) -> str:
-        """Short name of the model: its repository, or the name of its folder."""
-        return self.source.partition("@")[0] or Path(self.path).name
+        """Short name of the model: its repository, or the name of its folder or file."""
+        return self.source.partition("@")[0] or Path(self.quantised or self.path).name

@@ -62,6 +62,11 @@ class Joined:
         return yaml.safe_load(self.config)["model"].get("source", "")
 
     @property
+    def quantised(self) -> str:
+        """Path of the run's quantised model on the scheduler's machine; "" for another model."""
+        return yaml.safe_load(self.config)["model"].get("quantised", "")
+
+    @property
     def sends_adapters(self) -> bool:
         """Whether the run sends adapters only, without the weights that they are added to."""
         return yaml.safe_load(self.config)["learner"]["lora"]["rank"] > 0

@@ -160,8 +160,13 @@ def _differences(cfg: RunConfig, run_dir: RunDir) -> list[str]:
 
 def _same_value(cfg: Any, key: str) -> Any:
     """Return the value to compare; a model with a name is the same in another cache."""
-    source = OmegaConf.select(cfg, "model.source") if key == "model.path" else ""
-    return source or OmegaConf.select(cfg, key)
+    value = OmegaConf.select(cfg, key)
+    if key != "model.path":
+        return value
+    if source := OmegaConf.select(cfg, "model.source"):
+        return source
+    # The folder of dequantised weights has a digest of the quantised ones in its name.
+    return Path(value).name if OmegaConf.select(cfg, "model.quantised") else value
 
 
 def _rename_run(run_dir: RunDir) -> Path:

@@ -318,7 +318,7 @@ def _read(folder: Path) -> dict[str, Any]:
     return cast(dict[str, Any], tree) if isinstance(tree, dict) else {}
 
 
-KEYS = ("quantization_config", "compression_config")
+QUANTISED_KEYS = ("quantization_config", "compression_config")
 NARROW = ("F4", "F6", "F8")  # Beginnings of the names of dtypes in the headers of weight files.
 
 
@@ -336,25 +336,32 @@ def check_trainable(folder: Path, *, key: str = "model.path", shown: str = "") -
         raise ConfigError(
             f"{key}={shown or folder}: the weights are quantised ({method}), and training cannot"
             " change quantised weights. Use the checkpoint of this model in bf16, without"
-            f" {KEYS[0]} in its {CONFIG}"
+            f" {QUANTISED_KEYS[0]} in its {CONFIG}"
         )
 
 
-def _method_of(config: Mapping[str, Any]) -> str:
-    """Return the method by which a configuration, or its section for text, is quantised; or ""."""
+def quantisation_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the quantisation of a network, or of its part for text; or {}."""
     for section in (config, *_inner(config)):
-        for name in KEYS:
+        for name in QUANTISED_KEYS:
             content: object = section.get(name)
             if isinstance(content, dict) and content:
-                tree = cast(dict[str, object], content)
-                return str(tree.get("quant_method") or tree.get("quant_algo") or name)
-    return ""
+                return cast(dict[str, Any], content)
+    return {}
+
+
+def _method_of(config: Mapping[str, Any]) -> str:
+    """Return the method by which a network, or its part for text, is quantised; or ""."""
+    section = quantisation_of(config)
+    if not section:
+        return ""
+    return str(section.get("quant_method") or section.get("quant_algo") or QUANTISED_KEYS[0])
 
 
 def _inner(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the sections of a configuration for other networks, such as the one for text."""
     for name, value in config.items():
-        if name.endswith("_config") and name not in KEYS and isinstance(value, dict):
+        if name.endswith("_config") and name not in QUANTISED_KEYS and isinstance(value, dict):
             yield cast(dict[str, Any], value)
 
 

@@ -29,6 +29,7 @@ from tools.checks.preflight import MIN_FREE_DISK_GIB, check, check_devices, chec
 from tools.checks.preview import preview_lines
 from tools.cli.command_line import ParsedCommand
 from tools.cli.requested import DEFAULT_CONFIG, load_named
+from tools.dequantise.models import disk_lines, disk_needs, plain_models, weight_lines
 from tools.install import pinned_versions
 
 MIN_FREE_MEMORY_GIB = 3
@@ -68,7 +69,7 @@ def doctor(request: ParsedCommand) -> int:
         return _print_table(examine_quickly(request.overrides))
     problem = ""
     try:
-        cfg = resolve_models(load_named(request), is_dry=True)
+        cfg = plain_models(resolve_models(load_named(request), is_dry=True), is_dry=True)
     except ConfigError as error:
         if override_value(request.overrides, "model.path") is not None:
             raise
@@ -81,6 +82,7 @@ def doctor(request: ParsedCommand) -> int:
     ]
     result, lacking = ("all requirements are met", "") if not missing else ("", "; ".join(missing))
     checks.append(Check(what="environments", result=result, remedy=lacking))
+    checks += _examine_weights(cfg)
     name = request.config or cfg.run.name or DEFAULT_CONFIG
     checks.append(_examine_config(cfg, name=name, problem=problem, missing=missing))
     return _print_table(checks, *_plan(cfg), *preview_lines(cfg))
@@ -96,6 +98,18 @@ def _examine_environment(name: str, missing: Sequence[str]) -> Check:
     """Return the check of one environment."""
     result = "cannot run here" if missing else "can run here"
     return Check(what=f"env {name}", result=result, remedy="; ".join(missing), is_optional=True)
+
+
+def _examine_weights(cfg: RunConfig) -> list[Check]:
+    """Return the check of the disk for dequantised weights; [] without quantised models."""
+    lines = [*weight_lines(cfg), *disk_lines(cfg)]
+    if not lines:
+        return []
+    needs = disk_needs(cfg)
+    remedy = ""
+    if needs is not None and needs[0] > needs[1]:
+        remedy = "free disk space, or set model.cache_folder to a folder on another disk"
+    return [Check(what="weights", result="; ".join(lines), remedy=remedy)]
 
 
 def _plan(cfg: RunConfig) -> list[str]:

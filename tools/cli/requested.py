@@ -1,5 +1,6 @@
 """The configuration for a request: a named config, or the stored config of a run."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,8 @@ from tools.cli.command_line import ParsedCommand
 from tools.evaluate.config import EvalConfig
 from tools.offline.config import DpoConfig, EvolveConfig, SftConfig
 from tools.simulator.config import SimulatorConfig
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_CONFIG = "quickstart"
 # Commands with keys of their own. All other commands have `RunConfig`.
@@ -127,12 +130,13 @@ def _nearest_run(config_path: Path) -> str:
 
 
 def load_with_model(request: ParsedCommand) -> Any:
-    """Return the config of a request, with folders in place of the names of models."""
+    """Return the config of a request, with folders of plain weights for all its models."""
     from tools.checks.hub_models import resolve_models
+    from tools.dequantise.models import plain_models
 
     cfg = load_named(request)
     cfg = resolve_models(cfg, is_dry=request.is_dry, may_stand_in=request.is_dry)
-    return on_loopback(cfg)
+    return on_loopback(plain_models(cfg, is_dry=request.is_dry))
 
 
 def on_loopback(cfg: Any) -> Any:
@@ -166,22 +170,34 @@ def begin(cfg: Any, command: str, *, keeps_date: bool) -> tuple[Any, RunDir]:
 
     run_dir = directory_of(cfg)
     configure_logging(command, cfg.log.level)
+    log_weights(cfg)
     cfg = dated(cfg, run_dir, is_kept=keeps_date)
     fix_prompts(cfg.model)
     return cfg, run_dir
 
 
+def log_weights(cfg: RunConfig) -> None:
+    """Log each model whose weights were quantised."""
+    from tools.dequantise.models import weight_lines
+
+    for line in weight_lines(cfg):
+        logger.info("%s", line)
+
+
 def show_config(cfg: RunConfig, command: str, *, has_plan: bool = False) -> int:
     """Print the resolved configuration, memory plan, precision and objective; return exit code."""
     from learner.objective.description import summary_lines
+    from tools.dequantise.models import disk_lines, weight_lines, with_cache_paths
     from tools.offline.checks import rate_lines
 
     lines = _memory_lines(cfg) if has_plan else []
+    lines += [*weight_lines(cfg), *disk_lines(cfg)]
     lines += rate_lines(command, cfg)
     if command not in ("sft", "dpo", "evolve"):  # They have objectives of their own.
         lines += summary_lines(cfg.algorithm, cfg.learner)
         lines += cfg.curriculum.warnings(cfg.horizon)
-    print(config_as_yaml(without_secrets(cfg)) + "".join(f"# {line}\n" for line in lines), end="")
+    text = config_as_yaml(without_secrets(cfg)) + "".join(f"# {line}\n" for line in lines)
+    print(with_cache_paths(text, cfg), end="")
     return 0
 
 

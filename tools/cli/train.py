@@ -19,7 +19,9 @@ def run(request: ParsedCommand) -> int:
     _check(cfg)
     run_dir = requested.directory_of(cfg)
     configure_logging("launcher", cfg.log.level)
-    with kept_in(run_dir.logs / "launcher.log", __name__, "actor.formats", "tools.author"):
+    kept = (__name__, requested.__name__, "actor.formats", "tools.author")
+    with kept_in(run_dir.logs / "launcher.log", *kept):
+        requested.log_weights(cfg)
         try:
             _try_episodes(cfg)
         except TrialFailed as error:

@@ -92,7 +92,7 @@ def describe_policy(
     return {
         "style": style,
         "source": "engine",
-        "model": model.source or model.path,
+        "model": model.source or model.quantised or model.path,
         "files": hashlib.blake2b(json.dumps(stats).encode(), digest_size=8).hexdigest(),
         "dtype": model.dtype,
         "temperature": actor.temperature,

@@ -24,6 +24,7 @@ from tools.checks.preflight import check_agent, check_engine, check_model
 from tools.checks.served_engines import fitting_overrides
 from tools.cli.command_line import ParsedCommand
 from tools.cli.requested import load_named
+from tools.dequantise.models import plain_models
 from tools.evaluate.config import EvalConfig
 
 
@@ -39,16 +40,22 @@ def load_evaluation(request: ParsedCommand) -> EvalConfig:
     is_listed = override_value(request.overrides, "eval.items") in ("tasks", "paper")
     if is_listed and not _overrides_key(request, "eval.num_items"):
         defaults.append("eval.num_items=-1")  # All items of the lists.
-    cfg: EvalConfig = resolve_models(load_named(request, defaults=defaults))
+    cfg: EvalConfig = _with_models(request, defaults)
     if request.config is not None or cfg.policy.url or not _overrides_key(request, "model.path"):
         return cfg
     fitting = [each for each in _fitting(cfg, request) if not _overrides_key(request, _key(each))]
     if not fitting:
         return cfg
-    name = cfg.model.source or cfg.model.path
+    name = cfg.model.source or cfg.model.quantised or cfg.model.path
     chosen = f"eval: {' '.join(fitting)} (from {name}; give them, or --config NAME)"
     print(chosen, file=sys.stderr)
-    return resolve_models(load_named(request, defaults=[*defaults, *fitting]))
+    return _with_models(request, [*defaults, *fitting])
+
+
+def _with_models(request: ParsedCommand, defaults: Sequence[str]) -> EvalConfig:
+    """Return the config with the folders of its models."""
+    cfg: EvalConfig = resolve_models(load_named(request, defaults=defaults))
+    return plain_models(cfg, is_dry=request.is_dry)
 
 
 def check_evaluation(cfg: EvalConfig, *, missing: Sequence[str]) -> None:

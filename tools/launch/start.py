@@ -11,6 +11,7 @@ from common.config.load import load_received, override_value
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.log import configure_logging
+from common.repository import ROOT
 from common.store.run_dir import RunDir
 from tools.cli import requested
 from tools.cli.command_line import ParsedCommand
@@ -70,6 +71,7 @@ def join_run(request: ParsedCommand, run: Callable[[RunConfig, "Joined"], None])
     from common.wire.security import read_join_key
     from scheduler.members.older_code import without_unknown
     from tools.checks.hub_models import resolve_models
+    from tools.dequantise.models import plain_models
     from tools.launch.start_guard import StartGuard
 
     role = request.command
@@ -91,8 +93,10 @@ def join_run(request: ParsedCommand, run: Callable[[RunConfig, "Joined"], None])
     if role != "learner":
         cfg = resolve_models(cfg)
     if role == "actor":
+        cfg = plain_models(cfg)
         _check_weights(cfg, joined)
     configure_logging(role, cfg.log.level)
+    requested.log_weights(cfg)
     fix_prompts(cfg.model)
     with StartGuard(None, has_begun=has_begun):
         run(cfg, joined)
@@ -102,16 +106,28 @@ def join_run(request: ParsedCommand, run: Callable[[RunConfig, "Joined"], None])
 def _check_weights(cfg: RunConfig, joined: "Joined") -> None:
     """Check that an actor has the weights that the run does not send.
 
-    Raises: ConfigError: the base model of the adapters or its own model folder is missing.
+    Raises: ConfigError: the base model of the adapters or its own model folder is missing, or the
+        dequantised weights differ from the run's.
     """
     from tools.checks.preflight import check_model
+    from tools.dequantise.cache import read_record
 
+    rank = cfg.learner.lora.in_engine.rank
     if cfg.model.path != joined.model_path:
         check_model(cfg.model.path)
-    elif rank := cfg.learner.lora.in_engine.rank:
+        weights = read_record(ROOT / cfg.model.path)
+        of_run = read_record(Path(joined.model_path)) if joined.model_path else None
+        if rank and weights and of_run and weights.sha256 != of_run.sha256:
+            raise ConfigError(
+                f"model.path={weights.source}: the dequantised weights ({weights.method}) differ"
+                f" from those of the run, {of_run.source} ({of_run.method}). Copy the run's model"
+                " to this machine, and install the same versions of the libraries"
+            )
+    elif rank:
+        base = cfg.model.quantised or joined.base
         raise ConfigError(
             f"learner.lora.rank={rank}: this run sends only adapters, without their base model"
-            f" {joined.base}. Give model.path=FOLDER with a copy of the base model on this machine"
+            f" {base}. Give model.path=FOLDER with a copy of the base model on this machine"
         )
 
 
@@ -127,9 +143,14 @@ def _with_defaults(role: str, overrides: Sequence[str], joined: "Joined") -> lis
     """
     if role == "learner":  # Its ranks use the run's own paths, or copies of these folders.
         return [*overrides]
-    defaults = {"model.path": joined.model_path or "."}
-    if role == "actor" and joined.sends_adapters and joined.source:
-        defaults["model.path"] = joined.source  # The base of the adapters, from this node's cache.
+    # The cache of this node, not that of the run's.
+    defaults = {"model.path": joined.model_path or ".", "model.cache_folder": ""}
+    if role == "actor" and joined.sends_adapters:
+        # The base of the adapters, from this node's cache or from a shared disk.
+        if joined.source:
+            defaults["model.path"] = joined.source
+        elif joined.quantised and Path(joined.quantised).exists():
+            defaults["model.path"] = joined.quantised
     if role == "envhub":
         defaults["envhub.host"] = "0.0.0.0"
     added = [f"{key}={v}" for key, v in defaults.items() if override_value(overrides, key) is None]

@@ -23,6 +23,7 @@ from learner.journal.journal import read_journal
 from learner.journal.metrics import MetricsLine, read_metrics
 from learner.policy.precision_choice import recorded_precision
 from tools.dashboard.reading.run_source import RunSource
+from tools.dequantise.models import weight_lines
 from tools.evaluate.intervals import gain_interval, wilson_interval
 from tools.report.command import render, title_of
 
@@ -160,6 +161,7 @@ class Report:
     mode: str
     seed: int
     precision: str  # Precision of the learner's passes and its reason; "" if it never started.
+    weights: list[str]  # Each model whose quantised weights were dequantised, as in the log.
     steps: int
     episodes: int  # Episodes issued for training.
     cut_observations: float | None  # Mean per episode; None if unknown.
@@ -420,6 +422,7 @@ def build_report(
         mode=cfg.train.mode.value,
         seed=cfg.run.seed,
         precision=recorded_precision(run_dir.precision),
+        weights=weight_lines(cfg),
         steps=int(peak(lines, "step") or 0),
         episodes=(ledger or {}).get("issued", len(totals.train_episodes)),
         cut_observations=mean(lines, "episodes/cut_observations_mean"),

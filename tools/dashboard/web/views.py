@@ -63,6 +63,7 @@ HORIZON = "horizon/value"
 STAGE = "horizon/stage"
 SETTINGS = (
     "model.path",
+    "model.quantised",
     "train.mode",
     "run.seed",
     "train.num_steps",
@@ -270,7 +271,9 @@ def _settings(config: Mapping[str, Any]) -> dict[str, str]:
     listed: list[object] = config.get("tasks") or []
     tasks = [as_map(each) for each in listed]
     named = [f"{each.get('weight', 1)} x {each.get('subset') or each.get('env')}" for each in tasks]
-    return {"tasks": ", ".join(named)} | {key: flat[key] for key in SETTINGS if key in flat}
+    return {"tasks": ", ".join(named)} | {
+        key: flat[key] for key in SETTINGS if flat.get(key, "") != ""
+    }
 
 
 def _precision(run: RunSource) -> dict[str, str]:
