@@ -195,11 +195,18 @@ class GgufModel:
             raise ValueError(f"{self.config.architectures[0]} has no place for {unknown[0]}")
         outputs: list[Output] = []
         newest = _Newest()
+        bare = {target: weights[target] for target in groups if target not in tied}
+        stored = revert_weight_conversion(self.network, dict(bare)).items()
+        origins = {id(weight): target for target, weight in bare.items()}
+        # Most weights have the same tensor in a checkpoint.
+        unchanged = {origins[id(each)]: name for name, each in stored if id(each) in origins}
         for target, group in groups.items():
-            if target in tied or target not in weights:
+            if target not in bare:
                 continue
-            named = revert_weight_conversion(self.network, {target: weights[target]})
-            load = partial(self._load, target, group, weights[target].shape, dtype)
+            named = {unchanged.get(target, ""): bare[target]}
+            if target not in unchanged:
+                named = revert_weight_conversion(self.network, {target: bare[target]})
+            load = partial(self._load, target, group, bare[target].shape, dtype)
             outputs += [
                 Output(
                     name=name,
