@@ -336,7 +336,8 @@ def check_trainable(folder: Path, *, key: str = "model.path", shown: str = "") -
         raise ConfigError(
             f"{key}={shown or folder}: the weights are quantised ({method}), and training cannot"
             " change quantised weights. Use the checkpoint of this model in bf16, without"
-            f" {QUANTISED_KEYS[0]} in its {CONFIG}"
+            f" {QUANTISED_KEYS[0]} in its {CONFIG}, or one in GGUF, MXFP4, FP8, compressed-tensors"
+            " or bitsandbytes, which a command dequantises at its start"
         )
 
 

@@ -82,7 +82,7 @@ def doctor(request: ParsedCommand) -> int:
     ]
     result, lacking = ("all requirements are met", "") if not missing else ("", "; ".join(missing))
     checks.append(Check(what="environments", result=result, remedy=lacking))
-    checks += _examine_weights(cfg)
+    checks += examine_quantised(cfg)
     name = request.config or cfg.run.name or DEFAULT_CONFIG
     checks.append(_examine_config(cfg, name=name, problem=problem, missing=missing))
     return _print_table(checks, *_plan(cfg), *preview_lines(cfg))
@@ -100,7 +100,7 @@ def _examine_environment(name: str, missing: Sequence[str]) -> Check:
     return Check(what=f"env {name}", result=result, remedy="; ".join(missing), is_optional=True)
 
 
-def _examine_weights(cfg: RunConfig) -> list[Check]:
+def examine_quantised(cfg: RunConfig) -> list[Check]:
     """Return the check of the disk for dequantised weights; [] without quantised models."""
     lines = [*weight_lines(cfg), *disk_lines(cfg)]
     if not lines:

@@ -1,31 +1,24 @@
 """The cache of dequantised checkpoints: one folder for each quantised one and each dtype."""
 
+import errno
 import fcntl
-import hashlib
 import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigError
 from common.host.process_settings import cache_home
 from common.store.disk import is_no_room
-from common.store.run_dir import json_object, sync_folder
+from common.store.run_dir import sync_folder
+from tools.dequantise.checkpoints import Quantised
+from tools.dequantise.record import RECORD, is_complete
 
-if TYPE_CHECKING:
-    from tools.dequantise.checkpoints import Quantised
-
-RECORD = "dequantised.json"  # File in the folder of a complete checkpoint.
-FORMAT = 1  # Changes if the same files give other weights.
-SAMPLES = 64
-SAMPLE_BYTES = 4096
-EDGE_BYTES = 1 << 20
 NOTE_S = 30.0  # Seconds between two lines about the progress.
 
 
@@ -34,66 +27,7 @@ def cache_folder(configured: str) -> Path:
     return Path(configured).absolute() if configured else cache_home() / "longstride/dequantised"
 
 
-def identity_of(small: list[Path], weights: list[Path], settings: Mapping[str, str]) -> str:
-    """Return a digest of a quantised checkpoint.
-
-    It contains small files whole. A file of weights counts by name, size, time of its last change
-    and samples of its content: reading all of it would take minutes at each start.
-    """
-    digest = hashlib.sha256(json.dumps({"format": FORMAT, **settings}).encode())
-    for path in sorted(small):
-        digest.update(f"{path.name}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
-    for path in sorted(weights):
-        status = path.stat()
-        digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}\n".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(EDGE_BYTES))
-            for number in range(SAMPLES):
-                file.seek(number * status.st_size // SAMPLES)
-                digest.update(file.read(SAMPLE_BYTES))
-            file.seek(max(0, status.st_size - EDGE_BYTES))
-            digest.update(file.read(EDGE_BYTES))
-    return digest.hexdigest()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """The content of `RECORD`: the checkpoint that a folder was made of."""
-
-    source: str  # Path of the quantised file or folder.
-    method: str  # As in "gguf (Q4_K)".
-    dtype: str
-    num_bytes: int  # Bytes of the weights.
-    sha256: str  # Digest of the weights; "" for an outline.
-    files: dict[str, int]  # Name of each file of weights -> its bytes.
-    folder: str  # The folder in the cache, also in an outline.
-    needed_bytes: int = 0  # Bytes that the cache needs for it; 0: it is complete.
-
-    def describe(self) -> str:
-        """Return the source, the target and the folder as text."""
-        size = f"{self.num_bytes / 1e9:,.2f} GB"
-        return f"{self.source} ({self.method}) as {self.dtype}, {size} in {self.folder}"
-
-
-def read_record(folder: Path) -> Record | None:
-    """Return the record of a folder with dequantised weights, None for another folder."""
-    tree: dict[str, Any] = json_object(folder / RECORD)
-    try:
-        return Record(**tree) if tree else None
-    except TypeError:  # Fields of another version.
-        return None
-
-
-def is_complete(folder: Path) -> bool:
-    """Return whether a folder has all files of its record with their sizes."""
-    record = read_record(folder)
-    if record is None:
-        return False
-    sizes = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
-    return sizes == record.files
-
-
-def dequantise(quantised: "Quantised", folder: Path, *, key: str) -> None:
+def dequantise(quantised: Quantised, folder: Path, *, key: str) -> None:
     """Write the dequantised checkpoint to a folder of the cache, if it is not there.
 
     A folder with this name is always complete: it is renamed after its last byte. Starts of the
@@ -118,7 +52,7 @@ def dequantise(quantised: "Quantised", folder: Path, *, key: str) -> None:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder of the cache; the system releases it if the process ends."""
-    with (folder.parent / f".{folder.name}.lock").open("a") as file:
+    with (folder.parent / f".{folder.name}.lock").open("a", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -127,13 +61,13 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _write(quantised: "Quantised", folder: Path) -> None:
+def _write(quantised: Quantised, folder: Path) -> None:
     partial = folder.parent / f".{folder.name}.partial"
     for path in (partial, folder):  # The rest of a killed start, or a damaged folder.
         shutil.rmtree(path, ignore_errors=True)
     needed = quantised.num_bytes
     if shutil.disk_usage(folder.parent).free < needed:
-        raise OSError(28, "No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
     partial.mkdir()
     started = time.monotonic()
     show(
@@ -150,7 +84,7 @@ def _write(quantised: "Quantised", folder: Path) -> None:
     show(f"dequantised {quantised.path} in {time.monotonic() - started:.0f} s")
 
 
-def _fill(quantised: "Quantised", partial: Path, folder: Path, started: float) -> None:
+def _fill(quantised: Quantised, partial: Path, folder: Path, started: float) -> None:
     """Write all files of a checkpoint; the record comes last."""
     note_at = started + NOTE_S
 
@@ -170,7 +104,7 @@ def _fill(quantised: "Quantised", partial: Path, folder: Path, started: float) -
     sync_folder(partial)
 
 
-def _no_room(quantised: "Quantised", folder: Path, *, key: str) -> ConfigError:
+def _no_room(quantised: Quantised, folder: Path, *, key: str) -> ConfigError:
     free = shutil.disk_usage(folder.parent).free
     return ConfigError(
         f"{key}={quantised.path}: the weights are quantised ({quantised.method}), and"

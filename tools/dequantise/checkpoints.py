@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from common.errors import ConfigError
 from learner.policy.model_kind import QUANTISED_KEYS, check_kind, quantisation_of
 from learner.policy.model_shape import BYTES_OF, check_weights, read_shape, weight_files
-from tools.dequantise.cache import RECORD, Record, identity_of
+from tools.dequantise.record import RECORD, Record, identity_of
 
 if TYPE_CHECKING:
     from tools.dequantise.gguf_files import GgufModel

@@ -219,7 +219,7 @@ class GgufModel:
         return outputs
 
     def _load(
-        self, target: str, group: "_Group", shape: torch.Size, dtype: torch.dtype
+        self, target: str, group: "_WeightSource", shape: torch.Size, dtype: torch.dtype
     ) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint that one weight of the network makes."""
         weight = group.convert(target)
@@ -229,7 +229,7 @@ class GgufModel:
             raise ValueError(f"{target} has shape {list(weight.shape)}, not {list(shape)}")
         return revert_weight_conversion(self.network, {target: weight.to(dtype)})
 
-    def _groups(self) -> "dict[str, _Group]":
+    def _groups(self) -> "dict[str, _WeightSource]":
         """Return the tensors of the file that make each weight of the network."""
         if is_gguf_arch_supported(self.architecture):
             return self._converted_groups()
@@ -237,7 +237,7 @@ class GgufModel:
             config=self.config.to_dict()
         )
         mapping = get_gguf_hf_weights_map(self.network, processor)
-        groups: dict[str, _Group] = {}
+        groups: dict[str, _WeightSource] = {}
         for name in self.tensors:
             # Experts have no ending in the map.
             target = mapping.get(name) or mapping.get(name.removesuffix(".weight"))
@@ -246,7 +246,7 @@ class GgufModel:
                 group.sources.append(name)
         return groups
 
-    def _converted_groups(self) -> "dict[str, _Group]":
+    def _converted_groups(self) -> "dict[str, _WeightSource]":
         """Return the groups of a network that transformers loads by converters."""
         headers = [GgufHeader.from_file(str(path)) for path in self._paths]
         stored = {n: each for h in headers for n, each in load_gguf_state_dict(h).items()}
@@ -257,7 +257,7 @@ class GgufModel:
         renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
         converters = [each for each in transforms if isinstance(each, WeightConverter)]
         by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-        groups: dict[str, _Group] = {}
+        groups: dict[str, _WeightSource] = {}
         for name in self.tensors:
             target, pattern = rename_source_key(name, renamings, converters)
             if pattern is None:
@@ -280,7 +280,7 @@ def llama3_table(theta: float, head_dim: int, rope: Mapping[str, Any]) -> np.nda
 
 
 @dataclass
-class _Group:
+class _WeightSource:
     """The tensors of a file that make one weight."""
 
     sources: list[str]
@@ -290,7 +290,7 @@ class _Group:
 
 
 @dataclass
-class _Processed(_Group):
+class _Processed(_WeightSource):
     """A weight of a network that transformers loads by a processor of its family."""
 
     tensors: Mapping[str, Any]
@@ -313,7 +313,7 @@ class _Processed(_Group):
 
 
 @dataclass
-class _Converted(_Group):
+class _Converted(_WeightSource):
     """A weight of a network that transformers loads by converters."""
 
     network: PreTrainedModel

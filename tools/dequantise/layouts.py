@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from learner.policy.model_kind import NARROW
-from tools.dequantise.tensors import NAMES, Output, StoredTensor, copy_of
+from tools.dequantise.tensors import NAMES, Output, SourceTensor, copy_of
 
 # Scales of activations and of the KV cache: passes in 16 bits have none.
 OF_ACTIVATIONS = (
@@ -29,7 +29,7 @@ OF_ACTIVATIONS = (
 PART_NUMBERS = 1 << 24  # Numbers of a large matrix that are converted at once.
 QUANT_STATE = ".quant_state.bitsandbytes__"
 
-Stored = Mapping[str, StoredTensor]
+Stored = Mapping[str, SourceTensor]
 
 
 def outputs_of(
@@ -71,7 +71,7 @@ def mxfp4(section: Mapping[str, Any], stored: Stored, dtype: torch.dtype) -> Mad
     """
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    def parts(blocks: StoredTensor, scales: StoredTensor) -> Iterator[Tensor]:
+    def parts(blocks: SourceTensor, scales: SourceTensor) -> Iterator[Tensor]:
         for expert in range(blocks.shape[0]):
             pair = (each.read(expert, expert + 1) for each in (blocks, scales))
             yield convert_moe_packed_tensors(*pair, dtype=dtype)
@@ -110,7 +110,7 @@ def fp8(section: Mapping[str, Any], stored: Stored, dtype: torch.dtype) -> Made:
 
 
 def _scaled_parts(
-    tensor: StoredTensor, scale: StoredTensor, block: Sequence[int] | None, dtype: torch.dtype
+    tensor: SourceTensor, scale: SourceTensor, block: Sequence[int] | None, dtype: torch.dtype
 ) -> Iterator[Tensor]:
     """Yield a weight in parts: matrices of a stack one by one, and rows of a matrix."""
     scales = scale.read()
@@ -262,7 +262,7 @@ def bitsandbytes(section: Mapping[str, Any], stored: Stored, dtype: torch.dtype)
 
 
 def _four_bit_parts(
-    tensor: StoredTensor,
+    tensor: SourceTensor,
     state: Mapping[str, Any],
     names: Mapping[str, str],
     stored: Stored,
@@ -289,7 +289,7 @@ def _four_bit_parts(
 
 
 def _eight_bit_parts(
-    tensor: StoredTensor, rows: StoredTensor, dtype: torch.dtype
+    tensor: SourceTensor, rows: SourceTensor, dtype: torch.dtype
 ) -> Iterator[Tensor]:
     """Yield an LLM.int8 weight: row i is its integers times SCB[i] / 127."""
     yield (tensor.read().float() * (rows.read().float() / 127.0)[:, None]).to(dtype)

@@ -10,8 +10,9 @@ from pathlib import Path
 from common.config.run_config import Config, RunConfig
 from common.host.machine import has_cuda
 from common.repository import ROOT
-from tools.dequantise.cache import Record, cache_folder, dequantise, is_complete, read_record
+from tools.dequantise.cache import cache_folder, dequantise
 from tools.dequantise.checkpoints import GGUF, Quantised, find_quantised
+from tools.dequantise.record import Record, is_complete, read_record
 
 
 def plain_models(cfg: Config, *, is_dry: bool = False) -> Config:

@@ -37,7 +37,7 @@ HEADER_ALIGNMENT = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredTensor:
+class SourceTensor:
     """A tensor in a safetensors file."""
 
     path: Path
@@ -80,14 +80,14 @@ class StoredTensor:
         return buffer
 
 
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+def stored_tensors(folder: Path) -> dict[str, SourceTensor]:
     """Return the tensors of a checkpoint by name, in the order of its files."""
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, SourceTensor] = {}
     for path in weight_files(folder):
         start, header = weight_entries(path)
         for name, entry in header.items():
             first, last = entry["data_offsets"]
-            tensors[name] = StoredTensor(
+            tensors[name] = SourceTensor(
                 path=path,
                 offset=start + first,
                 num_bytes=last - first,
@@ -112,7 +112,7 @@ class Output:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-def copy_of(name: str, tensor: StoredTensor) -> Output:
+def copy_of(name: str, tensor: SourceTensor) -> Output:
     """Return a tensor that does not change."""
     return Output(name=name, dtype=tensor.dtype, shape=tensor.shape, parts=tensor.copied)
 

@@ -110,7 +110,7 @@ def _check_weights(cfg: RunConfig, joined: "Joined") -> None:
         dequantised weights differ from the run's.
     """
     from tools.checks.preflight import check_model
-    from tools.dequantise.cache import read_record
+    from tools.dequantise.record import read_record
 
     rank = cfg.learner.lora.in_engine.rank
     if cfg.model.path != joined.model_path:
