@@ -286,12 +286,13 @@ class AgentEpisode:
 
     def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
         """Return the ids of a bare prompt: of its text, or as given."""
-        if isinstance(prompt, str):
-            return self._renderer.completion(prompt)
-        if min(prompt) < 0 or max(prompt) >= self._renderer.num_tokens:
+        ids = self._renderer.completion(prompt) if isinstance(prompt, str) else prompt
+        if ids and (min(ids) < 0 or max(ids) >= self._renderer.num_tokens):
             text = f"prompt: token ids must be >= 0 and < {self._renderer.num_tokens}"
             raise invalid(text, "prompt")
-        return prompt
+        if problem := self._renderer.sense_problem(ids):
+            raise invalid(f"prompt: {problem}", "prompt")
+        return ids
 
     def _cut(self, taken: Turn, asked: PolicyRequest) -> tuple[Turn, str | None]:
         """Return the start of a turn that the agent limits, and the stop text that ended it."""

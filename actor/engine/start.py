@@ -81,6 +81,8 @@ def engine_arguments(
         # The files that the learner reads, also beside those of Mistral's own format.
         load_format="hf" if has_weights else "dummy",
         config_format="hf",
+        # A model for images or sound starts as its language model: vLLM makes no towers.
+        language_model_only=True,
         dtype=cast(ModelDType, model.dtype),
         seed=seed,
         max_model_len=cfg.max_model_len,

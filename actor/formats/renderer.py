@@ -11,6 +11,7 @@ the context together with the sampled answer.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any, cast
 
 from jinja2 import TemplateError
@@ -25,6 +26,7 @@ from common.config.actor import ActorSection
 from common.errors import ConfigError
 from common.formats.calls import NAME, CallForm, as_call, each_text
 from common.formats.chat_template import render_chat, template_of
+from common.formats.sense_tokens import sense_tokens_in
 from common.formats.turn_ends import TurnEnd, configured_ends, find_end
 from common.formats.turns import ASSISTANT, USER, Message, measure_turns
 from common.text import shared_length
@@ -56,6 +58,7 @@ class Renderer:
         self._known = lru_cache(NUM_KNOWN_TEXTS)(self._control.encode_between)
         self._sampled = SampledText(tokenizer)
         self._special = special_tokens(tokenizer)
+        self._senses = sense_tokens_in(Path(str(getattr(tokenizer, "name_or_path", "") or ".")))
         self.turns = measure_turns(self._asking)
         self._before_first = self.turns.before
         self._after_first = self.turns.after_user
@@ -355,7 +358,24 @@ class Renderer:
 
         Raises: ValueError: the chat template refuses it; the message gives the reason.
         """
-        return self._control.encode(self._safely(messages, tools))
+        return self._text_only(self._control.encode(self._safely(messages, tools)))
+
+    def sense_problem(self, ids: Sequence[int]) -> str:
+        """Return which token of a prompt stands for an image or sound, "" for none."""
+        token = next((each for each in ids if each in self._senses), None)
+        if token is None:
+            return ""
+        key = f"{self._senses[token]}={token} in config.json"
+        return (
+            f"the token {self.shown([token])!r} ({key}) stands for other input than text, and a"
+            " policy reads text only; remove it"
+        )
+
+    def _text_only(self, ids: list[int]) -> list[int]:
+        """Return the ids of a template's text. Raises: ValueError: one stands for an image."""
+        if problem := self.sense_problem(ids):
+            raise ValueError(f"the chat template writes other input than text: {problem}")
+        return ids
 
     def check_shown(
         self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()
@@ -424,7 +444,7 @@ class Renderer:
             raise ValueError("the chat template does not end the assistant's turn")
         at, turn_end = min(places, key=lambda place: place[0])
         self._check_instructions(messages, tail[at:])
-        ids = self._control.encode(tail[at:])
+        ids = self._text_only(self._control.encode(tail[at:]))
         return ids[turn_end.num_sampled(end, is_stopped=is_stopped) :]
 
     def _check_instructions(self, messages: Sequence[Message], text: str) -> None:

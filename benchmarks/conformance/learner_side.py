@@ -3,13 +3,15 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.conformance.networks import VOCAB, perturb, save_as_learner, stored, trained
 from benchmarks.conformance.part_results import (
@@ -23,15 +25,18 @@ from benchmarks.conformance.sharded import RankPair
 from common.config.learner import CriticSection, Layout, LearnerSection, LoraSection, Precision
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch, collate_tokens
+from learner.policy.composite import composite_class, source_of
 from learner.policy.forward import Networks, Passes
 from learner.policy.kernels.head import trunk_of
 from learner.policy.lora import check_targets
 from learner.policy.merging import merged_tensors
 from learner.policy.model import Scoring, load_policy, make_critic, token_logprobs
+from learner.policy.model_shape import INDEX, LANGUAGE
 
 # Tokens of the scored sequences: shorter and longer than windows and chunks of small networks.
 LENGTHS = (20, 72, 41, 53)
 PREFIX = 24  # Tokens that the last two sequences share.
+SECOND = "second"  # Folder of the checkpoint with the second weights.
 FIRST_WORD = 3  # The ids below are special tokens.
 EXACT = Scoring(chunk_tokens=64, autocast=False)
 MAX_GRADIENT_GAP = 1e-3  # Relative difference of two gradients.
@@ -85,7 +90,10 @@ class LearnerSide:
             ("lora", self._lora),
             ("sharded", self._sharded),
             ("checkpoint", partial(self._checkpoint, policy)),
+            ("published layout", self._published_layout),
         ):
+            if name == "published layout" and source_of(policy) is None:
+                continue
             with self._part(name):
                 self._note(name, examine())
 
@@ -168,7 +176,7 @@ class LearnerSide:
         perturb(trained(policy), seed=4)
         merged = dict(merged_tensors(policy, policy.state_dict()))
         plain = load_plain(self._start)
-        plain.load_state_dict(merged)
+        plain.load_state_dict(plain.state_dict() | merged)
         gap = gap_of(self._scored(policy, Layout.PADDED), plain_scores(plain))
         return compared(gap, message=message)
 
@@ -178,11 +186,11 @@ class LearnerSide:
 
     def _checkpoint(self, policy: PreTrainedModel) -> float:
         """Write both weights as the learner does, and read the second with both libraries."""
-        save_as_learner(policy, self._folder / "first")
+        save_as_learner(policy, self._folder / "first", start=self._start)
         perturb(stored(policy), seed=1)
-        self.plain.load_state_dict(policy.state_dict())
+        self.plain.load_state_dict(self.plain.state_dict() | policy.state_dict())
         self.second = plain_scores(self.plain)
-        kept = str(save_as_learner(policy, self._folder / "second"))
+        kept = str(save_as_learner(policy, self._folder / SECOND, start=self._start))
         again = load_policy(kept, device="cpu", gradient_checkpointing=False)
         gaps = [
             gap_of(plain_scores(load_plain(kept)), self.second),
@@ -190,10 +198,46 @@ class LearnerSide:
         ]
         return max(gaps)
 
+    def _published_layout(self) -> PartResult:
+        """Compare the files of a composite's checkpoint, file by file, with those it came from."""
+        problem = layout_problem(Path(self._start), self._folder / SECOND)
+        verdict = Verdict.WRONG if problem else Verdict.RIGHT
+        return PartResult(verdict=verdict, message=problem)
+
+
+def layout_problem(start: Path, written: Path) -> str:
+    """Return what a composite's checkpoint lost of the files that it came from, "" for nothing.
+
+    Weights of the language model may differ. All other weights and files must be equal.
+    """
+    names = {path.name for path in start.iterdir()}
+    if names != {path.name for path in written.iterdir()}:
+        return f"its files are not those of the source: {sorted(names)}"
+    for name in sorted(names - {INDEX}):
+        ours = written / name
+        theirs = start / name
+        if not name.endswith(".safetensors"):
+            if ours.read_bytes() != theirs.read_bytes():
+                return f"{name} has other content"
+            continue
+        with safe_open(ours, "pt") as new, safe_open(theirs, "pt") as old:
+            if new.keys() != old.keys():
+                return f"{name} has other tensors"
+            for tensor in filterfalse(LANGUAGE.match, old.keys()):
+                if not torch.equal(new.get_tensor(tensor), old.get_tensor(tensor)):
+                    return f"{tensor} has other numbers"
+    kind = composite_class(AutoConfig.from_pretrained(written), str(written))
+    assert kind is not None
+    _, report = kind.from_pretrained(written, output_loading_info=True, local_files_only=True)
+    lost = [*report["missing_keys"], *report["unexpected_keys"]]
+    return f"transformers does not find {lost[0]}" if lost else ""
+
 
 def load_plain(path: str) -> PreTrainedModel:
-    """Return a network as transformers alone loads it."""
-    model = AutoModelForCausalLM.from_pretrained(
+    """Return a network as transformers alone loads it; of a composite, the whole."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    kind: Any = composite_class(config, path) or AutoModelForCausalLM
+    model = kind.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager", local_files_only=True
     )
     return model.eval()

@@ -11,7 +11,13 @@ from typing import Any, cast
 import torch
 import yaml
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tools.offline.scratch import make_tokenizer, save_policy
@@ -114,25 +120,32 @@ def tiny_config(family: str, settings: Mapping[str, Any] | None = None) -> Pretr
     The layers are the first ones of the default configuration, as many as have each kind of layer.
     """
     kind = CONFIG_MAPPING[family]
-    default = vars(kind())
-    names = kind.attribute_map
-    sizes = {
-        name: value
-        for name, value in SMALL.items()
-        if names.get(name, name) in default and default[names.get(name, name)] is not None
-    }
-    if "kv_lora_rank" in sizes:  # Latent attention has one key head for each query head.
-        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
-        if "head_dim" in sizes:  # The family rotates a part of each head.
-            sizes["head_dim"] = sizes["qk_rope_head_dim"]
+    default = kind()
+    layers = layers_of(vars(default), kind.attribute_map)
     made = kind(
-        **(_layers(default, names) | sizes | AMENDMENTS.get(family, {}) | dict(settings or {}))
+        **(layers | sizes_of(default, SMALL) | AMENDMENTS.get(family, {}) | dict(settings or {}))
     )
     made.architectures = [architecture(family)]
     return made
 
 
-def _layers(default: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+def sizes_of(default: PretrainedConfig, small: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the small sizes that a configuration has by name."""
+    values = vars(default)
+    names = type(default).attribute_map
+    sizes = {
+        name: value
+        for name, value in small.items()
+        if names.get(name, name) in values and values[names.get(name, name)] is not None
+    }
+    if "kv_lora_rank" in sizes:  # Latent attention has one key head for each query head.
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+        if "head_dim" in sizes:  # The family rotates a part of each head.
+            sizes["head_dim"] = sizes["qk_rope_head_dim"]
+    return sizes
+
+
+def layers_of(default: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
     """Return the number of layers and the lists with one entry for each layer."""
     key = names.get("num_hidden_layers", "num_hidden_layers")
     total = default.get(key)
@@ -170,9 +183,9 @@ def save_network(
     return folder
 
 
-def save_as_learner(model: PreTrainedModel, folder: Path) -> Path:
-    """Write a policy with the learner's own code."""
-    return save_policy(folder, model, make_tokenizer(list(TEXTS), vocab_size=VOCAB))
+def save_as_learner(model: PreTrainedModel, folder: Path, *, start: str) -> Path:
+    """Write a policy with the learner's own code, and the tokenizer of the folder `start`."""
+    return save_policy(folder, model, AutoTokenizer.from_pretrained(start, local_files_only=True))
 
 
 @torch.no_grad()

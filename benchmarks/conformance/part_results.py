@@ -41,6 +41,7 @@ PARTS = (
     "sharded",
     "publish",
     "checkpoint",
+    "published layout",  # Of composites only.
 )
 
 

@@ -63,10 +63,11 @@ def run_suite(
     """
     # The imports of all parts come before the first fork.
     from benchmarks.conformance import engine_side, learner_side  # noqa: F401
+    from benchmarks.conformance.composites import composites
     from benchmarks.conformance.networks import families
 
     suite.title(LEGEND)
-    known = families()
+    known = sorted([*families(), *composites()])
     strangers = sorted(set(only) - set(known))
     if strangers:
         raise ConfigError(f"--only={','.join(strangers)}: one of {', '.join(known)}")
@@ -136,13 +137,19 @@ def examine_apart(family: str, *, limit_s: float = LIMIT_S, method: str = "fork"
     return _failed(family, why, time.monotonic() - started)
 
 
-def _failed(family: str, why: str, seconds: float) -> FamilyResult:
-    """Return the result of a family that could not be examined."""
+def _class_of(family: str) -> str:
+    """Return the class of a family's network."""
+    from benchmarks.conformance.composites import composite_architecture
     from benchmarks.conformance.networks import architecture
 
+    return composite_architecture(family) or architecture(family)
+
+
+def _failed(family: str, why: str, seconds: float) -> FamilyResult:
+    """Return the result of a family that could not be examined."""
     parts = {"full": PartResult(verdict=Verdict.NOT_RUN, message=why)}
     return FamilyResult(
-        family=family, architecture=architecture(family), parts=parts, seconds=round(seconds, 1)
+        family=family, architecture=_class_of(family), parts=parts, seconds=round(seconds, 1)
     )
 
 
@@ -181,13 +188,15 @@ def _examine_in(family: str, folder: Path, pair: "RankPair", *, method: str) -> 
     """Examine one family with checkpoints in a folder."""
     import torch
 
+    from benchmarks.conformance.composites import composite_architecture, save_composite
     from benchmarks.conformance.learner_side import LearnerSide
-    from benchmarks.conformance.networks import architecture, save_network
+    from benchmarks.conformance.networks import save_network
 
     started = time.monotonic()
     torch.set_num_threads(1)
     try:
-        side = LearnerSide(save_network(family, folder / "start"), folder, pair=pair)
+        write = save_composite if composite_architecture(family) else save_network
+        side = LearnerSide(write(family, folder / "start"), folder, pair=pair)
         side.examine()
     finally:
         pair.stop()
@@ -196,7 +205,7 @@ def _examine_in(family: str, folder: Path, pair: "RankPair", *, method: str) -> 
         from benchmarks.conformance.engine_side import examine_engine, fork_engines
 
         if method == "fork":
-            fork_engines(architecture(family))
+            fork_engines(_class_of(family))
         findings |= examine_engine(
             folder / "first",
             partial(_version_of, side.policy),
@@ -206,7 +215,7 @@ def _examine_in(family: str, folder: Path, pair: "RankPair", *, method: str) -> 
         )
     return FamilyResult(
         family=family,
-        architecture=architecture(family),
+        architecture=_class_of(family),
         parts={name: each.without(folder) for name, each in findings.items()},
         seconds=round(time.monotonic() - started, 1),
     )

@@ -26,7 +26,9 @@ from common.errors import ConfigError
 from common.segments import RoutingShape
 from learner.batch.batching import TokenBatch
 from learner.batch.packing import Routes
+from learner.policy.composite import text_config
 from learner.policy.expert_weights import holds_experts
+from learner.policy.kernels.head import trunk_of
 
 KEY = "algorithm.routing_replay=true"
 _TOPK = (torch.topk, torch.Tensor.topk)
@@ -210,9 +212,9 @@ def balance_loss_of(model: PreTrainedModel) -> BalanceLoss:
     Raises: ConfigError: transformers has no such loss for this family.
     """
     compute: Any = getattr(sys.modules[type(model).__module__], FUNCTION, None)
-    config = model.config
+    config = text_config(model.config)
     chosen = next((getattr(config, each) for each in CHOSEN if hasattr(config, each)), None)
-    recorded = getattr(model.base_model, "_can_record_outputs", None) or {}
+    recorded = getattr(trunk_of(model), "_can_record_outputs", None) or {}
     if compute is None or chosen is None or "router_logits" not in recorded:
         raise ConfigError(
             f"algorithm.router_aux_coef: transformers has no load-balancing loss for"

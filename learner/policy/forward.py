@@ -18,6 +18,7 @@ from common.config.learner import Layout, LearnerSection, Offload
 from common.errors import ConfigError
 from common.segments import RoutingShape
 from learner.batch.batching import TokenBatch, collate_tokens, plan_microbatches, row_part
+from learner.policy.composite import text_config
 from learner.policy.expert_routing import balance_loss_of, install
 from learner.policy.kernels.attention import check_sequence_ranks, use_attention
 from learner.policy.kernels.compiling import compile_parts, naming_compiler
@@ -225,7 +226,7 @@ class Passes:
         # True until the kernels are compiled.
         self.is_cold = cfg.compile and compile_parts(present, fit=fit) > 0
         self._is_base_reference = networks.is_base_reference
-        self._replay = install(networks.policy.base_model) if replays_routing else None
+        self._replay = install(trunk_of(networks.policy)) if replays_routing else None
         self.scoring = Scoring(
             chunk_tokens=cfg.logprob_chunk_tokens,
             autocast=uses_bf16(cfg, self._device),
@@ -471,7 +472,7 @@ class Passes:
 
 def _head_dtype(policy: PreTrainedModel, engine_dtype: str) -> torch.dtype:
     """Return the dtype in which engines compute logits: theirs, or `head_dtype` of config.json."""
-    named = getattr(policy.config, "head_dtype", None)
+    named = getattr(text_config(policy.config), "head_dtype", None)
     dtype = engine_dtype if named in (None, "model") else str(named).removeprefix("torch.")
     return torch.bfloat16 if dtype == "bfloat16" else torch.float32
 

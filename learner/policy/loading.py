@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.errors import ConfigError
+from learner.policy.composite import composite_class, decoder_of, reduce_to_text, source_of
 from learner.policy.determinism import make_deterministic, zero_dropout_rates
-from learner.policy.expert_weights import WeightRead, convert_read, plan_reads
+from learner.policy.expert_weights import WeightRead, convert_read, plan_reads, stored_tensors
 from learner.policy.lora import ADAPTED
 from learner.policy.model_kind import DIFFERENCES
 from learner.policy.weight_files import LOCAL, WeightFiles
@@ -130,7 +131,8 @@ def load_network(
 
     It computes attention by its own formula, "eager", which every family has; `use_attention`
     chooses another. Its passes draw no random numbers. The states of a sequence do not depend on
-    the lengths of its neighbours.
+    the lengths of its neighbours. A checkpoint for images or sound gives its language model alone,
+    see `policy/composite.py`.
 
     Args:
         auto_class: AutoModelForCausalLM or another auto class of transformers.
@@ -138,15 +140,24 @@ def load_network(
         max_tokens: length of the longest sequence that an engine may produce; None: the model's own
             limit.
 
-    Raises: ConfigError: its rotary embedding cannot match the engine's, a weight is missing, or
-        tied weights have different numbers in the files.
+    Raises: ConfigError: its rotary embedding cannot match the engine's, a weight is missing, tied
+        weights have different numbers in the files, or a composite has no such part.
     """
     # cuDNN's attention keeps a plan for each new length, so memory would grow without end.
     torch.backends.cuda.enable_cudnn_sdp(False)
     with _refusing(path):
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         zero_dropout_rates(config)
-        if is_skeleton:
+        composite = composite_class(config, path)
+        if composite is not None:
+            model = _language_model(
+                composite, config, dtype, path, is_trunk=auto_class is AutoModel
+            )
+            if not is_skeleton:
+                give_memory(model, torch.device("cpu"))
+                model.tie_weights()
+                fill(model, path)
+        elif is_skeleton:
             model = _skeleton(auto_class, config, dtype)
         else:
             model, report = auto_class.from_pretrained(
@@ -257,6 +268,26 @@ def _skeleton(auto_class: Any, config: Any, dtype: torch.dtype) -> PreTrainedMod
     return model
 
 
+def _language_model(
+    composite: Any, config: Any, dtype: torch.dtype, path: str, *, is_trunk: bool
+) -> PreTrainedModel:
+    """Return the language model of a composite without memory for its weights.
+
+    Raises: ConfigError: it has none, or a trunk without a head is requested.
+    """
+    if is_trunk:
+        raise ConfigError(
+            f"learner.critic.kind=model: {path} is a checkpoint for more than text, whose language"
+            " model is loaded with its head only. Use learner.critic.kind=head, or give the folder"
+            " of a model for text as learner.critic.path"
+        )
+    with META:
+        model = composite._from_config(config, dtype=dtype, attn_implementation="eager")
+    reduce_to_text(model, path)
+    _compute_constants(decoder_of(model))
+    return model
+
+
 @torch.no_grad()
 def _compute_constants(model: PreTrainedModel) -> None:
     """Give values to buffers that are not in the files, such as those of rotary embeddings.
@@ -343,6 +374,26 @@ def fill(network: PreTrainedModel, path: str, files: WeightFiles = LOCAL) -> Non
     for names, _ in _tensors(network):
         if filled.isdisjoint(names):
             raise ConfigError(f"{path}: no *.safetensors file has the weights of {names[0]}")
+    if source_of(network) is not None:
+        _check_names(network, weights, readers, path)
+
+
+def _check_names(
+    network: PreTrainedModel, weights: Mapping[str, Tensor], files: Mapping[str, Any], path: str
+) -> None:
+    """Check that the weights of a composite can be written under the names that they came from.
+
+    Raises: ConfigError: transformers would write another name.
+    """
+    tied = network.get_expanded_tied_weights_keys(all_submodels=True)
+    once = {name: each for name, each in weights.items() if name not in tied}
+    strangers = sorted(stored_tensors(network, once).keys() - files.keys())
+    if strangers:
+        raise ConfigError(
+            f"{path}: transformers would write {strangers[0]}, a name that these files lack"
+            f" (names: {len(strangers)}), so a checkpoint would not be complete. Choose another"
+            " model"
+        )
 
 
 def _parts(

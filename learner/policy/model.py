@@ -16,6 +16,7 @@ from common.config.learner import FULL, CriticKind, CriticSection, LoraSection
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch
 from learner.batch.packing import row_size
+from learner.policy.composite import composite_class, reduce_to_text, text_config
 from learner.policy.determinism import make_deterministic
 from learner.policy.expert_routing import set_routes
 from learner.policy.expert_weights import Stored, stored_tensors
@@ -124,8 +125,13 @@ def make_bare(path: str) -> PreTrainedModel:
     check_kind(Path(path))
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
+        composite: Any = composite_class(config, path)
         with META:
-            return AutoModelForCausalLM.from_config(config)
+            if composite is None:
+                return AutoModelForCausalLM.from_config(config)
+            model = composite._from_config(config)
+        reduce_to_text(model, path)
+        return model
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"model.path={path}: transformers has no network for its config.json: {error}"
@@ -349,5 +355,5 @@ def make_critic(
             dtype=torch.float32,
             max_tokens=max_tokens,
         )
-    critic = Critic(policy.config.hidden_size, trunk)
+    critic = Critic(text_config(policy.config).hidden_size, trunk)
     return critic if is_unloaded(policy) else critic.to(next(policy.parameters()).device)

@@ -1,4 +1,4 @@
-"""Refusal of checkpoints that are no decoder of text: images, sound, encoders, other heads.
+"""Refusal of checkpoints without a decoder of text: encoders, other heads, unknown composites.
 
 The check reads `config.json` only, so it runs before any library is imported.
 """
@@ -50,6 +50,8 @@ def _ropes(tree: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _problem(tree: dict[str, Any], rope: dict[str, Any], max_tokens: int) -> str:
     family = family_of(tree)
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    # Three positions for each token. Those of a text are equal, so they rotate as one.
+    kind = "default" if kind == "mrope" else kind
     named = [str(rope[name]) for name in ("type", "rope_type") if rope.get(name)]
     if len(set(named)) > 1 and "su" not in named and "mrope" not in named:
         return f"has two types of RoPE, {' and '.join(named)}. Remove the wrong one"
@@ -137,13 +139,17 @@ SENSES = {
     "other input": re.compile(r"encoder_config|projector_config|dit_config|vlm_config"),
 }
 NESTED = re.compile(r"(text|llm|language|thinker|decoder|model)(_config)?$")
+ARCHITECTURES = "architectures"
+TIED = "tie_word_embeddings"
 # Ends of the names of networks with a head that predicts the next token.
 CAUSAL = re.compile(r"(ForCausalLM|LMHeadModel|LMHead|ForCausalLMV\d+)$")
 BOTH = "ForConditionalGeneration"  # An encoder beside the decoder: of text, images or sound.
 
 
 def check_kind(folder: Path, *, key: str = "model.path", shown: str = "") -> None:
-    """Check that the checkpoint in a folder is a decoder-only network for text.
+    """Check that the checkpoint in a folder is a decoder-only network, or a composite with one.
+
+    A composite reads images, videos or sound, too. Its language model is used alone.
 
     Args:
         key: configuration key that names the folder.
@@ -166,7 +172,7 @@ def check_engine_equal(folder: Path, max_tokens: int, *, shown: str) -> None:
     Raises: ConfigError: the engine (vLLM 0.32) has another activation or layer than transformers 5,
         ignores a setting, or attends to one token more.
     """
-    tree = _read(folder)
+    tree = _language_model(_read(folder))
     _check_settings(tree, shown)
     if problem := _other_problem(tree, max_tokens):
         raise ConfigError(f"model.path={shown}: {_name(tree)} {problem}")
@@ -186,6 +192,16 @@ def check_engine_equal(folder: Path, max_tokens: int, *, shown: str) -> None:
             f" log-probabilities differ beyond it. Set actor.max_model_len={window} or lower, or"
             " choose another model"
         )
+
+
+def _language_model(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the language model in a composite's config.json, else all settings."""
+    section: object = tree.get("text_config")
+    if not isinstance(section, dict):
+        return tree
+    text = {**cast(dict[str, Any], section), ARCHITECTURES: tree.get(ARCHITECTURES)}
+    tied = {name: tree[name] for name in (TIED,) if name in tree}
+    return text | tied
 
 
 def _other_problem(tree: dict[str, Any], max_tokens: int) -> str:
@@ -241,18 +257,7 @@ def _value_of(entry: object) -> object:
 
 
 def kind_problem(config: dict[str, Any]) -> str:
-    """Return why a configuration is no decoder-only network for text, and the remedy; or ""."""
-    senses = dict(_senses(config))
-    if not senses and isinstance(config.get("text_config"), dict):
-        senses = {"other input": "text_config"}
-    if senses:
-        kinds = " and ".join(senses)
-        section = next(iter(senses.values()))
-        return (
-            f"reads {kinds} beside text ({section} in its config.json). The product has no {kinds}"
-            " in its episodes, in its requests to the engine and in its training batches, so this"
-            f" network could not be sampled and trained alike. {_text_remedy(config)}"
-        )
+    """Return why a configuration has no decoder-only network for text, and the remedy; or ""."""
     if config.get("is_encoder_decoder"):
         return (
             "is an encoder-decoder (is_encoder_decoder in its config.json). An episode is one"
@@ -260,17 +265,32 @@ def kind_problem(config: dict[str, Any]) -> str:
             " architectures=...ForCausalLM"
         )
     names = _architectures(config)
-    if not names or any(CAUSAL.search(name) for name in names):
+    senses = dict(_senses(config))
+    if not senses and isinstance(config.get("text_config"), dict):
+        senses = {"other input": "text_config"}
+    if senses and not any(name.endswith(BOTH) for name in names):
+        kinds = " and ".join(senses)
+        section = next(iter(senses.values()))
+        return (
+            f"reads {kinds} beside text ({section} in its config.json), and the language model of"
+            f" such a checkpoint is loaded for architectures=...{BOTH} only. {_text_remedy(config)}"
+        )
+    if senses or not names or any(CAUSAL.search(name) for name in names):
         return ""
     if any(name.endswith(BOTH) for name in names):
         return (
-            "has an encoder for other input beside its decoder. Episodes, requests and training"
-            f" batches of the product have text only. {_text_remedy(config)}"
+            "has an encoder beside its decoder, and no section for it in config.json. Episodes,"
+            f" requests and training batches of the product have text only. {_text_remedy(config)}"
         )
     return (
         "has no head that predicts the next token, so it cannot generate text. Use a decoder-only"
         " model, with architectures=...ForCausalLM"
     )
+
+
+def is_composite(config: dict[str, Any]) -> bool:
+    """Return whether a configuration has sections for more than text."""
+    return bool(dict(_senses(config))) or isinstance(config.get("text_config"), dict)
 
 
 def _text_remedy(config: dict[str, Any]) -> str:
@@ -282,8 +302,7 @@ def _text_remedy(config: dict[str, Any]) -> str:
     description = f" with model_type={kind}" if kind and kind != config.get("model_type") else ""
     return (
         f"Use the text-only checkpoint of this family{description}, with"
-        " architectures=...ForCausalLM and without such sections; a checkpoint for images is not"
-        " read as text only"
+        " architectures=...ForCausalLM and without such sections"
     )
 
 
@@ -305,7 +324,7 @@ def _name(config: dict[str, Any]) -> str:
 
 
 def _architectures(config: dict[str, Any]) -> list[str]:
-    names: object = config.get("architectures")
+    names: object = config.get(ARCHITECTURES)
     return [str(each) for each in cast(list[object], names)] if isinstance(names, list) else []
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, cast
 
 from common.errors import ConfigError
 from common.text import counted
+from learner.policy.model_kind import is_composite
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # Head sizes of vLLM 0.32.
 SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
@@ -17,6 +19,11 @@ SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size"
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+DTYPE_KEYS = ("dtype", "torch_dtype")
+# Beginnings of the names of a composite's weights that belong to its language model.
+LANGUAGE = re.compile(
+    r"(language_model|text_model|lm_head|model\.(language_model|text_model|llm|layers|embed_tokens|norm))\."
+)
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -37,7 +44,7 @@ NOT_FUSED = (
 class ModelShape:
     """The sizes of a checkpoint that determine its memory."""
 
-    num_params: int
+    num_params: int  # Weights of the language model.
     hidden: int
     layers: int
     heads: int
@@ -50,6 +57,8 @@ class ModelShape:
     experts: int = 0  # Experts of a layer; 0: the feed-forward layers have none.
     expert_units: int = 0  # Units of one expert.
     cached: int = 0  # Numbers of one token in the caches of all layers; 0: keys and values in each.
+    # Weights in the files that neither learner nor engine loads, such as towers for images.
+    num_unused: int = 0
     # The learner stores the attention scores of all pairs of tokens on a GPU, too.
     stores_scores: bool = False
 
@@ -82,16 +91,17 @@ def read_shape(folder: Path) -> ModelShape:
     """
     try:
         tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        text = _with_defaults(cast(dict[str, Any], tree.get("text_config") or tree))
+        is_mixed = is_composite(tree)
+        text = _language_model(folder, tree) if is_mixed else _with_defaults(tree)
         heads = int(text["num_attention_heads"])
         hidden = int(text["hidden_size"])
-        is_tied = text.get("tie_word_embeddings", tree.get("tie_word_embeddings", True))
+        is_tied = text.get("tie_word_embeddings", True)
         chosen = int(text.get("num_experts_per_tok") or 1)
         experts = _num_experts(text)
         width = int(
             text.get("moe_intermediate_size") or text.get("intermediate_size") or 4 * hidden
         )
-        counted = _count_params(folder, is_tied=bool(is_tied))
+        counted, num_unused = _count_params(folder, is_tied=bool(is_tied), is_mixed=is_mixed)
         return ModelShape(
             num_params=counted or _params_of_config(text, is_tied=bool(is_tied)),
             hidden=hidden,
@@ -100,6 +110,7 @@ def read_shape(folder: Path) -> ModelShape:
             kv_heads=int(text.get("num_key_value_heads") or heads),
             head_dim=int(text.get("head_dim") or hidden // heads),
             intermediate=int(width) * chosen,
+            num_unused=num_unused,
             experts=experts,
             expert_units=int(width) if experts else 0,
             cached=_cached_numbers(text),
@@ -109,7 +120,9 @@ def read_shape(folder: Path) -> ModelShape:
             context_tokens=0
             if _is_stretched(text)
             else int(text.get("max_position_embeddings") or 0),
-            dtype=str(text.get("dtype") or text.get("torch_dtype") or "bfloat16"),
+            dtype=str(
+                next((tree[n] for n in DTYPE_KEYS if tree.get(n)), text.get("dtype") or "bfloat16")
+            ),
         )
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         message = f"model.path={folder}: its config.json describes no transformer ({error!r})"
@@ -157,6 +170,22 @@ def _cached_numbers(text: dict[str, Any]) -> int:
     return 2 * attending * int(text.get("num_key_value_heads") or heads) * head_dim
 
 
+def _language_model(folder: Path, tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a composite's language model, with the defaults of its family.
+
+    A family that transformers lacks has those of config.json; other checks refuse it.
+    """
+    from transformers import AutoConfig  # Imported here, because the import takes seconds.
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, KeyError, OSError, TypeError):
+        return _with_defaults(cast(dict[str, Any], tree.get("text_config") or tree))
+    text = config.get_text_config(decoder=True).to_dict()
+    tied = getattr(config, "tie_word_embeddings", None)
+    return text if tied is None else {**text, "tie_word_embeddings": tied}
+
+
 def _is_stretched(text: dict[str, Any]) -> bool:
     """Return whether rotary positions are scaled, as in YaRN."""
     rope: object = text.get("rope_scaling") or text.get("rope_parameters") or {}
@@ -202,17 +231,25 @@ def _num_experts(text: dict[str, Any]) -> int:
     return next((int(text[name]) for name in NUM_EXPERTS if text.get(name)), 0)
 
 
-def _count_params(folder: Path, *, is_tied: bool) -> int:
-    """Return the number of weights in the headers of the safetensors files; 0 without any.
+def _count_params(folder: Path, *, is_tied: bool, is_mixed: bool) -> tuple[int, int]:
+    """Return the numbers of weights in the safetensors files that are used, and that are not.
 
-    A tied head counts once.
+    A tied head counts once. Both are 0 without files.
+
+    Args:
+        is_mixed: only the language model of a composite is used.
     """
-    total = 0
+    used = unused = 0
     for path in weight_files(folder):
         for name, entry in weight_entries(path)[1].items():
-            if not (is_tied and name == "lm_head.weight"):
-                total += math.prod(entry["shape"])
-    return total
+            if is_tied and name.endswith("lm_head.weight"):
+                continue
+            num = math.prod(entry["shape"])
+            if is_mixed and not LANGUAGE.match(name):
+                unused += num
+            else:
+                used += num
+    return used, unused
 
 
 def weight_entries(path: Path) -> tuple[int, dict[str, Any]]:

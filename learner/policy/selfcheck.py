@@ -21,7 +21,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from common.errors import ConfigError
+from common.formats.sense_tokens import sense_tokens
 from learner.batch.batching import TokenBatch, collate_tokens
+from learner.policy.composite import text_config
 from learner.policy.model import Scoring, token_logprobs, vocabulary_size
 
 LENGTHS = (24, 44, 33, 37)  # Tokens of the scored sequences.
@@ -91,11 +93,17 @@ def make_probe(
     is_bf16: bool,
     shares_prefix: bool = False,
 ) -> Probe:
-    """Return fixed random sequences of a vocabulary, none longer than the network allows."""
-    most = getattr(model.config, "max_position_embeddings", None) or max(LENGTHS)
+    """Return fixed random sequences of a vocabulary, none longer than the network allows.
+
+    Tokens that stand for images or sound are left out.
+    """
+    config = text_config(model.config)
+    most = getattr(config, "max_position_embeddings", None) or max(LENGTHS)
     scale = min(1.0, most / max(LENGTHS))
     draw = np.random.default_rng(0)
-    sequences = [draw.integers(0, vocab_size, max(4, int(n * scale))) for n in LENGTHS]
+    others = list(sense_tokens(vars(model.config)))
+    words = np.setdiff1d(np.arange(vocab_size), others)
+    sequences = [draw.choice(words, max(4, int(n * scale))) for n in LENGTHS]
     prefix = min(PREFIX, *(int(len(each) * READ_FRAC) for each in sequences))
     sequences[3][:prefix] = sequences[2][:prefix]
     return Probe(

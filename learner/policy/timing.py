@@ -23,6 +23,7 @@ from common.config.learner import Attention, Layout, LearnerSection, Precision
 from common.errors import ConfigError
 from common.store.run_dir import read_json, write_json
 from learner.batch.batching import TokenBatch, collate_tokens
+from learner.policy.composite import text_config
 from learner.policy.kernels.attention import attention_by_rule, packing_problem, use_attention
 from learner.policy.loading import is_unloaded
 from learner.policy.model import Scoring, pick_device, token_logprobs, vocabulary_size
@@ -302,7 +303,7 @@ def _time_pass(
 
 def _tokens(model: PreTrainedModel, config: ComputeConfig, num_tokens: int) -> TokenBatch:
     """Return a block of sequences of several lengths."""
-    longest = min(num_tokens, model.config.max_position_embeddings)
+    longest = min(num_tokens, text_config(model.config).max_position_embeddings)
     lengths = [max(2, int(longest * share)) for share in LENGTHS]
     spread = [np.arange(n) * 7919 % vocabulary_size(model) for n in lengths]
     masks = [np.arange(n) > 0 for n in lengths]

@@ -14,6 +14,7 @@ from common.errors import ConfigError
 from common.host.cgroups import num_cores
 from learner.algorithms.user_functions import check_functions, functions_of
 from learner.batch.batching import Sample
+from learner.policy.composite import set_source, source_of
 from learner.policy.forward import Networks
 from learner.policy.loading import fill, is_unloaded
 from learner.policy.lora import ADAPTER_CONFIG, check_resumable
@@ -49,6 +50,8 @@ def load_start(
         is_skeleton=is_sharded(cfg.learner),
         max_tokens=cfg.actor.max_model_len,
     )
+    if source_of(model) is not None:  # A checkpoint of the run may be removed later.
+        set_source(model, cfg.model.path)
     if cfg.envhub.style != "auto":  # A saved policy names the prompts of its training.
         model.config.prompt_style = cfg.envhub.style
     return model, path

@@ -1,9 +1,9 @@
-"""Registration of vLLM's text models on a CPU.
+"""Registration of vLLM's models on a CPU.
 
-Modules of some text models also hold a variant for images, such as Qwen3.5. They import torchvision
-for the processor of images. The environment for CPUs lacks it: the builds of torchvision on PyPI
-need CUDA's torch. A text model uses no processor of images, so its module is imported with
-placeholders for torchvision.
+The modules of models for images, such as Qwen3.5, import torchvision for their processors. The
+environment for CPUs lacks it: the builds of torchvision on PyPI need CUDA's torch. An engine
+computes text only and uses no processor of images, so such a module is imported with placeholders
+for torchvision.
 """
 
 import importlib.util
@@ -17,7 +17,6 @@ from types import ModuleType
 from typing import Any
 
 from vllm.model_executor.models.registry import (
-    _TEXT_GENERATION_MODELS,
     ModelRegistry,
     _LazyRegisteredModel,  # pyright: ignore
 )
@@ -27,14 +26,14 @@ MARK = "MULTIMODAL_REGISTRY"  # vLLM's modules register their processors of imag
 
 
 def register_text_models(architectures: Sequence[str]) -> None:
-    """Register the classes of these text models with vLLM in this process.
+    """Register these classes of models with vLLM in this process.
 
     vLLM would import a new class in a separate process, so that this one does not initialise CUDA.
     On a CPU that would only take time: fifteen CPU seconds for each class.
     """
     for name in architectures:
         entry = ModelRegistry.models.get(name)
-        if name not in _TEXT_GENERATION_MODELS or not isinstance(entry, _LazyRegisteredModel):
+        if not isinstance(entry, _LazyRegisteredModel):
             continue
         lacks_images = importlib.util.find_spec(MISSING) is None and _has_images(entry.module_name)
         # vLLM's own import reports a module that cannot be imported.

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from common.errors import ConfigError
+from learner.policy.composite import decoder_of
 from learner.policy.precision import RoundedFactors, on_grid
 
 PROBE_TOKENS = 8
@@ -46,6 +47,9 @@ def logits_function(model: PreTrainedModel, dtype: torch.dtype, *, is_rounded: b
 
 def trunk_of(model: PreTrainedModel) -> PreTrainedModel:
     """Return the network below the head. Raises: ConfigError: the network has no such part."""
+    decoder = decoder_of(model)
+    if decoder is not model:  # Some composites, such as Llama 4, have the head in this part.
+        return decoder if decoder.get_output_embeddings() is None else trunk_of(decoder)
     parts = [each for each in model.children() if isinstance(each, PreTrainedModel)]
     # A network whose prefix names no part of it, such as Llama 4, is its own base_model.
     trunk: Any = model.base_model if model.base_model is not model else next(iter(parts), None)
@@ -85,6 +89,10 @@ class _TrunkOutput:
         if name.startswith("__"):
             raise AttributeError(name)
         return None
+
+    def keys(self) -> tuple[str, ...]:
+        """Return the names of the fields, for networks that pass them on as arguments."""
+        return ("last_hidden_state",)
 
     def __getitem__(self, index: object) -> Any:
         if index in (0, "last_hidden_state"):
