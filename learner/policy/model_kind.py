@@ -293,6 +293,11 @@ def is_composite(config: dict[str, Any]) -> bool:
     return bool(dict(_senses(config))) or isinstance(config.get("text_config"), dict)
 
 
+def is_composite_in(folder: Path) -> bool:
+    """Return whether the checkpoint in a folder reads more than text."""
+    return is_composite(_read(folder))
+
+
 def _text_remedy(config: dict[str, Any]) -> str:
     """Return the remedy for a checkpoint that has more than a decoder of text."""
     inner: list[dict[str, Any]] = [

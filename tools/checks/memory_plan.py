@@ -742,6 +742,13 @@ def lines_here(cfg: RunConfig) -> list[str]:
         places.insert(0, f"This machine has no GPU. Plan for the target, {cfg.machine.text}:")
     if names := uncounted(cfg):
         places.append(f"memory, not counted: {', '.join(names)}")
+    shape = read_shape(ROOT / cfg.model.path)
+    if shape.num_unused:
+        places.append(
+            f"memory, not loaded: {shape.num_unused / 1e6:,.1f}M weights beside the"
+            f" {shape.num_params / 1e6:,.1f}M of the language model, such as towers for images;"
+            " checkpoints have them unchanged"
+        )
     return places
 
 

@@ -10,6 +10,7 @@ from common.config.learner import Attention, CriticKind, Layout, LearnerSection
 from common.config.run_config import RunConfig
 from common.repository import ROOT
 from learner.algorithms import table
+from learner.policy.model_kind import is_composite_in
 
 
 def check_actor(cfg: RunConfig) -> None:
@@ -25,8 +26,8 @@ def check_actor(cfg: RunConfig) -> None:
 def check_networks(cfg: RunConfig, *, is_offline: bool = False) -> None:
     """Check that the networks support the settings that the configuration sets explicitly.
 
-    The networks are built without weights, and only if there is such a setting: importing torch
-    takes seconds.
+    The networks are built without weights, and only if there is such a setting or a model for more
+    than text: importing torch takes seconds.
 
     Args:
         is_offline: the run loads no separate critic or reference.
@@ -38,7 +39,8 @@ def check_networks(cfg: RunConfig, *, is_offline: bool = False) -> None:
     has_routers = not is_offline and bool(
         cfg.algorithm.routing_replay or cfg.algorithm.router_aux_coef
     )
-    if not (has_routers or _has_own_settings(cfg.learner)):
+    is_mixed = any(is_composite_in(ROOT / path) for path in _paths(cfg, is_offline=is_offline))
+    if not (has_routers or is_mixed or _has_own_settings(cfg.learner)):
         return
     from learner.policy.kernels.attention import check_attention, check_sequence_ranks
     from learner.policy.kernels.compiling import check_parts
@@ -60,11 +62,12 @@ def check_networks(cfg: RunConfig, *, is_offline: bool = False) -> None:
 def _check_routers(algorithm: AlgorithmSection, policy: Any) -> None:
     """Check that the policy has routers for the algorithm. Raises: ConfigError."""
     from learner.policy.expert_routing import balance_loss_of, install
+    from learner.policy.kernels.head import trunk_of
 
     if algorithm.router_aux_coef:
         balance_loss_of(policy)
     if algorithm.routing_replay:
-        install(policy.base_model)
+        install(trunk_of(policy))
 
 
 def _has_own_settings(learner: LearnerSection) -> bool:

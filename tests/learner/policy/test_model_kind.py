@@ -1,4 +1,4 @@
-"""Laws of the kind of a checkpoint: only decoders of text are accepted, by config.json alone."""
+"""Laws of the kind of a checkpoint: it has a decoder of text, by config.json alone."""
 
 import json
 import re
@@ -21,7 +21,8 @@ from tools.offline.checks import check_dpo, check_sft
 from tools.offline.config import DpoConfig, SftConfig
 
 VISION = {"hidden_size": 32, "num_hidden_layers": 1}
-IMAGES: dict[str, dict[str, Any]] = {
+# Published layouts: with a section for text, and with its settings beside the other section.
+COMPOSITES: dict[str, dict[str, Any]] = {
     "Qwen2_5_VLForConditionalGeneration": {"model_type": "qwen2_5_vl", "vision_config": VISION},
     "Qwen3VLForConditionalGeneration": {
         "model_type": "qwen3_vl",
@@ -39,15 +40,15 @@ IMAGES: dict[str, dict[str, Any]] = {
         "vision_config": VISION,
     },
     "Mistral3ForConditionalGeneration": {"model_type": "mistral3", "vision_config": VISION},
+    "VoxtralForConditionalGeneration": {"model_type": "voxtral", "audio_config": VISION},
+}
+IMAGES: dict[str, dict[str, Any]] = {
     # A class name of a decoder does not help: the section decides.
     "Qwen3_5ForCausalLM": {"model_type": "qwen3_5", "vision_config": VISION},
     "InternVLChatModel": {"llm_config": {"model_type": "qwen2"}, "vision_config": VISION},
     "LlavaLlamaForCausalLM": {"mm_vision_tower": "openai/clip-vit-large-patch14"},
 }
-SOUND = {
-    "Qwen2AudioForConditionalGeneration": {"audio_config": VISION},
-    "Qwen2_5OmniModel": {"thinker_config": {"audio_config": VISION}},
-}
+SOUND = {"Qwen2_5OmniModel": {"thinker_config": {"audio_config": VISION}}}
 
 
 def save(folder: Path, **config: Any) -> Path:
@@ -75,7 +76,7 @@ def commands(folder: Path) -> dict[str, Any]:
 
 
 def test_every_command_refuses_a_model_for_images(tmp_path: Path) -> None:
-    name = "Gemma3ForConditionalGeneration"
+    name = "InternVLChatModel"
     folder = save(tmp_path / "model", architectures=[name], **IMAGES[name])
     for command, start in commands(folder).items():
         with pytest.raises(ConfigError) as caught:
@@ -83,11 +84,16 @@ def test_every_command_refuses_a_model_for_images(tmp_path: Path) -> None:
         said = str(caught.value)
         assert name in said, command
         assert "reads images beside text (vision_config in its config.json)" in said, command
-        assert "text-only checkpoint of this family with model_type=gemma3_text" in said, command
+        assert "text-only checkpoint of this family with model_type=qwen2" in said, command
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_composites_are_accepted(name: str, tmp_path: Path) -> None:
+    check_kind(save(tmp_path / "model", architectures=[name], **COMPOSITES[name]))
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_models_for_images_are_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_unknown_composites_are_refused_by_name(name: str, tmp_path: Path) -> None:
     folder = save(tmp_path / "model", architectures=[name], **IMAGES[name])
     with pytest.raises(ConfigError, match=f"{name} reads images beside text"):
         check_kind(folder)
@@ -115,6 +121,12 @@ def test_encoders_and_headless_models_are_refused(
     folder = save(tmp_path / "model", architectures=[name], **config)
     with pytest.raises(ConfigError, match=f"model.path=.*: {name} .*{words}.*decoder-only model"):
         check_model(str(folder))
+
+
+def test_encoder_without_a_section_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", architectures=["NewForConditionalGeneration"])
+    with pytest.raises(ConfigError, match="has an encoder beside its decoder, and no section"):
+        check_kind(folder)
 
 
 @pytest.mark.parametrize(
