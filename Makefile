@@ -1,6 +1,7 @@
 # Every target first installs the Python environment from a pinned lock file.
 #   make run [CONFIG=name] [ARGS="key=value ..."]   make smoke   make setup
 #   make test   make test-fast (no engine, no runs)   make test-long (nightly)   make check
+#   make release VERSION=0.2.0
 PYTHON ?= python3
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
@@ -15,7 +16,7 @@ STAMP := $(VENV)/.installed-$(shell (sha256sum $(LOCK) || shasum -a 256 $(LOCK))
 # Roles and tests share compiled bytecode. Otherwise each process would compile the product again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: run test test-fast test-long check format smoke setup system clean
+.PHONY: run test test-fast test-long check format smoke setup system release clean
 .DEFAULT_GOAL := run
 
 run: $(STAMP)
@@ -86,6 +87,9 @@ system: $(STAMP)
 	else \
 	  echo "The tests need these packages:$$missing. Run: sudo $$install" >&2; exit 1; \
 	fi
+
+release: $(STAMP)
+	@$(VENV)/bin/python .ci/release $(VERSION)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

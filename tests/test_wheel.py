@@ -22,6 +22,12 @@ def tracked(*folders: str) -> list[str]:
     return subprocess.check_output(command, encoding="utf-8").strip("\0").split("\0")
 
 
+def contents(wheel: Path) -> set[str]:
+    """Return the names of the files in a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the wheel from a copy of the tracked files, because a build writes beside them."""
@@ -68,10 +74,41 @@ def output_of(script: Path, *words: str, folder: Path) -> str:
 
 @pytest.mark.slow
 def test_wheel_has_each_file_of_the_packages(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        packed = set(archive.namelist())
-    missing = {*tracked(*PACKAGES), "run.py"} - packed
+    missing = {*tracked(*PACKAGES), "run.py"} - contents(wheel)
     assert missing == set()
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_release_has_its_version_in_tag_changelog_and_both_packages(
+    wheel: Path, tmp_path: Path
+) -> None:
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
+    for name in (".ci/release", "pyproject.toml", "CHANGELOG.md"):
+        (clone / name).write_bytes((ROOT / name).read_bytes())
+    author = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    commit = ["git", "-C", str(clone), *author, "commit", "-qam", "tree", "--allow-empty"]
+    subprocess.run(commit, check=True)
+    names = {
+        f"GIT_{who}_{what}": "a" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
+    }
+    no_containers = {**os.environ, **names, "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    for program in ("docker", "podman"):
+        (tmp_path / program).write_text("#!/bin/sh\nexit 1\n", encoding="utf-8")
+        (tmp_path / program).chmod(0o755)
+    command = [sys.executable, str(clone / ".ci" / "release"), "7.8.9"]
+    subprocess.run(command, env=no_containers, check=True, timeout=TIMEOUT_S)
+    assert "## [7.8.9] - 20" in (clone / "CHANGELOG.md").read_text(encoding="utf-8")
+    tags = subprocess.check_output(["git", "-C", str(clone), "tag"], encoding="utf-8")
+    assert tags.split() == ["v7.8.9"]
+    source = clone / "dist" / "longstride-7.8.9.tar.gz"
+    options = ["--no-deps", "--no-build-isolation", "--disable-pip-version-check", "-q"]
+    command = [sys.executable, "-m", "pip", "wheel", *options, "-w", str(tmp_path), str(source)]
+    subprocess.run(command, check=True, timeout=TIMEOUT_S)
+    of_tree = {name for name in contents(wheel) if "dist-info" not in name}
+    assert of_tree <= contents(clone / "dist" / "longstride-7.8.9-py3-none-any.whl")
+    assert of_tree <= contents(tmp_path / "longstride-7.8.9-py3-none-any.whl")
 
 
 @pytest.mark.slow

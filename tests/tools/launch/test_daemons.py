@@ -20,6 +20,7 @@ from common.repository import ROOT
 from common.store.run_dir import RunDir, write_json
 from envhub.http.routes import OPEN_PATHS
 from envhub.main import DRAIN_S
+from tests.venvs import python_with
 from tools.checks.environments import spell_out
 from tools.cli.command_line import ParsedCommand, parse
 from tools.dashboard.run_state import HUNG_S, why_not_live, why_not_ready
@@ -78,7 +79,8 @@ def test_container_commands_and_probes_are_valid(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("HUB_TOKEN", "secret")
     pods = containers()
     hub, train = (pods[name]["containers"][0] for name in ("hub", "train"))
-    for container in (hub, train):
+    actor = pods["actor"]["containers"][0]
+    for container in (hub, train, actor):
         assert asked(container["command"] + container["args"]).command == container["command"][-1]
     paths = {
         hub[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "liveness", "readiness")
@@ -90,6 +92,31 @@ def test_container_commands_and_probes_are_valid(monkeypatch: pytest.MonkeyPatch
         request = asked(train[f"{name}Probe"]["exec"]["command"])
         assert (request.command, request.probe) == ("status", kind)
         assert request.overrides[0] in train["args"]
+
+
+def test_actors_of_the_cluster_join_at_the_address_of_the_run() -> None:
+    documents = yaml.safe_load_all((DAEMONS / "kubernetes.yaml").read_text(encoding="utf-8"))
+    by_name = {(each["kind"], each["metadata"]["name"]): each for each in documents}
+    service = by_name["Service", "longstride-train"]["spec"]
+    job = by_name["Job", "longstride-train"]["spec"]["template"]
+    assert service["selector"].items() <= job["metadata"]["labels"].items()
+    pods = containers()
+    args = pods["train"]["containers"][0]["args"]
+    join = pods["actor"]["containers"][0]["args"]
+    host, _, port = join[join.index("--join") + 1].partition(":")
+    assert {f"scheduler.advertise={host}", f"scheduler.port={port}"} <= set(args)
+    assert f"learner.advertise={host}" in args
+    assert host == "longstride-train"
+    assert [each["port"] for each in service["ports"]] == [int(port)]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_cluster_files_keep_the_schema_of_kubernetes() -> None:
+    python = python_with("kubernetes-validate")
+    command = [python, "-m", "kubernetes_validate", "--strict", str(DAEMONS / "kubernetes.yaml")]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=240)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
 
 
 TRAIN = """import os, signal, sys
