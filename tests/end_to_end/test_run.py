@@ -115,7 +115,7 @@ def test_run_on_ray_bypasses_a_closed_proxy(stopped: tuple[Run, int, int]) -> No
     resumed = run.output[length:]
     assert "restart=" not in resumed
     assert f"finished: step {NUM_STEPS}/{NUM_STEPS}" in resumed
-    assert "started role=actor-0 node=" in resumed
+    assert "placed role=actor-0 node=" in resumed
     assert run.read("ledger.json")["failed"] == 0
 
 

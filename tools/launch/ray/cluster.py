@@ -12,6 +12,7 @@ import signal
 import socket
 import tempfile
 from collections.abc import Generator
+from dataclasses import replace
 from typing import Any
 
 from common.config.ray import RaySection
@@ -23,6 +24,7 @@ from common.host.machine import gpus
 from common.store.run_dir import RunDir
 from tools.checks.memory_plan import is_elsewhere
 from tools.launch.base import RoleStarter, cluster_address
+from tools.launch.local import start_here
 from tools.launch.ray.placement import ClusterNode, num_cpus_wanted, place
 
 logger = logging.getLogger(__name__)
@@ -68,16 +70,16 @@ def start_on_ray(cfg: RunConfig, run_dir: RunDir) -> Generator[RoleStarter]:
         placement = place(cfg, nodes)
         for line in placement.lines(nodes):
             logger.info("%s", line)
-        is_own = not cluster_address(cfg.ray)
-        timeout_s = cfg.ray.place_timeout_s
-        starter = RayStarter(
-            run_dir, placement, home=nodes[0], is_own=is_own, place_timeout_s=timeout_s
-        )
-        try:
-            starter.reserve_learner(free_nodes=lambda: live_nodes(is_free=True))
-            yield starter
-        finally:
-            starter.close()
+        with start_here(run_dir) as local:
+            timeout_s = cfg.ray.place_timeout_s
+            starter = RayStarter(
+                run_dir, placement, home=nodes[0], local=local, place_timeout_s=timeout_s
+            )
+            try:
+                starter.reserve_learner(free_nodes=lambda: live_nodes(is_free=True))
+                yield starter
+            finally:
+                starter.close()
 
 
 def placement_lines(cfg: RunConfig) -> list[str]:
@@ -88,22 +90,13 @@ def placement_lines(cfg: RunConfig) -> list[str]:
     if cluster_address(cfg.ray):
         with open_cluster(cfg.ray, num_cpus=0) as nodes:
             return place(cfg, nodes).lines(nodes)
-    nodes = _named_nodes(cfg) if is_elsewhere(cfg) else [own_node(num_cpus_wanted(cfg))]
+    nodes = [own_node(num_cpus_wanted(cfg))]
+    if is_elsewhere(cfg):  # The nodes of the machine that the configuration describes.
+        named = replace(nodes[0], num_cpus=num_cpus_wanted(cfg), num_gpus=cfg.machine.num_gpus)
+        nodes = [
+            replace(named, host=f"node {i}", is_home=i == 0) for i in range(cfg.machine.num_nodes)
+        ]
     return place(cfg, nodes).lines(nodes)
-
-
-def _named_nodes(cfg: RunConfig) -> list[ClusterNode]:
-    """Return the nodes of the machine that the configuration describes."""
-    return [
-        ClusterNode(
-            node_id=f"{i}",
-            host=f"node {i}",
-            num_cpus=num_cpus_wanted(cfg),
-            num_gpus=cfg.machine.num_gpus,
-            is_home=i == 0,
-        )
-        for i in range(cfg.machine.num_nodes)
-    ]
 
 
 @contextlib.contextmanager
@@ -127,7 +120,16 @@ def open_cluster(section: RaySection, *, num_cpus: float) -> Generator[list[Clus
     if ":" in address:
         _check_answers(address)
     with contextlib.ExitStack() as stack:
-        arguments = {} if address else stack.enter_context(_own_arguments(num_cpus))
+        arguments: dict[str, Any] = {}
+        if not address:
+            os.environ.update(OWN)
+            folder = tempfile.TemporaryDirectory(prefix="ls-ray-", ignore_cleanup_errors=True)
+            arguments = {
+                "num_cpus": own_node(num_cpus).num_cpus,
+                "include_dashboard": False,
+                "object_store_memory": OBJECT_STORE_BYTES,
+                "_temp_dir": stack.enter_context(folder),
+            }
         import ray
 
         before = signal.getsignal(signal.SIGTERM)
@@ -139,19 +141,6 @@ def open_cluster(section: RaySection, *, num_cpus: float) -> Generator[list[Clus
         finally:
             signal.signal(signal.SIGTERM, before)  # Ray installs its own handler.
         yield live_nodes()
-
-
-@contextlib.contextmanager
-def _own_arguments(num_cpus: float) -> Generator[dict[str, Any]]:
-    """Yield Ray's arguments for a cluster of this machine; its folder is removed at the end."""
-    os.environ.update(OWN)
-    with tempfile.TemporaryDirectory(prefix="ls-ray-", ignore_cleanup_errors=True) as folder:
-        yield {
-            "num_cpus": own_node(num_cpus).num_cpus,
-            "include_dashboard": False,
-            "object_store_memory": OBJECT_STORE_BYTES,
-            "_temp_dir": folder,
-        }
 
 
 def live_nodes(*, is_free: bool = False) -> list[ClusterNode]:
@@ -166,19 +155,19 @@ def live_nodes(*, is_free: bool = False) -> list[ClusterNode]:
     home = ray.get_runtime_context().get_node_id()
     free = available_resources_per_node() if is_free else {}
     nodes: list[ClusterNode] = []
-    for entry in ray.nodes():
-        resources = free.get(entry["NodeID"], {}) if is_free else entry["Resources"]
+    for entry in filter(lambda entry: entry["Alive"], ray.nodes()):
+        node_id = entry["NodeID"]
+        resources = free.get(node_id, {}) if is_free else entry["Resources"]
         node = ClusterNode(
-            node_id=entry["NodeID"],
+            node_id=node_id,
             host=entry["NodeManagerAddress"],
             num_cpus=resources.get("CPU", 0.0),
             num_gpus=int(resources.get("GPU", 0)),
             labels=dict(entry["Labels"]),
-            is_home=entry["NodeID"] == home,
+            is_home=node_id == home,
         )
-        if entry["Alive"]:
-            nodes.append(node)
-    return sorted(nodes, key=lambda node: not node.is_home)
+        nodes.insert(0 if node.is_home else len(nodes), node)
+    return nodes
 
 
 def _check_answers(address: str) -> None:

@@ -8,7 +8,6 @@ from common.config.actor import GpuPlacement
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.text import counted
-from common.wire.access.identities import RANKS
 from tools.checks.gpu_placement import assign_gpus, trains_on_gpu
 
 ON_RUN_NODE = "on the node of the run directory"
@@ -77,39 +76,24 @@ class ClusterPlacement:
     num_actors: int
     num_fitting: int  # Actors that currently fit on an otherwise idle cluster.
 
-    def of(self, name: str) -> Needs:
-        """Return the request of a role, by its name such as "actor-3"."""
-        role, _, number = name.partition("-")
-        if role == "scheduler":
-            return Needs(num_cpus=0, is_home=True)
-        if role == RANKS:
-            return self.ranks
-        if role == "envhub" and self.envhub is not None:
-            return self.envhub
-        if role == "actor" and int(number) < len(self.shared):
-            return Needs(num_cpus=self.actor.num_cpus, is_home=True)
-        return self.actor if role == "actor" else self.learner
-
     def lines(self, nodes: Sequence[ClusterNode]) -> list[str]:
         """Return the placement as text, one line per kind of role."""
         num = counted(self.num_rank_nodes, "further node")
-        further = [f"ray learner, {num}, each: {self.ranks.text}"] if self.num_rank_nodes else []
-        hub = [f"envhub: {self.envhub.text}"] if self.envhub else []
         apart = self.num_actors - len(self.shared)
-        shared = (
-            [f"{counted(len(self.shared), 'actor')}: on the learner's GPUs"] if self.shared else []
-        )
-        actors = [f"{counted(apart, 'actor')}, each: {self.actor.text}"] if apart else []
-        all_actors = counted(self.num_actors, "actor fits", "actors fit")
-        fit = f"{self.num_fitting} of {all_actors} on the nodes"
-        waiting = "; the others start when a node joins"
+        fit = counted(self.num_actors, "actor fits", "actors fit")
+        waiting = "; the others start when a node joins" * (self.num_fitting < self.num_actors)
+        lines = {
+            f"learner: {self.learner.text}": True,
+            f"learner, {num}, each: {self.ranks.text}": self.num_rank_nodes,
+            f"scheduler: {ON_RUN_NODE}": True,
+            f"envhub: {self.envhub.text if self.envhub else ''}": self.envhub,
+            f"{counted(len(self.shared), 'actor')}: on the learner's GPUs": self.shared,
+            f"{counted(apart, 'actor')}, each: {self.actor.text}": apart,
+        }
         return [
             *(f"ray node {node.text}{f', {ON_RUN_NODE}' * node.is_home}" for node in nodes),
-            f"ray learner: {self.learner.text}",
-            *further,
-            f"ray scheduler: {ON_RUN_NODE}",
-            *(f"ray {line}" for line in (*hub, *shared, *actors)),
-            f"ray: {fit}{waiting if self.num_fitting < self.num_actors else ''}",
+            *(f"ray {line}" for line, is_shown in lines.items() if is_shown),
+            f"ray: {self.num_fitting} of {fit} on the nodes{waiting}",
         ]
 
 
@@ -130,39 +114,33 @@ def place(cfg: RunConfig, nodes: Sequence[ClusterNode]) -> ClusterPlacement:
     Raises: ConfigError: a role fits on no idle node; the message lists the cluster's resources.
     """
     (home,) = (node for node in nodes if node.is_home)
+    num_actors = cfg.actor.num_processes
     width = cfg.actor.engines_per_process * cfg.actor.tensor_parallel_size
     labels = selector(cfg.ray.actor_labels)
     chosen = [node for node in nodes if Needs(num_cpus=0, labels=labels).num_fitting(node)]
-    has_gpus = any(node.num_gpus for node in chosen)
+    has_gpus = any(node.num_gpus for node in chosen) or cfg.actor.tensor_parallel_size > 1
+    actor = Needs(num_cpus=cfg.ray.actor_cpus, num_gpus=width if has_gpus else 0, labels=labels)
     learner = _needs_of_learner(cfg, nodes)
     labels_of_ranks = selector(cfg.ray.learner_labels)
     ranks = replace(learner, labels=labels_of_ranks, is_home=False, is_apart=True)
-    num_rank_nodes = cfg.learner.num_nodes - 1
-    actor = Needs(
-        num_cpus=cfg.ray.actor_cpus,
-        num_gpus=width if has_gpus or cfg.actor.tensor_parallel_size > 1 else 0,
-        labels=labels,
-    )
     rest = [_without_needs(node, learner) if node.is_home else node for node in nodes]
-    rest = _beside_ranks(rest, ranks, num_rank_nodes)
+    rest = _beside_ranks(rest, ranks, cfg.learner.num_nodes - 1)
     num_apart = sum(actor.num_fitting(node) for node in rest)
     shared: tuple[tuple[int, ...], ...] = ()
     wants_sharing = cfg.actor.placement is GpuPlacement.COLOCATED
     is_crowded = cfg.actor.placement is GpuPlacement.AUTO and not num_apart
     if learner.num_gpus >= width and (wants_sharing or is_crowded) and home in chosen:
-        num_shared = min(cfg.actor.num_processes, learner.num_gpus // width)
-        shared = _shared_gpus(cfg, num_shared)
+        shared = _shared_gpus(cfg, min(num_actors, learner.num_gpus // width))
     elif cfg.actor.num_actors:
         _check_fits("actor", actor, rest, remedy="change ray.actor_labels or ray.actor_cpus")
     envhub = None
     if not cfg.envhub.url:
         envhub = Needs(num_cpus=cfg.ray.envhub_cpus, labels=selector(cfg.ray.envhub_labels))
         _check_fits("envhub", envhub, rest, remedy="change ray.envhub_labels or ray.envhub_cpus")
-    num_actors = cfg.actor.num_processes
     return ClusterPlacement(
         learner=learner,
         ranks=ranks,
-        num_rank_nodes=num_rank_nodes,
+        num_rank_nodes=cfg.learner.num_nodes - 1,
         envhub=envhub,
         actor=actor,
         shared=shared,

@@ -9,7 +9,7 @@ from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from tools.checks.gpu_placement import assign_gpus
-from tools.launch.ray.placement import ClusterNode, num_cpus_wanted, place
+from tools.launch.ray.placement import ClusterNode, Needs, num_cpus_wanted, place
 
 HEAD = ClusterNode(node_id="h", host="10.0.0.1", num_cpus=8, num_gpus=4, is_home=True)
 GPU = ClusterNode(node_id="g", host="10.0.0.2", num_cpus=8, num_gpus=4, labels={"kind": "h100"})
@@ -26,9 +26,8 @@ def test_engines_and_learner_request_their_gpu_counts() -> None:
     overrides = ("learner.num_ranks=2", "actor.num_actors=9", "actor.tensor_parallel_size=2")
     wanted = place(config(*overrides), [HEAD, GPU, CPU])
     assert (wanted.learner.num_gpus, wanted.learner.is_home) == (2, True)
-    assert (wanted.of("actor-8").num_gpus, wanted.of("actor-8").is_home) == (2, False)
-    assert wanted.of("envhub").num_gpus == wanted.of("scheduler").num_gpus == 0
-    assert wanted.of("scheduler").is_home
+    assert (wanted.actor.num_gpus, wanted.actor.is_home) == (2, False)
+    assert wanted.envhub == Needs(num_cpus=1)
     assert wanted.num_fitting == 3  # 2 GPUs are left beside the learner, 4 on the other node
     assert (
         "3 of 9 actors fit on the nodes; the others start when a node joins"
@@ -40,7 +39,7 @@ def test_process_of_several_engines_requests_all_their_gpus() -> None:
     overrides = ("actor.num_actors=3", "actor.engines_per_process=2", "ray.actor_cpus=2")
     cfg = config(*overrides)
     wanted = place(cfg, [HEAD, GPU])
-    assert (wanted.of("actor-2").num_gpus, wanted.num_actors) == (2, 3)
+    assert (wanted.actor.num_gpus, wanted.num_actors) == (2, 3)
     assert wanted.num_fitting == 3  # One in the 3 GPUs beside the learner, two on the other node.
     assert num_cpus_wanted(cfg) == 1 + 1 + 3 * 2
     shared = place(config(*overrides, "actor.placement=colocated", "learner.num_ranks=4"), [HEAD])
@@ -65,8 +64,7 @@ def test_colocated_engines_share_gpus_as_locally(placement: str) -> None:
     cfg = config(*overrides)
     wanted = place(cfg, [HEAD])
     assert wanted.shared == assign_gpus(cfg, num_gpus=4).actors[: ranks // 2]
-    assert (wanted.of("actor-0").num_gpus, wanted.of("actor-0").is_home) == (0, True)
-    assert wanted.of("actor-4").num_gpus == 2
+    assert wanted.actor.num_gpus == 2  # Those that do not share.
     assert wanted.num_fitting == 2  # two that share, or one that shares and one apart
 
 
@@ -74,7 +72,6 @@ def test_learner_nodes_are_distinct_and_reserved_before_actors() -> None:
     third = replace(GPU, node_id="t", host="10.0.0.4", num_gpus=8)
     overrides = ("learner.num_nodes=3", "learner.ranks_per_node=4", "actor.num_actors=9")
     wanted = place(config(*overrides), [HEAD, GPU, CPU, third])
-    assert wanted.of("ranks-2") == wanted.of("ranks-1") == wanted.ranks
     assert (wanted.ranks.num_gpus, wanted.ranks.is_home, wanted.num_rank_nodes) == (4, False, 2)
     assert [wanted.ranks.num_fitting(node) for node in (HEAD, GPU, CPU, third)] == [0, 1, 0, 1]
     assert wanted.num_fitting == 4  # The ranks leave 4 of the 8 GPUs of the third node.

@@ -21,10 +21,12 @@ from common.config.run import OnStall, RunSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.store.run_dir import RunDir
+from common.wire.security import create_keys, write_rank_keys
 from tests.tools.launch.ray.clusters import Nodes, running_cluster, wait_for
 from tests.tools.launch.test_launch import GRANDCHILD, STAY, TERM_NOTED, interrupt_when, is_gone
 from tools.launch.base import Ending, LaunchState, RoleSpec
 from tools.launch.launcher import RoleSupervisor
+from tools.launch.local import start_here
 from tools.launch.ray.cluster import live_nodes, open_cluster, placement_lines, start_on_ray
 from tools.launch.ray.placement import place
 from tools.launch.stall_watch import StallWatch
@@ -52,10 +54,31 @@ def nodes() -> Generator[Nodes]:
         yield cluster
 
 
+# The program of another checkout, from which hub and actors start on each node.
+RUN_PY = """
+import runpy, sys
+start = next(i for i, word in enumerate(sys.argv) if word.startswith("script="))
+sys.argv = [sys.argv[start].removeprefix("script="), *sys.argv[start + 1 :]]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def role(tmp_path: Path, name: str, code: str, *args: object, **policy: object) -> RoleSpec:
+    """Return a role whose program is `code`. On another node it gets the arguments of a join."""
+    run_dir = RunDir(root=tmp_path)
+    run_dir.publish_address("scheduler", "tcp://127.0.0.1:1")
+    create_keys(run_dir.keys)
+    write_rank_keys(run_dir.keys, run_name=tmp_path.name, num_nodes=3)
+    checkout = tmp_path / "checkout"
+    checkout.mkdir(exist_ok=True)
+    run_py, script = checkout / "run.py", checkout / f"{name}.py"
+    run_py.write_text(RUN_PY, encoding="utf-8")
+    script.write_text(code, encoding="utf-8")
+    run_dir.code.write_text(str(checkout), encoding="utf-8")
+    role = "learner" if name.startswith("ranks") else name.partition("-")[0]
     return RoleSpec(
         name=name,
-        argv=(sys.executable, "-S", "-c", code, *map(str, args)),
+        argv=(sys.executable, str(run_py), role, f"script={script}", *map(str, args)),
         log_path=tmp_path / "logs" / f"{name}.log",
         **policy,  # type: ignore[arg-type]
     )
@@ -134,7 +157,7 @@ def test_failing_role_ends_the_run(nodes: Nodes, tmp_path: Path) -> None:
     assert ending.exit_code == 1
     assert "learner failed after 2 restarts: exit code 1" in ending.reason
     assert "RuntimeError: no such device" in ending.reason
-    assert log_of(tmp_path, "learner").count("early") == 3
+    assert log_of(tmp_path, "learner").count("early\n") == 3
 
 
 @pytest.mark.long
@@ -369,12 +392,14 @@ def test_occupied_learner_node_ends_the_start_in_time(
         taken = placement_group([{"CPU": 1}], bundle_label_selector=[{"kind": "ranks"}])
         assert taken.wait(60)
         placement = place(cfg, found)
-        starter = RayStarter(
-            RunDir(root=tmp_path), placement, home=found[0], is_own=False, place_timeout_s=0.1
-        )
+        run_dir = RunDir(root=tmp_path)
         late = r"no room within ray.place_timeout_s=0.1: learner .* 1 of 2 are missing .*: 0 CPU"
-        with pytest.raises(ConfigError, match=late):
-            starter.reserve_learner(free_nodes=lambda: live_nodes(is_free=True))
+        with start_here() as local:
+            starter = RayStarter(
+                run_dir, placement, home=found[0], local=local, place_timeout_s=0.1
+            )
+            with pytest.raises(ConfigError, match=late):
+                starter.reserve_learner(free_nodes=lambda: live_nodes(is_free=True))
 
 
 HANGS = """
