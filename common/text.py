@@ -33,6 +33,11 @@ def valid_text(text: str) -> str:
     return text
 
 
+def plain(text: str) -> str:
+    """Return the text without control characters, which could rewrite the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else " " for c in text)
+
+
 def kind_of(error: str) -> str:
     """Return what errors that differ only in numbers have in common."""
     return re.sub(r"\d+", "#", error)

@@ -33,7 +33,7 @@ from learner.ingest.intake import Admission, Intake
 from learner.ingest.journal_index import JournalIndex, load_replay_point
 from learner.ingest.reports import ReportClient, ReportLog
 from learner.journal.journal import JournalWriter
-from learner.journal.metrics import MetricsSink, MetricsWriter
+from learner.journal.metrics import MetricsWriter
 from learner.journal.upkeep import Upkeep
 from learner.objective.advantages import group_has_signal
 from learner.policy.model import pick_device, vocabulary_size
@@ -46,6 +46,7 @@ from learner.training.build import load_start, make_trainer
 from learner.training.checkpoint import Checkpoints, newest_checkpoint
 from learner.training.rank_workers import RankWorkers
 from learner.training.trainer import Trainer
+from learner.wandb_sink import WandbSink
 from learner.weights.lock import WeightsLock
 from learner.weights.publisher import Publisher
 from learner.weights.transfer import PublishSettings
@@ -83,9 +84,6 @@ def dump_batch(run_root: Path, version: int, samples: Sequence[Sample]) -> Path 
     (folder / "samples.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     logger.error("wrote bad batch version=%d folder=%s samples=%d", version, folder, len(lines))
     return folder
-
-
-MakeSink = Callable[[RunConfig, RunDir], MetricsSink]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +138,6 @@ def build(
     cfg: RunConfig,
     run_dir: RunDir,
     *,
-    make_sink: MakeSink | None,
     is_stopping: Callable[[], bool],
     on_round: Callable[[], None],
 ) -> Learner:
@@ -164,7 +161,7 @@ def build(
     step_log = StepLog(run_dir.steps, start=start.steps_offset)
     steps = steps_since(run_dir, start=start, version=version, num_batches=trainer.num_batches)
     version = steps[-1].version if steps else version
-    metrics = _metrics(cfg, run_dir, make_sink, version=version)
+    metrics = _metrics(cfg, run_dir, version=version)
     teacher = start_teacher(cfg, run_dir, tokenizer)
     repeat_steps(
         cfg.algorithm,
@@ -242,12 +239,10 @@ def _stop_check(is_stopping: Callable[[], bool]) -> Callable[[], None]:
     return check
 
 
-def _metrics(
-    cfg: RunConfig, run_dir: RunDir, make_sink: MakeSink | None, *, version: int
-) -> MetricsWriter:
-    """Return the writer of metrics.jsonl and the sink, behind the line of the step `version`."""
-    sinks = [make_sink(cfg, run_dir)] if make_sink else []
-    return MetricsWriter(run_dir, sinks, resumed_at_step=last_logged(run_dir, version))
+def _metrics(cfg: RunConfig, run_dir: RunDir, *, version: int) -> MetricsWriter:
+    """Return the writer of metrics.jsonl and of wandb, behind the line of the step `version`."""
+    sink = WandbSink(run_dir, cfg)
+    return MetricsWriter(run_dir, [sink], resumed_at_step=last_logged(run_dir, version))
 
 
 def _group_assembly(cfg: RunConfig) -> GroupAssembly:

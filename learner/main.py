@@ -22,7 +22,7 @@ from common.stall.beacon import Beacon, beacon_of
 from common.store.disk import POLL_S, DiskFull, if_room
 from common.store.run_dir import RunDir
 from common.wire.messages import EpisodeOutcome, Outcome, Trajectory
-from learner.build import Learner, MakeSink, build
+from learner.build import Learner, build
 from learner.ingest.buffer import Group
 from learner.ingest.episode_stats import horizon_mix
 from learner.ingest.journal_index import save_replay_point
@@ -75,13 +75,10 @@ class TrainBatch:
         ]
 
 
-def run(cfg: RunConfig, run_dir: RunDir, *, make_sink: MakeSink | None = None) -> None:
+def run(cfg: RunConfig, run_dir: RunDir) -> None:
     """Train for `cfg.train.num_steps` optimizer steps. Any exception ends the role.
 
     The version counts optimizer steps: version v is the policy after step v.
-
-    Args:
-        make_sink: opens a further receiver of the metrics; None: metrics.jsonl only.
     """
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -95,7 +92,6 @@ def run(cfg: RunConfig, run_dir: RunDir, *, make_sink: MakeSink | None = None) -
         learner = build(
             cfg,
             run_dir,
-            make_sink=make_sink,
             is_stopping=stop.is_set,
             on_round=partial(beacon.note, "intake", "serving"),
         )

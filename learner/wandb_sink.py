@@ -2,8 +2,8 @@
 
 It never prompts. A section of wandb is the area in a metric's name. Metrics of the dashboard's
 charts have a panel, the rest are hidden until the user adds one. An evaluation is sent when it has
-ended, with a table of sampled episodes. wandb is imported when a run opens, because the import
-takes a second. An error of wandb never ends a run.
+ended, with a table of sampled episodes from the journal. wandb is imported when a run opens,
+because the import takes a second. An error of wandb never ends a run.
 """
 
 import dataclasses
@@ -19,14 +19,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Set
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from common.config.load import without_secrets
 from common.config.log import LogSection, WandbMode
 from common.config.run_config import RunConfig
-from common.errors import ConfigError
+from common.errors import ConfigError, WireError
 from common.store.run_dir import RunDir, as_map, write_atomically
+from common.text import plain
+from learner.journal.index import EpisodeIndex
+from learner.journal.texts import Texts, TokenIdDecoder, segments_of, texts_of_run
+from learner.views import charts, evaluations, samples
 
 if TYPE_CHECKING:
     import wandb
@@ -53,6 +57,8 @@ PAUSE_S = 0.1
 BEFORE = "before"  # Evaluations before training, which have ended at the first logged step.
 COLUMNS = ("why", "subset", "item", "reward", "turns", "end", "text")  # Columns of episode tables.
 DRAWN = ("eval/", "samples/")
+MAX_ROWS = 30  # Maximum rows of an episode table.
+MAX_CHARS = 8000  # Maximum length of an episode's text in a table.
 
 
 def choose_mode(cfg: LogSection, environ: Mapping[str, str]) -> WandbMode:
@@ -112,49 +118,25 @@ def has_account(environ: Mapping[str, str]) -> bool:
     return False
 
 
-class RunViews(Protocol):
-    """Charts and evaluations of a run, which wandb shows in addition to the metrics."""
-
-    def charted(self, names: Set[str]) -> Set[str]:
-        """Return the subset of metrics that have a chart."""
-        ...
-
-    def refresh(self, budget_s: float) -> bool:
-        """Read the journal for at most `budget_s` seconds; return whether more is left."""
-        ...
-
-    def evaluations(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return the scores of each evaluation in the journal, by its name."""
-        ...
-
-    def sampled_episodes(self, evaluation: str) -> list[list[Any]]:
-        """Return sampled episodes of an evaluation, each as a row of COLUMNS."""
-        ...
-
-
 class WandbSink:
     """A `MetricsSink`. Its files are in the run directory, and a resumed run keeps its wandb id."""
 
     def __init__(
-        self,
-        run_dir: RunDir,
-        cfg: RunConfig,
-        *,
-        views: RunViews | None = None,
-        job: str = "",
-        init_timeout_s: float = 20.0,
+        self, run_dir: RunDir, cfg: RunConfig, *, job: str = "", init_timeout_s: float = 20.0
     ) -> None:
         """Open the run in wandb. The sink changes to offline mode if wandb does not answer in time.
 
         Args:
-            views: charts and evaluations of the run; None: wandb receives the metrics only.
-            job: "" for training. The job of another command is a separate run in wandb.
+            job: "" for training. The job of another command is a separate run in wandb, with its
+                metrics only.
         """
         self._run_dir = run_dir
         self._job = job
         self._last_step = 0
         self._defined: set[str] = set()
-        self._views = views
+        self._index = EpisodeIndex(run_dir.journal)
+        self._model = cfg.model.path
+        self._texts: Texts | None = None
         self._seen_ended: set[str] = set()  # Evaluations that had ended at an earlier step.
         self._sent: set[str] = set()  # Evaluations whose scores were sent.
         self._telling: threading.Thread | None = None
@@ -173,7 +155,7 @@ class WandbSink:
         self._last_step = step
         self._send(step, metrics, "log")
         is_telling = self._telling is not None and self._telling.is_alive()
-        if self._run is None or self._job or is_telling or self._views is None:
+        if self._run is None or self._job or is_telling:
             return
         if ended := self._ended() - self._seen_ended:
             tell = partial(
@@ -209,19 +191,20 @@ class WandbSink:
 
     def _hide(self, run: "wandb.Run", values: Mapping[str, Any]) -> None:
         """Hide metrics that have no chart in the dashboard."""
-        if self._views is None:
+        if self._job:
             return
         new = values.keys() - self._defined
-        for name in new - self._views.charted(new):
-            is_drawn = name.startswith(DRAWN) or bool(self._job)
-            run.define_metric(name, step_metric="step", hidden=not is_drawn)
+        charted = {name for chart in charts(dict.fromkeys(new)) for name in chart["series"]}
+        for name in new - charted:
+            hidden = not name.startswith(DRAWN)
+            run.define_metric(name, step_metric="step", hidden=hidden)
         self._defined |= new
 
     def close(self) -> None:
         """Finish the upload within `FINISH_TIMEOUT_S`. `wandb sync` can upload a remaining part."""
         if self._telling is not None:
             self._telling.join(READ_S)
-        if self._run is not None and not self._job and self._views is not None:
+        if self._run is not None and not self._job:
             _try(self._send_evaluations, "evaluations")
         if self._run is not None:
             _try(self._run.finish, "finish")
@@ -236,21 +219,37 @@ class WandbSink:
         """
         import wandb
 
-        assert self._views is not None
         until = time.monotonic() + READ_S
-        while self._views.refresh(READ_AT_ONCE_S) and time.monotonic() < until:
+        while self._index.refresh(budget_s=READ_AT_ONCE_S) and time.monotonic() < until:
             time.sleep(pause_s)
         self._seen_ended |= ended or set()
-        evaluations = self._views.evaluations()
-        for name, scored in sorted(evaluations.items(), key=lambda item: self._step_of(item[0])):
+        by_name = evaluations(self._index.rows)
+        for name, scored in sorted(by_name.items(), key=lambda item: self._step_of(item[0])):
             is_now = ended is None or name in ended or (BEFORE in ended and name.startswith(BEFORE))
             if not scored["num"] or not is_now or name in self._sent:
                 continue
             self._sent.add(name)
             values: dict[str, Any] = dict(_scores(name, scored))
-            cells = self._views.sampled_episodes(name)
+            rows = samples(self._index.rows, group=f"eval-{name}")[:MAX_ROWS]
+            cells = [[*(row[column] for column in COLUMNS[:-1]), self._text(row)] for row in rows]
             values[f"samples/{name}"] = wandb.Table(columns=list(COLUMNS), data=cells)
             self._send(self._step_of(name), values, "evaluation")
+
+    def _text(self, row: Mapping[str, Any]) -> str:
+        """Return the text of an episode; that of a damaged one is its error."""
+        if self._texts is None:
+            try:
+                self._texts = texts_of_run(self._run_dir.tokenizer, self._model)
+            except ConfigError as error:
+                logger.warning("wandb shows episodes as token ids: %s", error)
+                self._texts = TokenIdDecoder()
+        try:
+            trajectory = self._index.open(self._index.rows.row_of[row["id"]])
+        except WireError as error:
+            return f"The record is damaged: {error}"[:MAX_CHARS]
+        parts = segments_of(trajectory, self._texts)
+        text = "\n".join(f"[{part['kind']}] {''.join(part['texts'])}" for part in parts)
+        return plain(text)[:MAX_CHARS]
 
     def _step_of(self, evaluation: str) -> int:
         """Return the step at which an evaluation began, from its name."""

@@ -111,7 +111,6 @@ def run_sink(root: Path, script: str, **environ: str) -> subprocess.CompletedPro
         "from common.config.run_config import ModelSection, RunConfig\n"
         "from common.store.run_dir import RunDir\n"
         "from learner.wandb_sink import WandbSink\n"
-        "from tools.report.wandb_views import DashboardViews\n"
         "cfg = RunConfig(model=ModelSection(path='m'))\n"
         "run_dir = RunDir(root=pathlib.Path(sys.argv[1]))\n"
     )
@@ -218,7 +217,7 @@ def test_ended_evaluation_is_logged_exactly_once(tmp_path: Path) -> None:
         played = replace(episode(number), kind=EpisodeKind.EVAL, group_id=f"eval-{name}")
         append(run_dir, replace(played, episode_id=f"eval-{name}/0"))
     script = (
-        "sink = WandbSink(run_dir, cfg, views=DashboardViews(run_dir))\n"
+        "sink = WandbSink(run_dir, cfg)\n"
         "sent = []\n"
         "log = sink._run.log\n"
         "sink._run.log = lambda values: (sent.append(sorted(values)), log(values))\n"
@@ -249,7 +248,7 @@ def test_offline_files_keep_evaluations_and_omit_nan(tmp_path: Path) -> None:
         append(run_dir, replace(played, episode_id=f"eval-{name}/0"))
     script = (
         "for first in (1, 3):\n"  # the second start resumes
-        "    sink = WandbSink(run_dir, cfg, views=DashboardViews(run_dir))\n"
+        "    sink = WandbSink(run_dir, cfg)\n"
         "    for step in (first, first + 1):\n"
         "        nan = float('nan')\n"
         "        values = {'loss/policy': nan if step == 3 else 0.5, 'odd/count': 1.0}\n"

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from common.errors import ConfigError, EnvError
+from common.text import plain
 from envhub.env import StepResult, UnknownItem
 from tools.author.check_env import options_of
 from tools.author.episodes import Driver, RecordedPlay, spec_of
 from tools.cli.command_line import ParsedCommand
-from tools.dashboard.words import plain
 
 SHOWN = 12  # Maximum number of valid actions in a list.
 USAGE = "play NAME|FILE.py:FUNCTION [item=ID] [style=NAME] [key=value ...]"

@@ -24,9 +24,8 @@ def run(request: ParsedCommand) -> int:
 
 def _run(cfg: RunConfig, run_dir: RunDir) -> None:
     from learner.main import run as run_learner
-    from tools.report.wandb_views import make_sink
 
-    run_learner(cfg, run_dir, make_sink=make_sink)
+    run_learner(cfg, run_dir)
 
 
 def _run_joined(cfg: RunConfig, joined: "Joined") -> None:

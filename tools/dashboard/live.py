@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from common.text import plain
 from tools.dashboard import words
 from tools.dashboard.run_view import RunView
 
@@ -87,9 +88,7 @@ class LiveDisplay:
             if (failure.cause, failure.error) not in self._logged_failures:
                 self._logged_failures.add((failure.cause, failure.error))
                 text = "episodes fail cause=%s num=%d error=%s"
-                logger.warning(
-                    text, words.plain(failure.cause), failure.num, words.plain(failure.error)
-                )
+                logger.warning(text, plain(failure.cause), failure.num, plain(failure.error))
 
     def _log(self, view: RunView, now_s: float) -> None:
         """Log a line when the phase changes, every 10 s on progress, and at least every 30 s."""
@@ -121,7 +120,7 @@ class LiveDisplay:
         if view.status.actors:
             parts.append(_roles(view))
         if view.warnings:
-            parts.append(Text("\n".join(words.plain(w) for w in view.warnings), style="yellow"))
+            parts.append(Text("\n".join(plain(w) for w in view.warnings), style="yellow"))
         return Panel(
             Group(*parts),
             title=Text(self._title),
@@ -144,7 +143,7 @@ def _progress(view: RunView) -> Table:
     bar = ProgressBar(total=max(1, total), completed=min(done, total))
     left = words.if_known("{} left", words.left_text(view))
     times = "  ".join(filter(None, [f"{done}/{total}", left, words.times(view, "  ")]))
-    row.add_row(Text(words.plain(view.phase), "bold"), bar, times)
+    row.add_row(Text(plain(view.phase), "bold"), bar, times)
     return row
 
 
@@ -182,7 +181,7 @@ def _facts(view: RunView) -> Table:
         ("signal", view.status.notice, "bold yellow"),
     ):
         if text:
-            table.add_row(label, Text(words.plain(text), style=style))
+            table.add_row(label, Text(plain(text), style=style))
     return table
 
 
@@ -201,5 +200,5 @@ def _roles(view: RunView) -> Table:
             role.waiting_for,
             "" if role.last_seen_s is None else f"{words.duration(role.last_seen_s)} ago",
         )
-        table.add_row(*(Text(words.plain(cell)) for cell in cells))
+        table.add_row(*(Text(plain(cell)) for cell in cells))
     return table

@@ -15,10 +15,11 @@ from common.host.lock import is_held
 from common.store.members import node_lines
 from common.store.run_dir import RunDir, as_map, json_object
 from common.store.run_start import load_finished
+from common.text import plain
 from learner.journal.metrics import copy_state, tail_metrics
 from tools.dashboard.run_view import SILENT_S, WINDOW_STEPS, RunView
 from tools.dashboard.verdict import judge
-from tools.dashboard.words import ledger_line, plain, status_line
+from tools.dashboard.words import ledger_line, status_line
 
 HUNG_S = 60.0  # Maximum age of launch.json. The launcher writes it several times a second.
 KINDS = ("actor", "learner", "scheduler", "envhub")

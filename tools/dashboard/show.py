@@ -9,12 +9,12 @@ from typing import Any
 
 from common.errors import ConfigError, WireError
 from common.repository import ROOT
-from common.text import counted
+from common.text import counted, plain
 from tools.cli.command_line import ParsedCommand
-from tools.dashboard.reading.journal_index import cache_folder
+from tools.dashboard.reading.index_cache import cache_folder
 from tools.dashboard.reading.rows import KEYS
 from tools.dashboard.reading.sources import Source, open_source
-from tools.dashboard.words import duration, plain
+from tools.dashboard.words import duration
 
 Echo = Callable[[str], None]
 NUM_SHOWN = 5

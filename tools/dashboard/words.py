@@ -1,5 +1,6 @@
 """Texts about a run for displays and logs: one status line, or its parts."""
 
+from common.text import plain
 from tools.dashboard.run_view import LEDGER_KEYS, RunView
 
 ENGINES_SHOWN = 3
@@ -142,8 +143,3 @@ def duration(seconds: float | None) -> str:
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02d}s"
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-
-
-def plain(text: str) -> str:
-    """Return the text without control characters, which could rewrite the terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else " " for c in text)

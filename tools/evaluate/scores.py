@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from common.wire.messages import Trajectory
-from tools.evaluate.intervals import clustered_interval
+from learner.intervals import clustered_interval
 
 ABSENT = "-"
 Entry = Mapping[str, Any]  # One evaluated policy of eval.json.

@@ -15,13 +15,13 @@ from urllib.parse import quote
 from common.errors import ConfigError, WireError
 from common.repository import ROOT
 from common.store.run_dir import write_atomically
-from common.text import html_text
+from common.text import html_text, plain
+from learner.views import samples
 from tools.cli.command_line import ParsedCommand
 from tools.dashboard.reading.run_source import RunSource
 from tools.dashboard.reading.sources import open_source
 from tools.dashboard.web.app import STATIC
-from tools.dashboard.web.views import compare, drawn_names, fleet, overview, samples
-from tools.dashboard.words import plain
+from tools.dashboard.web.views import compare, drawn_names, fleet, overview
 
 MAX_EPISODES_BYTES = 8 << 20  # Maximum size of all sample episodes of a page.
 POLICY = (

@@ -19,12 +19,12 @@ from common.ids import last_after, split_episode_id, subset_of
 from common.store.run_dir import RunDir, write_atomically, write_json
 from common.text import counted
 from common.wire.messages import EpisodeKind, Trajectory
+from learner.intervals import gain_interval, wilson_interval
 from learner.journal.journal import read_journal
 from learner.journal.metrics import MetricsLine, read_metrics
 from learner.policy.precision_choice import recorded_precision
 from tools.dashboard.reading.run_source import RunSource
 from tools.dequantise.models import weight_lines
-from tools.evaluate.intervals import gain_interval, wilson_interval
 from tools.report.command import render, title_of
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from common.config.load import load_config
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.store.run_start import keep_tokenizer
+from learner.journal.texts import TokenTexts
 from tests.actor.formats.trl_templates import byte_tokenizer, folder
-from tools.dashboard.reading.episode import TokenTexts
 from tools.exchange.writing import load_framing
 
 

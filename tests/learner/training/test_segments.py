@@ -35,12 +35,12 @@ from learner.ingest.buffer import Group
 from learner.ingest.episode_stats import EpisodeStats
 from learner.ingest.intake import refusal
 from learner.journal.journal import JournalWriter
+from learner.journal.texts import segments_of as shown_segments
 from learner.objective.advantages import Scored, advantages_from_critic, samples_of
 from learner.training.digests import _of_episode
 from tests.learner.builders import VOCAB, make_microbatches, make_trajectory
 from tests.learner.training.test_gradients import gradient_step
 from tools.dashboard.reading.episode import recorded_of
-from tools.dashboard.reading.episode import segments_of as shown_segments
 from tools.offline.config import DpoSection
 from tools.offline.dpo import make_pairs
 from tools.offline.rows import newest, num_episodes, read_rows

@@ -19,14 +19,17 @@ from common.store.run_start import mark_finished
 from common.wire.codec import pack_record
 from common.wire.messages import EpisodeKind, PolicyKind
 from learner.journal.files import MAGIC, pack
+from learner.journal.index import FLOATS, INTS, NAMES, EpisodeRows
+from learner.journal.texts import TokenTexts
+from learner.views import samples
 from tests.marks import long_for
 from tests.tools.dashboard.runs import TOKENIZER, append, episode, make_run
-from tools.dashboard.reading.episode import TokenTexts, group_advantages
-from tools.dashboard.reading.journal_index import MIN_ROWS
-from tools.dashboard.reading.rows import FLOATS, INTS, NAMES, EpisodeRows, find, page
+from tools.dashboard.reading.episode import group_advantages
+from tools.dashboard.reading.index_cache import MIN_ROWS
+from tools.dashboard.reading.rows import find, page
 from tools.dashboard.reading.run_source import RunSource
 from tools.dashboard.reading.sources import ConversationFile, Sources, find_run, open_source
-from tools.dashboard.web.views import overview, samples
+from tools.dashboard.web.views import overview
 
 NUM_MANY = 100_000
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from common.wire.messages import EndReason, EpisodeKind
+from learner.intervals import wilson_interval
 from learner.journal.journal import JournalWriter
 from tests.learner.journal.test_journal import make_trajectory
-from tools.evaluate.intervals import wilson_interval
 from tools.evaluate.scores import ItemPlays, all_scores, as_markdown, pass_at, scores
 from tools.report.results import eval_curve, read_totals
 

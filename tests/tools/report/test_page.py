@@ -10,9 +10,10 @@ from playwright.sync_api import Request, expect, sync_playwright
 
 from common.errors import ConfigError
 from learner.journal.files import journal_files
+from learner.views import MIN_SAMPLES, samples
 from tests.tools.dashboard.runs import append, episode, make_run
 from tools.cli.command_line import parse
-from tools.dashboard.web.views import MIN_SAMPLES, horizon_marks, pooled_score, samples
+from tools.dashboard.web.views import horizon_marks, pooled_score
 from tools.report.command import read_run, report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.store.run_dir import RunDir, as_map
-from tools.dashboard.reading.rows import EpisodeRows
+from learner.journal.index import EpisodeRows
 
 LAST_BYTES = 4096
 MAX_POINTS = 1000  # Maximum number of points of a series. Longer series are averaged in bins.

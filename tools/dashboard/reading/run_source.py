@@ -10,20 +10,13 @@ import yaml
 from common.config.actor import AgentFormat
 from common.errors import ConfigError, WireError
 from common.host.lock import is_held
-from common.repository import ROOT
 from common.store.run_dir import RunDir, as_map, json_object
-from tools.dashboard.reading.episode import (
-    Texts,
-    TokenIdDecoder,
-    TokenTexts,
-    first_difference,
-    group_advantages,
-    recorded_of,
-    segments_of,
-)
-from tools.dashboard.reading.journal_index import IN_FLIGHT, EpisodeIndex, IndexCache
+from learner.journal.index import IN_FLIGHT, EpisodeIndex, EpisodeRows
+from learner.journal.texts import Texts, TokenIdDecoder, segments_of, texts_of_run
+from tools.dashboard.reading.episode import first_difference, group_advantages, recorded_of
+from tools.dashboard.reading.index_cache import IndexCache
 from tools.dashboard.reading.line_logs import MetricColumns, OutcomeLog
-from tools.dashboard.reading.rows import EpisodeRows, page
+from tools.dashboard.reading.rows import page
 from tools.dashboard.run_state import is_part
 from tools.dashboard.verdict import ThroughputVerdict, judge
 
@@ -217,17 +210,11 @@ class RunSource:
         return {"group": group_id, "members": shown}
 
     def texts(self) -> Texts:
-        """Return the decoder of the run's tokens.
-
-        It uses the run's own tokenizer, or else the model's. Without either it shows token ids.
-        """
+        """Return the decoder of the run's tokens. Without a tokenizer it shows token ids."""
         if self._texts is None:
-            of_run = self.run_dir.tokenizer / "tokenizer.json"
             model = str(_section(self.config(), "model").get("path") or "")
-            candidates = [of_run, *([ROOT / model / "tokenizer.json"] if model else [])]
-            path = next((each for each in candidates if each.exists()), of_run)
             try:
-                self._texts = TokenTexts(path)
+                self._texts = texts_of_run(self.run_dir.tokenizer, model)
             except ConfigError as error:
                 self._texts = TokenIdDecoder()
                 self._text_problem = (

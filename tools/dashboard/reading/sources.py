@@ -13,7 +13,8 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.store.run_dir import RunDir
-from tools.dashboard.reading.rows import FLOATS, INTS, NAMES, EpisodeRows, page
+from learner.journal.index import FLOATS, INTS, NAMES, EpisodeRows
+from tools.dashboard.reading.rows import page
 from tools.dashboard.reading.run_source import RunSource
 from tools.dashboard.run_state import is_run, parts_of
 from tools.exchange.agent_traj import Conversation, read_conversations

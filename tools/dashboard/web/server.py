@@ -15,7 +15,7 @@ from common.host.loopback import family_of, loopback
 from common.repository import ROOT
 from common.wire.addresses import is_loopback
 from tools.cli.command_line import ParsedCommand
-from tools.dashboard.reading.journal_index import cache_folder
+from tools.dashboard.reading.index_cache import cache_folder
 from tools.dashboard.reading.sources import Sources
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Data of the views: state, verdict, charts, evaluations, notable episodes, roles, comparisons."""
+"""Data of the dashboard's views: state, verdict, horizon, roles, comparisons."""
 
 import itertools
 import re
@@ -9,56 +9,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-
 from common.cpu import cpu_seconds
 from common.store.members import members_of
 from common.store.run_dir import as_map, json_object
-from common.wire.messages import EndReason
+from learner.intervals import seeds_interval
+from learner.journal.index import EpisodeRows
 from learner.policy.precision_choice import recorded_precision
-from tools.dashboard.reading.rows import EpisodeRows
+from learner.views import charts, evaluations, played, rows_by_name, rows_by_subset, score
 from tools.dashboard.reading.run_source import RunSource
 from tools.dashboard.run_state import is_part
 from tools.dashboard.verdict import Bottleneck, ThroughputVerdict
-from tools.evaluate.intervals import seeds_interval, wilson_interval
 
-INFRASTRUCTURE = [each.value for each in EndReason if each.is_infrastructure_failure]
-NOTABLE = (("best", "reward", -1), ("worst", "reward", 1), ("most surprising", "logprob", 1))
-MIN_SAMPLES = 10
-MAX_SAMPLES = 45
-# Title, unit and metrics of each chart. A name that ends in "*" is a prefix.
-CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("Success", "share", ("reward/success", "tasks/success/*")),
-    ("Truncation", "share", ("episodes/truncated_frac", "episodes/context_full_frac")),
-    ("Reward", "", ("reward/mean",)),
-    ("Turns and invalid actions", "", ("episodes/turns_mean", "episodes/invalid_frac")),
-    ("Cut observations of an episode", "", ("episodes/cut_observations_mean",)),
-    ("Distance of the items", "turns of the expert", ("distance/value", "distance/mean")),
-    ("Entropy", "nats", ("policy/entropy",)),
-    ("Mutual information of prompt and answer", "nats", ("policy/mutual_information",)),
-    ("Effective sample size", "share", ("offpolicy/ess_frac",)),
-    ("Lag", "versions", ("offpolicy/lag_mean", "offpolicy/lag_max")),
-    (
-        "Importance ratio: quantiles",
-        "",
-        ("offpolicy/ratio_p01", "offpolicy/ratio_p50", "offpolicy/ratio_p99"),
-    ),
-    ("Importance ratio: noise and drift", "nats", ("offpolicy/noise_*", "offpolicy/drift_*")),
-    ("KL to the sampling policy", "nats", ("policy/kl_sampler", "policy/kl_*")),
-    ("Loss", "", ("loss/*",)),
-    ("Loss of training on examples", "nats", ("sft/loss", "dpo/loss", "evolve/loss")),
-    ("Pairs with the chosen episode first", "share", ("dpo/accuracy",)),
-    ("Clipped and masked tokens", "share", ("policy/clipped_frac", "policy/masked_frac")),
-    ("Gradient norm", "", ("train/grad_norm",)),
-    ("Updates hidden by rounding to bf16", "share", ("train/vanished_update_frac",)),
-    ("Tokens per second", "tokens/s", ("actor/tokens_per_s", "train/tokens_per_s")),
-    ("Seconds of a step", "s", ("wait/batch_s", "train/step_s", "publish/total_s")),
-    (
-        "Seconds of an episode",
-        "s",
-        ("episodes/generate_s_mean", "episodes/env_s_mean", "episodes/wall_s_mean"),
-    ),
-)
 HORIZON = "horizon/value"
 STAGE = "horizon/stage"
 SETTINGS = (
@@ -129,39 +90,10 @@ STEP_PARTS = {
 SLOTS = ("waits for the engine", "waits for the environment", "other work", "empty")
 
 
-def played(rows: EpisodeRows, kind: str) -> np.ndarray:
-    """Return the newest row of each episode of one kind."""
-    newest = np.array(list(rows.row_of.values()), np.int64)
-    return newest[rows.column("kind")[newest] == rows.names["kind"].codes.get(kind, -1)]
-
-
-def evaluations(rows: EpisodeRows) -> dict[str, dict[str, Any]]:
-    """Return the scores by evaluation, in the order of their start, each also by subset."""
-    by_name: dict[str, dict[str, Any]] = {}
-    for name, selected in _by_name(rows, "group", played(rows, "eval")):
-        whole = score(rows, selected)
-        whole["by_subset"] = {each: score(rows, part) for each, part in _by_subset(rows, selected)}
-        by_name[name.removeprefix("eval-")] = whole
-    return by_name
-
-
 def subsets(rows: EpisodeRows) -> dict[str, dict[str, Any]]:
     """Return the scores of all training episodes by subset."""
     selected = played(rows, "train")
-    return {name: score(rows, part) for name, part in _by_subset(rows, selected)}
-
-
-def score(rows: EpisodeRows, selected: np.ndarray) -> dict[str, Any]:
-    """Return success with its 95 % interval (Wilson), without infrastructure failures."""
-    good = selected[~_has_failed(rows, selected)]
-    num = len(good)
-    num_solved = int(rows.column("success")[good].sum())
-    return {
-        "num": num,
-        "failed": len(selected) - num,
-        "success": num_solved / num if num else None,
-        "ci95": wilson_interval(num_solved, num) if num else None,
-    }
+    return {name: score(rows, part) for name, part in rows_by_subset(rows, selected)}
 
 
 def pooled_score(scores: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -184,57 +116,8 @@ def pooled_score(scores: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def ends(rows: EpisodeRows) -> dict[str, int]:
     """Return the number of training episodes by end reason, the most frequent first."""
-    counts = {name: len(part) for name, part in _by_name(rows, "end", played(rows, "train"))}
+    counts = {name: len(part) for name, part in rows_by_name(rows, "end", played(rows, "train"))}
     return dict(sorted(counts.items(), key=lambda each: -each[1]))
-
-
-def samples(rows: EpisodeRows, *, group: str = "") -> list[dict[str, Any]]:
-    """Return the notable episodes, with `why`: best, worst, most surprising by subset.
-
-    They come from all episodes, or from one group, such as an evaluation. The subset with the
-    lowest success comes first. There are at least `MIN_SAMPLES` rows if enough episodes exist: with
-    few subsets, each subset has several.
-    """
-    selected = np.concatenate([played(rows, "train"), played(rows, "eval")])
-    if group:
-        selected = selected[
-            rows.column("group")[selected] == rows.names["group"].codes.get(group, -1)
-        ]
-    selected = selected[~_has_failed(rows, selected) & (rows.column("sampled")[selected] > 0)]
-    parts = sorted(
-        _by_subset(rows, selected), key=lambda p: float(rows.column("success")[p[1]].mean())
-    )
-    picked: dict[int, str] = {}
-    for rank in range(MIN_SAMPLES):
-        for _, part in parts:
-            for why, column, sign in NOTABLE:
-                order = part[np.argsort(sign * rows.column(column)[part], kind="stable")]
-                fresh = next((int(row) for row in order if int(row) not in picked), None)
-                if fresh is not None and len(picked) < MAX_SAMPLES:
-                    picked[fresh] = why if rank == 0 else f"{why} #{rank + 1}"
-        if len(picked) >= MIN_SAMPLES:
-            break
-    chosen = [{**rows.get(row), "why": why} for row, why in picked.items()]
-    hardest = [name for name, _ in parts]
-    return sorted(chosen, key=lambda each: (hardest.index(each["subset"]), each["why"]))
-
-
-def _has_failed(rows: EpisodeRows, selected: np.ndarray) -> np.ndarray:
-    """Return which rows ended with an infrastructure failure, bool."""
-    codes = [rows.names["end"].codes.get(name, -1) for name in INFRASTRUCTURE]
-    return np.isin(rows.column("end")[selected], codes)
-
-
-def _by_subset(rows: EpisodeRows, selected: np.ndarray) -> list[tuple[str, np.ndarray]]:
-    """Return the rows of each subset."""
-    return _by_name(rows, "subset", selected)
-
-
-def _by_name(rows: EpisodeRows, column: str, selected: np.ndarray) -> list[tuple[str, np.ndarray]]:
-    """Return (name, rows) for each value of a name column, in order of first occurrence."""
-    codes = rows.column(column)[selected]
-    texts = rows.names[column].texts
-    return [(texts[code], selected[codes == code]) for code in np.unique(codes)]
 
 
 def overview(run: RunSource) -> dict[str, Any]:
@@ -289,23 +172,6 @@ def _lags(run: RunSource) -> dict[str, float]:
         if match := LAGS.match(name):
             tokens[match[1]] = sum(value for value in column if value == value)
     return dict(sorted(tokens.items(), key=lambda each: int(each[0])))
-
-
-def charts(names: Mapping[str, object]) -> list[dict[str, Any]]:
-    """Return the charts with at least one metric, each with the names of its series."""
-    shown: list[dict[str, Any]] = []
-    for title, unit, wanted in CHARTS:
-        series: list[str] = []
-        for pattern in wanted:
-            matching = [pattern] if pattern in names else []
-            if pattern.endswith("*"):
-                matching = sorted(
-                    n for n in names if n.startswith(pattern[:-1]) and n.count("/") < 4
-                )
-            series += [name for name in matching if name not in series]
-        if series:
-            shown.append({"title": title, "unit": unit, "series": series[:12]})
-    return shown
 
 
 def drawn_names(names: Mapping[str, object]) -> set[str]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from tools.evaluate.intervals import (
+from learner.intervals import (
     clustered_interval,
     gain_interval,
     seeds_interval,

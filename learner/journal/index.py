@@ -1,23 +1,17 @@
-"""The index of a journal that is still being written: one row for each episode, kept in a cache.
+"""The index of a journal that is still being written: one row for each episode, in columns.
 
-Damaged records are reported and skipped. The cache is a folder of the user with one file for each
-run, named by a hash of the journal's path. A cache file is valid while the journal has the same
-segments. If a segment was replaced, packed or pruned, the journal is read again.
+Damaged records are reported and skipped. Columns of numbers and name codes make 100,000 rows fast
+to filter and to count.
 """
 
-import hashlib
-import json
-import logging
-import os
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 
-from actor.engine import startup_history
 from common.errors import ConfigError, WireError
 from common.ids import subset_of
 from common.wire.messages import EpisodeKind, Trajectory
@@ -28,18 +22,115 @@ from learner.journal.files import (
     load_pruned,
     open_journal_file,
 )
-from tools.dashboard.reading.rows import EpisodeRows
-
-logger = logging.getLogger(__name__)
 
 MAX_PROBLEMS = 50  # Maximum number of stored messages. Further problems are only counted.
 IN_FLIGHT = "in_flight"
 EVALUATED = "evaluated"
 FAILED = "failed"
-FORMAT = 1
-MAX_BYTES = 1 << 30  # Maximum size of all cache files. The oldest files are deleted first.
-MIN_ROWS = 2000  # Minimum number of rows. A smaller journal is read as fast without a cache.
-GROWTH = 1.2  # Growth of the number of rows that makes a new cache file worthwhile.
+INTS: tuple[str, ...] = (
+    "segment",
+    "offset",
+    "member",
+    "attempt",
+    "horizon",
+    "stage",
+    "version",
+    "first_version",
+    "last_version",
+    "turns",
+    "invalid",
+    "tokens",
+    "sampled",
+    "success",
+    "trained_at",
+)
+FLOATS: tuple[str, ...] = ("reward", "wall_s", "generate_s", "env_s", "logprob")
+NAMES = ("env", "subset", "item", "group", "kind", "policy", "actor", "end", "outcome", "cause")
+FIRST_CAPACITY = 1024
+
+
+@dataclass(slots=True)
+class ValueDictionary:
+    """The distinct values of one column, with their codes."""
+
+    texts: list[str] = field(default_factory=list[str])
+    codes: dict[str, int] = field(default_factory=dict[str, int])
+
+    def code(self, text: str) -> int:
+        """Return the code of a text. A new text gets a new code."""
+        code = self.codes.setdefault(text, len(self.texts))
+        if code == len(self.texts):
+            self.texts.append(text)
+        return code
+
+
+class EpisodeRows:
+    """Rows that one thread appends while others read. Readers get complete rows only.
+
+    Example: add({...}) -> row 0; column("reward") -> array of all rewards so far.
+    """
+
+    def __init__(self) -> None:
+        self.num = 0
+        self.ids: list[str] = []
+        self.row_of: dict[str, int] = {}  # The newest row of each episode.
+        self.names = {name: ValueDictionary() for name in NAMES}
+        self._columns: dict[str, np.ndarray] = {
+            **{name: np.zeros(FIRST_CAPACITY, np.int64) for name in INTS},
+            **{name: np.zeros(FIRST_CAPACITY, np.float64) for name in FLOATS},
+            **{name: np.zeros(FIRST_CAPACITY, np.int32) for name in NAMES},
+        }
+
+    def add(self, episode_id: str, values: Mapping[str, Any]) -> int:
+        """Append a row with a value for every column; return its number."""
+        row = self.num
+        if row == len(self._columns["reward"]):
+            self._columns = {n: np.concatenate([c, c]) for n, c in self._columns.items()}
+        for name, column in self._columns.items():
+            value = values[name]
+            column[row] = self.names[name].code(value) if name in self.names else value
+        self.ids.append(episode_id)
+        self.num = row + 1  # `num` must grow before `row_of` refers to the row.
+        self.row_of[episode_id] = row
+        return row
+
+    def settle(self, row: int, *, outcome: str, cause: str, trained_at: int) -> None:
+        """Set the outcome of an episode."""
+        self._columns["outcome"][row] = self.names["outcome"].code(outcome)
+        self._columns["cause"][row] = self.names["cause"].code(cause)
+        self._columns["trained_at"][row] = trained_at
+
+    @property
+    def column_names(self) -> list[str]:
+        """The names of all columns."""
+        return [*self._columns]
+
+    def restore(
+        self, ids: list[str], columns: Mapping[str, np.ndarray], names: Mapping[str, list[str]]
+    ) -> None:
+        """Load complete columns. Raises: ValueError: their lengths differ."""
+        num = len(ids)
+        if any(columns[name].shape != (num,) for name in self._columns):
+            raise ValueError(f"a column does not have {num} rows")
+        room = max(FIRST_CAPACITY, num + num // 2)
+        for name, column in self._columns.items():
+            self._columns[name] = np.zeros(room, column.dtype)
+            self._columns[name][:num] = columns[name]
+        for name, values in self.names.items():
+            values.texts, values.codes = names[name], {t: i for i, t in enumerate(names[name])}
+        self.ids, self.row_of, self.num = ids, {each: i for i, each in enumerate(ids)}, num
+
+    def column(self, name: str) -> np.ndarray:
+        """Return a column over all rows; name columns hold codes."""
+        return self._columns[name][: self.num]
+
+    def get(self, row: int) -> dict[str, Any]:
+        """Return a row as a dict, with names in place of codes."""
+        values: dict[str, Any] = {"id": self.ids[row]}
+        for name, column in self._columns.items():
+            value = column[row].item()
+            values[name] = self.names[name].texts[value] if name in self.names else value
+        return values
 
 
 class EpisodeIndex:
@@ -243,102 +334,3 @@ def values_of(trajectory: Trajectory) -> dict[str, Any]:
         **{"end": t.end_reason.value, "outcome": outcome},
         "cause": t.error if is_failed else "",
     }
-
-
-def cache_folder() -> Path:
-    """Return the folder of the cache files."""
-    return startup_history.cache_folder() / "dashboard"
-
-
-class IndexCache:
-    """The cache file of one run.
-
-    Example: load(rows) -> None at first; after `save` it fills the rows and returns `beside`.
-    """
-
-    def __init__(self, folder: Path, journal: Path) -> None:
-        """Compute the path of the file. No I/O happens here."""
-        name = hashlib.sha256(os.fsencode(journal.absolute())).hexdigest()[:24]
-        self._path = folder / f"{name}.npz"
-        self._journal = journal
-        self._num_saved = 0
-
-    def load(self, rows: EpisodeRows) -> dict[str, Any] | None:
-        """Fill the rows and return the saved `beside`; None if no valid cache file exists."""
-        try:
-            # `np.load` would leave a damaged file open.
-            with self._path.open("rb") as handle, np.load(handle, allow_pickle=False) as arrays:
-                header = json.loads(arrays["told"].tobytes())
-                if header["format"] != FORMAT or not self._is_still(header):
-                    return None
-                columns = {name: arrays[f"column.{name}"] for name in rows.column_names}
-                ids: list[str] = json.loads(arrays["ids"].tobytes())
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError, BadZipFile) as error:
-            logger.info("cached journal index not readable path=%s error=%r", self._path, error)
-            return None
-        rows.restore(ids, columns, header["names"])
-        self._num_saved = rows.num
-        return header["beside"]
-
-    def save(self, rows: EpisodeRows, beside: Mapping[str, Any], *, reached: int) -> None:
-        """Save the rows if their number has grown enough. A failed write is only logged.
-
-        Args:
-            beside: JSON that `load` returns.
-            reached: number of the segment up to which the journal was read.
-        """
-        if rows.num < max(MIN_ROWS, GROWTH * self._num_saved):
-            return
-        self._num_saved = rows.num
-        header = {"format": FORMAT, "segments": self._segments(reached), "reached": reached}
-        end = [int(rows.column(name)[-1]) for name in ("segment", "offset")]
-        names = {name: each.texts for name, each in rows.names.items()}
-        header |= {"last": rows.ids[-1], "end": end, "beside": dict(beside), "names": names}
-        texts = {"told": header, "ids": rows.ids}
-        arrays = {f"column.{name}": rows.column(name) for name in rows.column_names}
-        arrays |= {n: np.frombuffer(json.dumps(t).encode(), np.uint8) for n, t in texts.items()}
-        partial = self._path.with_suffix(f".{os.getpid()}.partial")
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with partial.open("wb") as handle:
-                np.savez(handle, allow_pickle=False, **arrays)
-            partial.replace(self._path)
-            self._make_room()
-        except OSError as error:
-            logger.info("journal index not cached error=%s", error)
-            partial.unlink(missing_ok=True)
-
-    def _segments(self, reached: int) -> dict[str, list[int]]:
-        """Return size and mtime of each finished segment: those numbered below `reached`."""
-        return {
-            path.name: [(stat := path.stat()).st_size, stat.st_mtime_ns]
-            for number, path in journal_files(self._journal).items()
-            if number < reached
-        }
-
-    def _is_still(self, header: dict[str, Any]) -> bool:
-        """Whether the journal is unchanged: the same segments and the same last record."""
-        if header["segments"] != self._segments(header["reached"]):
-            return False
-        number, offset = header["end"]
-        try:
-            segment = open_journal_file(self._journal, number)
-            if segment is None:
-                return False
-            with segment:
-                record = segment.record_at(offset)
-                message = segment.message(record, offset) if record else None
-        except WireError:
-            return False
-        return message is not None and message.episode_id == header["last"]
-
-    def _make_room(self) -> None:
-        """Remove the oldest cache files over the size limit."""
-        files = [(path.stat(), path) for path in self._path.parent.glob("*.npz")]
-        total = sum(stat.st_size for stat, _ in files)
-        for stat, path in sorted(files, key=lambda each: each[0].st_mtime):
-            if total > MAX_BYTES and path != self._path:
-                path.unlink(missing_ok=True)
-                total -= stat.st_size
