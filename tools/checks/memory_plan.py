@@ -41,6 +41,37 @@ NEUTRAL = (
     "enable_expert_parallel",
     "scheduling_policy",
 )
+PUBLISH_BUCKETS = 2  # The bucket that is sent and the next one.
+LEARNER_WORK_BYTES = 2 * GIB  # CUDA's context, NCCL's buffers, fragmentation.
+NAME_OF = {2: "bf16", 4: "fp32"}
+SAMPLING = "sampling"  # Phases of a GPU whose engine sleeps during the learner's step.
+TRAINING = "training"
+ASLEEP_BYTES = 3 * GIB // 2  # CUDA's context and graphs, which a sleeping engine keeps.
+ENGINE_WORK_BYTES = 3 * GIB // 2  # Use of a GPU engine besides weights and cache.
+
+
+# Parts of a learner that exist between steps, too.
+KEPT_LABELS = (
+    "learner w",
+    "frozen weights",
+    "adapters",
+    "optimizer",
+    "reference",
+    "critic",
+    "publish buckets",
+)
+FRAC = "actor.gpu_memory_frac"
+PROCESS_BYTES = 1 * GIB  # torch and vLLM themselves; measured: 0.7-1.1 GiB per process.
+GPU_REMEDY = (
+    "use more GPUs for the learner (learner.num_gpus), train adapters (learner.lora.rank=16), set"
+    " learner.gradient_checkpointing=true or learner.moments=8bit, lower actor.gpu_memory_frac or"
+    " learner.max_tokens_per_microbatch, divide rows over several GPUs (learner.sequence_ranks),"
+    " or use GPUs with more memory"
+)
+HOST_REMEDY = (
+    "lower learner.max_tokens_per_microbatch, actor.kv_cache_gib, actor.num_actors or"
+    " learner.num_ranks, or set learner.gradient_checkpointing=true"
+)
 
 
 def kv_bytes_per_token(cfg: RunConfig, shape: ModelShape) -> int:
@@ -94,27 +125,6 @@ def _gib_argument(cfg: RunConfig, name: str) -> int:
 def _number(cfg: RunConfig, name: str) -> float:
     value: Any = cfg.actor.engine_args.get(name)
     return float(value) if isinstance(value, int | float) else 0.0
-
-
-PUBLISH_BUCKETS = 2  # The bucket that is sent and the next one.
-LEARNER_WORK_BYTES = 2 * GIB  # CUDA's context, NCCL's buffers, fragmentation.
-NAME_OF = {2: "bf16", 4: "fp32"}
-SAMPLING = "sampling"  # Phases of a GPU whose engine sleeps during the learner's step.
-TRAINING = "training"
-ASLEEP_BYTES = 3 * GIB // 2  # CUDA's context and graphs, which a sleeping engine keeps.
-ENGINE_WORK_BYTES = 3 * GIB // 2  # Use of a GPU engine besides weights and cache.
-
-
-# Parts of a learner that exist between steps, too.
-KEPT_LABELS = (
-    "learner w",
-    "frozen weights",
-    "adapters",
-    "optimizer",
-    "reference",
-    "critic",
-    "publish buckets",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,19 +457,6 @@ def shown(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
 
 
-PROCESS_BYTES = 1 * GIB  # torch and vLLM themselves; measured: 0.7-1.1 GiB per process.
-GPU_REMEDY = (
-    "use more GPUs for the learner (learner.num_gpus), train adapters (learner.lora.rank=16), set"
-    " learner.gradient_checkpointing=true or learner.moments=8bit, lower actor.gpu_memory_frac or"
-    " learner.max_tokens_per_microbatch, divide rows over several GPUs (learner.sequence_ranks),"
-    " or use GPUs with more memory"
-)
-HOST_REMEDY = (
-    "lower learner.max_tokens_per_microbatch, actor.kv_cache_gib, actor.num_actors or"
-    " learner.num_ranks, or set learner.gradient_checkpointing=true"
-)
-
-
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
     """The memory of one GPU or host, and the parts in it."""
@@ -495,21 +492,25 @@ def make_plan(
     Raises: ConfigError: there are too few GPUs, or a role would use GPUs of two nodes.
     """
     is_cuda = trains_on_gpu(cfg, num_gpus=len(on))
+    num_gpus = len(on) or max(cfg.learner.local_ranks, cfg.actor.tensor_parallel_size)
+    per_node = num_gpus // num_nodes
+    assignment = assign_gpus(cfg, num_gpus=num_gpus) if on or is_cuda else None
+    if assignment is not None:
+        _check_nodes(cfg, assignment, per_node)
+    served = served_engines(
+        cfg, assignment=assignment if on else None, num_gpus=len(on) // num_nodes
+    )
+    beside = [part for each in served if not each.gpus for part in served_parts(each, None)]
     first, other = (learner_parts(cfg, shape, is_cuda=is_cuda, rank=rank) for rank in (0, 1))
     of_learner = learner_host_parts(cfg, shape, is_cuda=is_cuda)
     if not is_cuda:
         of_learner = [*first, *times(other, cfg.learner.local_ranks - 1, "ranks"), *of_learner]
-    if not (on or is_cuda):
-        host = of_learner
-        host += cpu_engines_parts(cfg, shape)
-        host.append(_programs(cfg, cfg.learner.local_ranks, cfg.actor.num_engines))
+    if assignment is None:
+        programs = _programs(cfg, cfg.learner.local_ranks, cfg.actor.num_engines)
+        host = [*of_learner, *cpu_engines_parts(cfg, shape), programs, *beside]
         return [MemoryBudget("host", host, host_bytes, HOST_REMEDY)]
-    num_gpus = len(on) or max(cfg.learner.local_ranks, cfg.actor.tensor_parallel_size)
-    assignment = assign_gpus(cfg, num_gpus=num_gpus)
-    per_node = num_gpus // num_nodes
-    _check_nodes(cfg, assignment, per_node)
     places: list[MemoryBudget] = []
-    for i in sorted(used_gpus(assignment)):
+    for i in sorted(used_gpus(assignment).union(*(engine.gpus for engine in served))):
         capacity = on[i].memory_bytes if i < len(on) else 0
         parts: list[Part] = []
         if i in assignment.learner:
@@ -524,6 +525,10 @@ def make_plan(
         if i in assignment.learner:
             rank = assignment.learner.index(i)
             remedy += _offload_remedy(cfg, shape, parts, rank, capacity, host_bytes)
+        for engine in (engine for engine in served if i in engine.gpus):
+            if not parts:
+                remedy = f"choose a smaller model, or lower {FRAC} in {engine.section}.serve"
+            parts += served_parts(engine, on[i])
         places.append(MemoryBudget(name, parts, capacity, remedy))
     for node in range(num_nodes):
         is_first = node == 0
@@ -531,6 +536,7 @@ def make_plan(
         num_engines = sum(engine[0] // per_node == node for engine in assignment.actors)
         host.append(_programs(cfg, cfg.learner.local_ranks if is_first else 0, num_engines))
         host += times(engine_host_parts(cfg, shape), num_engines, "engines")
+        host += beside if is_first else []
         name = f"node {node}, host" if num_nodes > 1 else "host"
         places.append(MemoryBudget(name, host, host_bytes, HOST_REMEDY))
     return places
@@ -572,19 +578,16 @@ def _check_nodes(cfg: RunConfig, assignment: GpuAssignment, per_node: int) -> No
             f" {counted(per_node, 'GPU')}. Raise learner.num_nodes, which is"
             f" {cfg.learner.num_nodes}"
         )
-    for numbers in assignment.actors:
-        if len({gpu // per_node for gpu in numbers}) > 1:
+    actor = cfg.actor
+    engine = f"actor.tensor_parallel_size={actor.tensor_parallel_size}: an engine"
+    process = (
+        f"actor.engines_per_process={actor.engines_per_process}: the engines of an actor process"
+    )
+    for owner, owned in ((engine, assignment.actors), (process, assignment.processes)):
+        if any(len({gpu // per_node for gpu in numbers}) > 1 for numbers in owned):
             raise ConfigError(
-                f"actor.tensor_parallel_size={cfg.actor.tensor_parallel_size}: an engine would use"
-                f" GPUs of two nodes, which have {per_node} each. Use a divisor of the number of"
-                " GPUs that the learner leaves free"
-            )
-    for numbers in assignment.processes:
-        if len({gpu // per_node for gpu in numbers}) > 1:
-            raise ConfigError(
-                f"actor.engines_per_process={cfg.actor.engines_per_process}: the engines of an"
-                f" actor process would use GPUs of two nodes, which have {per_node} each. Use a"
-                " divisor of the number of GPUs that the learner leaves free"
+                f"{owner} would use GPUs of two nodes, which have {per_node} each. Use a divisor"
+                " of the number of GPUs that the learner leaves free"
             )
 
 
@@ -617,9 +620,9 @@ def plan_here(cfg: RunConfig) -> list[MemoryBudget]:
     precision, _ = choose_precision(cfg.learner, folder, is_cuda=is_cuda, engine_dtype=dtype)
     cfg = replace(cfg, learner=replace(cfg.learner, precision=precision))
     if is_elsewhere(cfg):
-        return _with_served(cfg, plan_named(cfg, shape), _named_gpus(cfg))
+        return plan_named(cfg, shape)
     try:
-        places = make_plan(cfg, shape, on=visible, host_bytes=memory_bytes()[0])
+        return make_plan(cfg, shape, on=visible, host_bytes=memory_bytes()[0])
     except ConfigError as error:
         if not cfg.machine.num_gpus:
             raise
@@ -630,7 +633,6 @@ def plan_here(cfg: RunConfig) -> list[MemoryBudget]:
             f" {shown(needed)} of GPU memory; the GPUs of this machine have {shown(has)}. Change"
             " learner.num_gpus and actor.num_gpus"
         ) from error
-    return _with_served(cfg, places, visible)
 
 
 def plan_named(cfg: RunConfig, shape: ModelShape) -> list[MemoryBudget]:
@@ -651,41 +653,6 @@ def _named_gpus(cfg: RunConfig) -> tuple[Gpu, ...]:
     return (gpu,) * (machine.num_nodes * machine.num_gpus)
 
 
-def _with_served(
-    cfg: RunConfig, places: Sequence[MemoryBudget], on: Sequence[Gpu]
-) -> list[MemoryBudget]:
-    """Return the plan with the engines of judges, teacher and opponents on the first node.
-
-    Raises: ConfigError: no GPU is free for one.
-    """
-    assignment = assign_gpus(cfg, num_gpus=len(on)) if on else None
-    num_gpus = len(on) // cfg.machine.num_nodes if is_elsewhere(cfg) else len(on)
-    planned = list(places)
-    for engine in served_engines(cfg, assignment=assignment, num_gpus=num_gpus):
-        if not engine.gpus:
-            *others, host = planned
-            planned = [*others, replace(host, parts=[*host.parts, *served_parts(engine, None)])]
-        for number in engine.gpus:
-            planned = _with_engine(planned, engine, number, on[number])
-    return planned
-
-
-def _with_engine(
-    places: Sequence[MemoryBudget], engine: ServedEngine, number: int, gpu: Gpu
-) -> list[MemoryBudget]:
-    """Return the plan with an engine on one GPU of the first node."""
-    parts = served_parts(engine, gpu)
-    planned = list(places)
-    for at, place in enumerate(planned):
-        if place.name.partition(" (")[0].rpartition(", ")[2] == f"gpu {number}":
-            planned[at] = replace(place, parts=[*place.parts, *parts])
-            return planned
-    label = f"gpu {number}" + (f" ({gpu.name})" if gpu.name else "")
-    remedy = f"choose a smaller model, or lower actor.gpu_memory_frac in {engine.section}.serve"
-    planned.insert(len(planned) - 1, MemoryBudget(label, parts, gpu.memory_bytes, remedy))
-    return planned
-
-
 def served_parts(engine: ServedEngine, gpu: Gpu | None) -> list[Part]:
     """Return the memory of an engine on a host, or on each of its GPUs.
 
@@ -703,7 +670,7 @@ def served_parts(engine: ServedEngine, gpu: Gpu | None) -> list[Part]:
     shared = f" / {num_gpus} GPUs" if num_gpus > 1 else ""
     formula = f"{shape.num_params / 1e6:,.1f}M x {width} B{shared}"
     parts = [Part(f"{engine.role} weights", weights, formula)]
-    key, default, kind = "actor.gpu_memory_frac", "0.85", float
+    key, default, kind = FRAC, "0.85", float
     if gpu is None:
         key, default, kind = "actor.kv_cache_gib", "1", int
     try:

@@ -9,8 +9,10 @@ from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.host.machine import GIB, Gpu
+from common.repository import ROOT
+from learner.policy.model_shape import read_shape
 from tools.checks.gpu_placement import GpuAssignment, assign_gpus
-from tools.checks.memory_plan import MemoryBudget, _with_served, plan_here, served_parts
+from tools.checks.memory_plan import make_plan, plan_here, served_parts
 from tools.checks.served_engines import served_engines
 
 TINY = "configs/policies/tiny"
@@ -39,8 +41,15 @@ def cards(num: int) -> tuple[Gpu, ...]:
     return tuple(Gpu(uuid=f"{n}", name="", memory_bytes=80 * GIB) for n in range(num))
 
 
-def budgets(*names: str) -> list[MemoryBudget]:
-    return [MemoryBudget(name, [], 80 * GIB, "") for name in names]
+def served_gib(cfg: RunConfig, role: str, *, num_gpus: int) -> dict[str, float]:
+    """Return the memory of an engine beside the actors in GiB, by place."""
+    shape = read_shape(ROOT / cfg.model.path)
+    places = make_plan(cfg, shape, on=cards(num_gpus), host_bytes=0)
+    sizes = {
+        place.name: [part.num_bytes for part in place.parts if part.label.startswith(f"{role} ")]
+        for place in places
+    }
+    return {name: round(sum(parts) / GIB, 1) for name, parts in sizes.items()}
 
 
 def test_each_engine_has_a_gpu_of_its_own() -> None:
@@ -73,14 +82,12 @@ def test_host_plan_counts_every_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_teacher_on_a_gpu_of_its_own_has_an_entry() -> None:
-    places = budgets("gpu 0", "gpu 1", "host")
-    planned = _with_served(on_gpus(TEACHER), places, cards(3))
-    assert [each.name for each in planned] == ["gpu 0", "gpu 1", "gpu 2", "host"]
-    assert planned[2].total_bytes == pytest.approx(0.85 * 80 * GIB, abs=2)
+    alone = {"gpu 0": 0.0, "gpu 1": 0.0, "gpu 2": 68.0, "host": 0.0}  # 0.85 of 80 GiB
+    assert served_gib(on_gpus(TEACHER), "teacher", num_gpus=3) == alone
     teacher = replace(TEACHER.algorithm.teacher, gpus=[1])
     shared = replace(TEACHER, algorithm=replace(TEACHER.algorithm, teacher=teacher))
-    planned = _with_served(on_gpus(shared), places, cards(3))
-    assert [len(each.parts) for each in planned] == [0, 2, 0]
+    beside = {"gpu 0": 0.0, "gpu 1": 68.0, "host": 0.0}
+    assert served_gib(on_gpus(shared), "teacher", num_gpus=3) == beside
 
 
 def test_judge_that_shares_a_gpu_counts_there() -> None:
@@ -88,9 +95,8 @@ def test_judge_that_shares_a_gpu_counts_there() -> None:
     judge = {**reward["judge"], "gpus": [1], "serve": ["actor.gpu_memory_frac=0.25"]}
     dataset = replace(JUDGE.envs.dataset, reward=reward | {"judge": judge})
     cfg = on_gpus(replace(JUDGE, envs=replace(JUDGE.envs, dataset=dataset)))
-    places = budgets("gpu 0 (H100)", "gpu 1 (H100)", "host")
-    planned = _with_served(cfg, places, cards(2))
-    assert [round(each.total_bytes / GIB) for each in planned] == [0, 20, 0]
+    beside = {"gpu 0": 0.0, "gpu 1": 20.0, "host": 0.0}
+    assert served_gib(cfg, "judge-judge", num_gpus=2) == beside
     assert assign_gpus(cfg, num_gpus=2).learner == (0,)
 
 
