@@ -1,6 +1,7 @@
 """The command line: parse it, find tools/cli/COMMAND.py, and run it."""
 
 import gc
+import io
 import logging
 import os
 import sys
@@ -52,6 +53,8 @@ def main(argv: list[str]) -> int:
 def run() -> NoReturn:
     """Run the command line, as `python run.py` or as the installed script `longstride`."""
     start_with_plain_settings()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # A pipe gets each line at once.
+        sys.stdout.reconfigure(line_buffering=True)
     sys.exit(flush_output(main(sys.argv[1:])))
 
 

@@ -107,7 +107,7 @@ async def _serve(
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     try:
         async with serving(app, place, key=key) as url:
-            print(f"policy: {url} model={name}", flush=True)
+            print(f"policy: {url} model={name}")
             async with contextlib.AsyncExitStack() as stack:
                 if beacon is not None:
                     role = published(run_dir, cfg.policy.role, beacon, url)

@@ -63,7 +63,7 @@ def test_run_continues_from_its_copy_after_its_disk_is_lost(tmp_path: Path) -> N
             os.kill(pid, signal.SIGKILL)
         first.process.wait(60)
     shutil.rmtree(first.root)
-    root = fetch(f"{tmp_path}/copies", tmp_path, echo=lambda _: None)
+    root = fetch(f"{tmp_path}/copies", tmp_path)
     assert root == first.root
     with Run(tmp_path, *words) as second:
         assert second.wait() == 0

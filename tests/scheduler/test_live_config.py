@@ -1,6 +1,7 @@
 """Laws of changes of live keys, in the scheduler and from the command `set`."""
 
 import contextlib
+import io
 import json
 import threading
 from collections.abc import Iterator
@@ -184,20 +185,26 @@ def train_group(role: Role, leases: list[Lease], step: int) -> LiveConfig:
 
 def test_set_changes_horizons_at_the_next_step_boundary(run_dir: RunDir) -> None:
     accepted = threading.Event()
-    told: list[str] = []
 
-    def echo(text: str) -> None:
-        told.append(text)
-        accepted.set()
+    class Output(io.StringIO):
+        """An output that notes its first text."""
 
-    with serve_catalogue(CATALOGUE) as url, ThreadPoolExecutor(1) as pool:
+        def write(self, text: str) -> int:
+            accepted.set()
+            return super().write(text)
+
+    with (
+        serve_catalogue(CATALOGUE) as url,
+        ThreadPoolExecutor(1) as pool,
+        contextlib.redirect_stdout(Output()) as output,
+    ):
         save_config(edited(CFG, {"envhub.url": url}), run_dir.config)
         cfg = load_config(str(run_dir.config), [])
         with serving(cfg, run_dir) as role:
             assert isinstance(role.ask(hello_of("actor-0")), Welcome)
             first = role.ask(request_of("actor-0", 4)).leases
             request = request_to_set(run_dir, "horizon.stages=[7,14,28]", "learner.lr=2e-5")
-            done = pool.submit(set_keys, request, echo=echo, answer_s=WAIT_S)
+            done = pool.submit(set_keys, request, answer_s=WAIT_S)
             assert accepted.wait(WAIT_S), done.exception(1.0)
             second = role.ask(request_of("actor-0", 4)).leases
             assert {lease.horizon for lease in (*first, *second)} == {5}
@@ -216,7 +223,8 @@ def test_set_changes_horizons_at_the_next_step_boundary(run_dir: RunDir) -> None
             answers = [role.answer(), role.answer()]
             (live,) = [each for each in answers if isinstance(each, LiveConfig)]
             assert live.values["horizon.stages"] == "[7, 14, 28]"
-            assert set_keys(request, echo=echo) == 0
+            assert set_keys(request) == 0
+    told = output.getvalue().splitlines()
     assert "waiting for the next step boundary" in told[0]
     assert "change 1 is in force after step 1: horizon.stages [5, 10, 20] -> [7, 14, 28]" in told[1]
     assert told[2].endswith("the run has these values already")
@@ -236,4 +244,4 @@ def test_set_changes_horizons_at_the_next_step_boundary(run_dir: RunDir) -> None
 def test_set_reports_a_wrong_request(run_dir: RunDir, words: list[str], reason: str) -> None:
     save_config(CFG, run_dir.config)
     with pytest.raises(ConfigError, match=reason):
-        set_keys(request_to_set(run_dir, *words), echo=print)
+        set_keys(request_to_set(run_dir, *words))

@@ -194,7 +194,7 @@ OTHER_PROCESS_S = 120.0
 USAGE = "check-env NAME|FILE.py:FUNCTION [items=N] [style=NAME] [key=value ...]"
 
 
-def check_env(request: ParsedCommand, *, echo: Callable[[str], None]) -> int:
+def check_env(request: ParsedCommand) -> int:
     """Print a line for each finding; return the exit code: 1 if a check fails.
 
     Raises: ConfigError: no such environment, or a wrong option.
@@ -209,8 +209,8 @@ def check_env(request: ParsedCommand, *, echo: Callable[[str], None]) -> int:
             all_findings = chain(all_findings, lengths)
         for finding in all_findings:
             failed = failed or finding.grade is Grade.FAIL
-            echo(f"{finding.grade.value:<5}{finding.name:<12}{finding.text}")
-    echo("Fix each line marked FAIL before a run." if failed else "No check failed.")
+            print(f"{finding.grade.value:<5}{finding.name:<12}{finding.text}")
+    print("Fix each line marked FAIL before a run." if failed else "No check failed.")
     return 1 if failed else 0
 
 

@@ -1,6 +1,6 @@
 """The command `envs`: the table of tasks and environments."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from common.config.env import RemoteOptions
@@ -51,7 +51,7 @@ class ListingRow:
         return (self.scenario, self.task, self.env, self.subset, *numbers, turns, state)
 
 
-def list_environments(overrides: Sequence[str], *, echo: Callable[[str], None]) -> int:
+def list_environments(overrides: Sequence[str]) -> int:
     """Print the tasks of the named environments, or of all environments; return the exit code."""
     cfg = load_alone(overrides)
     names = cfg.envhub.envs or with_remote([*LOADERS], cfg)
@@ -59,7 +59,7 @@ def list_environments(overrides: Sequence[str], *, echo: Callable[[str], None]) 
         rows = list_rows(names, cfg.envs, cfg.env, is_short=not cfg.envhub.envs)
     except UnknownEnv as error:
         raise ConfigError(str(error)) from error
-    echo(format_rows(rows))
+    print(format_rows(rows))
     return 0
 
 

@@ -1,6 +1,6 @@
 """The command `play`: one episode played by hand in a terminal or through a pipe."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 from common.errors import ConfigError, EnvError
@@ -15,7 +15,7 @@ USAGE = "play NAME|FILE.py:FUNCTION [item=ID] [style=NAME] [key=value ...]"
 KEYS = "Enter an action, or ? (valid actions), ! (the expert's), * (the whole state), q (quit)"
 
 
-def play(request: ParsedCommand, *, echo: Callable[[str], None], lines: Iterable[str]) -> int:
+def play(request: ParsedCommand, *, lines: Iterable[str]) -> int:
     """Play one episode; return 0 if it was solved, else 1.
 
     Raises: ConfigError: no such environment or item, a wrong option, or the environment failed.
@@ -27,29 +27,29 @@ def play(request: ParsedCommand, *, echo: Callable[[str], None], lines: Iterable
     item_id = wanted[-1] if wanted else f"{next(iter(spec.subsets))}-train-0"
     try:
         with Driver(spec, style) as driver, driver.open(item_id) as episode:
-            echo(f"{spec.name} {item_id}. {KEYS}")
-            echo(plain("\n".join(filter(None, [spec.instruction.get(style, ""), episode.first]))))
+            print(f"{spec.name} {item_id}. {KEYS}")
+            print(plain("\n".join(filter(None, [spec.instruction.get(style, ""), episode.first]))))
             for line in lines:
-                if line.strip() == "q" or _turn(episode, line.rstrip("\n"), echo):
+                if line.strip() == "q" or _turn(episode, line.rstrip("\n")):
                     break
             return 0 if episode.is_solved else 1
     except (EnvError, UnknownItem) as error:
         raise ConfigError(f"{name}: {error}") from error
 
 
-def _turn(episode: RecordedPlay, line: str, echo: Callable[[str], None]) -> bool:
+def _turn(episode: RecordedPlay, line: str) -> bool:
     """Process one line; return whether the episode has ended."""
     match line.strip():
         case "?":
             actions = episode.call("valid_actions")
             remainder = f" ... {len(actions) - SHOWN} more" if len(actions) > SHOWN else ""
-            echo(plain(f"valid: {' | '.join(actions[:SHOWN])}{remainder}"))
+            print(plain(f"valid: {' | '.join(actions[:SHOWN])}{remainder}"))
         case "!":
-            echo(plain(f"expert: {episode.call('expert_action') or 'no action'}"))
+            print(plain(f"expert: {episode.call('expert_action') or 'no action'}"))
         case "*":
-            echo(plain(episode.call("render")))
+            print(plain(episode.call("render")))
         case _:
-            echo(_result_text(episode.step(line)))
+            print(_result_text(episode.step(line)))
     return episode.is_over
 
 

@@ -2,7 +2,6 @@
 
 import keyword
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from common.errors import ConfigError
@@ -21,7 +20,7 @@ python run.py --config {config}        train
 """.strip("\n")
 
 
-def new_env(request: ParsedCommand, *, echo: Callable[[str], None]) -> int:
+def new_env(request: ParsedCommand) -> int:
     """Write `NAME.py` and `NAME.yaml` and print the next commands; return the exit code.
 
     Raises: ConfigError: an invalid name, or one of the files exists already.
@@ -48,8 +47,8 @@ def new_env(request: ParsedCommand, *, echo: Callable[[str], None]) -> int:
     (ROOT / folder).mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")
-        echo(f"written: {path}")
-    echo(NEXT.format(file=folder / f"{name}.py", config=folder / f"{name}.yaml"))
+        print(f"written: {path}")
+    print(NEXT.format(file=folder / f"{name}.py", config=folder / f"{name}.yaml"))
     return 0
 
 

@@ -51,8 +51,8 @@ def run_hub(overrides: Sequence[str], *, is_dry: bool) -> int:
     from envhub.main import serve_alone
 
     def started(address: str) -> None:
-        print(f"environments: {', '.join(names)}", flush=True)
-        print(f"hub: {address} (pages: {address}/docs)", flush=True)
+        print(f"environments: {', '.join(names)}")
+        print(f"hub: {address} (pages: {address}/docs)")
 
     try:
         serve_alone(cfg, names, started=started)
@@ -214,7 +214,7 @@ def _all_that_run(cfg: RunConfig) -> list[str]:
     """Return the environments that can run here; print why others cannot."""
     missing = {name: _lacking([name], cfg) for name in LOADERS}
     for lines in filter(None, missing.values()):
-        print(f"not served: {'; '.join(lines)}", flush=True)
+        print(f"not served: {'; '.join(lines)}")
     return [name for name, lines in missing.items() if not lines]
 
 

@@ -1,14 +1,12 @@
 """The command `check-env`: it reports whether an environment is fit for training."""
 
-from functools import partial
-
 from tools.cli.command_line import Command, ParsedCommand
 
 
 def run(request: ParsedCommand) -> int:
     from tools.author.check_env import check_env
 
-    return check_env(request, echo=partial(print, flush=True))
+    return check_env(request)
 
 
 COMMAND = Command(

@@ -1,14 +1,12 @@
 """The command `dashboard`: it serves a page about runs."""
 
-from functools import partial
-
 from tools.cli.command_line import Command, ParsedCommand
 
 
 def run(request: ParsedCommand) -> int:
     from tools.dashboard.web.server import dashboard
 
-    return dashboard(request, echo=partial(print, flush=True))
+    return dashboard(request)
 
 
 COMMAND = Command(

@@ -6,7 +6,7 @@ from tools.cli.command_line import Command, ParsedCommand
 def run(request: ParsedCommand) -> int:
     from tools.author.listing import list_environments
 
-    return list_environments(request.overrides, echo=print)
+    return list_environments(request.overrides)
 
 
 COMMAND = Command(

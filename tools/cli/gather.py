@@ -1,14 +1,12 @@
 """The command `gather`: it completes a checkpoint with files of other nodes."""
 
-from functools import partial
-
 from tools.cli.command_line import Command, ParsedCommand
 
 
 def run(request: ParsedCommand) -> int:
     from tools.offline.gather import gather
 
-    return gather(request, echo=partial(print, flush=True))
+    return gather(request)
 
 
 COMMAND = Command(

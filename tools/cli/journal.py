@@ -6,7 +6,7 @@ from tools.cli.command_line import Command, Flag, ParsedCommand
 def run(request: ParsedCommand) -> int:
     from tools.exchange.journal import journal
 
-    return journal(request, echo=print)
+    return journal(request)
 
 
 COMMAND = Command(

@@ -6,7 +6,7 @@ from tools.cli.command_line import Command, ParsedCommand
 def run(request: ParsedCommand) -> int:
     from tools.author.scaffold import new_env
 
-    return new_env(request, echo=print)
+    return new_env(request)
 
 
 COMMAND = Command(

@@ -1,7 +1,6 @@
 """The command `play`: it plays an environment in the terminal."""
 
 import sys
-from functools import partial
 
 from tools.cli.command_line import Command, ParsedCommand
 
@@ -9,7 +8,7 @@ from tools.cli.command_line import Command, ParsedCommand
 def run(request: ParsedCommand) -> int:
     from tools.author.play import play
 
-    return play(request, echo=partial(print, flush=True), lines=sys.stdin)
+    return play(request, lines=sys.stdin)
 
 
 COMMAND = Command(

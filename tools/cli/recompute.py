@@ -1,7 +1,5 @@
 """The command `recompute`: it recomputes the training of a run."""
 
-from functools import partial
-
 from common.log import configure_logging
 from tools.cli.command_line import JSON, Command, Flag, ParsedCommand
 
@@ -10,7 +8,7 @@ def run(request: ParsedCommand) -> int:
     configure_logging("recompute", "WARNING")  # Libraries read the level when they are imported.
     from tools.recompute.command import recompute
 
-    return recompute(request, echo=partial(print, flush=True))
+    return recompute(request)
 
 
 COMMAND = Command(

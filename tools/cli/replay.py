@@ -6,7 +6,7 @@ from tools.cli.command_line import Command, ParsedCommand
 def run(request: ParsedCommand) -> int:
     from tools.dashboard.show import replay
 
-    return replay(request, echo=print)
+    return replay(request)
 
 
 COMMAND = Command(

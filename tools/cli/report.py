@@ -6,7 +6,7 @@ from tools.cli.command_line import Command, ParsedCommand
 def run(request: ParsedCommand) -> int:
     from tools.report.command import report
 
-    return report(request, echo=print)
+    return report(request)
 
 
 COMMAND = Command(

@@ -20,7 +20,7 @@ def run(request: ParsedCommand) -> int:
     overrides = [word for word in request.overrides if "=" in word]
     run_dir = requested.directory_of(requested.load_joined(replace(request, overrides=overrides)))
     revoked = revoke(run_dir.keys, names[0])
-    print(f"{run_dir.root}: the key of {revoked.name} ({revoked.role}) is revoked", flush=True)
+    print(f"{run_dir.root}: the key of {revoked.name} ({revoked.role}) is revoked")
     return 0
 
 

@@ -2,9 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from common.config.keys import dotted
@@ -26,9 +24,7 @@ REPEAT_S = 5.0  # Seconds between two sends of the same request: the scheduler m
 POLL_S = 0.05
 
 
-def set_keys(
-    request: ParsedCommand, *, echo: Callable[[str], object], answer_s: float = ANSWER_S
-) -> int:
+def set_keys(request: ParsedCommand, *, answer_s: float = ANSWER_S) -> int:
     """Change the keys of the request in a running run; return the exit code.
 
     It returns once the change is in force for new groups, at the next step boundary.
@@ -46,16 +42,16 @@ def set_keys(
     new = _new_values(cfg, wanted)
     run_dir = RunDir(root=ROOT / cfg.run.dir / cfg.run.name)
     if not new:
-        echo(f"{run_dir.root}: the run has these values already")
+        print(f"{run_dir.root}: the run has these values already")
         return 0
     old = {key: text_at(cfg, key) for key in new}
     message = ConfigRequest(request=secrets.token_hex(8), old=old, new=new)
     try:
-        done = _ask(run_dir, message, echo=echo, answer_s=answer_s)
+        done = _ask(run_dir, message, answer_s=answer_s)
     except WireError as error:  # The run's code is older, and has no live keys.
         raise ConfigError(f"set: {error}") from error
     shown = ", ".join(f"{key} {old[key]} -> {value}" for key, value in new.items())
-    echo(f"{run_dir.root}: change {done.number} is in force after step {done.step}: {shown}")
+    print(f"{run_dir.root}: change {done.number} is in force after step {done.step}: {shown}")
     return 0
 
 
@@ -80,9 +76,7 @@ def _new_values(cfg: RunConfig, wanted: list[str]) -> dict[str, str]:
     }
 
 
-def _ask(
-    run_dir: RunDir, message: "ConfigRequest", *, echo: Callable[[str], object], answer_s: float
-) -> "ConfigChanged":
+def _ask(run_dir: RunDir, message: "ConfigRequest", *, answer_s: float) -> "ConfigChanged":
     """Send a request, and wait until the change is in force; return the scheduler's answer."""
     import zmq
 
@@ -96,19 +90,14 @@ def _ask(
     dealer = FollowingDealer(run_dir, "scheduler", load_keys(run_dir.keys), context=context)
     try:
         dealer.connect(timeout_s=CONNECT_S)
-        return _wait(dealer, message, where=where, echo=echo, answer_s=answer_s)
+        return _wait(dealer, message, where=where, answer_s=answer_s)
     finally:
         dealer.close(linger_s=0.0)
         context.term()
 
 
 def _wait(
-    dealer: "FollowingDealer",
-    message: "ConfigRequest",
-    *,
-    where: str,
-    echo: Callable[[str], object],
-    answer_s: float,
+    dealer: "FollowingDealer", message: "ConfigRequest", *, where: str, answer_s: float
 ) -> "ConfigChanged":
     """Send a request again and again until it is answered for good."""
     from common.wire.messages import ConfigChanged, Rejected
@@ -128,13 +117,13 @@ def _wait(
                 return answer
             if not is_accepted:
                 is_accepted = True
-                echo(f"accepted after step {answer.step}; waiting for the next step boundary")
+                print(f"accepted after step {answer.step}; waiting for the next step boundary")
         time.sleep(POLL_S)
     raise LongstrideError(f"{where} The scheduler sent no answer within {answer_s:g} s")
 
 
 def run(request: ParsedCommand) -> int:
-    return set_keys(request, echo=partial(print, flush=True))
+    return set_keys(request)
 
 
 COMMAND = Command(

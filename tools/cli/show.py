@@ -8,7 +8,7 @@ REFUSAL = "--item, --group, --failed, --best: only the command show accepts them
 def run(request: ParsedCommand) -> int:
     from tools.dashboard.show import show
 
-    return show(request, echo=print)
+    return show(request)
 
 
 COMMAND = Command(

@@ -7,7 +7,7 @@ from tools.cli.command_line import Command, Flag, ParsedCommand
 def run(request: ParsedCommand) -> int:
     from tools.dashboard.terminal import load_of_any_version
 
-    cfg = requested.on_loopback(load_of_any_version(request, echo=print))
+    cfg = requested.on_loopback(load_of_any_version(request))
     if request.is_dry:
         return requested.show_config(cfg, request.command)
     from tools.dashboard import terminal

@@ -5,7 +5,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -19,13 +19,12 @@ from tools.copies.manifest import FOLDER, CopyManifest, StoredFile, split_text
 from tools.copies.store import ObjectStore
 
 FETCH_TRIES = 3  # Copies that are tried, since a running run removes old ones.
-Echo = Callable[[str], None]
 MIN_SLICE_S = 1.0  # Least seconds for checkpoints in one copy.
 NO_LIMIT_S = 1e9
 NICENESS = 10  # The run has priority.
 
 
-def fetch(url: str, runs: Path, *, name: str = "", echo: Callable[[str], None]) -> Path:
+def fetch(url: str, runs: Path, *, name: str = "") -> Path:
     """Restore the newest whole copy below a URL; return the new run directory.
 
     Each part is compared with its digest. The directory appears at its place when it is complete.
@@ -52,7 +51,7 @@ def fetch(url: str, runs: Path, *, name: str = "", echo: Callable[[str], None]) 
                 if number == FETCH_TRIES:
                     raise ConfigError(f"{store.url}: a part is missing ({error})") from error
                 continue
-            echo(_summary(manifest, target))
+            print(_summary(manifest, target))
             return target
     finally:
         store.close()
@@ -113,7 +112,7 @@ def _summary(manifest: CopyManifest, target: Path) -> str:
     )
 
 
-def copy(run_dir: RunDir, options: Mapping[str, str], echo: Echo) -> int:
+def copy(run_dir: RunDir, options: Mapping[str, str]) -> int:
     """Copy a run once, or every `every_s` seconds until SIGTERM; return the exit code.
 
     Raises: ConfigError: an option is missing or wrong, or another process copies this run.
@@ -130,14 +129,14 @@ def copy(run_dir: RunDir, options: Mapping[str, str], echo: Echo) -> int:
             try:
                 manifest = copy_all(copier)
             except OSError as error:
-                echo(f"error: {run_dir.root} was not copied: {error}")
+                print(f"error: {run_dir.root} was not copied: {error}")
                 return 1
             copier.state.is_running = False
             copier.write_state()
     size = f"{len(manifest.files)} files, {manifest.num_bytes / 1e6:.1f} MB"
-    echo(f"copied {run_dir.root} to {copier.state.to}: {size}")
+    print(f"copied {run_dir.root} to {copier.state.to}: {size}")
     if manifest.split_checkpoints:
-        echo(f"the copy is not whole: {split_text(manifest.split_checkpoints)}")
+        print(f"the copy is not whole: {split_text(manifest.split_checkpoints)}")
     return 0
 
 
@@ -155,7 +154,7 @@ def _copy_until_stopped(copier: RunCopier, every_s: float) -> int:
     return run_copier(copier, stop, every_s=every_s)
 
 
-def fetch_run(url: str, options: Mapping[str, str], *, runs: Path, echo: Echo) -> int:
+def fetch_run(url: str, options: Mapping[str, str], *, runs: Path) -> int:
     """Restore a run from its copy; return the exit code: 1 if the store failed.
 
     Raises: ConfigError: there is no whole copy, or the run exists.
@@ -164,9 +163,9 @@ def fetch_run(url: str, options: Mapping[str, str], *, runs: Path, echo: Echo) -
     if name and not FILE_NAME.fits(name):
         raise ConfigError(f"to={name}: must be {FILE_NAME.phrase}")
     try:
-        fetch(url, runs, name=name, echo=echo)
+        fetch(url, runs, name=name)
     except OSError as error:
-        echo(f"error: {url} was not fetched: {error}")
+        print(f"error: {url} was not fetched: {error}")
         return 1
     return 0
 

@@ -29,11 +29,10 @@ TOKEN = "metrics_token"
 
 
 @contextlib.contextmanager
-def run_dashboard(run_dir: RunDir, *, echo: Callable[[str], None]) -> Generator[None]:
+def run_dashboard(run_dir: RunDir) -> Generator[None]:
     """Serve the dashboard of a run during the context. A failure is only logged.
 
     Args:
-        echo: receives the page's address.
     """
     guardian = child = None
     log = run_dir.logs / "dashboard.log"
@@ -47,7 +46,7 @@ def run_dashboard(run_dir: RunDir, *, echo: Callable[[str], None]) -> Generator[
             words = [name, run_dir.root.name, where, f"fd={fd}", f"host={loopback()}"]
             argv = [sys.executable, str(CODE / "run.py"), *words]
             child = ChildProcess(name, argv, log_path=log, pass_fds=[fd], guardian=guardian)
-            echo(f"dashboard: {url_of(listener, '')}")
+            print(f"dashboard: {url_of(listener, '')}")
     except (OSError, ConfigError) as error:
         logger.warning("dashboard not started reason=%s", error)
     try:

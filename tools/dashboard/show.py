@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from tools.dashboard.reading.rows import KEYS
 from tools.dashboard.reading.sources import Source, open_source
 from tools.dashboard.words import duration
 
-Echo = Callable[[str], None]
 NUM_SHOWN = 5
 SHOW = "show RUN [--item ID] [--group ID] [--failed] [--best] [num=N] [FILTER=VALUE ...]"
 # Titles of segment kinds; other kinds use their own names.
@@ -27,7 +26,7 @@ RESET = "\x1b[0m"
 SHADES = (196, 208, 220, 148, 40)  # Codes of the 256-colour palette, from improbable to certain.
 
 
-def show(request: ParsedCommand, *, echo: Echo) -> int:
+def show(request: ParsedCommand) -> int:
     """Print matching episodes as conversations; return 1 if none matches.
 
     Raises: ConfigError: no such run, filter or number.
@@ -42,19 +41,19 @@ def show(request: ParsedCommand, *, echo: Echo) -> int:
     runs = ROOT / options.pop("run.dir", "runs")
     if unknown := sorted(options.keys() - set(KEYS)):
         raise ConfigError(f"{unknown[0]}: unknown filter. Use one of: num, {', '.join(KEYS)}.")
-    source = _read(words[0], runs, echo)
+    source = _read(words[0], runs)
     page = source.page({**options, **request.filters}, start=0, num=int(num))
     for row in page["rows"]:
         for line in _conversation(source, row["id"], is_coloured=False):
-            echo(line)
-        echo("")
+            print(line)
+        print("")
     shown = len(page["rows"])
     matching = counted(page["total"], "matching episode")
-    echo(f"{shown} of {matching} shown; {counted(source.rows.num, 'episode')} in all")
+    print(f"{shown} of {matching} shown; {counted(source.rows.num, 'episode')} in all")
     return 0 if shown else 1
 
 
-def replay(request: ParsedCommand, *, echo: Echo) -> int:
+def replay(request: ParsedCommand) -> int:
     """Print one episode turn by turn, in colour on a terminal; return the exit code.
 
     Raises: ConfigError: no such run or episode.
@@ -64,7 +63,7 @@ def replay(request: ParsedCommand, *, echo: Echo) -> int:
     if len(words) != 2:
         raise ConfigError("replay: expects a run and an episode. Usage: run.py replay RUN EPISODE")
     runs = ROOT / (folder[-1].partition("=")[2] if folder else "runs")
-    source = _read(words[0], runs, echo)
+    source = _read(words[0], runs)
     if words[1] not in source.rows.row_of:
         near = next((each for each in source.rows.ids if words[1] in each), "")
         lists = f"`run.py show {words[0]}` lists episodes."
@@ -72,11 +71,11 @@ def replay(request: ParsedCommand, *, echo: Echo) -> int:
         raise ConfigError(f"{words[1]}: run {words[0]} has no such episode. {hint}")
     is_coloured = sys.stdout.isatty()
     for line in _conversation(source, words[1], is_coloured=is_coloured):
-        echo(line)
+        print(line)
     return 0
 
 
-def _read(word: str, runs: Path, echo: Echo) -> Source:
+def _read(word: str, runs: Path) -> Source:
     """Return a source after reading it completely. Problems are printed as notes."""
     source = open_source(word, runs=runs, cache=cache_folder())
     began = time.monotonic()
@@ -93,7 +92,7 @@ def _read(word: str, runs: Path, echo: Echo) -> Source:
         print("\r" + " " * 50, end="\r", file=sys.stderr)
     source.refresh()
     for problem in source.summary()["problems"]:
-        echo(f"note: {plain(problem)}")
+        print(f"note: {plain(problem)}")
     return source
 
 

@@ -4,10 +4,9 @@ import json
 import logging
 import shlex
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import is_dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import yaml
@@ -97,13 +96,12 @@ class TerminalObserver:
         cfg = self._cfg
         with ExitStack() as stack, ExitStack() as after_error:
             if cfg.dashboard:
-                echo = partial(print, flush=True)
-                stack.enter_context(run_dashboard(self._run_dir, echo=echo))
+                stack.enter_context(run_dashboard(self._run_dir))
             if cfg.log.metrics_port:
                 listener = stack.enter_context(beside.metrics_listener(cfg))
                 self._beside.append(beside.exporter(self._run_dir, listener))
                 stack.callback(self._beside[-1].stop, timeout_s=STOP_S)
-                print(f"metrics: {url_of(listener, '')}metrics", flush=True)
+                print(f"metrics: {url_of(listener, '')}metrics")
             if cfg.journal.copy_to:
                 self._copier = beside.copier(cfg, self._run_dir)
                 self._beside.append(self._copier)
@@ -206,7 +204,7 @@ def refused_lines(run_dir: RunDir) -> list[str]:
     return lines[:MAX_REFUSED_LINES]
 
 
-def load_of_any_version(request: ParsedCommand, *, echo: Callable[[str], None]) -> RunConfig:
+def load_of_any_version(request: ParsedCommand) -> RunConfig:
     """Return the config of an existing run, written by any product version.
 
     Unknown keys are ignored with a note. A missing or damaged config also only gives a note.
@@ -228,7 +226,7 @@ def load_of_any_version(request: ParsedCommand, *, echo: Callable[[str], None]) 
             raise
         why = f"{config_path} is missing" if not config_path.is_file() else str(error)
         reason = " ".join(why.split()).rstrip(".")
-        echo(f"note: {reason}. Another version may have written this run; known keys are shown.")
+        print(f"note: {reason}. Another version may have written this run; known keys are shown.")
         return _known_part(config_path)
 
 

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -232,10 +232,9 @@ def evaluate(cfg: EvalConfig, run_dir: RunDir) -> int:
         catalogue = catalogue_of(cfg, url, token)
         episodes = plan_heldout(cfg.eval, cfg.tasks, catalogue, listed.items, listed.turns)
         notes = listed.notes
-        echo = print
         for line in described(episodes, notes):
-            echo(line)
-        code = run(cfg, run_dir, episodes, hub_url=url, token=token, echo=echo, notes=notes)
+            print(line)
+        code = run(cfg, run_dir, episodes, hub_url=url, token=token, notes=notes)
         if code == 0:
             mark_finished(hub_dir, version=0, result="")
         return code
@@ -302,7 +301,6 @@ def run(
     *,
     hub_url: str,
     token: str,
-    echo: Callable[[str], None],
     notes: Mapping[str, str] = NO_NOTES,
 ) -> int:
     """Play the episodes that the journal lacks, write and print the tables; return the exit code.
@@ -340,7 +338,7 @@ def run(
     label = cfg.policy.model or cfg.model.label
     plays = read_plays(folder / "journal", plans)
     entry = {**make_entry(cfg.eval, label, policy, plays), "notes": dict(notes)}
-    echo(write_entry(run_dir, entry))
+    print(write_entry(run_dir, entry))
     num_failed = entry["overall"]["num_failed"]
     if not problem and num_failed > max_failed:
         problem = f"{num_failed} of {counted(len(plans), 'episode')} had infrastructure failures"

@@ -7,7 +7,6 @@ running run.
 import contextlib
 import json
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from tools.cli.command_line import ParsedCommand
 from tools.copies.command import copy, fetch_run
 from tools.exchange.writing import FORMATS, load_framing, write
 
-Echo = Callable[[str], None]
 USAGE = (
     "journal RUN list|verify|export|prune|copy [to=FILE|URL]"
     " [--format json|agenttraj|sft|parquet|atif] [keep_gb=N] [keep_days=N] [every_s=N],"
@@ -46,7 +44,7 @@ OPTIONS = {
 }
 
 
-def journal(request: ParsedCommand, *, echo: Echo) -> int:
+def journal(request: ParsedCommand) -> int:
     """Run one of the actions; return the exit code: 1 if `verify` finds damage.
 
     Raises: ConfigError: an unknown run or action, or an invalid option. WireError: the journal is
@@ -61,13 +59,13 @@ def journal(request: ParsedCommand, *, echo: Echo) -> int:
     if unknown := sorted(options.keys() - OPTIONS.get(words[1], set())):
         raise ConfigError(f"{unknown[0]}: {words[1]} has no such option; usage: run.py {USAGE}")
     if words[1] == "fetch":
-        return fetch_run(words[0], options, runs=runs, echo=echo)
+        return fetch_run(words[0], options, runs=runs)
     folder = runs / words[0]
     run_dir = RunDir(root=folder if folder.exists() else Path(words[0]))
     is_starting = words[1] == "copy" and run_dir.root.is_dir()  # The learner makes the journal.
     if not run_dir.journal.is_dir() and not is_starting:
         raise ConfigError(f"{words[0]}: no run with a journal at {folder}")
-    return actions[words[1]](run_dir, options, echo)
+    return actions[words[1]](run_dir, options)
 
 
 def _needed_from(run_dir: RunDir) -> int:
@@ -82,7 +80,7 @@ def _needed_from(run_dir: RunDir) -> int:
     return number
 
 
-def _list(run_dir: RunDir, _: dict[str, str], echo: Echo) -> int:
+def _list(run_dir: RunDir, _: dict[str, str]) -> int:
     """Print each file with its size, its age and whether a restart needs it."""
     needed = _needed_from(run_dir)
     total = 0
@@ -92,16 +90,16 @@ def _list(run_dir: RunDir, _: dict[str, str], echo: Echo) -> int:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stat.st_mtime))
         state = "packed" if path.suffix == PACKED_SUFFIX else "plain"
         why = "needed by a restart" if number >= needed else ""
-        echo(f"{number:06d}  {state:<7}{stat.st_size / 1e6:10.1f} MB  {when}  {why}".rstrip())
+        print(f"{number:06d}  {state:<7}{stat.st_size / 1e6:10.1f} MB  {when}  {why}".rstrip())
     pruned = load_pruned(run_dir.journal)
     synced = synced_end(run_dir.journal)
     if pruned.before:
-        echo(f"{pruned.text(run_dir.journal)}, {pruned.num_bytes / 1e6:.1f} MB")
-    echo(f"{total / 1e6:.1f} MB; acknowledged up to byte {synced.offset} of file {synced.file}")
+        print(f"{pruned.text(run_dir.journal)}, {pruned.num_bytes / 1e6:.1f} MB")
+    print(f"{total / 1e6:.1f} MB; acknowledged up to byte {synced.offset} of file {synced.file}")
     return 0
 
 
-def _verify(run_dir: RunDir, _: dict[str, str], echo: Echo) -> int:
+def _verify(run_dir: RunDir, _: dict[str, str]) -> int:
     """Read every record, and continue after damaged ones."""
     problems: list[str] = []
     names: set[str] = set()
@@ -119,15 +117,15 @@ def _verify(run_dir: RunDir, _: dict[str, str], echo: Echo) -> int:
             names.add(record.episode_id)
             count += 1
         num_episodes += count
-        echo(f"{number:06d}  {counted(count, 'episode')}")
+        print(f"{number:06d}  {counted(count, 'episode')}")
     if not first:
         lost = [name for name in _consumed(run_dir) if name not in names]
         problems += [f"{name}: a step trained it, but the journal lacks it" for name in lost[:20]]
     for problem in problems:
-        echo(f"damaged: {problem}")
+        print(f"damaged: {problem}")
     verdict = counted(len(problems), "problem") if problems else "no problems"
     read = f"{counted(num_episodes, 'episode')} in {counted(len(numbers), 'file')}"
-    echo(f"{read}, {verdict}")
+    print(f"{read}, {verdict}")
     return 1 if problems else 0
 
 
@@ -156,7 +154,7 @@ def _consumed(run_dir: RunDir) -> dict[str, int | None]:
     return consumed
 
 
-def _export(run_dir: RunDir, options: dict[str, str], echo: Echo) -> int:
+def _export(run_dir: RunDir, options: dict[str, str]) -> int:
     """Write every episode as one JSON line with the step that consumed it, or in another format."""
     if "to" not in options:
         raise ConfigError(f"export needs to=FILE; usage: run.py {USAGE}")
@@ -176,7 +174,7 @@ def _export(run_dir: RunDir, options: dict[str, str], echo: Echo) -> int:
             num = write(format, partial, episodes, framing)
             partial.replace(target)
         rows = counted(num, "row")
-        echo(f"wrote {rows} to {target}, without scripted play, held-out items and failures")
+        print(f"wrote {rows} to {target}, without scripted play, held-out items and failures")
         return 0
     consumed = _consumed(run_dir)
     num = 0
@@ -190,7 +188,7 @@ def _export(run_dir: RunDir, options: dict[str, str], echo: Echo) -> int:
             out.write(json.dumps(row, default=_as_plain) + "\n")
             num += 1
     partial.replace(target)
-    echo(f"wrote {counted(num, 'episode')} to {target}")
+    print(f"wrote {counted(num, 'episode')} to {target}")
     return 0
 
 
@@ -201,7 +199,7 @@ def _as_plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
-def _prune(run_dir: RunDir, options: dict[str, str], echo: Echo) -> int:
+def _prune(run_dir: RunDir, options: dict[str, str]) -> int:
     """Remove the oldest files over a limit, but none that a restart reads."""
     if not options:
         raise ConfigError(f"prune needs keep_gb=N or keep_days=N; usage: run.py {USAGE}")
@@ -212,7 +210,7 @@ def _prune(run_dir: RunDir, options: dict[str, str], echo: Echo) -> int:
     )
     before = load_pruned(run_dir.journal)
     pruned = prune_old(run_dir.journal, limits, before=_needed_from(run_dir))
-    echo(
+    print(
         f"{counted(pruned.before - before.before, 'file')} pruned,"
         f" {(pruned.num_bytes - before.num_bytes) / 1e6:.1f} MB; files from"
         f" {_needed_from(run_dir)} on are kept, because a restart needs them"

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,11 @@ from tools.cli.command_line import ParsedCommand
 from tools.cli.requested import load_joined
 from tools.copies.store import open_target
 
-Echo = Callable[[str], object]
 STEP = "step="
 PART_BYTES = 16 << 20
 
 
-def gather(request: ParsedCommand, *, echo: Echo) -> int:
+def gather(request: ParsedCommand) -> int:
     """Copy the missing files of a checkpoint into it; return the exit code: 1 if some are missing.
 
     The words of the request without "=" are folders or URLs with such files.
@@ -42,14 +41,14 @@ def gather(request: ParsedCommand, *, echo: Echo) -> int:
     checkpoint = _checkpoint(run_dir, steps[-1].removeprefix(STEP) if steps else "")
     files = read_manifest(checkpoint)
     if not files:
-        echo(f"{checkpoint} is whole")
+        print(f"{checkpoint} is whole")
         return 0
-    if missing := gather_files(checkpoint, files, sources, echo):
+    if missing := gather_files(checkpoint, files, sources):
         for line in _missing_lines(checkpoint, files, missing):
-            echo(line)
+            print(line)
         return 1
     make_whole(cfg, checkpoint)
-    echo(f"{checkpoint} is whole: {counted(len(files), 'file')} of other nodes, and the policy")
+    print(f"{checkpoint} is whole: {counted(len(files), 'file')} of other nodes, and the policy")
     return 0
 
 
@@ -65,7 +64,7 @@ def _checkpoint(run_dir: RunDir, step: str) -> Path:
 
 
 def gather_files(
-    checkpoint: Path, files: Sequence[ShardFile], sources: Sequence[str], echo: Echo
+    checkpoint: Path, files: Sequence[ShardFile], sources: Sequence[str]
 ) -> list[ShardFile]:
     """Copy the files that a checkpoint lacks from folders or URLs; return those still missing.
 
@@ -86,7 +85,7 @@ def gather_files(
         if source is None:
             missing.append(file)
         else:
-            echo(f"copied {file.name} from {source}")
+            print(f"copied {file.name} from {source}")
     return missing
 
 

@@ -3,7 +3,6 @@
 import json
 import resource
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,12 +28,11 @@ from tools.recompute.rebuild import (
     split_options,
 )
 
-Echo = Callable[[str], None]
 USAGE = "recompute RUN [--steps a:b] [--json FILE] [key=value ...]"
 LOG_EVERY_S = 30.0
 
 
-def recompute(request: ParsedCommand, *, echo: Echo) -> int:
+def recompute(request: ParsedCommand) -> int:
     """Recompute a run; return the exit code: 1 if a step differs or cannot be read.
 
     Raises: ConfigError: no such run or steps, pruned data, or an override without effect.
@@ -51,24 +49,23 @@ def recompute(request: ParsedCommand, *, echo: Echo) -> int:
     plan = make_plan(run_dir, request.steps)
     num_skipped = sum(step.is_skipped for step in plan.steps)
     num_starts = len({id(plan.start_of(step)) for step in plan.steps})
-    echo(
+    print(
         f"{run_dir.root.name}: steps {plan.first} to {plan.last}, recomputed from {plan.origin}"
         f" (step {plan.version}): {counted(len(plan.steps), 'batch', 'batches')}, {num_skipped} of"
         f" them skipped. The run computed them in {counted(num_starts, 'start')} of the learner."
     )
     path = Path(request.json or run_dir.root / "recompute.json")
     if overrides or only != EpisodeFilter():
-        return _Counterfactual(plan, overrides, only, echo).run(path, is_dry=request.is_dry)
+        return _Counterfactual(plan, overrides, only).run(path, is_dry=request.is_dry)
     with Recomputation(plan, [], is_counterfactual=False) as again:
-        return 0 if request.is_dry else _Check(plan, echo).run(again, path)
+        return 0 if request.is_dry else _Check(plan).run(again, path)
 
 
 class _Check:
     """Compares the recomputed batches with the run's checksums, batch by batch."""
 
-    def __init__(self, plan: Plan, echo: Echo) -> None:
+    def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._echo = echo
         self._num_equal = self._num_unknown = 0
         self.problem = ""
         self.step: int | None = None  # The first step that differs.
@@ -105,14 +102,14 @@ class _Check:
         start = plan.start_of(plan.steps[0])
         now = machine_facts(pick_device(rebuilt.cfg.learner.device))
         for line in differences(start.machine, now):
-            self._echo(f"this machine differs from the run's, so rounding may differ: {line}")
+            print(f"this machine differs from the run's, so rounding may differ: {line}")
         functions = {user.where: user.sha256 for user in functions_of(rebuilt.cfg.algorithm)}
         for line in changed_functions(start.functions, functions):
-            self._echo(f"{line}, so the numbers may differ")
+            print(f"{line}, so the numbers may differ")
         code = git_revision()
         if start.code != code:
             was = start.code or "unknown"
-            self._echo(f"the code differs from the run's: was {was}, is {code or 'unknown'}")
+            print(f"the code differs from the run's: was {was}, is {code or 'unknown'}")
         weights, frozen = rebuilt.trainer.checksums()
         recorded = {each.version: each for each in plan.record.starts}.get(plan.version)
         lines = plan.record.lines.items()
@@ -152,23 +149,23 @@ class _Check:
         self._num_equal += not step.is_skipped
         if time.monotonic() - self._logged_at > LOG_EVERY_S:
             self._logged_at = time.monotonic()
-            self._echo(f"step {step.version}: all steps are equal so far")
+            print(f"step {step.version}: all steps are equal so far")
         return True
 
     def finish(self, damage: list[str]) -> None:
         """Report the result."""
         if self.problem:
-            self._echo(f"step {self.step} differs: {self.problem}")
+            print(f"step {self.step} differs: {self.problem}")
             return
         for text in damage[:3]:
-            self._echo(f"the journal is damaged, but not in episodes of these steps: {text}")
+            print(f"the journal is damaged, but not in episodes of these steps: {text}")
         if self._num_unknown:
-            self._echo(
+            print(
                 f"{counted(self._num_unknown, 'batch was', 'batches were')} not compared, because"
                 " the run has no checksum of them"
             )
         learner_s = self._plan.record.learner_cpu_s()
-        self._echo(
+        print(
             f"equal: {'all ' * (self._num_equal > 1)}{counted(self._num_equal, 'checksum')} of"
             f" weights, versions {self._plan.version} to {self._plan.last}. Recomputing took"
             f" {_cpu_s():.1f} CPU-seconds, the whole learner {learner_s:.1f}."
@@ -178,47 +175,45 @@ class _Check:
 class _Counterfactual:
     """Recomputes the run's own learner, and then a learner with other settings on the same data."""
 
-    def __init__(self, plan: Plan, overrides: list[str], only: EpisodeFilter, echo: Echo) -> None:
+    def __init__(self, plan: Plan, overrides: list[str], only: EpisodeFilter) -> None:
         self._plan = plan
         self._overrides = overrides
         self._only = only
-        self._echo = echo
 
     def run(self, path: Path, *, is_dry: bool) -> int:
         """Print the table and write it as JSON; return the exit code."""
         plan = self._plan
-        echo = self._echo
         with Recomputation(plan, self._overrides, is_counterfactual=True) as other:
             for line in summary_lines(other.cfg.algorithm, other.cfg.learner):
-                echo(line)
+                print(line)
             if is_dry:
                 return 0
             recorded = RecordedResults()
             try:
                 if problem := self._compute_recorded(recorded):
-                    echo(f"the recorded steps are not reproduced bit for bit: {problem}")
-                echo(header())
+                    print(f"the recorded steps are not reproduced bit for bit: {problem}")
+                print(header())
                 rows: list[dict[str, Any]] = []
                 batches = other.run(episodes_of(plan), self._only, has_scores=True)
                 for row in recorded.compare(batches, first=plan.first):
-                    echo(row.text())
+                    print(row.text())
                     rows.append(row.plain)
             except EpisodesMissing as error:
-                echo(f"step {error.step.version} cannot be recomputed: {error}")
+                print(f"step {error.step.version} cannot be recomputed: {error}")
                 return 1
             finally:
                 recorded.close()
         if rows and all(row["policy"] == "recorded" for row in rows) and len(rows) > 1:
-            echo("the overrides change nothing on this data")
+            print("the overrides change nothing on this data")
         only = asdict(self._only) | {"dropped": sorted(self._only.dropped)}
         result = {"overrides": self._overrides, "only": only, "origin": plan.origin, "rows": rows}
         path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        echo(f"wrote {path}")
+        print(f"wrote {path}")
         return 0
 
     def _compute_recorded(self, recorded: RecordedResults) -> str:
         """Recompute the batches with the run's own settings; return the first difference."""
-        check = _Check(self._plan, self._echo)
+        check = _Check(self._plan)
         problem = ""
         with Recomputation(self._plan, [], is_counterfactual=False) as again:
             check.begin(again.begin())

@@ -7,7 +7,7 @@ The page shows runs without a server: its scripts read the server's answers from
 import base64
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -97,7 +97,7 @@ def _module(path: Path) -> str:
     return "data:text/javascript;base64," + base64.b64encode(source.encode()).decode()
 
 
-def report(request: ParsedCommand, *, echo: Callable[[str], None]) -> int:
+def report(request: ParsedCommand) -> int:
     """Write the page of one run, or of several side by side; return the exit code.
 
     Raises: ConfigError: no such run or option, or the file cannot be written.
@@ -118,13 +118,13 @@ def report(request: ParsedCommand, *, echo: Callable[[str], None]) -> int:
         raise ConfigError(f"{', '.join(names)}: two of the runs have the same name. {remedy}")
     for run in runs:
         for problem in run.problems():
-            echo(f"note: {plain(problem)}")
+            print(f"note: {plain(problem)}")
     path = Path(options.get("to") or _path(runs, folder))
     try:
         write_atomically(path, render(runs, title=title_of(names)))
     except OSError as error:
         raise ConfigError(f"to={path}: the file cannot be written ({error.strerror})") from error
-    echo(f"report: {path}")
+    print(f"report: {path}")
     return 0
 
 

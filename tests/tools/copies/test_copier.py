@@ -52,7 +52,7 @@ def memory() -> Generator[str]:
 
 def fetched(url: str, tmp_path: Path, name: str = "b") -> RunDir:
     """Return the restored run."""
-    return RunDir(root=fetch(url, tmp_path / "elsewhere", name=name, echo=lambda _: None))
+    return RunDir(root=fetch(url, tmp_path / "elsewhere", name=name))
 
 
 def ids(run_dir: RunDir) -> list[str]:

@@ -24,9 +24,6 @@ from tools.copies.manifest import FOLDER, StoredFile, StoredPart, decode, file_n
 from tools.copies.store import OBJECTS, check_target, open_target
 
 
-def quiet(_: str) -> None: ...
-
-
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
     return make_copied_run(tmp_path / "runs" / "a", num=4)
@@ -44,11 +41,14 @@ def test_incomplete_manifest_is_ignored(copy: Path, tmp_path: Path) -> None:
     (whole,) = (copy / FOLDER).iterdir()
     content = whole.read_bytes().replace(b'"number":1', b'"number":2')
     (copy / FOLDER / file_name(2, content)).write_bytes(content[:-20])
-    assert fetch(str(copy), tmp_path / "b", echo=quiet) == tmp_path / "b" / "a"
+    assert fetch(str(copy), tmp_path / "b") == tmp_path / "b" / "a"
 
 
 def test_copy_states_which_checkpoint_has_files_elsewhere(
-    run_dir: RunDir, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    run_dir: RunDir,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     add_checkpoint(run_dir, 20)
     write_manifest(run_dir.checkpoints / "step-000020", [])
@@ -57,9 +57,8 @@ def test_copy_states_which_checkpoint_has_files_elsewhere(
     copy_all(copier)
     text = "the checkpoints of step 20 lack the files on other nodes"
     assert caplog.text.count(text) == 1
-    lines: list[str] = []
-    fetch(copier.state.to, tmp_path / "b", echo=lines.append)
-    assert text in lines[-1]
+    fetch(copier.state.to, tmp_path / "b")
+    assert text in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_damaged_part_is_refused(copy: Path, tmp_path: Path) -> None:
@@ -68,7 +67,7 @@ def test_damaged_part_is_refused(copy: Path, tmp_path: Path) -> None:
     content[7] ^= 1
     part.write_bytes(content)
     with pytest.raises(ConfigError, match=f"{part.name}: damaged"):
-        fetch(str(copy), tmp_path / "b", echo=quiet)
+        fetch(str(copy), tmp_path / "b")
     assert not any((tmp_path / "b").iterdir())  # No part of a run is left.
 
 
@@ -82,7 +81,7 @@ def test_manifest_cannot_name_a_file_outside_the_run(copy: Path, tmp_path: Path)
         bad = copy / FOLDER / file_name(9, content)
         bad.write_bytes(content)
         with pytest.raises(ConfigError, match="is not valid"):
-            fetch(str(copy), tmp_path / "b", echo=quiet)
+            fetch(str(copy), tmp_path / "b")
         bad.unlink()
 
 
@@ -96,7 +95,7 @@ def test_manifest_cannot_name_a_run_outside_the_folder(
     content = replace(manifest, number=9, run=run).encode()
     (copy / FOLDER / file_name(9, content)).write_bytes(content)
     with pytest.raises(ConfigError, match=re.escape(f"the name of the run {run!r} must be")):
-        fetch(str(copy), tmp_path / "b", echo=quiet)
+        fetch(str(copy), tmp_path / "b")
     assert not (tmp_path / "evil").exists()
 
 
@@ -108,26 +107,26 @@ def test_manifest_with_a_negative_size_is_refused(copy: Path, tmp_path: Path) ->
     content = replace(manifest, number=9, files={"a": StoredFile(size=0, parts=parts)}).encode()
     (copy / FOLDER / file_name(9, content)).write_bytes(content)
     with pytest.raises(ConfigError, match="the entry 'a' is not valid"):
-        fetch(str(copy), tmp_path / "b", echo=quiet)
+        fetch(str(copy), tmp_path / "b")
 
 
 def test_manifest_of_another_format_is_refused(copy: Path, tmp_path: Path) -> None:
     content = json.dumps({"format": 99}).encode()
     (copy / FOLDER / file_name(9, content)).write_bytes(content)
     with pytest.raises(ConfigError, match="has format 99"):
-        fetch(str(copy), tmp_path / "b", echo=quiet)
+        fetch(str(copy), tmp_path / "b")
 
 
 def test_fetch_refuses_an_existing_run_and_names_several(
     run_dir: RunDir, copy: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match="exists; give another name with to=NAME"):
-        fetch(str(copy), run_dir.root.parent, echo=quiet)
+        fetch(str(copy), run_dir.root.parent)
     (copy.parent / "b-01234567").mkdir()
     with pytest.raises(ConfigError, match=r"holds the copies a-[0-9a-f]{8}, b-01234567; name one"):
-        fetch(str(copy.parent), tmp_path / "b", echo=quiet)
+        fetch(str(copy.parent), tmp_path / "b")
     with pytest.raises(ConfigError, match="holds no copy"):
-        fetch(str(tmp_path / "none"), tmp_path / "b", echo=quiet)
+        fetch(str(tmp_path / "none"), tmp_path / "b")
 
 
 @pytest.mark.parametrize(
@@ -201,5 +200,5 @@ def test_killed_process_leaves_the_previous_copy_whole(
         assert time.monotonic() < deadline
     process.send_signal(signal.SIGKILL)
     process.wait(60)
-    restored = RunDir(root=fetch(str(copy), tmp_path / "b", echo=quiet))
+    restored = RunDir(root=fetch(str(copy), tmp_path / "b"))
     assert (restored.checkpoints / "step-000010" / "COMPLETE").exists()

@@ -216,7 +216,7 @@ def test_compared_configurations_hide_secrets_and_pool_seeds() -> None:
 def test_dashboard_reports_bad_arguments_before_serving(tmp_path: Path, word: str) -> None:
     request = parse(["dashboard", word, f"run.dir={tmp_path}"])
     with pytest.raises(ConfigError, match=word.partition("=")[0]):
-        dashboard(request, echo=lambda _: None)
+        dashboard(request)
 
 
 def test_taken_port_is_named_or_skipped() -> None:

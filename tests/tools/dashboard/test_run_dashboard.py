@@ -21,10 +21,12 @@ def _runs(url: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_dashboard_serves_until_its_run_ends(tmp_path: Path) -> None:
-    run_dir, told = make_run(tmp_path / "a", 4), []
-    with run_dashboard(run_dir, echo=told.append):
-        url = told[0].removeprefix("dashboard: ")
+def test_dashboard_serves_until_its_run_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_run(tmp_path / "a", 4)
+    with run_dashboard(run_dir):
+        url = capsys.readouterr().out.strip().removeprefix("dashboard: ")
         assert urlsplit(url).hostname == "127.0.0.1"
         assert _runs(url) == ["a"]
     with pytest.raises(URLError):
@@ -32,12 +34,14 @@ def test_dashboard_serves_until_its_run_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_run_continues_when_its_dashboard_is_killed(tmp_path: Path) -> None:
-    run_dir, told = make_run(tmp_path / "a", 4), []
-    with run_dashboard(run_dir, echo=told.append):
+def test_run_continues_when_its_dashboard_is_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_run(tmp_path / "a", 4)
+    with run_dashboard(run_dir):
         child = _dashboard_process()
         child.kill()
-        address = urlsplit(told[0].removeprefix("dashboard: "))
+        address = urlsplit(capsys.readouterr().out.strip().removeprefix("dashboard: "))
         deadline = time.monotonic() + 60
         while _is_open(address.port or 0):
             assert time.monotonic() < deadline
@@ -62,11 +66,11 @@ def _is_open(port: int) -> bool:
 
 
 def test_run_continues_without_a_dashboard(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_dir, told = make_run(tmp_path / "a", 0), []
+    run_dir = make_run(tmp_path / "a", 0)
     run_dir.logs.write_text("a file where the logs would be", encoding="utf-8")
-    with run_dashboard(run_dir, echo=told.append):
+    with run_dashboard(run_dir):
         pass
-    assert told == []
+    assert capsys.readouterr().out == ""
     assert "dashboard not started" in caplog.text

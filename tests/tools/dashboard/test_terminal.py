@@ -1,5 +1,7 @@
 """Laws of `show`, `replay` and the details of `status`."""
 
+import contextlib
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -20,11 +22,11 @@ from tools.dashboard.terminal import load_of_any_version
 
 
 def said(tmp_path: Path, command: str, *words: str) -> tuple[int, str]:
-    lines: list[str] = []
     request = parse([command, *words, f"run.dir={tmp_path}"])
     act = {"show": show, "replay": replay}[command]
-    code = act(request, echo=lines.append)
-    return code, "\n".join(lines)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        code = act(request)
+    return code, output.getvalue().removesuffix("\n")
 
 
 def test_show_prints_matching_episodes_as_conversations(tmp_path: Path) -> None:
@@ -105,9 +107,8 @@ def test_status_of_another_version_shows_a_warning(
         assert "Another version may have written this run" in said
         assert "step 7/" in said
         assert "episodes: issued 41" in said
-    lines: list[str] = []
     with pytest.raises(ConfigError):
-        load_of_any_version(parse(["status", "no"]), echo=lines.append)
+        load_of_any_version(parse(["status", "no"]))
 
 
 def test_status_lists_the_commands_beside_a_run(
@@ -196,5 +197,5 @@ def test_configuration_of_another_version_keeps_its_known_keys(tmp_path: Path) -
     run_dir.config.unlink()
     run_dir.config.write_text(f"ancient: {{x: 1}}\n{text}", encoding="utf-8")
     request = parse(["status", f"run.dir={tmp_path}", "run.name=a"])
-    cfg = load_of_any_version(request, echo=lambda line: None)
+    cfg = load_of_any_version(request)
     assert (cfg.algorithm.advantage, cfg.actor.num_actors) == ("rloo", 3)

@@ -1,6 +1,7 @@
 """Laws of the command `eval`, with a real small hub and a real small endpoint."""
 
 import contextlib
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ class Stage:
     root: Path
     hub: ToyHub = field(default_factory=ToyHub)
     endpoint: ToyEndpoint = field(default_factory=ToyEndpoint)
-    said: list[str] = field(default_factory=list[str])
+    output: str = ""
     hub_url: str = ""
     endpoint_url: str = ""
 
@@ -63,7 +64,10 @@ class Stage:
             for number in numbers
         ]
         run_dir = RunDir(root=self.root)
-        return run(cfg, run_dir, episodes, hub_url=self.hub_url, token="", echo=self.said.append)
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            code = run(cfg, run_dir, episodes, hub_url=self.hub_url, token="")
+        self.output = output.getvalue()
+        return code
 
     @property
     def entries(self) -> list[dict[str, Any]]:
@@ -90,8 +94,8 @@ def test_samples_are_scored_written_and_printed(tmp_path: Path) -> None:
     assert overall["pass_at"]["1"]["mean"] == 0.5
     assert overall["pass_at"]["2"]["mean"] == 1.0
     assert overall["score"]["mean"] == 0.5
-    assert s.said == [(tmp_path / "eval.md").read_text(encoding="utf-8")]
-    assert "| toy-1 | avg@2 | 50.00 [" in s.said[0]
+    assert s.output == (tmp_path / "eval.md").read_text(encoding="utf-8") + "\n"
+    assert "| toy-1 | avg@2 | 50.00 [" in s.output
 
 
 def test_second_evaluation_plays_only_missing_episodes(tmp_path: Path) -> None:
@@ -111,7 +115,7 @@ def test_failed_episode_is_reported_separately_and_retried(tmp_path: Path) -> No
         assert (overall["num_episodes"], overall["num_failed"]) == (1, 1)
         assert overall["failures"] == {"env_error": 1}
         assert overall["success"]["mean"] == 1.0  # the failure is no zero
-        assert "1 (env_error 1)" in s.said[0]
+        assert "1 (env_error 1)" in s.output
         num_before = len(s.hub.opened)
         s.evaluate(s.config(max_failed_frac=0.5), [0, 9])
         assert s.hub.opened[num_before:] == ["a-test-9"] * 2

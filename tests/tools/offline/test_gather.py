@@ -1,5 +1,7 @@
 """Laws of the command `gather`."""
 
+import contextlib
+import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,7 +44,10 @@ class Split:
 
     def gather(self, *words: str) -> int:
         request = parse(["gather", "run.name=a", f"run.dir={self.cfg.run.dir}", *words])
-        return gather(request, echo=self.lines.append)
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            code = gather(request)
+        self.lines += output.getvalue().splitlines()
+        return code
 
 
 def test_gathered_checkpoint_is_whole(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Laws of a learner that is computed again from what its run has kept."""
 
+import contextlib
+import io
 import json
 import shutil
 from pathlib import Path
@@ -25,7 +27,6 @@ CRITIC = (
 
 def computed(root: Path, *words: str, steps: str | None = None) -> tuple[int, list[str]]:
     """Return the exit code of the command and its output."""
-    said: list[str] = []
     request = ParsedCommand(
         command="recompute",
         config=None,
@@ -35,7 +36,9 @@ def computed(root: Path, *words: str, steps: str | None = None) -> tuple[int, li
         json=None,
         steps=steps,
     )
-    return recompute(request, echo=said.append), said
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        code = recompute(request)
+    return code, output.getvalue().splitlines()
 
 
 def result(root: Path) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Laws of the page that shows runs without a server."""
 
+import contextlib
+import io
 import os
 import shutil
 from dataclasses import replace
@@ -21,10 +23,10 @@ HOSTILE = "</script><script>window.broken=1</script><!--\u2028"
 
 
 def write(folder: Path, *words: str) -> tuple[int, str]:
-    lines: list[str] = []
     request = parse(["report", *words, f"run.dir={folder}"])
-    code = report(request, echo=lines.append)
-    return code, "\n".join(lines)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        code = report(request)
+    return code, output.getvalue().rstrip("\n")
 
 
 def test_samples_cover_each_subset_hardest_first(tmp_path: Path) -> None:

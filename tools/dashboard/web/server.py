@@ -6,7 +6,6 @@ import os
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +30,7 @@ PORTS_TRIED = 20  # Number of ports to try from the default on, if none is reque
 BESIDE_NICE = 10  # Niceness beside a run, which has priority.
 
 
-def dashboard(request: ParsedCommand, *, echo: Callable[[str], None]) -> int:
+def dashboard(request: ParsedCommand) -> int:
     """Serve until interrupted; return the exit code.
 
     Raises: ConfigError: a run or a file is missing, or the port is unusable; names it.
@@ -55,7 +54,7 @@ def dashboard(request: ParsedCommand, *, echo: Callable[[str], None]) -> int:
             return 0
     else:
         listener = listen(host, options.get("port", ""))
-        echo(url_of(listener, token))
+        print(url_of(listener, token))
     serve(listener, sources, host=host, token=token, table=InteractiveEpisodes())
     return 0
 
