@@ -95,7 +95,7 @@ class CurriculumSection:
         """Whether distances grow."""
         return self.kind is not CurriculumKind.HORIZON
 
-    def held(self, policy: HorizonPolicy) -> HorizonPolicy:
+    def effective(self, policy: HorizonPolicy) -> HorizonPolicy:
         """Return the schedule in effect: fixed at its last stage if only distances grow."""
         is_still = self.kind is CurriculumKind.DISTANCE
         return replace(policy, kind=HorizonKind.FIXED) if is_still else policy
@@ -106,7 +106,7 @@ class CurriculumSection:
         return [
             f"warning: horizon.{f'per_env.{name}.' if name else ''}kind={kind.value} {why}"
             for name in ("", *horizon.per_env)
-            if (kind := horizon.policy(name).kind) is not self.held(horizon.policy(name)).kind
+            if (kind := horizon.policy(name).kind) is not self.effective(horizon.policy(name)).kind
         ]
 
     def bounds(self) -> Sequence[int]:

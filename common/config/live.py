@@ -73,7 +73,7 @@ def check_live(key: str) -> None:
 def check_effect(cfg: RunConfig, key: str) -> None:
     """Check that a live key has an effect in a run. Raises: ConfigError: it has none."""
     names = ("", *cfg.horizon.per_env)
-    kinds = {cfg.curriculum.held(cfg.horizon.policy(name)).kind for name in names}
+    kinds = {cfg.curriculum.effective(cfg.horizon.policy(name)).kind for name in names}
     needed = {
         "every_steps": ("horizon.kind=stepwise", HorizonKind.STEPWISE in kinds),
         "over_steps": ("horizon.kind=linear", HorizonKind.LINEAR in kinds),

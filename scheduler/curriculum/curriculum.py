@@ -339,7 +339,7 @@ class Curriculum:
         self._catalogue = catalogue
         names = sorted({horizon.name_of(task.env, task.subset) for task in tasks})
         section = section or CurriculumSection()
-        self._policies = {name: section.held(horizon.policy(name)) for name in names}
+        self._policies = {name: section.effective(horizon.policy(name)) for name in names}
         far = {task.env for task in tasks if task.distance and section.has_distance}
         self._distances = {env: section.distance.policy for env in sorted(far)}
         self.gated = _gated_schedules(self._policies, horizon.unit)
@@ -353,7 +353,7 @@ class Curriculum:
         """
         before = {name: self._stamp(name, self.version) for name in self._policies}
         self._horizon = horizon
-        self._policies = {name: section.held(horizon.policy(name)) for name in self._policies}
+        self._policies = {name: section.effective(horizon.policy(name)) for name in self._policies}
         for name, gated in self.gated.items():
             gated.configure(self._policies[name], self.version)
         for name, stamp in before.items():

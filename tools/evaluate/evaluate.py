@@ -18,7 +18,10 @@ from actor.rollout.episode import Act, Render
 from actor.seats.endpoint import NO_LIMIT, Endpoint, TextEpisode
 from actor.seats.seats import Seats
 from common.config.actor import ENDPOINT, RANDOM, ActorSection, ContextKind
+from common.config.curriculum import subsets_in_use
 from common.config.model import ModelSection
+from common.config.run_config import RunConfig
+from common.config.tasks import TaskSection
 from common.errors import ConfigError, EnvError, LongstrideError
 from common.formats.chat_template import names_date, template_at
 from common.host.lock import hold_run
@@ -29,6 +32,8 @@ from common.store.run_start import mark_finished
 from common.text import counted
 from common.wire.messages import Trajectory
 from learner.journal.journal import read_journal
+from scheduler.curriculum.catalogue import HubCatalogue, fetch_catalogue, validate_tasks
+from scheduler.curriculum.sampling import Item, eval_items, hash_words, spread
 from tools.checks.preflight import check_model
 from tools.checks.served_engines import opponent_engines
 from tools.evaluate.config import EvalConfig, EvalItems, EvalOptions
@@ -37,10 +42,12 @@ from tools.evaluate.play import EpisodePlayer, PlannedEpisode, PlayJob, play
 from tools.evaluate.scores import ItemPlays, all_scores, as_markdown
 from tools.launch.hub import command_part, serve_hub, serve_roles
 from tools.launch.served import make_engine_specs, shared_variables
-from tools.offline.commands import catalogue_of, plan_heldout
 
 logger = logging.getLogger(__name__)
 
+# Environment -> test items of all its tasks, in the catalogue's order.
+TaskLists = Mapping[str, list[str]]
+NO_TURNS: Mapping[str, int] = {}
 DIGEST_CHARS = 10
 NO_NOTES: Mapping[str, str] = {}
 
@@ -217,6 +224,95 @@ class ItemListing:
     items: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     turns: dict[str, int] = field(default_factory=dict[str, int])
     notes: dict[str, str] = field(default_factory=dict[str, str])
+
+
+def plan_heldout(
+    cfg: EvalOptions,
+    tasks: list[TaskSection],
+    catalogue: HubCatalogue,
+    lists: TaskLists,
+    turns: Mapping[str, int] = NO_TURNS,
+) -> list[PlannedEpisode]:
+    """Return the first sample of every item, then the second, up to `eval.k`.
+
+    A seed depends only on its item and the number of its sample.
+
+    Args:
+        lists: test items of the tasks; not used with eval.items=spread.
+        turns: environment -> most turns, if they differ from those of the subset.
+
+    Raises: ConfigError: there is no item to play, or a subset belongs to no task.
+    """
+    if cfg.items is EvalItems.SPREAD:
+        items = eval_items(tasks, catalogue, cfg.num_items, split=cfg.split)
+    else:
+        items = _task_items(cfg, tasks, lists)
+    if not items:
+        raise ConfigError(
+            f"eval.num_items={cfg.num_items}: no held-out item of the configured tasks is selected"
+        )
+    horizons = {
+        (item.env, item.subset): turns.get(item.env)
+        or catalogue.entry(item.env, item.subset).max_turns
+        for item in items
+    }
+    return [
+        _plan(item, sample, horizons[item.env, item.subset])
+        for sample in range(cfg.k)
+        for item in items
+    ]
+
+
+def _plan(item: Item, sample: int, horizon: int) -> PlannedEpisode:
+    """Return one sample of an item as a planned episode."""
+    return PlannedEpisode(
+        episode_id=f"{item.env}/{item.item_id}/{horizon}.{sample}",
+        env=item.env,
+        item_id=item.item_id,
+        seed=hash_words("eval", item.env, item.item_id, sample) >> 33,
+        horizon=horizon,
+    )
+
+
+def _task_items(cfg: EvalOptions, tasks: list[TaskSection], lists: TaskLists) -> list[Item]:
+    """Return the test items of the configured subsets, cut to the same share of each subset."""
+    active = [task for task in tasks if task.weight > 0]
+    item_lists: list[list[str]] = []
+    for task in active:
+        listed = lists.get(task.env, [])
+        mine = [item_id for item_id in listed if subset_of(item_id) == task.items()]
+        if not mine:
+            subsets = sorted({subset_of(item_id) for item_id in listed})
+            raise ConfigError(
+                f"eval.items={cfg.items}: the list of the"
+                f" {'paper' if cfg.items is EvalItems.PAPER else 'catalogue'} has no items of"
+                f" {task.items()!r} of {task.env}. It has items of {subsets}."
+            )
+        item_lists.append(mine)
+    sizes = [len(mine) for mine in item_lists]
+    num_items = sum(sizes) if cfg.num_items < 0 else cfg.num_items
+    quotas = spread(num_items, weights=[float(size) for size in sizes], caps=sizes)
+    if sum(quotas) < sum(sizes):
+        num_left = sum(sizes) - sum(quotas)
+        text = "eval.num_items=%d skips %d of the %d held-out items of the tasks"
+        logger.warning(text, cfg.num_items, num_left, sum(sizes))
+    return [
+        Item(env=task.env, subset=task.items(), item_id=item_id)
+        for task, mine, quota in zip(active, item_lists, quotas, strict=True)
+        for item_id in mine[:quota]
+    ]
+
+
+def catalogue_of(cfg: RunConfig, url: str, token: str) -> HubCatalogue:
+    """Return the hub's catalogue.
+
+    Raises: ConfigError: it lacks a task or has no item at a distance.
+    """
+    subsets = subsets_in_use(cfg.curriculum, cfg.tasks)
+    timeout_s = cfg.actor.env_timeout_s
+    catalogue = fetch_catalogue(url, token=token, timeout_s=timeout_s, subsets=subsets)
+    validate_tasks(cfg.tasks, catalogue, cfg.curriculum)
+    return catalogue
 
 
 def evaluate(cfg: EvalConfig, run_dir: RunDir) -> int:
