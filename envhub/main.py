@@ -322,7 +322,7 @@ def build(
         registry.spec(name)  # A failing import must stop the start, not an episode.
     sessions = Sessions(
         registry,
-        lease_s=section.session_lease_s,
+        idle_s=section.session_idle_s,
         capacity=section.capacity,
         step_timeout_s=section.step_timeout_s,
         max_sessions=section.max_sessions,
@@ -336,7 +336,7 @@ def build(
         step_timeout_s=section.step_timeout_s,
         max_action_bytes=section.max_action_mib * MIB,
         agentgym=AgentGymLimits(
-            lease_s=section.agentgym_lease_s or section.session_lease_s,
+            idle_s=section.agentgym_idle_s or section.session_idle_s,
             queue_s=section.agentgym_queue_s,
         ),
     )
@@ -362,7 +362,7 @@ def serve(
         http=limited_protocol(sessions.counts, app.state.refusals, token=app.state.token),
         ws=QuietSocket,
         ws_max_size=app.state.max_action_bytes + FIELDS_BYTES,
-        ws_ping_interval=None,  # A client that generates may miss pings; leases expire it instead.
+        ws_ping_interval=None,  # A client that generates may miss pings. The idle limit ends it.
         ws_per_message_deflate=False,
         access_log=False,
         server_header=False,

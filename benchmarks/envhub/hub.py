@@ -45,7 +45,7 @@ def hub_process(
     """Yield a hub that serves `envs`, started by `python run.py envhub`.
 
     Args:
-        overrides: further settings, such as `envhub.session_lease_s=5`.
+        overrides: further settings, such as `envhub.session_idle_s=5`.
         environ: environment variables to add.
 
     Raises: ChildFailed: it did not start, or did not stop after SIGTERM.

@@ -38,7 +38,7 @@ class EnvhubSection:
         "model.path, else instructed.",
         one_of=("auto", "compact", "instructed", "agentgym"),
     )
-    session_lease_s: float = seconds(
+    session_idle_s: float = seconds(
         600.0, "Closes a session without requests after this many seconds.", ge=1
     )
     capacity: int = knob(4096, "Limits the sessions of each environment.", ge=1, le=10**6)
@@ -58,10 +58,10 @@ class EnvhubSection:
     inline_step_s: float = seconds(
         0.2, "Moves an environment to worker processes once three of its steps took longer.", gt=0
     )
-    agentgym_lease_s: float = seconds(
+    agentgym_idle_s: float = seconds(
         0.0,
         "Closes a session on AgentGym's routes without requests after this many seconds. 0 means "
-        "session_lease_s.",
+        "session_idle_s.",
         ge=0,
     )
     agentgym_queue_s: float = seconds(
@@ -69,6 +69,6 @@ class EnvhubSection:
     )
 
     def contradictions(self) -> Iterator[Contradiction]:
-        if self.agentgym_lease_s > self.session_lease_s:
-            law = f"must be <= envhub.session_lease_s={self.session_lease_s:g}"
-            yield "agentgym_lease_s", self.agentgym_lease_s, law
+        if self.agentgym_idle_s > self.session_idle_s:
+            law = f"must be <= envhub.session_idle_s={self.session_idle_s:g}"
+            yield "agentgym_idle_s", self.agentgym_idle_s, law

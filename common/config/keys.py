@@ -42,6 +42,11 @@ REMOVED_KEYS: dict[str, float | None] = {
     "actor.top_k": -1,
     "log.otlp_every_s": None,  # A collector reads the page of log.metrics_port.
 }
+# Keys with another name since the release before.
+RENAMED_KEYS = {
+    "envhub.session_lease_s": "envhub.session_idle_s",
+    "envhub.agentgym_lease_s": "envhub.agentgym_idle_s",
+}
 NEAR_LAST_FRAC = 0.7  # Smallest similarity of a suggested key's last word.
 MAX_NAMES_CHARS = 400  # A longer list of a section's keys is not shown.
 Tree = dict[str, Any]  # Values by key; sections are trees again.

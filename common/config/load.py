@@ -21,6 +21,7 @@ from common.config.envs import EnvsSection, choose_env
 from common.config.keys import (
     COMMAND_KEYS,
     REMOVED_KEYS,
+    RENAMED_KEYS,
     Tree,
     build,
     commands_of,
@@ -245,9 +246,19 @@ def _find_base(base: Any, path: Path) -> Path:
 def _used(tree: Tree, *, schema: type[RunConfig], is_stored: bool) -> Tree:
     """Return the sections of a file without keys of other commands and without removed ones.
 
+    Renamed keys get their new names.
+
     Args:
-        is_stored: the product wrote the file, so removed keys need no warning.
+        is_stored: the product wrote the file, so removed and renamed keys need no warning.
     """
+    for old, new in RENAMED_KEYS.items():
+        name, _, last = old.rpartition(".")
+        renamed: Any = tree.get(name)
+        if isinstance(renamed, dict) and last in renamed:
+            value = cast(Tree, renamed).pop(last)
+            cast(Tree, renamed).setdefault(new.rpartition(".")[2], value)
+            if not is_stored:
+                _warn(f"{old}={show(value)}: this key has a new name, {new}")
     for key in (*COMMAND_KEYS, *REMOVED_KEYS):
         name, _, last = key.rpartition(".")
         section: Any = tree.get(name) if name else tree
@@ -352,6 +363,9 @@ def _apply_overrides(
         if not equals:
             raise ConfigError(f"{override}: an override is key=value, like learner.lr=1e-4")
         name = dotted(key)
+        if name in RENAMED_KEYS:
+            _warn(f"{override}: this key has a new name, {RENAMED_KEYS[name]}")
+            key = name = RENAMED_KEYS[name]
         if commands := commands_of(name, schema):
             _warn(f"{override}: it is a key of {commands}, and this command does not read it")
             continue

@@ -191,8 +191,8 @@ def check_training(cfg: RunConfig) -> None:
         over = f" / learner.sequence_ranks={ranks}" * (ranks > 1)
         law = f"must be >= actor.max_model_len={longest}{over}, the tokens of the longest episode"
         raise ConfigError(f"learner.max_tokens_per_microbatch={budget}: {law}")
-    lease_s = cfg.envhub.session_lease_s
+    idle_s = cfg.envhub.session_idle_s
     turn_s = cfg.actor.turn_timeout_s
-    if not cfg.envhub.url and lease_s < turn_s:
+    if not cfg.envhub.url and idle_s < turn_s:
         law = f"must be >= actor.turn_timeout_s={turn_s:g}: a session is silent during a turn"
-        raise ConfigError(f"envhub.session_lease_s={lease_s:g}: {law}")
+        raise ConfigError(f"envhub.session_idle_s={idle_s:g}: {law}")

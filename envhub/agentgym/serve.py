@@ -31,7 +31,7 @@ from envhub.catalogue.registry import LOADERS
 from envhub.env import EnvSpec, Isolation, StepResult, Style, UnknownItem
 from envhub.envs.wordle.env import vocabulary
 from envhub.errors import CapacityFull, EnvRaised, SessionUnknown
-from envhub.hosting.leases import LeaseTable
+from envhub.hosting.expiry import ExpiringTable
 from envhub.hosting.sessions import Sessions
 from envhub.http.bodies import body_of, json_response, validated
 from envhub.http.parts import AgentGymLimits, HubParts
@@ -57,7 +57,7 @@ class Instances:
     takes the next step. A third request closes 5: it waits as well, and later requests find no
     instance 5.
 
-    An instance without requests lives `limits.lease_s`; expired instances are removed at the next
+    An instance without requests lives `limits.idle_s`; expired instances are removed at the next
     create or reset. If no session is free, requests wait in order, at most `limits.queue_s`.
     Instances with an ended episode give up their sessions for them.
 
@@ -73,8 +73,8 @@ class Instances:
         self._turns: deque[object] = deque()  # Requests that wait for an instance, in order.
         self._puts_aside = spec.is_repeatable and spec.isolation is not Isolation.INLINE
         # The order selects the episode to suspend.
-        self._instances: LeaseTable[int, ServedInstance] = LeaseTable(
-            limits.lease_s, sessions.now_s
+        self._instances: ExpiringTable[int, ServedInstance] = ExpiringTable(
+            limits.idle_s, sessions.now_s
         )
 
     def __len__(self) -> int:
@@ -195,11 +195,11 @@ class Instances:
         return (
             f", and none was closed within envhub.agentgym_queue_s={limits.queue_s:g}."
             f" Raise {key}, let clients close their finished instances, or lower"
-            f" envhub.agentgym_lease_s={limits.lease_s:g}, which closes idle instances."
+            f" envhub.agentgym_idle_s={limits.idle_s:g}, which closes idle instances."
         )
 
     def find(self, number: int) -> ServedInstance:
-        """Return an instance and renew its lease. Raises: InstanceUnknown."""
+        """Return an instance and restart its idle time. Raises: InstanceUnknown."""
         instance = self._instances.find(number)
         if instance is None:
             raise InstanceUnknown(f"The id {number} is not valid.")
@@ -276,12 +276,12 @@ class Instances:
         return True
 
     async def expire(self) -> None:
-        """End the instances whose lease has run out."""
+        """End the instances that are idle for too long."""
         gone = self._instances.pop_expired(keeps=lambda each: each.lock.locked())
         for instance in gone:
             await self._end_session(instance)
         if gone:
-            await self._sessions.expire()  # Sessions whose own lease expired at the same time.
+            await self._sessions.expire()  # Sessions that were idle as long.
 
     async def _end_session(self, instance: ServedInstance) -> None:
         """End the hub's session of an instance, if it has one."""
@@ -292,7 +292,7 @@ class Instances:
 
     async def _delete(self, session_id: str) -> None:
         """Delete a session, which may have ended by itself."""
-        with contextlib.suppress(SessionUnknown):  # Its own lease may have ended it already.
+        with contextlib.suppress(SessionUnknown):  # Its own idle limit may have ended it already.
             await self._sessions.delete(session_id)
 
 

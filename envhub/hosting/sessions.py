@@ -1,4 +1,4 @@
-"""The table of live sessions: leases, sequence numbers and stored answers for retries."""
+"""The table of live sessions: idle limits, sequence numbers and stored answers for retries."""
 
 import asyncio
 import contextlib
@@ -32,8 +32,8 @@ from envhub.errors import (
 )
 from envhub.hosting.env_calls import call_environment
 from envhub.hosting.episodes import HostedEpisode, LocalEpisode, WorkerEpisode
+from envhub.hosting.expiry import ExpiringTable
 from envhub.hosting.inline import INLINE_STEP_S, InlineBudget
-from envhub.hosting.leases import LeaseTable
 from envhub.hosting.session import STEP_BUCKETS_S, Session, SessionLock, empty_histogram
 from envhub.hosting.worker import Worker
 from envhub.hosting.worker_pool import WorkerPool
@@ -245,9 +245,9 @@ class Sessions:
     """Sessions by random token. All methods belong to one event loop.
 
     Only this class changes the state of a session. A place is reserved, and the session is live
-    once its episode is open. It ends by `delete`, by a call that fails or times out, by its lease,
-    or with its worker process; in the last case the next request gets the reason. Calls of one
-    session are serialized; calls of different sessions run concurrently.
+    once its episode is open. It ends by `delete`, by a call that fails or times out, by its idle
+    limit, or with its worker process; in the last case the next request gets the reason. Calls of
+    one session are serialized; calls of different sessions run concurrently.
 
     Example: step seq 1 runs the environment. Its answer is lost in transit. The client sends seq 1
     again and gets the stored answer; no step runs. If both requests overlap, the second waits for
@@ -258,7 +258,7 @@ class Sessions:
         self,
         registry: Registry,
         *,
-        lease_s: float,
+        idle_s: float,
         capacity: int,
         step_timeout_s: float,
         now_s: Callable[[], float] | None = None,
@@ -274,7 +274,7 @@ class Sessions:
         now_s = self.now_s = now_s or AwakeClock().__call__
         self._max_sessions = max_sessions
         self._max_action_bytes = max_action_bytes
-        self.lease_s = lease_s
+        self.idle_s = idle_s
         self.is_draining = False
         # Reserved places by environment, including sessions that are opening.
         self.num_live: Counter[str] = Counter()
@@ -291,9 +291,9 @@ class Sessions:
         )
         self.registry, self.distances = registry, Distances(registry)
         self.services = Services(registry)
-        self._live: LeaseTable[str, Session] = LeaseTable(lease_s, now_s)
+        self._live: ExpiringTable[str, Session] = ExpiringTable(idle_s, now_s)
         # Reasons of lost workers that clients have not received yet.
-        self._unreported: LeaseTable[str, str] = LeaseTable(lease_s, now_s)
+        self._unreported: ExpiringTable[str, str] = ExpiringTable(idle_s, now_s)
         self._num_running = 0
         self._owners: Counter[str] = Counter()  # Open connections by owner.
         self._ending: set[asyncio.Task[None]] = set()
@@ -490,18 +490,18 @@ class Sessions:
         await asyncio.gather(*(self._drop(session) for session in owned))
 
     async def expire(self) -> int:
-        """Drop the sessions whose lease has expired and return their number."""
+        """Drop the sessions that are idle for too long and return their number."""
         gone = self._live.pop_expired(keeps=lambda session: session.is_busy)
         self.counts["expired"] += len(gone)
         await asyncio.gather(*(self._close(session) for session in gone))
         self._unreported.pop_expired()
         return len(gone)
 
-    async def watch_leases(self) -> None:
+    async def watch_idle(self) -> None:
         """Drop expired sessions periodically; only cancellation ends this loop."""
         num_trimmed = 0
         while True:
-            await asyncio.sleep(min(self.lease_s / 4, MAX_WATCH_INTERVAL_S))
+            await asyncio.sleep(min(self.idle_s / 4, MAX_WATCH_INTERVAL_S))
             num_expired = await self.expire()
             num_ended = self.counts["expired"] + self.counts["deleted"]
             if num_ended - num_trimmed >= SESSIONS_PER_TRIM:
@@ -553,14 +553,14 @@ class Sessions:
         self.num_live[env_name] -= 1
 
     def _find(self, session_id: str) -> Session:
-        """Return a live session and renew its lease."""
+        """Return a live session and restart its idle time."""
         session = self._live.find(session_id)
         if session is not None:
             return session
         failure = self._unreported.pop(session_id)
         if failure is not None:
             raise WorkerLost(failure)
-        raise SessionUnknown("no such session, or its lease has expired")
+        raise SessionUnknown("no such session, or it was idle for too long")
 
     def _exclusive(self, session_id: str) -> SessionLock:
         """Return a lock that waits for other calls; the session may end during the wait."""

@@ -12,7 +12,7 @@ from envhub.hosting.sessions import Sessions
 class AgentGymLimits:
     """Lifetime of an unused instance, and the time a request waits for a free session."""
 
-    lease_s: float
+    idle_s: float
     queue_s: float = 0.0
 
 

@@ -257,11 +257,12 @@ def make_app(
     max_action_bytes: int = DEFAULT_ACTION_MIB * MIB,
     agentgym: AgentGymLimits | None = None,
 ) -> FastAPI:
-    """Return the hub's application, which also expires the leases of `sessions`.
+    """Return the hub's application, which also ends idle `sessions`.
 
     Every route but /healthz and /readyz requires `token`, unless it is None. `step_timeout_s` is
     only reported to clients. An action of more than `max_action_bytes` is refused; its client then
-    requests the answer to an invalid action. `agentgym` None: the sessions' leases, and no queue.
+    requests the answer to an invalid action. `agentgym` None: the idle limit of the sessions, and
+    no queue.
     """
     app = FastAPI(title="Longstride environment hub", lifespan=_lifespan_of(sessions))
     app.state.refusals = refusals = Refusals()
@@ -287,7 +288,7 @@ def make_app(
         app=app,
         sessions=sessions,
         registry=registry,
-        limits=agentgym or AgentGymLimits(lease_s=sessions.lease_s),
+        limits=agentgym or AgentGymLimits(idle_s=sessions.idle_s),
     )
     for mount in load_extensions("routes"):
         mount(hub)
@@ -295,13 +296,13 @@ def make_app(
 
 
 def _lifespan_of(sessions: Sessions) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
-    """Return what watches leases and memory while the application runs, and then ends sessions."""
+    """Return the context that watches idle sessions and memory, and ends sessions at the end."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        """Watch leases, memory and services; at the end, stop the sessions."""
+        """Watch idle sessions, memory and services; at the end, stop the sessions."""
         upkeep = [
-            asyncio.create_task(sessions.watch_leases()),
+            asyncio.create_task(sessions.watch_idle()),
             asyncio.create_task(sessions.placement.watch_memory()),
         ]
         if sessions.services.names:

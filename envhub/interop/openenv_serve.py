@@ -160,7 +160,9 @@ def _task(name: str, split: Split, index: int) -> dict[str, Any]:
     return {"id": split.item(index), "index": index, "split": name}
 
 
-CLOSE_SILENT = 1001  # "Going away": close code of a socket that was silent for a whole lease.
+CLOSE_SILENT = (
+    1001  # "Going away": close code of a socket that was silent for the whole idle limit.
+)
 CLOSE_REFUSED = 1013  # "Try again later".
 
 
@@ -258,8 +260,8 @@ class _Refused(Exception):
 class _Player:
     """One socket with at most one hub session at a time, which ends with the socket.
 
-    A client that is silent for a whole lease loses both, as over HTTP. Pings are answered, but the
-    hub sends none: a client that is busy generating may miss any number of them.
+    A client that is silent for the whole idle limit loses both, as over HTTP. Pings are answered,
+    but the hub sends none: a client that is busy generating may miss any number of them.
     """
 
     def __init__(self, socket: WebSocket, sessions: Sessions, spec: EnvSpec) -> None:
@@ -281,15 +283,15 @@ class _Player:
             await self._end()
 
     async def _answer_all(self) -> None:
-        """Answer frames until the socket closes or the lease expires."""
+        """Answer frames until the socket closes or the idle limit passes."""
         while True:
             try:
-                async with asyncio.timeout(self._sessions.lease_s):
+                async with asyncio.timeout(self._sessions.idle_s):
                     received = await self._socket.receive()
             except TimeoutError:
-                text = f"no message for {self._sessions.lease_s:g} s, so the lease has expired"
+                text = f"no message for {self._sessions.idle_s:g} s, so the idle limit has passed"
                 await self._send(_Refused("SESSION_ERROR", text).frame)
-                await self._socket.close(CLOSE_SILENT, "lease expired")
+                await self._socket.close(CLOSE_SILENT, "idle limit")
                 return
             if received["type"] == "websocket.disconnect":
                 return

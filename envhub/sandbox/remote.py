@@ -123,7 +123,7 @@ class RemoteSandbox:
         await self._call("POST", "/kill", GRACE_S)
 
     async def delete(self) -> None:
-        """End the sandbox; without an answer, its lease at the server ends it."""
+        """End the sandbox; without an answer, the idle limit of the server ends it."""
         if self._session.closed:
             return
         with contextlib.suppress(SandboxFailed, RefusedBySandbox):

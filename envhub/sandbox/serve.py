@@ -3,7 +3,7 @@
     SANDBOX_TOKEN=... python -m envhub.sandbox.serve --host 0.0.0.0 --port 8090
 
 It creates sandboxes with a backend of its own machine. A sandbox without requests for the time of
-its lease is deleted.
+its idle limit is deleted.
 """
 
 import argparse
@@ -47,7 +47,7 @@ MAX_FILE_BYTES = 64 << 20
 MAX_OUTPUT_BYTES = 16 << 20
 MAX_TIMEOUT_S = 24 * 3600.0
 BODY_S = 300.0  # Deadline for the body of a request with the token.
-WATCH_S = 1.0  # Interval between two checks of the leases.
+WATCH_S = 1.0  # Interval between two searches for idle sandboxes.
 
 
 class CreateBody(BaseModel):
@@ -86,11 +86,11 @@ class SandboxTable:
     """The live sandboxes of a server by their ids."""
 
     def __init__(
-        self, backend: SandboxBackend, limits: SandboxLimits, *, lease_s: float, capacity: int
+        self, backend: SandboxBackend, limits: SandboxLimits, *, idle_s: float, capacity: int
     ) -> None:
         self._backend = backend
         self._limits = limits
-        self._lease_s = lease_s
+        self._idle_s = idle_s
         self._capacity = capacity
         self._held: dict[str, Held] = {}
         self._num_opening = 0
@@ -126,33 +126,33 @@ class SandboxTable:
 
     @contextlib.asynccontextmanager
     async def use(self, number: str) -> AsyncIterator[Sandbox]:
-        """Yield a sandbox; its lease does not end meanwhile. Raises: HTTPException."""
-        lease = self._held.get(number)
-        if lease is None:
-            raise HTTPException(404, "no such sandbox, or its lease has ended")
-        lease.num_running += 1
+        """Yield a sandbox; it is not idle meanwhile. Raises: HTTPException."""
+        entry = self._held.get(number)
+        if entry is None:
+            raise HTTPException(404, "no such sandbox, or it was idle for too long")
+        entry.num_running += 1
         try:
-            yield lease.sandbox
+            yield entry.sandbox
         except SandboxFailed:
             await self.delete(number)
             raise
         finally:
-            lease.num_running -= 1
-            lease.used_s = time.monotonic()
+            entry.num_running -= 1
+            entry.used_s = time.monotonic()
 
     async def delete(self, number: str) -> None:
         """Delete a sandbox; no effect if it does not exist."""
-        lease = self._held.pop(number, None)
-        if lease is not None:
-            await lease.sandbox.delete()
+        entry = self._held.pop(number, None)
+        if entry is not None:
+            await entry.sandbox.delete()
 
     async def watch(self) -> None:
-        """Delete the sandboxes whose lease has ended; only cancellation ends this loop."""
+        """Delete the sandboxes that are idle for too long; only cancellation ends this loop."""
         while True:
-            await asyncio.sleep(min(WATCH_S, self._lease_s / 4))
-            oldest_s = time.monotonic() - self._lease_s
-            leases = self._held.items()
-            for number in [n for n, h in leases if not h.num_running and h.used_s < oldest_s]:
+            await asyncio.sleep(min(WATCH_S, self._idle_s / 4))
+            oldest_s = time.monotonic() - self._idle_s
+            entries = self._held.items()
+            for number in [n for n, h in entries if not h.num_running and h.used_s < oldest_s]:
                 logger.info("sandbox expired id=%s...", number[:6])
                 await self.delete(number)
 
@@ -269,7 +269,14 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1", help="Address at which the server listens.")
     parser.add_argument("--port", type=int, default=8090, help="Port; 0 chooses a free one.")
     parser.add_argument("--backend", default="bwrap", choices=("bwrap", "docker", "podman"))
-    parser.add_argument("--lease-s", type=float, default=600.0, help="Deletes unused sandboxes.")
+    parser.add_argument(
+        "--idle-s",
+        "--lease-s",
+        dest="idle_s",
+        type=float,
+        default=600.0,
+        help="Deletes unused sandboxes.",
+    )
     parser.add_argument("--capacity", type=int, default=16, help="Limits the live sandboxes.")
     parser.add_argument("--token-env", default=default.token_env, help="Variable with the token.")
     for name in ("memory_mib", "processes", "open_files", "max_files", "file_mib", "disk_mib"):
@@ -282,7 +289,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Serve until a signal arrives."""
     arguments = vars(parse_arguments())
-    server_names = {"host", "port", "lease_s", "capacity", "token_env"}
+    server_names = {"host", "port", "idle_s", "capacity", "token_env"}
     options = SandboxOptions(**{k: v for k, v in arguments.items() if k not in server_names})
     token = os.environ.pop(arguments["token_env"], "")
     if not token and arguments["host"] not in LOOPBACK:
@@ -294,7 +301,7 @@ def main() -> None:
     if problem := backend.problem():
         raise SystemExit(problem)
     table = SandboxTable(
-        backend, limits_of(options), lease_s=arguments["lease_s"], capacity=arguments["capacity"]
+        backend, limits_of(options), idle_s=arguments["idle_s"], capacity=arguments["capacity"]
     )
     with socket.create_server((arguments["host"], arguments["port"])) as listener:
         host, port = listener.getsockname()[:2]

@@ -16,7 +16,7 @@ from tests.end_to_end.hub_solve import Subset, list_subsets, open_patiently
 
 ENVS = ("textcraft", "babyai", "maze", "wordle", "sqlgym")
 NUM_CLIENTS = 16
-LEASE_S = 5.0
+IDLE_S = 5.0
 MAX_GROWTH_FRAC = 0.10
 SETTLE_S = 15.0  # Time to release memory after the last session has expired.
 NUM_SAMPLES = 60
@@ -118,17 +118,17 @@ async def _play(
     await client.delete(session_id)
 
 
-def abandon(*, num_sessions: int, lease_s: float) -> Abandoned:
-    """Open sessions that are never closed, wait for their lease, return the hub's memory.
+def abandon(*, num_sessions: int, idle_s: float) -> Abandoned:
+    """Open sessions that are never closed, wait for their idle limit, return the hub's memory.
 
     The initial memory is measured after 50 sessions of each environment, so that caches are filled.
     """
-    overrides = [f"envhub.session_lease_s={lease_s:g}", f"envhub.capacity={num_sessions}"]
+    overrides = [f"envhub.session_idle_s={idle_s:g}", f"envhub.capacity={num_sessions}"]
     with hub_process(ENVS[:2], overrides=overrides) as hub:
-        return uvloop.run(_abandon(hub, num_sessions, lease_s))
+        return uvloop.run(_abandon(hub, num_sessions, idle_s))
 
 
-async def _abandon(hub: ServiceProcess, num_sessions: int, lease_s: float) -> Abandoned:
+async def _abandon(hub: ServiceProcess, num_sessions: int, idle_s: float) -> Abandoned:
     began_s = time.monotonic()
     async with Client(hub.target) as client:
         subsets = await list_subsets(hub.target)
@@ -143,7 +143,7 @@ async def _abandon(hub: ServiceProcess, num_sessions: int, lease_s: float) -> Ab
             subset = next(turn)
             await client.open(subset.env, f"{subset.name}-train-{number % subset.num_train}")
         peak_bytes = hub.rss_bytes()
-        async with asyncio.timeout(3 * lease_s + 10):
+        async with asyncio.timeout(3 * idle_s + 10):
             while (await client.want(200, "GET", "/healthz"))["num_sessions"]:
                 await asyncio.sleep(0.2)
         end_bytes = await _settled_bytes(hub, (1 + MAX_GROWTH_FRAC) * start_bytes)

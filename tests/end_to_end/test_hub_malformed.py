@@ -80,7 +80,7 @@ def test_malformed_requests_harm_no_worker_or_session() -> None:
     envs = ["outside", *(name for name in ITEMS if name in offline_envs())]
     served = [OUTSIDE if name == "outside" else name for name in envs]
     # A bystander does nothing meanwhile, however long that takes on a busy machine.
-    with hub_process(served, overrides=["envhub.session_lease_s=7200"]) as hub:
+    with hub_process(served, overrides=["envhub.session_idle_s=7200"]) as hub:
         bystanders = run(open_bystanders(hub.target, envs))
         workers = worker_pids(hub)
         fuzz = Fuzz(hub.target, run(fetch_document(hub.target)))

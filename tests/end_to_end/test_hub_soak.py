@@ -6,7 +6,7 @@ LONGSTRIDE_SOAK_S=600 and LONGSTRIDE_ABANDONED=10000 for the whole of it.
 import pytest
 
 from benchmarks.envhub.hub import hub_process
-from tests.end_to_end.hub_soak import ENVS, LEASE_S, MAX_GROWTH_FRAC, abandon, soak_hub
+from tests.end_to_end.hub_soak import ENVS, IDLE_S, MAX_GROWTH_FRAC, abandon, soak_hub
 from tests.end_to_end.hubs import amount, offline_envs
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
@@ -17,7 +17,7 @@ NUM_ABANDONED = amount("LONGSTRIDE_ABANDONED", default=2000)
 
 def test_mixed_load_succeeds_with_flat_memory() -> None:
     envs = [name for name in ENVS if name in offline_envs()]
-    with hub_process(envs, overrides=[f"envhub.session_lease_s={LEASE_S:g}"]) as hub:
+    with hub_process(envs, overrides=[f"envhub.session_idle_s={IDLE_S:g}"]) as hub:
         soak = soak_hub(hub, duration_s=DURATION_S)
     assert soak.failures == []
     assert soak.counts["steps"] > 20 * DURATION_S
@@ -25,7 +25,7 @@ def test_mixed_load_succeeds_with_flat_memory() -> None:
 
 
 def test_expired_sessions_return_their_memory() -> None:
-    lease_s = 30.0 if NUM_ABANDONED > 5000 else 5.0
-    left = abandon(num_sessions=NUM_ABANDONED, lease_s=lease_s)
+    idle_s = 30.0 if NUM_ABANDONED > 5000 else 5.0
+    left = abandon(num_sessions=NUM_ABANDONED, idle_s=idle_s)
     assert left.peak_bytes > left.start_bytes
     assert left.growth_frac <= MAX_GROWTH_FRAC, left

@@ -109,7 +109,7 @@ def _serve_hubs() -> Iterator[Callable[..., Hub]]:
         clock = Clock()
         registry = Registry([*NAMES, *map(_reference, outsiders)])
         sessions = Sessions(
-            registry, lease_s=60.0, capacity=capacity, step_timeout_s=10.0, now_s=clock
+            registry, idle_s=60.0, capacity=capacity, step_timeout_s=10.0, now_s=clock
         )
         server = _Server(sessions, registry, token)
         port = server.listener.getsockname()[1]

@@ -385,8 +385,8 @@ class InteractiveEpisodes:
     async def _hub(self, options: tuple[str, ...]) -> HubClient:
         """Return a client of the hub with these options. Raises: EnvError: it does not start."""
         token = f"envhub.token=${{oc.env:{TOKEN}}}"
-        lease = f"envhub.session_lease_s={2 * self._idle_s:g}"
-        words = ["envhub", "port=0", token, lease, *options]
+        idle = f"envhub.session_idle_s={2 * self._idle_s:g}"
+        words = ["envhub", "port=0", token, idle, *options]
         kind = "hub of a run" if options else "hub"
         address = await self._address(kind, words)
         if address not in self._clients:

@@ -247,7 +247,7 @@ def test_section_cannot_be_changed() -> None:
         ("scheduler.heartbeat_s=.nan", "scheduler.heartbeat_s=nan: must be"),
         ("scheduler.dead_after_s=0", "scheduler.dead_after_s=0.0: must be"),
         ("scheduler.max_attempts=0", "scheduler.max_attempts=0: must be"),
-        ("envhub.session_lease_s=-1", "envhub.session_lease_s=-1.0: must be"),
+        ("envhub.session_idle_s=-1", "envhub.session_idle_s=-1.0: must be"),
         ("tasks[0].weight=.inf", "tasks[0].weight=inf: must be"),
         ("groups.size=1000000000", "groups.size=1000000000: must be in [1, 4096]"),
         ("learner.port=70000", "learner.port=70000: must be in [0, 65535]"),

@@ -63,7 +63,7 @@ def serve_envs(
 ) -> Iterator[str]:
     """Serve a hub with these environments and yield its URL."""
     registry = Registry([native_name(name) for name in names], EnvsSection(), remote)
-    sessions = Sessions(registry, lease_s=600.0, capacity=capacity, step_timeout_s=30.0)
+    sessions = Sessions(registry, idle_s=600.0, capacity=capacity, step_timeout_s=30.0)
     app = make_app(sessions, registry, token=None, step_timeout_s=30.0)
     with serve_app(app) as url:
         yield url

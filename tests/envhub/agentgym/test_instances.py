@@ -1,4 +1,4 @@
-"""Laws of AgentGym's instances: leases, and one call at a time."""
+"""Laws of AgentGym's instances: idle limits, and one call at a time."""
 
 import asyncio
 import time
@@ -30,15 +30,15 @@ class Clock:
         return self.now_s
 
 
-def with_instances(play, *, lease_s: float = 10.0, queue_s: float = 0.0, capacity: int = 4):
+def with_instances(play, *, idle_s: float = 10.0, queue_s: float = 0.0, capacity: int = 4):
     """Run `play(instances, sessions, clock)` on a Maze."""
 
     async def run():
         clock, registry = Clock(), Registry(["maze"])
         sessions = Sessions(
-            registry, lease_s=lease_s, capacity=capacity, step_timeout_s=1.0, now_s=clock
+            registry, idle_s=idle_s, capacity=capacity, step_timeout_s=1.0, now_s=clock
         )
-        limits = AgentGymLimits(lease_s=lease_s, queue_s=queue_s)
+        limits = AgentGymLimits(idle_s=idle_s, queue_s=queue_s)
         spec = registry.spec("maze")
         instances = Instances(spec, sessions, limits=limits)
         try:
@@ -49,7 +49,7 @@ def with_instances(play, *, lease_s: float = 10.0, queue_s: float = 0.0, capacit
     return asyncio.run(run())
 
 
-def test_use_renews_a_lease_and_disuse_ends_it():
+def test_use_restarts_the_idle_time_and_disuse_ends_it():
     async def play(instances, sessions, clock):
         used, unused = instances.add(), instances.add()
         clock.now_s = 9.0
@@ -146,7 +146,7 @@ def slow_instances() -> tuple[Instances, SlowSessions]:
         make=lambda _: pytest.fail("nobody plays it"),
         from_agentgym=lambda index: f"any-train-{index}",
     )
-    return Instances(spec, cast(Sessions, sessions), limits=AgentGymLimits(lease_s=10.0)), sessions
+    return Instances(spec, cast(Sessions, sessions), limits=AgentGymLimits(idle_s=10.0)), sessions
 
 
 def test_instance_closed_during_reset_leaves_no_session():
@@ -213,8 +213,8 @@ def test_suspended_episode_resumes_in_same_state():
             registry.spec("fragile"), max_workers=1, sessions_per_worker=2, from_agentgym=item
         )
         registry.spec = lambda name: spec
-        sessions = Sessions(registry, lease_s=60.0, capacity=9, step_timeout_s=20.0)
-        instances = Instances(spec, sessions, limits=AgentGymLimits(lease_s=60.0, queue_s=9.0))
+        sessions = Sessions(registry, idle_s=60.0, capacity=9, step_timeout_s=20.0)
+        instances = Instances(spec, sessions, limits=AgentGymLimits(idle_s=60.0, queue_s=9.0))
 
         async def step(number, action="go"):
             return (await instances.step(number, action, refuses_after_done=True))[1].observation
@@ -279,8 +279,8 @@ def test_clients_without_close_fail_no_step_of_any_environment(name):
 
     async def play():
         registry = Registry([name], options)
-        sessions = Sessions(registry, lease_s=600.0, capacity=4096, step_timeout_s=60.0)
-        limits = AgentGymLimits(lease_s=600.0, queue_s=300.0)
+        sessions = Sessions(registry, idle_s=600.0, capacity=4096, step_timeout_s=60.0)
+        limits = AgentGymLimits(idle_s=600.0, queue_s=300.0)
         instances = Instances(registry.spec(name), sessions, limits=limits)
         try:
             numbers = [await instances.add_in_turn() for _ in range(num_clients)]
@@ -318,4 +318,4 @@ def test_rollouts_of_128_clients_without_close_fail_no_step():
         passing.cancel()
         assert sessions.num_steps == 128 * 2 * 3
 
-    with_instances(play, lease_s=40.0, queue_s=60.0, capacity=32)
+    with_instances(play, idle_s=40.0, queue_s=60.0, capacity=32)

@@ -48,7 +48,7 @@ def served(name: str, folder: Path, retriever_url: str) -> Iterator[Raw]:
         ),
     )
     registry = Registry([name], options)
-    sessions = Sessions(registry, lease_s=600.0, capacity=4, step_timeout_s=60.0)
+    sessions = Sessions(registry, idle_s=600.0, capacity=4, step_timeout_s=60.0)
     with serve_app(make_app(sessions, registry, token=None, step_timeout_s=60.0)) as url:
         raw = Raw(name, f"{url}/agentgym/{name}")
         yield raw

@@ -77,7 +77,7 @@ def test_items_at_a_distance_take_the_expert_that_long(env: str, subset: str) ->
 
 def test_item_at_distance_equals_plain_id() -> None:
     async def first_observations() -> tuple[str, str]:
-        sessions = Sessions(Registry(["maze"]), lease_s=9.0, capacity=9, step_timeout_s=9.0)
+        sessions = Sessions(Registry(["maze"]), idle_s=9.0, capacity=9, step_timeout_s=9.0)
         plain = await sessions.distances.plain("maze", "DoubleT@3..9-test-0")
         return (
             (await sessions.create("maze", "DoubleT@3..9-test-0"))[1],

@@ -18,7 +18,7 @@ def play(episode, *, envs=("waiting", "faulty"), **changes):
     """Run a coroutine function on a fresh table and stop the table."""
 
     async def run():
-        limits = {"lease_s": 60.0, "capacity": 10, "step_timeout_s": 0.1}
+        limits = {"idle_s": 60.0, "capacity": 10, "step_timeout_s": 0.1}
         sessions = Sessions(Registry(list(envs)), **(limits | changes))
         try:
             return await episode(sessions)
@@ -100,7 +100,7 @@ def test_running_call_prevents_session_expiry():
         now_s[0] = 100.0
         assert await sessions.expire() == 0
         await step
-        now_s[0] = 159.0  # the lease counts from the end of the call
+        now_s[0] = 159.0  # the idle time counts from the end of the call
         assert await sessions.expire() == 0
         now_s[0] = 161.0
         return await sessions.expire()

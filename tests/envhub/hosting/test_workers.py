@@ -253,7 +253,7 @@ def test_worker_load_failure_reports_its_cause(serve_hub):
 def test_suspended_hub_kills_no_worker_with_a_pending_answer():
     async def main():
         registry = Registry(["tests.envhub.outside:make_worker"])
-        sessions = Sessions(registry, lease_s=3.5, capacity=9, step_timeout_s=0.5)
+        sessions = Sessions(registry, idle_s=3.5, capacity=9, step_timeout_s=0.5)
         try:
             stepping, beside = [
                 (await sessions.create("fragile", f"any-train-{i}"))[0] for i in range(2)
@@ -278,7 +278,7 @@ from envhub.hosting.sessions import Sessions
 
 async def main():
     registry = Registry(["tests.envhub.outside:make_worker"])
-    sessions = Sessions(registry, lease_s=60.0, capacity=9, step_timeout_s=5.0)
+    sessions = Sessions(registry, idle_s=60.0, capacity=9, step_timeout_s=5.0)
     await sessions.create("fragile", "any-train-0")
     print(sessions.placement.workers()[0].pid, flush=True)
     await asyncio.sleep(60.0)

@@ -97,11 +97,11 @@ def test_old_seq_conflicts(hub):
     assert hub.step(path, "go", 1).status_code == 409
 
 
-def test_session_expires_when_its_lease_runs_out(hub):
+def test_session_expires_after_its_idle_limit(hub):
     used, unused = hub.open(), hub.open()
     hub.clock.now_s += 40.0
     assert hub.step(used, "go", 1).status_code == 200
-    hub.clock.now_s += 40.0  # 80 s after opening, 40 s after the step; the lease is 60 s
+    hub.clock.now_s += 40.0  # 80 s after opening, 40 s after the step; the idle limit is 60 s
     assert hub.step(unused, "go", 1).status_code == 404
     assert hub.step(used, "go", 2).status_code == 200
     assert hub.run(hub.sessions.expire()) == 1

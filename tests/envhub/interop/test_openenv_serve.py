@@ -34,8 +34,8 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(*, capacity: int = 2, lease_s: float = 60.0, **ws: Any) -> Iterator[Served]:
-    section = EnvhubSection(capacity=capacity, session_lease_s=lease_s)
+def served(*, capacity: int = 2, idle_s: float = 60.0, **ws: Any) -> Iterator[Served]:
+    section = EnvhubSection(capacity=capacity, session_idle_s=idle_s)
     app, sessions = main.build(
         ["textcraft"], section, token=TOKEN, options=EnvsSection(), remote=RemoteOptions()
     )
@@ -194,14 +194,14 @@ def test_session_ends_with_its_socket_and_is_counted(hub: Served) -> None:
     assert hub.sessions.counts["abandoned"] == before + 1
 
 
-def test_silent_client_loses_session_and_socket_after_a_lease() -> None:
-    with served(lease_s=0.3) as hub:
+def test_silent_client_loses_session_and_socket_after_the_idle_limit() -> None:
+    with served(idle_s=0.3) as hub:
 
         async def play(line: Line) -> None:
             await line.ask("reset", seed=1)
             told = await line.ws.receive_json(timeout=5.0)
             assert told["data"]["code"] == "SESSION_ERROR"
-            assert "lease" in told["data"]["message"]
+            assert "idle limit" in told["data"]["message"]
             assert (await line.ws.receive()).type is aiohttp.WSMsgType.CLOSE
 
         talk(hub, play)

@@ -37,9 +37,9 @@ TOKEN = "a-token"
 
 
 @contextmanager
-def serving(*, lease_s: float = 600.0, capacity: int = 4) -> Iterator[tuple[str, SandboxTable]]:
+def serving(*, idle_s: float = 600.0, capacity: int = 4) -> Iterator[tuple[str, SandboxTable]]:
     """Yield the URL of a server in a thread, and its table."""
-    table = SandboxTable(Bubblewrap(OPTIONS), LIMITS, lease_s=lease_s, capacity=capacity)
+    table = SandboxTable(Bubblewrap(OPTIONS), LIMITS, idle_s=idle_s, capacity=capacity)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(server_config(table, TOKEN))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -202,10 +202,10 @@ def test_flood_without_a_token_shuts_no_client_out(
         assert at(address, work) == ["served\n"] * 3  # A client that comes during the flood.
 
 
-def test_unused_sandbox_ends_with_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_sandbox_ends_after_its_idle_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     need_bubblewrap()
     monkeypatch.setenv("SANDBOX_TOKEN", TOKEN)
-    with serving(lease_s=0.5) as (address, _):
+    with serving(idle_s=0.5) as (address, _):
 
         async def work(sandbox: Sandbox) -> None:
             result = await shell(sandbox, "sleep 2; echo used")  # A running command keeps it.

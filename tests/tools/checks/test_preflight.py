@@ -188,7 +188,7 @@ def test_foreign_host_address_is_refused_by_key(role: str, model: Path) -> None:
             "actor.max_model_len=100000: the model supports 32768 pos",
         ),
         (["actor.kv_cache_blocks=1000000000"], "actor.kv_cache_blocks=1000000000: they need"),
-        (["envhub.session_lease_s=2"], "envhub.session_lease_s=2: must be >= actor.turn_timeout"),
+        (["envhub.session_idle_s=2"], "envhub.session_idle_s=2: must be >= actor.turn_timeout"),
     ],
 )
 def test_impossible_engine_size_is_refused_before_start(

@@ -88,3 +88,31 @@ def test_misspelled_key_of_another_command_is_refused(override: str) -> None:
     check_keys_of_others(["sft.lr=1", "eval.k=2", "learner.lr=1"], RunConfig)
     with pytest.raises(ConfigError, match="no such key"):
         check_keys_of_others([override], RunConfig)
+
+
+def test_renamed_key_sets_its_new_name_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "older.yaml"
+    path.write_text("defaults: smoke\nenvhub: {session_lease_s: 777.0}\n", encoding="utf-8")
+    with caplog.at_level("WARNING"):
+        cfg = load_config(str(path), ["envhub.agentgym_lease_s=9"])
+    assert (cfg.envhub.session_idle_s, cfg.envhub.agentgym_idle_s) == (777.0, 9.0)
+    assert "envhub.session_lease_s=777.0: this key has a new name" in caplog.text
+    assert "envhub.agentgym_lease_s=9: this key has a new name" in caplog.text
+    with pytest.raises(ConfigError, match=r"envhub\.session_idle_s is given twice"):
+        load_config("smoke", ["envhub.session_lease_s=700", "envhub.session_idle_s=800"])
+
+
+def test_stored_config_with_a_renamed_key_needs_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored = tmp_path / "config.yaml"
+    text = config_as_yaml(load_config("smoke", []))
+    stored.write_text(
+        text.replace("session_idle_s: 600.0", "session_lease_s: 777.0"), encoding="utf-8"
+    )
+    with caplog.at_level("WARNING"):
+        cfg = load_config(str(stored), [])
+    assert cfg.envhub.session_idle_s == 777.0
+    assert "new name" not in caplog.text

@@ -7,8 +7,8 @@ from common.errors import ConfigError
 from scheduler.curriculum.sampling import eval_items
 from tests.scheduler.builders import CATALOGUE, make_config
 from tools.evaluate.config import EvalConfig, EvalItems, EvalOptions
-from tools.evaluate.play import PlannedEpisode
 from tools.evaluate.evaluate import plan_heldout
+from tools.evaluate.play import PlannedEpisode
 
 LISTS = {"maze": ["easy-test-5", "easy-test-3", "easy-test-1", "hard-test-2", "other-test-0"]}
 

@@ -63,7 +63,7 @@ def test_slips_are_valid_actions_among_expert_turns() -> None:
 @contextmanager
 def hub() -> Iterator[str]:
     registry = Registry(["babyai"])
-    sessions = Sessions(registry, lease_s=600.0, capacity=64, step_timeout_s=60.0)
+    sessions = Sessions(registry, idle_s=600.0, capacity=64, step_timeout_s=60.0)
     with serve(make_app(sessions, registry, token=None, step_timeout_s=60.0)) as url:
         yield url
 

@@ -7,16 +7,16 @@ Key = TypeVar("Key")
 Entry = TypeVar("Entry")
 
 
-class LeaseTable(Generic[Key, Entry]):
-    """Entries by key, each with a lease that every use renews.
+class ExpiringTable(Generic[Key, Entry]):
+    """Entries by key, each of which expires after a time without use.
 
-    Example: with leases of 10 s, an entry that is put at 0 s and found at 8 s lives until 18 s. At
-    18 s `find` returns None, and the next `pop_expired` returns the entry to be closed.
+    Example: with an idle limit of 10 s, an entry that is put at 0 s and found at 8 s lives until
+    18 s. Then `find` returns None, and the next `pop_expired` returns the entry to be closed.
     """
 
-    def __init__(self, lease_s: float, now_s: Callable[[], float]) -> None:
+    def __init__(self, idle_s: float, now_s: Callable[[], float]) -> None:
         """`now_s` is a monotonic clock. Entries are ordered by last use."""
-        self._lease_s = lease_s
+        self._idle_s = idle_s
         self._now_s = now_s
         # Expiry time and entry; the earliest expiry comes first.
         self._held: dict[Key, tuple[float, Entry]] = {}
@@ -33,21 +33,20 @@ class LeaseTable(Generic[Key, Entry]):
     def put(self, key: Key, entry: Entry) -> None:
         """Store an entry; it replaces the key's previous entry."""
         self._held.pop(key, None)
-        self._held[key] = (self._now_s() + self._lease_s, entry)
+        self._held[key] = (self._now_s() + self._idle_s, entry)
 
     def find(self, key: Key) -> Entry | None:
-        """Return an entry and renew its lease; None if it is missing or expired."""
-        lease = self._held.get(key)
-        if lease is None:
+        """Return an entry and restart its idle time; None if it is missing or expired."""
+        if key not in self._held:
             return None
-        expires_at_s, entry = lease
+        expires_at_s, entry = self._held[key]
         if self._now_s() >= expires_at_s:
             return None
         self.put(key, entry)
         return entry
 
     def renew(self, key: Key) -> None:
-        """Renew the lease of an entry if the table still contains it."""
+        """Restart the idle time of an entry if the table still contains it."""
         if key in self._held:
             self.put(key, self._held[key][-1])
 
