@@ -72,4 +72,5 @@ COMMAND = Command(
         ),
         JSON,
     ),
+    schema=StudyConfig,
 )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from common.config.load import list_configs, word_with_base
+from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.repository import NAME, git_revision, product_version
 from common.text import near_hint
@@ -112,6 +113,7 @@ class Command:
     notes: tuple[str, ...] = ()  # Further lines of its help.
     flags: tuple[Flag, ...] = ()
     can_join: bool = False  # A role that can join from another machine.
+    schema: type[RunConfig] = RunConfig  # Its configuration, with the keys of its own.
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from tools.cli import requested
 from tools.cli.command_line import Command, ParsedCommand
+from tools.offline.config import DpoConfig
 
 
 def run(request: ParsedCommand) -> int:
@@ -22,4 +23,5 @@ COMMAND = Command(
     text="train on pairs of better and worse episodes of the same item",
     sections="dpo model learner",
     example="model.path=... dpo.data=runs/mine",
+    schema=DpoConfig,
 )

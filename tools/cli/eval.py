@@ -2,6 +2,7 @@
 
 from tools.cli import requested
 from tools.cli.command_line import Command, ParsedCommand
+from tools.evaluate.config import EvalConfig
 
 
 def run(request: ParsedCommand) -> int:
@@ -27,4 +28,5 @@ COMMAND = Command(
     text="evaluate a checkpoint or an endpoint on held-out items; print tables with intervals",
     sections="eval policy model tasks actor envhub",
     example="model.path=... eval.k=4",
+    schema=EvalConfig,
 )

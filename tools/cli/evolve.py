@@ -2,6 +2,7 @@
 
 from tools.cli import requested
 from tools.cli.command_line import Command, ParsedCommand
+from tools.offline.config import EvolveConfig
 
 
 def run(request: ParsedCommand) -> int:
@@ -26,4 +27,5 @@ COMMAND = Command(
     text="play, keep successful episodes, train on them, repeat (AgentEvol)",
     sections="evolve sft model tasks learner actor",
     example="model.path=...",
+    schema=EvolveConfig,
 )

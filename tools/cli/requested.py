@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from actor.policy import PolicyConfig
 from common.config.keys import commands_of, declared, dotted
 from common.config.knobs import FILE_NAME, PATH
 from common.config.load import (
@@ -23,25 +22,11 @@ from common.log import configure_logging
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.text import known_hint
-from tools.cli.bench import StudyConfig
-from tools.cli.command_line import ParsedCommand
-from tools.evaluate.config import EvalConfig
-from tools.offline.config import DpoConfig, EvolveConfig, SftConfig
-from tools.simulator.config import SimulatorConfig
+from tools.cli.command_line import ParsedCommand, all_commands
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_CONFIG = "quickstart"
-# Commands with keys of their own. All other commands have `RunConfig`.
-SCHEMAS: dict[str, type[RunConfig]] = {
-    "sft": SftConfig,
-    "dpo": DpoConfig,
-    "evolve": EvolveConfig,
-    "eval": EvalConfig,
-    "serve": PolicyConfig,
-    "simulate": SimulatorConfig,
-    "bench": StudyConfig,
-}
 
 
 def belongs_to_no_run(request: ParsedCommand) -> bool:
@@ -54,9 +39,9 @@ def belongs_to_no_run(request: ParsedCommand) -> bool:
 def load_named(request: ParsedCommand, *, defaults: Sequence[str] = ()) -> Any:
     """Return the config of a request: overrides come after `defaults`; a named run uses its own.
 
-    Its class is that of the command in `SCHEMAS`.
+    Its class is the `schema` of the command.
     """
-    schema = SCHEMAS.get(request.command, RunConfig)
+    schema = all_commands()[request.command].schema
     overrides = [*defaults, *request.overrides]
     check_keys_of_others(request.overrides, schema)
     if request.config is None and (name := override_value(overrides, "run.name")) is not None:
@@ -72,7 +57,7 @@ def check_keys_of_others(overrides: Sequence[str], schema: type[RunConfig]) -> N
     for override in overrides:
         key = override.partition("=")[0]
         if readers := commands_of(dotted(key), schema):
-            declared(key, shown=override, schema=SCHEMAS[readers.split()[0]])
+            declared(key, shown=override, schema=all_commands()[readers.split()[0]].schema)
 
 
 def load_joined(request: ParsedCommand) -> RunConfig:

@@ -1,5 +1,6 @@
 """The command `serve`: it answers other programs with a policy."""
 
+from actor.policy import PolicyConfig
 from tools.cli import requested
 from tools.cli.command_line import Command, ParsedCommand
 
@@ -23,4 +24,5 @@ COMMAND = Command(
     " only",
     sections="model actor policy",
     example="model.path=... policy.port=8000 policy.api_key_env=MY_KEY",
+    schema=PolicyConfig,
 )

@@ -2,6 +2,7 @@
 
 from tools.cli import requested
 from tools.cli.command_line import Command, ParsedCommand
+from tools.offline.config import SftConfig
 
 
 def run(request: ParsedCommand) -> int:
@@ -24,4 +25,5 @@ COMMAND = Command(
     text="create or warm-start a policy from demonstrations, on this machine",
     sections="sft model tasks learner",
     example="--config tiny run.name=mine",
+    schema=SftConfig,
 )

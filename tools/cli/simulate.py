@@ -4,6 +4,7 @@ import sys
 
 from tools.cli import requested
 from tools.cli.command_line import Command, ParsedCommand
+from tools.simulator.config import SimulatorConfig
 
 
 def run(request: ParsedCommand) -> int:
@@ -20,4 +21,5 @@ COMMAND = Command(
     text="simulate a run on a virtual clock: throughput, lag, losses, recommendations",
     sections="simulator tasks horizon groups scheduler",
     example="simulator.from_run=runs/quickstart",
+    schema=SimulatorConfig,
 )

@@ -10,8 +10,9 @@ from common.config.keys import commands_of, list_keys
 from common.config.load import config_as_yaml, load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
+from tools.cli.command_line import all_commands
 from tools.cli.help import AllKeys
-from tools.cli.requested import SCHEMAS, check_keys_of_others
+from tools.cli.requested import check_keys_of_others
 from tools.evaluate.config import EvalConfig
 from tools.offline.config import SftConfig
 
@@ -28,7 +29,7 @@ study: {size: 2}
 
 
 def test_help_has_the_keys_of_all_commands() -> None:
-    of_commands = {key for schema in SCHEMAS.values() for key in list_keys(schema)}
+    of_commands = {key for command in all_commands().values() for key in list_keys(command.schema)}
     assert {*list_keys(AllKeys)} == {*list_keys(RunConfig)} | of_commands
 
 
@@ -36,7 +37,7 @@ def test_table_names_the_commands_of_each_key() -> None:
     owned = {*list_keys(AllKeys)} - {*list_keys(RunConfig)}
     assert len(owned) > 90
     for key in owned:
-        commands = [name for name, schema in SCHEMAS.items() if key in list_keys(schema)]
+        commands = [n for n, command in all_commands().items() if key in list_keys(command.schema)]
         assert commands_of(key, RunConfig) == " and ".join(commands), key
     assert [key for key in list_keys(RunConfig) if commands_of(key, RunConfig)] == []
 
