@@ -1,0 +1,83 @@
+"""A checkpoint for images trains its language model in a whole run, and is complete again."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from benchmarks.conformance.composites import composite_architecture, save_composite
+from tests.end_to_end.runs import Run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+CANARY = "weights/canary_abs_logprob"
+# A random network solves nothing, so half of its answers are paid by chance.
+REWARD = "def paid(completion):\n    return float(sum(map(ord, completion)) % 2)\n"
+SETTINGS = (
+    "groups.size=4",
+    "groups.per_step=2",
+    "groups.min_size=2",
+    "actor.max_concurrent=8",
+    "learner.precision=fp32",
+    "learner.checkpoint_every_steps=1",
+    "learner.keep_checkpoints=1",
+    "learner.warmup_steps=0",
+    "eval.num_items=4",
+    "eval.baselines=false",
+    "log.wandb=disabled",
+    "log.live=false",
+)
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def check_written(family: str, start: Path, written: Path, *, text: tuple[str, ...]) -> None:
+    """Check that a checkpoint is its source with other weights of the language model."""
+    before = tensors_in(start)
+    after = tensors_in(written)
+    assert before.keys() == after.keys()
+    towers = {name for name in before if not name.startswith(text)}
+    assert towers
+    for name in towers:
+        assert torch.equal(before[name], after[name]), name
+    assert any(not torch.equal(before[name], after[name]) for name in before.keys() - towers)
+    kind: Any = getattr(transformers, composite_architecture(family))
+    _, report = kind.from_pretrained(written, output_loading_info=True, local_files_only=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    for name in ("config.json", "tokenizer.json"):
+        assert (written / name).read_bytes() == (start / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "more"),
+    [
+        ("qwen3_5", ("model.language_model.", "lm_head."), ()),
+        pytest.param(
+            "gemma3", ("language_model.",), ("learner.num_ranks=2",), marks=pytest.mark.long
+        ),
+    ],
+)
+def test_run_trains_the_language_model_and_keeps_the_rest(
+    family: str, text: tuple[str, ...], more: tuple[str, ...], tmp_path: Path
+) -> None:
+    start = save_composite(family, tmp_path / "start")
+    (tmp_path / "paid.py").write_text(REWARD, encoding="utf-8")
+    settings = (*SETTINGS, *more, f"model.path={start}", f"reward={tmp_path / 'paid.py'}:paid")
+    for num_steps in (2, 3):  # The second start continues from the first one's checkpoint.
+        with Run(tmp_path, *settings, f"train.num_steps={num_steps}", config="dataset") as run:
+            assert run.wait() == 0, run.output
+        lines = run.metrics()
+        canaries = [line[CANARY] for line in lines if CANARY in line]
+        assert max(canaries) < 1e-3
+        written = run.root / "checkpoints" / f"step-{num_steps:06d}"
+        check_written(family, start, written, text=text)
