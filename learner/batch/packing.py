@@ -120,6 +120,8 @@ class Packing:
     key_bounds: Tensor = field(repr=False)  # [sequence + 1] int32
     # Blocks that hold each query once, by the number of keys that a query attends to; None: all.
     blocks: Callable[[int | None], Sequence[PairBlock]] = field(repr=False)
+    # The same row with attention that ends at each multiple of a number of positions.
+    chunked: Callable[[int], "Packing"] = field(repr=False)
     # [key] int64; None: the rows of the queries
     key_rows: Tensor | None = field(repr=False, default=None)
 
@@ -191,8 +193,24 @@ def pack(parts: Sequence[tuple[int, np.ndarray]], device: torch.device | str) ->
         moved["bounds"],
         moved["key_bounds"],
         cache(partial(_blocks, parts, device)),  # Fused kernels never request the blocks.
+        cache(partial(_pack_chunks, parts, device)),
         moved.get("key_rows"),
     )
+
+
+def _pack_chunks(
+    parts: Sequence[tuple[int, np.ndarray]], device: torch.device | str, size: int
+) -> Packing:
+    """Return the packing in which each chunk of `size` positions of a sequence is a sequence."""
+    pieces: list[tuple[int, np.ndarray]] = []
+    for length, keys in parts:
+        first = len(keys) - length  # Position of the first query.
+        while first < len(keys):
+            start = first // size * size
+            end = min(start + size, len(keys))
+            pieces.append((end - first, keys[start:end]))
+            first = end
+    return pack(pieces, device)
 
 
 def _blocks(

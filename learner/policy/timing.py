@@ -24,7 +24,12 @@ from common.errors import ConfigError
 from common.store.run_dir import read_json, write_json
 from learner.batch.batching import TokenBatch, collate_tokens
 from learner.policy.composite import text_config
-from learner.policy.kernels.attention import attention_by_rule, packing_problem, use_attention
+from learner.policy.kernels.attention import (
+    attention_by_rule,
+    layout_by_rule,
+    packing_problem,
+    use_attention,
+)
 from learner.policy.loading import is_unloaded
 from learner.policy.model import Scoring, pick_device, token_logprobs, vocabulary_size
 from learner.policy.precision import settled_precision
@@ -196,7 +201,7 @@ def config_by_rule(learner: LearnerSection, model: PreTrainedModel) -> ComputeCo
     layout = learner.layout
     attention = learner.attention
     if layout is Layout.AUTO:
-        layout = Layout.PADDED if packing_problem(model) else Layout.PACKED
+        layout = layout_by_rule([model], device.type)
     if attention is Attention.AUTO:
         attention = attention_by_rule(device.type)
     return ComputeConfig(precision, layout, attention)

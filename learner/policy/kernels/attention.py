@@ -8,9 +8,13 @@ sequences. Both compute in the dtype of autocast, since rotary embeddings return
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,8 +25,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from common.config.learner import Attention, Layout
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch
-from learner.batch.packing import CHUNK_TOKENS, Packing, first_key, window_mask
-from learner.policy.kernels import flash
+from learner.batch.packing import CHUNK_TOKENS, Packing, first_key, pack, window_mask
+from learner.policy.kernels import flash, mixers
 from learner.policy.kernels.products import CausalProducts
 from learner.policy.kernels.sequence import (
     heads_of_row,
@@ -40,40 +44,70 @@ FUSED = "packed_fused"
 PRODUCTS = "packed_products"
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
-PACKABLE = {_FULL, _SLIDING}  # Kinds of layers.
+_CHUNKED = "chunked_attention"
+# Kinds of layers whose attention the kernels compute, or which have none.
+SERVED = {_FULL, _SLIDING, _CHUNKED, "linear_attention", "conv", "hybrid", "mlp", "moe"}
 # Additions of other families to attention; both kernels would have to implement each of them.
-UNSUPPORTED = ("softcap", "s_aux", "position_bias", "indices", "block_indices")
+UNSUPPORTED = ("position_bias", "indices", "block_indices")
 # cuDNN is absent: it keeps a plan for each new length, so memory would grow without end.
 SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 _warned: set[str] = set()  # Reasons for a fallback that the log already has.
 
-_measured: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # Packing problems by network.
+
+class Separation(Enum):
+    """The part of a network that keeps the sequences of a row apart."""
+
+    KERNELS = auto()  # The kernels of attention; other layers compute one sequence after another.
+    LAYERS = auto()  # All layers that mix tokens compute one sequence after another.
+
+
+@dataclass(frozen=True, slots=True)
+class _Packable:
+    """The way in which the sequences of a network are packed."""
+
+    separation: Separation
+    problem: str = ""  # Reason why they cannot be packed at all.
+
+
+_measured: WeakKeyDictionary[nn.Module, _Packable] = WeakKeyDictionary()
 
 
 def packing_problem(network: nn.Module) -> str:
     """Return the reason why a network's sequences cannot be packed; "" if they can.
 
-    Known reasons are checked first. Then a small block is scored packed and padded, once per
-    network. The start check measures weights without memory instead.
+    A small block is scored packed and padded, once per network. The start check measures weights
+    without memory instead.
     """
-    for model in _transformers(network):
-        config = model.config
-        kinds = set(getattr(config, "layer_types", None) or [_kind_of_all(config)]) - PACKABLE
-        if kinds:
-            return (
-                f"{config.model_type} has layers that cannot be packed: {', '.join(sorted(kinds))}"
+    return next((each.problem for each in map(_packable, _outermost(network)) if each.problem), "")
+
+
+def _packable(model: PreTrainedModel) -> _Packable:
+    """Return the way in which a transformer's sequences are packed."""
+    problem = _kernel_problem(model)
+    ways = [Separation.LAYERS] if problem else [*Separation]
+    if is_unloaded(model):
+        return _Packable(ways[0])
+    if model not in _measured:
+        for way in ways:
+            _measured[model] = _Packable(way, _measured_problem(model, way))
+            if not _measured[model].problem:
+                break
+        else:
+            logger.warning(
+                "learner.layout: sequences are padded, not packed: %s", _measured[model].problem
             )
-        if not model._supports_attention_backend:
-            return f"{type(model).__name__} has its own attention implementation"
-        if addition := attention_addition(model):
-            return f"{config.model_type} has {addition}, which packing does not support"
-    for model in _outermost(network):
-        if model not in _measured and not is_unloaded(model):
-            _measured[model] = _measured_problem(model)
-        if _measured.get(model):
-            return _measured[model]
-    return ""
+    return _measured[model]
+
+
+def _kernel_problem(model: PreTrainedModel) -> str:
+    """Return why the kernels cannot keep a transformer's sequences apart; "" if they can."""
+    for each in _transformers(model):
+        kinds = set(getattr(each.config, "layer_types", None) or [_kind_of_all(each.config)])
+        if kinds - SERVED:
+            names = ", ".join(sorted(kinds - SERVED))
+            return f"{each.config.model_type} has layers of another kind: {names}"
+    return mixers.kernel_problem(model)
 
 
 def _outermost(network: nn.Module) -> Iterator[PreTrainedModel]:
@@ -85,7 +119,7 @@ def _outermost(network: nn.Module) -> Iterator[PreTrainedModel]:
         inner.update(model.modules())
 
 
-def _measured_problem(model: PreTrainedModel) -> str:
+def _measured_problem(model: PreTrainedModel, way: Separation) -> str:
     """Return the scores that differ between packed and padded sequences; "" if all agree."""
     is_bf16 = any(each.dtype != torch.float32 for each in model.parameters())
     vocab_size = vocabulary_size(model)
@@ -99,14 +133,15 @@ def _measured_problem(model: PreTrainedModel) -> str:
     def packed(tokens: TokenBatch) -> Tensor:
         """Return the scores of packed sequences."""
         with own_attention(model):
-            _set_attention(model, _packed_name(attention_by_rule(model.device.type)))
+            _set_packed(model, way, attention_by_rule(model.device.type))
             return _scores(model, tokens, scoring)
 
     try:
         difference = packing_difference(probe, packed, padded)
     except torch.OutOfMemoryError:
         raise
-    except (ConfigError, TypeError, RuntimeError) as error:  # The kernel lacks these shapes.
+    except (ConfigError, AttributeError, TypeError, RuntimeError) as error:
+        # The kernel lacks these shapes, or the network computes with its masks.
         problem = f"{probe.name} cannot compute packed sequences: {error}"
     else:
         problem = (
@@ -114,9 +149,6 @@ def _measured_problem(model: PreTrainedModel) -> str:
             " (packed, and alone)"
         )
         problem = problem if difference else ""
-    if not problem:
-        return ""
-    logger.warning("learner.layout: sequences are padded, not packed: %s", problem)
     return problem
 
 
@@ -127,13 +159,16 @@ def _scores(model: PreTrainedModel, tokens: TokenBatch, scoring: Scoring) -> Ten
     return token_logprobs(model, tokens, scoring)
 
 
-def _packed_name(attention: Attention) -> str:
-    return FUSED if attention is Attention.FUSED else PRODUCTS
-
-
-def _set_attention(network: nn.Module, name: str) -> None:
+def _set_packed(network: nn.Module, way: Separation, attention: Attention) -> None:
+    """Set the attention of packed sequences for all transformers in a network."""
     for model in _transformers(network):
+        if way is Separation.KERNELS:
+            name = FUSED if attention is Attention.FUSED else PRODUCTS
+        else:
+            set_plain_attention(model, is_fused=attention is Attention.FUSED)
+            name = mixers.packed_form(model.config._attn_implementation)
         model.config._attn_implementation = name
+    mixers.separate_sequences(network, is_whole=way is Separation.LAYERS)
 
 
 def _kind_of_all(config: Any) -> str:
@@ -147,12 +182,39 @@ def attention_by_rule(device_type: str) -> Attention:
     return Attention.FUSED if device_type == "cuda" else Attention.PRODUCTS
 
 
+def layout_by_rule(networks: Sequence[nn.Module], device_type: str) -> Layout:
+    """Return the default layout without a timing, the same on every start.
+
+    A GPU computes a padded block at once. Layers that compute a row's sequences one by one leave it
+    idle, so rows are packed there only if kernels separate the sequences.
+    """
+    if problem := _first_problem(networks):
+        logger.info("learner.layout=auto: sequences are padded: %s", problem)
+        return Layout.PADDED
+    models = [model for network in networks for model in _outermost(network)]
+    looping = next((name for name in map(_looping_layer, models) if name), "")
+    if device_type == "cuda" and looping:
+        logger.info(
+            "learner.layout=auto: sequences are padded: %s has no kernel for packed rows here and"
+            " would compute one sequence after another",
+            looping,
+        )
+        return Layout.PADDED
+    return Layout.PACKED
+
+
+def _looping_layer(model: PreTrainedModel) -> str:
+    """Return the class of a layer that computes a row's sequences one by one; "": none does."""
+    is_whole = _packable(model).separation is Separation.LAYERS
+    return mixers.looping_layer(model, is_whole=is_whole)
+
+
 def check_attention(networks: Sequence[nn.Module], layout: Layout, attention: Attention) -> None:
     """Check that these networks support a layout and kernels that the configuration sets.
 
     Raises: ConfigError: they do not; names the key and the remedy.
     """
-    problem = _first_problem(networks)
+    problem = "" if layout is Layout.PADDED else _first_problem(networks)
     if problem and layout is Layout.PACKED:
         raise ConfigError(f"learner.layout=packed: {problem}. Use learner.layout=padded.")
     if attention is not Attention.FUSED or not (problem or layout is Layout.PADDED):
@@ -198,16 +260,18 @@ def use_attention(
     Raises: ConfigError: as `check_attention`.
     """
     check_attention(networks, layout, attention)
-    problem = _first_problem(networks)
-    is_packed = layout is not Layout.PADDED and not problem
+    if layout is Layout.AUTO:
+        layout = layout_by_rule(networks, device_type)
+    is_packed = layout is Layout.PACKED
     if attention is Attention.AUTO:
         attention = attention_by_rule(device_type)
-    for model in (each for network in networks for each in _transformers(network)):
+    for model in (each for network in networks for each in _outermost(network)):
         if is_packed:
-            model.config._attn_implementation = _packed_name(attention)
-        else:
-            set_plain_attention(model, is_fused=attention is Attention.FUSED)
-            _warn_eager(model, attention)
+            _set_packed(model, _packable(model).separation, attention)
+            continue
+        for part in _transformers(model):
+            set_plain_attention(part, is_fused=attention is Attention.FUSED)
+            _warn_eager(part, attention)
     return is_packed
 
 
@@ -231,6 +295,40 @@ def _transformers(network: nn.Module) -> Iterator[PreTrainedModel]:
     return (each for each in network.modules() if isinstance(each, PreTrainedModel))
 
 
+@lru_cache(maxsize=64)
+def _whole_row(num_tokens: int, device: torch.device) -> Packing:
+    """Return the packing of a row that is one sequence."""
+    return pack([(num_tokens, np.arange(num_tokens))], device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pattern:
+    """The pairs and the formula of a layer's attention."""
+
+    packing: Packing
+    window: int | None  # Keys up to its own that a query attends to; None: all.
+    cap: float | None  # Bound of scores; None: no bound.
+    sinks: Tensor | None = field(repr=False)  # [head] score of a key without a value; None: none.
+
+
+def _pattern(
+    module: nn.Module,
+    query: Tensor,
+    packing: Packing | None,
+    window: int | None,
+    others: dict[str, Any],
+) -> _Pattern:
+    """Return the pattern of a layer. Raises: PackingRefused: packing does not support it."""
+    cap = others.get("softcap")
+    sinks = others.get("s_aux")
+    _refuse(module, others, window=window, cap=cap, sinks=sinks)
+    packing = packing or _whole_row(query.shape[2], query.device)
+    chunk = _chunk_of(module)
+    if chunk is not None and chunk < max(packing.key_lengths):
+        packing = packing.chunked(chunk)
+    return _Pattern(packing, _shorter(window, packing.max_key_length), cap, sinks)
+
+
 def _fused(
     module: nn.Module,
     query: Tensor,
@@ -243,31 +341,32 @@ def _fused(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Return attention [1, seq, head, size]; without `packing`, each row is one sequence.
+    """Return attention [1, seq, head, size]; without `packing`, the row is one sequence.
 
     Args:
         query: [1, head, seq, size].
-        key: [1, kv_head, seq, size], as is `value`.
+        key: [1, kv_head, seq, size], as is `value`, whose size may differ.
         sliding_window: number of keys up to its own that a query attends to; None: all.
     """
-    _refuse(module, others, sliding_window)
+    pattern = _pattern(module, query, packing, sliding_window, others)
     query, key, value = _as_computed(query, key, value)
-    if packing is None:
-        whole = [query.shape[2]]
-        return _one_by_one(query, key, value, whole, whole, scaling, sliding_window), None
-    if packing.key_rows is not None:
-        key, value = (tensor.index_select(2, packing.key_rows) for tensor in (key, value))
     problem = flash.flash_problem(query, value)
+    if pattern.cap is not None:
+        problem = problem or "scores have a bound, which flash attention lacks"
+    if problem and problem != flash.NO_CUDA:
+        _warn_slow(module, problem)
+    if problem and (pattern.cap is not None or pattern.sinks is not None):
+        return _by_products(query, key, value, pattern, scaling, is_lean=True), None
+    packed = pattern.packing
+    if packed.key_rows is not None:
+        key, value = (tensor.index_select(2, packed.key_rows) for tensor in (key, value))
     if not problem:
         # [seq, head, size] each
         queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
-        window = _shorter(sliding_window, packing.max_key_length)
-        out = flash.flash(queries, keys, values, packing, scaling=scaling, window=window)
-        return out[None], None
-    if problem != flash.NO_CUDA:
-        _warn_slow(module, problem)
-    lengths = list(packing.lengths)
-    key_lengths = list(packing.key_lengths)
+        call = flash.Call(packed, scaling=scaling, window=pattern.window)
+        return flash.flash(queries, keys, values, call, sinks=pattern.sinks)[None], None
+    lengths = list(packed.lengths)
+    key_lengths = list(packed.key_lengths)
     return _one_by_one(query, key, value, lengths, key_lengths, scaling, sliding_window), None
 
 
@@ -364,29 +463,58 @@ def _products(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return attention in the format of `_fused`."""
-    if packing is None:
-        others |= {"sliding_window": sliding_window}
-        return _fused(module, query, key, value, attention_mask, scaling=scaling, **others)
-    _refuse(module, others, sliding_window)
+    pattern = _pattern(module, query, packing, sliding_window, others)
+    return _by_products(query, key, value, pattern, scaling, is_lean=False), None
+
+
+def _by_products(
+    query: Tensor, key: Tensor, value: Tensor, pattern: _Pattern, scaling: float, *, is_lean: bool
+) -> Tensor:
+    """Return attention by plain matrix products, [1, seq, head, size].
+
+    Args:
+        is_lean: compute the probabilities again in the backward pass instead of saving them.
+    """
     tensors = _as_computed(query * scaling, key, value)
     rows = [each[0].transpose(0, 1) for each in tensors]
-    window = _shorter(sliding_window, packing.max_key_length)
-    out = CausalProducts.apply(*rows, packing.blocks(window))
+    blocks = pattern.packing.blocks(pattern.window)
+    out = CausalProducts.apply(*rows, pattern.sinks, blocks, pattern.cap, is_lean)
     assert isinstance(out, Tensor)
-    return out[None], None
+    return out[None]
 
 
-def _refuse(module: nn.Module, others: dict[str, Any], window: int | None) -> None:
+def _refuse(
+    module: nn.Module,
+    others: dict[str, Any],
+    *,
+    window: int | None,
+    cap: float | None,
+    sinks: Tensor | None,
+) -> None:
     """Check the arguments of a layer. Raises: PackingRefused: packing does not support them."""
     name = type(module).__name__
+    config = getattr(module, "config", None)
+    configured_cap = getattr(config, "attn_logit_softcapping", None) or None
     present = [each for each in UNSUPPORTED if others.get(each) is not None]
     if present:
         problem = f"{name} uses {', '.join(present)}, which packing does not support"
     elif not _has_window(module, window):
         problem = f"{name} gives its kernel sliding_window={window}, unlike its config.json"
+    elif cap != configured_cap:
+        problem = f"{name} gives its kernel softcap={cap}, unlike its config.json"
+    elif sinks is None and getattr(module, "sinks", None) is not None:
+        problem = f"{name} has sinks that it does not give to its kernel"
     else:
         return
     raise PackingRefused(f"learner.layout=packed: {problem}. Use learner.layout=padded.")
+
+
+def _kind_of(module: nn.Module) -> str:
+    """Return the kind of a layer by its configuration, which it must have."""
+    config: Any = module.config
+    kinds = getattr(config, "layer_types", None)
+    index: Any = getattr(module, "layer_idx", None)
+    return _kind_of_all(config) if not kinds or index is None else kinds[index]
 
 
 def _has_window(module: nn.Module, window: int | None) -> bool:
@@ -397,10 +525,16 @@ def _has_window(module: nn.Module, window: int | None) -> bool:
     config: Any = getattr(module, "config", None)
     if config is None:
         return True
-    kinds = getattr(config, "layer_types", None)
-    index: Any = getattr(module, "layer_idx", None)
-    kind = _kind_of_all(config) if not kinds or index is None else kinds[index]
-    return window == (getattr(config, "sliding_window", None) if kind == _SLIDING else None)
+    is_sliding = _kind_of(module) == _SLIDING
+    return window == (getattr(config, "sliding_window", None) if is_sliding else None)
+
+
+def _chunk_of(module: nn.Module) -> int | None:
+    """Return the number of positions at whose multiples attention ends; None: it never does."""
+    config: Any = getattr(module, "config", None)
+    if config is None or _kind_of(module) != _CHUNKED:
+        return None
+    return int(config.attention_chunk_size)
 
 
 def _divisible(kernel: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[Tensor, None]]:
@@ -419,6 +553,10 @@ def _divisible(kernel: Callable[..., tuple[Tensor, None]]) -> Callable[..., tupl
     ) -> tuple[Tensor, None]:
         """Return attention as `kernel`; each tensor has the tokens of this rank."""
         group = sequence_group
+        sinks: Tensor | None = others.get("s_aux")
+        row = mixers.row_of(module)
+        if packing is None and row is not None:  # The block around this layer dropped it.
+            packing, group = row.packing, row.group
         tensors = (query, key, value)
         if group is None or packing is None:
             return kernel(module, *tensors, attention_mask, packing=packing, **others)
@@ -426,6 +564,8 @@ def _divisible(kernel: Callable[..., tuple[Tensor, None]]) -> Callable[..., tupl
         rows = (query, repeated_heads(key, group.size()), repeated_heads(value, group.size()))
         num_tokens = sum(packing.lengths)
         heads = [heads_of_row(each, group, num_tokens) for each in rows]
+        if sinks is not None:
+            others["s_aux"] = sinks.view(group.size(), -1)[group.rank()]
         attended, _ = kernel(module, *heads, attention_mask, packing=packing, **others)
         return rows_of_heads(attended, group), None
 

@@ -1,7 +1,8 @@
 """Flash attention over packed sequences on CUDA: all sequences of a row in one kernel call."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -55,14 +56,30 @@ def _format_problem(dtype: torch.dtype, size: int) -> str:
     return ""
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The row and the formula of a kernel's call."""
+
+    packing: Packing
+    scaling: float = field(kw_only=True)
+    # Keys up to its own that a query attends to; None: all.
+    window: int | None = field(kw_only=True, default=None)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The keys to the left and to the right of a query's own that it attends to."""
+        return CAUSAL if self.window is None else (self.window - 1, 0)
+
+    @property
+    def bounds(self) -> tuple[Tensor, Tensor, int, int]:
+        """The starts of queries and of keys, and upper bounds of both lengths."""
+        packing = self.packing
+        lengths = (packing.max_length, packing.max_key_length)
+        return packing.bounds, packing.key_bounds, *lengths
+
+
 def flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-    *,
-    scaling: float,
-    window: int | None = None,
+    query: Tensor, key: Tensor, value: Tensor, call: Call, *, sinks: Tensor | None = None
 ) -> Tensor:
     """Return causal attention [query, head, size of a value] in one kernel call.
 
@@ -70,13 +87,24 @@ def flash(
         query: [query, head, size].
         key: [key, kv_head, size].
         value: [key, kv_head, size], whose size may differ.
-        window: number of keys up to its own that a query attends to; None: all.
+        sinks: [head] score of a further key of every query, whose value is zero; None: none.
     """
     size = value.shape[-1]
     widest = max(query.shape[-1], size)
     padded = -(-widest // HEAD_MULTIPLE) * HEAD_MULTIPLE
     rows = [_widened(each, padded) for each in (query, key, value)]
-    out = _call(varlen_attn, rows, packing, scaling, window)
+    group = query.shape[1] // key.shape[1]
+    is_grouped = group > 1 and _takes(varlen_attn, "enable_gqa")
+    if group > 1 and not is_grouped:  # The kernel gets a copy of a key for each head.
+        rows[1:] = (each.repeat_interleave(group, 1) for each in rows[1:])
+    if sinks is not None:
+        out = _WithSinks.apply(*rows, sinks, call)
+    else:
+        grouping: dict[str, Any] = {"enable_gqa": True} if is_grouped else {}
+        out = varlen_attn(
+            *rows, *call.bounds, scale=call.scaling, window_size=call.span, **grouping
+        )
+    assert isinstance(out, Tensor)  # No other output was requested.
     return out if size == padded else out[..., :size]
 
 
@@ -86,35 +114,78 @@ def _widened(rows: Tensor, size: int) -> Tensor:
     return F.pad(rows, (0, missing)) if missing else rows
 
 
-def _call(
-    kernel: Callable[..., Any],
-    rows: list[Tensor],
-    packing: Packing,
-    scaling: float,
-    window: int | None,
-) -> Tensor:
-    """Call the kernel of this torch; without grouped heads it gets a copy of a key for each."""
-    query, key, value = rows
-    group = query.shape[1] // key.shape[1]
-    grouping: dict[str, Any] = {}
-    if group > 1 and _takes(kernel, "enable_gqa"):
-        grouping["enable_gqa"] = True
-    elif group > 1:
-        key, value = (each.repeat_interleave(group, 1) for each in (key, value))
-    out = kernel(
+class _WithSinks(torch.autograd.Function):
+    """Flash attention whose softmax has a sink as a further key without a value.
+
+    The kernel returns the logarithm of the sum of exponentials. With the sink's exponential in this
+    sum, its own backward pass computes the gradients: it needs the sum and the output only.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, call: Call
+    ) -> Tensor:
+        """Return [query, head, size]."""
+        out, sums, *state = flash_forward(query, key, value, call)
+        of_heads = sinks.to(sums.dtype)[:, None]
+        both = torch.logaddexp(sums, of_heads)  # [head, query]
+        out = out * torch.exp(sums - both).T[..., None].to(out.dtype)
+        ctx.save_for_backward(query, key, value, sinks, out, both, *state)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradients of query, key, value and sinks."""
+        query, key, value, sinks, out, both, *state = ctx.saved_tensors
+        rows = (query, key, value)
+        gradients = flash_backward(gradient.contiguous(), rows, out, both, state, ctx.call)
+        shares = torch.exp(sinks.to(both.dtype)[:, None] - both)  # [head, query]
+        inner = (gradient * out).sum(-1, dtype=both.dtype).T
+        return *gradients, -(shares * inner).sum(1).to(sinks.dtype), None
+
+
+def flash_forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:
+    """Return the output, the logarithms [head, query] of sums, and the kernel's random state."""
+    left, right = call.span
+    out, sums, *state, _ = torch.ops.aten._flash_attention_forward(
         query,
         key,
         value,
-        packing.bounds,
-        packing.key_bounds,
-        packing.max_length,
-        packing.max_key_length,
-        scale=scaling,
-        window_size=CAUSAL if window is None else (window - 1, 0),
-        **grouping,
+        *call.bounds,
+        0.0,  # Rate of dropout.
+        call.window is None,
+        return_debug_mask=False,
+        scale=call.scaling,
+        window_size_left=left,
+        window_size_right=right,
     )
-    assert isinstance(out, Tensor)  # No other output was requested.
-    return out
+    return out, sums, *state
+
+
+def flash_backward(
+    gradient: Tensor,
+    rows: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    sums: Tensor,
+    state: Sequence[Tensor],
+    call: Call,
+) -> tuple[Tensor, ...]:
+    """Return the gradients of query, key and value, the `rows`."""
+    left, right = call.span
+    return torch.ops.aten._flash_attention_backward(
+        gradient,
+        *rows,
+        out,
+        sums,
+        *call.bounds,
+        0.0,  # Rate of dropout.
+        call.window is None,
+        *state,
+        scale=call.scaling,
+        window_size_left=left,
+        window_size_right=right,
+    )
 
 
 @cache

@@ -10,59 +10,110 @@ from learner.batch.packing import PairBlock
 
 
 class CausalProducts(torch.autograd.Function):
-    """Softmax attention, one block of pieces at a time, see `PairBlock`; saves probabilities."""
+    """Softmax attention, one block of pieces at a time, see `PairBlock`."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[PairBlock]
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        blocks: Sequence[PairBlock],
+        cap: float | None,
+        is_lean: bool,
     ) -> Tensor:
-        """Return [seq, head, size] for a scaled `query` of that shape.
+        """Return [seq, head, size of a value] for a scaled `query` [seq, head, size].
 
-        `key` and `value` are [seq, kv_head, size]. Each kv head serves a group of query heads.
+        Args:
+            key, value: [seq, kv_head, size]. Each kv head serves a group of query heads. A value
+                may have another size than a key.
+            sinks: [head] score of a further key of every query, whose value is zero; None: none.
+            cap: bound of scores, which approach it as a hyperbolic tangent; None: no bound.
+            is_lean: compute the probabilities again in the backward pass instead of saving them.
         """
-        out = query.new_empty(query.shape[0], query[0].numel())
         kv_heads = key.shape[1]
+        heads = query.shape[1]
+        out = query.new_empty(query.shape[0], heads * value.shape[2])
         queries = query.flatten(1)
-        both = torch.cat([key, value], 1).flatten(1)
+        both = torch.cat([key.flatten(1), value.flatten(1)], 1)
+        ctx.blocks, ctx.cap = blocks, cap
+        ctx.sizes = (heads, kv_heads, key.shape[2], value.shape[2])
         saved: list[Tensor] = []
         with torch.autocast(query.device.type, enabled=False):
             for block in blocks:
                 asked = _by_head(queries[block.queries], kv_heads, query.shape[2])
-                keys, values = _keys_and_values(block, both, kv_heads)
-                scores = asked @ keys.transpose(1, 2)  # [kv_head, query * group, key]
-                _hide(scores, block)
-                weights = torch.softmax(scores, -1)  # In fp32 internally.
+                keys, values = _keys_and_values(block, both, ctx.sizes)
+                weights = _weights(_capped(asked @ keys.transpose(1, 2), cap), block, sinks)
                 num_queries = block.queries.stop - block.queries.start
-                out[block.queries] = _by_row(weights @ values, num_queries)
-                saved.append(weights)
-        ctx.save_for_backward(queries, both, *saved)
-        ctx.blocks, ctx.shapes = blocks, (query.shape, key.shape)
-        return out.view(query.shape)
+                out[block.queries] = _by_row(weights[..., : keys.shape[1]] @ values, num_queries)
+                if not is_lean:
+                    saved.append(weights)
+        ctx.save_for_backward(queries, both, sinks, *saved)
+        return out.view(query.shape[0], heads, value.shape[2])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradients of query, key and value."""
-        (queries, both, *saved), (shape, key_shape) = ctx.saved_tensors, ctx.shapes
-        kv_heads, size = key_shape[1:]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradients of query, key, value and sinks."""
+        queries, both, sinks, *saved = ctx.saved_tensors
+        heads, kv_heads, size, value_size = ctx.sizes
         flat = gradient.flatten(1)
-        of_query = torch.empty_like(flat)
+        of_query = torch.empty_like(queries)
         # Dtype in which the pieces are summed.
         wide = torch.promote_types(flat.dtype, torch.float32)
-        of_both = flat.new_zeros((key_shape[0], 2 * kv_heads * size), dtype=wide)
-        for block, weights in zip(ctx.blocks, saved, strict=True):
+        of_both = flat.new_zeros(both.shape, dtype=wide)
+        of_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=wide)
+        for index, block in enumerate(ctx.blocks):
             asked = _by_head(queries[block.queries], kv_heads, size)
-            keys, values = _keys_and_values(block, both, kv_heads)
-            of_out = _by_head(flat[block.queries], kv_heads, size)
+            keys, values = _keys_and_values(block, both, ctx.sizes)
+            of_out = _by_head(flat[block.queries], kv_heads, value_size)
+            scores = None
+            if ctx.cap is not None or not saved:
+                scores = _capped(asked @ keys.transpose(1, 2), ctx.cap)
+            weights = saved[index] if saved else _weights(scores.clone(), block, sinks)
+            shares = weights[..., : keys.shape[1]]
             of_weights = of_out @ values.transpose(1, 2)
-            of_scores = torch.ops.aten._softmax_backward_data(
-                of_weights, weights, -1, weights.dtype
-            )
+            of_scores = torch.ops.aten._softmax_backward_data(of_weights, shares, -1, shares.dtype)
+            if of_sinks is not None:
+                of_rows = -weights[..., -1].to(wide) * (of_weights * shares).sum(-1, dtype=wide)
+                of_sinks += of_rows.view(kv_heads, -1, heads // kv_heads).sum(1).flatten()
+            if ctx.cap is not None and scores is not None:
+                of_scores = of_scores * (1 - (scores / ctx.cap) ** 2)
             num_queries = block.queries.stop - block.queries.start
             of_query[block.queries] = _by_row(of_scores @ keys, num_queries)
-            parts = (of_scores.transpose(1, 2) @ asked, weights.transpose(1, 2) @ of_out)
+            parts = (of_scores.transpose(1, 2) @ asked, shares.transpose(1, 2) @ of_out)
             _add(of_both, block, [_by_row(each, keys.shape[1]) for each in parts])
-        of_key, of_value = of_both.to(flat.dtype).view(-1, 2 * kv_heads, size).split(kv_heads, 1)
-        return of_query.view(shape), of_key, of_value, None
+        of_key, of_value = of_both.to(flat.dtype).split([kv_heads * size, kv_heads * value_size], 1)
+        return (
+            of_query.view(-1, heads, size),
+            of_key.reshape(-1, kv_heads, size),
+            of_value.reshape(-1, kv_heads, value_size),
+            None if of_sinks is None else of_sinks.to(sinks.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _capped(scores: Tensor, cap: float | None) -> Tensor:
+    """Return scores within a bound."""
+    return scores if cap is None else torch.tanh(scores / cap) * cap
+
+
+def _weights(scores: Tensor, block: PairBlock, sinks: Tensor | None) -> Tensor:
+    """Return the probabilities of a block's keys, and of the sink as a last key.
+
+    Args:
+        scores: [kv_head, query * group, key], changed in place.
+    """
+    _hide(scores, block)
+    if sinks is not None:
+        kv_heads, num_rows, _ = scores.shape
+        of_heads = sinks.to(scores.dtype).view(kv_heads, 1, -1)
+        num_queries = block.queries.stop - block.queries.start
+        of_rows = of_heads.expand(kv_heads, num_queries, -1).reshape(kv_heads, num_rows, 1)
+        scores = torch.cat([scores, of_rows], -1)
+    return torch.softmax(scores, -1)  # In fp32 internally.
 
 
 def _by_head(rows: Tensor, kv_heads: int, size: int) -> Tensor:
@@ -78,12 +129,15 @@ def _by_row(products: Tensor, num_entries: int) -> Tensor:
     return apart.reshape(num_entries, -1)
 
 
-def _keys_and_values(block: PairBlock, both: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values, [kv_head, key, size] each, from [seq, 2 * kv_head * size]."""
-    taken = both[block.keys]  # [key, 2 * kv_head * size]
-    apart = taken.view(taken.shape[0], 2, kv_heads, -1).permute(1, 2, 0, 3)
-    keys, values = apart.contiguous()
-    return keys, values
+def _keys_and_values(
+    block: PairBlock, both: Tensor, sizes: tuple[int, int, int, int]
+) -> tuple[Tensor, Tensor]:
+    """Return keys and values, [kv_head, key, size] each, from rows that hold both."""
+    _, kv_heads, size, value_size = sizes
+    taken = both[block.keys]  # [key, kv_head * (size + value_size)]
+    parts = taken.split([kv_heads * size, kv_heads * value_size], 1)
+    keys, values = (each.reshape(len(taken), kv_heads, -1).transpose(0, 1) for each in parts)
+    return keys.contiguous(), values.contiguous()
 
 
 def _hide(scores: Tensor, block: PairBlock) -> None:

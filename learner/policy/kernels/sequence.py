@@ -38,6 +38,16 @@ def gather_positions(rows: Tensor, num_tokens: int, group: dist.ProcessGroup) ->
     return _gathered(rows, len(rows), group)[:num_tokens]
 
 
+def gather_row(rows: Tensor, group: dist.ProcessGroup, num_tokens: int) -> Tensor:
+    """Return a row [1, num_tokens, ...] for a layer that reads all of it, from this rank's part.
+
+    Each rank computes other outputs of the layer, so the gradients of all ranks are added.
+    """
+    row = _Spread.apply(rows, group)
+    assert isinstance(row, Tensor)
+    return row[:, :num_tokens]
+
+
 def _gathered(rows: Tensor, most: int, group: dist.ProcessGroup) -> Tensor:
     gathered = _Gathered.apply(rows, most, group)
     assert isinstance(gathered, Tensor)
@@ -132,3 +142,24 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return gradient[ctx.kept], None, None
+
+
+class _Spread(torch.autograd.Function):
+    """All-gather of adjacent parts. The gradient of a part is the sum over all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Return [1, rank * seq, ...]."""
+        ctx.group = group
+        ctx.width = rows.shape[1]
+        sent = rows.contiguous()
+        gathered = [torch.empty_like(sent) for _ in range(group.size())]
+        dist.all_gather(gathered, sent, group=group)
+        return torch.cat(gathered, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        first = ctx.group.rank() * ctx.width
+        return total[:, first : first + ctx.width], None

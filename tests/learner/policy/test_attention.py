@@ -43,15 +43,18 @@ def inputs(dtype: torch.dtype = torch.float64) -> list[Tensor]:
     ]
 
 
-def block_masked(query: Tensor, key: Tensor, value: Tensor, *, window: int | None) -> Tensor:
-    """Return attention with one mask over all pairs, [1, seq, head, size]."""
+def pairs(window: int | None) -> Tensor:
+    """Return whether a query attends to a key, [query, key] bool."""
     owner = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     mask = (owner[:, None] == owner[None]).tril()
-    if window is not None:
-        at = torch.arange(len(owner))
-        mask &= at[None] > at[:, None] - window
+    at = torch.arange(len(owner))
+    return mask if window is None else mask & (at[None] > at[:, None] - window)
+
+
+def block_masked(query: Tensor, key: Tensor, value: Tensor, *, window: int | None) -> Tensor:
+    """Return attention with one mask over all pairs, [1, seq, head, size]."""
     keys, values = (each.repeat_interleave(HEADS // KV_HEADS, 1) for each in (key, value))
-    scores = (query @ keys.transpose(2, 3) * 0.3).masked_fill(~mask, float("-inf"))
+    scores = (query @ keys.transpose(2, 3) * 0.3).masked_fill(~pairs(window), float("-inf"))
     return (scores.softmax(-1) @ values).transpose(1, 2)
 
 
@@ -73,6 +76,100 @@ def test_packed_kernels_equal_one_block_mask(name: str, window: int | None) -> N
     (expected.flatten() * weights).sum().backward()
     for own, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(own.grad, other.grad, atol=TOLERANCE[name], rtol=0)
+
+
+ADDITIONS: dict[str, dict[str, Any]] = {
+    "sinks": {"has_sinks": True},
+    "a cap": {"cap": 0.5},
+    "both, in a window": {"has_sinks": True, "cap": 2.0, "window": 150},
+}
+
+
+@pytest.mark.parametrize("value_size", [SIZE, 12])
+@pytest.mark.parametrize("addition", ADDITIONS)
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_apply_additions_to_the_formula(name: str, addition: str, value_size: int) -> None:
+    """Sinks, caps, and values of another size than keys; scores and all gradients."""
+    settings = dict(ADDITIONS[addition])
+    window = settings.pop("window", None)
+    cap = settings.pop("cap", None)
+    found: list[list[Tensor]] = []
+    for is_ours in (True, False):
+        query, key, value = inputs()
+        wide = torch.cat([value, value], -1)[..., :value_size].detach().requires_grad_()
+        sinks = torch.tensor([-1.0, 0.5, 2.0, 0.0], dtype=torch.float64, requires_grad=True)
+        used = sinks if settings else None
+        if is_ours:
+            kernel = KERNELS[name]
+            more: dict[str, Any] = {"packing": packing_of(LENGTHS), "sliding_window": window}
+            module = torch.nn.Identity()
+            if cap:
+                module.config = AutoConfig.for_model(
+                    "gemma2", **FAMILY_SIZES, attn_logit_softcapping=cap
+                )
+                module.config.layer_types = None
+                module.config.sliding_window = window
+            more |= {"softcap": cap, "s_aux": used}
+            out = kernel(module, query, key, wide, None, scaling=0.3, **more)[0]
+        else:
+            out = with_additions(query, key, wide, window=window, cap=cap, sinks=used)
+        weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64)
+        (out.flatten() * weights).sum().backward()
+        leaves = [query, key, wide, *([sinks] if settings else [])]
+        found.append([out.detach(), *(cast(Tensor, each.grad) for each in leaves)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=TOLERANCE[name], rtol=0)
+
+
+def with_additions(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window: int | None,
+    cap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Return attention with one mask over all pairs, a cap on scores, and a sink."""
+    keys, values = (each.repeat_interleave(HEADS // KV_HEADS, 1) for each in (key, value))
+    scores = query @ keys.transpose(2, 3) * 0.3
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(~pairs(window), float("-inf")).exp()
+    total = scores.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + sinks.exp().view(1, -1, 1, 1)
+    return (scores / total @ values).transpose(1, 2)
+
+
+@pytest.mark.parametrize("size", [1, 7, 128, 150, 1_000])
+@pytest.mark.parametrize("name", KERNELS)
+def test_chunks_end_attention_at_their_multiples(name: str, size: int) -> None:
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    chunks = positions // size
+    mask = pairs(None) & (chunks[:, None] == chunks[None])
+    module = torch.nn.Identity()
+    config: Any = AutoConfig.for_model("llama4_text", **FAMILY_SIZES)
+    config.layer_types, config.attention_chunk_size = ["chunked_attention"], size
+    module.config, module.layer_idx = config, 0  # pyright: ignore[reportArgumentType]
+    query, key, value = inputs()
+    found = KERNELS[name](
+        module, query, key, value, None, scaling=0.3, packing=packing_of(LENGTHS)
+    )[0]
+    keys, values = (each.repeat_interleave(HEADS // KV_HEADS, 1) for each in (key, value))
+    scores = (query @ keys.transpose(2, 3) * 0.3).masked_fill(~mask, float("-inf"))
+    expected = (scores.softmax(-1) @ values).transpose(1, 2)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
+
+
+def test_chunks_count_the_positions_of_a_shared_prefix() -> None:
+    # The prefix has keys 0 to 2; two tails of two queries follow, at positions 3 and 4.
+    parts = [(3, np.arange(3)), (2, np.arange(5)), (2, np.array([0, 1, 2, 5, 6]))]
+    chunked = pack(parts, "cpu").chunked(2)
+    assert chunked.lengths == (2, 1, 1, 1, 1, 1)
+    assert chunked.key_rows is not None
+    pieces = chunked.key_rows.split(list(chunked.key_lengths))
+    assert [each.tolist() for each in pieces] == [[0, 1], [2], [2, 3], [4], [2, 5], [6]]
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -224,34 +321,33 @@ def test_queries_after_a_shared_prefix_attend_to_their_window() -> None:
     ]
 
 
-def test_window_that_a_kernel_does_not_get_is_refused() -> None:
-    # The attention of Qwen2-MoE gives no window to its kernel, so only a mask could apply it.
+def test_window_that_a_kernel_does_not_get_is_applied_by_the_layers() -> None:
+    # The attention of Qwen2-MoE gives no window to its kernel, so only a mask can apply it.
     sizes = FAMILY_SIZES | ALTERNATING | {"num_experts": 2, "num_experts_per_tok": 1}
     config = AutoConfig.for_model(
-        "qwen2_moe", **sizes, use_sliding_window=True, sliding_window=64, moe_intermediate_size=16
+        "qwen2_moe", **sizes, use_sliding_window=True, sliding_window=8, moe_intermediate_size=16
     )
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
-    assert not use_attention([model], "cpu", Layout.AUTO, Attention.AUTO)
-    with pytest.raises(
-        ConfigError, match="Qwen2MoeAttention gives its kernel sliding_window=None, unlike"
-    ):
-        use_attention([model], "cpu", Layout.PACKED, Attention.AUTO)
+    sequences = [np.arange(length) * 7 % VOCAB for length in (30, 21)]
+    masks = [np.arange(len(each)) > 0 for each in sequences]
+    assert use_attention([model], "cpu", Layout.AUTO, Attention.AUTO)
+    packed = collate_tokens(sequences, masks, device="cpu", is_packed=True)
+    found = token_logprobs(model, packed, EXACT)
+    assert not use_attention([model], "cpu", Layout.PADDED, Attention.AUTO)
+    padded = collate_tokens(sequences, masks, device="cpu")
+    torch.testing.assert_close(found, token_logprobs(model, padded, EXACT), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("family", "reason"),
-    [
-        ("gemma2", r"gemma2 has attn_logit_softcapping=50\.0"),
-        ("gpt_oss", "gpt_oss has attention with sinks"),
-    ],
-)
-def test_additions_to_attention_are_known_without_weights(family: str, reason: str) -> None:
-    config = AutoConfig.for_model(family, **FAMILY_SIZES, num_hidden_layers=2, head_dim=8)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    assert not use_attention([model], "cpu", Layout.AUTO, Attention.AUTO)
-    with pytest.raises(ConfigError, match=f"learner.layout=packed: {reason}"):
-        use_attention([model], "cpu", Layout.PACKED, Attention.AUTO)
+def test_cap_that_a_kernel_does_not_get_is_refused() -> None:
+    module = torch.nn.Identity()
+    config: Any = AutoConfig.for_model("gemma2", **FAMILY_SIZES, num_hidden_layers=2)
+    config.sliding_window = None
+    module.config = config
+    more: dict[str, Any] = {"scaling": 1.0, "packing": packing_of(LENGTHS)}
+    for kernel in (cast(Any, each) for each in KERNELS.values()):
+        with pytest.raises(ConfigError, match="softcap=None, unlike"):
+            kernel(module, *inputs(torch.float32), None, **more)
 
 
 # Families that transformers cannot give to torch's fused attention, and two that it can.
@@ -303,9 +399,9 @@ def test_fused_attention_keeps_the_cap_of_scores(family: str, cap: float) -> Non
 def test_unsupported_attention_arguments_are_refused() -> None:
     tensors = inputs(torch.float32)
     packing = packing_of(LENGTHS)
-    more: dict[str, Any] = {"scaling": 1.0, "packing": packing, "s_aux": 1}
+    more: dict[str, Any] = {"scaling": 1.0, "packing": packing, "position_bias": tensors[0]}
     for kernel in (cast(Any, each) for each in KERNELS.values()):
-        with pytest.raises(ConfigError, match="Identity uses s_aux"):
+        with pytest.raises(ConfigError, match="Identity uses position_bias"):
             kernel(torch.nn.Identity(), *tensors, None, **more)
 
 

@@ -146,6 +146,80 @@ def test_odd_head_sizes_are_padded(
     torch.testing.assert_close(found.float(), plain, atol=0.05, rtol=0.05)
 
 
+def _flash_by_cpu(
+    query: Tensor, key: Tensor, value: Tensor, call: flash.Call
+) -> tuple[Tensor, ...]:
+    """Return what `flash_forward` returns, from torch's flash attention for a CPU."""
+    outs: list[Tensor] = []
+    sums: list[Tensor] = []
+    for rows in _by_sequence(call, query, key, value):
+        out, of_rows = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *rows, is_causal=True, scale=call.scaling
+        )
+        outs.append(out[0].transpose(0, 1))
+        sums.append(of_rows[0] if of_rows.shape[1] == query.shape[1] else of_rows[0].T)
+    return torch.cat(outs), torch.cat(sums, 1), torch.zeros(2), torch.zeros(0)
+
+
+def _by_sequence(call: flash.Call, *tensors: Tensor) -> list[list[Tensor]]:
+    """Return the rows [1, head, seq, size] of each sequence; keys are repeated for each head."""
+    heads = tensors[0].shape[1]
+    lengths = list(call.packing.lengths)
+    rows = [each.repeat_interleave(heads // each.shape[1], 1) for each in tensors]
+    parts = zip(*(each.split(lengths) for each in rows), strict=True)
+    return [[each.transpose(0, 1)[None] for each in part] for part in parts]
+
+
+def _flash_backward_by_cpu(
+    gradient: Tensor,
+    rows: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    sums: Tensor,
+    state: Any,
+    call: flash.Call,
+) -> tuple[Tensor, ...]:
+    """Return what `flash_backward` returns, from torch's flash attention for a CPU."""
+    parts: list[list[Tensor]] = []
+    of_rows = sums.split(list(call.packing.lengths), 1)
+    for index, part in enumerate(_by_sequence(call, gradient, *rows, out)):
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *part, of_rows[index][None], 0.0, True, scale=call.scaling
+        )
+        parts.append([each[0].transpose(0, 1) for each in gradients])
+    whole = [torch.cat(column) for column in zip(*parts, strict=True)]
+    heads = [each.shape[1] for each in rows]
+    return tuple(
+        each.unflatten(1, (num, -1)).sum(2) for each, num in zip(whole, heads, strict=True)
+    )
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_sinks_need_only_the_sums_of_a_flash_kernel(
+    kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    packing = rows(9, 30, 4).packing
+    monkeypatch.setattr(flash, "flash_forward", _flash_by_cpu)
+    monkeypatch.setattr(flash, "flash_backward", _flash_backward_by_cpu)
+    monkeypatch.setattr(flash, "flash_problem", lambda query, value: "")
+    found: list[list[Tensor]] = []
+    for name in ("_fused", "_products"):
+        generator.manual_seed(0)
+        tensors = [
+            torch.randn(1, heads, 64, 8, generator=generator).requires_grad_()
+            for heads in (4, kv_heads, kv_heads)
+        ]
+        sinks = torch.tensor([-1.0, 0.5, 2.0, 0.0], requires_grad=True)
+        kernel: Any = getattr(attention, name)
+        out = kernel(nn.Identity(), *tensors, None, scaling=0.3, packing=packing, s_aux=sinks)[0]
+        (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
+        leaves = [*tensors, sinks]
+        found.append([out.detach(), *(each.grad for each in leaves if each.grad is not None)])
+    assert len(found[0]) == 5
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
 def test_fallback_is_logged_once_with_its_reason(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

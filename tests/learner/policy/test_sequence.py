@@ -10,8 +10,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, MistralConfig
 
+from benchmarks.conformance.networks import perturb, stored, tiny_config
 from common.config.learner import LearnerSection, Precision
 from learner.batch.batching import TokenBatch, collate_tokens
+from learner.policy.determinism import zero_dropout_rates
 from learner.policy.forward import Networks, Passes
 from tests.learner.experts import make_experts
 
@@ -32,9 +34,11 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 DENSE = ("mistral", "gemma3_text", "gpt2")
+# Layers that read the whole row, attention with sinks or a cap, and keys of another size.
+WHOLE = ("qwen3_5_text", "mamba2", "lfm2", "gpt_oss", "gemma2", "minicpm3", "bloom", "deepseek_v32")
 # In bf16 a router near a tie chooses another expert after another rounding.
 CASES = [
-    *((family, Precision.FP32) for family in (*DENSE, "deepseek_v3", "qwen3_moe")),
+    *((family, Precision.FP32) for family in (*DENSE, *WHOLE, "deepseek_v3", "qwen3_moe")),
     *((family, Precision.BF16) for family in DENSE),
 ]
 LIMITS = {Precision.FP32: 1e-5, Precision.BF16: 3e-2}
@@ -58,6 +62,11 @@ def network_of(family: str) -> Any:
             eos_token_id=2,
         )
         config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    elif family in WHOLE:
+        network = AutoModelForCausalLM.from_config(tiny_config(family))
+        zero_dropout_rates(network.config)
+        perturb(stored(network), seed=5)
+        return network
     else:
         return make_experts(family).float()
     return AutoModelForCausalLM.from_config(config)
