@@ -74,9 +74,10 @@ class Layout(StrEnum):
     """Memory layout of a microbatch's sequences.
 
     padded: one row for each sequence, as wide as the longest. packed: all sequences in one row,
-    without computation for padding. auto: packed if every layer of the model attends to all
-    earlier tokens or to a sliding window of them, else padded. On a CPU both are timed at the run's
-    start, and padded is used if it is faster.
+    without computation for padding. auto: packed if the scores of packed sequences are right. On a
+    CPU both are timed at the run's start, and padded is used if it is faster. On a GPU, auto pads
+    models with layers that would compute a row's sequences one after another: recurrent layers
+    without the packages of their kernels, and attention with a formula of its own.
     """
 
     AUTO = "auto"

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from common.config.algorithm import AlgorithmSection
@@ -116,6 +117,23 @@ def make_model(*, seed: int = 0, is_tied: bool = False, num_layers: int = 2) -> 
     )
     config._attn_implementation = "eager"
     return Qwen3ForCausalLM(config).train()
+
+
+class MixingEmbedding(nn.Embedding):
+    """Adds half of the embedding of the token before: no layer that packing could separate."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        embedded = super().forward(input)
+        return embedded + 0.5 * F.pad(embedded, (0, 0, 1, 0))[..., :-1, :]
+
+
+def make_mixing_model() -> Qwen3ForCausalLM:
+    """Build a model whose packed sequences see each other in any attention."""
+    model = make_model()
+    embedding = MixingEmbedding(*model.model.embed_tokens.weight.shape)
+    embedding.weight = model.model.embed_tokens.weight
+    model.model.embed_tokens = embedding
+    return model
 
 
 def make_model_with_adapters(*, seed: int = 0, rank: int = 4) -> Qwen3ForCausalLM:

@@ -84,6 +84,8 @@ def packing_problem(network: nn.Module) -> str:
 
 def _packable(model: PreTrainedModel) -> _Packable:
     """Return the way in which a transformer's sequences are packed."""
+    if problem := mixers.state_problem(model):
+        return _Packable(Separation.LAYERS, problem)
     problem = _kernel_problem(model)
     ways = [Separation.LAYERS] if problem else [*Separation]
     if is_unloaded(model):

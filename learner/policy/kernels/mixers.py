@@ -81,6 +81,16 @@ def kernel_problem(network: nn.Module) -> str:
     return ""
 
 
+def state_problem(network: nn.Module) -> str:
+    """Return why a network's sequences cannot be kept apart at all; "" if no reason is known."""
+    parts = {each for module in token_mixers(network) for each in module.modules()}
+    for module in network.modules():
+        has_state = any(isinstance(each, nn.Conv1d) for each in module.children())
+        if has_state and module not in parts:
+            return f"{type(module).__name__} keeps its state in itself"
+    return ""
+
+
 def separate_sequences(network: nn.Module, *, is_whole: bool) -> None:
     """Let the layers of a network that no kernel serves compute one sequence after another.
 
@@ -184,6 +194,12 @@ class SequenceMasks:
     def __init__(self, make: Callable[..., Tensor | None]) -> None:
         self._make = make
         self._made: dict[int, Tensor | None] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise: a network changes its mask before its layers get it."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise PackingRefused(f"it changes its mask of attention (by `{name}`) outside its layers")
 
     def of_length(self, length: int) -> Tensor | None:
         """Return the mask [1, 1, query, key] of one sequence; None if attention is causal."""

@@ -34,7 +34,10 @@ CHANGED: dict[str, dict[str, Any]] = {
     "cohere2": ALTERNATING,
 }
 NO_AUTOCAST = {"dbrx"}  # Experts of dbrx add bf16 to fp32 in transformers.
-PACKED = {name: more for name, more in FAMILIES.items() if name not in PADDED | NO_AUTOCAST}
+# Families with layers that do not use the kernel for whole rows.
+NO_KERNEL = {"falcon", "gpt_oss", "gptj", "mpt", "bloom", "mamba", "mamba2", "bamba", "jamba"}
+NO_KERNEL |= {"zamba2", "falcon_h1", "gemma2", *PADDED, *NO_AUTOCAST}
+PACKED = {name: more for name, more in FAMILIES.items() if name not in NO_KERNEL}
 PACKED |= CHANGED
 
 BOTH = {-1, WINDOW - 1}  # The kernel counts the keys before a query's own.

@@ -11,8 +11,7 @@ from tests.tools.checks.models import write_model
 
 pytestmark = pytest.mark.slow  # torch and the environments load
 
-CAPPED = {"model_type": "gemma2", "head_dim": 64}
-MIXING = {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
+STATEFUL = {"model_type": "recurrent_gemma", "lru_width": 896}
 NO_PARTS = {"model_type": "opt", "word_embed_proj_dim": 896, "ffn_dim": 896}
 SMALL = {"num_hidden_layers": 2, "vocab_size": 2000, "num_rest": 20_000_000}
 SFT = ["sft", "--config", "smoke", "sft.from_scratch=false"]
@@ -40,8 +39,8 @@ def refusal(capsys: pytest.CaptureFixture[str], folder: Path, argv: list[str], *
 def test_impossible_layout_is_refused_before_start(
     argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    error = refusal(capsys, tmp_path, [*argv, "learner.layout=packed"], **CAPPED)
-    assert "learner.layout=packed: gemma2 has attn_logit_softcapping=50.0, which packing" in error
+    error = refusal(capsys, tmp_path, [*argv, "learner.layout=packed"], **STATEFUL)
+    assert "learner.layout=packed: RecurrentGemmaRecurrentBlock keeps its state in itself" in error
     assert "learner.layout=padded" in error
 
 
@@ -49,10 +48,9 @@ def test_impossible_layout_is_refused_before_start(
     ("model", "said"),
     [
         ({"model_type": "qwen2"}, "sequence_ranks=4: the model has 14 attention heads"),
-        (CAPPED, "sequence_ranks=4 divides packed rows: gemma2 has attn_logit_softcapping=50.0"),
         (
-            MIXING,
-            "sequence_ranks=4 divides packed rows: lfm2 has layers that cannot be packed: conv",
+            STATEFUL,
+            "sequence_ranks=4 divides packed rows: RecurrentGemmaRecurrentBlock keeps its state",
         ),
     ],
 )
