@@ -15,6 +15,7 @@ from tools.cli.command_line import STUDIES, ParsedCommand, version_text
 
 Measure = Callable[[Suite], None]  # It runs the checks of a suite.
 CONFORMANCE = "conformance"
+LAYOUTS = "conformance-layouts"
 SUITES = {  # Name on the command line: module and function.
     "learner": "learner.suite:run_suite",
     "weights": "weights.suite:run_suite",
@@ -32,9 +33,10 @@ SUITES = {  # Name on the command line: module and function.
     "chaos-short": "chaos.suite:run_short",
     "hostile": "hostile.suite:run_suite",
     CONFORMANCE: "conformance.suite:run_suite",
+    LAYOUTS: "conformance.suite:run_layouts",
 }
 GPU_SUITES = {"gpu": "gpu", "gpu-small": "small"}  # Suite of the device checks: their sizes.
-WITH_ONLY = (*GPU_SUITES, CONFORMANCE)  # Suites that accept --only.
+WITH_ONLY = (*GPU_SUITES, CONFORMANCE, LAYOUTS)  # Suites that accept --only.
 
 
 def bench(request: ParsedCommand) -> int:

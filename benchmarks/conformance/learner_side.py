@@ -74,8 +74,8 @@ class LearnerSide:
         self.second: Scores = []  # Scores of the second weights.
         self.policy: PreTrainedModel | None = None
 
-    def examine(self) -> None:
-        """Find the verdict of every part that needs no engine."""
+    def examine(self, parts: Sequence[str] = ()) -> None:
+        """Find the verdict of every part that needs no engine, or of `full` and `parts` only."""
         with self._part("full"):
             self.policy = load_policy(self._start, device="cpu", gradient_checkpointing=False)
             self._note("full", self._full(self.policy))
@@ -92,7 +92,8 @@ class LearnerSide:
             ("checkpoint", partial(self._checkpoint, policy)),
             ("published layout", self._published_layout),
         ):
-            if name == "published layout" and source_of(policy) is None:
+            is_left_out = parts and name not in parts
+            if is_left_out or (name == "published layout" and source_of(policy) is None):
                 continue
             with self._part(name):
                 self._note(name, examine())

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.conformance.part_results import PARTS, FamilyResult, PartResult, Verdict
+from benchmarks.conformance.part_results import LAYOUTS, PARTS, FamilyResult, PartResult, Verdict
 from common.repository import ROOT
 
 PAGE = Path("docs") / "MODELS.md"
@@ -16,7 +16,6 @@ CELLS = {
     Verdict.ENGINE_CANNOT: "engine cannot",
     Verdict.NOT_RUN: "-",
 }
-LAYOUTS = ("packed", "shared prefix")
 MOST_WORDS = 260  # Characters of a note.
 
 
@@ -45,7 +44,15 @@ def _origins(results: Mapping[str, FamilyResult]) -> str:
     origins = sorted(families.items(), key=lambda each: -len(each[1]))
     most = [f"The rows are from {code}." for code, _ in origins[:1]]
     rest = [f"From {code}: {', '.join(names)}." for code, names in origins[1:]]
-    return "\n".join(most + rest)
+    later: dict[str, int] = {}  # Number of rows by the commit of their layouts.
+    for result in results.values():
+        if result.layouts_commit:
+            later[result.layouts_commit] = later.get(result.layouts_commit, 0) + 1
+    layouts = [
+        f"The columns {' and '.join(LAYOUTS)} of {num} rows are from commit {commit}."
+        for commit, num in later.items()
+    ]
+    return "\n".join(most + rest + layouts)
 
 
 def _counts(results: Mapping[str, FamilyResult]) -> str:
@@ -55,8 +62,11 @@ def _counts(results: Mapping[str, FamilyResult]) -> str:
         f"{verdicts.count(verdict)} {verdict.value}" for verdict in Verdict if verdict in verdicts
     )
     num_bare = sum("rollout" not in each.parts for each in results.values())
+    packed = [each for each in results.values() if "packed" in each.parts]
+    num_packed = sum(each.parts["packed"].verdict is Verdict.RIGHT for each in packed)
+    layouts = f" {num_packed} of them are packed." if packed else ""
     rest = f" {num_bare} of them were measured without an engine so far." if num_bare else ""
-    return f"{len(results)} families: {counted}.{rest}"
+    return f"{len(results)} families: {counted}.{rest}{layouts}"
 
 
 def _row(result: FamilyResult) -> str:

@@ -43,6 +43,7 @@ PARTS = (
     "checkpoint",
     "published layout",  # Of composites only.
 )
+LAYOUTS = ("packed", "shared prefix")  # Parts that a refusal leaves padded.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,7 @@ class FamilyResult:
     parts: dict[str, PartResult] = field(default_factory=dict[str, PartResult])
     seconds: float = 0.0
     commit: str = ""  # Code that was measured, "+changes" for a modified tree.
+    layouts_commit: str = ""  # Code of the parts in `LAYOUTS`, if it is another one.
     libraries: dict[str, str] = field(default_factory=dict[str, str])  # Their versions.
 
     @property

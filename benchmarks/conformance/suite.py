@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.conformance.page import write_page
 from benchmarks.conformance.part_results import (
+    LAYOUTS,
     NETWORK_ERRORS,
     FamilyResult,
     PartResult,
@@ -85,6 +86,39 @@ def run_suite(
         write_page(done)
 
 
+def run_layouts(
+    suite: Suite, *, only: Sequence[str] = (), results: Path = RESULTS, method: str = "fork"
+) -> None:
+    """Measure the packed layouts again, of all families with a result or of `only`.
+
+    The other parts of their results, which need engines and minutes, remain.
+
+    Args:
+        method: as in `examine_apart`.
+    """
+    from benchmarks.conformance import learner_side  # noqa: F401 - The import precedes the forks.
+
+    suite.title(LEGEND)
+    done = read(results)
+    strangers = sorted(set(only) - set(done))
+    if strangers:
+        raise ConfigError(f"--only={','.join(strangers)}: one of {', '.join(done)}")
+    for family in only or done:
+        found = examine_apart(family, method=method, parts=LAYOUTS)
+        measured = {name: each for name, each in found.parts.items() if name in LAYOUTS}
+        if not measured:
+            suite.fail(family, found.parts["full"].message)
+            continue
+        result = done[family]
+        result = replace(result, parts=result.parts | measured, layouts_commit=short_commit())
+        append(results, result)
+        report(suite, result)
+        done[family] = result
+    rewrite(results, list(done.values()))
+    if results == RESULTS:
+        write_page(done)
+
+
 def short_commit() -> str:
     """Return the commit of the code in `COMMIT_CHARS`, with "+changes" for a modified tree."""
     whole, plus, changes = git_revision().partition("+")
@@ -110,15 +144,18 @@ def report(suite: Suite, result: FamilyResult) -> None:
     suite.note(result.family, f"{result.verdict}, {result.gap:.1g} nats. {words}")
 
 
-def examine_apart(family: str, *, limit_s: float = LIMIT_S, method: str = "fork") -> FamilyResult:
+def examine_apart(
+    family: str, *, limit_s: float = LIMIT_S, method: str = "fork", parts: Sequence[str] = ()
+) -> FamilyResult:
     """Examine a family in a process of its own under a time limit.
 
     Args:
+        parts: the parts to examine, without an engine; empty: all.
         method: start of processes; "fork" needs a process that has run no operation of torch.
     """
     context: Any = multiprocessing.get_context(method)
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_examine, args=(family, theirs, method))
+    process = context.Process(target=_examine, args=(family, theirs, method, parts))
     process.start()
     theirs.close()
     started = time.monotonic()
@@ -153,13 +190,13 @@ def _failed(family: str, why: str, seconds: float) -> FamilyResult:
     )
 
 
-def _examine(family: str, pipe: Connection, method: str) -> None:
+def _examine(family: str, pipe: Connection, method: str, parts: Sequence[str]) -> None:
     """Examine one family; the main function of a process."""
     os.setsid()  # The time limit ends all processes of the family.
     configure_logging(f"conformance {family}", "ERROR")
     started = time.monotonic()
     try:
-        result = examine(family, method=method)
+        result = examine(family, method=method, parts=parts)
     except NETWORK_ERRORS as error:
         traceback.print_exc()
         words = " ".join(f"{type(error).__name__}: {error}".split())[:400]
@@ -168,12 +205,13 @@ def _examine(family: str, pipe: Connection, method: str) -> None:
     pipe.close()
 
 
-def examine(family: str, *, method: str) -> FamilyResult:
-    """Return the result of a family; `method` as in `examine_apart`."""
+def examine(family: str, *, method: str, parts: Sequence[str] = ()) -> FamilyResult:
+    """Return the result of a family; `method` and `parts` as in `examine_apart`."""
     from benchmarks.conformance.sharded import RankPair
 
     with tempfile.TemporaryDirectory(prefix=f"conformance-{family}-") as folder:
-        return _examine_in(family, Path(folder), RankPair(method=method), method=method)
+        pair = RankPair(method=method)
+        return _examine_in(family, Path(folder), pair, method=method, parts=parts)
 
 
 def _version_of(policy: "PreTrainedModel", dtype: "torch.dtype") -> "PublishedWeights":
@@ -184,7 +222,9 @@ def _version_of(policy: "PreTrainedModel", dtype: "torch.dtype") -> "PublishedWe
     return PublishedWeights(version=1, source=source)
 
 
-def _examine_in(family: str, folder: Path, pair: "RankPair", *, method: str) -> FamilyResult:
+def _examine_in(
+    family: str, folder: Path, pair: "RankPair", *, method: str, parts: Sequence[str]
+) -> FamilyResult:
     """Examine one family with checkpoints in a folder."""
     import torch
 
@@ -197,7 +237,7 @@ def _examine_in(family: str, folder: Path, pair: "RankPair", *, method: str) -> 
     try:
         write = save_composite if composite_architecture(family) else save_network
         side = LearnerSide(write(family, folder / "start"), folder, pair=pair)
-        side.examine()
+        side.examine(parts)
     finally:
         pair.stop()
     findings = dict(side.findings)

@@ -1,21 +1,43 @@
-"""Device checks of kernels and memory: calls of flash attention, growth over many steps."""
+"""Device checks of kernels and memory: flash attention, packed layers, growth over many steps."""
 
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import psutil
+import torch
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.conformance.networks import VOCAB, perturb, stored, tiny_config
 from benchmarks.learner.batch import BatchShape, make_batch
 from benchmarks.learner.checks.bench import DeviceBench
 from benchmarks.learner.step import STILL, BareStep
-from common.config.learner import Layout
-from learner.policy.model import vocabulary_size
+from common.config.learner import Attention, Layout
+from learner.batch.batching import collate_tokens
+from learner.policy.determinism import make_deterministic, zero_dropout_rates
+from learner.policy.kernels import mixers
+from learner.policy.kernels.attention import use_attention
+from learner.policy.model import Scoring, token_logprobs, vocabulary_size
 
 PACKED_KERNEL = "torch_attn::_varlen_attn"
 ONE_SEQUENCE_KERNEL = "aten::scaled_dot_product_attention"
 MAX_GROWTH_BYTES = 100e6
+LAYER_KINDS = {
+    "sinks": "gpt_oss",
+    "a cap": "gemma2",
+    "latent keys": "deepseek_v3",
+    "chunks": "llama4_text",
+    "gated delta rule": "qwen3_5_text",
+    "Mamba 2": "mamba2",
+    "a short convolution": "lfm2",
+}
+LAYER_LENGTHS = (40, 300, 129, 260)
+LAYER_PREFIX = 32
+LAYER_SHARED = [(1, 0), (1, 0), (2, LAYER_PREFIX)]
+MAX_BF16_GAP = 0.05  # Both layouts round, in other kernels.
+MAX_BF16_TURN = 0.1
 WARM_FRAC = 0.25  # Share of the steps before the growth is measured.
 
 
@@ -46,6 +68,57 @@ def count_calls(run: Callable[[], object], names: tuple[str, ...]) -> dict[str, 
         run()
     counted = {event.key: event.count for event in profiler.key_averages()}
     return {name: counted.get(name, 0) for name in names}
+
+
+def check_packed_layers(bench: DeviceBench) -> None:
+    """Compare packed with padded scores and gradients for each kind of layer.
+
+    The networks are small, with random weights. The note names a layer that computes one sequence
+    after another, because the packages of its kernels are not installed.
+    """
+    scoring = Scoring(chunk_tokens=256, autocast=bench.is_cuda)
+    draw = np.random.default_rng(0)
+    sequences = [draw.integers(3, VOCAB, length) for length in LAYER_LENGTHS]
+    sequences[-1][:LAYER_PREFIX] = sequences[-2][:LAYER_PREFIX]
+    masks = [np.arange(len(each)) >= LAYER_PREFIX for each in sequences]
+    blocks = {
+        Layout.PADDED: collate_tokens(sequences, masks, device=bench.device),
+        Layout.PACKED: collate_tokens(
+            sequences, masks, device=bench.device, is_packed=True, shared=LAYER_SHARED
+        ),
+    }
+    for kind, family in LAYER_KINDS.items():
+        model = _layer_network(family, bench.device)
+        use_attention([model], bench.device.type, Layout.PACKED, Attention.AUTO)
+        looping = mixers.looping_layer(model, is_whole=False)
+        scores: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for layout, block in blocks.items():
+            use_attention([model], bench.device.type, layout, Attention.AUTO)
+            model.zero_grad()
+            found = token_logprobs(model, block, scoring)
+            found.mean().backward()
+            scores.append(found.detach().float())
+            parts = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+            gradients.append(torch.cat(parts).float())
+        gap = float((scores[1] - scores[0]).abs().mean())
+        turned = float((gradients[1] - gradients[0]).norm() / gradients[0].norm())
+        most, most_turned = (MAX_BF16_GAP, MAX_BF16_TURN) if bench.is_cuda else (1e-5, 1e-4)
+        note = f"{looping} computes one sequence after another" if looping else ""
+        bench.suite.at_most(f"packed rows, {kind}: mean difference", gap, "nats", most, note)
+        bench.suite.at_most(f"packed rows, {kind}: gradient", turned, "", most_turned)
+
+
+def _layer_network(family: str, device: torch.device) -> PreTrainedModel:
+    """Return a small network with random weights that draws no numbers in its passes."""
+    config = tiny_config(family)
+    zero_dropout_rates(config)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    perturb(stored(model), seed=0)
+    make_deterministic(model)
+    nn.Module.to(model, device)
+    return model
 
 
 def check_growth(bench: DeviceBench) -> None:

@@ -37,7 +37,7 @@ from benchmarks.conformance.part_results import (
     rounded,
 )
 from benchmarks.conformance.sharded import RankPair
-from benchmarks.conformance.suite import RESULTS, examine_apart, run_suite
+from benchmarks.conformance.suite import RESULTS, examine_apart, run_layouts, run_suite, short_commit
 from benchmarks.suite import Suite
 from common.config.learner import Layout, Precision
 from common.repository import ROOT
@@ -157,6 +157,27 @@ def test_no_family_is_silently_wrong(tmp_path: Path) -> None:
     suite = Suite(out=io.StringIO())
     run_suite(suite, results=tmp_path / "results.json", method="spawn")
     assert suite.failed == [], suite.notes
+
+
+@pytest.mark.slow
+def test_layouts_are_measured_again_without_the_other_parts(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    earlier = replace(
+        result_of(full=Verdict.RIGHT, packed=Verdict.REFUSED, rollout=Verdict.ENGINE_CANNOT),
+        family="lfm2",
+        commit="abc",
+    )
+    append(path, earlier)
+    run_layouts(Suite(out=io.StringIO()), only=["lfm2"], results=path, method="spawn")
+    found = read(path)["lfm2"]
+    assert {name: each.verdict for name, each in found.parts.items()} == {
+        "full": Verdict.RIGHT,
+        "packed": Verdict.RIGHT,
+        "shared prefix": Verdict.RIGHT,
+        "rollout": Verdict.ENGINE_CANNOT,
+    }
+    assert (found.commit, found.layouts_commit) == ("abc", short_commit())
+    assert f"of 1 rows are from commit {short_commit()}" in page_text({"lfm2": found})
 
 
 def test_page_is_written_from_the_results() -> None:
