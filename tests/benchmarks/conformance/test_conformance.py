@@ -37,7 +37,13 @@ from benchmarks.conformance.part_results import (
     rounded,
 )
 from benchmarks.conformance.sharded import RankPair
-from benchmarks.conformance.suite import RESULTS, examine_apart, run_layouts, run_suite, short_commit
+from benchmarks.conformance.suite import (
+    RESULTS,
+    examine_apart,
+    run_layouts,
+    run_suite,
+    short_commit,
+)
 from benchmarks.suite import Suite
 from common.config.learner import Layout, Precision
 from common.repository import ROOT
