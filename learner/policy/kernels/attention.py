@@ -365,7 +365,7 @@ def _fused(
     if not problem:
         # [seq, head, size] each
         queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
-        call = flash.Call(packed, scaling=scaling, window=pattern.window)
+        call = flash.FlashCall(packed, scaling=scaling, window=pattern.window)
         return flash.flash(queries, keys, values, call, sinks=pattern.sinks)[None], None
     lengths = list(packed.lengths)
     key_lengths = list(packed.key_lengths)

@@ -57,7 +57,7 @@ def _format_problem(dtype: torch.dtype, size: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class FlashCall:
     """The row and the formula of a kernel's call."""
 
     packing: Packing
@@ -79,7 +79,7 @@ class Call:
 
 
 def flash(
-    query: Tensor, key: Tensor, value: Tensor, call: Call, *, sinks: Tensor | None = None
+    query: Tensor, key: Tensor, value: Tensor, call: FlashCall, *, sinks: Tensor | None = None
 ) -> Tensor:
     """Return causal attention [query, head, size of a value] in one kernel call.
 
@@ -123,7 +123,7 @@ class _WithSinks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, call: Call
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, call: FlashCall
     ) -> Tensor:
         """Return [query, head, size]."""
         out, sums, *state = flash_forward(query, key, value, call)
@@ -145,7 +145,7 @@ class _WithSinks(torch.autograd.Function):
         return *gradients, -(shares * inner).sum(1).to(sinks.dtype), None
 
 
-def flash_forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:
+def flash_forward(query: Tensor, key: Tensor, value: Tensor, call: FlashCall) -> tuple[Tensor, ...]:
     """Return the output, the logarithms [head, query] of sums, and the kernel's random state."""
     left, right = call.span
     out, sums, *state, _ = torch.ops.aten._flash_attention_forward(
@@ -169,7 +169,7 @@ def flash_backward(
     out: Tensor,
     sums: Tensor,
     state: Sequence[Tensor],
-    call: Call,
+    call: FlashCall,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of query, key and value, the `rows`."""
     left, right = call.span

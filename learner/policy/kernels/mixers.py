@@ -48,7 +48,7 @@ _BOUNDS = {"seq_idx", *(keyword for _, _, keyword in _BOUNDED)}
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PackedRow:
     """The row that a network computes, as its layers need it."""
 
     packing: Packing
@@ -56,11 +56,11 @@ class Row:
 
 
 # The row of each layer in the last pass, which the backward pass of checkpointing needs again.
-_rows: WeakKeyDictionary[nn.Module, Row] = WeakKeyDictionary()
+_rows: WeakKeyDictionary[nn.Module, PackedRow] = WeakKeyDictionary()
 _hooked: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
-def row_of(module: nn.Module) -> Row | None:
+def row_of(module: nn.Module) -> PackedRow | None:
     """Return the row that a layer computes; None: its rows are whole sequences."""
     return _rows.get(module)
 
@@ -173,7 +173,7 @@ def _is_dispatching(module: nn.Module) -> bool:
 def _enter(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> Any:
     """Set the row of all layers before a pass of their network."""
     packing = kwargs.get("packing")
-    row = None if packing is None else Row(packing, kwargs.get("sequence_group"))
+    row = None if packing is None else PackedRow(packing, kwargs.get("sequence_group"))
     for module in model.modules():
         if _takes_cache(type(module)):
             if row is None:

@@ -150,7 +150,7 @@ def test_odd_head_sizes_are_padded(
 
 
 def _flash_by_cpu(
-    query: Tensor, key: Tensor, value: Tensor, call: flash.Call
+    query: Tensor, key: Tensor, value: Tensor, call: flash.FlashCall
 ) -> tuple[Tensor, ...]:
     """Return what `flash_forward` returns, from torch's flash attention for a CPU."""
     outs: list[Tensor] = []
@@ -164,7 +164,7 @@ def _flash_by_cpu(
     return torch.cat(outs), torch.cat(sums, 1), torch.zeros(2), torch.zeros(0)
 
 
-def _by_sequence(call: flash.Call, *tensors: Tensor) -> list[list[Tensor]]:
+def _by_sequence(call: flash.FlashCall, *tensors: Tensor) -> list[list[Tensor]]:
     """Return the rows [1, head, seq, size] of each sequence; keys are repeated for each head."""
     heads = tensors[0].shape[1]
     lengths = list(call.packing.lengths)
@@ -179,7 +179,7 @@ def _flash_backward_by_cpu(
     out: Tensor,
     sums: Tensor,
     state: Any,
-    call: flash.Call,
+    call: flash.FlashCall,
 ) -> tuple[Tensor, ...]:
     """Return what `flash_backward` returns, from torch's flash attention for a CPU."""
     parts: list[list[Tensor]] = []

@@ -285,7 +285,7 @@ def test_kernels_with_bounds_compute_all_sequences_in_one_call(tmp_path: Path) -
         [sys.executable, "-c", BOUNDED],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=300,
         check=False,
     )
