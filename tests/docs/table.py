@@ -78,6 +78,7 @@ RULES = (
         How.CONFIG,
         "imports vLLM; tests/actor/engine/test_arguments",
     ),
+    Rule(PY + r".*HuggingFaceTB/", How.CONFIG, "downloads a model; end_to_end/test_pretrained.py"),
     Rule(PY + r"eval --config agentgym-paper-tables$", How.CONFIG, "wants a model's weights"),
     Rule(PY + r"train env\.dialect=", How.CONFIG, "asks a server of others; envhub/interop"),
     Rule(PY + r"train .envhub\.envs=\[gymnasium", How.CONFIG, "a game of the reader's"),
