@@ -14,6 +14,7 @@ from common.text import known_hint
 # A label before an action. An escaped line break before it lies in a string, as a quote does.
 LABEL = re.compile(r"""(?<!["'])(?<!\\n)Action:""")
 SPLITS = ("train", "validation", "test")
+REVISION = "revision of "
 ITEM_PATTERN = re.compile(
     rf"(?P<subset>[^-\s]+)-(?P<split>{'|'.join(SPLITS)})-(?P<index>[0-9]{{1,9}})"
 )
@@ -286,7 +287,8 @@ class EnvSpec:
         prompts: yields the first prompt of every item, for an environment that has them before the
             start. They are then never cut: a run whose context is too small for one is refused.
         content: digests of the files and settings that determine the items, by the key that names
-            them. A run continues only with equal ones.
+            them. A run continues only with equal ones. Keys that begin with `REVISION` name the
+            commit of a source, which is recorded and not compared.
     """
 
     name: str

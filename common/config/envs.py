@@ -209,6 +209,51 @@ class WordleOptions(ItemFiles):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TextworldOptions:
+    """Games that TextWorld generates. See docs/tasks/TEXTWORLD.md."""
+
+    level: int = knob(
+        5,
+        "Sets the level of coin_collector (1 to 100 rooms without, 101 to 150 with dead ends) and "
+        "of treasure_hunter (1 to 30).",
+        ge=1,
+        le=300,
+    )
+    rooms: int = knob(3, "Sets the rooms of a custom game.", ge=1, le=50)
+    objects: int = knob(5, "Sets the objects of a custom game.", ge=1, le=200)
+    quest_length: int = knob(
+        3, "Sets the commands that solve a custom game in the best case.", ge=1, le=50
+    )
+    num_train: int = knob(300, "Sets the number of training games.", ge=1, le=10**6)
+    num_validation: int = knob(50, "Sets the number of validation games.", ge=0, le=10**6)
+    num_test: int = knob(50, "Sets the number of test games.", ge=0, le=10**6)
+    max_turns: int = knob(30, "Limits the commands of an episode.", ge=1, le=10**4)
+    max_workers: int = knob(1, "Limits the worker processes.", ge=1, le=1000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BfclOptions:
+    """Multi-turn tasks with tools of the Berkeley Function-Calling Leaderboard.
+
+    See docs/tasks/BFCL.md.
+    """
+
+    reward: str = knob(
+        "passed",
+        "Rewards an episode that the checker accepts, or the share of its user turns that it "
+        "accepts.",
+        one_of=("passed", "share"),
+    )
+    max_calls: int = knob(
+        20, "Limits the calls of tools after one message of the user.", ge=1, le=10**4
+    )
+    result_chars: int = knob(
+        4000, "Limits the result of a call that the agent reads, in characters.", ge=100, le=10**7
+    )
+    max_workers: int = knob(1, "Limits the worker processes.", ge=1, le=1000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetOptions:
     """A file of prompts with reward functions. `data.KEY` is short for `envs.dataset.KEY`.
 
@@ -488,6 +533,8 @@ class EnvsSection:
     maze: ItemFiles = field(default_factory=ItemFiles)
     wordle: WordleOptions = field(default_factory=WordleOptions)
     dataset: DatasetOptions = field(default_factory=DatasetOptions)
+    textworld: TextworldOptions = field(default_factory=TextworldOptions)
+    bfcl: BfclOptions = field(default_factory=BfclOptions)
     sandbox: SandboxOptions = field(default_factory=SandboxOptions)
     code: CodeOptions = field(default_factory=CodeOptions)
     terminal: TerminalOptions = field(default_factory=TerminalOptions)

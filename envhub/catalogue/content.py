@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from envhub.catalogue.registry import Registry
+from envhub.env import REVISION
 
 FILE = "item_digests.json"  # Below the run directory.
 SHOWN = 12  # Digits of a digest that a message shows.
@@ -34,7 +35,7 @@ def changed_content(folder: Path, contents: Mapping[str, Mapping[str, str]]) -> 
             f" now {content.get(key, 'none')[:SHOWN]}); restore it, or begin another run with"
             " run.name=NAME"
             for key in dict.fromkeys([*before, *content])
-            if before.get(key) != content.get(key)
+            if before.get(key) != content.get(key) and not key.startswith(REVISION)
         ]
     return lines
 

@@ -21,7 +21,7 @@ from envhub.interop.gym_game import GymnasiumGame
 from envhub.interop.texts import ActionResult, BadAction, RewardRule, Rewards
 from envhub.interop.yaml_environments import SUBSET, optional_package
 
-TEST_SEED = 1_000_000_000  # First seed of a test item; seeds of training items begin at 0.
+FIRST_SEEDS = {"train": 0, "test": 1_000_000_000, "validation": 2_000_000_000}
 SESSIONS_PER_WORKER = 32
 # Exceptions that a library raises if it has no such game or cannot create it here.
 REFUSALS = (ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
@@ -50,6 +50,7 @@ class GameOptions:
     """Options after the "?" of a reference."""
 
     num_train: int = 10_000
+    num_validation: int = 1_000
     num_test: int = 1_000
     max_turns: int = 30
     reward: str = ""  # last or sum; "": the library's default.
@@ -73,7 +74,8 @@ def parse_reference(text: str) -> tuple[str, GameOptions]:
             ) from error
     options = GameOptions(**options_by_key)
     is_sound = options.reward in ("", "last", "sum") and options.min_reward < options.max_reward
-    if not is_sound or min(options.num_train, options.num_test, options.max_turns) < 1:
+    sizes = (options.num_train, options.num_validation, options.num_test, options.max_turns)
+    if not is_sound or min(sizes) < 1:
         law = "reward must be last or sum, min_reward < max_reward, all others >= 1"
         raise ConfigError(f"{text}: {law}")
     return name, options
@@ -96,7 +98,7 @@ class SeededEnv:
         self._rewards = Rewards(self._rule)
         self._reward = self._rule.start_score
         with SEEDING:
-            game_seed = item.index + (TEST_SEED if item.split == "test" else 0)
+            game_seed = FIRST_SEEDS[item.split] + item.index
             random.seed(game_seed)
             np.random.seed(game_seed % 2**32)
             self._first = self._text = self._game.begin(game_seed)
@@ -218,7 +220,10 @@ def make_spec(reference: str) -> EnvSpec:
     except REFUSALS as error:
         raise ConfigError(f"{reference}: {type(error).__name__}: {error}") from error
     subset = SubsetSpec(
-        num_train=options.num_train, num_test=options.num_test, max_turns=options.max_turns
+        num_train=options.num_train,
+        num_validation=options.num_validation,
+        num_test=options.num_test,
+        max_turns=options.max_turns,
     )
     rule = RewardRule(
         kind="sum" if (options.reward or usual) == "sum" else "last",

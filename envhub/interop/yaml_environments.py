@@ -22,6 +22,7 @@ PACKAGES = {  # Arguments of `pip install` for extras that `make setup` does not
     "mcp": "jsonschema 'mcp>=2.3,<3'",
     "reasoning-gym": "reasoning-gym==0.1.25",
     "textarena": "textarena==0.7.4",
+    "textworld": "textworld==1.7.0",
 }
 Described = TypeVar("Described")
 Found = TypeVar("Found")

@@ -34,7 +34,13 @@ class Rule(NamedTuple):
 
 
 PY = r"(\.venv/bin/)?python run\.py "
+# Packages of extras, and datasets of the Hub.
+OF_OTHERS = r"(reasoning_gym:|textarena:|openai/gsm8k|\bbfcl\b|\btextworld\b)"
 RULES = (
+    Rule(
+        PY + rf"(train |--config ).*{OF_OTHERS}", How.CONFIG, "wants a package; tests/envhub/envs"
+    ),
+    Rule(PY + rf".*{OF_OTHERS}", How.PARSE, "wants a package; tests/envhub/envs"),
     Rule(PY + r".*(mcp|verifiers):", How.PARSE, "wants its package; tests/envhub/interop"),
     Rule(PY + r"(--help|--version|help|envs|new-env|check-env|play)\b", How.RUN),
     Rule(PY + r"journal .*--format", How.PARSE, "wants a policy's run; tests/tools/exchange"),
@@ -82,7 +88,7 @@ RULES = (
     Rule(PY + r"eval --config agentgym-paper-tables$", How.CONFIG, "wants a model's weights"),
     Rule(PY + r"train env\.dialect=", How.CONFIG, "asks a server of others; envhub/interop"),
     Rule(PY + r"train .envhub\.envs=\[gymnasium", How.CONFIG, "a game of the reader's"),
-    Rule(r"\.venv/bin/python -m pip install -c ", How.NONE, "changes this environment"),
+    Rule(r"\.venv/bin/python -m pip install (-c|--no-deps) ", How.NONE, "changes this environment"),
     Rule(r"python3 -m pip install ", How.NONE, "tests/test_wheel.py installs the wheel"),
     Rule(r"longstride ", How.NONE, "tests/test_wheel.py runs the script"),
     Rule(r"pip install (trl|uv)", How.NONE, "tests/envhub/interop does, elsewhere"),

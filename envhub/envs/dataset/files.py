@@ -12,6 +12,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -28,11 +29,14 @@ HASH_BYTES = 1 << 20
 MAX_FIELD_CHARS = 1 << 30  # Longest field of a CSV file.
 ENTRIES = "dataset_info.json"  # A file of each split that `datasets.save_to_disk` wrote.
 SPLITS = "dataset_dict.json"  # A file of a folder with several such splits.
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
+HUB_NAME = re.compile(
+    r"(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?(:(?P<one>[\w.-]+))?(:(?P<two>[\w.-]+))?"
+)
+COMMIT = re.compile(r"[0-9a-f]{7,40}")
 
 
 def find_data(key: str, value: str) -> Path:
-    """Return the path of a dataset, or its name on the Hub, `owner/name` or `owner/name:part`.
+    """Return the path of a dataset, or its name on the Hub, see `HUB_NAME`.
 
     Raises: ConfigError: there is no such path, and it is no name of the Hub.
     """
@@ -120,19 +124,112 @@ def has_split(key: str, path: Path, split: str) -> bool:
     return any(_is_of(split, file.relative_to(path)) for file in files)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubName:
+    """A dataset of the Hub: `owner/name[@revision][:configuration][:split]`."""
+
+    repository: str
+    revision: str | None
+    configuration: str | None
+    split: str | None  # None: the split of the settings.
+
+
 @cache
-def _hub_splits(where: str, name: str) -> list[str]:
+def hub_name(where: str, value: str) -> HubName:
+    """Return the parts of a name of the Hub. A single part is a configuration, or else a split.
+
+    Raises: ConfigError: the dataset has no such part, or it cannot be read.
+    """
+    match = HUB_NAME.fullmatch(value)
+    assert match is not None
+    repository = match["repository"]
+    revision = match["revision"]
+    one = match["one"]
+    two = match["two"]
+    name = HubName(repository=repository, revision=revision, configuration=one, split=two)
+    if one is None or two is not None:
+        return name
+    try:
+        _split_names(where, name)
+    except ConfigError as error:
+        whole = HubName(repository=repository, revision=revision, configuration=None, split=one)
+        try:
+            splits = _split_names(where, whole)
+        except ConfigError:
+            raise error from None
+        if one not in splits:
+            raise ConfigError(
+                f"{where}: {one!r} is no configuration and no split of {repository}; the splits"
+                f" are {', '.join(splits)}"
+            ) from error
+        return whole
+    return name
+
+
+def own_split(key: str, value: str) -> str | None:
+    """Return the split in a name of the Hub; None for paths, and for names without one.
+
+    Raises: ConfigError: the dataset has no such part, or it cannot be read.
+    """
+    if not value or Path(value).exists() or not HUB_NAME.fullmatch(value):
+        return None
+    path = find_data(key, value)
+    return None if path.exists() else hub_name(f"{key}={value}", value).split
+
+
+def _split_names(where: str, name: HubName) -> list[str]:
     """Return the splits of a dataset of the Hub. Raises: ConfigError."""
-    repository, _, part = name.partition(":")
-    return _by_datasets(where, "get_dataset_split_names", repository, part or None)
+    return _by_datasets(
+        where,
+        "get_dataset_split_names",
+        name.repository,
+        name.configuration,
+        revision=name.revision,
+    )
 
 
 @cache
-def _hub_files(where: str, name: str, split: str) -> list[Path]:
+def _hub_splits(where: str, value: str) -> list[str]:
+    """Return the splits that a name of the Hub offers beside its own. Raises: ConfigError."""
+    name = hub_name(where, value)
+    return [each for each in _split_names(where, name) if each != name.split]
+
+
+@cache
+def _hub_files(where: str, value: str, split: str) -> list[Path]:
     """Return the Arrow files of a split of the Hub, downloaded once. Raises: ConfigError."""
-    repository, _, part = name.partition(":")
-    dataset = _by_datasets(where, "load_dataset", repository, part or None, split=split)
-    return [Path(file["filename"]) for file in dataset.cache_files]
+    name = hub_name(where, value)
+    dataset = _by_datasets(
+        where,
+        "load_dataset",
+        name.repository,
+        name.configuration,
+        split=split,
+        revision=name.revision,
+    )
+    files = [Path(file["filename"]) for file in dataset.cache_files]
+    _check_revision(where, name, files)
+    return files
+
+
+def _check_revision(where: str, name: HubName, files: list[Path]) -> None:
+    """Check that the cache did not give another revision. Raises: ConfigError.
+
+    Without the network, `datasets` takes the newest cached revision, whatever was asked for.
+    """
+    commit = commit_of(files)
+    if name.revision is None or commit.startswith(name.revision):
+        return
+    if COMMIT.fullmatch(name.revision) or import_module("datasets").config.HF_HUB_OFFLINE:
+        raise ConfigError(
+            f"{where}: the cache of datasets has the revision {commit}, not {name.revision}; load"
+            " it once with the network, or name the cached revision"
+        )
+
+
+def commit_of(files: list[Path]) -> str:
+    """Return the commit of a dataset of the Hub, which names the folder of its cached files."""
+    return files[0].parent.name if files else ""
 
 
 NAMED = ("train", "test", "validation", "valid", "dev", "eval")

@@ -15,12 +15,15 @@ from common.errors import ConfigError
 from common.formats.turns import FirstPrompt
 from common.text import counted
 from common.user_code import find_path
+from envhub.env import REVISION
 from envhub.envs.dataset.files import (
     Record,
+    commit_of,
     digest_of,
     files_of,
     find_data,
     has_split,
+    own_split,
     read_records,
 )
 from envhub.envs.dataset.prompts import PromptMaker, Question
@@ -95,6 +98,13 @@ def load_dataset(options: DatasetOptions) -> Dataset:
     if not options.train:
         raise ConfigError("data.train is not set: give data.train=FILE")
     paths = [find_data("data.train", options.train)]
+    options = replace(
+        options,
+        train_split=own_split("data.train", options.train) or options.train_split,
+        eval_split=own_split("data.eval", options.eval) or options.eval_split,
+        validation_split=own_split("data.validation", options.validation)
+        or options.validation_split,
+    )
     splits = [options.train_split]
     if not options.eval and has_split("data.train", paths[0], options.eval_split):
         options = replace(options, eval=options.train)
@@ -155,14 +165,14 @@ def _load(settings: str, paths: tuple[Path, ...], stamps: object) -> Dataset:
     """Return the records of the configured files; see `load_dataset`."""
     options = DatasetOptions(**json.loads(settings))
     train = read_records("data.train", paths[0], options.train_split)
-    content = {"data.train": digest_of(files_of("data.train", paths[0], options.train_split))}
+    content = _content_of("data.train", paths[0], options.train_split)
     prompts = PromptMaker(options, train[0])
     name = paths[0].name
     _check_prompts(prompts, train, name)
     numbers = _kept(options, prompts, train, name)
     if options.eval:
         eval_records = read_records("data.eval", paths[1], options.eval_split)
-        content["data.eval"] = digest_of(files_of("data.eval", paths[1], options.eval_split))
+        content |= _content_of("data.eval", paths[1], options.eval_split)
         if content["data.eval"] == content["data.train"]:
             raise ConfigError(f"data.eval={options.eval}: it has the same content as data.train")
         eval_name = paths[1].name
@@ -180,14 +190,13 @@ def _load(settings: str, paths: tuple[Path, ...], stamps: object) -> Dataset:
     if options.validation:
         path = paths[-1]
         validation_records = read_records("data.validation", path, options.validation_split)
-        files = files_of("data.validation", path, options.validation_split)
-        digest = digest_of(files)
-        if digest in content.values():
+        added = _content_of("data.validation", path, options.validation_split)
+        if added["data.validation"] in content.values():
             raise ConfigError(
                 f"data.validation={options.validation}: it has the same content as data.train or"
                 " data.eval"
             )
-        content["data.validation"] = digest
+        content |= added
         _check_prompts(prompts, validation_records, path.name)
         validation = DataSplit(
             name=path.name,
@@ -219,6 +228,16 @@ def _load(settings: str, paths: tuple[Path, ...], stamps: object) -> Dataset:
         if data_split.numbers:
             made.question(split, 0)
     return made
+
+
+def _content_of(key: str, path: Path, split: str) -> dict[str, str]:
+    """Return the digest of a split's files and, of a dataset of the Hub, its commit."""
+    files = files_of(key, path, split)
+    content = {key: digest_of(files)}
+    if not path.exists():
+        content[f"{REVISION}{key}"] = commit_of(files)
+        logger.info("dataset %s=%s split=%s revision=%s", key, path, split, commit_of(files))
+    return content
 
 
 def _check_prompts(prompts: PromptMaker, records: Sequence[Record], name: str) -> None:

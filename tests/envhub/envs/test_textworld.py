@@ -1,0 +1,115 @@
+"""Laws of TextWorld's games: texts, refused commands, and play with the real package."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from common.config.envs import TextworldOptions
+from common.repository import ROOT
+from envhub.catalogue.registry import missing_requirements
+from envhub.envs.textworld import REFUSED, cleaned, subsets_of, why_refused
+from tests.venvs import python_with
+
+PLAYED = r"""
+import sys
+
+sys.path.insert(0, "ROOT")
+from common.config.envs import EnvsSection, TextworldOptions
+from envhub.catalogue.registry import Registry, missing_requirements
+from envhub.env import Style
+
+assert missing_requirements(["textworld"]) == []
+options = EnvsSection(textworld=TextworldOptions(level=3))
+spec = Registry(["textworld"], options).spec("textworld")
+assert [*spec.subsets] == ["coin_collector", "custom", "treasure_hunter"]
+firsts = {}
+for item in ("coin_collector-train-0", "coin_collector-test-0", "coin_collector-validation-0"):
+    env = spec.make(Style.COMPACT)
+    firsts[item] = env.reset(item, 0), env.fingerprint()
+    assert env.reset(item, 0) == firsts[item][0]
+    assert not env.step("Action: fly to the moon").is_valid
+    assert not env.step("save").is_valid and not env.step("look then quit").is_valid
+    look = env.step("Action: look")
+    assert look.is_valid and "-= " in look.observation and ">" not in look.observation
+    assert {"look", "inventory"} <= {*env.valid_actions()}
+    results = []
+    while (action := env.expert_action()) is not None:
+        results.append(env.step(action))
+        assert results[-1].is_valid, action
+    assert results[-1].is_success and results[-1].reward == 1.0, results[-1]
+    assert not any(each.reward for each in results[:-1])
+    assert "The End" in results[-1].observation and "RESTART" not in results[-1].observation
+    env.close()
+assert len({*firsts.values()}) == 3
+print("equal")
+"""
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_generated_game_is_solved_by_its_own_solution(tmp_path: Path) -> None:
+    python = python_with("textworld==1.7.0", sees_ours=True)
+    done = subprocess.run(
+        [python, "-c", PLAYED.replace("ROOT", str(ROOT))],
+        cwd=ROOT,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=290,
+    )
+    assert done.stdout.endswith("equal\n"), done.stderr[-3000:]
+    games = sorted(each.name for each in tmp_path.rglob("game.z8"))
+    assert len(games) == 3
+
+
+def test_text_of_a_turn_lacks_prompt_and_menu() -> None:
+    status = "You see a key.\n\n> " + 99 * " " + "-= Vault =-0/2"
+    assert cleaned(status) == "You see a key."
+    end = "Taken.\n\n\n      *** The End ***\n\nYou scored 1.\n\nWould you like to RESTART?"
+    assert cleaned(end) == "Taken.\n\nThe End"
+
+
+@pytest.mark.parametrize(
+    "command", ["save", "look. quit", "take key then restart", "q", "tw-print", "x" * 201, "", "é"]
+)
+def test_command_of_the_interpreter_is_refused(command: str) -> None:
+    assert why_refused(command)
+
+
+@pytest.mark.parametrize("command", ["take key from box", "examine rest area", "open test tube"])
+def test_command_of_the_game_is_played(command: str) -> None:
+    assert why_refused(command) == ""
+
+
+def test_reply_to_an_impossible_command_counts_as_invalid() -> None:
+    assert REFUSED.match("That's not a verb I recognise.")
+    assert REFUSED.match("You can't go that way.")
+    assert not REFUSED.match("You open the box, revealing a hat.")
+
+
+@pytest.mark.parametrize(
+    ("level", "names"),
+    [
+        (30, ["coin_collector", "custom", "treasure_hunter"]),
+        (100, ["coin_collector", "custom"]),
+        (150, ["coin_collector", "custom"]),
+        (151, ["custom"]),
+    ],
+)
+def test_subset_without_games_of_the_level_is_left_out(level: int, names: list[str]) -> None:
+    assert [*subsets_of(TextworldOptions(level=level))] == names
+
+
+@pytest.mark.parametrize(
+    ("env", "remedy"),
+    [
+        ("textworld", "pip install textworld==1.7.0 (the extra `textworld`)"),
+        ("bfcl", "pip install --no-deps bfcl-eval==2026.3.23"),
+    ],
+)
+def test_missing_package_of_an_environment_names_its_remedy(env: str, remedy: str) -> None:
+    (line,) = missing_requirements([env])
+    assert line.startswith(f"{env} needs the Python package ")
+    assert line.endswith(f": {remedy}")
