@@ -81,6 +81,7 @@ assert not {*names} & {each["name"] for each in env.item_tools()}
 for _ in range(int(turn)):
     seen = env.step("Next.").observation
 assert names[0] in seen and names[0] in env._offered()
+env.close()
 # Too many calls end the episode.
 env = begun("base-train-0")
 for _ in range(21):

@@ -27,21 +27,29 @@ from tests.envhub.envs.dataset.made import GSM8K, write_lines
 
 folder = Path(sys.argv[1])
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-for part in ("main", "easy"):
-    files = {
-        "train": write_lines(folder / f"{part}-train.jsonl", [{**r, "part": part} for r in GSM8K]),
-        "test": write_lines(folder / f"{part}-test.jsonl", [{**GSM8K[0], "part": f"{part} test"}]),
-    }
-    # What load_dataset does for a repository of JSON files, after their download.
+
+
+def cache(name, part, **files):
+    # Writes the cache that load_dataset leaves for a repository of JSON files.
+    paths = {split: [str(path)] for split, path in files.items()}
+    data_files = datasets.data_files.DataFilesDict.from_patterns(paths, download_config=None)
     Json(
-        repo_id="org/sums",
-        dataset_name="sums",
-        config_name=part,
-        hash=COMMIT,
-        data_files=datasets.data_files.DataFilesDict.from_patterns(
-            {name: [str(path)] for name, path in files.items()}, download_config=None
-        ),
+        dataset_name=name, config_name=part, hash=COMMIT, data_files=data_files
     ).download_and_prepare()
+    home = Path(datasets.config.HF_DATASETS_CACHE)
+    (made,) = (home / name).iterdir()
+    (home / f"org___{name}").mkdir(exist_ok=True)
+    made.rename(home / f"org___{name}" / part)
+    (home / name).rmdir()
+
+
+for part in ("main", "easy"):
+    cache(
+        "sums",
+        part,
+        train=write_lines(folder / f"{part}-train.jsonl", [{**r, "part": part} for r in GSM8K]),
+        test=write_lines(folder / f"{part}-test.jsonl", [{**GSM8K[0], "part": f"{part} test"}]),
+    )
 
 
 def loaded(train, **options):
@@ -64,16 +72,7 @@ turned = loaded("org/sums:easy:test", eval="org/sums:easy:train")
 assert (part_of(turned, "train"), part_of(turned, "test")) == ("easy test", "easy")
 pinned = loaded(f"org/sums@{COMMIT[:8]}:main:train")
 assert part_of(pinned, "train") == "main"
-Json(
-    repo_id="org/one",
-    dataset_name="one",
-    config_name="default",
-    hash=COMMIT,
-    data_files=datasets.data_files.DataFilesDict.from_patterns(
-        {"train": [str(folder / "main-train.jsonl")], "dev": [str(folder / "main-test.jsonl")]},
-        download_config=None,
-    ),
-).download_and_prepare()
+cache("one", "default", train=folder / "main-train.jsonl", dev=folder / "main-test.jsonl")
 one = loaded("org/one:train", validation="org/one:dev", eval_size=1)
 assert (part_of(one, "train"), part_of(one, "validation")) == ("main", "main test")
 assert one.content["revision of data.validation"] == COMMIT
