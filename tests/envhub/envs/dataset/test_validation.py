@@ -6,7 +6,7 @@ import pytest
 
 from common.errors import ConfigError
 from envhub.env import Style, UnknownItem
-from envhub.envs.dataset.env import make_spec
+from envhub.envs.dataset.env import DatasetEnv, make_spec
 from envhub.envs.dataset.records import load_dataset
 from tests.envhub.envs.dataset.made import GSM8K, make, options_of, run, write_lines
 
@@ -65,6 +65,7 @@ def test_train_size_takes_the_first_records(tmp_path: Path) -> None:
 
 def test_validation_item_is_played_by_its_id(tmp_path: Path) -> None:
     env = make_spec(make(tmp_path, NUMBERED, validation_size=2)).make(Style.COMPACT)
+    assert isinstance(env, DatasetEnv)
     assert run(env.reset("data-validation-1", 0)).startswith("Add ")
     with pytest.raises(UnknownItem, match="out of range"):
         run(env.reset("data-validation-2", 0))
