@@ -86,7 +86,7 @@ def write_fp8(folder: Path, **changes: Any) -> dict[str, Tensor]:
         save_file(tensors, folder / name)
     index = {key: name for name, tensors in zip(names, shards, strict=True) for key in tensors}
     (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": index}), encoding="utf-8"
+        json.dumps({"metadata": {}, "weight_map": index}), encoding="utf-8"
     )
     section = {"quant_method": "fp8", "weight_block_size": [16, 16], "fmt": "e4m3"}
     write_small_files(folder, quantization_config=section, **changes)
