@@ -21,6 +21,7 @@ from tools.author.checks import Finding, Grade, Plays, graded, max_turns_of
 from tools.author.episodes import Driver, RecordedPlay, spec_of
 from tools.checks.environments import check_prompts
 from tools.cli.command_line import ParsedCommand
+from tools.dequantise.models import plain_models
 
 
 def check_seats(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:
@@ -224,6 +225,7 @@ def prompt_lengths(spec: EnvSpec, name: str, overrides: list[str]) -> Iterator[F
     environment = [] if name == spec.name else [f"envhub.envs=[{json.dumps(name)}]"]
     cfg = load_config(None, [task, *environment, *overrides])
     try:
+        cfg = plain_models(cfg, is_dry=True)
         text = check_prompts(cfg) or f"model.path={cfg.model.path} has no tokenizer.json"
         yield Finding(Grade.OK, "prompts", text)
     except ConfigError as error:

@@ -10,9 +10,10 @@ def run(request: ParsedCommand) -> int:
     if request.is_dry:
         return requested.show_config(cfg, request.command)
     configure_logging(request.command, cfg.log.level)
+    from tools.dequantise.models import plain_models
     from tools.offline.commands import merge
 
-    return merge(cfg, requested.directory_of(cfg))
+    return merge(plain_models(cfg), requested.directory_of(cfg))
 
 
 COMMAND = Command(

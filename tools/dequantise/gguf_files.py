@@ -21,15 +21,14 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
-from transformers.integrations.gguf import (
-    GgufHeader,
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+from transformers.integrations.gguf.reader import GgufHeader, load_gguf_state_dict
+from transformers.integrations.gguf.utils import (
+    add_gguf_load_ops,
     get_gguf_conversion_mapping,
     get_gguf_plan,
     is_gguf_arch_supported,
-    load_gguf_state_dict,
 )
-from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-from transformers.integrations.gguf.utils import add_gguf_load_ops
 from transformers.modeling_gguf_pytorch_utils import (
     TENSOR_PROCESSORS,
     TensorProcessor,
@@ -224,7 +223,8 @@ class GgufModel:
         """Return the tensors of a checkpoint that one weight of the network makes."""
         weight = group.convert(target)
         for reader in self._readers:  # Pages that were read count as memory of this process.
-            reader.data._mmap.madvise(mmap.MADV_DONTNEED)
+            mapped: Any = reader.data
+            mapped._mmap.madvise(mmap.MADV_DONTNEED)
         if weight.shape != shape:
             raise ValueError(f"{target} has shape {list(weight.shape)}, not {list(shape)}")
         return revert_weight_conversion(self.network, {target: weight.to(dtype)})

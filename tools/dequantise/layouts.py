@@ -179,7 +179,7 @@ def compressed(section: Mapping[str, Any], stored: Stored, dtype: torch.dtype) -
     if sparsity not in (None, "dense"):
         raise ValueError(f"sparse weights ({sparsity}) are not supported")
     config = QuantizationConfig.model_validate({**section, "quant_method": "compressed-tensors"})
-    schemes = list(config.config_groups.values())
+    schemes: list[Any] = list(config.config_groups.values())
     common = None if config.format == "mixed-precision" else config.format
 
     def scheme_of(module: str) -> Any:
@@ -211,7 +211,7 @@ def compressed(section: Mapping[str, Any], stored: Stored, dtype: torch.dtype) -
             continue
         scheme = scheme_of(module)
         form = scheme.format or common or infer_module_format(torch.nn.Linear, scheme)
-        compressor = BaseCompressor.get_value_from_registry(getattr(form, "value", form))
+        compressor: Any = BaseCompressor.get_value_from_registry(getattr(form, "value", form))
         locals_ = {*PARAMETERS} if local == "weight_packed" else {*PARAMETERS, "weight"}
         names = {each: full for each in locals_ if (full := f"{module}.{each}") in stored}
         shape = tensor.shape

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from common.config.model import ModelSection
 from common.config.run_config import Config, RunConfig
+from common.errors import ConfigError
 from common.host.machine import has_cuda
 from common.repository import ROOT
 from tools.dequantise.cache import cache_folder, dequantise
@@ -29,8 +31,13 @@ def plain_models(cfg: Config, *, is_dry: bool = False) -> Config:
     """
     folders = _Folders(cfg, is_dry=is_dry)
     model = cfg.model
-    is_lost = bool(model.quantised) and not (ROOT / model.path).exists()
-    path = folders.plain("model.path", model.quantised if is_lost else model.path)
+    source = _source_if_lost(model)
+    path = folders.plain("model.path", source)
+    if source != model.path and Path(path).name != Path(model.path).name:
+        raise ConfigError(
+            f"model.path={model.path}: the folder is missing, and {model.quantised}, its source,"
+            f" gives other weights now ({Path(path).name}). Restore it, or begin another run"
+        )
     record = read_record(ROOT / path)
     model = replace(
         model,
@@ -62,6 +69,12 @@ def plain_models(cfg: Config, *, is_dry: bool = False) -> Config:
         learner=replace(cfg.learner, critic=critic),
         actor=replace(cfg.actor, seats=seats),
     )
+
+
+def _source_if_lost(model: ModelSection) -> str:
+    """Return the path of the policy; the quantised source of a folder that is missing."""
+    is_lost = not (ROOT / model.path).exists()
+    return model.quantised if is_lost and (ROOT / (model.quantised or "-")).exists() else model.path
 
 
 class _Folders:

@@ -71,7 +71,7 @@ class SourceTensor:
         buffer = torch.empty(count, dtype=torch.uint8)
         with self.path.open("rb", buffering=0) as file:
             file.seek(self.offset + start)
-            view = memoryview(buffer.numpy())
+            view = _view(buffer)
             while view:
                 num = file.readinto(view)
                 if not num:
@@ -185,15 +185,21 @@ def _write_file(
         for output in ordered:
             start = file.tell()
             for part in output.parts():
-                content = part.contiguous().reshape(-1).view(torch.uint8).numpy()
-                file.write(memoryview(content))
-                digest.update(memoryview(content))
+                content = _view(part.contiguous().reshape(-1).view(torch.uint8))
+                file.write(content)
+                digest.update(content)
                 note(done + file.tell() - len(header))
             if file.tell() - start != output.num_bytes:
                 raise ValueError(f"{output.name}: {file.tell() - start} bytes for {output.shape}")
         file.flush()
         os.fsync(file.fileno())
         return WrittenFile(num_bytes=file.tell(), sha256=digest.hexdigest())
+
+
+def _view(content: Tensor) -> memoryview:
+    """Return the memory of a tensor of bytes."""
+    array: Any = content.numpy()
+    return memoryview(array)
 
 
 def _header(outputs: Iterable[Output]) -> bytes:

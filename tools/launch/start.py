@@ -34,6 +34,7 @@ def run_role(request: ParsedCommand, run: Callable[[RunConfig, RunDir], None]) -
     from common.store.run_start import dated, save_config
     from common.wire.security import create_keys
     from tools.checks.preflight import check_model
+    from tools.dequantise.models import plain_models
     from tools.launch.start_guard import StartGuard
 
     name = request.command
@@ -43,6 +44,7 @@ def run_role(request: ParsedCommand, run: Callable[[RunConfig, RunDir], None]) -
     run_dir = requested.directory_of(cfg)
     configure_logging(name, cfg.log.level)
     if name in WITH_MODEL:
+        cfg = plain_models(cfg)
         check_model(cfg.model.path)
     if name == "scheduler":  # It begins a run, and the other roles join it.
         create_keys(run_dir.keys)

@@ -21,6 +21,7 @@ from learner.training.shards import MANIFEST, TENSORS, ShardFile, gather_command
 from tools.cli.command_line import ParsedCommand
 from tools.cli.requested import load_joined
 from tools.copies.store import open_target
+from tools.dequantise.models import plain_models
 
 STEP = "step="
 PART_BYTES = 16 << 20
@@ -47,7 +48,7 @@ def gather(request: ParsedCommand) -> int:
         for line in _missing_lines(checkpoint, files, missing):
             print(line)
         return 1
-    make_whole(cfg, checkpoint)
+    make_whole(plain_models(cfg), checkpoint)
     print(f"{checkpoint} is whole: {counted(len(files), 'file')} of other nodes, and the policy")
     return 0
 

@@ -37,6 +37,7 @@ from learner.training.checkpoint import Checkpoints
 from learner.training.digests import StepDigests
 from learner.training.rank_workers import RankWorkers
 from learner.training.trainer import TrainingDiverged, TrainResult
+from tools.dequantise.models import plain_models
 from tools.recompute.plan import JournalEpisodes, Plan
 
 logger = logging.getLogger(__name__)
@@ -245,7 +246,7 @@ def config_of(run_dir: RunDir, start: Start, overrides: list[str]) -> RunConfig:
     tree = yaml.safe_load(run_dir.config.read_text(encoding="utf-8"))
     for name, values in start.settings.items():
         tree[name] = tree.get(name, {}) | values
-    return load_received(yaml.safe_dump(tree, sort_keys=False), overrides)
+    return plain_models(load_received(yaml.safe_dump(tree, sort_keys=False), overrides))
 
 
 def split_options(words: Sequence[str]) -> tuple[list[str], EpisodeFilter]:

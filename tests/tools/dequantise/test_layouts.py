@@ -152,7 +152,7 @@ def test_packed_integers_are_scaled_by_group(
     made = {"weight": expected.bfloat16(), "weight_scale": scales}
     if not is_symmetric:
         made["weight_zero_point"] = zeros.to(torch.int8)
-    packer = BaseCompressor.get_value_from_registry("pack-quantized")
+    packer: Any = BaseCompressor.get_value_from_registry("pack-quantized")
     exact = {"weight": expected, **{k: v for k, v in made.items() if k != "weight"}}
     packed = packer.compress(exact | {"weight_scale": scales.float()}, described)
     packed["weight_scale"] = scales

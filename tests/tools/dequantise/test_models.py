@@ -1,12 +1,15 @@
 """Laws of quantised checkpoints as models of a command: one conversion, in a cache."""
 
 import json
+import math
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -125,6 +128,14 @@ def test_lost_cache_is_written_again_from_the_source(tmp_path: Path) -> None:
     assert plain_models(first) == first
     after = weights_in(first.model.path)
     assert all(after[name].equal(weight) for name, weight in before.items())
+    shutil.rmtree(first.model.path)
+    (tmp_path / "fp8" / "tokenizer_config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(
+        ConfigError, match=r"^model\.path=.*is missing, and .*fp8.* gives other weights"
+    ):
+        plain_models(first)
+    shutil.rmtree(tmp_path / "fp8")
+    assert plain_models(first).model.path == first.model.path  # Other checks report it.
 
 
 @pytest.mark.parametrize("damage", ["weights", "record", "cut"])
@@ -278,6 +289,7 @@ def test_other_methods_remain_refused_by_name(tmp_path: Path, method: str) -> No
         check_trainable(tmp_path / "m")
 
 
+@pytest.mark.slow
 def test_damaged_and_foreign_checkpoints_are_refused_before_the_cache(
     tmp_path: Path, folder_of_cache: Path
 ) -> None:
@@ -314,7 +326,8 @@ def test_gguf_file_and_parts_become_plain_checkpoints(tmp_path: Path) -> None:
     for name, weight in expected.items():
         assert got[name].equal(weight.bfloat16()), name
     check_model(cfg.model.path)
-    model, report = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM
+    model, report = loaded.from_pretrained(
         cfg.model.path, output_loading_info=True, local_files_only=True
     )
     assert not report["missing_keys"] | report["unexpected_keys"]
@@ -339,6 +352,39 @@ def test_gguf_file_and_parts_become_plain_checkpoints(tmp_path: Path) -> None:
     shutil.copyfile(tmp_path / "toy.gguf", tmp_path / "parts" / "other.gguf")
     with pytest.raises(ConfigError, match=r"has several models \(other\.gguf, toy-00001"):
         plain_models(config(tmp_path, tmp_path / "parts"))
+
+
+def rope_of(tmp_path: Path, path: Path) -> dict[str, object]:
+    folder = plain_models(config(tmp_path, path)).model.path
+    tree = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    return tree["rope_parameters"]
+
+
+@pytest.mark.slow
+def test_scaling_of_positions_in_gguf_is_kept(tmp_path: Path) -> None:
+    # Llama 3.2: wavelengths above 8,192 tokens are 32 times as long, those below 2,048 unchanged.
+    wavelengths = 2 * math.pi * 10_000.0 ** (np.arange(0, 32, 2) / 32)
+    smooth = (8192 / wavelengths - 1) / 3
+    table = 1 / ((1 - smooth) / 32 + smooth)
+    table = np.where(wavelengths > 8192, 32.0, np.where(wavelengths < 2048, 1.0, table))
+    assert table.max() == 32.0
+    write_gguf(tmp_path / "a.gguf", table=table)
+    rope = rope_of(tmp_path, tmp_path / "a.gguf")
+    assert rope["rope_type"] == "llama3"
+    assert (rope["factor"], rope["rope_theta"]) == (32.0, 10_000.0)
+    assert (rope["low_freq_factor"], rope["high_freq_factor"]) == (1.0, 4.0)
+    assert rope["original_max_position_embeddings"] == 8192
+    scaling = "llama__rope__scaling__"
+    fields = {"type": "yarn", "factor": 4.0, "original_context_length": 32}
+    write_gguf(tmp_path / "b.gguf", **{scaling + key: value for key, value in fields.items()})
+    rope = rope_of(tmp_path, tmp_path / "b.gguf")
+    expected = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    assert {key: rope[key] for key in expected} == expected
+    write_gguf(tmp_path / "c.gguf", table=table[::-1])
+    with pytest.raises(
+        ConfigError, match=r"rope_freqs\.weight is not the table of rope_type=llama3"
+    ):
+        rope_of(tmp_path, tmp_path / "c.gguf")
 
 
 @pytest.mark.slow

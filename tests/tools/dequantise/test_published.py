@@ -21,8 +21,8 @@ from transformers import (
     FineGrainedFP8Config,
     GptOssConfig,
     GptOssForCausalLM,
-    Mxfp4Config,
 )
+from transformers.utils.quantization_config import Mxfp4Config
 
 from common.repository import ROOT
 from tests.tools.dequantise.test_models import config, weights_in
@@ -120,7 +120,7 @@ def test_int4_checkpoint_has_the_logits_of_transformers(tmp_path: Path, is_symme
     }
     groups: Any = section["config_groups"]
     scheme = QuantizationScheme.model_validate(groups["group_0"])
-    packer = BaseCompressor.get_value_from_registry("pack-quantized")
+    packer: Any = BaseCompressor.get_value_from_registry("pack-quantized")
     stored: dict[str, Tensor] = {}
     for name, weight in llama_weights().items():
         if ".layers." not in name or weight.ndim < 2:
@@ -226,7 +226,8 @@ def test_real_gguf_has_the_weights_and_tokens_of_transformers(
 ) -> None:
     file = download(packages, tmp_path)
     named: Any = {"gguf_file": file.name, "local_files_only": True}
-    model = AutoModelForCausalLM.from_pretrained(str(tmp_path), dtype=torch.float32, **named)
+    loaded: Any = AutoModelForCausalLM
+    model = loaded.from_pretrained(str(tmp_path), dtype=torch.float32, **named)
     expected = model.to(torch.bfloat16).state_dict()
     plain = plain_models(config(tmp_path, file)).model.path
     got = load_file(Path(plain) / "model.safetensors")

@@ -119,12 +119,15 @@ SPECIAL = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
 
 
-def write_gguf(path: Path, *, tensors_per_file: int = 0, **fields: Any) -> dict[str, Tensor]:
+def write_gguf(
+    path: Path, *, tensors_per_file: int = 0, table: np.ndarray | None = None, **fields: Any
+) -> dict[str, Tensor]:
     """Write `LLAMA` in Q8_0 with a byte-level tokenizer; return its numbers in fp32.
 
     Args:
         tensors_per_file: splits the model into parts; 0 is one file.
-        fields: strings of the metadata, with `__` for a point.
+        table: divisors of the rotary frequencies.
+        fields: strings and numbers of the metadata, with `__` for a point.
     """
     writer = gguf.GGUFWriter(path, "llama", split_max_tensors=tensors_per_file)
     writer.add_name("toy")
@@ -150,7 +153,10 @@ def write_gguf(path: Path, *, tensors_per_file: int = 0, **fields: Any) -> dict[
     writer.add_eot_token_id(4)
     writer.add_chat_template(TEMPLATE)
     for key, value in fields.items():
-        writer.add_string(key.replace("__", "."), value)
+        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
+        add[type(value)](key.replace("__", "."), value)
+    if table is not None:
+        writer.add_tensor("rope_freqs.weight", table.astype(np.float32))
     expected: dict[str, Tensor] = {}
     for name, weight in llama_weights().items():
         short = name
