@@ -27,8 +27,8 @@ class CpuWatch:
 
     A resumed run adds to its earlier totals. Short-lived processes, such as agents, are counted
     after their end, because the system reports the total of a process's ended children. Roles on
-    joined nodes or under Ray are not descendants. Their seconds, engine included, come from their
-    reports to the scheduler.
+    joined nodes or on other nodes of Ray are not descendants. Their seconds, engine included, come
+    from their reports to the scheduler.
     """
 
     def __init__(self, run_dir: RunDir) -> None:
