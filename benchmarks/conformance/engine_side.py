@@ -23,6 +23,7 @@ from benchmarks.conformance.part_results import (
     PartResult,
     Verdict,
     compared,
+    engine_failure,
     refused,
     rounded,
 )
@@ -47,6 +48,7 @@ KV_CACHE_GIB = 1
 CAUSE = re.compile(r"\b\w+Error: (?:(?!Loading safetensors)[^();])+")
 PREFIX = re.compile(r"\(\w+ pid=\d+\) \w+ [\d-]+ [\d:]+ \[[\w.]+:\d+\] ?")  # Prefix of a log line.
 MARKS = re.compile(r"[\^~]{3,}")  # Marks below a line of code.
+NO_ENGINE = (Verdict.NO_KERNEL, Verdict.REJECTED)
 MOST_WORDS = 300  # Characters of vLLM's message.
 
 
@@ -61,7 +63,7 @@ def examine_engine(
     """Return the findings of `rollout` and `publish`: in fp32, or in bf16 if vLLM has no fp32.
 
     Args:
-        path: checkpoint that the learner wrote.
+        path: checkpoint with the first weights.
         version_in: returns the second weights, by their published names, in a dtype.
         first, second: expected scores of both weights.
         folder: gets the run directories of the publishers.
@@ -73,17 +75,17 @@ def examine_engine(
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     exact = _examine(path, "float32", version_in(torch.float32), first, second, folder / "fp32")
     found = asyncio.run(exact)
-    if found["rollout"].verdict is not Verdict.ENGINE_CANNOT:
+    if found["rollout"].verdict not in NO_ENGINE:
         return found
     why = found["rollout"].message
     version = version_in(torch.bfloat16)
     again = _examine(path, "bfloat16", version, first, second, folder / "bf16")
     in_bf16 = asyncio.run(again)
     rollout = in_bf16["rollout"]
-    if rollout.verdict is Verdict.ENGINE_CANNOT:
+    if rollout.verdict in NO_ENGINE:
         same = rollout.message == why
         message = why if same else f"fp32: {why}; bf16: {rollout.message}"
-        return {**in_bf16, "rollout": replace(rollout, message=message)}
+        return {**in_bf16, "rollout": engine_failure(message)}
     message = f"vLLM on the CPU computes this family in bf16 only ({why})"
     return {**in_bf16, "rollout": replace(rollout, message=message)}
 
@@ -143,7 +145,7 @@ def _cannot(error: Exception) -> PartResult:
     words = " ".join(MARKS.sub("", words).split())
     # The quoted lines of a log end with the cause, or with the line that raised it.
     message = CAUSE.findall(words)[-1] if CAUSE.search(words) else words[-MOST_WORDS:]
-    return PartResult(verdict=Verdict.ENGINE_CANNOT, message=message[:MOST_WORDS].strip())
+    return engine_failure(message[:MOST_WORDS].strip())
 
 
 async def _scored(engine: Engine, name: str) -> Scores:

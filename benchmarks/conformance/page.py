@@ -1,9 +1,13 @@
-"""The page `docs/MODELS.md`, written from the results of the conformance suite."""
+"""The page `docs/MODELS.md`, written from the results of the conformance suite.
+
+The first table has the published models by name, the second one the families.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.conformance.part_results import LAYOUTS, PARTS, FamilyResult, PartResult, Verdict
+from benchmarks.conformance.published import PLANS, PublishedModel, published_models
 from common.repository import ROOT
 
 PAGE = Path("docs") / "MODELS.md"
@@ -13,14 +17,89 @@ CELLS = {
     Verdict.ROUNDED: "right (bf16)",
     Verdict.REFUSED: "refused",
     Verdict.WRONG: "**wrong**",
-    Verdict.ENGINE_CANNOT: "engine cannot",
+    Verdict.NO_KERNEL: "no kernel",
+    Verdict.REJECTED: "rejected",
     Verdict.NOT_RUN: "-",
+}
+TRAINS = {
+    Verdict.RIGHT: "right",
+    Verdict.PARTLY: "right in part",
+    Verdict.ROUNDED: "right (bf16)",
+    Verdict.REFUSED: "refused",
+    Verdict.WRONG: "**wrong**",
+    Verdict.NO_KERNEL: "learner right, engine not tried",
+    Verdict.REJECTED: "no",
+    Verdict.NOT_RUN: "no",
 }
 MOST_WORDS = 260  # Characters of a note.
 
 
-def page_text(results: Mapping[str, FamilyResult]) -> str:
-    """Return the page."""
+BY_NAME = ("model", "family", "parameters", "starts", "trains", *PLANS, "tried how")
+
+
+def page_text(
+    results: Mapping[str, FamilyResult], published: Mapping[str, FamilyResult] | None = None
+) -> str:
+    """Return the page: models by name, if there are some, then families."""
+    return _head(published or {}) + _families(results)
+
+
+def _head(published: Mapping[str, FamilyResult]) -> str:
+    """Return the head of the page with the table of models by name."""
+    models = published_models()
+    known = {name: result for name, result in published.items() if name in models}
+    starting = [each for each in known.values() if not _starts(each)]
+    words = [_trains(each) for each in starting]
+    counted = ", ".join(f"{words.count(word)} {word}" for word in sorted(set(words)))
+    table = [
+        f"{len(known)} models: {len(starting)} start ({counted}).",
+        "",
+        f"| {' | '.join(BY_NAME)} |",
+        "|" + "---|" * len(BY_NAME),
+        *(_named_row(models[name], result) for name, result in known.items()),
+    ]
+    return HEAD.replace("MODELS_BY_NAME", "\n".join(table))
+
+
+def _starts(result: FamilyResult) -> str:
+    """Return why a published model does not start, "" if it does."""
+    rollout = result.parts.get("rollout")
+    if rollout is not None and rollout.verdict is Verdict.REJECTED:
+        return result.facts["problem"] or f"vLLM: {rollout.message}"
+    return result.facts["problem"]
+
+
+def _trains(result: FamilyResult) -> str:
+    """Return how the small network of a published model trains."""
+    parts = {name: each.verdict for name, each in result.parts.items()}
+    refused = {name for name, verdict in parts.items() if verdict is Verdict.REFUSED}
+    is_padded = result.verdict is Verdict.PARTLY and refused == set(LAYOUTS)
+    return "right, padded" if is_padded else TRAINS[result.verdict]
+
+
+def _tried(model: PublishedModel) -> str:
+    """Return how a published model was tried."""
+    toy = "toy of the language model" if "text_config" in model.config else "toy"
+    return f"pretrained weights and {toy}" if model.is_pretrained else toy
+
+
+def _named_row(model: PublishedModel, result: FamilyResult) -> str:
+    """Return the row of a published model."""
+    problem = _starts(result)
+    cells = [
+        model.name,
+        f"`{model.family}`",
+        f"{result.num_params / 1e9:,.4g}B",
+        f"no: {_shown(problem.split('. ')[0])}" if problem else "yes",
+        _trains(result),
+        *(result.facts[name] for name in PLANS),
+        _tried(model),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _families(results: Mapping[str, FamilyResult]) -> str:
+    """Return the table of families."""
     rows = [_row(results[family]) for family in sorted(results)]
     titles = ["family", *PARTS, "largest difference", "notes"]
     names = {"lora": "LoRA"}
@@ -29,7 +108,7 @@ def page_text(results: Mapping[str, FamilyResult]) -> str:
         "|" + "---|" * len(titles),
         *rows,
     ]
-    head = f"{HEAD}\n## Results\n{_counts(results)}\n\n{_origins(results)}\n\n"
+    head = f"\n## Families\n{_counts(results)}\n\n{_origins(results)}\n\n"
     return head + "\n".join(lines) + "\n"
 
 
@@ -112,6 +191,6 @@ def _shown(text: str) -> str:
     return short.replace("|", "\\|").replace("<", "&lt;").replace("`", "'").replace("*", "\\*")
 
 
-def write_page(results: Mapping[str, FamilyResult]) -> None:
-    """Write the page of these results below a repository."""
-    (ROOT / PAGE).write_text(page_text(results), encoding="utf-8")
+def write_page(results: Mapping[str, FamilyResult], published: Mapping[str, FamilyResult]) -> None:
+    """Write the page of these results."""
+    (ROOT / PAGE).write_text(page_text(results, published), encoding="utf-8")

@@ -1,6 +1,7 @@
 """Results of the conformance suite: one finding for each part of a family, kept as JSON lines."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -16,6 +17,11 @@ TOLERANCE = 1e-4  # Largest difference of two fp32 log-probabilities, in nats.
 # Largest mean difference of bf16 and fp32 log-probabilities, in nats. Other weights differ by more
 # than one nat on average.
 BF16_TOLERANCE = 0.1
+# Messages of vLLM that name a missing kernel, operator or package for GPUs.
+NO_KERNEL = re.compile(
+    r"supported on CPU|supported only for CUDA|_OpNamespace|No module named|'triton' has no"
+    r"|no valid sparse MLA backend|failed to be inspected|CPU \w+ attention requires"
+)
 
 
 class Verdict(StrEnum):
@@ -25,10 +31,13 @@ class Verdict(StrEnum):
     ROUNDED = "right in bf16"  # The engine has no fp32; the mean difference is small.
     REFUSED = "refused"  # By the project, before anything starts.
     WRONG = "wrong"
-    ENGINE_CANNOT = "engine cannot"  # By vLLM, in its own words.
+    NO_KERNEL = "without a kernel"  # vLLM has none for a CPU, or a package for GPUs is missing.
+    REJECTED = "rejected by the engine"  # By vLLM, in its own words.
+    PARTLY = "right in part"  # Only of a whole: a part is refused or was not measured.
     NOT_RUN = "not run"
 
 
+OF_COMPOSITES = "published layout"  # Other families lack this part.
 # Parts of a family's result, in the order of the page's columns.
 PARTS = (
     "rollout",
@@ -41,7 +50,7 @@ PARTS = (
     "sharded",
     "publish",
     "checkpoint",
-    "published layout",  # Of composites only.
+    OF_COMPOSITES,
 )
 LAYOUTS = ("packed", "shared prefix")  # Parts that a refusal leaves padded.
 
@@ -70,13 +79,15 @@ class FamilyResult:
     architecture: str
     parts: dict[str, PartResult] = field(default_factory=dict[str, PartResult])
     seconds: float = 0.0
+    num_params: int = 0  # Weights of a published model at its own size.
+    facts: dict[str, str] = field(default_factory=dict[str, str])  # Of a published model.
     commit: str = ""  # Code that was measured, "+changes" for a modified tree.
     layouts_commit: str = ""  # Code of the parts in `LAYOUTS`, if it is another one.
     libraries: dict[str, str] = field(default_factory=dict[str, str])  # Their versions.
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict of the whole: wrong before refused before right."""
+        """The verdict of the whole: wrong before refused before right, which means all parts."""
         found = [each.verdict for each in self.parts.values()]
         if Verdict.WRONG in found:
             return Verdict.WRONG
@@ -84,7 +95,11 @@ class FamilyResult:
             part = self.parts.get(name)
             if part is not None and part.verdict is not Verdict.RIGHT:
                 return part.verdict
-        return Verdict.RIGHT
+        measured = self.parts.keys() | (set(PARTS) - {OF_COMPOSITES})
+        is_whole = all(
+            name in self.parts and self.parts[name].verdict is Verdict.RIGHT for name in measured
+        )
+        return Verdict.RIGHT if is_whole else Verdict.PARTLY
 
     @property
     def gap(self) -> float:
@@ -107,6 +122,12 @@ def rounded(gap: float) -> PartResult:
     """Return the finding of a mean difference in bf16. A NaN is wrong."""
     verdict = Verdict.ROUNDED if gap <= BF16_TOLERANCE else Verdict.WRONG
     return PartResult(verdict=verdict, gap=gap)
+
+
+def engine_failure(message: str) -> PartResult:
+    """Return the finding of an engine that does not start, by its message."""
+    verdict = Verdict.NO_KERNEL if NO_KERNEL.search(message) else Verdict.REJECTED
+    return PartResult(verdict=verdict, message=message)
 
 
 def refused(error: Exception) -> PartResult:
@@ -136,7 +157,7 @@ def read(path: Path) -> dict[str, FamilyResult]:
 
 
 def rewrite(path: Path, results: Sequence[FamilyResult]) -> None:
-    """Write each family once, sorted by name."""
+    """Write each family or model once."""
     path.unlink(missing_ok=True)
-    for result in sorted(results, key=lambda each: each.family):
+    for result in results:
         append(path, result)

