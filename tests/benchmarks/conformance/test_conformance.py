@@ -163,8 +163,8 @@ def test_engine_scores_equal_the_learners(family: str, monkeypatch: pytest.Monke
 @pytest.mark.long
 def test_no_family_is_silently_wrong(tmp_path: Path) -> None:
     suite = Suite(out=io.StringIO())
-    files = {"results": tmp_path / "results.json", "published": tmp_path / "published.json"}
-    run_suite(suite, **files, method="spawn")
+    results, published = (tmp_path / name for name in ("results.json", "published.json"))
+    run_suite(suite, results=results, published=published, method="spawn")
     assert suite.failed == [], suite.notes
 
 
