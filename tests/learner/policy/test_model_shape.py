@@ -65,3 +65,11 @@ def test_layers_with_a_fixed_state_cache_nothing(tmp_path: Path, layers: dict[st
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 4}
     shape = shape_of(tmp_path, vocab_size=320, intermediate_size=8, **sizes, **layers)
     assert shape.kv_bytes_per_token("float32") == 2 * 2 * 2 * 32 * 4  # Two layers, two heads of 32.
+
+
+def test_network_of_experts_alone_needs_no_dense_size(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 8}
+    experts = {"num_experts": 4, "moe_intermediate_size": 16}
+    shape = shape_of(tmp_path, tie_word_embeddings=True, **sizes, **experts)
+    attention, router, norms = 4 * 64 * 64, 4 * 64, 3 * 64
+    assert shape.num_params == 8 * 64 + attention + 4 * 3 * 64 * 16 + router + norms
