@@ -53,6 +53,7 @@ from learner.weights.transfer import PublishSettings
 
 logger = logging.getLogger(__name__)
 
+PROFILE_FOLDER = "profile"  # Below the run directory.
 KEPT = 5  # Largest number of stored batches: a run that keeps failing must not fill the disk.
 
 
@@ -327,6 +328,7 @@ def _trainer(
         announce=rank_workers.announce,
         on_bad_batch=lambda version, samples: dump_batch(run_dir.root, version, samples),
         before_update=weights_lock.close,
+        profile_folder=run_dir.root / PROFILE_FOLDER,
     )
 
 

@@ -106,6 +106,7 @@ def _train(cfg: RunConfig, learner: Learner, stop: threading.Event, beacon: Beac
         learner.publisher.start()
         learner.upkeep.start()
         loop.publish()
+        learner.trainer.measure_rate()
         learner.trainer.warm_up()  # This overlaps with the first episodes.
         loop.train()
         learner.rank_workers.is_over = True

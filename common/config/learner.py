@@ -415,6 +415,15 @@ class LearnerSection(RankKeys):
     device: str = knob(
         "auto", "Selects the device of the learner. `auto` uses CUDA if there is any.", form=DEVICE
     )
+    profile_steps: list[int] = knob(
+        [],
+        "Writes a torch profile of these steps, [first, last], to profile/ in the run directory.",
+        ge=1,
+    )
+    memory_snapshot: bool = knob(
+        False,
+        "Writes a snapshot of CUDA's memory with its allocations during learner.profile_steps.",
+    )
     optimizer: OptimizerKind = knob(OptimizerKind.ADAMW, "Selects the optimizer of the policy.")
     moments: Moments = knob(
         Moments.FP32,
@@ -563,6 +572,14 @@ class LearnerSection(RankKeys):
         return self.max_tokens_per_microbatch * self.sequence_ranks
 
     def contradictions(self) -> Iterator[Contradiction]:
+        steps = self.profile_steps
+        if steps and (len(steps) != 2 or steps[0] > steps[1]):
+            yield "profile_steps", steps, "must be [first, last] steps, or [] for none"
+        if self.memory_snapshot and not steps:
+            law = "needs learner.profile_steps=[first, last], the steps of the snapshot"
+            yield "memory_snapshot", True, law
+        if self.memory_snapshot and self.device == "cpu":
+            yield "memory_snapshot", True, "needs a learner on CUDA, not learner.device=cpu"
         if self.num_gpus and self.device == "cpu":
             yield "num_gpus", self.num_gpus, "must be 0 with learner.device=cpu, which uses no GPU"
         yield from self.rank_contradictions()

@@ -83,12 +83,13 @@ def make_trainer(
     announce: Callable[[RankOperation], object] | None = None,
     on_bad_batch: Callable[[int, list[Sample]], object] | None = None,
     before_update: Callable[[], object] | None = None,
+    profile_folder: Path | None = None,
 ) -> tuple[Trainer, int]:
     """Return the trainer of a model and its version.
 
     Args:
         may_pad: switch to padding if packed sequences attend to each other.
-        ranks, announce, on_bad_batch, before_update: as of `Trainer`.
+        ranks, announce, on_bad_batch, before_update, profile_folder: as of `Trainer`.
 
     Raises: ConfigError: the learner's scores differ from those of the networks.
     """
@@ -127,6 +128,7 @@ def make_trainer(
         announce=announce,
         on_bad_batch=on_bad_batch,
         before_update=before_update,
+        profile_folder=profile_folder,
     )
     if is_skeleton:
         _fill(cfg, networks, start_path(cfg, checkpoint), ranks.files)

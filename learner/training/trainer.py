@@ -40,6 +40,7 @@ from learner.training.step import (
     routing_metrics,
     volume_metrics,
 )
+from learner.training.throughput import StepProfiler, matrix_rate, step_flops
 from learner.weights.source import Gathering, LiveWeights, policy_weights
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class Trainer:
         announce: Callable[[RankOperation], object] | None = None,
         on_bad_batch: Callable[[int, list[Sample]], object] | None = None,
         before_update: Callable[[], object] | None = None,
+        profile_folder: Path | None = None,
     ) -> None:
         """Make the optimizer.
 
@@ -85,6 +87,7 @@ class Trainer:
             on_bad_batch: called with version and samples of a step whose loss was not finite.
             before_update: on rank 0, called before the weights change; it blocks while a reader
                 uses them.
+            profile_folder: on rank 0, receives the profile of `learner.profile_steps`.
         """
         cfg = settings.learner
         self._cfg = cfg
@@ -115,6 +118,9 @@ class Trainer:
         self._frozen = [each for each in (networks.policy, networks.reference) if each is not None]
         self._writer = StateWriter(self._ranks)
         self._generator = torch.Generator().manual_seed(settings.seed)
+        has_memory = cfg.memory_snapshot
+        self._profiler = StepProfiler(cfg.profile_steps, profile_folder, has_memory=has_memory)
+        self._matrix_rate = 0.0  # FLOP/s of a device. 0: it was not measured.
         self._num_bad_steps_in_a_row = 0
         self._num_updates = 0  # Updates made so far; skipped updates do not count.
         # Baseline of advantage=running, an input of `samples_of`.
@@ -138,6 +144,14 @@ class Trainer:
             self._order_ranks(lambda: RankOperation("warm_up"))
             with self._ranks.in_touch("compiling"):
                 self._gradients.passes.warm_up()
+
+    def measure_rate(self) -> None:
+        """Measure the device's matrix rate in the precision of the forward pass."""
+        is_bf16 = self._gradients.passes.scoring.autocast
+        dtype = torch.bfloat16 if is_bf16 else next(self._model.parameters()).dtype
+        self._matrix_rate = matrix_rate(self._model.device, dtype)
+        shown = (dtype, self._model.device, torch.get_num_threads(), self._matrix_rate / 1e9)
+        logger.info("matrix rate dtype=%s device=%s threads=%d gflops=%.0f", *shown)
 
     def free_memory(self) -> None:
         """Return the unused memory of torch's allocator on each rank's GPU to the driver."""
@@ -258,7 +272,7 @@ class Trainer:
         decide = partial(
             self._controller.decide, version=version, must_train=must_train, must_skip=must_skip
         )
-        with self._ranks.in_touch("a step"):
+        with self._ranks.in_touch("a step"), self._profiler.step(version + 1):
             return self._train(samples, version, decide, started_s)
 
     def _train(
@@ -348,6 +362,7 @@ class Trainer:
         seen = (self._gradients.before(batch), self._gradients.known(batch))
         metrics |= offpolicy_metrics(batch.samples, *seen, batch.version)
         metrics |= volume_metrics(batch.samples, step_s)
+        metrics |= self._speed_metrics(batch, len(updates), step_s)
         if self.routing is not None:
             metrics |= routing_metrics(batch.samples)
         metrics["train/is_bf16"] = float(self._gradients.passes.scoring.autocast)
@@ -357,6 +372,23 @@ class Trainer:
         metrics["controller/skipped"] = float(decision.is_skipped)
         metrics["controller/max_ahead_steps"] = float(self._controller.max_ahead_steps)
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+    def _speed_metrics(
+        self, batch: ScoredBatch, num_updates: int, step_s: float
+    ) -> dict[str, float]:
+        """Return tokens per second of a device, and the share of its matrix rate that was used.
+
+        Each epoch counts one forward and backward pass of the policy over the batch.
+        """
+        lengths = [len(sample.trajectory.token_ids) for sample in batch.samples]
+        metrics = {"perf/tokens_per_s_per_device": sum(lengths) / step_s / self._ranks.size}
+        if self._matrix_rate:
+            num_scored = sum(sample.num_sampled_tokens for sample in batch.samples)
+            num_epochs = num_updates / self._cfg.num_minibatches
+            flops = num_epochs * step_flops(self._model, lengths, num_scored)
+            metrics["perf/mfu"] = flops / step_s / (self._matrix_rate * self._ranks.size)
+            metrics["perf/matrix_tflops"] = self._matrix_rate / 1e12
+        return metrics
 
     def _count_bad(self, updates: list[Update], batch: ScoredBatch) -> None:
         """Count steps with values that are not finite; raise after too many in a row."""

@@ -1,7 +1,7 @@
 """Checks of training on one device: steps, memory, packed rows, shards of one rank, adapters."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -27,6 +27,7 @@ from learner.policy.merging import merged_tensors
 from learner.policy.model import parameter_count, vocabulary_size, whole
 from learner.training.ranks import Ranks
 from learner.training.step import Gradients, TrainerSettings
+from learner.training.throughput import step_flops
 from learner.training.trainer import Trainer
 
 MIN_STEP_TOKENS_PER_S = 1_000.0
@@ -152,33 +153,6 @@ def _packed_step(bench: DeviceBench, case: PackedCase, rate: float) -> None:
         note=f"{sum(lengths) / best_s:.0f} tokens/s, {parameter_count(model) / 1e9:.2f}B weights, "
         f"{best_s:.2f} s, {peak / 1e9:.0f} GB above the weights",
     )
-
-
-def step_flops(model: PreTrainedModel, lengths: Sequence[int], num_scored: int) -> float:
-    """Return the minimum floating-point operations of a forward and backward pass.
-
-    The forward pass needs two operations per weight and token. The backward pass needs two for the
-    gradient of the inputs and, for trained weights, two for that of the weights. The head is
-    counted for scored tokens only, the embedding not at all, and attention for causal pairs.
-    Recomputation (checkpointing, chunks of the head) is not counted.
-    """
-    tables = {model.get_input_embeddings(), model.get_output_embeddings()}
-    of_tables = {p for table in tables if table is not None for p in table.parameters()}
-    frozen = trained = 0
-    for parameter in model.parameters():
-        if parameter in of_tables or parameter.ndim < 2:
-            continue
-        trained += parameter.numel() * parameter.requires_grad
-        frozen += parameter.numel() * (not parameter.requires_grad)
-    head = model.get_output_embeddings()
-    assert head is not None  # Every causal language model has a head.
-    weight = head.weight
-    of_head = weight.numel() * num_scored * (6 if weight.requires_grad else 4)  # pyright: ignore
-    config = model.config
-    pairs = sum(length * (length + 1) / 2 for length in lengths)
-    of_pair = 2 * 2 * config.num_attention_heads * config.head_dim  # Scores and weighted values.
-    of_attention = 3 * config.num_hidden_layers * of_pair * pairs
-    return float((6 * trained + 4 * frozen) * sum(lengths) + of_head + of_attention)
 
 
 def _matrix_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:

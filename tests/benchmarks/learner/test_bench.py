@@ -19,7 +19,6 @@ from benchmarks.learner.batch import (
 from benchmarks.learner.checkpoint import measure_checkpoints
 from benchmarks.learner.checks.agreement import canary_delta, score
 from benchmarks.learner.checks.bench import SMALL
-from benchmarks.learner.checks.training import step_flops
 from benchmarks.learner.checks.weights import TOKENIZER
 from benchmarks.learner.engine import EngineRun, measure_engine
 from benchmarks.learner.memory import ScoringPeaks, peak_bytes, random_tokens, whole_logprobs
@@ -219,16 +218,3 @@ def test_failed_engine_start_reports_last_output(tmp_path: Path) -> None:
             canary=[[1, 2, 3]],
             folder=tmp_path,
         )
-
-
-def test_step_flops_match_its_matrices() -> None:
-    model = make_model()
-    config = model.config
-    of_layer = 2 * (4 + 2) * 8 * 32 + 3 * 32 * 64  # q, o, k, v; gate, up, down
-    pairs = 4 * 8 * 2 * 2 * (3 * 4 / 2 + 5 * 6 / 2)  # heads x size x (scores, values) x (x, +)
-    expected = 2 * (6 * 8 * of_layer + 3 * pairs) + 6 * VOCAB * 32 * 4
-    assert config.num_hidden_layers == 2
-    assert step_flops(model, [3, 5], 4) == expected
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    assert step_flops(model, [3, 5], 4) == 2 * (4 * 8 * of_layer + 3 * pairs) + 4 * VOCAB * 32 * 4
