@@ -116,7 +116,7 @@ def _choice(
         why = "rounding to bf16 hides small changes by adapters from the results of their layers"
         if engine_dtype == "float32":
             return PrecisionChoice(Precision.FP32, f"{why}, but not in engines in float32")
-        if is_cuda or (engine_dtype and not learner.lora.is_merged):
+        if is_cuda or engine_dtype:
             return PrecisionChoice(Precision.BF16, f"{units}; {why}, as engines in bf16 do")
         return PrecisionChoice(Precision.FP32, why)
     stored = None if folder is None else _stored_on_grid(folder)

@@ -79,10 +79,11 @@ def test_adapters_train_in_fp32_on_a_cpu(stored: Path) -> None:
     ("engine_dtype", "expected"), [("float32", FP32), ("bfloat16", BF16), ("float16", BF16)]
 )
 @pytest.mark.parametrize("is_cuda", [False, True])
+@pytest.mark.parametrize("target", ["q_proj", "experts"])
 def test_adapters_have_the_precision_of_the_engines(
-    stored: Path, engine_dtype: str, expected: Precision, is_cuda: bool
+    stored: Path, engine_dtype: str, expected: Precision, is_cuda: bool, target: str
 ) -> None:
-    keys: dict[str, Any] = {"lora": LoraSection(rank=4), "lr": 1e-4}
+    keys: dict[str, Any] = {"lora": LoraSection(rank=4, targets=[target]), "lr": 1e-4}
     choice = chosen(stored, **keys, is_cuda=is_cuda, engine_dtype=engine_dtype)
     assert choice.precision is expected
     whole = chosen(stored, lr=1e-4, is_cuda=is_cuda, engine_dtype=engine_dtype)
