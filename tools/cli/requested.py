@@ -121,7 +121,8 @@ def load_with_model(request: ParsedCommand) -> Any:
 
     cfg = load_named(request)
     cfg = resolve_models(cfg, is_dry=request.is_dry, may_stand_in=request.is_dry)
-    return on_loopback(plain_models(cfg, is_dry=request.is_dry))
+    is_served = request.command == "serve"
+    return on_loopback(plain_models(cfg, is_dry=request.is_dry, is_served=is_served))
 
 
 def on_loopback(cfg: Any) -> Any:

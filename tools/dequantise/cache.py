@@ -14,6 +14,7 @@ from pathlib import Path
 
 from common.errors import ConfigError
 from common.host.process_settings import cache_home
+from common.repository import ROOT
 from common.store.disk import is_no_room
 from common.store.run_dir import sync_folder
 from tools.dequantise.checkpoints import Quantised
@@ -24,7 +25,7 @@ NOTE_S = 30.0  # Seconds between two lines about the progress.
 
 def cache_folder(configured: str) -> Path:
     """Return the folder of all dequantised checkpoints; `model.cache_folder`, or the default."""
-    return Path(configured).absolute() if configured else cache_home() / "longstride/dequantised"
+    return ROOT / configured if configured else cache_home() / "longstride/dequantised"
 
 
 def dequantise(quantised: Quantised, folder: Path, *, key: str) -> None:

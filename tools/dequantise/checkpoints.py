@@ -202,10 +202,10 @@ class _Refusal:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        damaged = (ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError)
-        if isinstance(error, ConfigError) or not isinstance(
-            error, (*damaged, NotImplementedError, AssertionError)
-        ):
+        # `tokenizers` raises plain exceptions, and transformers an OSError without a number. One
+        # with a number is of the system, such as a full disk.
+        is_of_system = isinstance(error, OSError) and error.errno is not None
+        if isinstance(error, ConfigError) or is_of_system or not isinstance(error, Exception):
             return
         checkpoint = self.checkpoint
         text = str(error).strip().split("\n")[0] or type(error).__name__

@@ -60,6 +60,7 @@ LIKE_GPT2 = (
 # Tensors that have no place in the network: tables that follow from the configuration, and the
 # layers that predict several tokens.
 LEFT_OUT = re.compile(r"rope_freqs\.weight$|attn_rot_embd|\.nextn\.")
+MTP = "mtp."  # Names of these layers in a checkpoint of Qwen3.5.
 LLAMA3_TABLE = "rope_freqs.weight"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 MAX_TABLE_GAP = 1e-3
@@ -189,12 +190,17 @@ class GgufModel:
         lacking = sorted(weights.keys() - groups.keys() - tied)
         if lacking:
             raise ValueError(f"the file has no {lacking[0]} ({len(lacking)} are missing)")
-        placed = {name for group in groups.values() for name in group.sources}
+        placed = {
+            name
+            for target, group in groups.items()
+            for name in group.sources
+            if target in weights or target.startswith(MTP)
+        }
         if unknown := [n for n in self.tensors if n not in placed and not LEFT_OUT.search(n)]:
             raise ValueError(f"{self.config.architectures[0]} has no place for {unknown[0]}")
         outputs: list[Output] = []
         newest = _Newest()
-        bare = {target: weights[target] for target in groups if target not in tied}
+        bare = {t: weights[t] for t in groups if t in weights and t not in tied}
         stored = revert_weight_conversion(self.network, dict(bare)).items()
         origins = {id(weight): target for target, weight in bare.items()}
         # Most weights have the same tensor in a checkpoint.

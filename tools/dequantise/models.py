@@ -17,22 +17,24 @@ from tools.dequantise.checkpoints import GGUF, Quantised, find_quantised
 from tools.dequantise.record import Record, is_complete, read_record
 
 
-def plain_models(cfg: Config, *, is_dry: bool = False) -> Config:
+def plain_models(cfg: Config, *, is_dry: bool = False, is_served: bool = False) -> Config:
     """Return the config with folders of dequantised weights in place of quantised checkpoints.
 
-    Each quantised checkpoint is dequantised once, into the cache. The engines of a teacher and of
-    opponents run a folder of quantised weights themselves if this machine has a GPU.
+    Each quantised checkpoint is dequantised once, into the cache. The engines of a teacher, of
+    opponents and of `serve` run a folder of quantised weights themselves if this machine has a GPU.
 
     Args:
         is_dry: write nothing to the cache. A checkpoint that is not in it gets an outline: a
             temporary folder with its configuration, its tokenizer and the sizes of its weights.
+        is_served: only an engine computes the policy.
 
     Raises: ConfigError: a checkpoint cannot be dequantised; names the key and the remedy.
     """
     folders = _Folders(cfg, is_dry=is_dry)
     model = cfg.model
     source = _source_if_lost(model)
-    path = folders.plain("model.path", source)
+    find = folders.played if is_served else folders.plain
+    path = find("model.path", source)
     if source != model.path and Path(path).name != Path(model.path).name:
         raise ConfigError(
             f"model.path={model.path}: the folder is missing, and {model.quantised}, its source,"
