@@ -58,11 +58,13 @@ class ShardPlace(StrEnum):
 class Precision(StrEnum):
     """Precision of the forward and backward passes; the master weights are fp32.
 
-    auto: bf16 if the device has bf16 units, else fp32. On a CPU it is also fp32 for adapters, and
-    for a checkpoint of bf16 numbers if rounding would hide an update of the learning rate from more
-    than half of its weights. The choice is made before the start and is never timed. --dry-run, the
-    log, and report.html show it with its reason. bf16 rounds the weights for each pass; an update
-    below half a unit of bf16 is hidden until it has added up, see train/vanished_update_frac.
+    auto: bf16 if the device has bf16 units, else fp32. Adapters have the precision of the engines,
+    model.dtype; two precisions would drift apart and are refused. On a CPU it is also fp32 for a
+    checkpoint of bf16 numbers if rounding would hide an update of the learning rate from more than
+    half of its weights, and for adapters without engines. The choice is made before the start and
+    is never timed. --dry-run, the log, and report.html show it with its reason. bf16 rounds the
+    weights for each pass; an update below half a unit of bf16 is hidden until it has added up, see
+    train/vanished_update_frac.
     """
 
     AUTO = "auto"

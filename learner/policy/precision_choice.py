@@ -117,7 +117,7 @@ def _choice(
         if engine_dtype == "float32":
             return PrecisionChoice(Precision.FP32, f"{why}, but not in engines in float32")
         if is_cuda or engine_dtype:
-            return PrecisionChoice(Precision.BF16, f"{units}; {why}, as engines in bf16 do")
+            return PrecisionChoice(Precision.BF16, f"{units}; {why}, as in engines of 16 bits")
         return PrecisionChoice(Precision.FP32, why)
     stored = None if folder is None else _stored_on_grid(folder)
     if stored is None:
