@@ -160,11 +160,18 @@ def end_reload(model: nn.Module, model_config: Any) -> None:
     finalize_layerwise_reload(model, model_config)
     for computes, inner in _convolutions(model):
         computes.copy_(getattr(inner, UNPACKED))
-    head: Any = getattr(model, "lm_head", None)
-    is_tied = getattr(model.config, "tie_word_embeddings", False)
-    if head is not None and is_tied and hasattr(head, "quant_method"):
+    for head in _tied_heads(model):
         # A tied head keeps its own packed copy on CPU, which a reload leaves stale.
         head.quant_method.process_weights_after_loading(head)
+
+
+def _tied_heads(model: nn.Module) -> Iterator[Any]:
+    """Yield the tied head of a model, or of the language model in it."""
+    for owner in model.modules():
+        head: Any = owner._modules.get("lm_head")
+        is_tied = getattr(getattr(owner, "config", None), "tie_word_embeddings", False)
+        if head is not None and is_tied and hasattr(head, "quant_method"):
+            yield head
 
 
 def can_prepare(model: nn.Module, config: VllmConfig, device: torch.device) -> bool:

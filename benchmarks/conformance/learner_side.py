@@ -1,6 +1,6 @@
 """The learner's scores of a small network in every form, beside the network's own forward pass."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import filterfalse
@@ -128,10 +128,10 @@ class LearnerSide:
         policy = load_policy(self._start, device="cpu", gradient_checkpointing=True)
         block = block_of(SEQUENCES)
         token_logprobs(policy, block, EXACT).mean().backward()
-        ours = gradient_of(policy)
+        ours = gradient_of(policy, dict(policy.named_parameters()))
         plain = load_plain(self._start)
         torch.cat([_scored_alone(plain, each) for each in SEQUENCES]).mean().backward()
-        theirs = gradient_of(plain)
+        theirs = gradient_of(plain, dict(policy.named_parameters()))
         if not float(theirs.norm()):
             return PartResult(verdict=Verdict.WRONG, message="the plain network has no gradient")
         gap = float((ours - theirs).norm() / theirs.norm())
@@ -271,12 +271,13 @@ def block_of(sequences: Sequence[list[int]], **how: Any) -> TokenBatch:
     return collate_tokens(arrays, masks, device="cpu", **how)
 
 
-def gradient_of(model: nn.Module) -> Tensor:
-    """Return the gradient of all weights as one vector, zero where a weight has none."""
+def gradient_of(model: nn.Module, names: Iterable[str]) -> Tensor:
+    """Return the gradient of weights by name as one vector, zero where a weight has none."""
+    weights = [model.get_parameter(name) for name in names]
     return torch.cat(
         [
             torch.zeros(each.numel()) if each.grad is None else each.grad.flatten()
-            for each in model.parameters()
+            for each in weights
         ]
     )
 

@@ -112,5 +112,5 @@ def source_of(model: nn.Module) -> Path | None:
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the language model of a reduced network; other networks are their own."""
-    return model if source_of(model) is None else model.get_decoder()
+    """Return the language model of a composite, reduced or whole; other networks are their own."""
+    return model if text_config(model.config) is model.config else model.get_decoder()
