@@ -42,7 +42,8 @@ class ModelSection:
         "name, org/name or org/name@revision. A name is resolved to a commit once, at the start. "
         "Also a .gguf file, or a directory with one model in GGUF files. Quantised weights (GGUF, "
         "MXFP4, FP8, compressed-tensors, bitsandbytes) are dequantised once into "
-        "model.cache_folder, as float32 for model.dtype=float32 and as bfloat16 otherwise.",
+        "model.cache_folder, as float32 for model.dtype=float32 and as bfloat16 otherwise. A "
+        "checkpoint for images or sound gives its language model; the rest passes through.",
         form=PATH,
     )
     source: str = knob(
