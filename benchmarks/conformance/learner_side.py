@@ -38,6 +38,7 @@ LENGTHS = (20, 72, 41, 53)
 PREFIX = 24  # Tokens that the last two sequences share.
 SECOND = "second"  # Folder of the checkpoint with the second weights.
 FIRST_WORD = 3  # The ids below are special tokens.
+LAST_WORD = VOCAB - 16  # The ids from here on stand for images or sound in composites.
 EXACT = Scoring(chunk_tokens=64, autocast=False)
 MAX_GRADIENT_GAP = 1e-3  # Relative difference of two gradients.
 
@@ -47,7 +48,7 @@ Scores = list[list[float]]
 def make_sequences() -> list[list[int]]:
     """Return fixed random sequences; the last two begin alike."""
     draw = np.random.default_rng(7)
-    sequences = [draw.integers(FIRST_WORD, VOCAB, length).tolist() for length in LENGTHS]
+    sequences = [draw.integers(FIRST_WORD, LAST_WORD, length).tolist() for length in LENGTHS]
     sequences[3][:PREFIX] = sequences[2][:PREFIX]
     return sequences
 

@@ -1,9 +1,9 @@
 """Registration of vLLM's models on a CPU.
 
-The modules of models for images, such as Qwen3.5, import torchvision for their processors. The
-environment for CPUs lacks it: the builds of torchvision on PyPI need CUDA's torch. An engine
-computes text only and uses no processor of images, so such a module is imported with placeholders
-for torchvision.
+The modules of models for images, such as Qwen3.5 and Mistral 3, import torchvision or
+mistral_common for their processors. The environment for CPUs lacks both: the builds of torchvision
+on PyPI need CUDA's torch. An engine computes text only and uses no processor of images, so such a
+module is imported with placeholders for them.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ from vllm.model_executor.models.registry import (
     _LazyRegisteredModel,  # pyright: ignore
 )
 
-MISSING = "torchvision"
+OPTIONAL = ("torchvision", "mistral_common")  # Packages for processors of images.
 MARK = "MULTIMODAL_REGISTRY"  # vLLM's modules register their processors of images with it.
 
 
@@ -35,10 +35,15 @@ def register_text_models(architectures: Sequence[str]) -> None:
         entry = ModelRegistry.models.get(name)
         if not isinstance(entry, _LazyRegisteredModel):
             continue
-        lacks_images = importlib.util.find_spec(MISSING) is None and _has_images(entry.module_name)
+        lacks_images = bool(_missing()) and _has_images(entry.module_name)
         # vLLM's own import reports a module that cannot be imported.
         with suppress(ImportError), placeholders() if lacks_images else nullcontext():
             ModelRegistry.register_model(name, entry.load_model_cls())
+
+
+def _missing() -> list[str]:
+    """Return the optional packages that this environment lacks."""
+    return [name for name in OPTIONAL if importlib.util.find_spec(name) is None]
 
 
 def _has_images(module: str) -> bool:
@@ -50,12 +55,12 @@ def _has_images(module: str) -> bool:
 
 @contextmanager
 def placeholders() -> Iterator[None]:
-    """Let imports of torchvision within the context give placeholders."""
+    """Let imports of missing optional packages within the context give placeholders."""
     # These modules import torchvision if it exists, so they must not get a placeholder.
     import transformers.image_utils
     import transformers.video_utils  # noqa: F401
 
-    finder = _Placeholders()
+    finder = _Placeholders(_missing())
     sys.meta_path.append(finder)
     try:
         yield
@@ -68,12 +73,13 @@ def placeholders() -> Iterator[None]:
 class _Placeholders(MetaPathFinder, Loader):
     """Makes empty modules whose attributes are empty classes."""
 
-    def __init__(self) -> None:
+    def __init__(self, packages: Sequence[str]) -> None:
+        self._packages = packages
         self.made: list[str] = []
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         """Return a spec for a missing module, None for any other module."""
-        if fullname.partition(".")[0] != MISSING:
+        if fullname.partition(".")[0] not in self._packages:
             return None
         self.made.append(fullname)
         return importlib.util.spec_from_loader(fullname, self, is_package=True)

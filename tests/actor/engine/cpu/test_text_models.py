@@ -39,6 +39,22 @@ def test_text_model_needs_no_torchvision_and_no_process() -> None:
         ModelRegistry.models.update(before)
 
 
+def test_model_for_images_needs_no_package_for_images() -> None:
+    from vllm.model_executor.models import registry
+
+    from actor.engine.cpu.text_models import OPTIONAL, register_text_models
+
+    name = "Mistral3ForConditionalGeneration"  # Its module imports both packages.
+    before = dict(registry.ModelRegistry.models)
+    lacking = [each for each in OPTIONAL if importlib.util.find_spec(each) is None]
+    try:
+        register_text_models([name])
+        assert isinstance(registry.ModelRegistry.models[name], registry._RegisteredModel)
+        assert not [each for each in sys.modules if each.partition(".")[0] in lacking]
+    finally:
+        registry.ModelRegistry.models.update(before)
+
+
 def test_recurrent_states_have_no_cached_prefix_on_a_cpu(tmp_path: Path) -> None:
     from vllm.platforms import current_platform
 
