@@ -211,8 +211,8 @@ def _other_problem(tree: dict[str, Any], max_tokens: int) -> str:
     lacking = {name: value for name, value in needed.items() if tree.get(name) != value}
     if lacking:
         return (
-            f"lacks {json.dumps(lacking)[1:-1]} in config.json, so the engine would choose experts"
-            " in another way than the learner. Add it"
+            f"lacks {json.dumps(lacking)[1:-1]} in config.json, so the engine would compute another"
+            " function than the learner. Add it"
         )
     is_greedy = tree.get("topk_method", "greedy") == "greedy"
     if family == "deepseek_v2" and is_greedy and (tree.get("n_group") or 1) > 1:
