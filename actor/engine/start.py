@@ -222,7 +222,14 @@ def engine_config(arguments: AsyncEngineArgs) -> VllmConfig:
     if not current_platform.is_cpu():
         return _checked(arguments)
     register_text_models(_architectures(arguments.model))
-    config = _checked(arguments)
+    try:
+        config = _checked(arguments)
+    except ConfigError:
+        # vLLM refuses a cache of recurrent states, as of Qwen3.5, beside prompts in one step.
+        if arguments.enable_chunked_prefill is not False or not arguments.enable_prefix_caching:
+            raise
+        arguments.enable_prefix_caching = False
+        config = _checked(arguments)
     if config.cache_config.enable_prefix_caching and config.model_config.has_inner_state:
         arguments.enable_prefix_caching = False
         config = _checked(arguments)
