@@ -23,6 +23,7 @@ from benchmarks.conformance.networks import (
     VOCAB,
     layers_of,
     perturb,
+    save_network,
     sizes_of,
     stored,
 )
@@ -123,6 +124,12 @@ def _small(section: PretrainedConfig, *, is_text: bool) -> PretrainedConfig:
         return kind(**(sizes_of(section, TOWER) | amended))
     layers = layers_of(vars(section), kind.attribute_map)
     return kind(**(layers | sizes_of(section, SMALL) | amended))
+
+
+def save_family(family: str, folder: Path, *, seed: int = 0) -> Path:
+    """Write a small network of a family, a composite or a decoder of text."""
+    write = save_composite if composite_architecture(family) else save_network
+    return write(family, folder, seed=seed)
 
 
 def save_composite(

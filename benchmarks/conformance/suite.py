@@ -257,17 +257,15 @@ def _examine_in(
     """Examine one family with checkpoints in a folder."""
     import torch
 
-    from benchmarks.conformance.composites import composite_architecture, save_composite
+    from benchmarks.conformance.composites import save_family
     from benchmarks.conformance.learner_side import LearnerSide
-    from benchmarks.conformance.networks import save_network
     from benchmarks.conformance.published import num_params, published_models, save_published
 
     started = time.monotonic()
     torch.set_num_threads(1)
     model = published_models().get(family)
     try:
-        write = save_composite if composite_architecture(family) else save_network
-        save = save_published if model else write
+        save = save_published if model else save_family
         side = LearnerSide(save(family, folder / "start"), folder, pair=pair)
         side.examine(parts)
     finally:
