@@ -3,6 +3,7 @@
 Options follow a "?": `textarena:Sudoku-v0?max_turns=50&num_train=200`.
 """
 
+import copy
 import hashlib
 import random
 import re
@@ -28,6 +29,8 @@ REFUSALS = (ImportError, LookupError, OSError, RuntimeError, TypeError, ValueErr
 MAX_CHARS = 100_000  # Maximum characters of a move in TextArena.
 MAX_DIGITS = 300  # Maximum digits of a number in a move.
 LONG_NUMBER = re.compile(rf"\d{{{MAX_DIGITS + 1}}}")
+EXAMPLE = re.compile(r"\[(?![A-Z]{2,}|Player)[^\[\]\n]{1,40}\]")  # "[GAME]" names a speaker.
+MAX_SAMPLES = 16
 FORM = 'Answer with one action{}. What follows "Action:" is played.'
 SEEDING = threading.Lock()  # Games draw from the process-wide random generators.
 
@@ -154,6 +157,20 @@ def _check_playable(text: str) -> None:
         raise BadAction(f"A number of a move has at most {MAX_DIGITS} digits.")
 
 
+def _moved(game: Any, text: str) -> ActionResult:
+    """Play a move in a game of TextArena."""
+    is_done, info = game.step(text)
+    state = game.state
+    if not is_done:
+        is_valid = not getattr(state, "error_count", 0)
+        observation = str(game.get_observation()[1])
+        return ActionResult(text=observation, reward=None, is_done=False, is_valid=is_valid)
+    reward = (state.rewards or {}).get(0)
+    reason = str((state.game_info or {}).get(0, {}).get("reason") or info or "")
+    is_valid = not (state.game_info or {}).get(0, {}).get("invalid_move", False)
+    return ActionResult(text=reason, reward=reward, is_done=True, is_valid=is_valid)
+
+
 class TextArenaGame:
     """A game of TextArena for one player."""
 
@@ -163,10 +180,17 @@ class TextArenaGame:
         library: Any = optional_package("textarena", "textarena")
         self._make: Callable[[], Any] = partial(library.make, env_id=name)
         self._game = self._make()
+        self._samples: list[str] = []
 
     def samples(self) -> list[str]:
-        """Return []: the library does not list actions."""
-        return []
+        """Return the moves in brackets of the first observation that a copy of the game accepts."""
+        before = random.getstate()
+        try:
+            return [
+                text for text in self._samples if _moved(copy.deepcopy(self._game), text).is_valid
+            ]
+        finally:
+            random.setstate(before)
 
     def check(self) -> None:
         """Do nothing: its actions and observations are texts."""
@@ -175,21 +199,14 @@ class TextArenaGame:
         """Create a new game and return its first observation; `reset` alone keeps old messages."""
         self._game = self._make()
         self._game.reset(num_players=1, seed=seed)
-        return str(self._game.get_observation()[1])
+        first = str(self._game.get_observation()[1])
+        self._samples = [*dict.fromkeys(EXAMPLE.findall(first))][:MAX_SAMPLES]
+        return first
 
     def act(self, text: str) -> ActionResult:
         """Play a move; TextArena reports the reward at the end. Raises: BadAction."""
         _check_playable(text)
-        is_done, info = self._game.step(text)
-        state = self._game.state
-        if not is_done:
-            is_valid = not getattr(state, "error_count", 0)
-            observation = str(self._game.get_observation()[1])
-            return ActionResult(text=observation, reward=None, is_done=False, is_valid=is_valid)
-        reward = (state.rewards or {}).get(0)
-        reason = str((state.game_info or {}).get(0, {}).get("reason") or info or "")
-        is_valid = not (state.game_info or {}).get(0, {}).get("invalid_move", False)
-        return ActionResult(text=reason, reward=reward, is_done=True, is_valid=is_valid)
+        return _moved(self._game, text)
 
     def close(self) -> None:
         """Do nothing: a game is only an object."""

@@ -178,3 +178,51 @@ def test_textarena_game_runs_with_own_package(repository: Path) -> None:
     assert told[0][2] is False  # no number in brackets
     assert all(reward == 0 and not is_done for reward, is_done, _, _ in told[:-1])
     assert told[-1] == [1.0, True, True, True]
+
+
+SAMPLES = """
+import json
+import random
+
+from envhub.catalogue.registry import Registry
+from envhub.env import Style
+
+spec = Registry(["textarena:FrozenLake-v0?num_validation=3"]).spec("FrozenLake-v0")
+
+
+def played(looks):
+    env = spec.make(Style.COMPACT)
+    texts = [env.reset("all-validation-2", 0)]
+    offered = env.valid_actions()
+    for move in offered[:1] * 3:
+        for _ in range(looks):
+            env.valid_actions()
+        texts.append(env.step(move).observation)
+    return offered, texts
+
+
+before = random.getstate()
+once = played(0)
+random.setstate(before)
+assert once == played(2), "a look at the moves changes the game"
+refused = []
+for move in ["[up]", "[down]", "[left]", "[right]"]:
+    env = spec.make(Style.COMPACT)
+    env.reset("all-validation-2", 0)
+    refused += [] if env.step(move).is_valid else [move]
+print(json.dumps([once[0], refused, spec.subsets["all"].num_validation]))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_textarena_moves_for_random_play_are_those_the_game_accepts(repository: Path) -> None:
+    python = python_with("textarena==0.7.4", sees_ours=True)
+    argv = [python, "-c", SAMPLES]
+    done = subprocess.run(argv, cwd=repository, capture_output=True, encoding="utf-8", timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    offered, refused, num_validation = json.loads(done.stdout.splitlines()[-1])
+    assert refused == ["[up]", "[left]"]  # The player starts in the corner at the top left.
+    assert {"[down]", "[right]"} <= {*offered}
+    assert not {*refused} & {*offered}
+    assert num_validation == 3
