@@ -3,9 +3,9 @@
 ARG BASE=docker.io/library/debian:12
 FROM ${BASE} AS base
 ARG DEBIAN_FRONTEND=noninteractive
-# vLLM compiles kernels with g++ and Python's headers. bubblewrap runs programs of the policy.
+# vLLM compiles kernels with g++ and Python's headers, and loads libnuma. bubblewrap runs programs of the policy.
 RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends \
-    bubblewrap ca-certificates g++ make python3 python3-dev python3-venv \
+    bubblewrap ca-certificates g++ libnuma1 make python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 1000 --create-home longstride \
     && install -d -o longstride /opt/longstride

@@ -69,8 +69,8 @@ smoke: $(STAMP)
 
 setup: $(STAMP)
 
-# Installs Java (ScienceWorld), a browser (web environments), bubblewrap (sandboxes) and a C++
-# compiler (vLLM on a CPU).
+# Installs Java (ScienceWorld), a browser (web environments), bubblewrap (sandboxes), a C++
+# compiler and libnuma (vLLM on a CPU).
 system: $(STAMP)
 	@missing=""; \
 	command -v java >/dev/null || missing="$$missing default-jre-headless"; \
@@ -79,6 +79,8 @@ system: $(STAMP)
 	command -v bwrap >/dev/null || missing="$$missing bubblewrap"; \
 	$(VENV)/bin/python -c 'from common.host.machine import *; exit(bool(compiler_problem()))' || \
 	  missing="$$missing g++ python3-dev"; \
+	$(VENV)/bin/python -c 'from common.host.machine import *; exit(bool(library_problem()))' || \
+	  missing="$$missing libnuma1"; \
 	install="apt-get install --yes --no-install-recommends $$missing"; \
 	if [ -z "$$missing" ]; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \

@@ -26,6 +26,8 @@ from common.host.cgroups import PROC, memory_limit
 
 GIB = 1 << 30
 COMPILER_PACKAGES = "g++ and Python's headers (Debian, Ubuntu: apt-get install g++ python3-dev)"
+NUMA = "libnuma.so.1"  # vLLM's kernels for the CPU are linked to it.
+NUMA_PACKAGE = "libnuma (Debian, Ubuntu: apt-get install libnuma1)"
 _TIMEOUT_S = 20.0
 _COMPILER_TIMEOUT_S = 60.0  # A busy machine needs ten seconds and more.
 MEMINFO = Path("/proc/meminfo")
@@ -286,6 +288,15 @@ def _problem_of(compiler: str, program: str) -> str:
         return f"{compiler} did not run: {error}"
     fatal = [line for line in done.stderr.splitlines() if "error" in line]
     return "" if done.returncode == 0 else (fatal or [f"{compiler} fails"])[0].strip()
+
+
+def library_problem(name: str = NUMA) -> str:
+    """Return why this machine cannot load a shared library; "" if it can."""
+    try:
+        ctypes.CDLL(name)
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def check_compiler(what: str) -> None:

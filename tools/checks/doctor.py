@@ -186,7 +186,7 @@ def _examine_port() -> Check:
 
 def examine_machine() -> list[Check]:
     """Return the checks of the machine, without environments and configuration."""
-    checks = [*_examine_versions(), _examine_compiler(), *_examine_cpu()]
+    checks = [*_examine_versions(), _examine_compiler(), _examine_numa(), *_examine_cpu()]
     checks += [_examine_memory(), _examine_disk()]
     names = list_configs()
     checks.append(Check(what="configs", result=", ".join(names) or "none", remedy=""))
@@ -257,6 +257,14 @@ def _examine_compiler() -> Check:
     remedy = f"install {machine.COMPILER_PACKAGES}" if problem else ""
     result = problem or "it compiles with Python's headers"
     return Check(what="c++ compiler", result=result, remedy=remedy, is_optional=machine.has_cuda())
+
+
+def _examine_numa() -> Check:
+    """Return the check of the library that vLLM's CPU kernels need."""
+    problem = machine.library_problem()
+    remedy = f"install {machine.NUMA_PACKAGE}" if problem else ""
+    result = problem or "present"
+    return Check(what="libnuma", result=result, remedy=remedy, is_optional=machine.has_cuda())
 
 
 def _examine_cpu() -> list[Check]:

@@ -20,7 +20,7 @@ from common.errors import ConfigError
 from common.formats.answers import check_tools
 from common.formats.chat_template import template_at
 from common.host.loopback import loopback
-from common.host.machine import GIB, check_compiler, gpus, has_cuda
+from common.host.machine import GIB, NUMA_PACKAGE, check_compiler, gpus, has_cuda, library_problem
 from common.host.process_settings import check_caches
 from common.host.temporary import check_temporary_room
 from common.repository import ROOT
@@ -242,6 +242,8 @@ def check_engine() -> None:
     check_caches()
     if not has_cuda():
         check_compiler("the engine (vLLM on a CPU)")
+        if problem := library_problem():
+            raise ConfigError(f"the engine (vLLM on a CPU): {problem}. Install {NUMA_PACKAGE}")
 
 
 def check_model(path: str, *, key: str = "model.path") -> None:

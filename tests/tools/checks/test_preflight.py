@@ -12,7 +12,7 @@ from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.host.lock import hold_run
-from common.host.machine import compiler_problem, has_cuda
+from common.host.machine import compiler_problem, has_cuda, library_problem
 from learner.policy.model_shape import read_shape, weight_files
 from tests.tools.checks.models import write_model
 from tools.checks.preflight import (
@@ -250,6 +250,11 @@ def test_missing_compiler_error_names_the_package(
     check(configure(model, no_engine))
     with pytest.raises(ConfigError, match=r"^learner\.compile=true needs a compiler: .*g\+\+"):
         check(configure(model, no_engine, "learner.compile=true"))
+
+
+def test_missing_library_is_named() -> None:
+    assert library_problem() == ""
+    assert "libno-such.so.7" in library_problem("libno-such.so.7")
 
 
 def test_answer_about_a_compiler_follows_the_path(
