@@ -18,6 +18,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tools.offline.scratch import make_tokenizer, save_policy
@@ -99,6 +100,16 @@ RECURRENT: dict[str, Any] = {
     "mamba_chunk_size": 16,
 }
 SMALL = SIZES | EXPERTS | LATENT | RECURRENT
+
+
+def use_own_configs() -> None:
+    """Let transformers read config.json with its own classes, as in a learner's process.
+
+    The import of vLLM puts classes of vLLM in their place, such as that of DeepSeek V4.
+    """
+    registered: dict[str, Any] = CONFIG_MAPPING._extra_content
+    for name in registered.keys() & CONFIG_MAPPING_NAMES.keys():
+        del registered[name]
 
 
 def families() -> list[str]:

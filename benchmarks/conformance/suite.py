@@ -236,8 +236,10 @@ def _examine(family: str, pipe: Connection, method: str, parts: Sequence[str]) -
 
 def examine(family: str, *, method: str, parts: Sequence[str] = ()) -> FamilyResult:
     """Return the result of a family; `method` and `parts` as in `examine_apart`."""
+    from benchmarks.conformance.networks import use_own_configs
     from benchmarks.conformance.sharded import RankPair
 
+    use_own_configs()
     with tempfile.TemporaryDirectory(prefix=f"conformance-{family}-") as folder:
         pair = RankPair(method=method)
         return _examine_in(family, Path(folder), pair, method=method, parts=parts)

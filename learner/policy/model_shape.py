@@ -215,9 +215,8 @@ def _params_of_config(text: dict[str, Any], *, is_tied: bool) -> int:
 
 def _units_of_config(text: dict[str, Any], hidden: int, layers: int) -> int:
     """Return the number of weights of all feed-forward layers, with experts and routers."""
-    dense = (
-        3 * hidden * int(text.get("intermediate_size") or 0)
-    )  # Absent if all layers have experts.
+    # The size is absent if all layers have experts.
+    dense = 3 * hidden * int(text.get("intermediate_size") or 0)
     experts = _num_experts(text)
     if not experts:
         return layers * dense
