@@ -91,9 +91,9 @@ class Attention(StrEnum):
     """Attention kernels.
 
     fused: flash attention on CUDA (for packed sequences in bf16), else torch's scaled dot product
-    attention. Padded sequences of families with capped scores, sinks or an attention of their own
-    use the network's own formula instead. products: plain matrix products, which store the
-    probabilities of all token pairs.
+    attention. Padded sequences of families with capped scores, sinks, a bias by position or an
+    attention of their own use the network's own formula instead. products: plain matrix products,
+    which store the probabilities of all token pairs.
     auto: fused on CUDA. On a CPU with one rank and train.mode=async, the faster one of a timing at
     the run's start (about 0.1 s); products if the difference is below 20 %.
     """

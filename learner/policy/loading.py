@@ -1,5 +1,6 @@
 """Loads networks in shards: made without memory, sharded, then filled by each rank."""
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -180,8 +181,18 @@ def attention_addition(model: PreTrainedModel) -> str:
     softcap = getattr(model.config, "attn_logit_softcapping", None)
     if softcap:
         return f"attn_logit_softcapping={softcap}"
-    has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
-    return "attention with sinks" if has_sinks else ""
+    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
+        return "attention with sinks"
+    kinds = {type(module) for module in model.modules()}
+    return "a bias by position" if any(map(_has_position_bias, kinds)) else ""
+
+
+def _has_position_bias(kind: type[nn.Module]) -> bool:
+    """Return whether a class of layers gives a bias by position to its attention."""
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    if code is None or "ALL_ATTENTION_FUNCTIONS" not in code.co_names:
+        return False
+    return "position_bias" in code.co_varnames
 
 
 def set_plain_attention(model: PreTrainedModel, *, is_fused: bool) -> None:
