@@ -137,8 +137,11 @@ def refused(error: Exception) -> PartResult:
 
 def append(path: Path, result: FamilyResult) -> None:
     """Add a result to the file."""
+    tree = asdict(result)
+    if not result.layouts_commit:
+        del tree["layouts_commit"]
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(result)) + "\n")
+        file.write(json.dumps(tree) + "\n")
 
 
 def read(path: Path) -> dict[str, FamilyResult]:
