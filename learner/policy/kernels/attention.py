@@ -168,7 +168,7 @@ def _set_packed(network: nn.Module, way: Separation, attention: Attention) -> No
             name = FUSED if attention is Attention.FUSED else PRODUCTS
         else:
             set_plain_attention(model, is_fused=attention is Attention.FUSED)
-            name = mixers.packed_form(model.config._attn_implementation)
+            name = mixers.packed_form(model.config._attn_implementation or "eager")
         model.config._attn_implementation = name
     mixers.separate_sequences(network, is_whole=way is Separation.LAYERS)
 

@@ -101,8 +101,19 @@ def flash(
         out = _WithSinks.apply(*rows, sinks, call)
     else:
         grouping: dict[str, Any] = {"enable_gqa": True} if is_grouped else {}
+        query, key, value = rows
+        starts, key_starts, length, key_length = call.bounds
         out = varlen_attn(
-            *rows, *call.bounds, scale=call.scaling, window_size=call.span, **grouping
+            query,
+            key,
+            value,
+            starts,
+            key_starts,
+            length,
+            key_length,
+            scale=call.scaling,
+            window_size=call.span,
+            **grouping,
         )
     assert isinstance(out, Tensor)  # No other output was requested.
     return out if size == padded else out[..., :size]

@@ -67,17 +67,21 @@ class CausalProducts(torch.autograd.Function):
             asked = _by_head(queries[block.queries], kv_heads, size)
             keys, values = _keys_and_values(block, both, ctx.sizes)
             of_out = _by_head(flat[block.queries], kv_heads, value_size)
-            scores = None
-            if ctx.cap is not None or not saved:
+            scores: Tensor | None = None
+            if saved:
+                weights = saved[index]
+            else:
                 scores = _capped(asked @ keys.transpose(1, 2), ctx.cap)
-            weights = saved[index] if saved else _weights(scores.clone(), block, sinks)
+                weights = _weights(scores.clone(), block, sinks)
             shares = weights[..., : keys.shape[1]]
             of_weights = of_out @ values.transpose(1, 2)
             of_scores = torch.ops.aten._softmax_backward_data(of_weights, shares, -1, shares.dtype)
             if of_sinks is not None:
                 of_rows = -weights[..., -1].to(wide) * (of_weights * shares).sum(-1, dtype=wide)
                 of_sinks += of_rows.view(kv_heads, -1, heads // kv_heads).sum(1).flatten()
-            if ctx.cap is not None and scores is not None:
+            if ctx.cap is not None:
+                if scores is None:
+                    scores = _capped(asked @ keys.transpose(1, 2), ctx.cap)
                 of_scores = of_scores * (1 - (scores / ctx.cap) ** 2)
             num_queries = block.queries.stop - block.queries.start
             of_query[block.queries] = _by_row(of_scores @ keys, num_queries)
@@ -88,7 +92,7 @@ class CausalProducts(torch.autograd.Function):
             of_query.view(-1, heads, size),
             of_key.reshape(-1, kv_heads, size),
             of_value.reshape(-1, kv_heads, value_size),
-            None if of_sinks is None else of_sinks.to(sinks.dtype),
+            None if of_sinks is None or sinks is None else of_sinks.to(sinks.dtype),
             None,
             None,
             None,
