@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from tools.checks.doctor import examine_quantised
 from tools.checks.preflight import check_model
 from tools.dequantise import cache
 from tools.dequantise.models import disk_lines, plain_models, weight_lines, with_cache_paths
-from tools.dequantise.record import RECORD, read_record
+from tools.dequantise.record import RECORD, identity_of, read_record
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +106,23 @@ def test_other_files_have_another_folder(tmp_path: Path, changed: str) -> None:
     else:
         cfg = replace(cfg, model=replace(cfg.model, dtype="float32"))
     assert plain_models(cfg).model.path != first
+
+
+def test_identity_has_the_time_of_a_large_file(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(4 << 20))
+    before = identity_of([], [path], {})
+    os.utime(path, (1, 1))
+    assert identity_of([], [path], {}) != before
+    os.utime(path, ns=(0, path.stat().st_mtime_ns))
+    once = identity_of([], [path], {})
+    assert identity_of([], [path], {}) == once
+    assert identity_of([], [path], {"dtype": "float32"}) != once
+    with path.open("r+b") as file:
+        file.seek(2 << 20)  # A sample.
+        file.write(b"1")
+    os.utime(path, (1, 1))
+    assert identity_of([], [path], {}) != once
 
 
 def test_changed_model_is_another_experiment(tmp_path: Path) -> None:
