@@ -63,7 +63,7 @@ def data_folder() -> Path:
     """Return the folder of the package's data, without an import of the package."""
     found = find_spec(PACKAGE)
     if found is None or not found.submodule_search_locations:
-        raise EnvFailure(f"the Python package {PACKAGE} has gone")
+        raise EnvFailure(f"the Python package {PACKAGE} is missing")
     return Path(found.submodule_search_locations[0]) / "data"
 
 
@@ -225,7 +225,7 @@ class BfclEnv:
         is_right = num_right == len(self._turns) and not self._is_forced
         share = num_right / len(self._turns)
         self._forget()
-        self._shown = "The user has left."
+        self._shown = "The conversation has ended."
         return StepResult(
             observation=self._shown,
             reward=float(is_right) if self._options.reward == "passed" else share,

@@ -402,7 +402,7 @@ def _by_datasets(where: str, function: str, *arguments: Any, **options: Any) -> 
     if find_spec("datasets") is None:
         raise ConfigError(
             f"{where}: no such file or folder, or a format that needs the package datasets. Install"
-            " it with: pip install datasets"
+            " it with: pip install datasets==5.2.0 pyarrow==26.0.1 (the extra `data`)"
         )
     datasets = import_module("datasets")
     datasets.disable_progress_bars()
