@@ -29,6 +29,11 @@ from benchmarks.conformance.networks import (
 )
 from tools.offline.scratch import make_tokenizer
 
+# Classes by model type.
+COMPOSITES: dict[str, Any] = {
+    **MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+}
 FILE_SIZE = "300KB"  # Several files for each network.
 # Families whose default configuration has no small form by this routine, with the reason.
 UNSHRUNK = {
@@ -75,11 +80,10 @@ def composites() -> list[str]:
     """
     from vllm.model_executor.models import registry
 
-    names = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     known = registry._MULTIMODAL_MODELS
     return sorted(
         family
-        for family in names
+        for family in COMPOSITES
         if composite_architecture(family) in known
         and family not in UNSHRUNK
         and "text_config" in CONFIG_MAPPING[family].sub_configs
@@ -88,8 +92,7 @@ def composites() -> list[str]:
 
 def composite_architecture(family: str) -> str:
     """Return the class of a composite family; "" for another family."""
-    names = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    found = names.get(family, "")
+    found = COMPOSITES.get(family, "")
     return found if isinstance(found, str) else found[0]
 
 
@@ -111,7 +114,8 @@ def composite_config(family: str, settings: Mapping[str, Any] | None = None) -> 
             sections[name] = _small(section, is_text=section is text)
     ids = [name for name in TOKENS if getattr(default, name, None) is not None]
     tokens = {name: VOCAB - 1 - place for place, name in enumerate(ids)}
-    made = kind(**(sections | tokens | AMENDMENTS.get(family, {}) | dict(settings or {})))
+    entries: dict[str, Any] = {**sections, **tokens, **AMENDMENTS.get(family, {})}
+    made = kind(**(entries | dict(settings or {})))
     made.architectures = [composite_architecture(family)]
     return made
 

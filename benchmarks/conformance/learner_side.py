@@ -228,7 +228,7 @@ def layout_problem(start: Path, written: Path) -> str:
             for tensor in filterfalse(LANGUAGE.match, old.keys()):
                 if not torch.equal(new.get_tensor(tensor), old.get_tensor(tensor)):
                     return f"{tensor} has other numbers"
-    kind = composite_class(AutoConfig.from_pretrained(written), str(written))
+    kind: Any = composite_class(AutoConfig.from_pretrained(written), str(written))
     assert kind is not None
     _, report = kind.from_pretrained(written, output_loading_info=True, local_files_only=True)
     lost = [*report["missing_keys"], *report["unexpected_keys"]]

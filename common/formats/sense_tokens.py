@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 CONFIG = "config.json"
 KEY = re.compile(r"(image|video|audio|img|vision|speech)(_pad)?_token(_id|_index)")
@@ -25,7 +25,7 @@ def sense_tokens(config: Mapping[str, Any]) -> dict[int, str]:
 def sense_tokens_in(folder: Path) -> dict[int, str]:
     """Return the tokens of the config.json in a folder; {} without a readable one."""
     try:
-        tree: Any = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        tree: object = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return sense_tokens(tree) if isinstance(tree, dict) else {}
+    return sense_tokens(cast(dict[str, Any], tree)) if isinstance(tree, dict) else {}
