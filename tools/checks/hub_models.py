@@ -54,7 +54,7 @@ def is_hub_name(path: str) -> bool:
 
     A path is local if it exists, or if its first folder exists below `root`.
     """
-    if NAME.fullmatch(path) is None:
+    if NAME.fullmatch(path) is None or path.endswith(".gguf"):
         return False
     return not (ROOT / path).exists() and not (ROOT / path.split("/", 1)[0]).is_dir()
 

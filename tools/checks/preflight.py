@@ -252,6 +252,8 @@ def check_model(path: str, *, key: str = "model.path") -> None:
     Raises: ConfigError: files are missing, or the model is no decoder of text.
     """
     folder = ROOT / path
+    if folder.suffix == ".gguf" and not folder.exists():
+        raise ConfigError(f"{key}={path}: no such file; give the path of a GGUF file or a folder")
     if not folder.is_dir():
         # The preset whose `sft` writes a policy to this path.
         preset = next((n for n in list_configs() if path == f"runs/{n}/policy"), None)

@@ -25,6 +25,7 @@ from learner.policy.model_kind import check_trainable
 from learner.policy.model_shape import read_shape
 from tests.tools.dequantise.toys import llama_weights, write_fp8, write_gguf, write_small_files
 from tools.checks.doctor import examine_quantised
+from tools.checks.hub_models import resolve_models
 from tools.checks.preflight import check_model
 from tools.dequantise import cache
 from tools.dequantise.models import disk_lines, plain_models, weight_lines, with_cache_paths
@@ -325,6 +326,13 @@ def test_damaged_and_foreign_checkpoints_are_refused_before_the_cache(
     with pytest.raises(ConfigError, match=r"x\.gguf: .*\(gguf\), and they cannot be dequantised"):
         plain_models(config(tmp_path, tmp_path / "x.gguf"))
     assert not folder_of_cache.exists()
+
+
+@pytest.mark.parametrize("name", ["models/x.gguf", "/nowhere/x.gguf", "x.gguf"])
+def test_missing_gguf_file_is_named(tmp_path: Path, name: str) -> None:
+    cfg = resolve_models(load_config("smoke", [f"run.dir={tmp_path}", f"model.path={name}"]))
+    with pytest.raises(ConfigError, match=rf"^model\.path={name}: no such file"):
+        check_model(plain_models(cfg).model.path)
 
 
 def test_plain_checkpoint_is_no_other(tmp_path: Path) -> None:
