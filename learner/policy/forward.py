@@ -214,7 +214,7 @@ class Passes:
         self._cfg = cfg
         self._max_tokens = cfg.row_tokens
         self._is_divided = sequence_group is not None
-        self._device = networks.device if mesh is None else device_of(mesh)
+        self.device = networks.device if mesh is None else device_of(mesh)
         self._trained = _Trained(networks.policy, networks.critic, sequence_group)
         self._reference = None
         if networks.reference is not None:
@@ -229,7 +229,7 @@ class Passes:
         self._replay = install(trunk_of(networks.policy)) if replays_routing else None
         self.scoring = Scoring(
             chunk_tokens=cfg.logprob_chunk_tokens,
-            autocast=uses_bf16(cfg, self._device),
+            autocast=uses_bf16(cfg, self.device),
             temperature=temperature,
             head_dtype=_head_dtype(networks.policy, engine_dtype),
         )
@@ -250,7 +250,7 @@ class Passes:
         if self._is_divided:
             check_sequence_ranks(self._existing_networks(), self._cfg.sequence_ranks)
             layout = Layout.PACKED
-        kind = self._device.type
+        kind = self.device.type
         return use_attention(self._existing_networks(), kind, layout, self._cfg.attention)
 
     def check_start(self, *, may_pad: bool) -> None:
@@ -287,7 +287,7 @@ class Passes:
         if self._replay is None:
             return
         ids = np.arange(4)
-        tokens = collate_tokens([ids], [ids > 0], device=self._device, is_packed=self.is_packed)
+        tokens = collate_tokens([ids], [ids > 0], device=self.device, is_packed=self.is_packed)
         with self._replay.measuring():
             self._logprobs(self._trained, tokens, self.scoring)
 
@@ -308,7 +308,7 @@ class Passes:
         """Measure the head again: weights that several ranks share had no values before."""
         vocab_size = vocabulary_size(network.policy)
         probe = make_probe(
-            network.policy, self._device, vocab_size=vocab_size, is_packed=False, is_bf16=False
+            network.policy, self.device, vocab_size=vocab_size, is_packed=False, is_bf16=False
         )
         tokens = probe.alone(0, is_packed=False)
         if not float(self._logprobs(network, tokens, self.scoring, Probed.HEAD)) <= 1.0:
@@ -320,7 +320,7 @@ class Passes:
         vocab_size = vocabulary_size(network.policy)
         probe = make_probe(
             network.policy,
-            self._device,
+            self.device,
             vocab_size=vocab_size,
             shares_prefix=self._cfg.shared_prefix,
             **settings,
@@ -329,7 +329,7 @@ class Passes:
         check_scores(probe, compute, partial(compute, probed=Probed.LOGITS))
         trunk = None if network.critic is None else network.critic.trunk
         if trunk is not None:
-            probe = make_probe(trunk, self._device, vocab_size=vocab_size, **settings)
+            probe = make_probe(trunk, self.device, vocab_size=vocab_size, **settings)
             states = partial(compute, probed=Probed.TRUNK)
             check_scores(probe, states, _by_own_attention(trunk, states))
 
@@ -386,7 +386,7 @@ class Passes:
         for lengths in blocks:
             ids = [np.arange(length) % 2 for length in lengths]
             masks = [np.arange(length) > 1 for length in lengths]
-            tokens = collate_tokens(ids, masks, device=self._device, is_packed=self.is_packed)
+            tokens = collate_tokens(ids, masks, device=self.device, is_packed=self.is_packed)
             scores = self.score(tokens, with_values=self._trained.critic is not None)
             ends = [each.sum() for each in (scores.logprobs, scores.values) if each is not None]
             torch.stack(ends).sum().backward()
@@ -416,7 +416,7 @@ class Passes:
         for block in plan_microbatches(lengths, max_tokens=self._max_tokens, is_packed=is_packed):
             sequences = [np.asarray(token_ids[index]) for index in block]
             masks = [np.arange(len(sequence)) > 0 for sequence in sequences]
-            tokens = collate_tokens(sequences, masks, device=self._device, is_packed=is_packed)
+            tokens = collate_tokens(sequences, masks, device=self.device, is_packed=is_packed)
             logprobs = self._logprobs(self._trained, tokens, scoring)
             parts = logprobs.cpu().split([len(sequence) - 1 for sequence in sequences])
             for index, part in zip(block, parts, strict=True):
@@ -451,7 +451,7 @@ class Passes:
             tokens = collate_tokens(
                 [sequences[index] for index in block],
                 [np.arange(lengths[index]) >= len(pairs[index][0]) for index in block],
-                device=self._device,
+                device=self.device,
                 is_packed=self.is_packed,
                 shared=heads if self.is_packed else (),
             )

@@ -11,7 +11,6 @@ block.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from common.errors import ConfigError
 from common.formats.sense_tokens import sense_tokens
 from learner.batch.batching import TokenBatch, collate_tokens
 from learner.policy.composite import text_config
-from learner.policy.model import Scoring, token_logprobs, vocabulary_size
+from learner.policy.model import Scoring
 
 LENGTHS = (24, 44, 33, 37)  # Tokens of the scored sequences.
 PREFIX = 12  # Tokens that the last two sequences share.
@@ -125,23 +124,6 @@ def arithmetics(network: nn.Module, scoring: Scoring) -> list[Scoring]:
     if configured.autocast and is_fp32 and not is_sharded:
         return [replace(configured, autocast=False), configured]
     return [configured]
-
-
-def check_policy(model: PreTrainedModel, scoring: Scoring, *, is_packed: bool) -> None:
-    """Check a policy that one process holds whole, without a critic. Raises: ScoresDiffer."""
-    for arithmetic in arithmetics(model, scoring):
-        probe = make_probe(
-            model,
-            model.device,
-            vocab_size=vocabulary_size(model),
-            is_packed=is_packed,
-            is_bf16=arithmetic.autocast,
-        )
-        check_scores(
-            probe,
-            partial(token_logprobs, model, scoring=arithmetic),
-            partial(plain_logprobs, model, autocast=arithmetic.autocast),
-        )
 
 
 @torch.no_grad()

@@ -1,9 +1,9 @@
-"""The optimizers and their learning rate schedule."""
+"""The optimizers, their learning rate schedule, and the updates that they make."""
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
 from common.config.learner import LearnerSection, Moments, OptimizerKind
+from learner.policy.finite import TrainingDiverged
+from learner.policy.model import whole
+from learner.policy.precision import VanishedUpdates
+from learner.training.ranks import Ranks
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NUM_ITERATIONS = 5
@@ -450,3 +454,123 @@ def has_whole_blocks(parameter: Tensor) -> bool:
     least = num_rows - most * (ranks - 1)
     row = parameter.numel() // num_rows
     return least * row >= _SMALLEST and most * row % BLOCK == least * row % BLOCK == 0
+
+
+class Update(NamedTuple):
+    """The result of one optimizer update."""
+
+    is_good: bool  # False: a value was not finite and the weights are unchanged.
+    grad_norm: float  # Gradient norm before clipping.
+    metrics: dict[str, float]  # Means over the minibatch's trained tokens.
+
+
+class Updates:
+    """Owns the optimizers of a policy and of its critic. Not thread-safe."""
+
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        cfg: LearnerSection,
+        *,
+        is_bf16: bool,
+        critic: nn.Module | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """Make the optimizers. The networks must be sharded by now."""
+        self._cfg = cfg
+        self._policy = policy
+        self._critic = critic
+        self.optimizer = make_optimizer(policy, cfg)
+        self._critic_optimizer = None if critic is None else make_critic_optimizer(critic, cfg)
+        self.vanished = VanishedUpdates(policy, is_bf16=is_bf16, ranks=ranks)
+        self.num_updates = 0  # Updates made so far; skipped updates do not count.
+        self.num_bad_steps_in_a_row = 0
+
+    @property
+    def torch_optimizers(self) -> list[torch.optim.Optimizer]:
+        """All optimizers, those of the policy first."""
+        critic = self._critic_optimizer
+        return [*self.optimizer.optimizers, *(critic.optimizers if critic is not None else [])]
+
+    def zero_grad(self) -> None:
+        """Clear the gradients of the policy and of the critic, and free their memory."""
+        self.optimizer.zero_grad()
+        if self._critic_optimizer is not None:
+            self._critic_optimizer.zero_grad()
+
+    def make(
+        self,
+        loss: float,
+        metrics: Mapping[str, float],
+        *,
+        scale: float,
+        changes_policy: bool = True,
+    ) -> Update:
+        """Clip the gradients, and change the weights if they and the loss are finite.
+
+        All ranks call this method together.
+
+        Args:
+            loss: the loss of the gradients, over all microbatches and ranks.
+            scale: factor of the configured learning rates.
+            changes_policy: False: only the critic learns.
+        """
+        self.optimizer.set_lr_scale(scale)
+        metrics = dict(metrics)
+        grad_norm = self._clip(self._policy)
+        is_good = math.isfinite(loss) and math.isfinite(grad_norm)
+        if self._critic is not None:
+            metrics["critic/grad_norm"] = self._clip(self._critic)
+            is_good = is_good and math.isfinite(metrics["critic/grad_norm"])
+        if is_good:
+            if changes_policy:
+                self.optimizer.step()
+            if self._critic_optimizer is not None:
+                self._critic_optimizer.step()
+            self.num_updates += 1
+        return Update(is_good, grad_norm, metrics)
+
+    def _clip(self, network: nn.Module) -> float:
+        """Clip the gradient of a network; return its norm before."""
+        norm = nn.utils.clip_grad_norm_(network.parameters(), self._cfg.max_grad_norm)
+        return whole(norm).item()
+
+    def count_bad(
+        self,
+        updates: Sequence[Update],
+        *,
+        unit: str,
+        number: int,
+        remedy: str,
+        on_bad: Callable[[], object] | None = None,
+    ) -> None:
+        """Count a step in which an update was skipped; a step without updates changes nothing.
+
+        Args:
+            unit: names the count of steps, such as "version"; `number` is that of the step.
+            remedy: sentences for the error.
+
+        Raises: TrainingDiverged: this was the `max_bad_steps`-th such step in a row.
+        """
+        if not updates:
+            return
+        num_bad = sum(not update.is_good for update in updates)
+        if num_bad == 0:
+            self.num_bad_steps_in_a_row = 0
+            return
+        self.num_bad_steps_in_a_row += 1
+        in_a_row = self.num_bad_steps_in_a_row
+        logger.warning(
+            "skipped updates with NaN or infinite values %s=%d num_bad=%d in_a_row=%d",
+            unit,
+            number,
+            num_bad,
+            in_a_row,
+        )
+        if on_bad is not None:
+            on_bad()
+        if in_a_row >= self._cfg.max_bad_steps:
+            raise TrainingDiverged(
+                f"Losses or gradients were NaN or infinite in {in_a_row} consecutive steps up to"
+                f" {unit} {number} (learner.max_bad_steps={self._cfg.max_bad_steps}). {remedy}"
+            )

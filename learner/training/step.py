@@ -1,8 +1,7 @@
 """Computes gradients from the samples of a step: scores, correction, loss, backward pass."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -46,6 +45,7 @@ from learner.objective.measures import (
 )
 from learner.policy.expert_routing import balance_loss_of
 from learner.policy.forward import Networks, Passes, Scores
+from learner.training.optimizer import Update
 from learner.training.ranks import Ranks, deal
 
 # Mean of the routers' load-balancing loss over microbatches, by their tokens.
@@ -91,6 +91,27 @@ class Gradient:
 
     sums: dict[str, float]  # Metrics of the minibatch's computed tokens, over all ranks.
     logprobs: BySample  # [tokens] nats of this rank's samples
+
+
+Loss = tuple[Tensor, dict[str, Tensor]]  # The loss of a microbatch, and its metrics: scalars.
+
+
+def add_gradients(losses: Iterable[Loss], names: Sequence[str], ranks: Ranks) -> dict[str, float]:
+    """Add the gradients of the losses; return the sums of their metrics over all ranks.
+
+    Args:
+        losses: computed one at a time, so that memory holds the graph of one microbatch.
+        names: names of the metrics to sum, the same on all ranks.
+    """
+    # Tensors on the device: reading each number would block until it is computed.
+    rows: list[Tensor] = []
+    for loss, metrics in losses:
+        loss.backward()
+        rows.append(torch.stack([metrics[name] for name in names]))  # [metric]
+    totals = torch.zeros(len(names), dtype=torch.float64)  # Zeros, for a rank without samples.
+    if rows:
+        totals = torch.stack(rows).double().sum(0)
+    return dict(zip(names, ranks.sum_shares(totals).cpu().tolist(), strict=True))
 
 
 class Gradients:
@@ -184,15 +205,36 @@ class Gradients:
             num_tokens=sum(sample.num_sampled_tokens for sample in samples),
             num_sequences=sum(sample.row == 0 for sample in samples),
         )
+        has_critic = self._networks.critic is not None
+        names = ["loss", *metric_names(self._algorithm), *(CRITIC_METRICS if has_critic else ())]
+        names += [BALANCE_METRIC] if self._is_balanced else []
+        logprobs: BySample = {}
+        losses = self._losses(batch, part, samples, denominator, logprobs)
+        sums = add_gradients(losses, names, self._ranks)
+        num_computed = sum(batch.samples[index].num_sampled_tokens for index in part)
+        for name in (name for name in names if name.startswith(("policy/", "teacher/"))):
+            sums[name] *= denominator.num_tokens / num_computed
+        return Gradient(sums=sums, logprobs=logprobs)
+
+    def _losses(
+        self,
+        batch: ScoredBatch,
+        part: Sequence[int],
+        samples: Sequence[Sample],
+        denominator: Denominator,
+        logprobs: BySample,
+    ) -> Iterator[Loss]:
+        """Yield the losses of this rank's share; then make the passes of other ranks' blocks.
+
+        Args:
+            part: indices of the samples to compute.
+            samples: all samples of the minibatch.
+            logprobs: receives the scores of the computed samples.
+        """
         marks = [sample.state_marks for sample in samples if sample.state_marks is not None]
         num_states = sum(float(each.sum()) for each in marks)
         num_all_tokens = sum(len(sample.trajectory.token_ids) for sample in samples)
         has_critic = self._networks.critic is not None
-        names = ["loss", *metric_names(self._algorithm), *(CRITIC_METRICS if has_critic else ())]
-        names += [BALANCE_METRIC] if self._is_balanced else []
-        # Tensors on the device: reading each number would block until it is computed.
-        rows: list[Tensor] = []
-        logprobs: BySample = {}
         for micro in self._microbatches(batch.samples, part):
             scores = self.passes.score(
                 micro.tokens,
@@ -210,22 +252,12 @@ class Gradients:
                 balance = scores.balance * (micro.num_tokens / num_all_tokens)
                 loss = loss + self._algorithm.router_aux_coef * balance
                 metrics[BALANCE_METRIC] = balance.detach()
-            loss.backward()
-            metrics["loss"] = loss.detach()
-            rows.append(torch.stack([metrics[name] for name in names]))  # [metric]
             logprobs |= by_sample(micro, scores.logprobs)
+            yield loss, {**metrics, "loss": loss.detach()}
         for tokens in self._idle(batch.samples, part):
             scores = self.passes.score(tokens, with_values=has_critic)
             of_nothing = [scores.logprobs, *([] if scores.values is None else [scores.values])]
             torch.cat(of_nothing).sum().backward()
-        totals = torch.zeros(len(names), dtype=torch.float64)  # Zeros, for a rank without samples.
-        if rows:
-            totals = torch.stack(rows).double().sum(0)
-        sums = dict(zip(names, self._ranks.sum_shares(totals).cpu().tolist(), strict=True))
-        num_computed = sum(batch.samples[index].num_sampled_tokens for index in part)
-        for name in (name for name in names if name.startswith(("policy/", "teacher/"))):
-            sums[name] *= denominator.num_tokens / num_computed
-        return Gradient(sums=sums, logprobs=logprobs)
 
     def loss_inputs(self, batch: ScoredBatch, micro: MicroBatch, scores: Scores) -> LossInputs:
         """Return the inputs of the loss for a microbatch, see `objective/loss.py`."""
@@ -367,14 +399,6 @@ def _of_rows(parts: BySample, num_rows: int) -> BySample:
 
 
 MAX_LAG_SHOWN = 8  # The histogram's last bin holds this lag and all larger ones.
-
-
-class Update(NamedTuple):
-    """The result of one optimizer update."""
-
-    is_good: bool  # False: a value was not finite and the weights are unchanged.
-    grad_norm: float  # Gradient norm before clipping.
-    metrics: dict[str, float]  # Means over the minibatch's trained tokens.
 
 
 def mean_metrics(updates: Sequence[Update]) -> dict[str, float]:

@@ -19,13 +19,11 @@ from learner.algorithms.running import RunningBaseline
 from learner.batch.batching import Sample, make_minibatches
 from learner.batch.rows import pack_samples, rows_of, unpack_samples
 from learner.objective.measures import Overlap
-from learner.policy.finite import TrainingDiverged, WeightsNotFinite, first_not_finite
+from learner.policy.finite import WeightsNotFinite, first_not_finite
 from learner.policy.forward import Networks
-from learner.policy.model import whole
-from learner.policy.precision import VanishedUpdates
 from learner.training.controller import Controller, Decision
 from learner.training.digests import Digester, StepDigests
-from learner.training.optimizer import lr_scale, make_critic_optimizer, make_optimizer
+from learner.training.optimizer import Update, Updates, lr_scale
 from learner.training.ranks import RankOperation, Ranks
 from learner.training.state import StateWriter, live_tensors, local_part, restore
 from learner.training.step import (
@@ -33,7 +31,6 @@ from learner.training.step import (
     Gradients,
     ScoredBatch,
     TrainerSettings,
-    Update,
     information_metrics,
     mean_metrics,
     offpolicy_metrics,
@@ -100,19 +97,15 @@ class Trainer:
         self._on_bad_batch = on_bad_batch
         self._before_update = before_update or (lambda: None)
         self._gradients = Gradients(settings, networks, self._ranks)
-        self._optimizer = make_optimizer(self._model, cfg)
-        self._critic_optimizer = (
-            None if self._critic is None else make_critic_optimizer(self._critic, cfg)
-        )
         is_bf16 = self._gradients.passes.scoring.autocast
-        self._vanished = VanishedUpdates(self._model, is_bf16=is_bf16, ranks=self._ranks)
+        self._updates = Updates(
+            self._model, cfg, is_bf16=is_bf16, critic=self._critic, ranks=self._ranks
+        )
         self._controller = Controller(cfg.controller, max_ahead_steps=settings.max_ahead_steps)
         # Modules by their names in a checkpoint.
         self._modules: dict[str, nn.Module] = {"model": self._model}
-        self._optimizers = list(self._optimizer.optimizers)
-        if self._critic is not None and self._critic_optimizer is not None:
+        if self._critic is not None:
             self._modules["critic"] = self._critic
-            self._optimizers += self._critic_optimizer.optimizers
         self._digester = Digester(self._ranks, self._modules)
         self.digests: StepDigests | None = None  # Digests of the last batch.
         self._frozen = [each for each in (networks.policy, networks.reference) if each is not None]
@@ -121,8 +114,6 @@ class Trainer:
         has_memory = cfg.memory_snapshot
         self._profiler = StepProfiler(cfg.profile_steps, profile_folder, has_memory=has_memory)
         self._matrix_rate = 0.0  # FLOP/s of a device. 0: it was not measured.
-        self._num_bad_steps_in_a_row = 0
-        self._num_updates = 0  # Updates made so far; skipped updates do not count.
         # Baseline of advantage=running, an input of `samples_of`.
         self.baseline = RunningBaseline()
         self.num_batches = 0  # Batches decided so far, skipped batches included.
@@ -234,7 +225,7 @@ class Trainer:
         values = {"lr": lr, "muon_lr": muon_lr, "num_steps": num_steps}
         self._order_ranks(lambda: RankOperation("configure", payload=json.dumps(values).encode()))
         self._num_steps = num_steps
-        self._optimizer.set_rates(lr, muon_lr)
+        self._updates.optimizer.set_rates(lr, muon_lr)
 
     def _order_ranks(self, order: Callable[[], RankOperation]) -> None:
         """Send an order to the other ranks, if there are any."""
@@ -289,10 +280,10 @@ class Trainer:
         overlap = Overlap(math.nan, math.nan)
         updates: list[Update] = []
         parts = self._minibatches(batch)
-        self._vanished.begin()
+        self._updates.vanished.begin()
         self._digester.prepared(batch.samples, parts)
         for part in parts:
-            self._zero_grad()
+            self._updates.zero_grad()
             gradient = self._gradients.accumulate(batch, part)
             batch = batch.with_scored(gradient.logprobs)
             if decision is None:
@@ -302,12 +293,12 @@ class Trainer:
                 if decision.is_skipped:
                     break
             updates.append(self._update(gradient, version, decision.lr_scale))
-        self._zero_grad()  # The memory of the gradients is free between steps.
+        self._updates.zero_grad()  # The memory of the gradients is free between steps.
         assert decision is not None  # There is at least one minibatch.
         self.num_batches += 1
         self._count_bad(updates, batch)
         self.digests = self._digester.finish(f"{decision} {self._controller.state_dict()}")
-        vanished = self._vanished.share(lr=self._optimizer.lr)
+        vanished = self._updates.vanished.share(lr=self._updates.optimizer.lr)
         metrics = self._metrics(batch, updates, decision, time.perf_counter() - started_s)
         if any(update.is_good for update in updates):
             metrics["train/vanished_update_frac"] = vanished
@@ -326,33 +317,15 @@ class Trainer:
 
     def _update(self, gradient: Gradient, version: int, scale: float) -> Update:
         """Make one optimizer update, at the scheduled rate times `scale`."""
-        self._optimizer.set_lr_scale(lr_scale(version, self._num_steps, self._cfg) * scale)
-        sums = dict(gradient.sums)
+        metrics = dict(gradient.sums)
         self._digester.gradient()
-        self._before_update()  # The norm below is collective: the other ranks wait for rank 0.
-        grad_norm = self._clip(self._model)
-        is_good = math.isfinite(sums.pop("loss")) and math.isfinite(grad_norm)
-        if self._critic is not None:
-            sums["critic/grad_norm"] = self._clip(self._critic)
-            is_good = is_good and math.isfinite(sums["critic/grad_norm"])
-        if is_good:
-            if self._critic is None or version >= self._cfg.critic.warmup_steps:
-                self._optimizer.step()
-            if self._critic_optimizer is not None:
-                self._critic_optimizer.step()
-            self._num_updates += 1
-        return Update(is_good, grad_norm, sums)
-
-    def _clip(self, network: nn.Module) -> float:
-        """Clip the gradient of a network; return its norm before."""
-        norm = nn.utils.clip_grad_norm_(network.parameters(), self._cfg.max_grad_norm)
-        return whole(norm).item()
-
-    def _zero_grad(self) -> None:
-        """Clear the gradients of the policy and of the critic."""
-        self._optimizer.zero_grad()
-        if self._critic_optimizer is not None:
-            self._critic_optimizer.zero_grad()
+        self._before_update()  # The update is collective: the other ranks wait for rank 0.
+        return self._updates.make(
+            metrics.pop("loss"),
+            metrics,
+            scale=lr_scale(version, self._num_steps, self._cfg) * scale,
+            changes_policy=self._critic is None or version >= self._cfg.critic.warmup_steps,
+        )
 
     def _metrics(
         self, batch: ScoredBatch, updates: list[Update], decision: Decision, step_s: float
@@ -367,7 +340,7 @@ class Trainer:
             metrics |= routing_metrics(batch.samples)
         metrics["train/is_bf16"] = float(self._gradients.passes.scoring.autocast)
         metrics["train/is_cuda"] = float(self._model.device.type == "cuda")
-        metrics["train/lr"] = self._optimizer.lr
+        metrics["train/lr"] = self._updates.optimizer.lr
         metrics["controller/lr_scale"] = decision.lr_scale
         metrics["controller/skipped"] = float(decision.is_skipped)
         metrics["controller/max_ahead_steps"] = float(self._controller.max_ahead_steps)
@@ -392,36 +365,22 @@ class Trainer:
 
     def _count_bad(self, updates: list[Update], batch: ScoredBatch) -> None:
         """Count steps with values that are not finite; raise after too many in a row."""
-        if not updates:
-            return  # The controller skipped the batch: no update was tried.
-        num_bad = sum(not update.is_good for update in updates)
-        if num_bad == 0:
-            self._num_bad_steps_in_a_row = 0
-            return
-        self._num_bad_steps_in_a_row += 1
-        in_a_row = self._num_bad_steps_in_a_row
-        logger.warning(
-            "skipped updates with NaN or infinite values version=%d num_bad=%d in_a_row=%d",
-            batch.version,
-            num_bad,
-            in_a_row,
+        on_bad = self._on_bad_batch
+        self._updates.count_bad(
+            updates,
+            unit="version",
+            number=batch.version,
+            remedy="Such updates were skipped, so the newest checkpoint is good. The batches are in"
+            " bad_batches/. A lower learner.lr or learner.max_grad_norm may help.",
+            on_bad=None if on_bad is None else partial(on_bad, batch.version, batch.samples),
         )
-        if self._on_bad_batch is not None:
-            self._on_bad_batch(batch.version, batch.samples)
-        if in_a_row >= self._cfg.max_bad_steps:
-            raise TrainingDiverged(
-                f"Losses or gradients were NaN or infinite in {in_a_row} consecutive steps up to"
-                f" version {batch.version} (learner.max_bad_steps={self._cfg.max_bad_steps})."
-                " Such updates were skipped, so the newest checkpoint is good. The batches are in"
-                " bad_batches/. A lower learner.lr or learner.max_grad_norm may help."
-            )
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors that training changes, live, by name: "model.", "critic." or moments.
 
         Each rank returns its own shards.
         """
-        return live_tensors(self._modules, self._optimizers)
+        return live_tensors(self._modules, self._updates.torch_optimizers)
 
     def values(self) -> dict[str, Any]:
         """Return the other values that a resumed run needs to continue exactly, for JSON."""
@@ -429,9 +388,9 @@ class Trainer:
             "baseline": self.baseline.state_dict(),
             "controller": self._controller.state_dict(),
             "generator": self._generator.get_state().tolist(),
-            "num_bad_steps_in_a_row": self._num_bad_steps_in_a_row,
+            "num_bad_steps_in_a_row": self._updates.num_bad_steps_in_a_row,
             "num_batches": self.num_batches,
-            "num_updates": self._num_updates,
+            "num_updates": self._updates.num_updates,
         }
 
     def save(self, folder: Path) -> Future[Any]:
@@ -456,11 +415,11 @@ class Trainer:
 
     def restore(self, folder: Path, values: dict[str, Any]) -> None:
         """Load the results of `save` and `values`. Raises: ConfigError: the model differs."""
-        restore(folder, self._modules, self._optimizers, ranks=self._ranks)
+        restore(folder, self._modules, self._updates.torch_optimizers, ranks=self._ranks)
         self._controller.load_state_dict(values["controller"])
         self.baseline.load_state_dict(values.get("baseline", {"items": {}, "tasks": {}}))
         self._generator.set_state(torch.tensor(values["generator"], dtype=torch.uint8))
-        self._num_bad_steps_in_a_row = values["num_bad_steps_in_a_row"]
-        self._num_updates = values["num_updates"]
+        self._updates.num_bad_steps_in_a_row = values["num_bad_steps_in_a_row"]
+        self._updates.num_updates = values["num_updates"]
         # 0: the checkpoint is older than this counter.
         self.num_batches = values.get("num_batches", 0)

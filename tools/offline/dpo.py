@@ -20,19 +20,12 @@ from common.config.learner import LearnerSection
 from common.errors import ConfigError
 from learner.algorithms.interface import sequence_sum
 from learner.batch.batching import plan_microbatches
+from learner.policy.forward import Passes
+from learner.training.step import Loss
 from tools.offline.config import DpoConfig, DpoSection
-from tools.offline.rows import Row, num_episodes, read_rows
+from tools.offline.rows import Row, num_episodes, read_rows, token_batch
 from tools.offline.scratch import save_policy
-from tools.offline.training import (
-    WEIGHT,
-    Log,
-    Sums,
-    choose_offline_compute,
-    ignore,
-    load_start,
-    row_logprobs,
-    train_epochs,
-)
+from tools.offline.training import WEIGHT, Log, ignore, load_start, make_passes, train_epochs
 
 logger = logging.getLogger(__name__)
 
@@ -123,8 +116,9 @@ def train(
     The reference is the initial model. It scores all pairs once, before the first update, so that
     memory holds one network only.
     """
-    learner = choose_offline_compute(model, learner, cfg)
-    reference = _score_pairs(model, pairs, cfg, learner)  # [pair, 2]
+    learner = cfg.rated(learner)
+    passes = make_passes(model, learner)
+    reference = _score_pairs(passes, pairs, cfg, learner)  # [pair, 2]
     generator = torch.Generator().manual_seed(seed)
 
     def one_epoch() -> Iterator[list[list[int]]]:
@@ -134,28 +128,29 @@ def train(
             batch = order[start : start + cfg.batch_pairs]
             yield _parts([pairs[i] for i in batch], batch, learner)
 
-    def loss_of(part: Sequence[int], num_in_batch: int) -> tuple[Tensor, Sums]:
+    def loss_of(part: Sequence[int], num_in_batch: int) -> Loss:
         """Return the loss of a part, and its sums for the metrics."""
-        scores, likelihood = _pair_scores(model, [pairs[i] for i in part], cfg, learner)
+        scores, likelihood = _pair_scores(passes, [pairs[i] for i in part], cfg)
         before = reference[list(part)].to(scores.device)
         losses, margins = preference_loss(
             scores, before, beta=cfg.beta, keep_chosen=cfg.keep_chosen
         )
         sums = {
-            "loss": losses.detach().sum().item(),
-            "accuracy": (margins.sign() + 1).sum().item() / 2,  # An equal margin counts as half.
-            "margin": margins.detach().sum().item(),
-            WEIGHT: float(len(part)),
+            "loss": losses.detach().sum(),
+            "accuracy": (margins.sign() + 1).sum() / 2,  # An equal margin counts as half.
+            "margin": margins.detach().sum(),
+            WEIGHT: losses.new_tensor(len(part)),
         }
         return (losses + cfg.sft_coef * likelihood).sum() / num_in_batch, sums
 
     return train_epochs(
         model,
-        cfg,
+        passes,
         learner,
+        num_epochs=cfg.num_epochs,
         batches=one_epoch,
         loss_of=loss_of,
-        max_grad_norm=learner.max_grad_norm,
+        metrics=["loss", "accuracy", "margin"],
         log=log,
     )
 
@@ -185,12 +180,11 @@ def preference_loss(
     return -F.logsigmoid(margins - beta * keep_chosen * lost), margins
 
 
-def _pair_scores(
-    model: PreTrainedModel, pairs: Sequence[Pair], cfg: DpoSection, learner: LearnerSection
-) -> tuple[Tensor, Tensor]:
+def _pair_scores(passes: Passes, pairs: Sequence[Pair], cfg: DpoSection) -> tuple[Tensor, Tensor]:
     """Return ([pair, 2] log-probabilities, [pair] negative log-likelihood per chosen token)."""
     rows = [row for pair in pairs for row in (pair.chosen, pair.rejected)]
-    logprobs = row_logprobs(model, rows, learner)
+    tokens = token_batch(rows, passes.device, is_packed=passes.is_packed)
+    logprobs = passes.score(tokens).logprobs
     counts = torch.tensor([int(row.mask[1:].sum()) for row in rows], device=logprobs.device)
     owner = torch.repeat_interleave(torch.arange(len(rows), device=logprobs.device), counts)
     totals = sequence_sum(logprobs, owner, len(rows))
@@ -200,13 +194,13 @@ def _pair_scores(
 
 
 def _score_pairs(
-    model: PreTrainedModel, pairs: Sequence[Pair], cfg: DpoSection, learner: LearnerSection
+    passes: Passes, pairs: Sequence[Pair], cfg: DpoSection, learner: LearnerSection
 ) -> Tensor:
     """Return [pair, 2] log-probabilities under the model's current weights."""
     scores = torch.zeros(len(pairs), 2)
     for part in _parts(pairs, range(len(pairs)), learner):
         with torch.no_grad():
-            part_scores, _ = _pair_scores(model, [pairs[i] for i in part], cfg, learner)
+            part_scores, _ = _pair_scores(passes, [pairs[i] for i in part], cfg)
         scores[part] = part_scores.cpu()
     return scores
 

@@ -245,7 +245,7 @@ def rows_of_conversation(
     ]
 
 
-def token_batch(rows: list[Row], device: Any, *, is_packed: bool) -> TokenBatch:
+def token_batch(rows: Sequence[Row], device: Any, *, is_packed: bool) -> TokenBatch:
     """Return rows as one batch that scores exactly the trained tokens."""
     masks = [row.mask & (np.arange(len(row.mask)) > 0) for row in rows]
     ids = [row.token_ids for row in rows]

@@ -7,25 +7,25 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from common.config.learner import LearnerSection
 from common.errors import ConfigError
+from learner.policy.forward import Passes
+from learner.training.step import Loss
 from tools.exchange.agent_traj import read_conversations
 from tools.offline.checks import check_base
 from tools.offline.config import SftConfig, SftSection
-from tools.offline.rows import Row, newest, read_rows
+from tools.offline.rows import Row, newest, read_rows, token_batch
 from tools.offline.scratch import make_policy, make_tokenizer, save_policy
 from tools.offline.training import (
     WEIGHT,
     Log,
-    Sums,
-    choose_offline_compute,
     ignore,
     load_start,
+    make_passes,
     prepare_device,
-    row_logprobs,
     train_epochs,
 )
 
@@ -108,7 +108,8 @@ def train(
     log: Log = ignore,
 ) -> list[float]:
     """Train in place; return the mean loss of every epoch (nats per trained token)."""
-    learner = choose_offline_compute(model, learner, cfg)
+    learner = replace(cfg.rated(learner), max_grad_norm=MAX_GRAD_NORM)
+    passes = make_passes(model, learner)
     generator = torch.Generator().manual_seed(seed)
     # The schedule needs the number of steps, and an epoch's batches depend on its order.
     epochs = [
@@ -122,41 +123,37 @@ def train(
         for batch in next(planned):
             yield [batch]
 
-    def loss_of(batch: Sequence[Row], _: int) -> tuple[Tensor, Sums]:
-        """Return the loss of a batch, and its sums for the metrics."""
-        return nll(model, batch, learner, prompt_coef=cfg.prompt_coef)
-
     metrics = train_epochs(
         model,
-        cfg,
+        passes,
         learner,
+        num_epochs=cfg.num_epochs,
         batches=one_epoch,
-        loss_of=loss_of,
+        loss_of=lambda batch, _: nll(passes, batch, prompt_coef=cfg.prompt_coef),
+        metrics=["loss"],
         lr_scale=lambda step: _schedule((step + 1) / num_steps),
-        max_grad_norm=MAX_GRAD_NORM,
         log=log,
     )
     return [epoch["loss"] for epoch in metrics]
 
 
-def nll(
-    model: PreTrainedModel, batch: Sequence[Row], learner: LearnerSection, *, prompt_coef: float
-) -> tuple[Tensor, Sums]:
+def nll(passes: Passes, batch: Sequence[Row], *, prompt_coef: float) -> Loss:
     """Return the weighted mean loss of a batch, and the sums over the agent's tokens alone.
 
     The agent's tokens have weight 1, all other tokens `prompt_coef`. Example: losses 2 and 4 of the
     agent's tokens, 8 of one prompt token, with 0.5: (2 + 4 + 0.5 * 8) / 2.5 = 4.
     """
     rows = [replace(row, mask=np.ones_like(row.mask)) for row in batch] if prompt_coef else batch
-    logprobs = row_logprobs(model, list(rows), learner)
+    tokens = token_batch(rows, passes.device, is_packed=passes.is_packed)
+    logprobs = passes.score(tokens).logprobs
     scored = np.concatenate(
         [row.mask[1:][each.mask[1:]] for row, each in zip(batch, rows, strict=True)]
     )
     is_agent = torch.from_numpy(scored).to(logprobs)
     weights = is_agent + prompt_coef * (1 - is_agent)
-    total = -(is_agent * logprobs.detach()).sum().item()
+    total = -(is_agent * logprobs.detach()).sum()
     loss = -(weights * logprobs).sum() / weights.sum().clamp_min(1e-9)
-    return loss, {"loss": total, WEIGHT: is_agent.sum().item()}
+    return loss, {"loss": total, WEIGHT: is_agent.sum()}
 
 
 def _schedule(progress: float) -> float:

@@ -28,6 +28,7 @@ from common.wire.messages import EndReason, Trajectory
 from learner.ingest.buffer import Group
 from learner.objective.advantages import samples_of
 from learner.objective.measures import ratio_statistics
+from learner.policy.finite import TrainingDiverged
 from learner.policy.model import pick_device
 from learner.recovery.checksums import Start
 from learner.recovery.resume import groups_of, redo
@@ -36,7 +37,7 @@ from learner.training.build import load_start, make_trainer
 from learner.training.checkpoint import Checkpoints
 from learner.training.digests import StepDigests
 from learner.training.rank_workers import RankWorkers
-from learner.training.trainer import TrainingDiverged, TrainResult
+from learner.training.trainer import TrainResult
 from tools.dequantise.models import plain_models
 from tools.recompute.plan import JournalEpisodes, Plan
 

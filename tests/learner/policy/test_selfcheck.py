@@ -34,11 +34,10 @@ from learner.batch.batching import collate_tokens
 from learner.policy.forward import Networks, Passes
 from learner.policy.kernels.attention import packing_problem, use_attention
 from learner.policy.model import Scoring, load_policy, make_critic, token_logprobs
-from learner.policy.selfcheck import NeighboursDiffer, ScoresDiffer, check_policy
+from learner.policy.selfcheck import NeighboursDiffer, ScoresDiffer
 from learner.training.build import load_start, make_trainer
 from tests.learner.builders import VOCAB, make_mixing_model, make_model, make_samples
 from tests.marks import long_for
-from tools.offline.training import choose_offline_compute
 
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -64,6 +63,11 @@ def save(config: PretrainedConfig, folder: Path) -> str:
             nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder)
     return str(folder)
+
+
+def passes_of(model: Any, **learner: Any) -> Passes:
+    cfg = LearnerSection(**{"precision": Precision.FP32, **learner})
+    return Passes(cfg, Networks(policy=model), temperature=0.7, engine_dtype="float32")
 
 
 def load(path: str, **how: Any) -> PreTrainedModel:
@@ -133,7 +137,7 @@ def test_random_numbers_in_pass_are_refused() -> None:
     with pytest.raises(
         ScoresDiffer, match=r"Qwen3.* scores the same tokens differently .*: -\d.* and -\d.* nats"
     ):
-        check_policy(model, EXACT, is_packed=False)
+        passes_of(model, layout=Layout.PADDED).check_start(may_pad=False)
 
 
 CHANGED = {
@@ -185,8 +189,7 @@ def test_hybrid_network_with_scaled_logits_is_scored_right(tmp_path: Path) -> No
     mamba |= {"mamba_d_state": 8, "mamba_chunk_size": 16}
     config = FalconH1Config(**SMALL, **mamba, lm_head_multiplier=0.25)  # pyright: ignore
     model = load(save(config, tmp_path))
-    use_attention([model], "cpu", Layout.PADDED, Attention.AUTO)
-    check_policy(model, EXACT, is_packed=False)
+    passes_of(model, layout=Layout.PADDED).check_start(may_pad=False)
 
 
 def test_head_that_changes_input_is_refused() -> None:
@@ -195,7 +198,7 @@ def test_head_that_changes_input_is_refused() -> None:
     with pytest.raises(
         ScoresDiffer, match="differ from those of the network's own forward pass: -"
     ):
-        check_policy(model, EXACT, is_packed=False)
+        passes_of(model, layout=Layout.PADDED).check_start(may_pad=False)
 
 
 def test_packing_is_refused_for_interacting_sequences() -> None:
@@ -207,18 +210,12 @@ def test_packing_is_refused_for_interacting_sequences() -> None:
     with pytest.raises(ConfigError, match=said):
         use_attention([model], "cpu", Layout.PACKED, Attention.AUTO)
     with pytest.raises(ConfigError, match=said):
-        choose_offline_compute(model, LearnerSection(layout=Layout.PACKED))
+        passes_of(model, layout=Layout.PACKED)
 
 
 def test_auto_layout_pads_interacting_sequences(caplog: pytest.LogCaptureFixture) -> None:
-    learner = choose_offline_compute(make_mixing_model(), LearnerSection())
-    assert learner.layout is Layout.PADDED
+    assert not passes_of(make_mixing_model()).is_packed
     assert "Qwen3ForCausalLM attend to each other: a token scores -" in caplog.text
-
-
-def passes_of(model: Any, **learner: Any) -> Passes:
-    cfg = LearnerSection(precision=Precision.FP32, **learner)
-    return Passes(cfg, Networks(policy=model), temperature=0.7, engine_dtype="float32")
 
 
 def test_layout_found_wrong_after_loading_is_padded_or_refused(
@@ -240,19 +237,18 @@ def test_start_check_compares_with_the_networks_own_attention(tmp_path: Path) ->
     """Transformers' fused attention ignores the cap of Gemma 2; the check notices it."""
     config = AutoConfig.for_model("gemma2", **SMALL, head_dim=8, attn_logit_softcapping=0.5)
     model = load(save(config, tmp_path))
-    use_attention([model], "cpu", Layout.PADDED, Attention.FUSED)
-    check_policy(model, EXACT, is_packed=False)
+    passes = passes_of(model, layout=Layout.PADDED, attention=Attention.FUSED)
+    passes.check_start(may_pad=False)
     model.config._attn_implementation = "sdpa"
     with pytest.raises(ScoresDiffer, match="network's own forward pass"):
-        check_policy(model, EXACT, is_packed=False)
+        passes.check_start(may_pad=False)
     assert model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("layout", [Layout.PADDED, Layout.PACKED])
 def test_bf16_rounding_is_no_difference(layout: Layout) -> None:
     model = make_model().eval()
-    use_attention([model], "cpu", layout, Attention.AUTO)
-    check_policy(model, replace(EXACT, autocast=True), is_packed=layout is Layout.PACKED)
+    passes_of(model, layout=layout, precision=Precision.BF16).check_start(may_pad=False)
 
 
 def test_start_check_covers_critic_and_reference(tmp_path: Path) -> None:
@@ -354,12 +350,10 @@ def test_family_is_scored_right_or_refused(family: str, tmp_path: Path) -> None:
     config = AutoConfig.for_model(name, **(SMALL | FAMILIES[family] | more))
     path = save(config, tmp_path)
     model = load(path)
-    use_attention([model], "cpu", Layout.PADDED, Attention.AUTO)
-    check_policy(model, EXACT, is_packed=False)
+    passes_of(model, layout=Layout.PADDED).check_start(may_pad=False)
     assert bool(packing_problem(model)) == (family in PADDED)
     if family not in PADDED:
-        use_attention([model], "cpu", Layout.PACKED, Attention.AUTO)
-        check_policy(model, EXACT, is_packed=True)
+        passes_of(model, layout=Layout.PACKED).check_start(may_pad=False)
 
 
 def test_networks_without_a_head_are_packed(tmp_path: Path) -> None:

@@ -127,8 +127,8 @@ def trainer_of(
         is_base_reference=algorithm.kl_coef != 0 and has_adapters,
     )
     trainer = Trainer(settings, networks, ranks=ranks)
-    trainer._optimizer.optimizers[0] = torch.optim.SGD(model.parameters(), lr=1.0)
-    trainer._optimizer._base_lrs = [[1.0]]
+    trainer._updates.optimizer.optimizers[0] = torch.optim.SGD(model.parameters(), lr=1.0)
+    trainer._updates.optimizer._base_lrs = [[1.0]]
     return trainer
 
 

@@ -12,9 +12,9 @@ from common.config.algorithm import Advantage, AlgorithmSection, Correction
 from common.config.learner import ControllerSection, CriticKind, CriticSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
+from learner.policy.finite import TrainingDiverged
 from learner.training.build import load_start, make_trainer
 from learner.training.checkpoint import Checkpoints
-from learner.training.trainer import TrainingDiverged
 from tests.learner.builders import make_model, make_samples, run_config_with_policy
 
 

@@ -20,6 +20,7 @@ from tools.offline.config import DpoSection
 from tools.offline.dpo import Pair, make_pairs, preference_loss
 from tools.offline.rows import Row, read_rows
 from tools.offline.scratch import make_tokenizer
+from tools.offline.training import make_passes
 
 LEARNER = LearnerSection(warmup_steps=0, precision=Precision.FP32)
 
@@ -96,7 +97,7 @@ def test_dpo_stops_on_non_finite_policy() -> None:
 def test_only_the_agents_tokens_count() -> None:
     cfg, model = DpoSection(), make_model()
     pair = Pair(chosen=row("a", 1.0, [2, 3]), rejected=row("a", 0.0, [4]))
-    got = dpo._score_pairs(model, [pair], cfg, LEARNER)
+    got = dpo._score_pairs(make_passes(model, LEARNER), [pair], cfg, LEARNER)
     with torch.no_grad():
         chosen = model(input_ids=torch.tensor([[1, 2, 3]])).logits[0].log_softmax(-1)
         rejected = model(input_ids=torch.tensor([[1, 4]])).logits[0].log_softmax(-1)

@@ -27,7 +27,7 @@ from tools.offline import sft
 from tools.offline.config import DpoSection, SftConfig, SftSection
 from tools.offline.rows import Row, row_of_conversation
 from tools.offline.scratch import make_policy, make_tokenizer, save_policy
-from tools.offline.training import choose_offline_compute, load_start
+from tools.offline.training import load_start, make_passes
 
 TEXTS = ["you see a red ball", "go to red ball", "you see a blue key", "pick up blue key"]
 TOKENIZER = make_tokenizer(TEXTS * 4, vocab_size=300)
@@ -248,7 +248,7 @@ def test_prompt_tokens_count_by_their_weight(prompt_coef: float) -> None:
         weights.append(torch.where(torch.from_numpy(row.mask[1:]), 1.0, prompt_coef))
     loss, weight = torch.cat(losses), torch.cat(weights)
     is_own = torch.cat([torch.from_numpy(row.mask[1:]) for row in rows])
-    found, sums = sft.nll(model, rows, LearnerSection(), prompt_coef=prompt_coef)
+    found, sums = sft.nll(make_passes(model, LearnerSection()), rows, prompt_coef=prompt_coef)
     assert found.item() == pytest.approx(((loss * weight).sum() / weight.sum()).item(), rel=1e-4)
     assert sums["weight"] == is_own.sum()
     assert sums["loss"] == pytest.approx(loss[is_own].sum().item(), rel=1e-4)
@@ -259,11 +259,9 @@ def test_packed_rows_have_the_padded_loss_and_gradient(prompt_coef: float) -> No
     found: list[tuple[Tensor, Tensor]] = []
     for layout in (Layout.PADDED, Layout.PACKED):
         model = make_policy(TINY, TOKENIZER, seed=0)
-        learner = choose_offline_compute(
-            model, LearnerSection(layout=layout, precision=Precision.FP32)
-        )
-        assert learner.layout is layout
-        loss, _ = sft.nll(model, rows_of(*CORPUS), learner, prompt_coef=prompt_coef)
+        passes = make_passes(model, LearnerSection(layout=layout, precision=Precision.FP32))
+        assert passes.is_packed is (layout is Layout.PACKED)
+        loss, _ = sft.nll(passes, rows_of(*CORPUS), prompt_coef=prompt_coef)
         loss.backward()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
         found.append((loss, gradient))
