@@ -42,7 +42,7 @@ ALLOWED = {  # file:function -> why no deadline of its own is needed
     "common/weights/transport.py:": "Broadcast.wait has the deadline of its group",
     "common/weights/rendezvous.py:_exchange": "the socket has its own, RCVTIMEO",
     "common/weights/buckets.py:": "a channel's transfers have the deadline of their group",
-    "envhub/agentgym/connection.py:": "the caller's request has a deadline",
+    "envhub/agentgym/remote.py:": "the caller's request has a deadline",
     "envhub/interop/mcp_server.py:": "a task of the connection; each request has a deadline",
     "envhub/envs/dataset/functions.py:_watched": "the reply is done",
     "envhub/envs/dataset/grader_process.py:": "the caller has a deadline and ends the process",

@@ -13,7 +13,7 @@ from common.errors import ConfigError
 from common.memory import descendants, family_bytes, resident_bytes, trim_heap
 from common.repository import ROOT
 from tools.cli.command_line import parse, run_command
-from tools.launch import supervise
+from tools.launch import train
 
 
 def test_trimming_returns_freed_memory() -> None:
@@ -65,9 +65,9 @@ def test_exact_size_is_read_while_memory_grows_only(monkeypatch: pytest.MonkeyPa
         sizes.append(family_bytes())
         return sizes[-1]
 
-    monkeypatch.setattr(supervise, "SAMPLE_S", 0.0)
-    monkeypatch.setattr(supervise, "family_bytes", exact)
-    watch = supervise.MemoryWatch()
+    monkeypatch.setattr(train, "SAMPLE_S", 0.0)
+    monkeypatch.setattr(train, "family_bytes", exact)
+    watch = train.MemoryWatch()
     for _ in range(5):
         watch.sample()
     assert len(sizes) == 1

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from benchmarks.study.sides import BAR, Course, Side, StepClocks, comparison, cpu_s_to, steps_of
+from benchmarks.study.peer import BAR, Course, Side, StepClocks, comparison, cpu_s_to, steps_of
 
 
 def course(*success: float, seed: int = 0, cpu_s: float = 2.0) -> Course:

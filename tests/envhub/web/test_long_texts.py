@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from envhub.envs.textcraft.episode import read_command
+from envhub.envs.textcraft.env import read_command
 from envhub.web.actions import FORMS, InvalidAction, WebActionType, parse
 from envhub.web.tree import compact_lines
 

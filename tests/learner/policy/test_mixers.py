@@ -55,7 +55,7 @@ def network_of(family: str) -> Any:
 
 def check_packed(model: Any) -> None:
     """Compare the scores of a network whose attention is packed with those of its own pass."""
-    probe = make_probe(model, model.device, is_packed=True, is_bf16=False)
+    probe = make_probe(model, model.device, vocab_size=VOCAB, is_packed=True, is_bf16=False)
     score = partial(token_logprobs, model, scoring=EXACT)
     check_scores(probe, score, partial(plain_logprobs, model, autocast=False))
 

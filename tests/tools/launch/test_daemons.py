@@ -26,7 +26,7 @@ from tools.cli.command_line import ParsedCommand, parse
 from tools.dashboard.run_state import HUNG_S, why_not_live, why_not_ready
 from tools.dashboard.run_view import view_run
 from tools.dashboard.terminal import probe
-from tools.launch.supervise import touch_alive_file
+from tools.launch.train import touch_alive_file
 
 DAEMONS = ROOT / "docs" / "daemons"
 UNITS = sorted([*DAEMONS.glob("*.service"), *DAEMONS.glob("*.timer")])

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from common.errors import ConfigError, EngineError, EnvError, NotStarted, PeerMissing
-from tools.launch.start_guard import StartGuard
+from tools.launch.start import StartGuard
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

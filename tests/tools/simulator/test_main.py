@@ -15,8 +15,7 @@ from learner.journal.journal import JournalWriter
 from tests.learner.builders import make_trajectory
 from tests.tools.simulator.builders import make_simulated
 from tools.simulator.config import SimulatorSection
-from tools.simulator.main import Compared, run
-from tools.simulator.search import advise
+from tools.simulator.main import Compared, advise, run
 from tools.simulator.workload import SampledWorkload
 
 

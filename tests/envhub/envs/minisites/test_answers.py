@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from envhub.envs.minisites.env import DOMAINS, SUBSETS, SiteTask, split_tasks
 from envhub.envs.minisites.store import master
-from envhub.envs.minisites.tasks import DOMAINS, SUBSETS, SiteTask, split_tasks
 from tests.marks import long_for
 
 Row = sqlite3.Row

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 from fastapi.testclient import TestClient
 
-from envhub.envs.minisites.env import make_app
-from envhub.envs.minisites.tasks import DOMAINS, SUBSETS, make_task, split_tasks
+from envhub.envs.minisites.env import DOMAINS, SUBSETS, make_app, make_task, split_tasks
 from tests.envhub.envs.minisites.sites_browser import Browser, satisfies
 from tests.marks import long_for
 
@@ -98,7 +97,7 @@ def test_index_out_of_range_is_refused() -> None:
 def test_tasks_do_not_depend_on_the_hash_seed() -> None:
     code = (
         "import hashlib, json\n"
-        "from envhub.envs.minisites.tasks import SUBSETS, make_task\n"
+        "from envhub.envs.minisites.env import SUBSETS, make_task\n"
         "tasks = [make_task(s, 'test', i) for s in SUBSETS for i in range(SUBSETS[s].num_test)]\n"
         "import sys; sys.stdout.write(hashlib.sha256(json.dumps(tasks).encode()).hexdigest())\n"
     )
