@@ -570,22 +570,22 @@ def follow(
         return cfg
     learner.checkpoints.configure(new.learner)
     if any(key in OF_TRAINING for key in changed_values(cfg, live, SECTIONS)):
-        rates = {"lr": new.learner.lr, "muon_lr": new.learner.muon_lr}
-        learner.trainer.configure(**rates, num_steps=new.train.num_steps)
-        learner.checksums.begin(_start_with(new, learner, rates, version=version))
+        learner.trainer.configure(
+            lr=new.learner.lr, muon_lr=new.learner.muon_lr, num_steps=new.train.num_steps
+        )
+        learner.checksums.begin(_start_with(new, learner, version=version))
         save()
     return new
 
 
-def _start_with(
-    cfg: RunConfig, learner: Learner, rates: dict[str, float], *, version: int
-) -> Start:
+def _start_with(cfg: RunConfig, learner: Learner, *, version: int) -> Start:
     """Return the record of a start that continues the last one with other rates and another end."""
     last = learner.checksums.last_start
     assert last is not None  # The learner has begun the record at its own start.
     weights, frozen = learner.trainer.checksums()
     settings = last.settings | {
-        "learner": last.settings["learner"] | rates,
+        "learner": last.settings["learner"]
+        | {"lr": cfg.learner.lr, "muon_lr": cfg.learner.muon_lr},
         "train": {"num_steps": cfg.train.num_steps},
     }
     number = learner.trainer.num_batches

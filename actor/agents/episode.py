@@ -19,7 +19,7 @@ from actor.api.prompts import (
 )
 from actor.api.requests import ApiError, Message, PolicyAnswer, PolicyRequest, invalid, with_system
 from actor.formats.renderer import Renderer
-from actor.rollout.context import Turn, ending
+from actor.rollout.context import Turn
 from actor.rollout.env_client import HubStepResult
 from actor.rollout.episode import (
     Act,
@@ -277,12 +277,14 @@ class AgentEpisode:
 
     def _after(self, new: list[Message], tools: list[dict[str, Any]]) -> list[int]:
         """Return the ids between the last answer and the next one, with new messages."""
-        options = ending(self._taken)
+        is_stopped = self._taken is not None and self._taken.is_stopped
+        end = None if self._taken is None else self._taken.end
         if [each["role"] for each in new] == ["user"]:
-            return self._renderer.after_turn(new[0]["content"], **options)
+            return self._renderer.after_turn(new[0]["content"], is_stopped=is_stopped, end=end)
         calls = self._conversation[-1].get("tool_calls") or []
-        options |= {"has_calls": bool(calls), "calls": calls}
-        return self._renderer.after_calls(new, tools=tools, **options)
+        return self._renderer.after_calls(
+            new, tools=tools, is_stopped=is_stopped, end=end, has_calls=bool(calls), calls=calls
+        )
 
     def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
         """Return the ids of a bare prompt: of its text, or as given."""

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 
@@ -427,12 +427,16 @@ class History:
         taken = await ask()
         is_learnt = options.learn_plans if is_plan else options.learn_reflections
         self.tape.add_aside(taken, turn, kind, is_learnt=is_learnt)
-        self.tape.observe(self._render.after_turn(GO, **ending(taken)), turn)
+        self.tape.observe(self._after(taken, GO), turn)
         return taken
+
+    def _after(self, taken: Turn, text: str) -> list[int]:
+        """Return the ids between an answer and the next one, with a message of the user's role."""
+        return self._render.after_turn(text, is_stopped=taken.is_stopped, end=taken.end)
 
     def _planned(self, demanded: Encode, plan: Turn, cut: str, end: str) -> list[int]:
         """Return the first message followed by the plan's sampled tokens."""
-        go = self._render.after_turn(GO + end, **ending(plan))
+        go = self._after(plan, GO + end)
         return [*demanded(cut), *plan.token_ids, *go]
 
     def _answering(self, taken: Turn | None, called: Turn | None = None) -> Encode:
@@ -487,8 +491,7 @@ class History:
         ids = self._fitted_again(observation, None, room=room // 2, called=taken)
         if first is None or ids is None:
             return False  # Checked first: a summary is useless if no turn can follow it.
-        demand = self._render.after_turn(self._request, **ending(taken))
-        self.tape.observe(demand, turn)
+        self.tape.observe(self._after(taken, self._request), turn)
         summary = await ask()
         learns = self._room.options.learn_summaries
         self.tape.add_aside(summary, turn, Aside.SUMMARY, is_learnt=learns)
@@ -515,13 +518,6 @@ class History:
         return Observations().fitted(observation, encode, max_tokens=room)
 
 
-def ending(taken: Turn | None) -> dict[str, Any]:
-    """Return the end of an answer as arguments of a renderer; None: an empty answer."""
-    if taken is None or not taken.is_stopped:
-        return {"is_stopped": False}
-    return {"is_stopped": True, "end": taken.end}
-
-
 def observing(render: Render, taken: Turn | None, called: Turn | None = None) -> Encode:
     """Return the encoder of an observation that follows an answer; None: an empty one.
 
@@ -529,8 +525,12 @@ def observing(render: Render, taken: Turn | None, called: Turn | None = None) ->
         called: the answer whose tool the observation belongs to; None: the same answer.
     """
     called = called or taken
-    options = {"answer": called.token_ids} if called and _depends_on_answers(type(render)) else {}
-    return partial(render.after_action, **options, **ending(taken))
+    is_stopped = taken is not None and taken.is_stopped
+    end = None if taken is None else taken.end
+    if called is None or not _depends_on_answers(type(render)):
+        return partial(render.after_action, is_stopped=is_stopped, end=end)
+    after_answer = cast(AnswerDependent, render).after_action
+    return partial(after_answer, is_stopped=is_stopped, end=end, answer=called.token_ids)
 
 
 @cache  # The check of a protocol is slow.

@@ -332,8 +332,10 @@ def _slots(channel: Channel, cut: BucketLayout, *, is_pinned: bool) -> list[Tens
     """Return two buckets; a GPU reads pinned memory of the host several times faster."""
     device = channel.device
     is_pinned = is_pinned and device.type == "cpu"
-    kind: Any = {"dtype": torch.uint8, "device": device, "pin_memory": is_pinned}
-    return [torch.zeros(cut.slot_bytes, **kind) for _ in range(NUM_SLOTS)]
+    return [
+        torch.zeros(cut.slot_bytes, dtype=torch.uint8, device=device, pin_memory=is_pinned)
+        for _ in range(NUM_SLOTS)
+    ]
 
 
 def _synchronize(channel: Channel) -> None:

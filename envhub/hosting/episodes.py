@@ -135,8 +135,7 @@ class WorkerEpisode:
     async def open(self, item_id: str, seed: int) -> str:
         """Reserve a worker and begin the episode there."""
         self.worker = await self._pool.take()
-        start = {"style": self._style.value, "item_id": item_id, "seed": seed}
-        opened = await self._call("open", **start)
+        opened = await self._call("open", style=self._style.value, item_id=item_id, seed=seed)
         observation, self.first_state, self.first_messages, self.item_tools = opened
         return observation
 

@@ -15,6 +15,7 @@ import json
 import os
 import shlex
 import struct
+from asyncio.subprocess import PIPE
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -310,9 +311,10 @@ class AgentSandbox:
     @classmethod
     async def start(cls, launch: Launch, *, folder: str, timeout_s: float) -> "AgentSandbox":
         """Start the process and wait for its agent. Raises: SandboxFailed."""
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
         try:
-            process = await asyncio.create_subprocess_exec(*launch.argv, **pipes, **launch.options)
+            process = await asyncio.create_subprocess_exec(
+                *launch.argv, stdin=PIPE, stdout=PIPE, stderr=PIPE, **launch.options
+            )
         except OSError as error:
             raise SandboxFailed(f"{launch.argv[0]} cannot start: {error}") from error
         sandbox = cls(process, launch, folder)
@@ -366,8 +368,7 @@ class AgentSandbox:
         check_words("path", [path])
         for start in range(0, max(1, len(content)), WRITE_BYTES):
             part = base64.b64encode(content[start : start + WRITE_BYTES]).decode()
-            fields = {"path": path, "content": part, "mode": mode, "append": start > 0}
-            await self._ask(0.0, op="write", **fields)
+            await self._ask(0.0, op="write", path=path, content=part, mode=mode, append=start > 0)
 
     async def unpack(self, archive: IO[bytes]) -> None:
         """Write the files of a tar archive with one folder into the work folder.
@@ -377,8 +378,9 @@ class AgentSandbox:
         start = 0
         while part := os.pread(archive.fileno(), WRITE_BYTES, start):
             content = base64.b64encode(part).decode()
-            fields = {"path": ARCHIVE, "content": content, "mode": 0o600, "append": start > 0}
-            await self._ask(0.0, op="write", **fields)
+            await self._ask(
+                0.0, op="write", path=ARCHIVE, content=content, mode=0o600, append=start > 0
+            )
             start += len(part)
         await self._ask(0.0, op="unpack", path=ARCHIVE, folder=self._folder)
 

@@ -316,20 +316,26 @@ class Passes:
 
     def _check_network(self, network: _Trained, scoring: Scoring) -> None:
         """Compare a network's scores in one arithmetic. Raises: ScoresDiffer."""
-        settings = {"is_packed": self.is_packed, "is_bf16": scoring.autocast}
         vocab_size = vocabulary_size(network.policy)
         probe = make_probe(
             network.policy,
             self.device,
             vocab_size=vocab_size,
             shares_prefix=self._cfg.shared_prefix,
-            **settings,
+            is_packed=self.is_packed,
+            is_bf16=scoring.autocast,
         )
         compute = partial(self._logprobs, network, scoring=scoring)
         check_scores(probe, compute, partial(compute, probed=Probed.LOGITS))
         trunk = None if network.critic is None else network.critic.trunk
         if trunk is not None:
-            probe = make_probe(trunk, self.device, vocab_size=vocab_size, **settings)
+            probe = make_probe(
+                trunk,
+                self.device,
+                vocab_size=vocab_size,
+                is_packed=self.is_packed,
+                is_bf16=scoring.autocast,
+            )
             states = partial(compute, probed=Probed.TRUNK)
             check_scores(probe, states, _by_own_attention(trunk, states))
 

@@ -203,8 +203,12 @@ class Trainer:
         match order.kind:
             case "train":
                 samples = unpack_samples(order.payload)
-                must = {"must_train": order.must_train, "must_skip": order.must_skip}
-                self.train_on(samples, version=order.version, **must)
+                self.train_on(
+                    samples,
+                    version=order.version,
+                    must_train=order.must_train,
+                    must_skip=order.must_skip,
+                )
             case "score":
                 self.score(json.loads(order.payload))
             case "save":

@@ -241,8 +241,10 @@ class TransferGroups:
         if not self._slots or self._slots[0].device != place or self._slots[0].numel() < size:
             self._slots = []
             is_pinned = device.type == "cuda" and place.type == "cpu"
-            make = {"dtype": torch.uint8, "device": place, "pin_memory": is_pinned}
-            self._slots = [torch.zeros(size, **make) for _ in range(NUM_SLOTS)]
+            self._slots = [
+                torch.zeros(size, dtype=torch.uint8, device=place, pin_memory=is_pinned)
+                for _ in range(NUM_SLOTS)
+            ]
         return self._slots
 
     def drop_slots(self) -> None:

@@ -183,8 +183,13 @@ class GatedHorizon:
             to_stage = self.stage + 1
         if not cause:
             return
-        stages = {"from_stage": self.stage, "to_stage": to_stage}
-        move = Move(version=seen.version, cause=cause, **stages, **asdict(measured))
+        move = Move(
+            version=seen.version,
+            cause=cause,
+            from_stage=self.stage,
+            to_stage=to_stage,
+            **asdict(measured),
+        )
         logger.warning(
             "%s moved env=%s version=%d stage=%d to=%d %s=%d cause=%s truncated=%.3f"
             " success=%.3f gain=%s entropy_ratio=%.3f ess=%.3f after_steps=%d",

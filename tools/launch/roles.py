@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from common.config.run import RunSection
@@ -46,7 +47,7 @@ def make_role_specs(
     """
     shared = {} if devices else ONE_THREAD
 
-    def spec(role: str, name: str, *overrides: str, **policy: object) -> RoleSpec:
+    def spec(role: str, name: str, *overrides: str) -> RoleSpec:
         """Return the spec of one role, with the GPUs that are assigned to it."""
         number = int(name.partition("-")[2] or 0)
         env = shared | (
@@ -55,25 +56,27 @@ def make_role_specs(
         where = (f"run.dir={run.dir}", f"run.name={run.name}")
         argv = (sys.executable, str(CODE / "run.py"), role, *where, *overrides)
         log_path = run_dir.logs / f"{name}.log"
-        return RoleSpec(name=name, argv=argv, env=env, log_path=log_path, **policy)  # type: ignore[arg-type]
+        return RoleSpec(name=name, argv=argv, env=env, log_path=log_path)
 
     actors = [actor_name(i) for i in range(num_actors)]
     nodes = [rank_node(number) for number in range(1, num_rank_nodes + 1)]
     return [
-        *([spec("envhub", "envhub", stop_rank=LAST_TO_STOP)] if has_hub else []),
-        spec(
-            "scheduler",
-            "scheduler",
+        *([replace(spec("envhub", "envhub"), stop_rank=LAST_TO_STOP)] if has_hub else []),
+        replace(
+            spec("scheduler", "scheduler"),
             stop_rank=SECOND_TO_STOP,
             max_restarts=5,
             quiet_exit_grace_s=10.0,
         ),
-        spec("learner", "learner", ends_run=True, saves_at_stop=True, max_restarts=5),
+        replace(spec("learner", "learner"), ends_run=True, saves_at_stop=True, max_restarts=5),
         *(
-            spec("learner", name, stop_rank=SECOND_TO_STOP, quiet_exit_grace_s=30.0)
+            replace(spec("learner", name), stop_rank=SECOND_TO_STOP, quiet_exit_grace_s=30.0)
             for name in nodes
         ),
-        *(spec("actor", name, f"actor.name={name}", quiet_exit_grace_s=30.0) for name in actors),
+        *(
+            replace(spec("actor", name, f"actor.name={name}"), quiet_exit_grace_s=30.0)
+            for name in actors
+        ),
     ]
 
 

@@ -224,8 +224,8 @@ class AgentGymBabyAiEnv(BabyAiEnv):
     """
 
     def __init__(self, style: Style, *, options: BabyaiOptions) -> None:
-        rules = {"shaped_reward": True, "agentgym_goals": True, "agentgym_layouts": True}
-        super().__init__(style, options=replace(options, **rules))
+        options = replace(options, shaped_reward=True, agentgym_goals=True, agentgym_layouts=True)
+        super().__init__(style, options=options)
         # Rewards of the last performed action: returned, and minigrid's.
         self._reward = self._score = 0.0
         self._has_ended = False  # Whether minigrid ended the episode with that action.

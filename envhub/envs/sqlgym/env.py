@@ -25,7 +25,7 @@ from envhub.env import (
     action_text,
     parse_item,
 )
-from envhub.envs.sqlgym import bird, generated
+from envhub.envs.sqlgym import generated
 from envhub.envs.sqlgym.problems import Problem, SchemaView, TableView, numbered
 from envhub.envs.sqlgym.query import (
     MAX_RESULT_BYTES,
@@ -404,7 +404,7 @@ def check(options: EnvsSection) -> list[str]:
     if options.sqlgym.bird_dir:
         missing += [
             f"envs.sqlgym.bird_dir: {path} is missing; unpack BIRD's train.zip and dev.zip there"
-            for path in bird.files_of(Path(options.sqlgym.bird_dir))
+            for path in files_of(Path(options.sqlgym.bird_dir))
             if not path.exists()
         ]
     return missing
