@@ -9,16 +9,16 @@ from common.errors import ConfigError
 from common.repository import ROOT, working_directory
 
 
-def find_path(key: str, given: str) -> Path:
+def find_path(key: str, name: str) -> Path:
     """Return a path of the configuration, below the command's directory or else the repository.
 
     Raises: ConfigError: neither has it.
     """
     folder = working_directory()
-    for path in (folder / Path(given).expanduser(), ROOT / given):
+    for path in (folder / Path(name).expanduser(), ROOT / name):
         if path.exists():
             return path
-    raise ConfigError(f"{key}={given}: no such file or folder (from {folder})")
+    raise ConfigError(f"{key}={name}: no such file or folder (from {folder})")
 
 
 def load_file(path: Path, *, name: str) -> ModuleType:

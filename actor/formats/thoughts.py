@@ -88,13 +88,13 @@ class ThoughtForm:
         """Return the messages of an answer that hold no thoughts."""
         if not self.between:
             return [(0, len(text))]
-        found: list[Span] = []
+        spans: list[Span] = []
         at = 0
         for piece in text.split(self.between):
             if not piece.lstrip().startswith(self.opens):
-                found.append((at, at + len(piece)))
+                spans.append((at, at + len(piece)))
             at += len(piece) + len(self.between)
-        return found
+        return spans
 
     def _outside_blocks(self, text: str, start: int, end: int) -> list[Span]:
         """Return the spans of a text outside of all kinds of blocks."""
@@ -116,23 +116,23 @@ def _outside(text: str, start: int, end: int, opens: str, closes: str) -> list[S
 
     Behind a block, another end of thoughts is a part of the answer.
     """
-    found: list[Span] = []
+    spans: list[Span] = []
     at = start
     has_block = False
     while at < end:
         first = text.find(opens, at, end)
         stop = text.find(closes, at, end)
         if stop >= 0 and (first < 0 or stop < first):  # The block's beginning is missing.
-            found = [*found, (at, stop)] if has_block else []
+            spans = [*spans, (at, stop)] if has_block else []
             has_block = True
             at = stop + len(closes)
             continue
-        found.append((at, end if first < 0 else first))
+        spans.append((at, end if first < 0 else first))
         if first < 0 or stop < 0:
             break
         has_block = True
         at = stop + len(closes)
-    return found
+    return spans
 
 
 def measure_thoughts(render: RenderTurns, turns: Turns, sampled: SampledText) -> ThoughtForm:

@@ -99,20 +99,20 @@ class VersionMemory:
             f" worker has version {version}; it needs the whole version"
         )
 
-    def to_change(self, held: Copy, offer: WeightsOffer) -> OwnCopy | NodeCopy:
-        """Return memory with the bytes of `held` in which changes may be applied.
+    def to_change(self, current: Copy, offer: WeightsOffer) -> OwnCopy | NodeCopy:
+        """Return memory with the bytes of `current` in which changes may be applied.
 
-        It is `held` itself, unless other workers still read it or the offer needs the other kind
+        It is `current` itself, unless other workers still read it or the offer needs the other kind
         of memory.
 
         Raises: WeightSyncError: the bytes of a view were replaced meanwhile.
         """
-        if not offer.shares_copy and isinstance(held, OwnCopy):
-            return held
-        if offer.shares_copy and isinstance(held, NodeCopy) and held.claim():
-            return held
-        has_bytes = not isinstance(held, CopyView) or held.lock()
-        version = held.version
+        if not offer.shares_copy and isinstance(current, OwnCopy):
+            return current
+        if offer.shares_copy and isinstance(current, NodeCopy) and current.claim():
+            return current
+        has_bytes = not isinstance(current, CopyView) or current.lock()
+        version = current.version
         if not has_bytes or version not in (offer.base, offer.version):
             raise WeightSyncError(
                 f"version {offer.base} was replaced in the memory of this node; version"
@@ -120,7 +120,7 @@ class VersionMemory:
             )
         copy = self.to_overwrite(offer)
         num_bytes = whole_bytes(offer)
-        copy.buffer[:num_bytes].copy_(held.buffer[:num_bytes])
+        copy.buffer[:num_bytes].copy_(current.buffer[:num_bytes])
         copy.version = version
         return copy
 
@@ -407,10 +407,10 @@ class Staging:
     def _receive_delta(self, taken: _StagedOffer) -> tuple[OwnCopy | NodeCopy, float]:
         """As `_receive_whole`. Raises: WeightSyncError: the result is not that version."""
         offer = taken.offer
-        held = self.memory.held(offer)
-        packed = torch.zeros(offer.total_bytes, dtype=torch.uint8, device=held.buffer.device)
+        current = self.memory.held(offer)
+        packed = torch.zeros(offer.total_bytes, dtype=torch.uint8, device=current.buffer.device)
         seconds = self._receive_into(packed, taken)
-        copy = self.memory.to_change(held, offer)
+        copy = self.memory.to_change(current, offer)
         buffer = copy.buffer[: whole_bytes(offer)]
         if copy.version == offer.base:  # Else they were applied in a transfer that was cancelled.
             copy.version = -1

@@ -409,7 +409,7 @@ class CallForm:
             return read_calls == [*calls]
         pairs = zip(read_calls, calls, strict=True)
         return all(
-            (name, _like(read, given)) == (own, given) for (name, read), (own, given) in pairs
+            (name, _like(read, wanted)) == (call, wanted) for (name, read), (call, wanted) in pairs
         )
 
     def _read(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
@@ -449,10 +449,10 @@ class CallForm:
             if stop is None or not stop[0]:
                 raise ValueError("a call does not end")
             calls = read_python_lines(text[at : stop.start()])
-            return [(name, read_arguments(given)) for name, given in calls], stop.end()
+            return [(name, read_arguments(arguments)) for name, arguments in calls], stop.end()
         if self.is_python:
             calls, at = read_python(text, _skip_space(text, at))
-            return [(name, read_arguments(given)) for name, given in calls], self._ended(text, at)
+            return [(name, read_arguments(read)) for name, read in calls], self._ended(text, at)
         head = self.head.match(text, at) if self.head is not None else None
         if self.head is not None and head is None:
             raise ValueError("a call without a name")
@@ -471,15 +471,15 @@ class CallForm:
         stop = self.tags.end.search(text, head.end())
         if stop is None:
             raise ValueError("a call does not end")
-        given: Arguments = {}
+        arguments: Arguments = {}
         for part in self.tags.between.split(text[head.end() : stop.start()]):
             pair = self.tags.equals.split(part, maxsplit=1)
             if len(pair) != 2:
                 raise ValueError(f"an argument without a value: {part[:80]!r}")
             key, value = pair
             value = value.removeprefix("\n").removesuffix("\n")
-            given[key.strip()] = inner[1] if (inner := CDATA.fullmatch(value)) else value
-        return [(head["name"], given)], self._past(text, stop)
+            arguments[key.strip()] = inner[1] if (inner := CDATA.fullmatch(value)) else value
+        return [(head["name"], arguments)], self._past(text, stop)
 
     def _past(self, text: str, end: re.Match[str]) -> int:
         """Return the position behind the end of a call.
@@ -494,11 +494,11 @@ class CallForm:
 
     def _call(self, value: object) -> Call:
         """Return name and arguments of a parsed call. Raises: ValueError: the object is no call."""
-        found = cast(dict[str, object], value) if isinstance(value, dict) else {}
-        name = found.get(self.name_key)
-        if not isinstance(name, str) or self.arguments_key not in found:
+        fields = cast(dict[str, object], value) if isinstance(value, dict) else {}
+        name = fields.get(self.name_key)
+        if not isinstance(name, str) or self.arguments_key not in fields:
             raise ValueError("no call")
-        return name, read_arguments(found[self.arguments_key])
+        return name, read_arguments(fields[self.arguments_key])
 
     def _ended(self, text: str, at: int) -> int:
         """Return the end of a call whose JSON ends at `at`."""
@@ -522,9 +522,9 @@ WORDS = re.compile(r"<[^<>\s]*>|\[[A-Z_]+\]|[^\s<\[]+|\S")  # Tags and words of 
 
 def _only(value: object) -> dict[str, object]:
     """Return a JSON object, or the only object of a list; {} for any other value."""
-    found = cast(list[object], value) if isinstance(value, list) else [value]
-    is_one = len(found) == 1 and isinstance(found[0], dict)
-    return cast(dict[str, object], found[0]) if is_one else {}
+    values = cast(list[object], value) if isinstance(value, list) else [value]
+    is_one = len(values) == 1 and isinstance(values[0], dict)
+    return cast(dict[str, object], values[0]) if is_one else {}
 
 
 def _is_probed(value: object) -> bool:
@@ -537,19 +537,19 @@ def _is_probed(value: object) -> bool:
 
 def _begin(lead: str) -> re.Pattern[str]:
     """Return the pattern of a call's start: its last tag or word, earlier ones optional."""
-    found = list(WORDS.finditer(lead))
-    words = [each[0] for each in found]
+    matches = list(WORDS.finditer(lead))
+    words = [word[0] for word in matches]
     if not words:
         return JSON_BEGINS
     # A tag with an attribute, such as `<invoke name="`, is required as a whole. So is a tag with a
     # word directly behind it.
     first = next((i for i in range(len(words) - 1, -1, -1) if words[i][0] in "<["), len(words) - 1)
     is_whole = words[first].endswith((">", "]"))
-    if is_whole and any(a.end() < b.start() for a, b in itertools.pairwise(found[first:])):
+    if is_whole and any(a.end() < b.start() for a, b in itertools.pairwise(matches[first:])):
         first = len(words) - 1
     others = ""
-    for each in words[:first]:
-        others = rf"(?:{others}{re.escape(each)}\s*)?"
+    for word in words[:first]:
+        others = rf"(?:{others}{re.escape(word)}\s*)?"
     return re.compile(others + r"\s*".join(map(re.escape, words[first:])))
 
 
@@ -592,8 +592,8 @@ def _loosely(piece: str) -> str:
 
 def _skip_space(text: str, at: int) -> int:
     """Return the position of the next character that is no whitespace."""
-    found = SPACE.match(text, at)
-    return at if found is None else found.end()
+    space = SPACE.match(text, at)
+    return at if space is None else space.end()
 
 
 def _split(text: str, *marks: str) -> list[str]:
@@ -612,14 +612,14 @@ def _schemas(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]
     return cast(Mapping[str, Any], properties) if isinstance(properties, dict) else {}
 
 
-def _typed(given: Arguments, schemas: Mapping[str, Any]) -> Arguments:
+def _typed(texts: Arguments, schemas: Mapping[str, Any]) -> Arguments:
     """Return arguments with the types of their schemas. A value of another type stays a text."""
-    return {key: _of_type(text, _kinds(schemas.get(key))) for key, text in given.items()}
+    return {key: _of_type(text, _kinds(schemas.get(key))) for key, text in texts.items()}
 
 
-def _like(read: Arguments, given: Arguments) -> Arguments:
+def _like(read: Arguments, wanted: Arguments) -> Arguments:
     """Return arguments in tags with the types of the given arguments."""
-    kinds = {key: {_kind_of(value)} for key, value in given.items()}
+    kinds = {key: {_kind_of(value)} for key, value in wanted.items()}
     return {key: _of_type(text, kinds.get(key, set())) for key, text in read.items()}
 
 
@@ -648,7 +648,7 @@ def _kinds(schema: object) -> set[str]:
     fields = cast(dict[str, Any], schema)
     kind = fields.get("type")
     others = fields.get("anyOf")
-    found = {str(each) for each in cast(list[object], kind if isinstance(kind, list) else [kind])}
+    names = {str(each) for each in cast(list[object], kind if isinstance(kind, list) else [kind])}
     if isinstance(others, list):
-        found = found.union(*map(_kinds, cast(list[object], others)))
-    return found - {"None"}
+        names = names.union(*map(_kinds, cast(list[object], others)))
+    return names - {"None"}

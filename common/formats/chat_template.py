@@ -232,10 +232,10 @@ def template_of(tokenizer: Any) -> str:
     Of several named templates, the one named "default" is used, as transformers does. A byte order
     mark in the tokenizer's file is no part of a template.
     """
-    own = getattr(tokenizer, "chat_template", None) or ""
-    if isinstance(own, dict):
-        own = cast(dict[str, str], own).get("default", "")
-    return _process.template or str(own).removeprefix("\ufeff")
+    configured = getattr(tokenizer, "chat_template", None) or ""
+    if isinstance(configured, dict):
+        configured = cast(dict[str, str], configured).get("default", "")
+    return _process.template or str(configured).removeprefix("\ufeff")
 
 
 def fingerprint(tokenizer: Any) -> str:
@@ -286,9 +286,9 @@ def render_chat(
 
     Raises: ConfigError: the template exceeds it; errors of the template.
     """
-    own = getattr(tokenizer, "chat_template", None)
+    configured = getattr(tokenizer, "chat_template", None)
     # transformers selects one of several named templates by the tools.
-    template = _process.template if isinstance(own, dict) else template_of(tokenizer)
+    template = _process.template if isinstance(configured, dict) else template_of(tokenizer)
 
     def render() -> str:
         return str(
@@ -297,22 +297,22 @@ def render_chat(
                 tools=tools,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
-                **({} if template in ("", own) else {"chat_template": template}),
+                **({} if template in ("", configured) else {"chat_template": template}),
                 **_process.variables,
                 **_date_of(tokenizer, day or prompt_date()),
             )
         )
 
-    return _render_watch().rendered(template or json.dumps(own), render, limit_s=limit_s)
+    return _render_watch().rendered(template or json.dumps(configured), render, limit_s=limit_s)
 
 
 def _date_of(tokenizer: Any, day: str) -> dict[str, Any]:
     """Return the template variables for the date, {} for a template without a date."""
     template = template_of(tokenizer)
     moment = datetime.fromisoformat(day)
-    given: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     if CLOCK in template:
-        given[CLOCK] = moment.strftime
+        variables[CLOCK] = moment.strftime
     if DATE in template and not _HAS_DEFAULT.search(template):
-        given[DATE] = moment.strftime(DATE_STRING)
-    return given
+        variables[DATE] = moment.strftime(DATE_STRING)
+    return variables

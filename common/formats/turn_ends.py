@@ -17,11 +17,11 @@ def configured_ends(tokenizer: Any) -> list[int]:
 
     Raises: ConfigError: the file is damaged, or an end is no token id.
     """
-    found = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    ends = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     path = Path(str(getattr(tokenizer, "name_or_path", "") or ".")) / GENERATION_CONFIG
     if getattr(tokenizer, "name_or_path", "") and path.is_file():
-        found += _ends_in(path)
-    return list(dict.fromkeys(found))
+        ends += _ends_in(path)
+    return list(dict.fromkeys(ends))
 
 
 def _ends_in(path: Path) -> list[int]:
@@ -31,11 +31,11 @@ def _ends_in(path: Path) -> list[int]:
         ends = settings.get("eos_token_id")
     except (ValueError, AttributeError) as error:
         raise ConfigError(f"{path}: is not JSON with an object: {error}") from error
-    given = cast(list[object], ends if isinstance(ends, list) else [ends])
-    wrong = [each for each in given if each is not None and type(each) is not int]
+    listed = cast(list[object], ends if isinstance(ends, list) else [ends])
+    wrong = [each for each in listed if each is not None and type(each) is not int]
     if wrong:
         raise ConfigError(f"{path}: eos_token_id={wrong[0]!r}: must be a token id or a list")
-    return [each for each in given if type(each) is int]
+    return [each for each in listed if type(each) is int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +82,11 @@ def find_end(
     num_lead = next((i for i, each in enumerate(after) if not is_blank(each)), len(after))
     if num_lead == len(after) or after[num_lead] not in special:
         return None
-    own = after[num_lead:]
-    shared = own[: shared_length(own, [each for each in last if not is_blank(each)])]
+    end = after[num_lead:]
+    shared = end[: shared_length(end, [each for each in last if not is_blank(each)])]
     num_run = max((i + 1 for i, each in enumerate(shared) if each in special), default=1)
     first = next((i for i, each in enumerate(shared) if each in special and each not in inner), 0)
     ends = [each for each in last if each in special and each not in inner][:1]
     return TurnEnd(
-        lead=list(after[: num_lead + first]), run=list(own[first : max(num_run, 1)]), last=ends
+        lead=list(after[: num_lead + first]), run=list(end[first : max(num_run, 1)]), last=ends
     )

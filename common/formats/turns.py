@@ -130,20 +130,20 @@ def _rendered(render: RenderTurns, messages: list[Message], *, is_asking: bool) 
 
 def _parts(text: str, *marks: str, earlier: str) -> list[str]:
     """Return the texts before, between and after marks that must be there once, in this order."""
-    found: list[str] = []
+    pieces: list[str] = []
     rest = text
     for mark in marks:
         if rest.count(mark) != 1:
             raise _rewrite_error(earlier, text, "drops or repeats an earlier text")
         piece, _, rest = rest.partition(mark)
-        found.append(piece)
-    return [*found, rest]
+        pieces.append(piece)
+    return [*pieces, rest]
 
 
-def _rewrite_error(before: str, after: str, how: str) -> ConfigError:
+def _rewrite_error(before: str, after: str, fault: str) -> ConfigError:
     """Return the error for a template that changes earlier turns."""
     return ConfigError(
-        f"model.path: the chat template rewrites earlier turns: it {how}, so token ids cannot be"
+        f"model.path: the chat template rewrites earlier turns: it {fault}, so token ids cannot be"
         f" kept; it renders {_cut(after)} after {_cut(before)}; give another template"
         " (model.chat_template)"
     )
@@ -157,9 +157,9 @@ def _cut(text: str) -> str:
 def _check_growth(render: RenderTurns, both: str, between: str) -> None:
     """Check with a third turn that earlier turns are kept, and that all turns have one form."""
     third = _rendered(render, _conversation(USER, ASSISTANT, NEXT, SECOND, LAST), is_asking=True)
-    kept = both[: both.index(NEXT) + len(NEXT)]
+    first_turns = both[: both.index(NEXT) + len(NEXT)]
     *_, again, _ = _parts(third, USER, ASSISTANT, NEXT, SECOND, LAST, earlier=both)
-    if not third.startswith(kept):
+    if not third.startswith(first_turns):
         raise _rewrite_error(both, third, "changes two turns when a third one follows")
     if again != between:
         raise _rewrite_error(

@@ -36,9 +36,9 @@ def play_many(episodes: str, policy: OpenAI) -> None:
     """Play one episode after the other. An empty answer means that no episode is available."""
     while True:
         if task := call(episodes, body={}):
-            own = policy.with_options(base_url=task["base_url"], api_key=task["api_key"])
+            client = policy.with_options(base_url=task["base_url"], api_key=task["api_key"])
             try:
-                play(own, task["env_url"], task["messages"])
+                play(client, task["env_url"], task["messages"])
             except BadRequestError:  # The context is full. The actor records this.
                 call(task["env_url"] + "/end", task["api_key"], {})
 

@@ -30,8 +30,8 @@ def add(session: str, number: int) -> str:
 @server.tool()
 def submit(session: str) -> dict[str, Any]:
     """Submit the sum as the answer."""
-    found, goal = sums.pop(session)
-    return {"reward": 1.0 if found == goal else 0.0, "is_success": found == goal}
+    total, goal = sums.pop(session)
+    return {"reward": 1.0 if total == goal else 0.0, "is_success": total == goal}
 
 
 @server.resource("tasks://all")

@@ -47,11 +47,11 @@ class TrainersEngine:
     async def generate_together(
         self, prompts: Mapping[str, list[int]], *, max_tokens: int, **_: Any
     ) -> dict[str, Turn]:
-        how = SamplingParams(
+        sampling = SamplingParams(
             max_tokens=max_tokens, temperature=1.0, logprobs=0, stop_token_ids=self._end_ids
         )
         asked = [{"prompt_token_ids": ids} for ids in prompts.values()]
-        answered = self.llm.generate(asked, how, use_tqdm=False)
+        answered = self.llm.generate(asked, sampling, use_tqdm=False)
         return {
             name: self._turn(each.outputs[0]) for name, each in zip(prompts, answered, strict=True)
         }
@@ -116,14 +116,14 @@ class Rollouts:
             name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask", "paid")
         }
         penalty = self._cfg.algorithm.invalid_action_penalty
-        for each in self._player.play(leases):
-            start = int(each.loss_mask.argmax())
-            batch["prompt_ids"].append(each.token_ids[:start].tolist())
-            batch["completion_ids"].append(each.token_ids[start:].tolist())
-            batch["logprobs"].append(each.logprobs[start:].tolist())
-            batch["env_mask"].append(each.loss_mask[start:].astype(int).tolist())
-            num_turns, num_invalid = each.num_turns, each.num_invalid_actions
-            batch["paid"].append(shaped_reward(each.reward, num_invalid, num_turns, penalty))
+        for trajectory in self._player.play(leases):
+            start = int(trajectory.loss_mask.argmax())
+            batch["prompt_ids"].append(trajectory.token_ids[:start].tolist())
+            batch["completion_ids"].append(trajectory.token_ids[start:].tolist())
+            batch["logprobs"].append(trajectory.logprobs[start:].tolist())
+            batch["env_mask"].append(trajectory.loss_mask[start:].astype(int).tolist())
+            num_turns, num_invalid = trajectory.num_turns, trajectory.num_invalid_actions
+            batch["paid"].append(shaped_reward(trajectory.reward, num_invalid, num_turns, penalty))
         return batch
 
 

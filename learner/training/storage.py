@@ -31,9 +31,9 @@ from learner.training.shards import ShardFile, remedy_without, write_manifest
 
 INDEX = "tensors.json"
 DTYPES = {
-    str(each).removeprefix("torch."): each
-    for each in vars(torch).values()
-    if isinstance(each, torch.dtype)
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
 }
 
 Size = Annotated[int, Field(ge=0, le=1 << 62)]

@@ -147,8 +147,8 @@ class SelectionAudit:
         return {
             "rows": selection_rows(self.cells),
             "comparisons": [
-                asdict(each) | {"z": round(each.z, 3), "is_biased": each.is_biased}
-                for each in self.compare()
+                asdict(pair) | {"z": round(pair.z, 3), "is_biased": pair.is_biased}
+                for pair in self.compare()
             ],
         }
 

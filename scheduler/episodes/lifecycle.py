@@ -56,9 +56,9 @@ class LeaseIndex:
 
     def remove(self, episode: EpisodeRecord) -> None:
         """Remove an episode whose lease has ended."""
-        held = self._by_actor[episode.actor]
-        del held[episode.episode_id]
-        if not held:
+        leased = self._by_actor[episode.actor]
+        del leased[episode.episode_id]
+        if not leased:
             del self._by_actor[episode.actor]
 
     def __iter__(self) -> Iterator[EpisodeRecord]:
@@ -182,8 +182,8 @@ class EpisodeLifecycle:
 
     def lose(self, episode: EpisodeRecord, cause: str) -> None:
         """End a lease without a result: queue the episode again, or give it up."""
-        found = self.table.find(episode.episode_id)
-        if found is None or found[1] is not episode:
+        entry = self.table.find(episode.episode_id)
+        if entry is None or entry[1] is not episode:
             raise LedgerError(f"the lease of {episode.episode_id} has no episode in the table")
         is_last = episode.num_issues >= self.scheduler.max_attempts
         logger.warning(
@@ -195,11 +195,11 @@ class EpisodeLifecycle:
             is_last,
         )
         if is_last:
-            self._give_up(*found, FAILED, cause)
+            self._give_up(*entry, FAILED, cause)
             self.failures.add(cause)
             self.kinds.add(cause, "the lease was lost in all attempts")
         else:
-            self._requeue(*found)
+            self._requeue(*entry)
 
     def lose_all(self, actor: str, cause: str) -> None:
         """End all leases of a lost actor; its groups no longer have an owner."""

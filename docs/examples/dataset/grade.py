@@ -16,8 +16,8 @@ async def is_short(completion: str) -> float:
 
 def overlap(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
     """Return the share of the reference's letters in each answer. It has TRL's signature."""
-    found = zip(completions, answer, strict=True)
-    return [sum(c in text for c in right) / len(right) for text, right in found]
+    pairs = zip(completions, answer, strict=True)
+    return [sum(c in text for c in right) / len(right) for text, right in pairs]
 
 
 def hint(completion: str, ground_truth: str, state: dict[str, Any]) -> tuple[str, bool]:

@@ -60,14 +60,14 @@ class EpisodeSandbox:
         is_end = SUBMIT in command
         said = self.step("submit" if is_end else f"```bash\n{command}\n```")["observation"]
         if self.is_over:
-            more = {"exit_status": "Submitted", "submission": said}
-            raise Submitted({"role": "exit", "content": said, "extra": more})
+            extra = {"exit_status": "Submitted", "submission": said}
+            raise Submitted({"role": "exit", "content": said, "extra": extra})
         code = re.search(r"\[exit code (-?\d+)\]$", said)
         return {"output": said, "returncode": int(code[1]) if code else 0, "exception_info": ""}
 
-    def get_template_vars(self, **more: Any) -> dict[str, Any]:
+    def get_template_vars(self, **values: Any) -> dict[str, Any]:
         """Return the values for mini-swe-agent's templates."""
-        return more
+        return values
 
     def serialize(self) -> dict[str, Any]:
         """Return nothing: the actor records the episode."""
@@ -108,9 +108,9 @@ def complain(task: dict[str, Any], error: Exception) -> None:
 
 
 if __name__ == "__main__":
-    found = yaml.safe_load(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    players = [threading.Thread(target=player, args=(found,)) for _ in range(int(sys.argv[2]))]
-    for each in players:
-        each.start()
-    for each in players:  # litellm samples no more once the main thread has ended.
-        each.join()
+    settings = yaml.safe_load(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    players = [threading.Thread(target=player, args=(settings,)) for _ in range(int(sys.argv[2]))]
+    for thread in players:
+        thread.start()
+    for thread in players:  # litellm samples no more once the main thread has ended.
+        thread.join()
