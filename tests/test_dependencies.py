@@ -128,8 +128,10 @@ def test_declared_package_is_locked(lock: str, extra: str) -> None:
 
 def test_locked_package_is_declared_or_required() -> None:
     needs = {
-        canonical(each.name): {canonical(Requirement(line).name) for line in each.requires or []}
-        for each in importlib.metadata.distributions()
+        canonical(distribution.name): {
+            canonical(Requirement(line).name) for line in distribution.requires or []
+        }
+        for distribution in importlib.metadata.distributions()
     }
     reached: set[str] = set()
     waiting = declared("cpu", "envs", "benchmarks", "dev")

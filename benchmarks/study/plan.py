@@ -98,8 +98,8 @@ def read_study(name: str, section: StudySection | None = None, given: Sequence[s
 
 def _flat(words: Iterable[Any]) -> Iterable[str]:
     """Yield the words of a nested list."""
-    for each in words:
-        yield from _flat(each) if isinstance(each, list) else (each,)
+    for word in words:
+        yield from _flat(word) if isinstance(word, list) else (word,)
 
 
 def _check_given(study: Study) -> None:

@@ -31,8 +31,8 @@ def points(value: float, ci95: tuple[float, float]) -> str:
 def by_arm(outcomes: Sequence[SeedResult]) -> dict[str, Runs]:
     """Return the runs of each arm, in the order of the outcomes."""
     arms: defaultdict[str, Runs] = defaultdict(list)
-    for each in outcomes:
-        arms[each.arm].append(each)
+    for outcome in outcomes:
+        arms[outcome.arm].append(outcome)
     return dict(arms)
 
 

@@ -61,17 +61,17 @@ async def open_victims(target: ServiceTarget, envs: list[str]) -> list[str]:
 
 async def check_unharmed(target: ServiceTarget, bystanders: list[Bystander]) -> None:
     async with Client(target) as client:
-        for each in bystanders:
-            again = await client.step(each.session_id, "no such action", 1)
-            assert again == each.answer, each
+        for bystander in bystanders:
+            again = await client.step(bystander.session_id, "no such action", 1)
+            assert again == bystander.answer, bystander
             if again["done"]:
                 continue
-            action = (await client.hint(each.session_id))["expert_action"]
-            fresh, _ = await client.open(each.env, each.item_id)
+            action = (await client.hint(bystander.session_id))["expert_action"]
+            fresh, _ = await client.open(bystander.env, bystander.item_id)
             first = await client.step(fresh, "no such action", 1)
-            assert first == again or each.env == "outside"
-            attacked = await client.step(each.session_id, action, 2)
-            assert attacked == await client.step(fresh, action, 2) or each.env == "outside"
+            assert first == again or bystander.env == "outside"
+            attacked = await client.step(bystander.session_id, action, 2)
+            assert attacked == await client.step(fresh, action, 2) or bystander.env == "outside"
 
 
 def test_malformed_requests_harm_no_worker_or_session() -> None:

@@ -88,8 +88,8 @@ def test_keys_are_random_for_each_episode() -> None:
         episodes = [new_episode(ByHeart(["go"]))[0] for _ in range(3)]
         assert len({each.key for each in episodes}) == 3
         assert all(len(each.key) == 32 for each in episodes)  # 24 bytes in base64.
-        for each in episodes:
-            each.failed.cancel()
+        for episode in episodes:
+            episode.failed.cancel()
 
     asyncio.run(run())
 
@@ -118,10 +118,10 @@ def test_number_of_remembered_ended_keys_is_bounded(monkeypatch: pytest.MonkeyPa
     async def run() -> None:
         keys = EpisodeKeys()
         episodes = [new_episode(ByHeart(["go"]))[0] for _ in range(3)]
-        for each in episodes:
-            keys.add(each)
-            keys.remove(each)
-            each.failed.cancel()
+        for episode in episodes:
+            keys.add(episode)
+            keys.remove(episode)
+            episode.failed.cancel()
         request = request_of(episodes[0].key)
         with pytest.raises(ApiError, match="belongs to no episode"):
             keys.access(request)

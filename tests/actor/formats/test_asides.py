@@ -154,8 +154,8 @@ def test_missing_action_counts_as_an_invalid_turn() -> None:
             )
 
     texts = ["Thought: x\nAction: up", "up", "Action: up\nAction: down"]
-    said = iter([Turn([*map(ord, each), 0], [-1.0] * (len(each) + 1), [4] * (len(each) + 1))
-                 for each in texts])  # fmt: skip
+    said = iter([Turn([*map(ord, text), 0], [-1.0] * (len(text) + 1), [4] * (len(text) + 1))
+                 for text in texts])  # fmt: skip
 
     async def act(_: list[int], __: EnvSession) -> Turn:
         return next(said)

@@ -121,9 +121,9 @@ def test_seat_of_an_evaluation_depends_on_item_and_sample() -> None:
         for k in range(2)
     ]
     assert {seat_of(each, [], 2) for each in leases} == {0, 1}
-    for each in leases:
-        other = replace(each, episode_id="another/run", group_id="another")
-        assert seat_of(each, [], 2) == seat_of(other, [], 2)
+    for lease in leases:
+        other = replace(lease, episode_id="another/run", group_id="another")
+        assert seat_of(lease, [], 2) == seat_of(other, [], 2)
 
 
 def test_trained_lists_the_only_seats_that_are_played() -> None:

@@ -354,8 +354,8 @@ def test_idle_connections_leave_room_for_friendly_peers(
         ask = encode(LeaseRequest(actor="b", num_free_slots=1, version=0))
         assert seconds_of_an_answer(newcomer, ask) < at_most(1.0)
     finally:
-        for each in strangers:
-            each.close()
+        for stranger in strangers:
+            stranger.close()
         child.stdin.close()
         child.stdout.close()
         ended = ends(child)

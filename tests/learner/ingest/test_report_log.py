@@ -8,7 +8,8 @@ from learner.ingest.reports import MAX_ENTRIES, Report, ReportLog
 
 def outcomes(*episode_ids: str) -> Outcomes:
     found = [
-        EpisodeOutcome(episode_id=each, outcome=Outcome.FILTERED, cause="") for each in episode_ids
+        EpisodeOutcome(episode_id=episode_id, outcome=Outcome.FILTERED, cause="")
+        for episode_id in episode_ids
     ]
     return Outcomes(seen=[], outcomes=found, groups=[], num_duplicates=len(found))
 
@@ -21,12 +22,12 @@ def told(messages: list[Report]) -> list[tuple[int, object]]:
     """Return (number, episodes or version) of each message."""
     return [
         (
-            each.number,
-            each.version
-            if isinstance(each, StepDone)
-            else [outcome.episode_id for outcome in each.outcomes],
+            message.number,
+            message.version
+            if isinstance(message, StepDone)
+            else [outcome.episode_id for outcome in message.outcomes],
         )
-        for each in messages
+        for message in messages
     ]
 
 

@@ -266,8 +266,8 @@ def test_packed_sequences_longer_than_a_window_score_as_alone(family: str, name:
     masks = [np.arange(len(each)) >= min(100, len(each) - 4) for each in sequences]
     model.config._attn_implementation = "eager"
     expected = [
-        model(input_ids=torch.from_numpy(each)[None]).logits[0].log_softmax(-1)
-        for each in sequences
+        model(input_ids=torch.from_numpy(sequence)[None]).logits[0].log_softmax(-1)
+        for sequence in sequences
     ]
     assert use_attention([model], "cpu", Layout.AUTO, Attention(name))
     for shared in ((), [(1, 0), (1, 0), (2, 100)]):
@@ -312,7 +312,7 @@ def test_queries_after_a_shared_prefix_attend_to_their_window() -> None:
     blocks = pack(parts, "cpu").blocks(2)
     hidden = -torch.inf
     assert [
-        each.keys if isinstance(each.keys, slice) else each.keys.tolist() for each in blocks
+        block.keys if isinstance(block.keys, slice) else block.keys.tolist() for block in blocks
     ] == [slice(0, 3), slice(2, 5), [2, 5]]
     assert [each.hidden.tolist() for each in blocks] == [
         [[0, hidden, hidden], [0, 0, hidden], [hidden, 0, 0]],

@@ -36,8 +36,8 @@ def logits_of(path: Path, sequences: list[np.ndarray]) -> list[Tensor]:
     """Return each layer's logits [token, expert] of all sequences, computed one by one."""
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
     rows = [
-        model(torch.from_numpy(each)[None], output_router_logits=True).router_logits
-        for each in sequences
+        model(torch.from_numpy(sequence)[None], output_router_logits=True).router_logits
+        for sequence in sequences
     ]
     return [torch.cat([each[layer] for each in rows]) for layer in range(2)]
 
@@ -99,10 +99,10 @@ def test_training_on_the_balance_loss_lowers_it(tmp_path: Path) -> None:
     sequences = sequences_of(40, 33)
     samples = [
         Sample(
-            trajectory=make_trajectory(each.tolist(), [0] * 10 + [1] * (len(each) - 10)),
+            trajectory=make_trajectory(sequence.tolist(), [0] * 10 + [1] * (len(sequence) - 10)),
             advantage=0.0,
         )
-        for each in sequences
+        for sequence in sequences
     ]
     expected = loss_by_hand(logits_of(tmp_path, sequences))
     trainer = trainer_of(tmp_path, router_aux_coef=1.0)

@@ -60,8 +60,8 @@ def test_checkpoint_of_bf16_numbers_is_found_in_fp32_files_too(tmp_path: Path) -
     model.save_pretrained(tmp_path / "again")
     assert chosen(tmp_path / "again", lr=1e-5).precision is FP32
     with torch.no_grad():
-        for each in model.parameters():  # A little training.
-            each += 1e-6 * torch.randn_like(each)
+        for parameter in model.parameters():  # A little training.
+            parameter += 1e-6 * torch.randn_like(parameter)
     model.save_pretrained(tmp_path / "trained")
     assert chosen(tmp_path / "trained", lr=1e-5).precision is FP32
     make_model().save_pretrained(tmp_path / "own")

@@ -37,7 +37,7 @@ def train(trainer: Any, *steps: int) -> dict[str, torch.Tensor]:
 def policies_of(network: torch.nn.Module) -> set[type]:
     """Return how each sharded part of a network is kept."""
     states: list[Any] = [
-        each._get_fsdp_state() for each in network.modules() if isinstance(each, FSDPModule)
+        module._get_fsdp_state() for module in network.modules() if isinstance(module, FSDPModule)
     ]
     groups = [
         group

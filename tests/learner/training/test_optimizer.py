@@ -98,8 +98,8 @@ def test_muon_on_cpu_equals_torchs() -> None:
         for one, other in zip(ours, theirs, strict=True):
             one.grad = torch.randn_like(one)
             other.grad = one.grad.clone()
-        for each in optimizers:
-            each.step()
+        for optimizer in optimizers:
+            optimizer.step()
     for one, other, first in zip(ours, theirs, start, strict=True):
         assert (one - other).norm() < 0.02 * (one - first).norm()
     singular = torch.linalg.svdvals(orthogonalised(torch.randn(6, 24)))
@@ -118,8 +118,8 @@ def test_matrices_iterate_together_as_each_alone() -> None:
         for parameters in (together, alone):
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient.clone()
-        for each in optimizers:
-            each.step()
+        for optimizer in optimizers:
+            optimizer.step()
     for one, other, first in zip(together, alone, start, strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
         assert (one - first).norm() > 0.1
@@ -168,8 +168,8 @@ def test_shards_are_updated_without_lerp_on_lists(monkeypatch: pytest.MonkeyPatc
 
 def test_iteration_of_many_matrices_takes_few_products() -> None:
     matrices = [torch.nn.Parameter(torch.randn(16, 32)) for _ in range(100)]
-    for each in matrices:
-        each.grad = torch.randn_like(each)
+    for matrix in matrices:
+        matrix.grad = torch.randn_like(matrix)
     optimizer = BatchedMuon(matrices, lr=0.1)
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
         optimizer.step()

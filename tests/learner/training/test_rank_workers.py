@@ -98,8 +98,8 @@ def weights_after(trainer: Trainer, *, num_steps: int) -> torch.Tensor:
         trainer.configure(lr=1e-3, muon_lr=3e-3, num_steps=100)
     weights = [each for name, each in trainer.tensors().items() if not name.startswith("optimizer")]
     halves = [
-        each.to_local() if isinstance(each, DTensor) else each[: (len(each) + 1) // 2]
-        for each in weights
+        weight.to_local() if isinstance(weight, DTensor) else weight[: (len(weight) + 1) // 2]
+        for weight in weights
     ]
     return torch.cat([half.detach().flatten().clone() for half in halves])
 
@@ -248,10 +248,10 @@ MANY_STRANGERS = 24  # Several rounds: gloo drops those that come before it wait
 
 def connect_strangers(pid: int, strangers: list[socket.socket]) -> None:
     """Connect to each port of a rank, like gloo's pairs: the first eight bytes name the pair."""
-    for each in psutil.Process(pid).net_connections(kind="tcp"):
-        if each.status == psutil.CONN_LISTEN:
+    for connection in psutil.Process(pid).net_connections(kind="tcp"):
+        if connection.status == psutil.CONN_LISTEN:
             for number in range(8):
-                strangers.append(socket.create_connection(each.laddr, timeout=5))
+                strangers.append(socket.create_connection(connection.laddr, timeout=5))
                 strangers[-1].sendall(struct.pack("<q", number))
 
 

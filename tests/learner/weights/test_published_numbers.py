@@ -30,8 +30,8 @@ BELOW_HALF = 0x7000  # In units of the last place of fp32: 7/16 of a unit of bf1
 @torch.no_grad()
 def lay_on_grid(model: Any) -> Any:
     """Round the weights to bf16 numbers, as a checkpoint in bf16 has them."""
-    for each in model.parameters():
-        each.copy_(each.bfloat16().float())
+    for parameter in model.parameters():
+        parameter.copy_(parameter.bfloat16().float())
     return model
 
 

@@ -67,9 +67,9 @@ class Watched:
     def pace(self, begin_s: float, end_s: float, *, actor: str = "") -> float:
         """Delivered episodes per second, of one engine or of all."""
         ended = [
-            each
-            for each in self.arrivals
-            if begin_s <= each.ended_s < end_s and each.actor.startswith(actor)
+            arrival
+            for arrival in self.arrivals
+            if begin_s <= arrival.ended_s < end_s and arrival.actor.startswith(actor)
         ]
         return len(ended) / (end_s - begin_s)
 
@@ -107,8 +107,8 @@ def test_group_of_one_item_goes_to_one_engine() -> None:
     unlike(watched)
     watched.run(WARM_UP_S + 300.0)
     players = defaultdict(set)
-    for each in watched.arrivals:
-        players[each.lease.group_id].add(each.actor)
+    for arrival in watched.arrivals:
+        players[arrival.lease.group_id].add(arrival.actor)
     whole = [len(names) == 1 for names in players.values()]
     assert len(whole) > 150
     assert sum(whole) >= 0.95 * len(whole)

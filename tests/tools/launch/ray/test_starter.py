@@ -271,9 +271,9 @@ def test_killed_launcher_ends_its_roles_and_cluster(
     launcher.wait()
     wait_for(lambda: is_gone(int(pids.read_text(encoding="utf-8"))))
     wait_for(lambda: all(is_gone(each.pid) for each in family if each not in agents))
-    for each in agents:
+    for agent in agents:
         with suppress(psutil.NoSuchProcess):
-            each.kill()
+            agent.kill()
     assert addresses <= {"127.0.0.1", "[::ffff:127.0.0.1]", "[::1]"}
 
 

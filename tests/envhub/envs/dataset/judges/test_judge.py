@@ -137,8 +137,8 @@ def test_answers_without_a_score_are_not_cached(tmp_path: Path, serve: Serve) ->
 async def play_many(options: EnvsSection, answers: list[str]) -> list[float]:
     spec = make_spec(options)
     episodes: list[Any] = [spec.make(Style.COMPACT) for _ in answers]
-    for each in episodes:
-        await each.reset("data-train-0", 0)
+    for episode in episodes:
+        await episode.reset("data-train-0", 0)
     steps = (env.step(answer) for env, answer in zip(episodes, answers, strict=True))
     return [result.reward for result in await asyncio.gather(*steps)]
 
