@@ -1,14 +1,12 @@
 """Laws of adapters of a mixture of experts in a real vLLM engine on a CPU."""
 
-import asyncio
 from collections.abc import Iterator
 
 import pytest
 
 from common.config.learner import LoraSection
 from tests.actor.engine.engine_rig import Rig
-from tests.actor.engine.test_engine import make_prompts, mean_delta, sample
-from tests.actor.engine.test_experts import LIMIT, save_policy_of
+from tests.actor.engine.test_experts import follow_versions, save_policy_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -35,17 +33,6 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def test_engine_of_experts_follows_each_adapter(rig: Rig) -> None:
     async def law() -> None:
-        prompts = make_prompts(6, num_tokens=60)
-        with rig.learner() as (publisher, _):
-            async with rig.link() as (link, _task):
-                rig.randomize(seed=1)
-                await rig.publish_first(publisher, link, rig.weights(1))
-                before = await sample(rig, prompts)
-                assert mean_delta(rig, prompts, before) <= LIMIT
-                rig.randomize(seed=2)
-                assert mean_delta(rig, prompts, before) > 40 * LIMIT
-                await asyncio.to_thread(publisher.publish, rig.weights(2))
-                after = await sample(rig, prompts)
-                assert mean_delta(rig, prompts, after) <= LIMIT
+        await follow_versions(rig, num_prompts=6, num_tokens=60)
 
     rig.run(law())

@@ -1,11 +1,12 @@
 """Laws of mixtures of experts in a real vLLM engine, fed by the learner's real publisher."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from actor.rollout.episode import Turn
 from learner.policy.saving import save_tokenizer
 from tests.actor.engine.engine_rig import Rig
 from tests.actor.engine.test_engine import make_prompts, mean_delta, sample
@@ -15,6 +16,26 @@ from tools.offline.scratch import make_tokenizer
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 LIMIT = 1e-4  # mean |delta logprob|, nats
+
+
+async def follow_versions(
+    rig: Rig, *, num_prompts: int, num_tokens: int, seeds: Sequence[int] = (2,)
+) -> list[Turn]:
+    """Assert equal logprobs of engine and trainer at each version; return the last turns."""
+    prompts = make_prompts(num_prompts, num_tokens=num_tokens)
+    with rig.learner() as (publisher, _):
+        async with rig.link() as (link, _task):
+            rig.randomize(seed=1)
+            await rig.publish_first(publisher, link, rig.weights(1))
+            turns = await sample(rig, prompts)
+            assert mean_delta(rig, prompts, turns) <= LIMIT
+            for seed in seeds:
+                rig.randomize(seed=seed)
+                assert mean_delta(rig, prompts, turns) > 40 * LIMIT
+                await asyncio.to_thread(publisher.publish, rig.weights(seed))
+                turns = await sample(rig, prompts)
+                assert mean_delta(rig, prompts, turns) <= LIMIT
+    return turns
 
 
 def save_policy_of(folder: Path, kind: str) -> None:
@@ -40,18 +61,6 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def test_engine_of_experts_follows_each_version(rig: Rig) -> None:
     async def law() -> None:
-        prompts = make_prompts(6, num_tokens=60)
-        with rig.learner() as (publisher, _):
-            async with rig.link() as (link, _task):
-                rig.randomize(seed=1)
-                await rig.publish_first(publisher, link, rig.weights(1))
-                before = await sample(rig, prompts)
-                assert mean_delta(rig, prompts, before) <= LIMIT
-                for seed in (2, 3):
-                    rig.randomize(seed=seed)
-                    assert mean_delta(rig, prompts, before) > 40 * LIMIT
-                    await asyncio.to_thread(publisher.publish, rig.weights(seed))
-                    before = await sample(rig, prompts)
-                    assert mean_delta(rig, prompts, before) <= LIMIT
+        await follow_versions(rig, num_prompts=6, num_tokens=60, seeds=(2, 3))
 
     rig.run(law())
