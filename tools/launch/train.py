@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial
@@ -14,10 +14,7 @@ from pathlib import Path
 from common.config.live import with_changes
 from common.config.run_config import Launcher, RunConfig
 from common.cpu import CpuWatch
-from common.host.child_process import ChildProcess
-from common.host.guardian import Guardian
 from common.host.lock import hold_run
-from common.host.loopback import loopback
 from common.host.machine import gpus
 from common.log import kept_in, rotate_logs
 from common.memory import family_bytes, resident_bytes
@@ -32,44 +29,12 @@ from tools.checks.served_engines import served_engines
 from tools.dashboard.terminal import TerminalObserver
 from tools.launch.base import Ending, LaunchState, RoleSpec, RoleStarter
 from tools.launch.launcher import RoleSupervisor
-from tools.launch.roles import command_of, make_role_specs
+from tools.launch.local import start_here
+from tools.launch.roles import make_role_specs
 from tools.launch.served import make_engine_specs, with_engines
 from tools.launch.stall_watch import StallWatch
 
 logger = logging.getLogger(__name__)
-
-
-class LocalStarter:
-    """Starts subprocesses that end with this process, even if it is killed."""
-
-    def __init__(self, guardian: Guardian, run_dir: RunDir | None) -> None:
-        self.host = loopback()
-        self._run_dir = run_dir
-        self._guardian = guardian
-
-    def start(self, spec: RoleSpec) -> ChildProcess:
-        """Start a role. Its output is appended to its log."""
-        run_dir = self._run_dir
-        argv = spec.argv if run_dir is None else command_of(spec.argv, run_dir, spec.name)
-        log_path = spec.log_path
-        guardian = self._guardian
-        child = ChildProcess(spec.name, argv, log_path=log_path, env=spec.env, guardian=guardian)
-        logger.info("started role=%s pid=%d", spec.name, child.pid)
-        return child
-
-    def memory_bytes(self) -> int:
-        """Return 0: all roles are descendants of this process."""
-        return 0
-
-
-@contextlib.contextmanager
-def start_here(run_dir: RunDir | None = None) -> Generator[LocalStarter]:
-    """Yield the starter of roles on this machine; `run_dir` may name another checkout for some."""
-    guardian = Guardian()
-    try:
-        yield LocalStarter(guardian, run_dir)
-    finally:
-        guardian.close()
 
 
 MIN_STOP_S = 10.0

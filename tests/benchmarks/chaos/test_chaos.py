@@ -35,9 +35,9 @@ from benchmarks.chaos.suite import (
     CampaignLog,
     CampaignSize,
     InjectedFault,
-    StepObserver,
     quantile,
 )
+from benchmarks.chaos.watch import StepObserver
 from benchmarks.real_run import Role, roles_below
 from common.store.run_dir import RunDir
 

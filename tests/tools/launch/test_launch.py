@@ -17,8 +17,9 @@ from common.log import kept_in
 from common.store.run_dir import RunDir
 from tools.launch.base import Ending, LaunchState, RoleSpec, StallDetector
 from tools.launch.launcher import RoleSupervisor
+from tools.launch.local import start_here
 from tools.launch.roles import make_role_specs
-from tools.launch.train import reachable_at, start_here, stop_timeout_s
+from tools.launch.train import reachable_at, stop_timeout_s
 
 STAY = "import signal; signal.pause()"
 TERM_NOTED = """
@@ -416,7 +417,7 @@ def test_roles_die_with_a_killed_launcher(tmp_path: Path, repository: Path) -> N
         "import sys\nfrom pathlib import Path\n"
         "from tools.launch.base import RoleSpec\n"
         "from tools.launch.launcher import RoleSupervisor\n"
-        "from tools.launch.train import start_here\n"
+        "from tools.launch.local import start_here\n"
         "pids, stay = sys.argv[1], sys.argv[2]\n"
         "argv = (sys.executable, '-S', '-c', stay, pids)\n"
         "spec = RoleSpec(name='a', argv=argv, log_path=Path(pids + '.log'))\n"

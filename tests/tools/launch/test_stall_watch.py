@@ -18,8 +18,8 @@ from common.stall.report import culprits
 from common.store.run_dir import RunDir
 from tools.launch.base import EXIT_FAILED, EXIT_FINISHED, LaunchState, RoleSpec, StallVerdict
 from tools.launch.launcher import RoleSupervisor
+from tools.launch.local import start_here
 from tools.launch.stall_watch import StallWatch
-from tools.launch.train import start_here
 
 WAITING = {  # a filtered-out step: the scheduler draws no more, the learner has too few
     "learner": "actors: a batch",
