@@ -273,6 +273,8 @@ def _examine_in(
     finally:
         pair.stop()
     findings = dict(side.findings)
+    # The import of an engine's class puts configurations of vLLM in the place of transformers'.
+    whole = num_params(model, folder / "whole") if model else 0
     if side.policy is not None and side.second:
         from benchmarks.conformance.engine_side import examine_engine, fork_engines
 
@@ -289,7 +291,7 @@ def _examine_in(
     return FamilyResult(
         family=family,
         architecture=_class_of(family),
-        num_params=num_params(model, folder / "whole") if model else 0,
+        num_params=whole,
         parts={name: each.without(folder) for name, each in findings.items()},
         seconds=round(time.monotonic() - started, 1),
     )
