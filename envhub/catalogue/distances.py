@@ -44,6 +44,7 @@ def measured(spec: EnvSpec, subset: str, options: EnvsSection) -> Turns:
     except (OSError, ValueError):
         pass
     sizes = {split: spec.subsets[subset].size(split) for split in SPLITS}
+    sizes = {split: size for split, size in sizes.items() if size or split != "validation"}
     env = cast(Env, spec.make(Style.COMPACT))
     most = spec.subsets[subset].max_turns
     turns = {
@@ -136,7 +137,7 @@ class Distances:
             counts = counted(turns)
             body[env].setdefault("distances", {})[subset] = counts
             num = {split: _within(each, low, high) for split, each in counts.items()}
-            sizes = {f"num_{split}": num.get(split, 0) for split in SPLITS}
+            sizes = {f"num_{split}": size for split, size in num.items()}
             body[env]["subsets"][items] = body[env]["subsets"][subset] | (sizes if high else {})
         return body
 

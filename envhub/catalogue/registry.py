@@ -17,7 +17,7 @@ from common.config.envs import EnvsSection, own_tasks
 from common.repository import CODE
 from common.text import known_hint
 from common.user_code import load_file
-from envhub.env import EnvSpec, Isolation, Style
+from envhub.env import EnvSpec, Isolation, Style, SubsetSpec
 from envhub.errors import UnknownEnv
 from envhub.summed_rewards import with_summed_rewards
 from envhub.tables import read_table
@@ -249,6 +249,14 @@ def _taken(error: ModuleNotFoundError) -> str:
     return f"; {name!r} is a name of this project, give your package another one" * is_taken
 
 
+def _sizes(subset: SubsetSpec) -> dict[str, int]:
+    """Return the sizes and the turn limit of a subset, without validation items if it has none."""
+    sizes = asdict(subset)
+    if not subset.num_validation:
+        del sizes["num_validation"]
+    return sizes
+
+
 def _entry(spec: EnvSpec) -> dict[str, Any]:
     """Return the catalogue entry of an environment as JSON."""
     tasks = {
@@ -262,7 +270,7 @@ def _entry(spec: EnvSpec) -> dict[str, Any]:
         for name, task in spec.tasks.items()
     }
     return {
-        "subsets": {name: asdict(subset) for name, subset in spec.subsets.items()},
+        "subsets": {name: _sizes(subset) for name, subset in spec.subsets.items()},
         "tasks": tasks,
         **({"note": spec.note} if spec.note else {}),
         **({"content": dict(spec.content)} if spec.content else {}),

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from common.config.curriculum import subsets_in_use
+from common.config.eval import EvalSplit
 from common.config.load import config_as_yaml, load_config, without_secrets
 from common.config.run_config import RunConfig
 from common.config.tasks import TaskSection, why_not_far
@@ -150,6 +151,15 @@ def _wrong_tasks(cfg: RunConfig, registry: Registry, *, is_to_train: bool) -> li
     ]
     if unknown:
         return unknown
+    if cfg.eval.split is EvalSplit.VALIDATION:
+        lines = [
+            f"eval.split=validation: {task.env}/{task.subset} has no validation items; use"
+            " eval.split=test"
+            for task in tasks.values()
+            if task.weight > 0 and not registry.spec(task.env).subsets[task.subset].num_validation
+        ]
+        if lines:
+            return lines
     empty = _untrainable(tasks, registry) if is_to_train else []
     return empty or _too_far(cfg, tasks, registry)
 

@@ -42,6 +42,7 @@ def test_section_with_same_name_is_unchanged():
         ),
         (["envhub", "prot=8080"], "prot"),
         pytest.param(["envs", "env=textcarft"], "nearest is 'textcraft'", marks=pytest.mark.long),
+        (["--config", "smoke", "eval.split=validation"], "has no validation items; use eval.split"),
         (["--config", "smoke", "envhub.envs=[no.such:make]"], "No module named 'no'"),
     ],
 )
@@ -84,7 +85,7 @@ def test_list_shows_runnable_tasks_and_missing_requirements(
 def test_list_has_the_sizes_of_a_task(capsys: pytest.CaptureFixture[str]):
     done = carry_out(["envs", "env=tests.envhub.outside:make_worker"], capsys)
     row = next(line.split() for line in done.stdout.splitlines() if "fragile" in line)
-    assert row == ["Tests", "Any", "fragile", "any", "1", "1", "5", "yes"]
+    assert row == ["Tests", "Any", "fragile", "any", "1", "0", "1", "5", "yes"]
 
 
 @pytest.mark.slow
