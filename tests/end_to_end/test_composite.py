@@ -14,6 +14,8 @@ from tests.end_to_end.runs import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
+FAMILY = "gemma3"
+TEXT = "language_model."  # Begin of the published names of its language model.
 CANARY = "weights/canary_abs_logprob"
 # A random network solves nothing, so half of its answers are paid by chance.
 REWARD = "def paid(completion):\n    return float(sum(map(ord, completion)) % 2)\n"
@@ -40,17 +42,17 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def check_written(family: str, start: Path, written: Path, *, text: tuple[str, ...]) -> None:
+def check_written(start: Path, written: Path) -> None:
     """Check that a checkpoint is its source with other weights of the language model."""
     before = tensors_in(start)
     after = tensors_in(written)
     assert before.keys() == after.keys()
-    towers = {name for name in before if not name.startswith(text)}
+    towers = {name for name in before if not name.startswith(TEXT)}
     assert towers
     for name in towers:
         assert torch.equal(before[name], after[name]), name
     assert any(not torch.equal(before[name], after[name]) for name in before.keys() - towers)
-    kind: Any = getattr(transformers, composite_architecture(family))
+    kind: Any = getattr(transformers, composite_architecture(FAMILY))
     _, report = kind.from_pretrained(written, output_loading_info=True, local_files_only=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
@@ -59,18 +61,12 @@ def check_written(family: str, start: Path, written: Path, *, text: tuple[str, .
 
 
 @pytest.mark.parametrize(
-    ("family", "text", "more"),
-    [
-        ("qwen3_5", ("model.language_model.", "lm_head."), ()),
-        pytest.param(
-            "gemma3", ("language_model.",), ("learner.num_ranks=2",), marks=pytest.mark.long
-        ),
-    ],
+    "more", [(), pytest.param(("learner.num_ranks=2",), marks=pytest.mark.long)]
 )
 def test_run_trains_the_language_model_and_keeps_the_rest(
-    family: str, text: tuple[str, ...], more: tuple[str, ...], tmp_path: Path
+    more: tuple[str, ...], tmp_path: Path
 ) -> None:
-    start = save_composite(family, tmp_path / "start")
+    start = save_composite(FAMILY, tmp_path / "start")
     (tmp_path / "paid.py").write_text(REWARD, encoding="utf-8")
     settings = (*SETTINGS, *more, f"model.path={start}", f"reward={tmp_path / 'paid.py'}:paid")
     for num_steps in (2, 3):  # The second start continues from the first one's checkpoint.
@@ -80,4 +76,4 @@ def test_run_trains_the_language_model_and_keeps_the_rest(
         canaries = [line[CANARY] for line in lines if CANARY in line]
         assert max(canaries) < 1e-3
         written = run.root / "checkpoints" / f"step-{num_steps:06d}"
-        check_written(family, start, written, text=text)
+        check_written(start, written)
