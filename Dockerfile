@@ -8,7 +8,7 @@ RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends \
     bubblewrap ca-certificates g++ libnuma1 make python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 1000 --create-home longstride \
-    && install -d -o longstride /opt/longstride
+    && install -d -o longstride /opt/longstride /opt/longstride/runs
 USER longstride
 WORKDIR /opt/longstride
 COPY --chown=longstride Makefile requirements-cpu.lock requirements-gpu.lock ./
