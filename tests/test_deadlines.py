@@ -50,6 +50,7 @@ ALLOWED = {  # file:function -> why no deadline of its own is needed
     "envhub/sandbox/containers.py:_run": "the process was killed",
     "envhub/hosting/session.py:__aenter__": "the session's step has a deadline",
     "benchmarks/learner/checkpoint.py:": "a checkpoint has the time limit of its wait",
+    "benchmarks/hostile/": "its sockets have the time limit of an answer",
     "benchmarks/transport.py": "a benchmark has the time limit of its command",
     "learner/ingest/buffer.py:_note_scores": "the future is done",
     "learner/ingest/intake.py:_next": "rest until there is work; its own thread",
