@@ -40,7 +40,7 @@ GRADERS_FILE = Path(__file__).with_name("graders.py")
 NUM_WARM = max(1, min(4, os.cpu_count() or 1))  # Processes that are started without a wait.
 MAX_PROCESSES = 32
 MAX_SHARED = 64  # Asynchronous calls of one process at once.
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 60.0  # Most seconds in which a process starts and loads its functions.
 INTERRUPT_S = 0.5  # Seconds in which an interrupted call should end.
 BUSY_S = 0.5  # Seconds until a call that waits for a free process starts another one.
 WATCH_S = 0.5  # Seconds between two looks at a running call.
@@ -72,7 +72,7 @@ class UserFunction:
     module: str = ""
     file: str = ""  # Path of a module that is loaded by its file; "": by its name.
     name: str = ""
-    load_s: float = 0.0  # Seconds in which its module was loaded.
+    load_s: float = 0.0  # Seconds in which its module was loaded, or may load.
     # A fast function that ships runs in the calling process. None: it needs a process of its own.
     function: Callable[..., Any] | None = None
     is_shipped: bool = False
@@ -169,6 +169,8 @@ def shipped_function(reference: str, function: Callable[..., Any], *, library: s
         function=None if library else function,
         is_shipped=True,
         library=library,
+        # A library is loaded at the first call only, perhaps on a busy machine.
+        load_s=START_TIMEOUT_S if library else 0.0,
     )
 
 
