@@ -108,7 +108,12 @@ def load_policy(
             give_memory(model, torch.device(device))
             fill(model, path)
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        try:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        except ValueError as error:  # The class does not support it.
+            raise ConfigError(
+                f"learner.gradient_checkpointing=true: {error} Use false for this model"
+            ) from error
     make_deterministic(model)  # Adapters and the layers of gradient checkpointing are new.
     if not is_skeleton:
         # This moves the model in place; the wrapper in transformers hides the type.

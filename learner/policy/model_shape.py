@@ -22,7 +22,7 @@ INDEX = "model.safetensors.index.json"
 DTYPE_KEYS = ("dtype", "torch_dtype")
 # Beginnings of the names of a composite's weights that belong to its language model.
 LANGUAGE = re.compile(
-    r"(language_model|text_model|lm_head|model\.(language_model|text_model|llm|layers|embed_tokens|norm))\."
+    r"(model\.)?(language_model|text_model|llm|lm_head|layers|embed_tokens|norm)\."
 )
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 

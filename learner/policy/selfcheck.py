@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from common.errors import ConfigError
 from common.formats.sense_tokens import sense_tokens
 from learner.batch.batching import TokenBatch, collate_tokens
-from learner.policy.composite import text_config
+from learner.policy.composite import source_of, text_config
 from learner.policy.model import Scoring
 
 LENGTHS = (24, 44, 33, 37)  # Tokens of the scored sequences.
@@ -200,7 +200,15 @@ def plain_logprobs(model: PreTrainedModel, tokens: TokenBatch, *, autocast: bool
     """Return the [tokens] float32 nats of a padded block by the network's own forward pass."""
     device_type = tokens.token_ids.device.type
     with own_attention(model), torch.autocast(device_type, dtype=torch.bfloat16, enabled=autocast):
-        logits = model(input_ids=tokens.token_ids, use_cache=False).logits
+        try:
+            logits = model(input_ids=tokens.token_ids, use_cache=False).logits
+        except AttributeError as error:
+            if source_of(model) is None:
+                raise
+            raise ConfigError(
+                f"model.path: transformers' {type(model).__name__} computes no text without its"
+                f" modules for other input ({error}). Choose another model"
+            ) from error
     rows = logits.flatten(0, 1)[tokens.source_rows].float()
     return F.log_softmax(rows, dim=-1).gather(1, tokens.target_ids[:, None]).squeeze(1)
 

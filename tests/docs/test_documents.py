@@ -116,8 +116,9 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
 
 
 def names_a_test(words: list[str]) -> bool:
-    """Return whether `python -m pytest FILE -k PART` names a test of a file."""
-    text = (ROOT / words[3]).read_text(encoding="utf-8")
+    """Return whether `python -m pytest [-m long] FILE -k PART` names a test of a file."""
+    file = next(word for word in words if word.endswith(".py"))
+    text = (ROOT / file).read_text(encoding="utf-8")
     part = words[words.index("-k") + 1] if "-k" in words else ""
     return re.search(rf"^(async )?def test_\w*{re.escape(part)}", text, re.MULTILINE) is not None
 

@@ -56,7 +56,8 @@ NAMES = [
 STUDIES = ("algorithms", "staleness", "teacher", "horizon", "peer")
 SUITES = (
     "learner, weights, delta, actor, scheduler, transport, engines, envhub, end2end, tail, chaos,"
-    " chaos-delta, chaos-adapters, chaos-short, hostile, conformance, gpu, gpu-small, "
+    " chaos-delta, chaos-adapters, chaos-short, hostile, conformance, conformance-layouts, gpu,"
+    " gpu-small, "
 ) + ", ".join(STUDIES)
 USUAL = "[--config NAME|FILE] [--dry-run] [key=value ...]"
 

@@ -111,13 +111,16 @@ def _weights(scores: Tensor, block: PairBlock, sinks: Tensor | None) -> Tensor:
         scores: [kv_head, query * group, key], changed in place.
     """
     _hide(scores, block)
-    if sinks is not None:
-        kv_heads, num_rows, _ = scores.shape
-        of_heads = sinks.to(scores.dtype).view(kv_heads, 1, -1)
-        num_queries = block.queries.stop - block.queries.start
-        of_rows = of_heads.expand(kv_heads, num_queries, -1).reshape(kv_heads, num_rows, 1)
-        scores = torch.cat([scores, of_rows], -1)
-    return torch.softmax(scores, -1)  # In fp32 internally.
+    if sinks is None:
+        return torch.softmax(scores, -1)  # In fp32 internally.
+    kv_heads, num_rows, _ = scores.shape
+    of_heads = sinks.view(kv_heads, 1, -1)
+    num_queries = block.queries.stop - block.queries.start
+    of_rows = of_heads.expand(kv_heads, num_queries, -1).reshape(kv_heads, num_rows, 1)
+    # The sinks keep their precision: a version publishes them in fp32.
+    wide = torch.promote_types(scores.dtype, sinks.dtype)
+    both = torch.cat([scores.to(wide), of_rows.to(wide)], -1)
+    return torch.softmax(both, -1).to(scores.dtype)
 
 
 def _by_head(rows: Tensor, kv_heads: int, size: int) -> Tensor:

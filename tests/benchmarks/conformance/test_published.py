@@ -135,7 +135,9 @@ def test_files_have_the_weights_of_further_heads(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_published_type_of_kimi_is_read_as_its_family(tmp_path: Path) -> None:
     start = save_published("Kimi-K2-Instruct", tmp_path)
-    assert json.loads((start / "config.json").read_text())["model_type"] == "kimi_k2"
+    assert (
+        json.loads((start / "config.json").read_text(encoding="utf-8"))["model_type"] == "kimi_k2"
+    )
     names = load_file(start / "model.safetensors").keys()
     assert "model.layers.1.mlp.experts.0.down_proj.weight" in names, "the published names"
     policy = load_policy(str(start), device="cpu", gradient_checkpointing=False)

@@ -143,6 +143,8 @@ PPO = {"advantage": Advantage.PPO}
 SHARED = {"reward_level": CreditLevel.TURN}  # turns of one state then have unlike returns
 # Settings without an effect on a training step; each is read in the file named here.
 ELSEWHERE = {
+    "learner.profile_steps": "common/config/learner.py",
+    "learner.memory_snapshot": "common/config/learner.py",
     "algorithm.router_aux_coef": "tests/learner/policy/test_expert_balance.py",
     "algorithm.routing_replay": "tests/learner/policy/test_expert_routing.py",
     # Without path or url there is no teacher; test_teacher.py has the effects of one.

@@ -112,6 +112,7 @@ def test_wrong_measures_are_refused(overrides: list[str], words: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_snapshot_of_the_memory_lies_beside_the_profile(tmp_path: Path) -> None:
     profiler = StepProfiler([1, 1], tmp_path, has_memory=True)
     with profiler.step(1):

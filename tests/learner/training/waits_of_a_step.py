@@ -127,7 +127,7 @@ def waits_of(case: Case, max_tokens: int, version: int) -> dict[str, Any]:
         has_reference = algorithm.kl_coef > 0 and not case.has_adapters
         reference: Any = on_device(make_model(seed=1, num_layers=1)) if has_reference else None
         for each in filter(None, (model, reference)):
-            attention._measured[each] = ""
+            attention._measured[each] = attention._Packable(attention.Separation.KERNELS)
         settings = TrainerSettings(learner=cfg, algorithm=algorithm, num_steps=10)
         networks = Networks(
             policy=model, critic=critic, reference=reference, is_base_reference=case.has_adapters
