@@ -467,11 +467,13 @@ class Caller:
                 process.num_running += 1
                 return process
             num = len(self._processes) + self._num_starting
+            is_starting = self._num_starting > 0
             waited_s = time.monotonic() - began_s
-            if waited_s > MAX_WAIT_S:
+            if waited_s > MAX_WAIT_S and not is_starting:
                 text = f"all {num} grader processes were busy for {waited_s:.0f} s"
                 raise EnvFailure(f"{text}; raise data.max_workers")
-            is_late = waited_s > BUSY_S
+            # A process that loads a large library must not make the waiting calls start others.
+            is_late = waited_s > BUSY_S and not is_starting
             if num < NUM_WARM or (is_late and num < MAX_PROCESSES and self._has_memory()):
                 await self._start()
             else:
@@ -520,6 +522,9 @@ def _started(functions: Sequence[UserFunction]) -> GraderProcess:
             if "missing" in reply or "refused" in reply:
                 why = reply.get("refused") or f"no module {reply['missing']!r}"
                 raise EnvFailure(f"{user.reference} cannot be loaded: {why}")
+    except Ungraded as error:  # No call was made, so no time limit of a call was reached.
+        process.end()
+        raise EnvFailure(f"the functions' process cannot start: {error}") from error
     except BaseException:
         process.end()
         raise

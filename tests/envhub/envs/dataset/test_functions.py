@@ -11,7 +11,7 @@ import pytest
 
 from common.repository import ROOT
 from envhub.env import EnvFailure
-from envhub.envs.dataset.functions import Caller, Ungraded, UserFunction, load_function
+from envhub.envs.dataset.functions import NUM_WARM, Caller, Ungraded, UserFunction, load_function
 from envhub.envs.dataset.grader_process import pack, unpack
 from tests.envhub.envs.dataset.made import make, played, run
 
@@ -254,3 +254,53 @@ def test_process_of_a_cancelled_call_gets_no_further_call(tmp_path: Path) -> Non
         assert run(answers()) is True
     finally:
         caller.close()
+
+
+SLOW_LIBRARY = """
+import os
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+(HERE / f"loaded-{os.getpid()}").touch()
+if (HERE / "is-broken").exists():
+    os._exit(4)
+time.sleep(1.5)
+
+
+def right(completion):
+    return completion == "7"
+"""
+
+
+@pytest.mark.slow
+def test_calls_that_wait_for_a_slow_library_start_no_crowd_of_processes(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW_LIBRARY, encoding="utf-8")
+    function = load_function("reward", f"{tmp_path / 'slow.py'}:right")
+    num_before = len(list(tmp_path.glob("loaded-*")))
+    caller = Caller([function])
+
+    async def call() -> bool:
+        return (await caller.call(function, {"completion": "7"}, timeout_s=5)).value
+
+    async def call_all() -> list[bool]:
+        return await asyncio.gather(*(call() for _ in range(40)))
+
+    try:
+        assert asyncio.run(call_all()) == [True] * 40
+    finally:
+        caller.close()
+    assert len(list(tmp_path.glob("loaded-*"))) - num_before <= NUM_WARM
+
+
+def test_process_that_cannot_start_is_a_failure_and_no_score(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW_LIBRARY.replace("1.5", "0"), encoding="utf-8")
+    function = load_function("reward", f"{tmp_path / 'slow.py'}:right")
+    (tmp_path / "is-broken").touch()
+    caller = Caller([function])
+    try:
+        with pytest.raises(EnvFailure, match="process cannot start") as caught:
+            asyncio.run(caller.call(function, {"completion": "7"}, timeout_s=5))
+    finally:
+        caller.close()
+    assert not isinstance(caught.value, Ungraded)  # Such a failure would be worth a score.
