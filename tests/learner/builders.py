@@ -130,7 +130,8 @@ class MixingEmbedding(nn.Embedding):
 def make_mixing_model() -> Qwen3ForCausalLM:
     """Build a model whose packed sequences see each other in any attention."""
     model = make_model()
-    embedding = MixingEmbedding(*model.model.embed_tokens.weight.shape)
+    num_tokens, width = model.model.embed_tokens.weight.shape
+    embedding = MixingEmbedding(num_tokens, width)
     embedding.weight = model.model.embed_tokens.weight
     model.model.embed_tokens = embedding
     return model

@@ -85,8 +85,8 @@ def test_own_files_of_nodes_resume_like_sent_ones(tmp_path: Path) -> None:
         disk.rename(tmp_path / "lost")
         with pytest.raises(ConfigError, match=rf"{ours}/__2_0.bin.*run.py gather run.name=run"):
             resume(run, folder)
-        assert len(gather_files(folder, read_manifest(folder), [], print)) == 2
-        assert gather_files(folder, read_manifest(folder), [str(tmp_path / "lost")], print) == []
+        assert len(gather_files(folder, read_manifest(folder), [])) == 2
+        assert gather_files(folder, read_manifest(folder), [str(tmp_path / "lost")]) == []
         make_whole(run.cfg, folder)
         assert is_whole(folder)
         assert_equal(resume(run, folder), expected)

@@ -102,7 +102,7 @@ def test_kernels_apply_additions_to_the_formula(name: str, addition: str, value_
         if is_ours:
             kernel = KERNELS[name]
             more: dict[str, Any] = {"packing": packing_of(LENGTHS), "sliding_window": window}
-            module = torch.nn.Identity()
+            module: Any = torch.nn.Identity()
             if cap:
                 module.config = AutoConfig.for_model(
                     "gemma2", **FAMILY_SIZES, attn_logit_softcapping=cap
