@@ -27,6 +27,7 @@ from common.wire.addresses import bracketed
 from common.wire.messages import Hello, Progress
 from common.wire.security import RunKeys, load_keys
 from common.wire.sockets import Router
+from learner.algorithms.user_functions import user_filter
 from learner.batch.batching import Sample
 from learner.ingest.buffer import GroupAssembly, TrajectoryBuffer
 from learner.ingest.intake import Admission, Intake
@@ -252,6 +253,7 @@ def _group_assembly(cfg: RunConfig) -> GroupAssembly:
         cfg.groups,
         cfg.algorithm,
         has_signal=lambda members: group_has_signal(members, cfg.algorithm),
+        keeps=user_filter(cfg.groups),
         is_lockstep=cfg.train.mode is TrainMode.SYNC,
         is_taught=cfg.algorithm.teacher.is_on,
     )

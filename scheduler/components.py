@@ -12,6 +12,7 @@ from scheduler.curriculum.curriculum import Curriculum
 from scheduler.curriculum.mixture import Mixture
 from scheduler.curriculum.sampling import eval_items
 from scheduler.curriculum.success import SuccessAverages
+from scheduler.curriculum.user_functions import ItemFunction
 from scheduler.dispatch.gate import GateState, StalenessThrottle
 from scheduler.dispatch.limits import DispatchLimits
 from scheduler.dispatch.pace import Pace
@@ -105,7 +106,14 @@ def build_components(cfg: RunConfig, catalogue: HubCatalogue) -> Components:
     several = cfg.actor.engines_per_process
     actors = [actor_name(i) for i in range(cfg.actor.num_processes)]
     engines = [name for actor in actors for name in engine_names(actor, several)]
-    mixture = Mixture(cfg.mixture, cfg.tasks, catalogue, seed=seed, group_size=group_size)
+    mixture = Mixture(
+        cfg.mixture,
+        cfg.tasks,
+        catalogue,
+        seed=seed,
+        group_size=group_size,
+        user=ItemFunction(cfg.curriculum, seed) if cfg.curriculum.is_of_user else None,
+    )
     curriculum = Curriculum(cfg.horizon, mixture, cfg.tasks, catalogue, cfg.curriculum)
     limits = DispatchLimits(
         scheduler=cfg.scheduler,

@@ -46,6 +46,7 @@ from common.wire.sockets import Received, Router
 from scheduler import state
 from scheduler.components import build_components
 from scheduler.core import SchedulerCore
+from scheduler.curriculum.user_functions import user_functions
 from scheduler.evaluation import Phase, eval_lines
 from scheduler.event_log import EventLog
 from scheduler.live_config import LiveChanges
@@ -325,6 +326,8 @@ def build(
     catalogue = start_messages.wait_for_catalogue(token=token, stop=stop)
     for line in cfg.curriculum.warnings(cfg.horizon):
         logger.warning(line.removeprefix("warning: "))
+    for user in user_functions(cfg):
+        logger.info("%s", user.note)
     clock = LoopClock(time.monotonic())
     components = build_components(cfg, catalogue)
     core = SchedulerCore(components, clock=clock, run_epoch=secrets.token_hex(8))

@@ -100,6 +100,7 @@ def test_two_roles_need_each_module_of_common() -> None:
 
 
 PLUGINS = {  # Files that load modules by name: environments, adapters, commands, own code of users.
+    "common/user_code.py",
     "envhub/catalogue/registry.py",
     "envhub/envs/code/harness.py",
     "envhub/envs/dataset/files.py",
@@ -107,7 +108,6 @@ PLUGINS = {  # Files that load modules by name: environments, adapters, commands
     "envhub/envs/dataset/graders.py",
     "envhub/envs/miniwob/experts/table.py",
     "envhub/interop/yaml_environments.py",
-    "learner/algorithms/user_functions.py",
     "tools/cli/command_line.py",  # The files of the commands.
     "tools/exchange/writing.py",
 }

@@ -12,7 +12,7 @@ from common.config.horizon import (
     StageGate,
     shortest_stage,
 )
-from common.config.knobs import Contradiction, knob
+from common.config.knobs import FUNCTION, Contradiction, knob
 from common.config.tasks import TaskSection
 
 
@@ -21,7 +21,8 @@ class CurriculumKind(StrEnum):
 
     horizon: the length of episodes, by the section `horizon`. distance: the distance of the items,
     by the section `curriculum.distance`, for tasks with a distance; the horizon is fixed at its
-    last stage. both: each by its own section.
+    last stage. both: each by its own section. A function of your own chooses the item of each
+    group; the horizon grows by the section `horizon`.
     """
 
     HORIZON = "horizon"
@@ -87,13 +88,22 @@ class DistanceSection:
 class CurriculumSection:
     """The growing quantity during training: the horizon, the distance of the goals, or both."""
 
-    kind: CurriculumKind = knob(CurriculumKind.HORIZON, "Selects what grows over the run.")
+    kind: CurriculumKind | str = knob(
+        CurriculumKind.HORIZON,
+        "Selects what grows over the run, or names your own function, which chooses the items.",
+        form=FUNCTION,
+    )
     distance: DistanceSection = field(default_factory=DistanceSection)
 
     @property
     def has_distance(self) -> bool:
         """Whether distances grow."""
-        return self.kind is not CurriculumKind.HORIZON
+        return self.kind in (CurriculumKind.DISTANCE, CurriculumKind.BOTH)
+
+    @property
+    def is_of_user(self) -> bool:
+        """Whether a function of the user chooses the items."""
+        return ":" in self.kind
 
     def effective(self, policy: HorizonPolicy) -> HorizonPolicy:
         """Return the schedule in effect: fixed at its last stage if only distances grow."""
@@ -104,7 +114,7 @@ class CurriculumSection:
         """Return a warning for each growing horizon that the curriculum keeps fixed."""
         why = "has no effect: curriculum.kind=distance fixes the horizon at its last stage"
         return [
-            f"warning: horizon.{f'per_env.{name}.' if name else ''}kind={kind.value} {why}"
+            f"warning: horizon.{f'per_env.{name}.' if name else ''}kind={kind!s} {why}"
             for name in ("", *horizon.per_env)
             if (kind := horizon.policy(name).kind) is not self.effective(horizon.policy(name)).kind
         ]
@@ -117,13 +127,13 @@ class CurriculumSection:
         """Yield the reasons why the curriculum does not fit the tasks, or has no effect."""
         if not self.has_distance:
             if self.distance != DistanceSection():
-                law = "has no effect with curriculum.kind=horizon; use distance or both"
+                law = f"has no effect with curriculum.kind={self.kind!s}; use distance or both"
                 yield "curriculum.distance", self.distance.kind.value, law
             return
         far = [task for task in tasks if task.distance]
         if not far:
             law = "needs a task with a distance, such as {env: e, subset: s, distance: [4, 32]}"
-            yield "curriculum.kind", self.kind.value, law
+            yield "curriculum.kind", str(self.kind), law
         for task in far:
             first = self.bounds()[0]
             if first < task.distance[0]:

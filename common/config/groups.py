@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from common.config.knobs import knob, seconds
+from common.config.knobs import FUNCTION, knob, seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,13 @@ class GroupsSection:
     )
     max_oversample: float = knob(
         3.0, "Limits the groups drawn for one step to this multiple of per_step.", ge=1, le=1000
+    )
+    filter: str = knob(
+        "",
+        "Names your own function, which decides whether a complete group is trained. Empty keeps "
+        "all groups with signal.",
+        form=FUNCTION,
+        also="",
     )
     straggler_factor: float = knob(
         0.0,

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from common.config.knobs import Contradiction, knob
+from common.config.knobs import FUNCTION, Contradiction, knob
 from common.ids import distance_of
 
 MAX_TURNS = 100_000
@@ -17,7 +17,8 @@ class HorizonKind(StrEnum):
 
     fixed: always the last stage. stepwise: the next stage every `every_steps` steps. linear: from
     the first stage to the last over `over_steps` steps. gated: the next stage when the conditions
-    of the section `gated` hold, one stage back if entropy or effective sample size collapses.
+    of the section `gated` hold, one stage back if entropy or effective sample size collapses. A
+    function of your own chooses any horizon from the first stage to the last after each step.
     """
 
     FIXED = "fixed"
@@ -123,24 +124,33 @@ class HorizonOverride:
 class HorizonPolicy:
     """The complete schedule for one environment or subset."""
 
-    kind: HorizonKind
+    kind: HorizonKind | str  # A text names a function of the user.
     stages: tuple[int, ...]  # Strictly increasing values in the horizon's unit.
     every_steps: int
     over_steps: int
     gated: StageGate
 
+    @property
+    def is_of_user(self) -> bool:
+        """Whether a function of the user chooses the horizon."""
+        return ":" in self.kind
+
     def values(self) -> Sequence[int]:
         """Return every value that the schedule can produce."""
         first = -1 if self.kind is HorizonKind.FIXED else 0
-        is_linear = self.kind is HorizonKind.LINEAR
-        return range(self.stages[0], self.stages[-1] + 1) if is_linear else self.stages[first:]
+        has_all = self.kind is HorizonKind.LINEAR or self.is_of_user
+        return range(self.stages[0], self.stages[-1] + 1) if has_all else self.stages[first:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HorizonSection:
     """The interaction horizon: the longest episode (ScalingInter-RL, arXiv 2509.08755)."""
 
-    kind: HorizonKind = knob(HorizonKind.FIXED, "Selects how the horizon changes over the run.")
+    kind: HorizonKind | str = knob(
+        HorizonKind.FIXED,
+        "Selects how the horizon changes over the run, or names your own function.",
+        form=FUNCTION,
+    )
     unit: HorizonUnit = knob(
         HorizonUnit.TURNS,
         "Selects the unit of the horizon in training. In every unit, a turn that has begun is "
@@ -171,8 +181,9 @@ class HorizonSection:
             if self.unit is HorizonUnit.TURNS and max(stages, default=0) > MAX_TURNS:
                 law = f"with horizon.unit=turns, each must be in [1, {MAX_TURNS}]"
                 yield f"{key}stages", stages, law
-            if len(stages) < 2 and policy.kind in (HorizonKind.LINEAR, HorizonKind.GATED):
-                law = f"horizon.{key}kind={policy.kind.value} needs two or more stages"
+            is_growing = policy.kind in (HorizonKind.LINEAR, HorizonKind.GATED)
+            if len(stages) < 2 and (is_growing or policy.is_of_user):
+                law = f"horizon.{key}kind={policy.kind!s} needs two or more stages"
                 yield f"{key}stages", stages, law
 
     def name_of(self, env: str, subset: str) -> str:
@@ -186,9 +197,14 @@ class HorizonSection:
         override = self.per_env.get(name) or HorizonOverride()
         of_env = self.per_env.get(name.partition("/")[0]) or HorizonOverride()
         return HorizonPolicy(
-            kind=HorizonKind(override.kind or of_env.kind or self.kind),
+            kind=_kind_of(override.kind or of_env.kind or self.kind),
             stages=tuple(override.stages or of_env.stages or self.stages),
             every_steps=override.every_steps or of_env.every_steps or self.every_steps,
             over_steps=override.over_steps or of_env.over_steps or self.over_steps,
             gated=self.gated,
         )
+
+
+def _kind_of(name: str) -> HorizonKind | str:
+    """Return a kind by its name; a function of the user has its import path."""
+    return name if ":" in name else HorizonKind(name)

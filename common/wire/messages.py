@@ -83,6 +83,9 @@ class PolicyKind(StrEnum):
     EXPERT = "expert"
 
 
+USER_FILTER = "groups_filter"  # Cause of an outcome that the user's filter of groups decided.
+
+
 class Outcome(StrEnum):
     """The final state of an issued episode. Each episode gets exactly one."""
 

@@ -3,6 +3,7 @@
     policy_loss  f(inputs: LossInputs, cfg) -> loss [tokens], or (loss, is_bound [tokens] bool)
     advantage    f(rewards [member], members, cfg) -> [member], or [num_turns] for each member
     correction   f(log_rho [tokens], sequence_ids, num_sequences, cfg) -> [tokens]
+    groups.filter  f(members, cfg) -> whether the group is trained
 
 A correction of dtype bool is a mask; another one replaces the ratio rho.
 """
@@ -10,16 +11,8 @@ A correction of dtype bool is a mask; another one replaces the ratio rho.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 
-import hashlib
-import inspect
-import sys
-import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cache
-from importlib import import_module
-from pathlib import Path
-from types import ModuleType
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -27,9 +20,9 @@ import torch
 from torch import Tensor
 
 from common.config.algorithm import AlgorithmSection
+from common.config.groups import GroupsSection
 from common.errors import ConfigError
-from common.repository import working_directory
-from common.user_code import find_path, load_file
+from common.user_code import ImportedFunction, load_function
 from common.wire.messages import EndReason, EpisodeKind, PolicyKind, Trajectory
 from learner.algorithms.interface import Estimator, GroupAdvantages, LossInputs, Surrogate, Weight
 
@@ -42,85 +35,7 @@ TURNS = (0, 0, 1, 1, 2, 2, 2)
 GROUPS = ((0.0, 1.0, 0.5, 0.0), (1.0, 1.0, 1.0, 1.0))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectiveFunction:
-    """A function of the user that a key of `algorithm` names."""
-
-    key: str  # Such as algorithm.policy_loss.
-    reference: str  # Value of the key: module:function or file.py:function.
-    function: Callable[..., Any]
-    sha256: str  # Digest of the file that defines it.
-
-    @property
-    def where(self) -> str:
-        """The key and its value, for messages."""
-        return f"{self.key}={self.reference}"
-
-    @property
-    def short(self) -> str:
-        """The reference without folders, for formulas."""
-        return self.reference.rpartition("/")[2]
-
-    @property
-    def summary(self) -> str:
-        """The first line of its documentation, "" without one."""
-        return (inspect.getdoc(self.function) or "").partition("\n")[0]
-
-    def call(self, *arguments: Any) -> Any:
-        """Return the value of a call. Raises: ConfigError: it raised an error; names the line."""
-        try:
-            return self.function(*arguments)
-        except Exception as error:
-            frames = traceback.extract_tb(error.__traceback__)
-            last = frames[-1]
-            at = f" ({Path(last.filename).name}, line {last.lineno})" if len(frames) > 1 else ""
-            raise ConfigError(f"{self.where}: {type(error).__name__}: {error}{at}") from error
-
-
-@cache
-def load_function(key: str, reference: str) -> ObjectiveFunction:
-    """Return the function of `module:function` or `file.py:function`.
-
-    Raises: ConfigError: the module or the function is missing, or the module fails.
-    """
-    name, _, attribute = reference.rpartition(":")
-    where = f"{key}={reference}"
-    try:
-        module = _load_module(key, name)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"{where}: {name} cannot be loaded: {type(error).__name__}: {error}"
-        ) from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        names = [k for k, v in vars(module).items() if inspect.isfunction(v) and k[0] != "_"]
-        listed = f"; it has {', '.join(names[:10])}" if names else ""
-        raise ConfigError(f"{where}: {name} has no function {attribute!r}{listed}")
-    source = Path(module.__file__ or "")
-    content = source.read_bytes() if source.is_file() else b""
-    return ObjectiveFunction(
-        key=key, reference=reference, function=function, sha256=hashlib.sha256(content).hexdigest()
-    )
-
-
-def _load_module(key: str, name: str) -> ModuleType:
-    """Return a module by its file or by its name."""
-    folders = [working_directory()]
-    path = None
-    if name.endswith(".py"):
-        path = find_path(key, name).resolve()
-        folders.insert(0, path.parent)
-    # At the end: a module of the user does not replace one of the product.
-    sys.path += [str(folder) for folder in folders if str(folder) not in sys.path]
-    if path is None:
-        return import_module(name)
-    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
-    return load_file(path, name=f"algorithm_{path.stem}_{digest}")
-
-
-def functions_of(cfg: AlgorithmSection) -> list[ObjectiveFunction]:
+def functions_of(cfg: AlgorithmSection) -> list[ImportedFunction]:
     """Return the functions of the user that the configuration names. Raises: ConfigError."""
     return [
         load_function(f"algorithm.{name}", reference)
@@ -220,7 +135,7 @@ def _first_sequence(inputs: LossInputs) -> LossInputs:
     return replace(inputs, **cut, num_sequences=1, num_turns=max(TURNS[: SIZES[0]]) + 1)
 
 
-def _checked_loss(user: ObjectiveFunction, result: Any, shape: torch.Size) -> tuple[Tensor, Tensor]:
+def _checked_loss(user: ImportedFunction, result: Any, shape: torch.Size) -> tuple[Tensor, Tensor]:
     """Return the loss and its bounds. Raises: ConfigError: one has a wrong type or shape."""
     loss: Any = result
     is_bound: Any = None
@@ -233,7 +148,7 @@ def _checked_loss(user: ObjectiveFunction, result: Any, shape: torch.Size) -> tu
     return loss, is_bound
 
 
-def _check_tensor(user: ObjectiveFunction, value: Any, shape: torch.Size, wanted: str) -> None:
+def _check_tensor(user: ImportedFunction, value: Any, shape: torch.Size, wanted: str) -> None:
     """Raise ConfigError if a value is no tensor of this shape."""
     if not isinstance(value, Tensor):
         raise ConfigError(
@@ -253,7 +168,7 @@ def _gradient(loss: Tensor, inputs: LossInputs) -> Tensor | None:
     return gradient
 
 
-def _check_gradient(user: ObjectiveFunction, loss: Tensor, inputs: LossInputs) -> None:
+def _check_gradient(user: ImportedFunction, loss: Tensor, inputs: LossInputs) -> None:
     """Raise ConfigError if a loss of the small batch or its gradient is of no use."""
     if not torch.isfinite(loss).all():
         raise ConfigError(f"{user.where}: returned {loss.tolist()} on a small batch, not finite")
@@ -344,6 +259,30 @@ def user_estimator(reference: str, cfg: AlgorithmSection) -> Estimator:
     )
 
 
+def user_filter(cfg: GroupsSection) -> Callable[[Sequence[Trajectory]], bool] | None:
+    """Return the user's filter of groups after its check, None without one.
+
+    Raises: ConfigError: it cannot be loaded or called, or returns another value than a bool.
+    """
+    if not cfg.filter:
+        return None
+    user = load_function("groups.filter", cfg.filter)
+    user.check_arguments("members", "cfg")
+
+    def keeps(members: Sequence[Trajectory]) -> bool:
+        kept = user.call(list(members), cfg)
+        if not isinstance(kept, (bool, np.bool_)):
+            raise ConfigError(
+                f"{user.where}: returned {type(kept).__name__}; expected True for a group to train"
+                " and False for one to leave out"
+            )
+        return bool(kept)
+
+    for rewards in GROUPS:
+        keeps(_group(rewards)[1])
+    return keeps
+
+
 def check_group(estimator: Estimator, cfg: AlgorithmSection, size: int) -> None:
     """Check an estimator of the user with a small group. Raises: ConfigError: it is refused."""
     assert estimator.of_group is not None
@@ -357,7 +296,7 @@ def _group(rewards: Sequence[float]) -> tuple[Tensor, list[Trajectory]]:
 
 
 def _as_advantages(
-    user: ObjectiveFunction, result: Any, rewards: Tensor, members: Sequence[Trajectory]
+    user: ImportedFunction, result: Any, rewards: Tensor, members: Sequence[Trajectory]
 ) -> GroupAdvantages:
     """Return the result of a function as advantages. Raises: ConfigError: it is wrong."""
     wanted = f"a number for each of the {len(members)} members, or [num_turns] for each"

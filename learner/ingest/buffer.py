@@ -12,10 +12,11 @@ import numpy as np
 
 from common.config.algorithm import AlgorithmSection
 from common.config.groups import GroupsSection
-from common.errors import LongstrideError
+from common.errors import ConfigError, LongstrideError
 from common.ids import is_below, split_episode_id
 from common.text import counted
 from common.wire.messages import (
+    USER_FILTER,
     EpisodeKind,
     EpisodeOutcome,
     EpisodeSeen,
@@ -87,6 +88,7 @@ class GroupAssembly:
         algorithm: AlgorithmSection,
         *,
         has_signal: Callable[[list[Trajectory]], bool],
+        keeps: Callable[[list[Trajectory]], bool] | None = None,
         is_lockstep: bool = False,
         is_taught: bool = False,
     ) -> None:
@@ -94,6 +96,7 @@ class GroupAssembly:
 
         Args:
             has_signal: returns False if all members have the same value for training.
+            keeps: the user's filter of groups with signal; None keeps all of them.
             is_lockstep: take no batch before the scheduler has decided its size. Otherwise a batch
                 has `per_step` groups unless the scheduler has decided on fewer.
             is_taught: complete groups with signal wait for `add_scores` before a batch takes them.
@@ -101,6 +104,7 @@ class GroupAssembly:
         self._cfg = cfg
         self._filter = algorithm.filter_zero_variance
         self._has_signal = has_signal
+        self._keeps = keeps
         self._open: dict[str, _OpenGroup] = {}
         # Ids of completed groups; members that arrive later are in no batch.
         self._completed: set[str] = set()
@@ -187,6 +191,8 @@ class GroupAssembly:
             outcomes += [_outcome(t, Outcome.FAILED, "group_damaged") for t in survivors]
         elif self._filter and not self._has_signal(survivors):
             outcomes += [_outcome(t, Outcome.FILTERED, "zero_variance") for t in survivors]
+        elif self._keeps is not None and not self._keeps(survivors):
+            outcomes += [_outcome(t, Outcome.FILTERED, USER_FILTER) for t in survivors]
         else:
             is_ready = True
             self._complete(Group(group_id=group_id, members=survivors))
@@ -531,6 +537,8 @@ class TrajectoryBuffer:
 
     def _raise_failure(self) -> None:
         """Raise the failure of the intake's thread, if there was one."""
+        if isinstance(self._error, ConfigError):  # A restart would fail the same way.
+            raise self._error
         if self._error is not None:
             raise LongstrideError(
                 f"The intake of trajectories failed: {self._error}"

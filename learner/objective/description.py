@@ -234,10 +234,7 @@ def notes(algorithm: AlgorithmSection, learner: LearnerSection) -> list[str]:
     ):
         from learner.algorithms.user_functions import functions_of  # It imports torch.
 
-        lines += [
-            f"{user.where}: {user.summary or 'your function'} (sha256 {user.sha256[:12]})"
-            for user in functions_of(algorithm)
-        ]
+        lines += [user.note for user in functions_of(algorithm)]
     if not surrogate_of(algorithm).is_of_sequence:
         lines.append(
             f"policy_loss={algorithm.policy_loss}: the loss of a token reads other sequences of its"

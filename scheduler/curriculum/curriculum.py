@@ -21,6 +21,8 @@ from common.wire.messages import EndReason, EpisodeKind, EpisodeSeen, PolicyKind
 from scheduler.curriculum.catalogue import HubCatalogue
 from scheduler.curriculum.mixture import Mixture
 from scheduler.curriculum.sampling import Item, member_seed
+from scheduler.curriculum.success import UNKNOWN, StepSeen
+from scheduler.curriculum.user_functions import HorizonFunction
 from scheduler.episodes.table import EpisodeRecord, GroupRecord
 from scheduler.state import CONFIGURED, FIXED
 
@@ -43,7 +45,7 @@ def horizon_at(policy: HorizonPolicy, version: int) -> HorizonStamp:
         last stage.
 
     Raises:
-        ValueError: a gated horizon is no function of the version.
+        ValueError: a horizon that depends on results is no function of the version.
 
     Source: ScalingInter-RL, arXiv 2509.08755. There every step is on-policy. Here the version at
     which a group opens decides, so an episode may end after its stage did.
@@ -61,7 +63,7 @@ def horizon_at(policy: HorizonPolicy, version: int) -> HorizonStamp:
             horizon = stages[0] + (stages[last] - stages[0]) * done // policy.over_steps
             reached = sum(turns <= horizon for turns in stages)
             return HorizonStamp(horizon=horizon, stage=reached - 1)
-        case HorizonKind.GATED:
+        case _:
             raise ValueError(
                 "a gated horizon depends on the results of the run, not on the version alone"
             )
@@ -69,20 +71,7 @@ def horizon_at(policy: HorizonPolicy, version: int) -> HorizonStamp:
 
 logger = logging.getLogger(__name__)
 
-UNKNOWN = -1.0  # Value of a signal that the learner did not send.
 MAX_MOVES = 100  # Number of decisions that are kept.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepSeen:
-    """Signals of one training step, and its episodes of one environment at the current stage."""
-
-    version: int
-    num_episodes: int
-    num_solved: int
-    num_truncated: int  # Episodes cut by the horizon that the environment would have let continue.
-    entropy: float  # Nats per sampled token, over the whole batch; UNKNOWN.
-    ess_frac: float  # Effective sample size over the whole batch, as a share; UNKNOWN.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +140,11 @@ class GatedHorizon:
         if self.stamp != before:
             self.since = version
             self.num_episodes = self.num_solved = self.num_truncated = 0
+
+    def counts(self, stage: int, version: int) -> bool:
+        """Return whether episodes of a group count, given its stage and its version."""
+        # `since` excludes groups of an earlier visit to the same stage.
+        return stage == self.stage and version >= self.since
 
     def see(self, *, is_success: bool, is_truncated: bool) -> None:
         """Count an episode of the current stage."""
@@ -272,6 +266,53 @@ class GatedHorizon:
         self.stage = min(self.stage, len(self.policy.stages) - 1)
 
 
+@dataclass(slots=True)
+class UserHorizon(GatedHorizon):
+    """A horizon that a function of the user chooses after each step.
+
+    Every episode counts, since an episode may have had an earlier horizon.
+    """
+
+    function: HorizonFunction | None = None
+    horizon: int = 0
+
+    def __post_init__(self) -> None:
+        GatedHorizon.__post_init__(self)  # `super()` fails in a dataclass with slots.
+        self._choose(0)
+
+    @property
+    def stamp(self) -> HorizonStamp:
+        """Horizon and last stage reached for a group that opens now."""
+        reached = sum(stage <= self.horizon for stage in self.policy.stages)
+        return HorizonStamp(horizon=self.horizon, stage=max(0, reached - 1))
+
+    def counts(self, stage: int, version: int) -> bool:
+        """Return True: every episode counts."""
+        return True
+
+    def step(self, seen: StepSeen) -> None:
+        """Process one step, and let the function choose."""
+        self.steps.append(seen)
+        before = self.horizon
+        self._choose(seen.version)
+        if self.horizon != before:
+            self.since = seen.version
+            text = "horizon moved env=%s version=%d from=%d to=%d by=%s"
+            logger.info(text, self.env, seen.version, before, self.horizon, self.policy.kind)
+
+    def _choose(self, version: int) -> None:
+        """Call the function. Raises: ConfigError: its result is refused."""
+        assert self.function is not None
+        self.horizon = self.function.choose(
+            self.env, self.policy, version=version, horizon=self.horizon, steps=list(self.steps)
+        )
+
+    def after_restore(self) -> None:
+        """Keep the horizon within the stages of the configuration."""
+        stages = self.policy.stages
+        self.horizon = min(max(self.horizon, stages[0]), stages[-1])
+
+
 def success_gain(steps: Sequence[StepSeen]) -> float | None:
     """Return the gain of success over the steps: slope of the fitted line times their span.
 
@@ -347,8 +388,8 @@ class Curriculum:
         self._policies = {name: section.effective(horizon.policy(name)) for name in names}
         far = {task.env for task in tasks if task.distance and section.has_distance}
         self._distances = {env: section.distance.policy for env in sorted(far)}
-        self.gated = _gated_schedules(self._policies, horizon.unit)
-        self.gated_distance = _gated_schedules(self._distances, HorizonUnit.TURNS)
+        self.gated = _gated_schedules(self._policies, horizon.unit, horizon)
+        self.gated_distance = _gated_schedules(self._distances, HorizonUnit.TURNS, horizon)
 
     def configure(self, horizon: HorizonSection, section: CurriculumSection) -> None:
         """Use other stages and durations of the horizons. Open groups keep their stamps.
@@ -377,9 +418,9 @@ class Curriculum:
         def bound_of(env: str) -> int:
             return self._distance(env, version).horizon
 
-        item = self.mixture.item(number, bound_of)
+        item = self.mixture.item(number, bound_of, version=version, shunned=shunned)
         for again in range(1, MAX_DRAWS):
-            if item.env not in shunned:
+            if item.env not in shunned or self.mixture.user is not None:
                 break
             item = self.mixture.item(number + again * FAR, bound_of)
         stamp = self.stamp(item.env, version, subset=item.subset)
@@ -439,8 +480,8 @@ class Curriculum:
         gates = [(self.gated.get(name), group.horizon_stage)]
         if group.distance:
             gates.append((self.gated_distance.get(episode.env), group.distance_stage))
-        for gated, stage in gates:  # `since` excludes groups of an earlier visit to the same stage.
-            if gated and stage == gated.stage and group.opened_at_version >= gated.since:
+        for gated, stage in gates:
+            if gated and gated.counts(stage, group.opened_at_version):
                 gated.see(is_success=seen.is_success, is_truncated=is_truncated)
 
     def step(self, version: int, signals: dict[str, float]) -> None:
@@ -478,16 +519,22 @@ class Curriculum:
 
 
 def _gated_schedules(
-    policies: dict[str, HorizonPolicy], unit: HorizonUnit
+    policies: dict[str, HorizonPolicy], unit: HorizonUnit, horizon: HorizonSection
 ) -> dict[str, GatedHorizon]:
-    """Return the gated schedules by their names."""
-    gated = {name: each for name, each in policies.items() if each.kind is HorizonKind.GATED}
-    return {name: GatedHorizon(each, name, unit.value) for name, each in gated.items()}
+    """Return the schedules that depend on results, by their names."""
+    gated: dict[str, GatedHorizon] = {}
+    for name, policy in policies.items():
+        if policy.is_of_user:
+            function = HorizonFunction(policy.kind, horizon)
+            gated[name] = UserHorizon(policy, name, unit.value, function=function)
+        elif policy.kind is HorizonKind.GATED:
+            gated[name] = GatedHorizon(policy, name, unit.value)
+    return gated
 
 
 def _report_of(
     what: str, policy: HorizonPolicy, stamp: HorizonStamp, gated: GatedHorizon | None
 ) -> dict[str, Any]:
     """Return the stage and, if it is gated, the measurements of a schedule."""
-    report = {"kind": policy.kind.value, what: stamp.horizon, "stage": stamp.stage}
+    report = {"kind": str(policy.kind), what: stamp.horizon, "stage": stamp.stage}
     return report | (gated.report() if gated else {})

@@ -1,6 +1,6 @@
 """The mixture: draws the item of each training group, by fixed weights or by learning potential."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from scheduler.curriculum.sampling import (
     unbounded,
 )
 from scheduler.curriculum.success import SuccessPool, worth
+from scheduler.curriculum.user_functions import ItemFunction, TaskChoice
 from scheduler.state import CONFIGURED, FIXED
 
 MIN_TASK_EPISODES = 32  # Episodes of a task before its success is used.
@@ -60,6 +61,7 @@ class Mixture:
     tasks: dict[str, MixtureTask] = field(metadata=CONFIGURED)
     subset_success: SuccessPool
     item_success: SuccessPool
+    user: ItemFunction | None = None  # Chooses the items in place of `cfg`.
     _sampler: Sampler = field(metadata=FIXED)
     _points: GoldenSequence = field(metadata=FIXED)
     _catalogue: HubCatalogue = field(metadata=FIXED)
@@ -74,8 +76,10 @@ class Mixture:
         *,
         seed: int,
         group_size: int,
+        user: ItemFunction | None = None,
     ) -> None:
         """Start at the first item. The success of an item is averaged over two of its groups."""
+        self.user = user
         self.cfg = cfg
         self.seed = seed
         self.group_size = group_size
@@ -96,11 +100,23 @@ class Mixture:
         """True if the draws depend on the success seen so far."""
         return self.cfg.kind is MixtureKind.ADAPTIVE
 
-    def item(self, number: int, bound_of: Callable[[str], int] = unbounded) -> Item:
+    def item(
+        self,
+        number: int,
+        bound_of: Callable[[str], int] = unbounded,
+        *,
+        version: int = 0,
+        shunned: Sequence[str] = (),
+    ) -> Item:
         """Return the training item of group `number` (0-based).
 
-        `bound_of` returns the bound on the distance of an environment's items; 0: no bound.
+        Args:
+            bound_of: returns the bound on the distance of an environment's items; 0: no bound.
+            version: trained steps, for a function of the user.
+            shunned: environments that a function of the user must not choose, unless all are.
         """
+        if self.user is not None:
+            return self._item_of_user(self.user, number, version=version, shunned=shunned)
         if not self.is_adaptive:
             return self._sampler.item(number, bound_of)
         part = self._choose_task(self._points.share(number))
@@ -110,9 +126,35 @@ class Mixture:
 
     def see(self, seen: EpisodeSeen, item: Item) -> None:
         """Count a training episode whose result depends on the policy."""
-        if self.is_adaptive:
+        if self.is_adaptive or self.user is not None:
             self.subset_success.add(self._names[_without_bound(f"{item.env}/{item.subset}")], seen)
             self.item_success.add(f"{item.env}/{item.item_id}", seen)
+
+    def _item_of_user(
+        self, user: ItemFunction, number: int, *, version: int, shunned: Sequence[str]
+    ) -> Item:
+        """Return the item that a function of the user chooses. Raises: ConfigError."""
+        items = {
+            name: train_items(part.task, self._catalogue, seed=self.seed)
+            for name, part in self.tasks.items()
+        }
+        playable = [name for name, each in items.items() if each.env not in shunned]
+        choices = [
+            TaskChoice(
+                name=name,
+                weight=self.tasks[name].base,
+                num_items=items[name].num,
+                success=self.subset_success.success(name),
+            )
+            for name in playable or items
+        ]
+
+        def success_of(name: str, index: int) -> float | None:
+            item = items[name].item(index)
+            return self.item_success.success(f"{item.env}/{item.item_id}")
+
+        name, index = user.choose(number, choices, success_of, version=version)
+        return items[name].item(index)
 
     def forget_items(self, name: str) -> None:
         """Forget the success of items, which depends on the horizon.
@@ -166,7 +208,8 @@ class Mixture:
         success = {name: self.subset_success.success(name) for name in self.tasks}
         shares = {name: round(share, 4) for name, share in self.shares().items()}
         measured = {"success": success} if self.is_adaptive else {}
-        return {"kind": self.cfg.kind.value, "shares": shares, **measured}
+        kind = self.cfg.kind.value if self.user is None else str(self.user.section.kind)
+        return {"kind": kind, "shares": shares, **measured}
 
 
 def _without_bound(name: str) -> str:

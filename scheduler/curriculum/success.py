@@ -7,6 +7,7 @@ from functools import partial
 from common.wire.messages import EpisodeSeen
 from scheduler.state import FIXED
 
+UNKNOWN = -1.0  # Value of a signal that the learner did not send.
 Known = OrderedDict[str, list[float]]
 
 
@@ -17,6 +18,18 @@ def worth(success: float, *, floor: float) -> float:
     group has no signal for a group-relative advantage.
     """
     return max(floor, 4 * success * (1 - success))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSeen:
+    """Signals of one training step, and its episodes of one environment at the current stage."""
+
+    version: int
+    num_episodes: int
+    num_solved: int
+    num_truncated: int  # Episodes cut by the horizon that the environment would have let continue.
+    entropy: float  # Nats per sampled token, over the whole batch; UNKNOWN.
+    ess_frac: float  # Effective sample size over the whole batch, as a share; UNKNOWN.
 
 
 @dataclass(slots=True, kw_only=True)

@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass, field
 
 from common.text import counted
-from common.wire.messages import Outcome, Outcomes
+from common.wire.messages import USER_FILTER, Outcome, Outcomes
 from scheduler.state import VOLATILE
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,8 @@ class SignalWatch:
     # Time of the core's clock at which the first group without signal was complete.
     since: float | None = field(default=None, metadata=VOLATILE)
     num_groups: int = field(default=0, metadata=VOLATILE)
+    # Groups of them that the filter of the user left out.
+    num_by_user: int = field(default=0, metadata=VOLATILE)
     is_logged: bool = field(default=False, metadata=VOLATILE)
 
     def see(self, message: Outcomes, now: float) -> None:
@@ -39,11 +41,18 @@ class SignalWatch:
         }
         if any(group.is_ready for group in message.groups):
             self.since = None
-            self.num_groups = 0
+            self.num_groups = self.num_by_user = 0
             self.is_logged = False
         elif filtered:
             self.since = now if self.since is None else self.since
             self.num_groups += len(filtered)
+            self.num_by_user += len(
+                {
+                    report.episode_id.rpartition("/")[0]
+                    for report in message.outcomes
+                    if report.cause == USER_FILTER
+                }
+            )
 
     def notice(self, now: float, success: float | None) -> str:
         """Return the problem and its remedies; "" if there is no problem.
@@ -53,6 +62,11 @@ class SignalWatch:
         """
         if self.since is None or self.num_groups < MIN_GROUPS or now - self.since < WARN_AFTER_S:
             return ""
+        if self.num_by_user:
+            return (
+                f"No group was trained for {now - self.since:.0f} s: groups.filter left out"
+                f" {self.num_by_user} of {counted(self.num_groups, 'group')}. Let it keep others."
+            )
         suffix = "" if success is None else f", success {success:.2f}"
         problem = (
             f"No group had signal for {now - self.since:.0f} s: in"

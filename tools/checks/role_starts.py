@@ -9,8 +9,10 @@ from common.config.algorithm import Advantage, AlgorithmSection
 from common.config.learner import Attention, CriticKind, Layout, LearnerSection
 from common.config.run_config import RunConfig
 from common.repository import ROOT
+from common.user_code import load_function
 from learner.algorithms import table
 from learner.policy.model_kind import is_composite_in
+from scheduler.curriculum.user_functions import check_user_functions, user_functions
 
 
 def check_actor(cfg: RunConfig) -> None:
@@ -21,6 +23,26 @@ def check_actor(cfg: RunConfig) -> None:
     """
     check_rendering(cfg)
     check_engine_args(cfg.actor.engine_args)
+
+
+def check_functions(cfg: RunConfig) -> None:
+    """Call the user's functions of the curriculum and the user's filter of groups.
+
+    Raises: ConfigError: one cannot be loaded or called, or returns a wrong value.
+    """
+    check_user_functions(cfg)
+    if cfg.groups.filter:
+        from learner.algorithms.user_functions import user_filter  # It imports torch.
+
+        user_filter(cfg.groups)
+
+
+def function_lines(cfg: RunConfig) -> list[str]:
+    """Return the lines of the printed objective about the user's other functions."""
+    functions = user_functions(cfg)
+    if cfg.groups.filter:
+        functions.append(load_function("groups.filter", cfg.groups.filter))
+    return [f"objective: {user.note}" for user in functions]
 
 
 def check_networks(cfg: RunConfig, *, is_offline: bool = False) -> None:

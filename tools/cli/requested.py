@@ -173,6 +173,7 @@ def log_weights(cfg: RunConfig) -> None:
 def show_config(cfg: RunConfig, command: str, *, has_plan: bool = False) -> int:
     """Print the resolved configuration, memory plan, precision and objective; return exit code."""
     from learner.objective.description import summary_lines
+    from tools.checks.role_starts import function_lines
     from tools.dequantise.models import disk_lines, weight_lines, with_cache_paths
     from tools.offline.checks import rate_lines
 
@@ -181,6 +182,7 @@ def show_config(cfg: RunConfig, command: str, *, has_plan: bool = False) -> int:
     lines += rate_lines(command, cfg)
     if command not in ("sft", "dpo", "evolve"):  # They have objectives of their own.
         lines += summary_lines(cfg.algorithm, cfg.learner)
+        lines += function_lines(cfg)
         lines += cfg.curriculum.warnings(cfg.horizon)
     text = config_as_yaml(without_secrets(cfg)) + "".join(f"# {line}\n" for line in lines)
     print(with_cache_paths(text, cfg), end="")

@@ -54,8 +54,9 @@ def _check_dry(cfg: RunConfig) -> None:
 def _check_roles(cfg: RunConfig) -> None:
     """Run the start checks of an actor and of the learner before these roles start."""
     from tools.checks.environments import check_prompts
-    from tools.checks.role_starts import check_actor, check_networks
+    from tools.checks.role_starts import check_actor, check_functions, check_networks
 
+    check_functions(cfg)
     check_actor(cfg)
     check_prompts(cfg)
     check_networks(cfg)
