@@ -173,6 +173,12 @@ class Env(Protocol):
     If items have tools of their own, `EnvSpec.tools` is empty, and a method `item_tools()`, called
     after `reset`, returns the tools of the item in the form of `EnvSpec.tools`.
 
+    An environment may be able to save an episode, with two methods. `save()` returns the state as
+    plain data: None, bool, int, float, str, and lists and dicts (with str keys) of them. The hub
+    copies it at once. `load(state)` is called on another episode after `reset` with the same item
+    and seed, perhaps in another process. From then on equal actions have equal results. `save` is
+    called between steps, never after the last one, and must not change the episode.
+
     In an environment with seats (`EnvSpec.seats`), several players act in turn. Seat 0 moves first,
     and `StepResult.seat` names the seat that moves next. An observation is for that seat: it holds
     all that the seat must know since its last move. `StepResult.seat_rewards` is required.

@@ -18,6 +18,14 @@ class SessionConflict(RuntimeError):
     """The step does not follow the last one, or the episode has already ended."""
 
 
+class BadState(ValueError):
+    """A saved state is damaged, or belongs to another episode or environment."""
+
+
+class StateUnsaved(RuntimeError):
+    """The state of an episode cannot be saved; the episode itself continues."""
+
+
 class CapacityFull(RuntimeError):
     """The environment has reached its limit of sessions."""
 

@@ -1,7 +1,8 @@
 """Wrapper that sums the step rewards of an episode into the score so far."""
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from inspect import isawaitable
 from typing import Any
 
@@ -41,7 +42,10 @@ class SummedRewards:
         self._sum = 0.0
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._env, name)
+        inner = getattr(self._env, name)
+        if name in ("save", "load"):  # Only an environment that has both can be saved.
+            return partial(getattr(self, f"_{name}"), inner)
+        return inner
 
     def reset(self, item_id: str, seed: int) -> Any:
         """Reset the inner environment and the sum."""
@@ -56,6 +60,20 @@ class SummedRewards:
     async def _later(self, result: Awaitable[StepResult]) -> StepResult:
         """Await a result, and add it to the sum."""
         return self._summed(await result)
+
+    def _save(self, save: Callable[[], Any]) -> Any:
+        """Return the state of the inner environment with the sum."""
+        state = save()
+        return self._saved_later(state) if isawaitable(state) else [self._sum, state]
+
+    async def _saved_later(self, state: Awaitable[Any]) -> Any:
+        """Await a state, and add the sum to it."""
+        return [self._sum, await state]
+
+    def _load(self, load: Callable[[Any], Any], state: Any) -> Any:
+        """Restore the sum and the inner environment."""
+        self._sum, inner = state
+        return load(inner)
 
     def _summed(self, result: StepResult) -> StepResult:
         """Return a result with the sum of the rewards so far."""

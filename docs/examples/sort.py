@@ -38,6 +38,12 @@ class Sort:
             is_success=done,  # Success does not depend on the reward.
         )
 
+    def save(self) -> list[int]:
+        return self.left  # Optional: what `load` needs after a `reset` of the same item.
+
+    def load(self, state: list[int]) -> None:
+        self.left = state
+
     def valid_actions(self) -> list[str]:
         return [str(number) for number in self.left]
 

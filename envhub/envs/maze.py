@@ -154,6 +154,15 @@ class MazeEnv(TextEnv):
         """Return a text that identifies the current state of the item."""
         return f"at {self._at}"
 
+    def save(self) -> list[int]:
+        """Return the cell, and the number of moves."""
+        return [*self._at, self._num_moves]
+
+    def load(self, state: list[int]) -> None:
+        """Go to a saved cell."""
+        row, column, self._num_moves = state
+        self._at = row, column
+
     def _end(self, word: str) -> str:
         """Return the last observation of an episode."""
         return word.lower() if self._is_compact else f"{word}\n"

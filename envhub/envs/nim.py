@@ -3,7 +3,7 @@
 import functools
 import random
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from common.config.envs import EnvsSection
 from envhub.env import EnvSpec, ItemId, StepResult, Style, SubsetSpec, action_text, parse_item
@@ -154,6 +154,15 @@ class NimEnv(TextEnv):
             is_valid=is_valid,
             seat_rewards=rewards,
         )
+
+    def save(self) -> dict[str, Any]:
+        """Return the position, the seat that moves, and the moves."""
+        return {"piles": [*self._piles], "seat": self._seat, "moves": self._moves}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue at a saved position."""
+        self._piles = tuple(state["piles"])
+        self._seat, self._moves = state["seat"], state["moves"]
 
     def _described(self, move: NimMove) -> str:
         """Return the other player's move in the words of an observation."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from common.config.envs import EnvsSection
 from envhub.env import EnvSpec, StepResult, SubsetSpec, action_text, parse_item
-from envhub.envs.text_env import TextEnv
+from envhub.envs.text_env import SavesCounters, TextEnv
 from envhub.tables import one_instruction
 
 WAYS = {"left": "turn left", "right": "turn right", "ahead": "move forward"}
@@ -39,12 +39,14 @@ class _Walk(NamedTuple):
 WALKS = {"Signs": _Walk(12, 3), "Halls": _Walk(24, 4, num_words=32)}
 
 
-class RecallEnv(TextEnv):
+class RecallEnv(SavesCounters, TextEnv):
     """One episode, solved after the last crossing; each crossing pays an equal share of the reward.
 
     Only the sign's direction leads to the next crossing. Any other direction leads back to the same
     crossing and costs a turn. A sign is shown again then, a hall's view is not.
     """
+
+    changing = ("_at", "_num_turns")
 
     def reset(self, item_id: str, seed: int = 0) -> str:
         """Start an item. `seed` is unused: the item determines all signs."""

@@ -8,7 +8,7 @@ import random
 
 from common.config.envs import EnvsSection
 from envhub.env import EnvSpec, StepResult, SubsetSpec, action_text, parse_item
-from envhub.envs.text_env import TextEnv
+from envhub.envs.text_env import SavesCounters, TextEnv
 from envhub.tables import one_instruction
 
 SUBSET = "Carry"
@@ -36,13 +36,15 @@ def num_rooms(index: int) -> int:
     return most - place % (most // 2 if band else most)
 
 
-class RoomsEnv(TextEnv):
+class RoomsEnv(SavesCounters, TextEnv):
     """One episode with `num_rooms` rooms. The reward is 1 after the last room.
 
     Every room has three closed doors, one in the key's colour. This door leads to the next room,
     takes the key and gives another. The other doors stay closed and cost a turn. There are two
     turns per room.
     """
+
+    changing = ("_at", "_num_turns")
 
     def reset(self, item_id: str, seed: int = 0) -> str:
         """Start an item. `seed` is unused: the item determines all rooms."""

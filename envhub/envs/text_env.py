@@ -1,6 +1,7 @@
 """The base of text environments: steps are possible only during an episode."""
 
 import hashlib
+from typing import Any, ClassVar
 
 from envhub.env import StepResult, Style
 
@@ -25,6 +26,24 @@ def plain_result(observation: str, is_valid: bool) -> StepResult:
             cached.clear()
         cached[observation] = result
     return result.__copy__()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class SavesCounters:
+    """`save` and `load` for an environment whose steps change only a few plain attributes.
+
+    The rest of the episode follows from its item, which `reset` has read.
+    """
+
+    changing: ClassVar[tuple[str, ...]]  # Names of the attributes that a step changes.
+
+    def save(self) -> dict[str, Any]:
+        """Return the changing attributes by name."""
+        return {name: getattr(self, name) for name in self.changing}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Set the changing attributes."""
+        for name in self.changing:
+            setattr(self, name, state[name])
 
 
 class TextEnv:

@@ -9,9 +9,10 @@ from typing import Any, Protocol
 
 from common.errors import EnvError
 from envhub.env import EnvSpec, Isolation, StepResult, Style, UnknownItem
-from envhub.errors import WorkerLost
+from envhub.errors import StateUnsaved, WorkerLost
 from envhub.hosting.env_calls import call_environment
 from envhub.hosting.inline import InlineBudget
+from envhub.hosting.saved import can_save, state_text
 from envhub.hosting.worker import Worker
 from envhub.hosting.worker_pool import WorkerPool
 
@@ -33,6 +34,7 @@ class HostedEpisode(Protocol):
     first_state: str  # State at the start of the episode; "" if the environment has no states.
     first_messages: list[dict[str, Any]]  # See `Env`; [] if the environment has none.
     item_tools: list[dict[str, Any]]  # See `Env`; [] if all items have the environment's tools.
+    can_save: bool  # The environment has the methods `save` and `load`.
 
     async def open(self, item_id: str, seed: int) -> str: ...
     async def step(self, action: str) -> StepResult: ...
@@ -40,6 +42,8 @@ class HostedEpisode(Protocol):
     async def hint(self) -> tuple[list[str], str | None]: ...
     async def render(self) -> tuple[str, str]: ...  # Returns a text for people and a fingerprint.
     async def detail(self, what: str) -> Any: ...  # See `Env`.
+    async def save(self) -> str: ...  # Returns the state as JSON; also raises StateUnsaved.
+    async def load(self, state: Any) -> None: ...  # See `Env`.
     async def close(self) -> None: ...
 
 
@@ -51,6 +55,7 @@ class LocalEpisode:
 
     worker: Worker | None = None
     first_state = ""
+    can_save = False
 
     def __init__(
         self, spec: EnvSpec, style: Style, inline: InlineBudget, *, timeout_s: float
@@ -74,6 +79,7 @@ class LocalEpisode:
             self.first_messages = await self._call(self._env.first_messages)
         if hasattr(self._env, "item_tools"):
             self.item_tools = await self._call(self._env.item_tools)
+        self.can_save = can_save(self._env)
         return observation
 
     async def step(self, action: str) -> StepResult:
@@ -96,6 +102,12 @@ class LocalEpisode:
         """Return additional data of the environment; None if it has none."""
         detail = getattr(self._env, "detail", None)
         return None if detail is None else await self._call(lambda: detail(what))
+
+    async def save(self) -> str:
+        return state_text(await self._call(self._env.save))
+
+    async def load(self, state: Any) -> None:
+        await self._call(lambda: self._env.load(state))
 
     async def close(self) -> None:
         """Close the environment. A failure is only logged."""
@@ -122,6 +134,7 @@ class WorkerEpisode:
 
     is_instant = False
     first_state = ""
+    can_save = False
 
     def __init__(self, pool: WorkerPool, style: Style, *, timeout_s: float) -> None:
         self.worker: Worker | None = None
@@ -136,7 +149,7 @@ class WorkerEpisode:
         """Reserve a worker and begin the episode there."""
         self.worker = await self._pool.take()
         opened = await self._call("open", style=self._style.value, item_id=item_id, seed=seed)
-        observation, self.first_state, self.first_messages, self.item_tools = opened
+        observation, self.first_state, self.first_messages, self.item_tools, self.can_save = opened
         return observation
 
     async def step(self, action: str) -> StepResult:
@@ -152,6 +165,15 @@ class WorkerEpisode:
 
     async def detail(self, what: str) -> Any:
         return await self._call("detail", what=what)
+
+    async def save(self) -> str:
+        saved = await self._call("save")
+        if "text" not in saved:
+            raise StateUnsaved(saved["reason"])
+        return saved["text"]
+
+    async def load(self, state: Any) -> None:
+        await self._call("load", state=state)
 
     async def close(self) -> None:
         """Close the environment in the worker, and free the place."""

@@ -3,8 +3,9 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from envhub.env import StepResult
+from envhub.env import StepResult, Style
 from envhub.hosting.episodes import HostedEpisode
 
 # Bucket bounds of the histogram of step durations.
@@ -25,11 +26,24 @@ class Session:
 
     session_id: str
     env_name: str
+    item_id: str = ""
+    seed: int = 0
+    style: Style = Style.COMPACT
     answer: StepResult | None = None
     seq: int = 0
     episode: HostedEpisode
     lock: asyncio.Lock | None
     owner: str = ""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The values that this session has in common with one that loads its saved state."""
+        return {
+            "env": self.env_name,
+            "item_id": self.item_id,
+            "seed": self.seed,
+            "style": self.style.value,
+        }
 
     @property
     def is_busy(self) -> bool:

@@ -28,12 +28,14 @@ from envhub.errors import (
     ServicePaused,
     SessionConflict,
     SessionUnknown,
+    StateUnsaved,
     WorkerLost,
 )
 from envhub.hosting.env_calls import call_environment
 from envhub.hosting.episodes import HostedEpisode, LocalEpisode, WorkerEpisode
 from envhub.hosting.expiry import ExpiringTable
 from envhub.hosting.inline import INLINE_STEP_S, InlineBudget
+from envhub.hosting.saved import read_saved, saved_text
 from envhub.hosting.session import STEP_BUCKETS_S, Session, SessionLock, empty_histogram
 from envhub.hosting.worker import Worker
 from envhub.hosting.worker_pool import WorkerPool
@@ -294,6 +296,7 @@ class Sessions:
         self._live: ExpiringTable[str, Session] = ExpiringTable(idle_s, now_s)
         # Reasons of lost workers that clients have not received yet.
         self._unreported: ExpiringTable[str, str] = ExpiringTable(idle_s, now_s)
+        self._unsaved: set[str] = set()  # Environments with a state that could not be saved.
         self._num_running = 0
         self._owners: Counter[str] = Counter()  # Open connections by owner.
         self._ending: set[asyncio.Task[None]] = set()
@@ -348,7 +351,14 @@ class Sessions:
         session_id = secrets.token_urlsafe(18)
         lock = None if episode.is_instant else asyncio.Lock()
         session = Session(
-            session_id=session_id, env_name=env_name, episode=episode, lock=lock, owner=owner
+            session_id=session_id,
+            env_name=env_name,
+            item_id=item_id,
+            seed=seed,
+            style=style,
+            episode=episode,
+            lock=lock,
+            owner=owner,
         )
         self._live.put(session_id, session)
         self.counts["created"] += 1
@@ -436,6 +446,68 @@ class Sessions:
         """Return the messages before the first observation of a session; [] if there are none."""
         session = self._live.find(session_id)
         return session.episode.first_messages if session is not None else []
+
+    def can_save(self, session_id: str) -> bool:
+        """Return whether the environment of a session can save its episode."""
+        session = self._live.find(session_id)
+        return session is not None and session.episode.can_save
+
+    async def save(self, session_id: str) -> str:
+        """Return the state of a session, for `load` of a new session of the same item and seed.
+
+        Raises:
+            StateUnsaved: the environment cannot save it, or it is too large. The session continues.
+            SessionUnknown, EnvTimeout, WorkerLost: as for a step.
+        """
+        async with self._exclusive(session_id) as session:
+            if not session.episode.can_save:
+                raise StateUnsaved(f"{session.env_name} has no save() and load()")
+            if session.answer is not None and session.answer.done:
+                raise StateUnsaved("the episode has ended")
+            began_s = time.perf_counter()
+            self._begin_call()
+            try:
+                state = await session.episode.save()
+            except (WorkerLost, EnvTimeout) as error:
+                self._note_failure(session.env_name, error)
+                await self._drop(session)
+                raise
+            except (EnvRaised, StateUnsaved) as error:
+                self._note_unsaved(session.env_name, error)
+                raise StateUnsaved(str(error)) from error
+            finally:
+                self._end_call()
+            saved = saved_text(session.identity, session.answer, state)
+            self.counts["saved"] += 1
+            self.counts["saved_bytes"] += len(saved)
+            self.counts["saved_us"] += int(1e6 * (time.perf_counter() - began_s))
+            return saved
+
+    async def load(self, session_id: str, saved: str) -> None:
+        """Bring a session without a step into a saved state; its next step has seq 1.
+
+        Raises:
+            BadState: the state is damaged or of another episode. The session continues.
+            SessionConflict: a step was performed before.
+            StateUnsaved: the environment has no `load`.
+            SessionUnknown, EnvRaised, EnvTimeout: the environment could not load the state.
+        """
+        async with self._exclusive(session_id) as session:
+            if session.seq:
+                raise SessionConflict(f"seq {session.seq}: a state is loaded before the first step")
+            if not session.episode.can_save:
+                raise StateUnsaved(f"{session.env_name} has no save() and load()")
+            state, answer = read_saved(session.identity, saved)
+            await self._call(session, session.episode.load(state))
+            session.answer = answer
+            self.counts["loaded"] += 1
+
+    def _note_unsaved(self, env_name: str, error: Exception) -> None:
+        """Count a state that could not be saved; log the first one of each environment."""
+        self.counts["unsaved"] += 1
+        if env_name not in self._unsaved:
+            self._unsaved.add(env_name)
+            logger.warning("state not saved env=%s reason=%s", env_name, error)
 
     def start_score(self, env_name: str) -> float:
         """Return the score of an episode before its first step. Raises: UnknownEnv."""

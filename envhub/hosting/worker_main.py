@@ -24,8 +24,9 @@ from common.log import configure_logging
 from common.text import kind_of
 from envhub.catalogue.registry import load_spec, parse_options
 from envhub.env import EnvFailure, EnvSpec, ServiceDown, StepResult, Style, UnknownItem
-from envhub.errors import EnvRaised
+from envhub.errors import EnvRaised, StateUnsaved
 from envhub.hosting.env_calls import call_environment
+from envhub.hosting.saved import can_save, state_text
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,10 @@ class Host:
         return os.getpid()
 
     async def _open(self, message: dict[str, Any]) -> list[Any]:
-        """Begin an episode; return its observation, state, first messages and own tools."""
+        """Begin an episode.
+
+        Returns: [observation, state, first messages, own tools, whether it can be saved].
+        """
         assert self._spec is not None
         env: Any = self._spec.make(Style(message["style"]))
         self._envs[message["session"]] = env
@@ -127,7 +131,7 @@ class Host:
             await self._run(getattr(env, name)) if hasattr(env, name) else []
             for name in ("first_messages", "item_tools")
         ]
-        return [observation, state, messages, tools]
+        return [observation, state, messages, tools, can_save(env)]
 
     async def _step(self, message: dict[str, Any]) -> dict[str, Any]:
         env = self._envs[message["session"]]
@@ -146,6 +150,16 @@ class Host:
     async def _detail(self, message: dict[str, Any]) -> Any:
         detail = getattr(self._envs[message["session"]], "detail", None)
         return None if detail is None else await self._run(detail, message["what"])
+
+    async def _save(self, message: dict[str, Any]) -> dict[str, str]:
+        """Return the state of an episode as JSON, or the reason why it cannot be saved."""
+        try:
+            return {"text": state_text(await self._run(self._envs[message["session"]].save))}
+        except StateUnsaved as error:
+            return {"reason": str(error)}
+
+    async def _load(self, message: dict[str, Any]) -> None:
+        await self._run(self._envs[message["session"]].load, message["state"])
 
     async def _close(self, message: dict[str, Any]) -> None:
         """Close an episode."""

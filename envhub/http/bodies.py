@@ -42,6 +42,7 @@ class StepRequest(BaseModel):
     """Body of POST /v1/sessions/{id}/step; `seq` starts at 1 and grows by one.
 
     `num_bytes` is not 0 if the action was too large to send; the hub then answers it as invalid.
+    `save` requests the state after the step, if the environment can save it.
     """
 
     model_config = ConfigDict(extra="forbid", cache_strings="keys")
@@ -49,6 +50,15 @@ class StepRequest(BaseModel):
     action: str
     seq: int = Field(ge=1, le=MAX_SEED)
     num_bytes: int = Field(default=0, ge=0, le=MAX_SEED)
+    save: bool = False
+
+
+class LoadRequest(BaseModel):
+    """Body of POST /v1/sessions/{id}/load: the `saved` text of a step of the same item and seed."""
+
+    model_config = ConfigDict(extra="forbid", cache_strings="keys")
+
+    saved: str
 
 
 class CloseRequest(BaseModel):
@@ -68,7 +78,9 @@ class Created(BaseModel):
 
     `messages` precede the observation, which is the user's next message. `tools` are the item's, if
     its environment has other tools for each item. An environment with
-    several players has `num_seats`, and `seat` is the one that moves first.
+    several players has `num_seats`, and `seat` is the one that moves first. `can_save`: steps can
+    return the state (`save`), which another session loads. `is_repeatable`: equal actions always
+    have equal results.
     """
 
     session_id: str
@@ -79,6 +91,8 @@ class Created(BaseModel):
     tools: list[dict[str, Any]] = []
     seat: int | None = None
     num_seats: int | None = None
+    can_save: bool = False
+    is_repeatable: bool = False
 
 
 class Stepped(BaseModel):
@@ -89,6 +103,8 @@ class Stepped(BaseModel):
     if the environment has no states. `is_truncated` is True when a limit of the environment ended
     the episode (`done`) before the task was finished. `metrics` are named numbers of the episode.
     With several players, `seat` moves next, and `seat_rewards` has the reward of each seat.
+    `saved` is the state after the step, if it was requested and the episode continues; `unsaved` is
+    the reason why it could not be saved.
     """
 
     observation: str
@@ -101,6 +117,8 @@ class Stepped(BaseModel):
     metrics: dict[str, float] = {}
     seat: int | None = None
     seat_rewards: list[float] | None = None
+    saved: str | None = None
+    unsaved: str | None = None
 
 
 class Hint(BaseModel):
@@ -147,6 +165,8 @@ class CreatedEntry(Entry):
     tools: list[dict[str, Any]] | None = None
     seat: int | None = None
     num_seats: int | None = None
+    can_save: bool | None = None
+    is_repeatable: bool | None = None
 
 
 class SteppedEntry(Entry):
@@ -162,6 +182,8 @@ class SteppedEntry(Entry):
     metrics: dict[str, float] | None = None
     seat: int | None = None
     seat_rewards: list[float] | None = None
+    saved: str | None = None
+    unsaved: str | None = None
 
 
 _BATCH = TypeAdapter(Annotated[list[Any], Field(max_length=MAX_BATCH)])

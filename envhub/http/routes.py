@@ -25,12 +25,14 @@ from common.http.serving import REFUSED, Refusals, token_in
 from envhub.catalogue.registry import Registry, load_extensions
 from envhub.env import UnknownItem
 from envhub.errors import (
+    BadState,
     CapacityFull,
     EnvRaised,
     HubDraining,
     ServicePaused,
     SessionConflict,
     SessionUnknown,
+    StateUnsaved,
     UnknownEnv,
 )
 from envhub.hosting.session import STEP_BUCKETS_S
@@ -46,6 +48,7 @@ from envhub.http.bodies import (
     Entry,
     Failed,
     Hint,
+    LoadRequest,
     Pictured,
     Rendered,
     Stepped,
@@ -63,7 +66,10 @@ from envhub.http.parts import AgentGymLimits, HubParts
 logger = logging.getLogger(__name__)
 
 
-COUNTS = ("created", "expired", "deleted", "steps", "repeated", "refused", "failed", "repaired")
+COUNTS = (
+    *("created", "expired", "deleted", "steps", "repeated", "refused", "failed", "repaired"),
+    *("saved", "saved_bytes", "saved_us", "unsaved", "loaded"),
+)
 CONNECTION_REFUSALS = (
     "large_headers",
     "slow",
@@ -163,7 +169,7 @@ class AuthMiddleware:
             await _refusal(401, "a valid bearer token is required")(scope, receive, send)
             return
         path = scope["path"]
-        is_large = path.endswith(("/step", "/batch")) or path.startswith("/agentgym/")
+        is_large = path.endswith(("/step", "/batch", "/load")) or path.startswith("/agentgym/")
         limit = self._max_action_bytes if is_large else self._max_body_bytes
         length = headers.get(b"content-length")
         if length is not None and (not length.isdigit() or int(length[:20]) > limit):
@@ -232,12 +238,15 @@ def _refusal(status: int, detail: str) -> Response:
 
 
 RETRY_AFTER_S = 1
+MAX_REASON_CHARS = 500
 SIGN_S = 0.5  # Seconds between two bytes to a client that holds a presence connection.
 
 STATUS_CODES: dict[type[Exception], int] = {
     BadBody: 422,
     UnknownEnv: 404,
     UnknownItem: 404,
+    BadState: 422,
+    StateUnsaved: 422,
     SessionUnknown: 404,
     SessionConflict: 409,
     CapacityFull: 429,
@@ -394,6 +403,17 @@ def _add_session_routes(app: FastAPI, sessions: Sessions) -> None:
         body = parse_body(StepRequest, await request.body())
         return json_response(await _step(sessions, session_id, body))
 
+    @app.post(
+        "/v1/sessions/{session_id}/load",
+        status_code=204,
+        responses=_fails(404, 409, 422, 424, 500, 504),
+        openapi_extra=body_of(LoadRequest),
+        tags=["sessions"],
+    )
+    async def load(session_id: str, request: Request) -> Response:
+        await sessions.load(session_id, parse_body(LoadRequest, await request.body()).saved)
+        return Response(status_code=204)
+
     @app.delete(
         "/v1/sessions/{session_id}", status_code=204, responses=_fails(404, 500), tags=["sessions"]
     )
@@ -500,6 +520,8 @@ async def _create(sessions: Sessions, body: CreateRequest) -> dict[str, Any]:
     created |= {"messages": messages} if messages else {}
     tools = sessions.item_tools(session_id)
     created |= {"tools": tools} if tools else {}
+    created |= {"can_save": True} if sessions.can_save(session_id) else {}
+    created |= {"is_repeatable": True} if sessions.registry.spec(body.env).is_repeatable else {}
     num_seats = sessions.registry.spec(body.env).seats
     return created | ({"seat": 0, "num_seats": num_seats} if num_seats > 1 else {})
 
@@ -507,7 +529,13 @@ async def _create(sessions: Sessions, body: CreateRequest) -> dict[str, Any]:
 async def _step(sessions: Sessions, session_id: str, body: StepRequest) -> dict[str, Any]:
     """Perform a step; return the body of the answer."""
     result = await sessions.step(session_id, body.action, body.seq, num_bytes=body.num_bytes)
-    return result.as_dict()
+    answer = result.as_dict()
+    if body.save and not result.done:
+        try:
+            answer["saved"] = await sessions.save(session_id)
+        except StateUnsaved as error:
+            answer["unsaved"] = str(error)[:MAX_REASON_CHARS]
+    return answer
 
 
 async def _entry(work: Coroutine[Any, Any, dict[str, Any]], *, status: int) -> dict[str, Any]:

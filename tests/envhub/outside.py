@@ -10,6 +10,7 @@ from envhub.env import (
     EnvFailure,
     EnvSpec,
     Isolation,
+    Reward,
     StepResult,
     Style,
     SubsetSpec,
@@ -190,3 +191,55 @@ def make_unloadable() -> EnvSpec:
     if MARKS in os.environ:
         raise RuntimeError("no libfoo.so here")
     return replace(make_worker(), name="unloadable")
+
+
+class SavingEnv(FaultyEnv):
+    """Pays a tenth a step, and saves what its last action asks for."""
+
+    def step(self, action: str) -> StepResult:
+        self.last = action
+        self.num_steps += 1
+        done = self.num_steps == 10
+        text = f"step {self.num_steps}"
+        return StepResult(observation=text, reward=0.1, done=done, is_valid=True, state=text)
+
+    def save(self) -> object:
+        kinds = {"tuple": (1,), "number": {1: 1}, "nan": float("nan"), "bytes": b"1"}
+        if self.last == "raise in save":
+            raise KeyError("nothing to save")
+        if self.last == "hang in save":
+            time.sleep(60.0)
+        pad = "x" * (2 << 20) if self.last == "large" else kinds.get(self.last)
+        return {"num_steps": self.num_steps, "pad": pad}
+
+    def load(self, state: dict[str, int]) -> None:
+        self.num_steps = state["num_steps"]
+
+
+class LateSavingEnv(SavingEnv):
+    """The same with coroutines."""
+
+    async def reset(self, item_id: str, seed: int) -> str:  # type: ignore[override]
+        return super().reset(item_id, seed)
+
+    async def step(self, action: str) -> StepResult:  # type: ignore[override]
+        return super().step(action)
+
+    async def save(self) -> object:  # type: ignore[override]
+        return super().save()
+
+    async def load(self, state: dict[str, int]) -> None:  # type: ignore[override]
+        super().load(state)
+
+    async def close(self) -> None:  # type: ignore[override]
+        super().close()
+
+
+def make_saving() -> EnvSpec:
+    """Return an environment with states, in a worker, whose rewards are summed."""
+    return replace(make_worker(), name="saving", make=SavingEnv, reward=Reward.SUM)
+
+
+def make_saving_task() -> EnvSpec:
+    """Return the same in the hub's event loop."""
+    return replace(make_task(), name="saving_task", make=LateSavingEnv, reward=Reward.SUM)

@@ -264,6 +264,7 @@ def findings(driver: Driver, name: str, num: int, overrides: list[str]) -> Itera
         yield from checks.check_items(driver, items)
         yield from checks.check_determinism(driver, plays)
         yield from checks.check_at_once(driver, plays)
+        yield from checks.check_saving(driver, plays)
         yield from _elsewhere(driver, name, plays, overrides)
         yield from check_rewards(spec, plays)
         yield from checks.check_actions(driver, items)

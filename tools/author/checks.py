@@ -15,6 +15,8 @@ from typing import Any
 from common.errors import EnvError
 from common.text import counted
 from envhub.env import SPLITS, EnvSpec, Isolation, StepResult, UnknownItem, split_item
+from envhub.errors import StateUnsaved
+from envhub.hosting.saved import state_text
 from tools.author.episodes import Driver, RecordedPlay, chance, expert
 
 
@@ -69,6 +71,9 @@ HOSTILE = (
 )
 MAX_AT_ONCE = 8  # Episodes that run at the same time.
 START_S = 60.0  # Deadline for the start of their threads.
+MAX_SAVED_PLAYS = 12  # Episodes whose states are saved and loaded.
+MAX_SAVED_TURNS = 4  # Turns of each of them at which that happens, beside the last one.
+SAVING = ("save", "load")
 MAX_ACTIONS = 20  # Maximum number of valid actions tried in one state.
 METHODS = ("reset", "step", "valid_actions", "expert_action", "render", "fingerprint", "close")
 
@@ -256,6 +261,64 @@ def _play_in_threads(driver: Driver, alone: Sequence[RecordedPlay]) -> list[list
 
     with ThreadPoolExecutor(len(alone)) as threads:
         return list(threads.map(play, alone))
+
+
+def check_saving(driver: Driver, plays: Plays) -> Iterator[Finding]:
+    """Yield episodes that differ after their state was saved and loaded between two turns.
+
+    The state is saved before each of some turns. Another episode loads it and performs the rest of
+    the actions. The saved episode goes on, too, and must be unchanged.
+    """
+    with driver.open(plays.all[0].item_id) as episode:
+        has = [name for name in SAVING if callable(getattr(episode.env, name, None))]
+    if len(has) < len(SAVING):
+        text = "no save() and load(): an episode whose hub or actor is killed begins anew"
+        if driver.spec.is_repeatable:
+            text = "no save() and load(): an interrupted episode repeats its actions to continue"
+        text = f"{has[0]}() alone, without {(set(SAVING) - set(has)).pop()}()" if has else text
+        yield Finding(Grade.FAIL if has else Grade.NOTE, "saving", text)
+        return
+    problems: list[str] = []
+    sizes: list[int] = []
+    for played in plays.all[:MAX_SAVED_PLAYS]:
+        try:
+            turn = _first_difference(driver, played, sizes)
+        except (StateUnsaved, EnvError) as error:
+            problems.append(f"{played.item_id}: {error}")
+            continue
+        if turn is not None:
+            problems.append(f"{played.item_id} differs from turn {turn} on after save() and load()")
+    most = max(sizes, default=0)
+    text = f"{counted(len(sizes), 'state')} saved and loaded, {most} bytes at most"
+    yield from graded("saving", problems, text)
+
+
+def _first_difference(driver: Driver, played: RecordedPlay, sizes: list[int]) -> int | None:
+    """Return the first turn that differs after a state was loaded; None: all are equal.
+
+    Raises: StateUnsaved: a state is not plain data, or too large. EnvError: a call raised.
+    """
+    expected = compared_part(played)
+    last = len(played.actions) - played.is_over  # The last turn after which a state is saved.
+    turns = {*range(0, last + 1, 1 + last // MAX_SAVED_TURNS), last}
+    with driver.open(played.item_id) as saved:
+        for turn, action in enumerate([*played.actions, None]):
+            if turn in turns:
+                text = state_text(saved.call("save"))
+                sizes.append(len(text))
+                with driver.open(played.item_id) as other:
+                    other.call("load", json.loads(text))
+                    for rest in played.actions[turn:]:
+                        other.step(rest)
+                    for number, part in enumerate(compared_part(other)[1:], turn + 1):
+                        if driver.spec.is_repeatable and part != expected[number]:
+                            return number - 1
+            if action is not None:
+                saved.step(action)
+    if not driver.spec.is_repeatable:
+        return None
+    pairs = zip(compared_part(saved), expected, strict=False)
+    return next((max(0, turn - 1) for turn, (one, two) in enumerate(pairs) if one != two), None)
 
 
 def compared_part(episode: RecordedPlay) -> list[object]:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from common.config.envs import BabyaiOptions, EnvsSection
 from envhub.env import EnvSpec, ItemId, StepResult, Style, action_text
@@ -250,6 +251,15 @@ class AgentGymBabyAiEnv(BabyAiEnv):
         level, seed = levels.locate(item)
         return levels.AS_IN_AGENTGYM.get(level, level), seed
 
+    def save(self) -> Any:
+        """Return the primitives so far, and the result of the last action."""
+        return [super().save(), self._reward, self._score, self._has_ended]
+
+    def load(self, state: Any) -> None:
+        """Repeat saved primitives."""
+        performed, self._reward, self._score, self._has_ended = state
+        super().load(performed)
+
     def _update_view(self) -> None:
         super()._update_view()
         self._offer = offer(self._scene, self._objects, self._view)
@@ -283,6 +293,7 @@ class AgentGymBabyAiEnv(BabyAiEnv):
         has_reward = False
         for primitive in action.primitives:
             before = image(self._scene)
+            self._performed.append(int(primitive))
             _, reward, self._has_ended, _, _ = self._level.step(primitive)
             has_reward = float(reward) > 0
             self._scene = read_scene(self._level)

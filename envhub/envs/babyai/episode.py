@@ -463,6 +463,7 @@ class BabyAiEnv(TextEnv):
             self._level.gen_obs = dict
             self._level_name = level_name
         self._level.reset(seed=seed)
+        self._performed: list[int] = []  # All primitives of the episode.
         self._max_steps = self._level.max_steps
         self._level.max_steps = ENDLESS_STEPS
         self._fingerprint = _fingerprint(self._level)
@@ -502,6 +503,7 @@ class BabyAiEnv(TextEnv):
         is_won = False
         for primitive in action.primitives:
             before = self._pose()
+            self._performed.append(int(primitive))
             _, reward, has_ended, _, _ = self._level.step(primitive)
             # minigrid's debugging levels also end on a wrong object. Here the episode continues.
             if has_ended and float(reward) > 0:
@@ -515,6 +517,19 @@ class BabyAiEnv(TextEnv):
             self._scene = read_scene(self._level)
         self._update_view()
         return is_won
+
+    def save(self) -> list[int]:
+        """Return the primitives so far: the mission refers to the level's objects themselves."""
+        return self._performed
+
+    def load(self, state: list[int]) -> None:
+        """Repeat saved primitives. They take some 20 microseconds each."""
+        for primitive in state:
+            self._level.step(primitive)
+        self._performed = state
+        if state:  # AgentGym's first view differs from the level.
+            self._scene = read_scene(self._level)
+            self._update_view()
 
     def state_text(self) -> str:
         """Return a hash of the map, pose, carried object and completed mission parts."""

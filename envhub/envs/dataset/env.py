@@ -131,6 +131,14 @@ class DatasetEnv:
             return StepResult(observation=text, reward=reward, done=False, is_valid=True)
         return await self._scored(completion, text, is_limit=not is_over)
 
+    def save(self) -> dict[str, Any]:
+        """Return the conversation, and the state that the functions of the user receive."""
+        return {"messages": self._messages, "state": self._state}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue a saved conversation."""
+        self._messages, self._state = state["messages"], state["state"]
+
     async def _scored(self, completion: str, text: str, *, is_limit: bool) -> StepResult:
         """Return the end of the episode with the reward of the answers.
 

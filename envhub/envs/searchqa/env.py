@@ -4,7 +4,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -216,6 +216,16 @@ class SearchqaEnv(TextEnv):
             done=self._done,
             is_valid=True,
         )
+
+    def save(self) -> dict[str, Any]:
+        """Return the queries, and the passages that they found."""
+        found = [asdict(passage) for passage in self._found]
+        return {"asked": [*self._asked], "found": found}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue with saved queries and passages."""
+        self._asked = dict.fromkeys(state["asked"])
+        self._found = [Passage(**passage) for passage in state["found"]]
 
     def _valid_actions(self) -> list[str]:
         actions = [_tagged(ActionTag.SEARCH, self._question.text), self.expert_action()]

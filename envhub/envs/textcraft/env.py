@@ -111,6 +111,14 @@ class TextCraftEnv(TextEnv):
             return f"{commands}\ngoal: {self._task.goal}"
         return f"Crafting commands:\n{commands}\n\nGoal: craft {self._task.goal}."
 
+    def save(self) -> dict[str, int]:
+        """Return the inventory."""
+        return dict(self._inventory)
+
+    def load(self, state: dict[str, int]) -> None:
+        """Replace the inventory by a saved one."""
+        self._inventory = Counter(state)
+
     def _make_task(self, item_id: str) -> CraftTask:
         """Return the task of an item."""
         return self._catalogue.make_task(parse_item(item_id, self._catalogue.subsets))

@@ -122,6 +122,16 @@ class WordleEnv(TextEnv):
         """Return a text that identifies the current state of the item."""
         return f"{len(self._answers)} {' '.join(self._words)}"
 
+    def save(self) -> list[str]:
+        """Return the guesses. The answers follow from them."""
+        return [guess for guess, _ in self._answers]
+
+    def load(self, state: list[str]) -> None:
+        """Repeat saved guesses, which draws the same words."""
+        for guess in state:
+            is_valid = guess in self._vocabulary
+            self._answers.append((guess, self._answer(guess) if is_valid else "invalid word"))
+
     def _answer(self, guess: str) -> str:
         """Return the answer to a guess, and keep the words that fit it."""
         answer = marks(guess, self._rng.choice(self._words))

@@ -332,7 +332,7 @@ def test_openapi_describes_bodies_answers_and_failures(hub):
     routes = hub.client.get("/openapi.json").json()["paths"]
     step = routes["/v1/sessions/{session_id}/step"]["post"]
     body = step["requestBody"]["content"]["application/json"]["schema"]
-    assert set(body["properties"]) == {"action", "seq", "num_bytes"}
+    assert set(body["properties"]) == {"action", "seq", "num_bytes", "save"}
     assert {"200", "401", "404", "409", "413", "422", "500", "504"} <= set(step["responses"])
 
 

@@ -27,6 +27,7 @@ from common.wire.messages import EndReason
 from envhub import main
 from envhub.env import EnvFailure, Style, UnknownItem
 from envhub.envs.dataset.env import DatasetEnv, check, make_spec
+from envhub.hosting.saved import state_text
 from learner.algorithms.critic import with_advantages
 from learner.batch.batching import Sample
 from tests.actor.formats.trl_templates import tokenizer_of
@@ -358,3 +359,25 @@ def test_score_at_the_turn_limit_is_the_value_target(tmp_path: Path) -> None:
     )
     assert got.value_targets is not None
     assert got.value_targets.tolist() == pytest.approx([0.5] * num_tokens)
+
+
+def test_saved_conversation_continues_in_another_episode(tmp_path: Path) -> None:
+    records = [{"prompt": "?", "answer": "stop"}]
+    spec = make_spec(make(tmp_path, records, reward="exact_text", step="step", max_turns=9))
+
+    async def law() -> None:
+        first, second = spec.make(Style.COMPACT), spec.make(Style.COMPACT)
+        assert isinstance(first, DatasetEnv)
+        assert isinstance(second, DatasetEnv)
+        await first.reset("data-train-0", 0)
+        await first.step("wait")
+        await second.reset("data-train-0", 0)
+        second.load(json.loads(state_text(first.save())))
+        assert await second.render() == await first.render()
+        results = [(await env.step("wait")).as_dict() for env in (first, second)]
+        assert results[0] == results[1]
+        assert results[1]["observation"] == "turn 2"
+        ends = [await env.step("stop") for env in (first, second)]
+        assert [(end.done, end.reward) for end in ends] == [(True, 1.0)] * 2
+
+    run(law())
