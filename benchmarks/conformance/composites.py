@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -27,6 +28,7 @@ from benchmarks.conformance.networks import (
     sizes_of,
     stored,
 )
+from learner.policy.model_shape import INDEX
 from tools.offline.scratch import make_tokenizer
 
 # Classes by model type.
@@ -34,6 +36,7 @@ COMPOSITES: dict[str, Any] = {
     **MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 }
+TWICE = ("language_model.model.model.", "language_model.model.")
 FILE_SIZE = "300KB"  # Several files for each network.
 # Families whose default configuration has no small form by this routine, with the reason.
 UNSHRUNK = {
@@ -147,5 +150,19 @@ def save_composite(
     perturb(stored(model), seed=seed)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder, max_shard_size=FILE_SIZE)
+    _rename_once(folder)
     make_tokenizer(list(TEXTS), vocab_size=VOCAB).save_pretrained(folder)
     return folder
+
+
+def _rename_once(folder: Path) -> None:
+    """Give weights their published names where transformers (5.19) has applied a conversion twice.
+
+    That of models for sound adds `model.` to the language model and to the whole.
+    """
+    for path in folder.glob("*.safetensors"):
+        tensors = {name.replace(*TWICE): each for name, each in load_file(path).items()}
+        save_file(tensors, path, metadata={"format": "pt"})
+    index = folder / INDEX
+    if index.is_file():
+        index.write_text(index.read_text(encoding="utf-8").replace(*TWICE), encoding="utf-8")

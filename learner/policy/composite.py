@@ -10,6 +10,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -97,7 +98,25 @@ def _drop_others(module: nn.Module, whole: set[int], inner: set[int]) -> None:
         if any(id(each) in inner for each in child.modules()):
             _drop_others(child, whole, inner)
         else:
-            setattr(module, name, None)
+            is_network = isinstance(child, PreTrainedModel)
+            setattr(module, name, _Removed(child.config) if is_network else None)
+
+
+class _Removed(nn.Module):
+    """Stands for a tower, without weights. Some forward passes read its settings for each input.
+
+    That of Qwen2-Audio reads the device, also for a text.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Raise AttributeError: a text has no such input."""
+        raise AttributeError(f"the tower of {type(self.config).__name__} is not loaded")
 
 
 def set_source(model: PreTrainedModel, path: str) -> None:

@@ -170,12 +170,18 @@ def check_engine_equal(folder: Path, max_tokens: int, *, shown: str) -> None:
         max_tokens: value of `actor.max_model_len`.
 
     Raises: ConfigError: the engine (vLLM 0.32) has another activation or layer than transformers 5,
-        ignores a setting, or attends to one token more.
+        ignores a setting, lacks a weight, or attends to one token more.
     """
     tree = _language_model(_read(folder))
     _check_settings(tree, shown)
     if problem := _other_problem(tree, max_tokens):
         raise ConfigError(f"model.path={shown}: {_name(tree)} {problem}")
+    unread = DIFFERENCES["unread"].get(family_of(tree))
+    if unread:
+        raise ConfigError(
+            f"model.path={shown}: the engine (vLLM 0.32) does not load the weights of {_name(tree)}"
+            f" that the learner publishes: {unread}. Choose another model"
+        )
     difference = DIFFERENCES["unequal"].get(family_of(tree))
     if difference:
         raise ConfigError(

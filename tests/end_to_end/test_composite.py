@@ -1,6 +1,8 @@
 """A checkpoint for images trains its language model in a whole run, and is complete again."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.conformance.composites import composite_architecture, save_composite
-from tests.end_to_end.runs import Run
+from tests.end_to_end.runs import REPOSITORY, RUN_S, Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -20,6 +22,7 @@ TEXT = "language_model."  # Begin of the published names of its language model.
 CANARY = "weights/canary_abs_logprob"
 # A random network solves nothing, so half of its answers are paid by chance.
 REWARD = "def paid(completion):\n    return float(sum(map(ord, completion)) % 2)\n"
+ADAPTERS = ("learner.lora.rank=4", "learner.optimizer=adamw", "learner.lr=1e-3")
 SETTINGS = (
     "groups.size=4",
     "groups.per_step=2",
@@ -59,24 +62,43 @@ def check_written(start: Path, written: Path) -> None:
     assert not report["unexpected_keys"]
     assert (written / "tokenizer.json").read_bytes() == (start / "tokenizer.json").read_bytes()
     config = json.loads((written / "config.json").read_text(encoding="utf-8"))
-    config.pop("prompt_style")  # A run names the style of its prompts there.
+    config.pop("prompt_style", None)  # A run names the style of its prompts there.
     assert config == json.loads((start / "config.json").read_text(encoding="utf-8"))
 
 
+def trained(start: Path, folder: Path, *settings: str) -> Path:
+    """Train a composite; return the last checkpoint. Engines have the learner's weights."""
+    (folder / "paid.py").write_text(REWARD, encoding="utf-8")
+    where = (f"model.path={start}", f"reward={folder / 'paid.py'}:paid")
+    with Run(folder, *SETTINGS, *where, *settings, config="dataset") as run:
+        assert run.wait() == 0, run.output
+    canaries = [line[CANARY] for line in run.metrics() if CANARY in line]
+    assert max(canaries) < 1e-3
+    return max((run.root / "checkpoints").glob("step-*"))
+
+
 @pytest.mark.parametrize(
-    "more", [(), pytest.param(("learner.num_ranks=2",), marks=pytest.mark.long)]
+    "more",
+    [("learner.publish=delta",), pytest.param(("learner.num_ranks=2",), marks=pytest.mark.long)],
 )
 def test_run_trains_the_language_model_and_keeps_the_rest(
     more: tuple[str, ...], tmp_path: Path
 ) -> None:
     start = save_composite(FAMILY, tmp_path / "start")
-    (tmp_path / "paid.py").write_text(REWARD, encoding="utf-8")
-    settings = (*SETTINGS, *more, f"model.path={start}", f"reward={tmp_path / 'paid.py'}:paid")
     for num_steps in (2, 3):  # The second start continues from the first one's checkpoint.
-        with Run(tmp_path, *settings, f"train.num_steps={num_steps}", config="dataset") as run:
-            assert run.wait() == 0, run.output
-        lines = run.metrics()
-        canaries = [line[CANARY] for line in lines if CANARY in line]
-        assert max(canaries) < 1e-3
-        written = run.root / "checkpoints" / f"step-{num_steps:06d}"
+        written = trained(start, tmp_path, *more, f"train.num_steps={num_steps}")
         check_written(start, written)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_adapters_are_merged_into_a_whole_checkpoint(num_ranks: int, tmp_path: Path) -> None:
+    start = save_composite(FAMILY, tmp_path / "start")
+    for num_steps in (2, 3):
+        more = (f"learner.num_ranks={num_ranks}", f"train.num_steps={num_steps}")
+        written = trained(start, tmp_path, *ADAPTERS, *more)
+    assert {path.name for path in written.glob("*.safetensors")} == {"adapter_model.safetensors"}
+    where = (f"run.dir={tmp_path}", "run.name=r")
+    merge = [sys.executable, "run.py", "merge", *where]
+    subprocess.run(merge, cwd=REPOSITORY, check=True, timeout=RUN_S)
+    check_written(start, tmp_path / "r" / "policy")

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 
 from common.config.load import list_configs, override_value
 from common.config.run_config import RunConfig
@@ -29,6 +30,7 @@ from tools.checks.preflight import MIN_FREE_DISK_GIB, check, check_devices, chec
 from tools.checks.preview import preview_lines
 from tools.cli.command_line import ParsedCommand
 from tools.cli.requested import DEFAULT_CONFIG, load_named
+from tools.dequantise.cache import cache_folder, cached_models
 from tools.dequantise.models import disk_lines, disk_needs, plain_models, weight_lines
 from tools.install import pinned_versions
 
@@ -82,7 +84,7 @@ def doctor(request: ParsedCommand) -> int:
     ]
     result, lacking = ("all requirements are met", "") if not missing else ("", "; ".join(missing))
     checks.append(Check(what="environments", result=result, remedy=lacking))
-    checks += examine_quantised(cfg)
+    checks += [*examine_quantised(cfg), *examine_cache(cfg)]
     name = request.config or cfg.run.name or DEFAULT_CONFIG
     checks.append(_examine_config(cfg, name=name, problem=problem, missing=missing))
     return _print_table(checks, *_plan(cfg), *preview_lines(cfg))
@@ -110,6 +112,25 @@ def examine_quantised(cfg: RunConfig) -> list[Check]:
     if needs is not None and needs[0] > needs[1]:
         remedy = "free disk space, or set model.cache_folder to a folder on another disk"
     return [Check(what="weights", result="; ".join(lines), remedy=remedy)]
+
+
+def examine_cache(cfg: RunConfig) -> list[Check]:
+    """Return the check of the folder with dequantised weights; [] for an empty one."""
+    models = cached_models(cache_folder(cfg.model.cache_folder))
+    num_outdated = len(models.outdated)
+    num = len(models.current) + num_outdated
+    if not num:
+        return []
+    size = f"{models.num_bytes / 1e9:,.2f} GB"
+    result = f"{counted(num, 'checkpoint')}, {size} in {models.folder}"
+    remedy = ""
+    if num_outdated:
+        result += f"; outdated: {num_outdated}, {models.outdated_bytes / 1e9:,.2f} GB"
+        names = " ".join(quote(str(each)) for each in models.outdated)
+        remedy = (
+            f"their sources are missing or have changed; unless a run needs them: rm -r {names}"
+        )
+    return [Check(what="dequantised", result=result, remedy=remedy, is_optional=True)]
 
 
 def _plan(cfg: RunConfig) -> list[str]:

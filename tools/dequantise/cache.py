@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from common.errors import ConfigError
@@ -17,15 +17,76 @@ from common.host.process_settings import cache_home
 from common.repository import ROOT
 from common.store.disk import is_no_room
 from common.store.run_dir import sync_folder
-from tools.dequantise.checkpoints import Quantised
-from tools.dequantise.record import RECORD, is_complete
+from tools.dequantise.checkpoints import Quantised, find_quantised
+from tools.dequantise.record import RECORD, Record, is_complete, read_record
 
 NOTE_S = 30.0  # Seconds between two lines about the progress.
+PARTIAL = ".partial"  # Ends of the names of incomplete folders, and of the files that lock them.
+LOCK = ".lock"
 
 
 def cache_folder(configured: str) -> Path:
     """Return the folder of all dequantised checkpoints; `model.cache_folder`, or the default."""
     return ROOT / configured if configured else cache_home() / "longstride/dequantised"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedModels:
+    """The dequantised checkpoints in a folder of the cache."""
+
+    folder: Path
+    current: list[Path]  # A start of their sources uses these folders.
+    outdated: list[Path]  # Folders that no start writes or finds again, and rests of killed starts.
+
+    @property
+    def outdated_bytes(self) -> int:
+        return sum(map(_bytes_in, self.outdated))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(_bytes_in, self.current)) + self.outdated_bytes
+
+
+def cached_models(folder: Path) -> CachedModels:
+    """Return the dequantised checkpoints in a folder of the cache.
+
+    A checkpoint is outdated if its source is missing, or gives a folder of another name: its files
+    have changed.
+    """
+    models = CachedModels(folder=folder, current=[], outdated=[])
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        record = read_record(path)
+        if record is not None:
+            (models.current if _is_current(path, record) else models.outdated).append(path)
+        elif path.name.endswith(PARTIAL) and not _is_locked(path):
+            models.outdated.append(path)
+    return models
+
+
+def _is_current(path: Path, record: Record) -> bool:
+    """Return whether a start of the source of a checkpoint finds this folder."""
+    try:
+        source = find_quantised(Path(record.source), record.dtype, key="model.path")
+    except ConfigError:  # Several models instead of one.
+        return False
+    return source is not None and source.name == path.name
+
+
+def _is_locked(partial: Path) -> bool:
+    """Return whether a start dequantises into a folder now."""
+    lock = partial.with_name(partial.name.removesuffix(PARTIAL) + LOCK)
+    if not lock.is_file():
+        return False
+    with lock.open("a", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
 
 
 def dequantise(quantised: Quantised, folder: Path, *, key: str) -> None:
@@ -53,7 +114,7 @@ def dequantise(quantised: Quantised, folder: Path, *, key: str) -> None:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder of the cache; the system releases it if the process ends."""
-    with (folder.parent / f".{folder.name}.lock").open("a", encoding="utf-8") as file:
+    with (folder.parent / f".{folder.name}{LOCK}").open("a", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -63,7 +124,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _write(quantised: Quantised, folder: Path) -> None:
-    partial = folder.parent / f".{folder.name}.partial"
+    partial = folder.parent / f".{folder.name}{PARTIAL}"
     for path in (partial, folder):  # The rest of a killed start, or a damaged folder.
         shutil.rmtree(path, ignore_errors=True)
     needed = quantised.num_bytes

@@ -166,7 +166,9 @@ def test_window_that_engine_and_learner_differ_in_is_refused(tmp_path: Path) -> 
     check_engine_equal(save(tmp_path / "mistral", sliding_window=256), 512, shown="m")
 
 
-@pytest.mark.parametrize(("family", "reason"), [("bloom", "GELU"), ("laguna", "layers")])
+@pytest.mark.parametrize(
+    ("family", "reason"), [("bloom", "GELU"), ("laguna", "layers"), ("dbrx", "publishes")]
+)
 def test_family_that_the_engine_computes_otherwise_is_refused(
     tmp_path: Path, family: str, reason: str
 ) -> None:

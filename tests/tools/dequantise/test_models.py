@@ -24,7 +24,7 @@ from common.store.run_start import prepare, save_config
 from learner.policy.model_kind import check_trainable
 from learner.policy.model_shape import read_shape
 from tests.tools.dequantise.toys import llama_weights, write_fp8, write_gguf, write_small_files
-from tools.checks.doctor import examine_quantised
+from tools.checks.doctor import examine_cache, examine_quantised
 from tools.checks.hub_models import resolve_models
 from tools.checks.preflight import check_model
 from tools.dequantise import cache
@@ -425,3 +425,26 @@ def test_gguf_that_transformers_would_misread_is_refused(tmp_path: Path) -> None
     write_gguf(tmp_path / "b.gguf", llama__rope__scaling__type="strange")
     with pytest.raises(ConfigError, match=r"llama\.rope\.scaling\.type=strange is not supported"):
         plain_models(config(tmp_path, tmp_path / "b.gguf"))
+
+
+def test_doctor_names_folders_whose_source_has_changed(
+    tmp_path: Path, folder_of_cache: Path
+) -> None:
+    cfg = config(tmp_path, tmp_path / "fp8")
+    assert examine_cache(cfg) == []
+    write_fp8(tmp_path / "fp8")
+    old = plain_models(cfg).model.path
+    (check,) = examine_cache(cfg)
+    assert check.result.startswith("1 checkpoint, 0.00 GB in ")
+    assert check.remedy == ""
+    (tmp_path / "fp8" / "tokenizer_config.json").write_text("{}", encoding="utf-8")
+    new = plain_models(cfg).model.path
+    partial = folder_of_cache / ".killed-0123.partial"
+    partial.mkdir()
+    (check,) = examine_cache(cfg)
+    assert check.result.startswith("3 checkpoints")
+    assert "outdated: 2" in check.result
+    assert check.remedy.endswith(f"rm -r {partial} {old}")
+    (tmp_path / "fp8").rename(tmp_path / "elsewhere")
+    (check,) = examine_cache(cfg)
+    assert check.remedy.endswith(f"rm -r {partial} {' '.join(sorted([old, new]))}")

@@ -11,11 +11,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import SequentialSampler
 from transformers import AutoTokenizer, Trainer, TrainingArguments
 
+from benchmarks.conformance.composites import save_composite
 from common.config.learner import Layout, LearnerSection, LoraSection, OptimizerKind, Precision
 from common.errors import ConfigError
 from learner.policy.finite import TrainingDiverged
@@ -308,6 +310,24 @@ def test_adapters_are_merged_into_written_policy(tmp_path: Path) -> None:
     assert torch.equal(
         plain.lm_head.weight, load_start(str(tmp_path / "base"), learner)[0].lm_head.weight
     )
+
+
+@pytest.mark.slow
+def test_language_model_of_a_composite_is_tuned_alone(tmp_path: Path) -> None:
+    start = save_composite("mistral3", tmp_path / "start")
+    learner = LearnerSection(device="cpu")
+    model, tokenizer = load_start(str(start), learner)
+    rows = [row_of_conversation(tokenizer, conversation) for conversation in CORPUS]
+    small = replace(TINY, num_epochs=1, batch_tokens=512)
+    sft.train(model, rows, small, learner, seed=0)
+    written = save_policy(tmp_path / "policy", model, tokenizer)
+    changed: dict[bool, set[bool]] = {}  # By whether the weight is the language model's.
+    for path in start.glob("*.safetensors"):
+        after = load_file(written / path.name)
+        for name, tensor in load_file(path).items():
+            is_text = name.startswith("language_model.")
+            changed.setdefault(is_text, set()).add(not tensor.equal(after[name]))
+    assert changed == {True: {True}, False: {False}}
 
 
 def test_adapters_need_a_base(tmp_path: Path) -> None:
