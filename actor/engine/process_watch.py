@@ -17,6 +17,11 @@ from common.host.child_process import describe_exit
 TAIL_LINES = 15  # Lines of output in an error.
 # Matches the last line of a traceback, after the process name that vLLM prepends.
 ERROR_LINE = re.compile(r"(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?([\w.]*(?:Error|Exception): \S.*)")
+# Messages of vLLM that name a missing kernel, operator or package for GPUs.
+NO_KERNEL = re.compile(
+    r"supported on CPU|supported only for CUDA|_OpNamespace|No module named|'triton' has no"
+    r"|no valid sparse MLA backend|failed to be inspected|CPU \w+ attention requires"
+)
 EXIT_S = 2.0  # Seconds for a process of a dead engine to exit.
 
 
@@ -51,6 +56,13 @@ def _end_with_process(watched: int) -> None:
     poll.register(watched, select.POLLIN)  # Readable once the process has ended.
     poll.poll()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kernel_hint(reason: str) -> str:
+    """Return a sentence if vLLM's reason is a kernel that this machine lacks; "" for another."""
+    if not NO_KERNEL.search(reason):
+        return ""
+    return "vLLM has no kernel for this model and dtype on this device; the checkpoint is valid. "
 
 
 class ProcessWatch:
@@ -127,4 +139,5 @@ class ProcessWatch:
             self._reader.join(EXIT_S)
         reason = str(error).replace("See root cause above. ", "").strip() or type(error).__name__
         named = re.sub(r"(?<=: )-\d+\b", lambda found: describe_exit(int(found.group())), reason)
-        return named + self.cause() + self.tail()
+        why = named + self.cause()
+        return kernel_hint(why) + why + self.tail()

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 import zmq
+from huggingface_hub.errors import StrictDataclassError
 from pydantic import ValidationError
 from vllm import envs
 from vllm.config import VllmConfig
@@ -33,7 +34,7 @@ from actor.engine.adapter import engine_options
 from actor.engine.arguments import as_declared
 from actor.engine.concurrency import EngineLoad
 from actor.engine.cpu.text_models import register_text_models
-from actor.engine.process_watch import ProcessWatch, own_engines
+from actor.engine.process_watch import ProcessWatch, kernel_hint, own_engines
 from actor.engine.whole_turns import send_whole_turns
 from common.config.actor import ActorSection, EnforceEager
 from common.config.learner import FULL, LoraSection
@@ -48,6 +49,8 @@ PROGRESS_S = 15.0  # Seconds between two log lines about a start.
 # default on a CPU is 128.
 CPU_BLOCK_TOKENS = 32
 BINDING = ("VLLM_CPU_OMP_THREADS_BIND", ONE_THREAD["VLLM_CPU_OMP_THREADS_BIND"])
+# Errors of vLLM about a model, the arguments or the machine.
+REFUSALS = (ValueError, TypeError, NotImplementedError, AssertionError, StrictDataclassError)
 WHOLE_TOKENS = 8_192  # Tokens of a step when prompts are not computed in chunks.
 
 
@@ -296,9 +299,10 @@ def _checked(arguments: AsyncEngineArgs) -> VllmConfig:
     """Return vLLM's configuration for these arguments. Raises: ConfigError."""
     try:
         return arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-    except (ValueError, TypeError, NotImplementedError, AssertionError) as error:
+    except REFUSALS as error:
+        reason = _refusal_reason(error)
         raise ConfigError(
-            f"vLLM refuses its arguments: {_refusal_reason(error)}."
+            f"{kernel_hint(reason)}vLLM refuses its arguments: {reason}."
             " Change the keys of actor or model."
         ) from error
 

@@ -1,7 +1,6 @@
 """Results of the conformance suite: one finding for each part of a family, kept as JSON lines."""
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -9,6 +8,7 @@ from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
 
+from actor.engine.process_watch import NO_KERNEL
 from benchmarks.suite import MACHINE_ERRORS
 
 # Errors of networks and libraries; errors of the machine, such as a full disk, are among them.
@@ -17,11 +17,6 @@ TOLERANCE = 1e-4  # Largest difference of two fp32 log-probabilities, in nats.
 # Largest mean difference of bf16 and fp32 log-probabilities, in nats. Other weights differ by more
 # than one nat on average.
 BF16_TOLERANCE = 0.1
-# Messages of vLLM that name a missing kernel, operator or package for GPUs.
-NO_KERNEL = re.compile(
-    r"supported on CPU|supported only for CUDA|_OpNamespace|No module named|'triton' has no"
-    r"|no valid sparse MLA backend|failed to be inspected|CPU \w+ attention requires"
-)
 
 
 class Verdict(StrEnum):

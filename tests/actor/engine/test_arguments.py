@@ -1,5 +1,6 @@
 """Laws of `actor.engine_args` against vLLM's own declaration."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +91,15 @@ def test_engine_gets_its_arguments_and_automatic_eagerness(tmp_path: Path) -> No
     experts = ActorSection(engine_args={"enable_expert_parallel": True})
     with pytest.raises(ConfigError, match="needs all experts in each worker"):
         engine_arguments(model, experts, seed=0)
+
+
+def test_config_that_vllm_rejects_is_refused_in_one_line(tmp_path: Path) -> None:
+    from actor.engine.start import engine_arguments, engine_config
+    from common.config.model import ModelSection
+
+    tree = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 1}
+    text = json.dumps(tree | {"layer_types": ["odd"]})
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    arguments = engine_arguments(ModelSection(path=str(tmp_path)), ActorSection(), seed=0)
+    with pytest.raises(ConfigError, match=r"^vLLM refuses its arguments: .*layer_types.*$"):
+        engine_config(arguments)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from actor.engine.process_watch import kernel_hint
 from benchmarks.conformance.learner_side import (
     SEQUENCES,
     LearnerSide,
@@ -289,6 +290,7 @@ def test_wrong_part_makes_a_family_wrong() -> None:
 def test_missing_kernel_is_no_rejected_config(message: str, verdict: Verdict) -> None:
     found = engine_failure(message)
     assert (found.verdict, found.message) == (verdict, message)
+    assert bool(kernel_hint(message)) is (verdict is Verdict.NO_KERNEL)
 
 
 def test_newest_result_of_a_family_counts(tmp_path: Path) -> None:
