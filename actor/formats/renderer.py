@@ -31,6 +31,7 @@ from common.formats.turn_ends import TurnEnd, configured_ends, find_end
 from common.formats.turns import ASSISTANT, USER, Message, measure_turns
 from common.text import shared_length
 
+OF_PROCESSOR = "chat_template.json"  # File of older checkpoints for images.
 # Size of the cache of encoded texts. Episodes of a group begin with the same text.
 NUM_KNOWN_TEXTS = 256
 RESULT_ID = "tool_call_id"  # Field of a tool result: the id of its call.
@@ -77,10 +78,18 @@ class Renderer:
             raise ConfigError(
                 "model.path: the tokenizer has no chat template, as of a base model; give one"
                 " (model.chat_template=FILE). configs/templates/plain.jinja is one for plain text"
+                f"{self._processor_hint()}"
             )
         return render_chat(
             self.tokenizer, with_ids(messages), tools=tools, add_generation_prompt=is_asking
         )
+
+    def _processor_hint(self) -> str:
+        """Return how to use the template of a processor for images; "" without one."""
+        name = str(getattr(self.tokenizer, "name_or_path", "") or "")
+        if not name or not (Path(name) / OF_PROCESSOR).is_file():
+            return ""
+        return f". {name}/{OF_PROCESSOR} has one: put its text into chat_template.jinja beside it"
 
     def _asking(self, messages: Sequence[Message], is_asking: bool) -> str:
         """Return the text of messages, with or without the generation prompt."""

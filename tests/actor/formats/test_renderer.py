@@ -1,10 +1,11 @@
 """Laws of rendering: the ids that an episode keeps are those of the template's own rendering."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from actor.formats.renderer import Renderer
 from common.config.actor import ActorSection
@@ -173,6 +174,13 @@ def test_action_text_has_no_special_tokens(tokenizer: PreTrainedTokenizerFast) -
 def test_unusable_template_is_refused_with_reason(template: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         Renderer(make_chatml(template))
+
+
+def test_template_of_a_processor_is_named(tmp_path: Path) -> None:
+    make_chatml(None).save_pretrained(tmp_path)
+    (tmp_path / "chat_template.json").write_text('{"chat_template": ""}', encoding="utf-8")
+    with pytest.raises(ConfigError, match=rf"{tmp_path}/chat_template\.json has one: .*jinja"):
+        Renderer(AutoTokenizer.from_pretrained(tmp_path))
 
 
 def test_plain_template_writes_questions_and_answers() -> None:

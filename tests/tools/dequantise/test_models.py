@@ -13,14 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from benchmarks.conformance.composites import save_composite
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.store.run_start import prepare, save_config
+from learner.policy.model import load_policy
 from learner.policy.model_kind import check_trainable
 from learner.policy.model_shape import read_shape
 from tests.tools.dequantise.toys import llama_weights, write_fp8, write_gguf, write_small_files
@@ -448,3 +450,32 @@ def test_doctor_names_folders_whose_source_has_changed(
     (tmp_path / "fp8").rename(tmp_path / "elsewhere")
     (check,) = examine_cache(cfg)
     assert check.remedy.endswith(f"rm -r {partial} {' '.join(sorted([old, new]))}")
+
+
+@pytest.mark.slow
+def test_composite_in_8_bits_keeps_its_towers(tmp_path: Path, folder_of_cache: Path) -> None:
+    start = save_composite("mistral3", tmp_path / "start")
+    expected = weights_in(start)
+    stored = dict(expected)
+    for name in [each for each in expected if each.endswith("_proj.weight")]:
+        if name.startswith("language_model."):
+            scale = torch.rand(1, 1) + 0.5  # One block.
+            stored |= {name: expected[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": scale}
+            expected[name] = stored[name].float() * scale
+    for path in start.glob("model*"):
+        path.unlink()
+    save_file(stored, start / "model.safetensors")
+    tree = json.loads((start / "config.json").read_text(encoding="utf-8"))
+    section = {"quant_method": "fp8", "weight_block_size": [512, 512]}
+    text = json.dumps(tree | {"quantization_config": section})
+    (start / "config.json").write_text(text, encoding="utf-8")
+    (start / "preprocessor_config.json").write_text("{}", encoding="utf-8")
+    folder = Path(plain_models(config(tmp_path, start, dtype="float32")).model.path)
+    assert folder.parent == folder_of_cache
+    assert (folder / "preprocessor_config.json").is_file()
+    got = weights_in(folder)
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name].float(), each) for name, each in expected.items())
+    policy = load_policy(str(folder), device="cpu", gradient_checkpointing=False)
+    table = policy.get_input_embeddings().weight
+    assert torch.equal(table, expected["language_model.model.embed_tokens.weight"])
