@@ -4,6 +4,13 @@ Segments are consecutive in an episode's arrays. Each begins with the context of
 That context is masked from the loss, so every sampled token is trained in exactly one segment.
 The last segment may be the prompt of a turn that was not played, for a critic (`split_end`).
 `segment_starts` holds the index of each segment's first token; the first is 0.
+
+Two segments may begin with the same tokens, as the conversations of an agent that asks twice. Only
+the earlier one holds them. `segment_prefixes` has, for each segment, an earlier segment and how
+many tokens of its row come first. In the later row they are masked from the loss.
+
+Example: starts [0, 4], prefixes [0, 0, 0, 2], tokens [p a q b r c]: the rows are [p a q b] and
+[p a r c]. If a and b are sampled in the first row, only c is trained in the second.
 """
 
 from dataclasses import dataclass, replace
@@ -47,6 +54,18 @@ def segments_of(trajectory: Trajectory) -> list[slice]:
     return [slice(a, b) for a, b in zip(starts, [*starts[1:], num_tokens], strict=True)]
 
 
+def prefixes_of(trajectory: Trajectory) -> list[tuple[int, int]]:
+    """Return (earlier segment, number of its row's first tokens) for each segment."""
+    pairs: list[list[int]] = trajectory.segment_prefixes.reshape(-1, 2).tolist()
+    return [(row, num) for row, num in pairs] or [(0, 0)] * len(segments_of(trajectory))
+
+
+def row_lengths(trajectory: Trajectory) -> list[int]:
+    """Return the number of tokens of each row, with its prefix."""
+    parts = zip(segments_of(trajectory), prefixes_of(trajectory), strict=True)
+    return [num + part.stop - part.start for part, (_, num) in parts]
+
+
 def num_rows(trajectory: Trajectory) -> int:
     """Return the number of training rows; the prompt after the last turn is none of them."""
     parts = segments_of(trajectory)
@@ -75,18 +94,42 @@ def split_end(trajectory: Trajectory) -> tuple[list[Trajectory], Trajectory | No
 
 
 def _parts(trajectory: Trajectory) -> list[Trajectory]:
-    """Return each segment as a one-segment trajectory."""
+    """Return each segment as a one-segment trajectory, with its prefix."""
     if len(trajectory.segment_starts) < 2:
         return [trajectory]
-    return [
-        replace(
-            trajectory,
-            segment_starts=_WHOLE,
-            asides=np.array(asides_of(trajectory, part), np.int32).ravel(),
-            **{name: getattr(trajectory, name)[part] for name in _columns_of(trajectory)},
+    names = _columns_of(trajectory)
+    rows: list[Trajectory] = []
+    for part, (earlier, num) in zip(segments_of(trajectory), prefixes_of(trajectory), strict=True):
+        columns = {name: getattr(trajectory, name)[part] for name in names}
+        if num:
+            before = _as_context({name: getattr(rows[earlier], name)[:num] for name in names})
+            columns = {name: np.concatenate([before[name], columns[name]]) for name in names}
+        moved = [(first + num, end + num, kind) for first, end, kind in asides_of(trajectory, part)]
+        rows.append(
+            replace(
+                trajectory,
+                segment_starts=_WHOLE,
+                segment_prefixes=_WHOLE,
+                asides=np.array(moved, np.int32).ravel(),
+                **columns,
+            )
         )
-        for part in segments_of(trajectory)
-    ]
+    return rows
+
+
+def _as_context(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return columns of tokens in which none is sampled."""
+    return {
+        **columns,
+        "loss_mask": np.zeros_like(columns["loss_mask"]),
+        "logprobs": np.zeros_like(columns["logprobs"]),
+        "versions": np.full_like(columns["versions"], -1),
+    }
+
+
+def without_prefixes(trajectory: Trajectory) -> Trajectory:
+    """Return the episode with whole rows as its segments, as older versions read it."""
+    return joined(_parts(trajectory)) if trajectory.segment_prefixes.size else trajectory
 
 
 def joined(rows: list[Trajectory]) -> Trajectory:
@@ -135,6 +178,26 @@ def refusal_of_starts(trajectory: Trajectory) -> str:
     return ""
 
 
+def refusal_of_prefixes(trajectory: Trajectory) -> str:
+    """Return why `segment_prefixes` is invalid beside valid `segment_starts`; "" if it is valid."""
+    prefixes = trajectory.segment_prefixes
+    num_segments = len(segments_of(trajectory))
+    if prefixes.dtype != np.int32 or prefixes.shape not in ((0,), (2 * num_segments,)):
+        return (
+            f"segment_prefixes is {prefixes.dtype.name} {prefixes.shape}, not [0] int32 or"
+            f" [{2 * num_segments}] int32"
+        )
+    lengths = row_lengths(trajectory)
+    for number, (earlier, num) in enumerate(prefixes_of(trajectory)):
+        is_earlier = 0 <= earlier < number and 0 <= num <= lengths[earlier]
+        if not (is_earlier or (number == earlier == num == 0)):
+            return (
+                f"segment {number} begins with {num} tokens of segment {earlier}; it must be an"
+                " earlier one with so many tokens"
+            )
+    return ""
+
+
 def refusal_of_asides(trajectory: Trajectory) -> str:
     """Return why `asides` is invalid; "" if it is valid."""
     asides = trajectory.asides
@@ -154,11 +217,13 @@ def refusal_of_asides(trajectory: Trajectory) -> str:
 def refusal_of_segments(trajectory: Trajectory) -> str:
     """Return why the segments cannot be trained as rows; "" if they can."""
     parts = segments_of(trajectory)
+    prefixes = prefixes_of(trajectory)
     for number, part in enumerate(parts):
         mask = trajectory.loss_mask[part]
         is_end = 0 < number == len(parts) - 1  # `split_end` returns it.
-        if mask[0] or not (mask.any() or is_end):
-            what = "begins with a sampled token" if mask[0] else "has no sampled token"
+        has_context = not mask[0] or prefixes[number][1] > 0
+        if not has_context or not (mask.any() or is_end):
+            what = "has no sampled token" if has_context else "begins with a sampled token"
             return f"segment {number} {what}"
     return ""
 

@@ -394,6 +394,7 @@ class Agents:
             finally:
                 if not episode.failed.done():
                     episode.failed.cancel()
+                episode.close()
             episode.leave(death)
 
     async def _run_process(self, episode: AgentEpisode, guardian: Guardian) -> str:

@@ -5,21 +5,30 @@ import logging
 import secrets
 import time
 from collections import Counter
-from typing import Any
 
+from actor.agents.lineages import Lineage, Lineages
 from actor.api.prompts import (
-    check_thoughts,
     check_tools,
     continued,
     cut_answer,
     encode_messages,
+    log_hidden_thoughts,
+    logprobs_of,
     matched,
     read_turn,
     thoughts_of,
 )
-from actor.api.requests import ApiError, Message, PolicyAnswer, PolicyRequest, invalid, with_system
+from actor.api.requests import (
+    ApiError,
+    ContextExceeded,
+    Message,
+    PolicyAnswer,
+    PolicyRequest,
+    invalid,
+    with_system,
+)
 from actor.formats.renderer import Renderer
-from actor.rollout.context import Turn
+from actor.rollout.context import Tape, Turn
 from actor.rollout.env_client import HubStepResult
 from actor.rollout.episode import (
     Act,
@@ -38,12 +47,13 @@ logger = logging.getLogger(__name__)
 class AgentEpisode:
     """The policy and the environment that an agent's key gives access to.
 
-    The agent may ask the policy with any history. If the history continues the current segment, the
-    segment's tokens are reused as they were sampled. A rewritten history begins a new segment.
-    Concurrent requests and steps of an agent are executed one after the other.
+    The agent may ask the policy with any history, and with several at once. A history continues the
+    longest conversation that it begins with, whose tokens are reused as they were sampled. Another
+    continuation of the same conversation, or a rewritten history, is a row of its own (`Lineages`).
+    Steps of the environment are executed one after the other.
 
     Example: the agent asks with [user p], receives "a", steps with "a", asks with [user p,
-    assistant "a", user o]: one segment. It asks with [user "in short: ..."]: a second one.
+    assistant "a", user o]: one row. It asks with [user "in short: ..."]: a second one.
     """
 
     def __init__(
@@ -73,16 +83,14 @@ class AgentEpisode:
         self._renderer = renderer
         self._max_tokens, self._turn_tokens = room
         self._task = task
-        self._conversation: list[Message] = []  # The segment's conversation, as the agent has it.
-        self._thoughts: dict[int, str] = {}  # Place of a sampled answer in it -> its thoughts.
-        self._own_thoughts: set[str] = set()  # Thoughts of all sampled answers.
-        self._tools: list[dict[str, Any]] = []  # The tools of that conversation.
+        self._lineages = Lineages()
+        self._num_in_flight = 0  # Requests that the policy is sampling.
+        self._sampled = asyncio.Condition()  # A request has ended.
         self._kept: dict[str, list[Message]] = {}  # answer id -> the conversation up to that answer
-        self._taken: Turn | None = None  # The last answer.
         self._is_left = False  # The agent has left.
         self._complaint = ""  # The error that the agent reported.
         self._excess = ""  # By how much the last request exceeded the context.
-        self._turn = asyncio.Lock()
+        self._stepping = asyncio.Lock()
         play.begin(session)
 
     def first(self) -> dict[str, object]:
@@ -102,55 +110,90 @@ class AgentEpisode:
         reply = {"observation": observation, "instruction": instruction, "messages": messages}
         return {**reply, "env": self._lease.env, "item_id": self._lease.item_id}
 
-    async def answer(self, asked: PolicyRequest) -> PolicyAnswer:
-        """Return the policy's answer. Raises: ApiError."""
-        async with self._turn:
-            self._check_open()
-            if self.has_sampled and not self._play.may_go_on(self._lease, self._turn_tokens):
-                self.is_over = True  # Answers without a step have used up the horizon.
-                self.ended.set()
-                self._check_open()
-            continues = False
-            if asked.prompt is None:
-                asked = matched(with_system(asked, self._before(asked)))
-                is_same = asked.tools == self._tools
-                request = continued(asked, self._conversation, self._thoughts) if is_same else None
-                asked, continues = request or asked, request is not None
-            ids = self._prompt_of(asked, continues=continues)
-            tape = self._play.history.tape
-            turn = self._play.num_turns
-            self.is_full = len(ids) + self._turn_tokens > self._max_tokens
-            if self.is_full:
-                need = f"The prompt has {len(ids)} tokens, the answer up to {self._turn_tokens}"
-                reason = f"{need}; the maximum context length is {self._max_tokens} tokens"
-                self._excess = reason
-                raise ApiError(400, "context_length_exceeded", reason, "messages")
-            tape.show(ids, turn)
-            taken, stop = self._cut(await self._play.ask(self._act, self._session), asked)
-            # The agent may have left during the call; the episode is then final.
-            self._check_open()
-            tape.add(taken, turn)
-            answer = self._answer(asked, taken, stop, num_prompt=len(ids))
-            self._keep(asked, answer, continues=continues)
-            self._taken = taken
-            return answer
+    async def answers(self, asked: PolicyRequest) -> list[PolicyAnswer]:
+        """Return the policy's answers to a request, sampled at once. Raises: ApiError."""
+        asked, earlier, ids = self._read(asked)
+        self.is_full = len(ids) + self._turn_tokens > self._max_tokens
+        if self.is_full:
+            error = ContextExceeded(
+                num_prompt=len(ids), num_answer=self._turn_tokens, max_tokens=self._max_tokens
+            )
+            self._excess = error.reason
+            raise error
+        thoughts = {} if earlier is None else earlier.thoughts
+        asking = [self._answer(asked, ids, thoughts) for _ in range(asked.num_answers)]
+        return await asyncio.gather(*asking)
 
-    def _keep(self, asked: PolicyRequest, answer: PolicyAnswer, *, continues: bool) -> None:
-        """Keep the conversation up to an answer."""
-        if not continues:
-            self._thoughts = {}
-        self._tools = asked.tools
-        self._conversation = []
+    def num_prompt_tokens(self, asked: PolicyRequest) -> int:
+        """Return the number of tokens of a request's prompt. Raises: ApiError."""
+        return len(self._read(asked)[2])
+
+    def _read(self, asked: PolicyRequest) -> tuple[PolicyRequest, Lineage | None, list[int]]:
+        """Return a request with its whole conversation; see `_encoded`. Raises: ApiError."""
+        self._check_open()
         if asked.prompt is None:
-            self._thoughts[len(asked.messages)] = answer.thoughts
-            self._own_thoughts.add(answer.thoughts)
-            self._conversation = [*asked.messages, answer.message]
-        if asked.is_kept:
-            first = 1 if asked.instructions else 0
-            earlier = self._conversation[first:-1]
-            self._kept[f"resp_{answer.number}"] = [*earlier, answer.message_with_ids("call")]
+            asked = matched(with_system(asked, self._before(asked)))
+            log_hidden_thoughts(self._renderer, asked)
+            check_tools(self._renderer, asked)
+        return self._encoded(asked)
 
-    def _answer(
+    async def _answer(
+        self, asked: PolicyRequest, ids: list[int], thoughts: dict[int, str]
+    ) -> PolicyAnswer:
+        """Return one answer to a prompt, and record it.
+
+        Args:
+            thoughts: those of the sampled answers in the request, as in `Lineage`.
+        """
+        await self._enter()
+        try:
+            taken = await self._play.sample(self._act, self._session, ids)
+        finally:
+            await self._leave()
+        if self._is_left or self.failed.done():  # The episode is final.
+            raise _ended()
+        taken, stop = self._cut(taken, asked)
+        answer = self._as_answer(asked, taken, stop, num_prompt=len(ids))
+        is_chat = asked.prompt is None
+        self._lineages.add(
+            ids,
+            taken,
+            self._play.num_turns,
+            messages=[*asked.messages, answer.message] if is_chat else [],
+            thoughts={**thoughts, len(asked.messages): answer.thoughts} if is_chat else {},
+            tools=asked.tools,
+        )
+        if asked.is_kept:
+            earlier = asked.messages[1 if asked.instructions else 0 :]
+            self._kept[f"resp_{answer.number}"] = [*earlier, answer.message_with_ids("call")]
+        return answer
+
+    async def _enter(self) -> None:
+        """Wait until the horizon allows one more answer beside those in progress.
+
+        Raises: ApiError: the answers so far have used up the horizon, or the episode has ended.
+        """
+        async with self._sampled:
+            while self._lineages or self._num_in_flight:
+                self._check_open()
+                reserved = self._turn_tokens * (self._num_in_flight + 1)
+                if self._play.may_go_on(self._lease, reserved):
+                    break
+                if not self._num_in_flight:
+                    self.is_over = True  # Answers without a step have used up the horizon.
+                    self.ended.set()
+                else:
+                    await self._sampled.wait()
+            self._check_open()
+            self._num_in_flight += 1
+
+    async def _leave(self) -> None:
+        """Count a request that is no longer in progress."""
+        async with self._sampled:
+            self._num_in_flight -= 1
+            self._sampled.notify_all()
+
+    def _as_answer(
         self, asked: PolicyRequest, taken: Turn, stop: str | None, *, num_prompt: int
     ) -> PolicyAnswer:
         """Return a sampled turn as the answer to a request."""
@@ -160,6 +203,7 @@ class AgentEpisode:
             text=text,
             calls=calls,
             thoughts=thoughts_of(self._renderer, taken.token_ids, asked),
+            logprobs=logprobs_of(self._renderer, taken.token_ids, taken.logprobs, asked),
             is_stopped=taken.is_stopped,
             stop=stop,
             num_prompt=num_prompt,
@@ -168,7 +212,7 @@ class AgentEpisode:
 
     async def step(self, action: str) -> dict[str, object]:
         """Execute an action in the environment and return its result. Raises: ApiError."""
-        async with self._turn:
+        async with self._stepping:
             self._check_open()
             started = time.monotonic()
             result: HubStepResult = await self._session.step(action)
@@ -188,7 +232,7 @@ class AgentEpisode:
 
     async def end(self, complaint: str) -> None:
         """End the episode at the agent's request. A complaint is the reason for giving up."""
-        async with self._turn:
+        async with self._stepping:
             self._check_open()
             self._complaint = complaint
             self.ended.set()
@@ -205,7 +249,7 @@ class AgentEpisode:
     @property
     def has_sampled(self) -> bool:
         """Whether the policy has sampled any token."""
-        return any(self._play.history.tape.loss_mask)
+        return bool(self._lineages)
 
     def leave(self, death: str = "") -> None:
         """Finish the episode after its agent has left.
@@ -237,12 +281,23 @@ class AgentEpisode:
         self._close_rows()
 
     def _close_rows(self) -> None:
-        """Assign tokens sampled after the last step to that step's turn."""
+        """Record the rows of an episode that counts."""
         play = self._play
         if not play.num_turns:  # The agent never acted: record one invalid turn.
-            play.num_turns, play.invalid_turns, play.scores = 1, [True], [play.start_score]
+            play.num_turns = 1
+            play.invalid_turns = [True]
+            play.scores = [play.start_score]
             play.actions = [action_number("")]
-        play.history.tape.end(play.num_turns - 1)
+        self.close()
+
+    def close(self) -> None:
+        """Record the rows so far, after which the episode is final."""
+        self._is_left = True
+        self._play.history.tape = self.tape()
+
+    def tape(self) -> Tape:
+        """Return the rows so far. Tokens sampled after the last step belong to its turn."""
+        return self._lineages.tape(last_turn=max(0, self._play.num_turns - 1))
 
     def fail(self, error: BaseException) -> None:
         """Report an error that the agent did not cause to the task that plays the episode."""
@@ -251,7 +306,7 @@ class AgentEpisode:
 
     def _check_open(self) -> None:
         if self.is_closed:
-            raise ApiError(410, "episode_ended", "the episode of this API key has ended")
+            raise _ended()
 
     def _before(self, asked: PolicyRequest) -> list[Message]:
         """Return the conversation that a request continues; [] for a new one. Raises: ApiError."""
@@ -260,30 +315,44 @@ class AgentEpisode:
             raise ApiError(400, "previous_response_not_found", text, "previous_response_id")
         return self._kept.get(asked.previous, [])
 
-    def _prompt_of(self, asked: PolicyRequest, *, continues: bool) -> list[int]:
-        """Return the tokens of a prompt. Those of the current segment are reused."""
-        if asked.prompt is not None:
-            return self._prompt_ids(asked.prompt)
-        tools = asked.tools
-        check_tools(self._renderer, asked)
-        if not continues:
-            check_thoughts(self._renderer, asked, self._own_thoughts)
-            return encode_messages(self._renderer, asked.messages, tools=tools)
-        try:
-            new = asked.messages[len(self._conversation) :]
-            return [*self._play.history.tape.context, *self._after(new, tools)]
-        except ValueError as error:
-            raise invalid(str(error), "messages") from error
+    def _encoded(self, asked: PolicyRequest) -> tuple[PolicyRequest, Lineage | None, list[int]]:
+        """Return a request, the lineage that it continues, and the tokens of its prompt.
 
-    def _after(self, new: list[Message], tools: list[dict[str, Any]]) -> list[int]:
-        """Return the ids between the last answer and the next one, with new messages."""
-        is_stopped = self._taken is not None and self._taken.is_stopped
-        end = None if self._taken is None else self._taken.end
-        if [each["role"] for each in new] == ["user"]:
-            return self._renderer.after_turn(new[0]["content"], is_stopped=is_stopped, end=end)
-        calls = self._conversation[-1].get("tool_calls") or []
+        The tokens of the lineage are reused. Its answers replace those of the request.
+        """
+        if asked.prompt is not None:
+            return asked, None, self._prompt_ids(asked.prompt)
+        earlier = self._lineages.continued(asked)
+        if earlier is None:
+            return asked, None, encode_messages(self._renderer, asked.messages, tools=asked.tools)
+        merged = continued(asked, earlier.messages, earlier.thoughts)
+        assert merged is not None
+        new = merged.messages[len(earlier.messages) :]
+        try:
+            return merged, earlier, [*earlier.token_ids, *self._after(earlier, new)]
+        except ValueError as error:
+            if all(message["role"] != "assistant" for message in new):
+                raise invalid(str(error), "messages") from error
+        return asked, None, encode_messages(self._renderer, asked.messages, tools=asked.tools)
+
+    def _after(self, earlier: Lineage, new: list[Message]) -> list[int]:
+        """Return the ids between the answer of a lineage and the next one, with new messages.
+
+        Raises: ValueError: the chat template refuses them.
+        """
+        taken = earlier.taken
+        if [message["role"] for message in new] == ["user"]:
+            return self._renderer.after_turn(
+                new[0]["content"], is_stopped=taken.is_stopped, end=taken.end
+            )
+        calls = earlier.messages[-1].get("tool_calls") or []
         return self._renderer.after_calls(
-            new, tools=tools, is_stopped=is_stopped, end=end, has_calls=bool(calls), calls=calls
+            new,
+            tools=earlier.tools,
+            is_stopped=taken.is_stopped,
+            end=taken.end,
+            has_calls=bool(calls),
+            calls=calls,
         )
 
     def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
@@ -312,3 +381,7 @@ class AgentEpisode:
             experts=taken.experts,
         )
         return shorter, cut.stop
+
+
+def _ended() -> ApiError:
+    return ApiError(410, "episode_ended", "the episode of this API key has ended")

@@ -1,15 +1,18 @@
 """Anthropic's API of messages."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from actor.api.fields import read_call, read_text, read_tools
 from actor.api.requests import (
     CLEARING,
+    CONTEXT_EXCEEDED,
     EFFORT,
     LABEL,
     ONE_CALL,
     Api,
     ApiError,
+    ContextExceeded,
     Event,
     Message,
     PolicyAnswer,
@@ -58,7 +61,9 @@ KINDS = {
 def anthropic_error(error: ApiError) -> dict[str, Any]:
     """Return an error in this API's format. The code is a part of the message."""
     kind = KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    details = {"type": kind, "message": f"{error.code}: {error.message}"}
+    is_excess = error.code == CONTEXT_EXCEEDED  # Clients recognise it by the begin of its text.
+    message = error.message if is_excess else f"{error.code}: {error.message}"
+    details = {"type": kind, "message": message}
     return {"type": "error", "error": details, "request_id": None}
 
 
@@ -148,8 +153,9 @@ def _messages(message: dict[str, Any], place: str) -> list[Message]:
     return [*results, *([{"role": role, "content": text}] if texts else [])]
 
 
-def _reply(asked: PolicyRequest, answer: PolicyAnswer) -> dict[str, Any]:
-    """Return an answer of the policy as a response body of this API."""
+def _reply(asked: PolicyRequest, answers: Sequence[PolicyAnswer]) -> dict[str, Any]:
+    """Return the answer of the policy as a response body of this API."""
+    (answer,) = answers
     content: list[dict[str, Any]] = []
     if answer.text or not answer.calls:
         content.append({"type": "text", "text": answer.text})
@@ -187,4 +193,17 @@ def _events(_: PolicyRequest, reply: dict[str, Any]) -> list[Event]:
     return [(name, {"type": name, **each}) for name, each in events]
 
 
-MESSAGES_API = Api(read=_read, reply=_reply, events=_events)
+def _excess(error: ContextExceeded) -> ApiError:
+    """Return the error of this API for a prompt that is too long."""
+    if error.num_prompt > error.max_tokens:
+        text = f"prompt is too long: {error.num_prompt} tokens > {error.max_tokens} maximum"
+    else:
+        text = (
+            f"input length and `max_tokens` exceed context limit: {error.num_prompt} +"
+            f" {error.num_answer} > {error.max_tokens}, decrease input length or `max_tokens` and"
+            " try again"
+        )
+    return error.worded(text, "messages")
+
+
+MESSAGES_API = Api(read=_read, reply=_reply, events=_events, excess=_excess)

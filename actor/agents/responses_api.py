@@ -1,5 +1,7 @@
 """OpenAI's API of responses."""
 
+import secrets
+from collections.abc import Sequence
 from typing import Any
 
 from actor.api.fields import (
@@ -16,6 +18,8 @@ from actor.api.requests import (
     LABEL,
     ONE_CALL,
     Api,
+    ApiError,
+    ContextExceeded,
     Event,
     Message,
     PolicyAnswer,
@@ -31,7 +35,6 @@ from actor.api.requests import (
     now,
     read_items,
     read_limit,
-    unsupported,
 )
 from common.text import valid_text
 
@@ -79,6 +82,7 @@ def _read(body: dict[str, Any]) -> PolicyRequest:
         tools=read_tools(body, schema="parameters"),
         max_tokens=read_limit(body, "max_output_tokens"),
         is_kept=True,
+        has_logprobs=LOGPROBS in (body.get("include") or []),
         body=body,
     )
 
@@ -93,9 +97,7 @@ def _check_reports(body: dict[str, Any]) -> None:
     )
     if not isinstance(reports, list):
         raise invalid("include: must be a list", "include")
-    if LOGPROBS in reports:
-        raise unsupported("include", LOGPROBS)
-    if reports:
+    if set(map(str, reports)) - {LOGPROBS}:
         log_ignored("include", "the answer has no such reports")
 
 
@@ -136,12 +138,14 @@ def _message(item: dict[str, Any], place: str) -> Message | None:
             raise invalid(f"{place}.type={kind!r:.40}: must be {names}", "input")
 
 
-def _reply(asked: PolicyRequest, answer: PolicyAnswer) -> dict[str, Any]:
-    """Return an answer of the policy as a response body of this API."""
+def _reply(asked: PolicyRequest, answers: Sequence[PolicyAnswer]) -> dict[str, Any]:
+    """Return the answer of the policy as a response body of this API."""
+    (answer,) = answers
     state = answer.reason(calls="completed", stop="completed", length="incomplete")
     output: list[dict[str, Any]] = []
     if answer.text or not answer.calls:
-        part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
+        entries = [token.entry() for token in answer.logprobs]
+        part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": entries}
         item = {"type": "message", "id": f"msg_{answer.number}", "role": "assistant"}
         output.append({**item, "status": state, "content": [part]})
     freeform, namespaces = freeform_names(asked), namespace_of(asked.body)
@@ -217,10 +221,33 @@ def _text_events(of_item: dict[str, Any], part: dict[str, Any]) -> list[Event]:
     text = part["text"]
     return [
         ("response.content_part.added", {**of_part, "part": {**part, "text": ""}}),
-        (f"{kind}.delta", {**of_part, "delta": text, "logprobs": []}),
-        (f"{kind}.done", {**of_part, "text": text, "logprobs": []}),
+        (f"{kind}.delta", {**of_part, "delta": text, "logprobs": part["logprobs"]}),
+        (f"{kind}.done", {**of_part, "text": text, "logprobs": part["logprobs"]}),
         ("response.content_part.done", {**of_part, "part": part}),
     ]
 
 
-RESPONSES_API = Api(read=_read, reply=_reply, events=_events)
+def _excess(error: ContextExceeded) -> ApiError:
+    """Return the error of this API for a prompt that is too long."""
+    text = "Your input exceeds the context window of this model. Please adjust your input and"
+    return error.worded(f"{text} try again. {error.reason}.", "input")
+
+
+def _excess_events(asked: PolicyRequest, error: ApiError) -> list[Event]:
+    """Return the events of a stream that fails, as this API reports a prompt that is too long."""
+    number = f"resp_{secrets.token_hex(12)}"
+    head = {"id": number, "object": "response", "created_at": now(), "model": as_model(asked)}
+    begun = {**head, "status": "in_progress", "error": None, "output": [], "usage": None}
+    begun |= {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+    details = {"code": error.code, "message": error.message}
+    events: list[Event] = [
+        ("response.created", {"response": begun}),
+        ("response.in_progress", {"response": begun}),
+        ("response.failed", {"response": {**begun, "status": "failed", "error": details}}),
+    ]
+    return [(n, {"type": n, "sequence_number": i, **each}) for i, (n, each) in enumerate(events)]
+
+
+RESPONSES_API = Api(
+    read=_read, reply=_reply, events=_events, excess=_excess, excess_events=_excess_events
+)

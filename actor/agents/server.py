@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
+from typing import Any
 
 from starlette.responses import Response
 
@@ -26,7 +27,16 @@ from actor.agents.repeats import Repeats
 from actor.agents.responses_api import RESPONSES_API
 from actor.agents.strangers import MAX_STRANGERS, Strangers
 from actor.api.chat_api import CHAT_API, COMPLETION_API
-from actor.api.requests import Api, ApiError, PolicyRequest, event_text, invalid, openai_error
+from actor.api.requests import (
+    Api,
+    ApiError,
+    ContextExceeded,
+    Event,
+    PolicyRequest,
+    event_text,
+    invalid,
+    openai_error,
+)
 from actor.rollout.episode import PolicyFailed
 from common.config.actor import AgentServerOptions
 from common.errors import EnvError, LongstrideError
@@ -36,12 +46,18 @@ logger = logging.getLogger(__name__)
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
+MODEL = "policy"  # Name of the policy in lists of models; requests may use any name.
 ANTHROPIC = "/v1/messages"
+MODELS = "/v1/models"
 APIS = {
     "/v1/chat/completions": CHAT_API,
     "/v1/completions": COMPLETION_API,
     "/v1/responses": RESPONSES_API,
     ANTHROPIC: MESSAGES_API,
+}
+COUNTS = {  # Path -> the API of the counted request, and the object of its answer.
+    "/v1/responses/input_tokens": (RESPONSES_API, {"object": "response.input_tokens"}),
+    f"{ANTHROPIC}/count_tokens": (MESSAGES_API, {}),
 }
 EPISODES = "/episodes/"
 Handler = Callable[[AgentRequest], Awaitable[Response]]
@@ -81,7 +97,8 @@ class AgentServer:
         self._keys = EpisodeKeys()
         self._handlers: dict[str, dict[str, Handler]] = {  # path -> method -> handler
             **{path: {"POST": partial(self._sample_answer, api)} for path, api in APIS.items()},
-            "/v1/models": {"GET": self._list_models},
+            **{path: {"POST": partial(self._count_tokens, *how)} for path, how in COUNTS.items()},
+            MODELS: {"GET": self._list_models},
             "/env": {"GET": self._send_task},
             "/env/step": {"POST": self._step},
             "/env/end": {"POST": self._end_episode},
@@ -135,7 +152,8 @@ class AgentServer:
         path = request.path
         if path.startswith(EPISODES) and request.method == "POST":
             return await self._taker(request).repeats.answer(request, self._next_episode)
-        handlers = self._handlers.get(path)
+        is_model = path.startswith(f"{MODELS}/")
+        handlers = {"GET": self._show_model} if is_model else self._handlers.get(path)
         if handlers is None:
             raise ApiError(404, "not_found", f"{request.method} {path}: Not Found")
         if request.method not in handlers:
@@ -152,11 +170,15 @@ class AgentServer:
         """Return an error in the API's format, and count it for the episode."""
         episode = self._keys.find(request.key)
         answered = _error_for(request, failure, episode)
-        self.refused[answered.code] += 1
-        if episode is not None:
-            episode.refused[answered.code] += 1
-        shape = anthropic_error if request.path.startswith(ANTHROPIC) else openai_error
+        self._count_refusal(answered, episode)
+        shape = anthropic_error if _is_anthropic(request) else openai_error
         return json_response(shape(answered), status=answered.status)
+
+    def _count_refusal(self, error: ApiError, episode: AgentEpisode | None) -> None:
+        """Count a refused request by its code."""
+        self.refused[error.code] += 1
+        if episode is not None:
+            episode.refused[error.code] += 1
 
     def _episode(self, request: AgentRequest) -> AgentEpisode:
         """Return the episode that a request's key belongs to. Raises: ApiError."""
@@ -172,24 +194,45 @@ class AgentServer:
     async def _sample_answer(self, api: Api, request: AgentRequest) -> Response:
         """Return an answer of the policy in the format of an API. Raises: ApiError."""
         episode = self._episode(request)
-        body = _json(request)
-        if not isinstance(body, dict):
-            raise ApiError(400, "invalid_body", "the request body is not a JSON object")
+        asked = _read(api, request)
         try:
-            asked: PolicyRequest = api.read(body)
-        except RecursionError as error:
-            raise ApiError(400, "invalid_body", "the request body is nested too deeply") from error
-        reply = api.reply(asked, await episode.answer(asked))
-        if not body.get("stream"):
-            return json_response(reply)
-        text = "".join(map(event_text, api.events(asked, reply)))
-        return Response(text, media_type=EVENTS)
+            answers = await episode.answers(asked)
+        except ContextExceeded as error:
+            excess = api.excess(error)
+            if api.excess_events is None or not asked.body.get("stream"):
+                raise excess from error
+            self._count_refusal(excess, episode)
+            return _stream(api.excess_events(asked, excess))
+        reply = api.reply(asked, answers)
+        return (
+            _stream(api.events(asked, reply)) if asked.body.get("stream") else json_response(reply)
+        )
+
+    async def _count_tokens(
+        self, api: Api, head: dict[str, Any], request: AgentRequest
+    ) -> Response:
+        """Return the number of tokens of a prompt, without an answer. Raises: ApiError."""
+        episode = self._episode(request)
+        num = episode.num_prompt_tokens(_read(api, request))
+        return json_response({**head, "input_tokens": num})
 
     async def _list_models(self, request: AgentRequest) -> Response:
         """List the policy as the only model."""
         self._episode(request)
-        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "longstride"}
-        return json_response({"object": "list", "data": [model]})
+        model = _model(request)
+        if not _is_anthropic(request):
+            return json_response({"object": "list", "data": [model]})
+        ends = {"first_id": model["id"], "last_id": model["id"]}
+        return json_response({"data": [model], "has_more": False, **ends})
+
+    async def _show_model(self, request: AgentRequest) -> Response:
+        """Return the policy by its name. Raises: ApiError: it has another one."""
+        self._episode(request)
+        name = request.path.removeprefix(f"{MODELS}/")
+        if name != MODEL:
+            text = f"model {name:.80}: the only model is {MODEL}"
+            raise ApiError(404, "model_not_found", text, "model")
+        return json_response(_model(request))
 
     async def _send_task(self, request: AgentRequest) -> Response:
         return json_response(self._episode(request).first())
@@ -240,6 +283,34 @@ def _json(request: AgentRequest) -> object:
         return json.loads(request.content)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, "invalid_body", f"the request body is not JSON: {error}") from error
+
+
+def _read(api: Api, request: AgentRequest) -> PolicyRequest:
+    """Return the body of a request as a request to the policy. Raises: ApiError."""
+    body = _json(request)
+    if not isinstance(body, dict):
+        raise ApiError(400, "invalid_body", "the request body is not a JSON object")
+    try:
+        return api.read(body)
+    except RecursionError as error:
+        raise ApiError(400, "invalid_body", "the request body is nested too deeply") from error
+
+
+def _stream(events: list[Event]) -> Response:
+    return Response("".join(map(event_text, events)), media_type=EVENTS)
+
+
+def _is_anthropic(request: AgentRequest) -> bool:
+    """Return whether the client expects answers of Anthropic's API."""
+    return request.path.startswith(ANTHROPIC) or "anthropic-version" in request.headers
+
+
+def _model(request: AgentRequest) -> dict[str, Any]:
+    """Return the policy as an entry of the API's list of models."""
+    if _is_anthropic(request):
+        made = {"display_name": MODEL, "created_at": "1970-01-01T00:00:00Z"}
+        return {"type": "model", "id": MODEL, **made}
+    return {"id": MODEL, "object": "model", "created": 0, "owned_by": "longstride"}
 
 
 def _error_for(

@@ -16,20 +16,22 @@ from typing import TYPE_CHECKING, Any, cast
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from actor.api.chat_api import CHAT_API, choices_reply
+from actor.api.chat_api import CHAT_API
 from actor.api.chat_endpoints import ChatEndpoint, endpoint_path, remove_left
 from actor.api.listening import stop_accepting
 from actor.api.prompts import (
-    check_thoughts,
     check_tools,
     cut_answer,
     encode_messages,
+    log_hidden_thoughts,
+    logprobs_of,
     matched,
     read_turn,
     thoughts_of,
 )
 from actor.api.requests import (
     ApiError,
+    ContextExceeded,
     PolicyAnswer,
     PolicyRequest,
     event_text,
@@ -94,7 +96,6 @@ MAX_BODY_BYTES = 64 << 20  # A prompt of token ids is longer than its text.
 MOST_TOP = 1024  # Most probable tokens at each position, at most.
 MAX_SEED = 2**63 - 1
 MAX_TEMPERATURE = 2.0
-MAX_CHOICES = 128
 # Sampling fields that the engine is not given, with their values without effect.
 FIXED = {
     "top_p": (None, 1, 1.0),
@@ -112,7 +113,6 @@ class Sampling:
 
     temperature: float | None  # None: that of the actor's configuration.
     seed: int | None
-    num_choices: int
     max_tokens: int  # Maximum tokens of an answer.
 
 
@@ -125,19 +125,8 @@ def read_sampling(body: dict[str, Any], actor: ActorSection) -> Sampling:
     return Sampling(
         temperature=_temperature(body),
         seed=_seed(body),
-        num_choices=_num_choices(body),
         max_tokens=actor.max_turn_tokens if limit is None else limit,
     )
-
-
-def _num_choices(body: dict[str, Any]) -> int:
-    """Return the number of answers to one request. Raises: ApiError."""
-    num = body.get("n")
-    if num is None:
-        return 1
-    if type(num) is not int or not 1 <= num <= MAX_CHOICES:
-        raise invalid(f"n={num!r:.80}: a whole number from 1 to {MAX_CHOICES}", "n")
-    return num
 
 
 def _temperature(body: dict[str, Any]) -> float | None:
@@ -178,7 +167,7 @@ class Chat:
         try:
             self.check_access(request)
             body = await read_body(request)
-            asked = CHAT_API.read({**body, **dict.fromkeys(("n", "temperature", "seed"))})
+            asked = CHAT_API.read({**body, **dict.fromkeys(("temperature", "seed"))})
             reply = await self._reply(asked, read_sampling(body, self.actor))
         except (ApiError, EngineError) as error:
             return _refusal(error)
@@ -207,17 +196,17 @@ class Chat:
         """Return the response to a request. Raises: ApiError, EngineError."""
         asked = matched(asked)
         check_tools(self.renderer, asked)
-        check_thoughts(self.renderer, asked)
+        log_hidden_thoughts(self.renderer, asked)
         ids = encode_messages(self.renderer, asked.messages, tools=asked.tools)
         sampling = replace(
             sampling, max_tokens=self._max_answer_tokens(len(ids), sampling.max_tokens)
         )
-        choices = range(sampling.num_choices)
+        choices = range(asked.num_answers)
         answers = await asyncio.gather(
             *(self._answer(asked, sampling, ids, choice) for choice in choices)
         )
         return {
-            **choices_reply(asked, [answer for answer, _ in answers]),
+            **CHAT_API.reply(asked, [answer for answer, _ in answers]),
             "model": self.name(max(version for _, version in answers)),
         }
 
@@ -229,9 +218,8 @@ class Chat:
         most = self.actor.max_model_len
         needed = min(max_tokens, self.actor.max_turn_tokens)
         if num_prompt + needed > most:
-            text = f"{num_prompt} tokens and {needed} of an answer exceed the context of {most}"
-            code = "context_length_exceeded"
-            raise ApiError(400, code, f"{code}: {text} tokens", "messages")
+            error = ContextExceeded(num_prompt=num_prompt, num_answer=needed, max_tokens=most)
+            raise CHAT_API.excess(error)
         return min(max_tokens, most - num_prompt)
 
     async def _answer(
@@ -259,6 +247,7 @@ class Chat:
             num_prompt=len(ids),
             num_sampled=len(taken),
             thoughts=thoughts_of(self.renderer, taken, asked),
+            logprobs=logprobs_of(self.renderer, taken, turn.logprobs[: len(taken)], asked),
         )
         return answer, turn.versions[-1]
 

@@ -1,5 +1,7 @@
 """OpenAI's APIs of chat completions and of completions."""
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from actor.api.fields import (
@@ -17,6 +19,7 @@ from actor.api.requests import (
     ONE_CALL,
     Api,
     ApiError,
+    ContextExceeded,
     Event,
     Message,
     PolicyAnswer,
@@ -30,6 +33,7 @@ from actor.api.requests import (
     now,
     read_items,
     read_limit,
+    read_num_answers,
     read_stop,
     unsupported,
 )
@@ -38,10 +42,9 @@ from actor.formats.thoughts import FIELDS
 from common.text import valid_text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-HARMLESS: dict[str, tuple[Any, ...]] = {"n": (1,), "logit_bias": ({},)}
+HARMLESS: dict[str, tuple[Any, ...]] = {"logit_bias": ({},)}
 CHAT: dict[str, tuple[Any, ...]] = {
     **HARMLESS,
-    "logprobs": (False,),
     "top_logprobs": (0,),
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -62,7 +65,6 @@ LABELS = {"name", "id", "index", "status", "type", "annotations", "cache_control
 LABELS |= {"provider_specific_fields", "reasoning_details"}
 COMPLETION_FIELDS: dict[str, tuple[Any, ...]] = {
     **HARMLESS,
-    "logprobs": (),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
@@ -72,7 +74,10 @@ COMPLETION_FIELDS: dict[str, tuple[Any, ...]] = {
 def _read_chat(body: dict[str, Any]) -> PolicyRequest:
     """Return a chat request as a request to the policy. Raises: ApiError."""
     used = {"messages", "tools", "tool_choice", "stop", "max_tokens", "max_completion_tokens"}
-    check_fields(body, used, CHAT, CHAT_IGNORED)
+    check_fields(body, used | {"n", "logprobs"}, CHAT, CHAT_IGNORED)
+    has_logprobs = body.get("logprobs")
+    if has_logprobs not in (None, False, True):
+        raise invalid("logprobs: must be true or false", "logprobs")
     items = read_items(body, "messages", least=1)
     messages = [_message(each, f"messages[{i}]") for i, each in enumerate(items)]
     return PolicyRequest(
@@ -80,6 +85,8 @@ def _read_chat(body: dict[str, Any]) -> PolicyRequest:
         tools=read_tools(body, schema="parameters", inner="function"),
         max_tokens=read_limit(body, "max_completion_tokens", "max_tokens"),
         stop=read_stop(body, "stop"),
+        num_answers=read_num_answers(body),
+        has_logprobs=bool(has_logprobs),
         body=body,
     )
 
@@ -148,10 +155,18 @@ def _answer_fields(raw: dict[str, Any], place: str) -> Message:
 
 def _read_completion(body: dict[str, Any]) -> PolicyRequest:
     """Return a completion request as a request to the policy. Raises: ApiError."""
-    check_fields(body, {"prompt", "stop", "max_tokens"}, COMPLETION_FIELDS)
-    limit = read_limit(body, "max_tokens")
-    stop = read_stop(body, "stop")
-    return PolicyRequest(prompt=_prompt(body.get("prompt")), max_tokens=limit, stop=stop, body=body)
+    check_fields(body, {"prompt", "stop", "max_tokens", "n", "logprobs"}, COMPLETION_FIELDS)
+    num_top = body.get("logprobs")
+    if num_top is not None and (type(num_top) is not int or num_top != 0):
+        raise unsupported("logprobs", num_top, "0 reports the sampled tokens, without others")
+    return PolicyRequest(
+        prompt=_prompt(body.get("prompt")),
+        max_tokens=read_limit(body, "max_tokens"),
+        stop=read_stop(body, "stop"),
+        num_answers=read_num_answers(body),
+        has_logprobs=num_top is not None,
+        body=body,
+    )
 
 
 def _prompt(prompt: object) -> str | list[int]:
@@ -163,22 +178,8 @@ def _prompt(prompt: object) -> str | list[int]:
     raise invalid("prompt: must be a text or a list of token ids", "prompt")
 
 
-def choices_reply(asked: PolicyRequest, answers: list[PolicyAnswer]) -> dict[str, Any]:
-    """Return the response with one choice for each of the answers to the same prompt."""
-    replies = [_reply_chat(asked, answer) for answer in answers]
-    choices = [{**reply["choices"][0], "index": i} for i, reply in enumerate(replies)]
-    num_sampled = sum(answer.num_sampled for answer in answers)
-    num_prompt = answers[0].num_prompt
-    usage = {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_sampled,
-        "total_tokens": num_prompt + num_sampled,
-    }
-    return {**replies[0], "choices": choices, "usage": usage}
-
-
-def _reply_chat(asked: PolicyRequest, answer: PolicyAnswer) -> dict[str, Any]:
-    """Return an answer of the policy as a chat completion."""
+def _chat_choice(asked: PolicyRequest, answer: PolicyAnswer) -> dict[str, Any]:
+    """Return an answer of the policy as a choice of a chat completion."""
     freeform = freeform_names(asked)
     calls: list[dict[str, Any]] = []
     for number, name, arguments in answer.named_calls("call"):
@@ -193,28 +194,60 @@ def _reply_chat(asked: PolicyRequest, answer: PolicyAnswer) -> dict[str, Any]:
         message[FIELDS[0]] = answer.thoughts
     if calls:
         message |= {"content": answer.text or None, "tool_calls": calls}
-    choice = {"index": 0, "message": message, "logprobs": None}
-    return _reply(asked, answer, "chat.completion", f"chatcmpl-{answer.number}", choice)
+    entries = [token.entry() for token in answer.logprobs]
+    logprobs = {"content": entries, "refusal": None} if asked.has_logprobs else None
+    return {"message": message, "logprobs": logprobs}
 
 
-def _reply_completion(asked: PolicyRequest, answer: PolicyAnswer) -> dict[str, Any]:
-    """Return an answer of the policy as a completion."""
-    choice = {"index": 0, "text": answer.text, "logprobs": None}
-    return _reply(asked, answer, "text_completion", f"cmpl-{answer.number}", choice)
+def _completion_choice(asked: PolicyRequest, answer: PolicyAnswer) -> dict[str, Any]:
+    """Return an answer of the policy as a choice of a completion."""
+    logprobs = None
+    if asked.has_logprobs:
+        lengths = [len(token.text) for token in answer.logprobs]
+        logprobs = {
+            "tokens": [token.text for token in answer.logprobs],
+            "token_logprobs": [token.logprob for token in answer.logprobs],
+            "top_logprobs": None,
+            "text_offset": [sum(lengths[:number]) for number in range(len(lengths))],
+        }
+    return {"text": answer.text, "logprobs": logprobs}
+
+
+def _reply_chat(asked: PolicyRequest, answers: Sequence[PolicyAnswer]) -> dict[str, Any]:
+    """Return answers of the policy as a chat completion."""
+    choices = [_chat_choice(asked, answer) for answer in answers]
+    return _reply(asked, answers, "chat.completion", "chatcmpl", choices)
+
+
+def _reply_completion(asked: PolicyRequest, answers: Sequence[PolicyAnswer]) -> dict[str, Any]:
+    """Return answers of the policy as a completion."""
+    choices = [_completion_choice(asked, answer) for answer in answers]
+    return _reply(asked, answers, "text_completion", "cmpl", choices)
 
 
 def _reply(
-    asked: PolicyRequest, answer: PolicyAnswer, kind: str, name: str, choice: dict[str, Any]
+    asked: PolicyRequest,
+    answers: Sequence[PolicyAnswer],
+    kind: str,
+    prefix: str,
+    choices: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the response body that both APIs share, with one choice."""
-    reason = answer.reason(calls="tool_calls", stop="stop", length="length")
+    """Return the response body that both APIs share, with one choice for each answer."""
+    ended = [each.reason(calls="tool_calls", stop="stop", length="length") for each in answers]
+    numbered = [
+        {"index": index, **choice, "finish_reason": reason}
+        for index, (choice, reason) in enumerate(zip(choices, ended, strict=True))
+    ]
+    num_prompt = answers[0].num_prompt
+    num_sampled = sum(answer.num_sampled for answer in answers)
     usage = {
-        "prompt_tokens": answer.num_prompt,
-        "completion_tokens": answer.num_sampled,
-        "total_tokens": answer.num_prompt + answer.num_sampled,
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_prompt + num_sampled,
     }
+    name = f"{prefix}-{answers[0].number}"
     head = {"id": name, "object": kind, "created": now(), "model": as_model(asked)}
-    return {**head, "choices": [{**choice, "finish_reason": reason}], "usage": usage}
+    return {**head, "choices": numbered, "usage": usage}
 
 
 def _chat_events(asked: PolicyRequest, reply: dict[str, Any]) -> list[Event]:
@@ -234,7 +267,10 @@ def _deltas(choice: dict[str, Any]) -> list[dict[str, Any]]:
     for number, call in enumerate(message.get("tool_calls", [])):
         deltas.append({"tool_calls": [{"index": number, **call}]})
     index = choice["index"]
-    parts = [{"index": index, "delta": delta, "finish_reason": None} for delta in deltas]
+    parts: list[dict[str, Any]] = []
+    for delta in deltas:
+        parts.append({"index": index, "delta": delta, "finish_reason": None})
+    parts[-1]["logprobs"] = choice["logprobs"]
     return [*parts, {"index": index, "delta": {}, "finish_reason": choice["finish_reason"]}]
 
 
@@ -255,5 +291,36 @@ def _chunks(
     return [*events, ("", {})]  # The last event is [DONE].
 
 
-CHAT_API = Api(read=_read_chat, reply=_reply_chat, events=_chat_events)
-COMPLETION_API = Api(read=_read_completion, reply=_reply_completion, events=_completion_events)
+def _excess(error: ContextExceeded, *, shown: str, answer: str, remedy: str) -> ApiError:
+    """Return the error of OpenAI's API for a prompt that is too long."""
+    total = error.num_prompt + error.num_answer
+    text = (
+        f"This model's maximum context length is {error.max_tokens} tokens. However, you requested"
+        f" {total} tokens ({error.num_prompt} in {shown}, {error.num_answer} {answer})."
+        f" Please reduce {remedy}."
+    )
+    return error.worded(text, "messages" if "messages" in shown else "prompt")
+
+
+CHAT_API = Api(
+    read=_read_chat,
+    reply=_reply_chat,
+    events=_chat_events,
+    excess=partial(
+        _excess,
+        shown="the messages",
+        answer="in the completion",
+        remedy="the length of the messages or completion",
+    ),
+)
+COMPLETION_API = Api(
+    read=_read_completion,
+    reply=_reply_completion,
+    events=_completion_events,
+    excess=partial(
+        _excess,
+        shown="your prompt",
+        answer="for the completion",
+        remedy="your prompt; or completion length",
+    ),
+)

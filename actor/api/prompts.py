@@ -1,11 +1,11 @@
 """Encodes the messages of a request, and cuts a sampled answer where the request limits it."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from actor.api.requests import ApiError, Message, PolicyRequest, invalid
+from actor.api.requests import ApiError, Message, PolicyRequest, TokenLogprob, invalid, log_ignored
 from actor.formats.renderer import RESULT_ID, Renderer, in_order
 from actor.formats.thoughts import FIELDS
 
@@ -55,24 +55,10 @@ def _without_ids(message: Message) -> Message:
     return {**message, "tool_calls": bare}
 
 
-def check_thoughts(renderer: Renderer, asked: PolicyRequest, sampled: Collection[str] = ()) -> None:
-    """Check that the chat template shows the thoughts in a history.
-
-    Args:
-        sampled: thoughts that the policy has sampled. An agent may return them in any case.
-
-    Raises: ApiError.
-    """
-    if renderer.thoughts.field:
-        return
-    for number, message in enumerate(asked.messages):
-        if message.get(THOUGHTS) and message[THOUGHTS] not in sampled:
-            raise invalid(
-                f"messages[{number}].{THOUGHTS}: the chat template shows no thoughts of earlier"
-                " answers; remove the field, or give a template that shows it"
-                " (model.chat_template)",
-                "messages",
-            )
+def log_hidden_thoughts(renderer: Renderer, asked: PolicyRequest) -> None:
+    """Log that the prompt has no thoughts of the history, if the chat template shows none."""
+    if not renderer.thoughts.field and any(message.get(THOUGHTS) for message in asked.messages):
+        log_ignored(f"messages[].{THOUGHTS}", "the chat template shows no thoughts of a history")
 
 
 def continued(
@@ -81,14 +67,14 @@ def continued(
     """Return a request whose messages continue a conversation, None if they do not.
 
     An agent may return the thoughts of a sampled answer or leave them out. In both cases the answer
-    stays as it was sampled.
+    stays as it was sampled. The new messages may have answers, too.
 
     Args:
         earlier: the conversation.
         thoughts: place of a sampled answer in it -> its thoughts.
     """
     new = asked.messages[len(earlier) :]
-    if not earlier or not new or any(message["role"] == "assistant" for message in new):
+    if not earlier or not new or new[0]["role"] == "assistant":
         return None
     for number, (message, old) in enumerate(zip(asked.messages, earlier, strict=False)):
         if message != old and _without(message, thoughts.get(number)) != old:
@@ -186,3 +172,13 @@ def read_turn(
 def thoughts_of(renderer: Renderer, ids: list[int], asked: PolicyRequest) -> str:
     """Return the thoughts of an answer, "" for the answer to a bare prompt."""
     return "" if asked.prompt is not None else renderer.thought_text(ids)
+
+
+def logprobs_of(
+    renderer: Renderer, ids: list[int], logprobs: Sequence[float], asked: PolicyRequest
+) -> list[TokenLogprob]:
+    """Return the sampled tokens of an answer with their logprobs; [] if the request wants none."""
+    if not asked.has_logprobs:
+        return []
+    pairs = zip(ids, logprobs, strict=True)
+    return [TokenLogprob(text=renderer.shown([each]), logprob=value) for each, value in pairs]

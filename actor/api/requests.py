@@ -8,7 +8,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -17,6 +17,8 @@ from common.text import valid_text
 
 logger = logging.getLogger(__name__)
 
+CONTEXT_EXCEEDED = "context_length_exceeded"
+REPLACEMENT = "\ufffd"  # A decoder writes it for a part of a character.
 NUMBER = re.compile(r"\[\d+\]")  # A position in the path of a field.
 
 Message = dict[str, Any]  # In the format of chat templates: role, content, optional tool_calls.
@@ -38,7 +40,6 @@ IGNORED = {  # field -> why it has no effect here
 }
 STREAM_OPTIONS = {"include_usage", "include_obfuscation"}
 WHY = {
-    "n": "an episode has one history; send another request for another answer",
     "tool_choice": "the policy cannot be forced to call a tool; use auto or none",
     "chat_template_kwargs": "the run sets them for all prompts (model.chat_template_kwargs)",
 }
@@ -56,6 +57,25 @@ class ApiError(Exception):
         self.param = param
 
 
+class ContextExceeded(ApiError):
+    """Raised for a prompt that leaves no room for an answer; each API has its own words for it."""
+
+    def __init__(self, *, num_prompt: int, num_answer: int, max_tokens: int) -> None:
+        """Describe the excess in tokens: of the prompt, of the longest answer, of the context."""
+        self.num_prompt = num_prompt
+        self.num_answer = num_answer
+        self.max_tokens = max_tokens
+        self.reason = (
+            f"The prompt has {num_prompt} tokens, the answer up to {num_answer}; the maximum"
+            f" context length is {max_tokens} tokens"
+        )
+        super().__init__(400, CONTEXT_EXCEEDED, self.reason, "messages")
+
+    def worded(self, message: str, param: str) -> ApiError:
+        """Return the error with the words of an API."""
+        return ApiError(self.status, self.code, message, param)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyRequest:
     """A request for one answer."""
@@ -69,7 +89,23 @@ class PolicyRequest:
     max_tokens: int | None = None  # Maximum tokens of the answer; None: `actor.max_turn_tokens`.
     stop: list[str] = field(default_factory=list)  # Texts that end the answer.
     is_kept: bool = False  # A later request may continue this answer by its id.
+    num_answers: int = 1
+    has_logprobs: bool = False  # The response reports the logprobs of sampled tokens.
     body: dict[str, Any] = field(default_factory=dict)  # The original request.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """A sampled token of an answer."""
+
+    text: str  # With special tokens.
+    logprob: float  # Nats, under the distribution that was sampled from.
+
+    def entry(self) -> dict[str, Any]:
+        """Return the token as OpenAI's APIs report it. A part of a character has no bytes."""
+        is_whole = REPLACEMENT not in self.text
+        encoded = list(self.text.encode()) if is_whole else None
+        return {"token": self.text, "logprob": self.logprob, "bytes": encoded, "top_logprobs": []}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +120,8 @@ class PolicyAnswer:
     num_prompt: int
     num_sampled: int
     thoughts: str = ""  # Thoughts of the answer, which are no part of `text`.
+    # All sampled tokens, those of thoughts, calls and the end included; [] unless requested.
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
 
     @property
     def message(self) -> Message:
@@ -116,10 +154,14 @@ class Api:
     """One of the APIs that agents can use."""
 
     read: Callable[[dict[str, Any]], PolicyRequest]  # Raises: ApiError
-    reply: Callable[[PolicyRequest, PolicyAnswer], dict[str, Any]]
+    # (request, its answers) -> the response; only OpenAI's chat and completions have several
+    reply: Callable[[PolicyRequest, Sequence[PolicyAnswer]], dict[str, Any]]
     events: Callable[
         [PolicyRequest, dict[str, Any]], list[Event]
     ]  # The reply as events of a stream.
+    excess: Callable[[ContextExceeded], ApiError]  # The error in the words of the API.
+    # (request, error) -> the events of a stream that reports it; None: the API answers with 400
+    excess_events: Callable[[PolicyRequest, ApiError], list[Event]] | None = None
 
 
 def event_text(event: Event) -> str:
@@ -218,6 +260,19 @@ def check_part(
         elif value not in values:
             param = place.partition("[")[0].partition(".")[0]
             raise unsupported(f"{place}.{name}", value, param=param)
+
+
+MAX_CHOICES = 128
+
+
+def read_num_answers(body: dict[str, Any]) -> int:
+    """Return the number of answers to one request. Raises: ApiError."""
+    num = body.get("n")
+    if num is None:
+        return 1
+    if type(num) is not int or not 1 <= num <= MAX_CHOICES:
+        raise invalid(f"n={num!r:.80}: a whole number from 1 to {MAX_CHOICES}", "n")
+    return num
 
 
 def read_limit(body: dict[str, Any], *names: str) -> int | None:

@@ -152,6 +152,8 @@ class Tape:
     turn_ids: list[int] = field(default_factory=list)
     # Index of the first token of each segment.
     starts: list[int] = field(default_factory=lambda: [0])
+    # Pairs (earlier segment, number of its first tokens), as in `Trajectory`.
+    prefixes: list[int] = field(default_factory=list)
     # Triples (start, end, kind), as in `Trajectory`.
     asides: list[int] = field(default_factory=list)
     # Experts of each token, [layer, chosen]; None: not recorded.

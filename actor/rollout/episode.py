@@ -94,15 +94,23 @@ class EpisodeState:
 
     async def ask(self, act: Act, session: EnvSession) -> Turn:
         """Sample a turn of the policy for the current context, and record its cost."""
+        taken = await self.sample(act, session, self.history.tape.context)
+        self.history.tape.record_experts(taken)
+        return taken
+
+    async def sample(self, act: Act, session: EnvSession, ids: list[int]) -> Turn:
+        """Sample a turn of the policy for a prompt, and record its cost.
+
+        The seconds of turns that are sampled at once add up.
+        """
         asked = time.monotonic()
-        taken = await act(self.history.tape.context, session)
+        taken = await act(ids, session)
         took_s = time.monotonic() - asked
         self.generate_s += took_s
         self.turn_s += took_s - taken.waited_s
         self.num_sampled += len(taken.token_ids)
         self.num_prompt_tokens += taken.num_prompt
         self.num_cached_tokens += taken.num_cached
-        self.history.tape.record_experts(taken)
         return taken
 
     def begin(self, session: EnvSession) -> None:
@@ -362,6 +370,7 @@ def trajectory_of(lease: Lease, play: EpisodeState, *, actor: str, wall_s: float
         turn_states=np.array(play.states[: play.num_turns], dtype=np.int32),
         turn_actions=np.array(play.actions, dtype=np.int32),
         segment_starts=np.array(tape.starts if len(tape.starts) > 1 else [], dtype=np.int32),
+        segment_prefixes=np.array(tape.prefixes if any(tape.prefixes[1::2]) else [], np.int32),
         asides=np.array(tape.asides, dtype=np.int32),
         expert_ids=expert_ids,
         expert_mask=expert_mask,

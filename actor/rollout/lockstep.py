@@ -32,6 +32,7 @@ class Rounds:
         self._exclusive = exclusive
         self._max_tokens = max_tokens
         self._running: set[str] = set()
+        self._asking: dict[str, asyncio.Lock] = {}  # Episode id -> lock of its one request.
         self._waiting: dict[str, _PendingTurn] = {}  # episode id -> its request
         self._next: asyncio.Future[asyncio.Task[dict[str, Turn]]] | None = None
         self._round_number = 0
@@ -43,10 +44,19 @@ class Rounds:
     def leave(self, episode_id: str) -> None:
         """Remove an ended episode, so that the round does not wait for it."""
         self._running.discard(episode_id)
+        self._asking.pop(episode_id, None)
         self._maybe_start()
 
     async def act(self, episode_id: str, prompt_ids: list[int], *, seed: int) -> Turn:
-        """Return this episode's next turn, sampled with `seed`, once all episodes have asked."""
+        """Return this episode's next turn, sampled with `seed`, once all episodes have asked.
+
+        Further requests of the episode wait for the following rounds.
+        """
+        async with self._asking.setdefault(episode_id, asyncio.Lock()):
+            return await self._act(episode_id, prompt_ids, seed=seed)
+
+    async def _act(self, episode_id: str, prompt_ids: list[int], *, seed: int) -> Turn:
+        """Return the turn of an episode that has no other request."""
         if self._next is None:
             self._next = asyncio.get_running_loop().create_future()
         started = self._next

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from common.config.algorithm import AlgorithmSection, Correction, PolicyLoss
+from common.config.algorithm import Advantage, AlgorithmSection, Correction, PolicyLoss, RowCredit
 from common.config.envhub import EnvhubSection
 from common.config.horizon import MAX_STAGE
 from common.config.knobs import HOST, PATH, PEER_NAME, URL, WORD, Contradiction, knob, seconds
@@ -419,6 +419,14 @@ class AgentOptions:
                 "agentgym",
                 f"{law} of this style demand answers in ReAct's format",
             )
+        if algorithm.row_credit is not RowCredit.ALL:
+            credit = algorithm.row_credit.value
+            if not self.endpoint:
+                law = "must be all without actor.endpoint=true: only an agent has conversations"
+                yield "algorithm.row_credit", credit, law
+            if algorithm.advantage is Advantage.PPO:
+                law = "must be all with algorithm.advantage=ppo: a critic's credit passes all rows"
+                yield "algorithm.row_credit", credit, law
         ratios: list[tuple[str, object]] = []
         if algorithm.policy_loss is PolicyLoss.GSPO:
             ratios.append(("algorithm.policy_loss", "gspo"))

@@ -56,6 +56,19 @@ class CreditLevel(StrEnum):
     TURN = "turn"
 
 
+class RowCredit(StrEnum):
+    """Credit of the rows of an agent's episode, whose conversations are one row each.
+
+    all: every row has the episode's advantage. root: only the conversation with which the episode
+    began has it, with its continuations; rows of other conversations have none. share: a row has it
+    times its share of the episode's sampled tokens.
+    """
+
+    ALL = "all"
+    ROOT = "root"
+    SHARE = "share"
+
+
 class StateCredit(StrEnum):
     """Credit of a turn, compared with the group's turns in the same state.
 
@@ -251,6 +264,10 @@ class AlgorithmSection:
         CreditLevel.EPISODE,
         "Selects where a reward is credited: to the whole `episode`, or to its `turn`, and to the "
         "turns before it by turn_discount.",
+    )
+    row_credit: RowCredit = knob(
+        RowCredit.ALL,
+        "With actor.endpoint=true, selects the rows of an agent's episode that have its advantage.",
     )
     turn_discount: float = knob(1.0, "Discounts rewards by this factor per turn.", gt=0, le=1)
     state_credit: StateCredit = knob(

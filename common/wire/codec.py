@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from common.errors import MessageTooLarge, WireError
+from common.segments import without_prefixes
 from common.weights import messages as weight_messages
 from common.wire import messages
 from common.wire.access.bounds import (
@@ -28,7 +29,7 @@ from common.wire.access.bounds import (
     MAX_MESSAGE_BYTES,
     shown,
 )
-from common.wire.messages import SCHEMA_VERSION, EpisodeIdentity
+from common.wire.messages import SCHEMA_VERSION, EpisodeIdentity, Trajectory
 from common.wire.versions import (
     OLDEST_RECORD,
     PREVIOUS_VERSION,
@@ -73,6 +74,8 @@ def encode(message: Any, version: int = SCHEMA_VERSION) -> list[bytes]:
     form = max(version, OLDEST_RECORD)  # A refusal has the same form in still older versions.
     if form < SCHEMA_VERSION and not is_in(form, name):
         raise WireError(f"{name} is no message of schema version {version}")
+    if form < SCHEMA_VERSION and isinstance(message, Trajectory):
+        message = without_prefixes(message)
     arrays: list[bytes] = []
     fields = message if form >= SCHEMA_VERSION else _fields_of_version(message, form)
     header = _pack([version, name, fields], functools.partial(_array_to_frame, arrays))

@@ -332,6 +332,9 @@ class Trajectory(EpisodeIdentity):
     turn_actions: np.ndarray = field(default_factory=_none, repr=False)
     # [segment] int32 first token of each segment; [0] if the episode is one segment.
     segment_starts: np.ndarray = field(default_factory=_none, repr=False)
+    # [2 * segment] int32: an earlier segment, and how many of its first tokens come before the
+    # segment's own in its row; [0] if no segment has such a prefix (`common.segments`).
+    segment_prefixes: np.ndarray = field(default_factory=_none, repr=False)
     # [3 * num] int32 answers that the environment did not receive, see `common.segments.asides_of`.
     asides: np.ndarray = field(default_factory=_none, repr=False)
     # Named numbers of the episode that the environment reported, such as parts of the reward.

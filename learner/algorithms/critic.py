@@ -138,7 +138,10 @@ def with_advantages(
     """
     trajectory = sample.trajectory
     steps = timesteps(trajectory, critic.timestep)  # [tokens] index of each token's timestep
-    first = np.flatnonzero(np.diff(steps, prepend=-1))  # [step] first token of each timestep
+    # [step] first token of each timestep; timesteps of rows that were sampled at once alternate.
+    first = np.unique(steps, return_index=True)[1]
+    marks = np.zeros(len(steps), dtype=np.float32)
+    marks[first] = 1.0
     is_cut = trajectory.end_reason in CUT_SHORT
     of_steps = step_rewards(trajectory, algorithm, critic.timestep, with_end=not is_cut)
     rewards = tensor_of(of_steps).double()
@@ -172,7 +175,7 @@ def with_advantages(
         own_advantages=advantages.numpy().astype(np.float32)[steps],
         value_targets=targets.numpy().astype(np.float32)[steps],
         values=values.astype(np.float32),
-        state_marks=(np.diff(steps, prepend=-1) != 0).astype(np.float32),
+        state_marks=marks,
     )
 
 

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.segments import joined, split_end
+from common.config.algorithm import RowCredit
+from common.segments import joined, prefixes_of, segments_of, split_end
 from common.wire.codec import pack_record, unpack_record
 from common.wire.messages import Trajectory
 from learner.batch.batching import MicroBatch, Sample
@@ -57,6 +58,37 @@ def _rows(sample: Sample) -> list[Sample]:
         )
         for row, number in enumerate(sampled)
     ]
+
+
+def with_row_credit(sample: Sample, credit: RowCredit) -> Sample:
+    """Return an episode's sample with the advantages of its rows.
+
+    Args:
+        credit: `share` multiplies the advantage of a row's tokens by the row's share of the
+            episode's sampled tokens, `root` by 1 or 0.
+    """
+    trajectory = sample.trajectory
+    parts = segments_of(trajectory)
+    if credit is RowCredit.ALL or len(parts) == 1:
+        return sample
+    counts = np.array([trajectory.loss_mask[part].sum() for part in parts])
+    if credit is RowCredit.SHARE:
+        weights = counts / max(1, counts.sum())
+    else:
+        weights = np.array(_of_root(trajectory))
+    factors = np.repeat(weights.astype(np.float32), counts)  # [tokens]
+    return replace(sample, own_advantages=sample.token_advantages() * factors)
+
+
+def _of_root(trajectory: Trajectory) -> list[bool]:
+    """Return whether each row continues an answer of the first conversation, [row]."""
+    sampled: list[np.ndarray] = []  # [row][seq] whether a token is sampled, also in a prefix.
+    of_root: list[bool] = []
+    for part, (earlier, num) in zip(segments_of(trajectory), prefixes_of(trajectory), strict=True):
+        before = sampled[earlier][:num] if num else np.zeros(0, dtype=np.bool_)
+        of_root.append(not of_root or (of_root[earlier] and bool(before.any())))
+        sampled.append(np.concatenate([before, trajectory.loss_mask[part]]))
+    return of_root
 
 
 def episodes_of(rows: Sequence[Sample]) -> list[Sample]:

@@ -17,8 +17,10 @@ from common.segments import (
     RoutingShape,
     refusal_of_asides,
     refusal_of_experts,
+    refusal_of_prefixes,
     refusal_of_segments,
     refusal_of_starts,
+    row_lengths,
     segments_of,
 )
 from common.store.disk import POLL_S as ROOM_POLL_S
@@ -177,11 +179,11 @@ def refusal(
             return f"{name} has dtype {column.dtype.name}, expected {dtype.name}"
         if column.shape != (num_tokens,):
             return f"{name} has shape {column.shape}, but token_ids has {num_tokens} tokens"
-    reason = refusal_of_starts(trajectory) or refusal_of_asides(trajectory)
-    reason = reason or refusal_of_actions(trajectory)
+    reason = refusal_of_starts(trajectory) or refusal_of_prefixes(trajectory)
+    reason = reason or refusal_of_asides(trajectory) or refusal_of_actions(trajectory)
     if reason := reason or refusal_of_experts(trajectory, routing):
         return reason
-    longest = max(part.stop - part.start for part in segments_of(trajectory))
+    longest = max(row_lengths(trajectory))
     if max_tokens is not None and longest > max_tokens:
         return (
             f"a segment has {longest} tokens, more than a microbatch of {max_tokens}"
@@ -276,8 +278,10 @@ def _refusal_of_tokens(trajectory: Trajectory, learner_version: int, vocab_size:
             f"sampled tokens have turn ids {turns.min()}..{turns.max()}, but the episode has"
             f" {counted(trajectory.num_turns, 'turn')}"
         )
-    if (turns[1:] < turns[:-1]).any():
-        return "the turn ids of the sampled tokens decrease"
+    for part in segments_of(trajectory):  # Rows of conversations at once are not in order.
+        of_row = trajectory.turn_ids[part][mask[part]]
+        if (of_row[1:] < of_row[:-1]).any():
+            return "the turn ids of the sampled tokens of a row decrease"
     if int(trajectory.token_ids.min()) < 0:
         return "token_ids has a negative token id"
     largest = int(trajectory.token_ids.max())

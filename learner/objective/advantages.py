@@ -25,7 +25,7 @@ from learner.algorithms.rewards import outcome_credit
 from learner.algorithms.running import RunningBaseline, running_advantages
 from learner.algorithms.table import estimator_of
 from learner.batch.batching import Sample
-from learner.batch.rows import episodes_of, rows_of
+from learner.batch.rows import episodes_of, rows_of, with_row_credit
 from learner.ingest.buffer import Group
 
 
@@ -79,6 +79,7 @@ def samples_of(
         samples = whitened(samples)
     elif algorithm.normalize_per_env:
         samples = per_env(samples)
+    samples = [with_row_credit(sample, algorithm.row_credit) for sample in samples]
     return _with_scores(samples, groups) if algorithm.teacher.is_on else samples
 
 

@@ -18,6 +18,7 @@ from common.config.algorithm import (
     KlEstimator,
     PolicyLoss,
     Proximal,
+    RowCredit,
     TeacherForm,
     TeacherSection,
 )
@@ -159,6 +160,14 @@ def _weight_at_sampler(cfg: AlgorithmSection) -> str:
     return weight.over_ratio(cfg, None if limit is None else limit(cfg))
 
 
+# Factors of the advantage of a row's tokens.
+ROW_FACTORS = {
+    RowCredit.ALL: "",
+    RowCredit.ROOT: " * [row of the first conversation]",
+    RowCredit.SHARE: " * row_tokens/episode_tokens",
+}
+
+
 def _advantage_text(cfg: AlgorithmSection, learner: LearnerSection) -> str:
     """Return the formula of the advantage A of the rewards."""
     estimator = estimator_of(cfg)
@@ -166,7 +175,8 @@ def _advantage_text(cfg: AlgorithmSection, learner: LearnerSection) -> str:
     if cfg.normalize_per_env and not estimator.is_whitened:
         text = f"rms_per_env({text})"
     is_whitened = cfg.advantage is Advantage.PPO and learner.critic.whiten
-    return f"whiten_batch({text})" if estimator.is_whitened or is_whitened else text
+    text = f"whiten_batch({text})" if estimator.is_whitened or is_whitened else text
+    return text + ROW_FACTORS[cfg.row_credit]
 
 
 def _data_texts(cfg: AlgorithmSection) -> Iterator[str]:

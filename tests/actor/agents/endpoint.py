@@ -53,7 +53,7 @@ class Endpoint:
     @property
     def tape(self) -> Tape:
         """The captured tokens."""
-        return self.play.history.tape
+        return self.episode.tape()
 
     @property
     def sampled(self) -> list[int]:

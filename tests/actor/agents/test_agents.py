@@ -272,7 +272,7 @@ def test_error_names_the_missing_agent_command() -> None:
 
 USER = {"messages": [{"role": "user", "content": "x"}]}
 BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
-    ("/v1/chat/completions", {**USER, "n": 2}, 400, "n"),
+    ("/v1/chat/completions", {**USER, "n": 0}, 400, "n"),
     ("/v1/chat/completions", {"messages": [], "model": "m"}, 400, "messages"),
     ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "tools"),
     ("/v1/chat/completions", {"messages": [{"role": "robot", "content": "x"}]}, 400, "messages"),
@@ -324,10 +324,10 @@ def test_bad_requests_get_counted_api_errors() -> None:
                     assert all(told["error"][name] for name in ("message", "code", "type"))
                 assert (await post(chat, b"{", episode.key))[0] == 400
                 assert (await post(chat, good, "wrong"))[1]["error"]["code"] == "invalid_api_key"
-                assert not play.history.tape.token_ids  # none of them has left a trace
+                assert not episode.tape().token_ids  # none of them has left a trace
                 status, answer = await post(chat, good, episode.key)
                 assert (status, answer["usage"]["completion_tokens"]) == (200, 3)
-                assert sum(play.history.tape.loss_mask) == 3
+                assert sum(episode.tape().loss_mask) == 3
                 assert answer["choices"][0]["finish_reason"] == "length"
                 status, answer = await post("/v1/completions", '{"prompt": "go"}', episode.key)
                 assert (status, answer["object"]) == (200, "text_completion")

@@ -192,7 +192,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [USER], "tools": ["look"]}, "invalid_value"),
     (CHAT, {"messages": [USER], "tools": [{"type": "function", "function": {}}]}, "invalid_value"),
     (CHAT, {"messages": [USER], "stop": [5]}, "invalid_value"),
-    (CHAT, {"messages": [USER], "logprobs": True}, "unsupported_parameter"),
+    (CHAT, {"messages": [USER], "top_logprobs": 3}, "unsupported_parameter"),
     (CHAT, {"messages": [{"role": "user", "content": IMAGE}]}, "invalid_value"),
     (
         CHAT,

@@ -23,7 +23,7 @@ def test_wrong_or_foreign_or_expired_key_is_401_and_logged(
 ) -> None:
     async def run() -> list[str]:
         async with endpoint(ByHeart(["go"])) as at:
-            other, play = new_episode(ByHeart(["go"]), lease=OTHER)
+            other, _ = new_episode(ByHeart(["go"]), lease=OTHER)
             with at.server.serving(other):
                 for key in ("wrong", "", at.episode.key[:-1], "\u00e4"):
                     status, told = await at.post(CHAT, ASKED, key=key.encode().decode("latin-1"))
@@ -34,7 +34,7 @@ def test_wrong_or_foreign_or_expired_key_is_401_and_logged(
                 assert (await at.post(f"/episode/g.2{CHAT}", ASKED, key=other.key))[0] == 200
             status, told = await at.post(CHAT, ASKED, key=other.key)
             assert (status, told["error"]["code"]) == (401, "episode_ended")
-            assert sum(play.history.tape.loss_mask) > 0
+            assert sum(other.tape().loss_mask) > 0
             assert not at.tape.token_ids
             other.failed.cancel()
             return [at.episode.key, other.key]

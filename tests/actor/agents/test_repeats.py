@@ -183,7 +183,7 @@ def test_marked_retry_gets_the_first_answer(name: str) -> None:
 def test_failed_request_is_handled_again() -> None:
     async def run() -> None:
         async with endpoint(ByHeart(["go"])) as at, connected(at) as client:
-            wrong = {**ASKED, "n": 2}
+            wrong = {**ASKED, "logit_bias": {"5": 1}}
             for _ in range(2):
                 status, _ = await client.ask(CHAT, wrong, idempotency_key="a")
                 assert status == 400

@@ -242,7 +242,7 @@ def test_served_policy_is_listed_as_a_model() -> None:
         ("top_p", 0.9),
         ("top_k", 5),
         ("presence_penalty", 1.0),
-        ("logprobs", True),
+        ("top_logprobs", 2),
         ("logit_bias", {"1": 2}),
         ("response_format", {"type": "json_object"}),
         ("n", 0),

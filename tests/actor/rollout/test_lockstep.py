@@ -147,3 +147,18 @@ def test_each_round_turn_uses_its_own_seed() -> None:
         assert engine.seeds == {"1:a": 7, "1:b": 9, "2:a": 8, "2:b": 5}
 
     asyncio.run(law())
+
+
+def test_requests_of_one_episode_are_in_rounds_of_their_own() -> None:
+    async def law() -> None:
+        engine = EchoEngine()
+        rounds = make_rounds(engine, "a", "b")
+        asked = [ask(rounds, "a", 1), ask(rounds, "a", 2), ask(rounds, "b", 3)]
+        await settle()
+        assert len(engine.rounds) == 1
+        asked.append(ask(rounds, "b", 4))
+        turns = await asyncio.gather(*asked)
+        assert [turn.token_ids for turn in turns] == [[1], [2], [3], [4]]
+        assert [sorted(each.values()) for each in engine.rounds] == [[[1], [3]], [[2], [4]]]
+
+    asyncio.run(law())
