@@ -281,7 +281,7 @@ def _refusal_of_tokens(trajectory: Trajectory, learner_version: int, vocab_size:
     for part in segments_of(trajectory):  # Rows of conversations at once are not in order.
         of_row = trajectory.turn_ids[part][mask[part]]
         if (of_row[1:] < of_row[:-1]).any():
-            return "the turn ids of the sampled tokens of a row decrease"
+            return "the turn ids of the sampled tokens decrease within a row"
     if int(trajectory.token_ids.min()) < 0:
         return "token_ids has a negative token id"
     largest = int(trajectory.token_ids.max())

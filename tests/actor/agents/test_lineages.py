@@ -178,7 +178,7 @@ def test_rewritten_history_begins_at_the_first_different_token() -> None:
     first, second = as_rows(trajectory)
     num_shared = prefixes_of(trajectory)[1][1]
     assert first.token_ids[num_shared] != second.token_ids[num_shared]
-    shared = TOKENIZER.decode(second.token_ids[:num_shared])
+    shared = f"{TOKENIZER.decode(second.token_ids[:num_shared])}"
     assert shared.count("<tool_call>") == 2  # The template's own, and the first answer.
     assert shared.endswith("a long")
     assert int(second.loss_mask.sum()) == len(policy.sampled[3][1].token_ids)
