@@ -41,6 +41,14 @@ class EnvError(LongstrideError):
     """An environment or its hub failed. This is an infrastructure error, not a policy error."""
 
 
+class EnvFailure(RuntimeError):
+    """The machinery of the environment failed (a dead JVM, no browser, a server that is silent).
+
+    The agent did not cause it, so it gives no reward. The session ends with this text. A function
+    of the user that gives no valid reward fails in the same way.
+    """
+
+
 class HubLost(EnvError):
     """A hub is unreachable, or it has restarted and has lost the session.
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from common.errors import EnvFailure
 from common.formats.turns import FirstPrompt
 from common.text import known_hint
 
@@ -56,13 +57,6 @@ class Reward(StrEnum):
 
     LAST = "last"
     SUM = "sum"
-
-
-class EnvFailure(RuntimeError):
-    """The machinery of the environment failed (a dead JVM, no browser, a server that is silent).
-
-    The agent did not cause it, so it gives no reward. The session ends with this text.
-    """
 
 
 class ServiceDown(EnvFailure):
@@ -119,6 +113,8 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):  # Construction takes 
             gymnasium's `truncated`: the task would have continued, and `reward` is the score so
             far. An end that has scored the episode is no truncation, also at a limit.
         metrics: named numbers of the episode for the run's metrics, such as parts of its reward.
+        facts: values in types of JSON for the rewards over a group (`groups.reward`), such as the
+            item's record. Those of the last step count.
         seat: the seat that moves next, from 0 on; None after the end, or without seats.
         seat_rewards: the reward of each seat in [0, 1], if the environment has seats. `reward` is
             that of the seat that acted.
@@ -133,6 +129,7 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):  # Construction takes 
     state: str = ""
     is_truncated: bool = False
     metrics: dict[str, float] | None = None
+    facts: dict[str, Any] | None = None
     seat: int | None = None
     seat_rewards: list[float] | None = None
     tells_success: bool = True  # Set by `__post_init__`.
@@ -157,6 +154,8 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):  # Construction takes 
         }
         if self.metrics:
             plain["metrics"] = self.metrics
+        if self.facts:
+            plain["facts"] = self.facts
         if self.seat_rewards is not None:
             plain["seat"] = self.seat
             plain["seat_rewards"] = self.seat_rewards

@@ -171,7 +171,7 @@ def run(cfg: RunConfig, run_dir: RunDir) -> None:
     port = cfg.envhub.port or _previous_port(run_dir)
     token = keys.hub_token
     try:
-        options = replace(cfg.envs, run_dir=cfg.envs.run_dir or str(run_dir.root))
+        options = replace(_with_facts(cfg), run_dir=cfg.envs.run_dir or str(run_dir.root))
         app, sessions = build(
             envs_of_run(cfg), cfg.envhub, token=token, options=options, remote=cfg.env
         )
@@ -206,7 +206,9 @@ def run_joined(cfg: RunConfig, joined: Joined) -> None:
     name = joined.key.name
     book = AddressBook(lambda: joined.address)
     try:
-        app, sessions = build(names, cfg.envhub, token=token, options=cfg.envs, remote=cfg.env)
+        app, sessions = build(
+            names, cfg.envhub, token=token, options=_with_facts(cfg), remote=cfg.env
+        )
         listener = _listener(cfg.envhub.host, cfg.envhub.port)
     except (OSError, ValueError, UnknownEnv) as error:
         raise ConfigError(f"envhub: {error}") from error
@@ -286,6 +288,11 @@ def serve_alone(cfg: RunConfig, env_names: list[str], *, started: Callable[[str]
         listener.listen()  # Clients that read the address can connect; they wait for the server.
         started(address_of(listener))
         serve(app, sessions, listener, log_level=cfg.log.level)
+
+
+def _with_facts(cfg: RunConfig) -> EnvsSection:
+    """Return the options of environments, which give facts for the rewards over a group."""
+    return replace(cfg.envs, gives_facts=cfg.envs.gives_facts or bool(cfg.groups.reward))
 
 
 def envs_of_run(cfg: RunConfig) -> list[str]:

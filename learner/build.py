@@ -30,6 +30,7 @@ from common.wire.sockets import Router
 from learner.algorithms.user_functions import user_filter
 from learner.batch.batching import Sample
 from learner.ingest.buffer import GroupAssembly, TrajectoryBuffer
+from learner.ingest.group_rewards import GroupRewarder, MemberTexts, load_group_rewards
 from learner.ingest.intake import Admission, Intake
 from learner.ingest.journal_index import JournalIndex, load_replay_point
 from learner.ingest.reports import ReportClient, ReportLog
@@ -41,13 +42,14 @@ from learner.policy.model import pick_device, vocabulary_size
 from learner.policy.timing import choose_compute
 from learner.recovery.checksums import ChecksumLog, start_of
 from learner.recovery.resume import last_logged, readopt, repeat_steps, steps_since
+from learner.recovery.reward_log import RewardLog, read_group_rewards
 from learner.recovery.step_log import LoggedStep, StepLog
 from learner.teacher.scorer import TeacherScorer, start_teacher
+from learner.trackers import open_trackers
 from learner.training.build import load_start, make_trainer
 from learner.training.checkpoint import Checkpoints, newest_checkpoint
 from learner.training.rank_workers import RankWorkers
 from learner.training.trainer import Trainer
-from learner.wandb_sink import WandbSink
 from learner.weights.lock import WeightsLock
 from learner.weights.publisher import Publisher
 from learner.weights.transfer import PublishSettings
@@ -110,6 +112,8 @@ class Learner:
     metrics: MetricsWriter
     version: int  # Version of the current weights.
     teacher: TeacherScorer | None = None  # None: the policy has no teacher.
+    rewarder: GroupRewarder | None = None  # None: no function compares the members of a group.
+    reward_log: RewardLog | None = None
     is_after_skip: bool = False  # True: the last batch was skipped, and the next one must be fresh.
 
     def log_batch(self, step: LoggedStep, *, check: Callable[[], object]) -> None:
@@ -125,6 +129,8 @@ class Learner:
     def shut_down(self) -> None:
         """Stop the threads and ranks, then close the files. Each stop takes a bounded time."""
         self.intake.stop()
+        if self.rewarder is not None:
+            self.rewarder.stop()
         if self.teacher is not None:
             self.teacher.stop()
         self.publisher.stop()
@@ -165,6 +171,8 @@ def build(
     version = steps[-1].version if steps else version
     metrics = _metrics(cfg, run_dir, version=version)
     teacher = start_teacher(cfg, run_dir, tokenizer)
+    reward_log = RewardLog(run_dir.group_rewards) if cfg.groups.reward else None
+    rewarder = _rewarder(cfg, reward_log, tokenizer)
     repeat_steps(
         cfg.algorithm,
         run_dir,
@@ -173,6 +181,7 @@ def build(
         start=start,
         metrics=metrics,
         checksums=checksums,
+        rewards=read_group_rewards(run_dir.group_rewards),
         # The teacher scores the episodes once more.
         score=None if teacher is None else partial(teacher.score, check=check),
     )
@@ -184,6 +193,7 @@ def build(
         reports,
         version=version,
         score=None if teacher is None else teacher.begin,
+        compare=None if rewarder is None else rewarder.begin,
     )
     readopt(buffer, run_dir, start)
     publisher = _publisher(cfg, keys, lock)
@@ -221,6 +231,8 @@ def build(
         metrics=metrics,
         version=version,
         teacher=teacher,
+        rewarder=rewarder,
+        reward_log=reward_log,
         is_after_skip=bool(steps) and steps[-1].is_skipped,
     )
 
@@ -242,9 +254,21 @@ def _stop_check(is_stopping: Callable[[], bool]) -> Callable[[], None]:
 
 
 def _metrics(cfg: RunConfig, run_dir: RunDir, *, version: int) -> MetricsWriter:
-    """Return the writer of metrics.jsonl and of wandb, behind the line of the step `version`."""
-    sink = WandbSink(run_dir, cfg)
-    return MetricsWriter(run_dir, [sink], resumed_at_step=last_logged(run_dir, version))
+    """Return the writer of metrics.jsonl and the trackers, behind the line of step `version`."""
+    last = last_logged(run_dir, version)
+    sinks = open_trackers(run_dir, cfg, resumed_at_step=last)
+    return MetricsWriter(run_dir, sinks, resumed_at_step=last)
+
+
+def _rewarder(cfg: RunConfig, log: RewardLog | None, tokenizer: Any) -> GroupRewarder | None:
+    """Return the running caller of `groups.reward`; None without it. Raises: ConfigError."""
+    rewards = load_group_rewards(cfg.groups)
+    if rewards is None or log is None:
+        return None
+    logger.info("objective: %s", rewards.formula)
+    rewarder = GroupRewarder(rewards, log, MemberTexts(tokenizer))
+    rewarder.start()
+    return rewarder
 
 
 def _group_assembly(cfg: RunConfig) -> GroupAssembly:
@@ -256,6 +280,7 @@ def _group_assembly(cfg: RunConfig) -> GroupAssembly:
         keeps=user_filter(cfg.groups),
         is_lockstep=cfg.train.mode is TrainMode.SYNC,
         is_taught=cfg.algorithm.teacher.is_on,
+        is_compared=bool(cfg.groups.reward),
     )
 
 

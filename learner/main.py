@@ -327,6 +327,7 @@ class Loop:
         metrics |= horizon_mix(batch.members) | learner.publisher.drain_metrics()
         metrics |= learner.intake.refused()
         metrics |= learner.teacher.drain_metrics() if learner.teacher is not None else {}
+        metrics |= learner.rewarder.drain_metrics() if learner.rewarder is not None else {}
         metrics |= {
             "groups/trained": float(len(batch.groups)),
             "groups/stale_episodes": float(len(batch.stale)),
@@ -542,6 +543,13 @@ class Saving:
             learner.upkeep.settled(point.position)
             steps = learner.run_dir.steps
             if_room(lambda: self._forget(needed), steps)
+            if learner.reward_log is not None:
+                log = learner.reward_log
+                closed_below = point.closed_below
+                if_room(
+                    lambda: log.prune(steps, closed_below=closed_below),
+                    learner.run_dir.group_rewards,
+                )
 
     def _forget(self, needed: int) -> None:
         """Prune the step log and the checksums to the files that the journal still has."""

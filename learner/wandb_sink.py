@@ -229,7 +229,7 @@ class WandbSink:
             if not scored["num"] or not is_now or name in self._sent:
                 continue
             self._sent.add(name)
-            values: dict[str, Any] = dict(_scores(name, scored))
+            values: dict[str, Any] = dict(evaluation_scores(name, scored))
             rows = samples(self._index.rows, group=f"eval-{name}")[:MAX_ROWS]
             cells = [[*(row[column] for column in COLUMNS[:-1]), self._text(row)] for row in rows]
             values[f"samples/{name}"] = wandb.Table(columns=list(COLUMNS), data=cells)
@@ -299,7 +299,7 @@ class WandbSink:
         self._run.define_metric("*", step_metric="step")
 
 
-def _scores(name: str, scored: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def evaluation_scores(name: str, scored: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield the scores of an evaluation by metric name. All those of the model share one curve."""
     policy = "eval" if name.endswith("-model") else f"eval/{name}"
     low, high = scored["ci95"]

@@ -104,7 +104,7 @@ PLUGINS = {  # Files that load modules by name: environments, adapters, commands
     "envhub/catalogue/registry.py",
     "envhub/envs/code/harness.py",
     "envhub/envs/dataset/files.py",
-    "envhub/envs/dataset/grader_process.py",
+    "common/functions/process.py",
     "envhub/envs/dataset/graders.py",
     "envhub/envs/miniwob/experts/table.py",
     "envhub/interop/yaml_environments.py",

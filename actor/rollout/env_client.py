@@ -41,6 +41,7 @@ NUM_TRIES = 4
 BACKOFF_S = 0.25  # Seconds before the first retry. The delay doubles with each try.
 MIN_RETRY_S = 0.05  # Shortest wait after a 429, which prevents a busy loop.
 MAX_ANSWER_BYTES = 64 << 20
+MAX_FACTS_CHARS = 1_000_000
 MAX_AT_ONCE_BYTES = 64 << 10
 UNLIMITED = aiohttp.ClientTimeout(total=None)
 JSON_HEADERS = {"Content-Type": "application/json"}
@@ -124,6 +125,7 @@ class HubStepResult:
     # A limit of the environment, not the task itself, ended the episode.
     is_truncated: bool = False
     metrics: dict[str, float] = field(default_factory=dict[str, float])
+    facts: str = ""  # JSON object of values for the rewards over the group; "" without any.
     seat: int = 0  # The seat that moves next.
     seat_rewards: list[float] = field(default_factory=list[float])  # [] without seats.
 
@@ -421,6 +423,19 @@ def _metrics_of(reply: Any, *, path: str) -> dict[str, float]:
     return metrics
 
 
+def _facts_of(reply: Any, *, path: str) -> str:
+    """Return the facts of a step as JSON. Raises: EnvError: they are too large for a message."""
+    if not reply.get("facts"):
+        return ""
+    text = valid_text(json.dumps(field_of(reply, "facts", dict, path=path)))
+    if len(text) > MAX_FACTS_CHARS:
+        raise EnvError(
+            f"{path}: the facts of the episode have {len(text)} characters, more than"
+            f" {MAX_FACTS_CHARS}; leave out large columns of the record, or groups.reward"
+        )
+    return text
+
+
 def retry_after_s(headers: Mapping[str, str], *, default_s: float = 0.0) -> float:
     """Return the seconds in the Retry-After header; `default_s` if it is missing or unreadable."""
     try:
@@ -476,6 +491,7 @@ class HubSession:
             state=str(reply.get("state") or ""),  # Third-party hubs may omit it.
             is_truncated=done and field_of(reply, "is_truncated", bool, path=path),
             metrics=_metrics_of(reply, path=path),
+            facts=_facts_of(reply, path=path),
             **self._seats_of(reply, done=done, path=path),
         )
 

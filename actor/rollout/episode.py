@@ -91,6 +91,7 @@ class EpisodeState:
     turns_s: float = 0.0  # Seconds of all completed turns.
     num_sampled: int = 0
     metrics: dict[str, float] = field(default_factory=dict)  # Those of the last step.
+    facts: str = ""  # Those of the last step, as JSON.
 
     async def ask(self, act: Act, session: EnvSession) -> Turn:
         """Sample a turn of the policy for the current context, and record its cost."""
@@ -131,6 +132,7 @@ class EpisodeState:
         self.invalid_turns.append(not (result.is_valid and is_read))
         self.reward = result.reward
         self.metrics = result.metrics
+        self.facts = result.facts
         self.scores.append(result.reward)
         self.states.append(state_number(result.state or result.observation))
         if result.done:
@@ -367,6 +369,7 @@ def trajectory_of(lease: Lease, play: EpisodeState, *, actor: str, wall_s: float
         turn_scores=np.array(play.scores, dtype=np.float32),
         start_score=play.start_score,
         metrics={} if play.end.is_infrastructure_failure else play.metrics,
+        facts="" if play.end.is_infrastructure_failure else play.facts,
         turn_states=np.array(play.states[: play.num_turns], dtype=np.int32),
         turn_actions=np.array(play.actions, dtype=np.int32),
         segment_starts=np.array(tape.starts if len(tape.starts) > 1 else [], dtype=np.int32),

@@ -365,10 +365,10 @@ class DatasetOptions:
     reward: Any = knob(
         None,
         "Names the reward function: module:function, file.py:function, or exact_number, "
-        "exact_text, math or verifier. auto is the verifier of generated tasks, and exact_number "
-        "of other records. Without a reward, generated tasks have their verifier. A map from names "
-        "to functions, or to sections with function, weight, min, max, timeout_s and retries, adds "
-        "several. A section with url or path is a judge, see docs/JUDGES.md.",
+        "exact_text, math, verifier or none. auto is the verifier of generated tasks, and "
+        "exact_number of other records. Without a reward, generated tasks have their verifier. A "
+        "map from names to functions, or to sections with function, weight, min, max, timeout_s "
+        "and retries, adds several. A section with url or path is a judge, see docs/JUDGES.md.",
         form=ANY_TEXT,
     )
     reward_timeout_s: float = seconds(
@@ -546,6 +546,9 @@ class EnvsSection:
         "Names the folder in which environments keep files. A run uses its own directory.",
         form=PATH,
         also="",
+    )
+    gives_facts: bool = knob(
+        False, "Adds the item's record to each finished episode, for groups.reward, which sets it."
     )
 
 

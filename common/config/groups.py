@@ -1,8 +1,10 @@
 """The section `groups`: groups of episodes for a step."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from common.config.knobs import FUNCTION, knob, seconds
+from common.config.knobs import ANY_TEXT, FUNCTION, Contradiction, knob, seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,23 @@ class GroupsSection:
         le=4096,
         must="be at most size",
     )
+    reward: Any = knob(
+        None,
+        "Names a function that compares the finished members of a group and returns a number for "
+        "each: module:function or file.py:function. A map from names to functions, or to sections "
+        "with function, weight, min, max, timeout_s and retries, adds several, see "
+        "docs/DATASETS.md.",
+        form=ANY_TEXT,
+    )
+    reward_timeout_s: float = seconds(
+        60.0, "Limits the seconds of a call of a function over a group.", gt=0
+    )
+    environment_weight: float = knob(
+        1.0,
+        "Sets the weight of the environment's reward beside groups.reward. 0 leaves it out.",
+        ge=0,
+        le=1e6,
+    )
     max_oversample: float = knob(
         3.0, "Limits the groups drawn for one step to this multiple of per_step.", ge=1, le=1000
     )
@@ -48,3 +67,7 @@ class GroupsSection:
     straggler_min_s: float = seconds(
         30.0, "Issues no episode again as a straggler before this many seconds.", gt=0
     )
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        if self.reward and self.size < 2:
+            yield "reward", self.reward, "needs groups.size >= 2: it compares members of a group"

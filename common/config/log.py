@@ -21,12 +21,32 @@ class WandbMode(StrEnum):
     DISABLED = "disabled"
 
 
+class TrackerName(StrEnum):
+    """Trackers that receive the metrics of a run.
+
+    wandb: see `log.wandb`. tensorboard: event files in the folder tensorboard of the run. mlflow:
+    at MLFLOW_TRACKING_URI, else in the file mlflow.db beside the runs. trackio: in TRACKIO_DIR.
+    """
+
+    WANDB = "wandb"
+    TENSORBOARD = "tensorboard"
+    MLFLOW = "mlflow"
+    TRACKIO = "trackio"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogSection:
     """Log levels, the terminal display, and the destination of metrics."""
 
+    to: list[TrackerName] = knob(
+        [TrackerName.WANDB], "Lists the trackers that receive the metrics. Each needs its package."
+    )
     wandb: WandbMode = knob(WandbMode.AUTO, "Selects how metrics are sent to Weights & Biases.")
-    wandb_project: str = knob("longstride", "Names the project of Weights & Biases.", form=WORD)
+    wandb_project: str = knob(
+        "longstride",
+        "Names the project of the trackers, which is an experiment in MLflow.",
+        form=WORD,
+    )
     level: str = knob("INFO", "Logs messages of this level and above.", one_of=LOG_LEVELS)
     max_mb: int = knob(
         100, "Limits a role's log file, in MB. A new file then begins; one old file is kept.", ge=1

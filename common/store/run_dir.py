@@ -39,6 +39,7 @@ class RunDir:
     config_changes = _Below("config_changes.jsonl")  # Changes of live keys, one line for each.
     journal = _Below("journal")  # Folder of the accepted trajectories.
     steps = _Below("journal/steps.jsonl")  # Groups that each step consumed.
+    group_rewards = _Below("journal/group_rewards.jsonl")  # Rewards over groups, one line for each.
     replay_point = _Below("journal/replay_point.json")
     precision = _Below("precision.json")  # Precision of the learner's computations.
     checkpoints = _Below("checkpoints")

@@ -339,6 +339,7 @@ class Trajectory(EpisodeIdentity):
     asides: np.ndarray = field(default_factory=_none, repr=False)
     # Named numbers of the episode that the environment reported, such as parts of the reward.
     metrics: Named[float] = field(default_factory=dict[str, float])
+    facts: LongText = ""  # JSON object of the environment for rewards over a group; "" without it.
     # [chars] int32 text of a scripted policy's actions, see `common.formats.scripted`; or [0].
     action_chars: np.ndarray = field(default_factory=_none, repr=False)
     # [seq, layer, chosen] uint8 or int16 experts that the engine chose for each token; [0] if it

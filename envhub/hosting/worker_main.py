@@ -201,6 +201,7 @@ def as_json(result: StepResult) -> dict[str, Any]:
         "state": str(result.state),
         "is_truncated": bool(result.is_truncated),
         "metrics": result.metrics,
+        "facts": result.facts,
         "seat": result.seat,
         "seat_rewards": result.seat_rewards,
     }

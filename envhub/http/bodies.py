@@ -101,7 +101,8 @@ class Stepped(BaseModel):
     `is_valid` is False when the text was not an executable action. `is_success` is True when the
     episode ended solved, at any reward. `state` is a fingerprint of the state after the action, ""
     if the environment has no states. `is_truncated` is True when a limit of the environment ended
-    the episode (`done`) before the task was finished. `metrics` are named numbers of the episode.
+    the episode (`done`) before the task was finished. `metrics` are named numbers of the episode,
+    and `facts` are values for the rewards over its group.
     With several players, `seat` moves next, and `seat_rewards` has the reward of each seat.
     `saved` is the state after the step, if it was requested and the episode continues; `unsaved` is
     the reason why it could not be saved.
@@ -115,6 +116,7 @@ class Stepped(BaseModel):
     state: str = ""
     is_truncated: bool = False
     metrics: dict[str, float] = {}
+    facts: dict[str, Any] = {}
     seat: int | None = None
     seat_rewards: list[float] | None = None
     saved: str | None = None
@@ -180,6 +182,7 @@ class SteppedEntry(Entry):
     state: str | None = None
     is_truncated: bool | None = None
     metrics: dict[str, float] | None = None
+    facts: dict[str, Any] | None = None
     seat: int | None = None
     seat_rewards: list[float] | None = None
     saved: str | None = None

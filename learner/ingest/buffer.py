@@ -14,6 +14,7 @@ from common.config.algorithm import AlgorithmSection
 from common.config.groups import GroupsSection
 from common.errors import ConfigError, LongstrideError
 from common.ids import is_below, split_episode_id
+from common.store.disk import DiskFull
 from common.text import counted
 from common.wire.messages import (
     USER_FILTER,
@@ -31,9 +32,11 @@ from learner.ingest.episode_stats import EpisodeStats
 from learner.ingest.journal_index import JournalIndex, ReplayPoint
 from learner.ingest.reports import ReportLog
 from learner.journal.journal import JournalPosition
+from learner.recovery.reward_log import GroupReward
 from learner.teacher.scores import TeacherScores
 from learner.weights.canary import RecentPrompts
 
+GROUP_REWARD = "group_reward"  # Cause of a failure: a function over the group gave no rewards.
 POLL_S = 0.05  # Seconds between two checks of the conditions that end a wait.
 
 
@@ -49,6 +52,8 @@ class Group:
 
 # Members of a group -> their pending scores by a teacher, in order.
 ScoreGroup = Callable[[Sequence[Trajectory]], Future[list[TeacherScores]]]
+# Members of a group -> their pending rewards by functions over the group.
+RewardGroup = Callable[[Sequence[Trajectory]], Future[GroupReward]]
 # Outcomes of members, and groups that are complete.
 Decided = tuple[list[EpisodeOutcome], list[GroupArrived]]
 
@@ -79,7 +84,8 @@ class GroupAssembly:
 
     Example (size 4, min_size 2): a, b, c arrive, d ends in env_error -> the group is complete with
     three survivors, and d is `failed`. If all three solved the task, there is no signal: all are
-    `filtered`. Otherwise the group is ready, and `take` returns it unless it is stale by then.
+    `filtered`. Otherwise the group is ready, and `take` returns it unless it is stale by then. With
+    functions over groups, a, b and c first wait for their rewards, which then decide the signal.
     """
 
     def __init__(
@@ -91,6 +97,7 @@ class GroupAssembly:
         keeps: Callable[[list[Trajectory]], bool] | None = None,
         is_lockstep: bool = False,
         is_taught: bool = False,
+        is_compared: bool = False,
     ) -> None:
         """Start without groups.
 
@@ -100,6 +107,7 @@ class GroupAssembly:
             is_lockstep: take no batch before the scheduler has decided its size. Otherwise a batch
                 has `per_step` groups unless the scheduler has decided on fewer.
             is_taught: complete groups with signal wait for `add_scores` before a batch takes them.
+            is_compared: groups whose members have ended wait for `add_rewards`, then are complete.
         """
         self._cfg = cfg
         self._filter = algorithm.filter_zero_variance
@@ -109,6 +117,9 @@ class GroupAssembly:
         # Ids of completed groups; members that arrive later are in no batch.
         self._completed: set[str] = set()
         self._ready: deque[Group] = deque()
+        self._is_compared = is_compared
+        self._unrewarded: dict[str, Group] = {}  # Groups that wait for rewards over the group.
+        self._new_unrewarded: list[Group] = []  # Those that `take_unrewarded` has not returned.
         self._is_taught = is_taught
         self._unscored: dict[str, Group] = {}  # Complete groups that wait for their teacher.
         self._new_unscored: list[Group] = []  # Those of them that `take_unscored` has not returned.
@@ -124,6 +135,11 @@ class GroupAssembly:
     def num_unscored(self) -> int:
         """Number of complete groups that wait for their teacher."""
         return len(self._unscored)
+
+    @property
+    def num_unrewarded(self) -> int:
+        """Number of groups that wait for the rewards over the group."""
+        return len(self._unrewarded)
 
     @property
     def num_open(self) -> int:
@@ -171,6 +187,8 @@ class GroupAssembly:
         self._ready = deque(g for g in self._ready if not is_below(g.group_id, number))
         left = self._unscored.items()
         self._unscored = {name: each for name, each in left if not is_below(name, number)}
+        left = self._unrewarded.items()
+        self._unrewarded = {name: each for name, each in left if not is_below(name, number)}
 
     def _maybe_complete(self, group_id: str, entry: _OpenGroup) -> Decided:
         """Decide a group whose members have all arrived or been given up."""
@@ -186,17 +204,46 @@ class GroupAssembly:
                 outcomes.append(_outcome(trajectory, Outcome.FAILED, trajectory.end_reason.value))
             else:
                 survivors.append(trajectory)
-        is_ready = False
+        group = Group(group_id=group_id, members=survivors)
         if len(survivors) < self._cfg.min_size:
             outcomes += [_outcome(t, Outcome.FAILED, "group_damaged") for t in survivors]
-        elif self._filter and not self._has_signal(survivors):
-            outcomes += [_outcome(t, Outcome.FILTERED, "zero_variance") for t in survivors]
-        elif self._keeps is not None and not self._keeps(survivors):
-            outcomes += [_outcome(t, Outcome.FILTERED, USER_FILTER) for t in survivors]
-        else:
-            is_ready = True
-            self._complete(Group(group_id=group_id, members=survivors))
-        return outcomes, [GroupArrived(group_id=group_id, is_ready=is_ready)]
+            return outcomes, [GroupArrived(group_id=group_id, is_ready=False)]
+        if self._is_compared:
+            self._unrewarded[group_id] = group
+            self._new_unrewarded.append(group)
+            return outcomes, []
+        decided, arrived = self._decide(group)
+        return outcomes + decided, arrived
+
+    def _decide(self, group: Group) -> Decided:
+        """Decide whether the rewards of a group have signal."""
+        if self._filter and not self._has_signal(group.members):
+            outcomes = [_outcome(t, Outcome.FILTERED, "zero_variance") for t in group.members]
+            return outcomes, [GroupArrived(group_id=group.group_id, is_ready=False)]
+        if self._keeps is not None and not self._keeps(group.members):
+            outcomes = [_outcome(t, Outcome.FILTERED, USER_FILTER) for t in group.members]
+            return outcomes, [GroupArrived(group_id=group.group_id, is_ready=False)]
+        self._complete(group)
+        return [], [GroupArrived(group_id=group.group_id, is_ready=True)]
+
+    def take_unrewarded(self) -> list[Group]:
+        """Return the groups that need rewards, each once."""
+        taken = self._new_unrewarded
+        self._new_unrewarded = []
+        return taken
+
+    def add_rewards(self, reward: GroupReward) -> Decided:
+        """Decide a group by its rewards; one that was closed in the meantime is ignored."""
+        group = self._unrewarded.pop(reward.group_id, None)
+        if group is None:
+            return [], []
+        if reward.error:
+            failed = [
+                replace(_outcome(each, Outcome.FAILED, GROUP_REWARD), error=reward.error[:1_000])
+                for each in group.members
+            ]
+            return failed, [GroupArrived(group_id=group.group_id, is_ready=False)]
+        return self._decide(replace(group, members=[reward.applied(t) for t in group.members]))
 
     def _complete(self, group: Group) -> None:
         if not self._is_taught:
@@ -306,9 +353,16 @@ class TrajectoryBuffer:
         *,
         version: int,
         score: ScoreGroup | None = None,
+        compare: RewardGroup | None = None,
     ) -> None:
-        """Start without episodes; `score` begins to score the members of a complete group."""
+        """Start without episodes.
+
+        Args:
+            score: begins to score the members of a complete group.
+            compare: begins to reward the finished members of a group.
+        """
         self._score = score
+        self._compare = compare
         self._changed = threading.Condition()
         self._groups = groups
         self._index = index
@@ -349,6 +403,10 @@ class TrajectoryBuffer:
         Returns:
             True if its group is permanently settled, so that no report is needed.
         """
+        with self._changed:  # Rewards of earlier groups arrive meanwhile.
+            return self._adopt(trajectory, position, step)
+
+    def _adopt(self, trajectory: Trajectory, position: JournalPosition, step: int | None) -> bool:
         is_closed = self._index.is_closed(trajectory)
         if is_closed:  # The record is read because the step of the group may have to be repeated.
             self._index.add_entry(trajectory, position, num_queued=0)
@@ -473,7 +531,7 @@ class TrajectoryBuffer:
                         f" {now - self._news_at:.1f} s (learner.batch_timeout_s={timeout_s:g})."
                         f" {counted(self._groups.num_ready, 'group is', 'groups are')} complete,"
                         f" {counted(self._groups.num_open, 'group is', 'groups are')} incomplete"
-                        f"{some and ', such as ' + some}{self._unscored_text()}. status.json lists"
+                        f"{some and ', such as ' + some}{self._waiting_text()}. status.json lists"
                         " the actors."
                     )
                 self._changed.wait(POLL_S)
@@ -512,6 +570,8 @@ class TrajectoryBuffer:
             metrics["groups/open"] = float(self._groups.num_open)
             if self._score is not None:
                 metrics["groups/unscored"] = float(self._groups.num_unscored)
+            if self._compare is not None:
+                metrics["groups/unrewarded"] = float(self._groups.num_unrewarded)
             if self._num_slots:
                 metrics["actor/concurrency"] = float(self._num_slots)
             return metrics
@@ -544,10 +604,32 @@ class TrajectoryBuffer:
                 f"The intake of trajectories failed: {self._error}"
             ) from self._error
 
-    def _unscored_text(self) -> str:
+    def _waiting_text(self) -> str:
+        num = self._groups.num_unrewarded
+        text = counted(num, "group waits for groups.reward", "groups wait for groups.reward")
+        waiting = [text] if num else []
         num = self._groups.num_unscored
         text = counted(num, "group waits for its teacher", "groups wait for their teacher")
-        return f", {text}" if num else ""
+        waiting += [text] if num else []
+        return "".join(f", {each}" for each in waiting)
+
+    def _begin_rewards(self) -> None:
+        if self._compare is None:
+            return
+        for group in self._groups.take_unrewarded():
+            self._compare(group.members).add_done_callback(self._note_rewards)
+
+    def _note_rewards(self, pending: Future[GroupReward]) -> None:
+        """Decide a group by its rewards. A stop leaves it in the journal."""
+        if pending.cancelled() or isinstance(pending.exception(), DiskFull):
+            return
+        if (error := pending.exception()) is not None:
+            self.fail(error)
+            return
+        with self._changed:
+            self._news_at = time.monotonic()
+            self._report(*self._groups.add_rewards(pending.result()))
+            self._changed.notify_all()
 
     def _begin_scoring(self) -> None:
         if self._score is None:
@@ -588,8 +670,9 @@ class TrajectoryBuffer:
     ) -> int:
         """Queue a report if it is not empty. Returns: number of reports queued so far.
 
-        Complete groups in it begin to wait for their teacher.
+        Complete groups in it begin to wait for their rewards or their teacher.
         """
+        self._begin_rewards()
         self._begin_scoring()
         if not (outcomes or groups or seen or num_duplicates):
             return self._reports.num_saved

@@ -15,6 +15,7 @@ from learner.journal.journal import read_journal
 from learner.journal.metrics import BEFORE_FIRST_STEP, MetricsWriter, iter_metrics
 from learner.objective.advantages import samples_of
 from learner.recovery.checksums import ChecksumLog
+from learner.recovery.reward_log import GroupReward, rewarded
 from learner.recovery.step_log import REMEDY, LoggedStep, read_steps
 from learner.teacher.scores import TeacherScores
 from learner.training.trainer import Trainer, TrainResult
@@ -83,6 +84,7 @@ def repeat_steps(
     start: ReplayPoint,
     metrics: MetricsWriter,
     checksums: ChecksumLog | None = None,
+    rewards: Mapping[str, GroupReward],
     score: ScoreMembers | None = None,
 ) -> None:
     """Train again on the logged batches that no checkpoint contains.
@@ -90,7 +92,8 @@ def repeat_steps(
     Skipped batches are skipped again.
 
     A step without a metrics line gets one with the training metrics alone. `checksums`, if given,
-    logs a warning if a repeated batch differs from its first computation. `score` returns the
+    logs a warning if a repeated batch differs from its first computation. `rewards` are the logged
+    rewards over groups, which replace those of the environment. `score` returns the
     scores of a teacher, which are not kept: they are asked for again.
 
     Raises:
@@ -98,7 +101,7 @@ def repeat_steps(
     """
     episodes = _episodes_of(steps, run_dir, start)
     for step in steps:
-        groups = groups_of(step, episodes)
+        groups = groups_of(step, episodes, rewards)
         if score is not None:
             groups = [_scored(group, score) for group in groups]
         result = redo(trainer, step, groups, algorithm)
@@ -116,10 +119,15 @@ def _scored(group: Group, score: ScoreMembers) -> Group:
     return replace(group, scores=dict(zip(ids, score(group.members), strict=True)))
 
 
-def groups_of(step: LoggedStep, episodes: Mapping[str, Trajectory]) -> list[Group]:
-    """Return the groups of a logged batch, in its order."""
+def groups_of(
+    step: LoggedStep, episodes: Mapping[str, Trajectory], rewards: Mapping[str, GroupReward]
+) -> list[Group]:
+    """Return the groups of a logged batch, in its order, with the rewards that it trained on."""
     return [
-        Group(group_id=split_episode_id(ids[0])[0], members=[episodes[name] for name in ids])
+        Group(
+            group_id=split_episode_id(ids[0])[0],
+            members=[rewarded(episodes[name], rewards) for name in ids],
+        )
         for ids in step.groups
     ]
 

@@ -286,7 +286,9 @@ class EpisodeLifecycle:
             if report.error:
                 started_at = entry[1].granted_at
                 self.failures.add(cause, error=report.error, started_at=started_at)
-                self.kinds.add(cause, f"the learner refused an episode: {report.error}")
+                is_of_group = report.error.startswith("groups.reward")
+                refused = "" if is_of_group else "the learner refused an episode: "
+                self.kinds.add(cause, f"{refused}{report.error}")
             self._settle(*entry, settled)
         else:
             self._unknown(report.episode_id)

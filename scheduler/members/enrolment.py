@@ -39,7 +39,7 @@ _SAMPLING_AND_TRAINING = (
 )
 SECTIONS = {  # Sections of the configuration that each role needs.
     "actor": _SAMPLING_AND_TRAINING,
-    "envhub": ("run", "tasks", "scheduler", "actor", "envhub", "env", "envs", "log"),
+    "envhub": ("run", "tasks", "groups", "scheduler", "actor", "envhub", "env", "envs", "log"),
     "learner": _SAMPLING_AND_TRAINING,
 }
 KEY_CHARS = 40  # Characters of a key in Z85.

@@ -27,8 +27,8 @@ from common.repository import ROOT
 from common.wire.addresses import is_loopback
 from learner.policy.model_kind import check_engine_equal, check_kind, check_trainable
 from learner.policy.model_shape import ModelShape, check_heads, check_weights, read_shape
+from learner.trackers import check_trackers
 from learner.training.shards import check_whole
-from learner.wandb_sink import check_mode
 from tools.checks.gpu_placement import GpuAssignment, assign_gpus, check_slices
 from tools.checks.memory_plan import check_memory, is_elsewhere, kv_bytes_per_token, plan_here
 from tools.checks.served_engines import check_teacher
@@ -64,7 +64,7 @@ def check(cfg: RunConfig, *, missing: Sequence[str] = ()) -> None:
             f"run.resume=never: {run_dir} contains a run. Use another run.name, or run.resume=auto"
         )
     check_disk(run_dir)
-    check_mode(cfg.log, os.environ)
+    check_trackers(cfg.log, os.environ)
     if cfg.journal.copy_to:
         check_target(cfg.journal.copy_to)
     here = on_this_machine(cfg)
@@ -105,7 +105,7 @@ def check_dry(cfg: RunConfig, *, missing: Sequence[str] = (), mistakes: Sequence
     _check_tasks(cfg)
     if mistakes:
         raise ConfigError("; ".join(mistakes))
-    check_mode(cfg.log, os.environ)
+    check_trackers(cfg.log, os.environ)
     if is_stand_in:
         check_kind(ROOT / cfg.model.path, key="model.architecture", shown=cfg.model.path)
     else:

@@ -11,6 +11,7 @@ from common.config.run_config import RunConfig
 from common.repository import ROOT
 from common.user_code import load_function
 from learner.algorithms import table
+from learner.ingest.group_rewards import load_group_rewards
 from learner.policy.model_kind import is_composite_in
 from scheduler.curriculum.user_functions import check_user_functions, user_functions
 
@@ -26,7 +27,7 @@ def check_actor(cfg: RunConfig) -> None:
 
 
 def check_functions(cfg: RunConfig) -> None:
-    """Call the user's functions of the curriculum and the user's filter of groups.
+    """Load the user's functions of the curriculum, the filter and the rewards of groups.
 
     Raises: ConfigError: one cannot be loaded or called, or returns a wrong value.
     """
@@ -35,6 +36,7 @@ def check_functions(cfg: RunConfig) -> None:
         from learner.algorithms.user_functions import user_filter  # It imports torch.
 
         user_filter(cfg.groups)
+    load_group_rewards(cfg.groups)
 
 
 def function_lines(cfg: RunConfig) -> list[str]:
@@ -42,7 +44,9 @@ def function_lines(cfg: RunConfig) -> list[str]:
     functions = user_functions(cfg)
     if cfg.groups.filter:
         functions.append(load_function("groups.filter", cfg.groups.filter))
-    return [f"objective: {user.note}" for user in functions]
+    rewards = load_group_rewards(cfg.groups)
+    formulas = [rewards.formula] if rewards is not None else []
+    return [f"objective: {text}" for text in (*formulas, *(user.note for user in functions))]
 
 
 def check_networks(cfg: RunConfig, *, is_offline: bool = False) -> None:

@@ -14,7 +14,7 @@ from common.host.temporary import check_temporary_room
 from common.repository import CODE, ROOT
 from learner.policy.model_kind import check_trainable
 from learner.policy.precision_choice import choose_precision
-from learner.wandb_sink import check_mode
+from learner.trackers import check_trackers
 from tools.checks.preflight import check, check_disk, check_model
 from tools.checks.role_starts import check_networks
 from tools.cli.command_line import ParsedCommand
@@ -118,7 +118,7 @@ def _check_episodes(name: str, *, key: str) -> None:
 
 def _check_offline(cfg: RunConfig) -> None:
     """Check the settings that all offline commands share. Raises: ConfigError."""
-    check_mode(cfg.log, os.environ)
+    check_trackers(cfg.log, os.environ)
     check_temporary_room()
     if cfg.learner.offload is Offload.OPTIMIZER:
         raise ConfigError(

@@ -14,9 +14,9 @@ from common.store.run_dir import RunDir
 from common.store.run_start import mark_finished, save_config
 from learner.journal.metrics import MetricsWriter
 from learner.policy.lora import ADAPTER_TENSORS, check_resumable, load_adapter
+from learner.trackers import open_trackers
 from learner.training.checkpoint import newest_checkpoint
 from learner.training.shards import check_whole
-from learner.wandb_sink import WandbSink
 from tools.evaluate.evaluate import catalogue_of
 from tools.evaluate.own_process import play_given
 from tools.launch.hub import command_part, serve_hub
@@ -40,7 +40,7 @@ def _logged(cfg: RunConfig, run_dir: RunDir, job: str) -> Generator[Log]:
         run_dir.root.mkdir(parents=True, exist_ok=True)
         save_config(cfg, run_dir.config)
         run_dir.finished.unlink(missing_ok=True)
-        metrics = MetricsWriter(run_dir, [WandbSink(run_dir, cfg, job=job)])
+        metrics = MetricsWriter(run_dir, open_trackers(run_dir, cfg, job=job))
         numbers = itertools.count(1)
         try:
             yield lambda values: metrics.log(

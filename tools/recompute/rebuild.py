@@ -32,6 +32,7 @@ from learner.policy.finite import TrainingDiverged
 from learner.policy.model import pick_device
 from learner.recovery.checksums import Start
 from learner.recovery.resume import groups_of, redo
+from learner.recovery.reward_log import read_group_rewards
 from learner.recovery.step_log import LoggedStep
 from learner.training.build import load_start, make_trainer
 from learner.training.checkpoint import Checkpoints
@@ -192,9 +193,10 @@ class Recomputation:
 
         Raises: EpisodesMissing, and all errors of training.
         """
+        rewards = read_group_rewards(self._plan.run_dir.group_rewards)
         for step in self._plan.steps:
             rebuilt = self._as_computed(step)
-            groups = groups_of(step, episodes.take(step))
+            groups = groups_of(step, episodes.take(step), rewards)
             selected = only.of(groups)
             logprobs = _score(rebuilt, selected) if has_scores else None
             result = None

@@ -18,15 +18,10 @@ from common.config.envs import EnvsSection
 from common.errors import ConfigError
 from common.formats.answers import tools_instruction
 from common.formats.turns import FirstPrompt
+from common.functions.calls import OVERRUN_S, Caller, UserFunction, check_keywords, load_function
+from common.functions.process import pack
 from envhub.env import EnvFailure, EnvSpec, Isolation, StepResult, Style, SubsetSpec, parse_item
 from envhub.envs.dataset.files import Record
-from envhub.envs.dataset.functions import (
-    OVERRUN_S,
-    Caller,
-    UserFunction,
-    check_keywords,
-    load_function,
-)
 from envhub.envs.dataset.generators import FORM, instruction_for, is_generated, load_generated
 from envhub.envs.dataset.judges.judge import probe_of
 from envhub.envs.dataset.prompts import SUBMIT, Message, Question, read_tools, tools_of, value_at
@@ -61,6 +56,7 @@ class Task:
     instruction: str
     step_timeout_s: float
     success_from: float
+    gives_facts: bool  # A finished episode has its record, for the rewards over a group.
     samples: list[str]  # Valid actions for random play.
 
     def tools_of(self, record: Record, place: str) -> list[dict[str, Any]]:
@@ -160,7 +156,18 @@ class DatasetEnv:
             is_valid=True,
             is_success=scored.total >= self._task.success_from,
             metrics=metrics,
+            facts=self._facts(keywords, columns) if self._task.gives_facts else None,
         )
+
+    def _facts(self, keywords: dict[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
+        """Return the values for functions over the group, in JSON types. Raises: EnvFailure."""
+        names = ("messages", "completion", "prompts", "completions", "record")
+        facts = {name: keywords[name] for name in names}
+        facts |= {"columns": columns, "num_asked": len(self._question.messages)}
+        try:
+            return pack(facts)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise EnvFailure(f"groups.reward cannot receive {self._place}: {error}") from error
 
     def _parsed(self, action: str) -> tuple[str, dict[str, Any] | None]:
         """Return the answer, and the call of a tool that it makes; None: it calls none."""
@@ -330,6 +337,7 @@ def load_task(section: EnvsSection) -> Task:
         instruction="\n".join(filter(None, [tools_instruction(tools) if tools else "", form])),
         step_timeout_s=options.reward_timeout_s,
         success_from=options.success_from,
+        gives_facts=section.gives_facts,
         samples=[answer_form.format(each) for each in dataset.samples()] or [NO_ANSWER],
     )
 

@@ -251,6 +251,12 @@ def exact_text(completion: str, ground_truth: str) -> float:
     return float(answer == wanted)
 
 
+def none(completion: str) -> float:
+    """Return 0 for each answer: only functions over a group pay (`groups.reward`)."""
+    del completion
+    return 0.0
+
+
 def math(completion: str, ground_truth: str) -> float:
     """Return 1 if math-verify finds the answer equal to the reference, else 0.
 
@@ -293,17 +299,39 @@ def verifier(completion: str, record: Mapping[str, Any]) -> float:
 
     The answer is the content of the last <answer> tags, or else the final answer.
 
-    Raises: Exception: the verifier fails on its own reference answer, too.
+    Raises: ValueError: as `verified`.
     """
     generator, entry = generated_entry(record)
     tagged = TAGGED.findall(completion)
     answer = tagged[-1].strip() if tagged else final_answer(completion)
+    return verified(generator, entry, answer, task=record["task"])
+
+
+def verified(generator: Any, entry: Mapping[str, Any], answer: str, *, task: str) -> float:
+    """Return the score of an answer by a generator of reasoning-gym.
+
+    Raises: ValueError: the verifier fails on its own reference answer, too, or there is none.
+    """
     try:
         return float(generator.score_answer(answer, entry))
+    except Exception as error:
+        # Some verifiers raise an error for a text that is no answer. So the verifier must work on
+        # the reference answer.
+        where = f"the verifier of {task} failed: {type(error).__name__}: {error}"
+        if entry["answer"] is None:
+            raise ValueError(f"{where}; no reference answer shows that it works") from error
+        if not _accepts(generator, entry):
+            raise ValueError(f"{where}; it fails on the reference answer, too") from error
+        return 0.0
+
+
+def _accepts(generator: Any, entry: Mapping[str, Any]) -> bool:
+    """Return whether a verifier scores its own reference answer without an error."""
+    try:
+        generator.score_answer(entry["answer"], entry)
     except Exception:  # noqa: BLE001 - a verifier's errors are of any type.
-        if entry["answer"] is not None:
-            generator.score_answer(entry["answer"], entry)
-        return 0.0  # Some verifiers raise an error for a text that is no answer.
+        return False
+    return True
 
 
 GRADERS: dict[str, Callable[..., float]] = {
@@ -311,6 +339,7 @@ GRADERS: dict[str, Callable[..., float]] = {
     "exact_text": exact_text,
     "math": math,
     "verifier": verifier,
+    "none": none,
 }
 LIBRARIES = {
     "math": "math_verify",

@@ -11,8 +11,7 @@ from typing import Any
 
 from common.config.envs import DatasetOptions
 from common.errors import ConfigError
-from envhub.env import EnvFailure
-from envhub.envs.dataset.functions import (
+from common.functions.calls import (
     OVERRUN_S,
     Caller,
     Ungraded,
@@ -21,6 +20,7 @@ from envhub.envs.dataset.functions import (
     load_function,
     shipped_function,
 )
+from envhub.env import EnvFailure
 from envhub.envs.dataset.graders import GRADERS, LIBRARIES
 from envhub.envs.dataset.judges.judge import SEARCH, Judge
 from envhub.envs.dataset.judges.options import is_judge
@@ -173,6 +173,11 @@ class RewardTerm:
         if self.is_batched:
             check_ids(where, self.user, self.tokenizer)
             offered |= dict.fromkeys(LOGS)
+        if "group" in self.user.needed and "group" not in offered:
+            raise ConfigError(
+                f"{where}: the function compares a group; set groups.reward={self.user.reference},"
+                " and reward=none if single answers have no reward"
+            )
         check_keywords(where, self.user, offered)
 
     async def value(

@@ -29,7 +29,7 @@ from common.wire.messages import (
 )
 from common.wire.security import RunKeys, create_keys
 from common.wire.sockets import Router, connect_dealer
-from learner.ingest.buffer import GroupAssembly, ScoreGroup, TrajectoryBuffer
+from learner.ingest.buffer import GroupAssembly, RewardGroup, ScoreGroup, TrajectoryBuffer
 from learner.ingest.intake import Admission, Intake
 from learner.ingest.journal_index import JournalIndex
 from learner.ingest.reports import ReportClient, ReportLog
@@ -166,6 +166,7 @@ class Setup:
         silence_s: float = 30.0,
         lease_key: bytes | None = None,
         score: ScoreGroup | None = None,
+        compare: RewardGroup | None = None,
         has_room: Callable[[], bool] = lambda: True,
     ) -> None:
         self.run_dir = RunDir(root=root)
@@ -181,11 +182,14 @@ class Setup:
             algorithm,
             has_signal=lambda m: group_has_signal(m, algorithm),
             is_taught=teacher.is_on,
+            is_compared=compare is not None,
         )
         index = JournalIndex(end=self.journal.position)
         reports = ReportLog()
         self.admission = Admission(index, group_size=3, vocab_size=VOCAB_SIZE, lease_key=lease_key)
-        self.buffer = TrajectoryBuffer(table, index, reports, version=HELLO.version, score=score)
+        self.buffer = TrajectoryBuffer(
+            table, index, reports, version=HELLO.version, score=score, compare=compare
+        )
         self.client = ReportClient(
             self.run_dir, keys, reports, hello=HELLO, silence_s=silence_s, on_progress=self._apply
         )

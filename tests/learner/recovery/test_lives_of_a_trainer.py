@@ -115,7 +115,10 @@ class Life:
         steps = steps_since(run_dir, start=FROM_THE_START, **counted)
         metrics = MetricsWriter(run_dir, [])
         repeat_steps(
-            *(case.algorithm, run_dir, self.trainer, steps), start=FROM_THE_START, metrics=metrics
+            *(case.algorithm, run_dir, self.trainer, steps),
+            start=FROM_THE_START,
+            metrics=metrics,
+            rewards={},
         )
         metrics.close()
         self._version = steps[-1].version if steps else self._version

@@ -107,6 +107,7 @@ def live(
             start=start,
             metrics=metrics,
             checksums=checksums,
+            rewards={},
         )
         version = steps[-1].version if steps else version
         for number in batches:

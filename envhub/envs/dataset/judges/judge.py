@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
+from common.functions.calls import Caller, Ungraded, shipped_function
 from common.http.model_endpoint import ModelEndpoint, Refused, RequestCost, Unanswered, key_from
 from common.store.run_dir import RunDir
 from common.text import counted
 from envhub.env import EnvFailure, ServiceDown
-from envhub.envs.dataset.functions import Caller, Ungraded, shipped_function
 from envhub.envs.dataset.graders import last_match
 from envhub.envs.dataset.judges.options import JudgeOptions, find_model
 from envhub.envs.dataset.judges.rubric import Rubric, Unparsed

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import ConfigError
-from envhub.envs.dataset.functions import Caller
+from common.functions.calls import Caller
 from envhub.envs.dataset.judges.judge import Judge
 from envhub.envs.dataset.judges.options import read_options
 from envhub.envs.dataset.judges.rubric import check_rubric

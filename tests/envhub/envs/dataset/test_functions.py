@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from common.functions.calls import NUM_WARM, Caller, Ungraded, UserFunction, load_function
+from common.functions.process import pack, unpack
 from common.repository import ROOT
 from envhub.env import EnvFailure
-from envhub.envs.dataset.functions import NUM_WARM, Caller, Ungraded, UserFunction, load_function
-from envhub.envs.dataset.grader_process import pack, unpack
 from tests.envhub.envs.dataset.made import make, played, run
 
 FUNCTIONS = """

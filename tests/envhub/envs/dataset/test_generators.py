@@ -9,6 +9,7 @@ from common.config.envs import DatasetOptions
 from common.repository import ROOT
 from envhub.envs.dataset.env import check
 from envhub.envs.dataset.generators import instruction_for, split_of_question
+from envhub.envs.dataset.graders import verified
 from tests.envhub.envs.dataset.made import make
 from tests.venvs import python_with
 
@@ -149,3 +150,22 @@ def test_instruction_yields_to_an_own_system_prompt() -> None:
     assert "<answer>ANSWER</answer>" in instruction_for(DatasetOptions(train=generated))
     assert instruction_for(DatasetOptions(train=generated, system="Be short.")) == ""
     assert instruction_for(DatasetOptions(train="questions.jsonl")) == ""
+
+
+class BrokenVerifier:
+    """A verifier that raises an error for some texts."""
+
+    def score_answer(self, answer: str | None, entry: dict[str, object]) -> float:
+        if answer in ("x", entry["bad"]):
+            raise TypeError("no number")
+        return 0.5
+
+
+def test_error_of_a_verifier_is_a_score_only_if_it_works_on_the_reference() -> None:
+    generator = BrokenVerifier()
+    assert verified(generator, {"answer": "7", "bad": None}, "8", task="sum") == 0.5
+    assert verified(generator, {"answer": "7", "bad": None}, "x", task="sum") == 0.0
+    with pytest.raises(ValueError, match=r"of sum failed: TypeError: no number; it fails on the"):
+        verified(generator, {"answer": "7", "bad": "7"}, "x", task="sum")
+    with pytest.raises(ValueError, match=r"of sum failed: .*; no reference answer shows that"):
+        verified(generator, {"answer": None, "bad": None}, "x", task="sum")

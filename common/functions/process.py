@@ -1,4 +1,4 @@
-"""Runs functions of the user in a process of its own, which `functions.py` can end at any time.
+"""Runs functions of the user in a process of its own, which `calls.py` can end at any time.
 
 It is started by its path and imports no module of the product. So packages of the user may have
 the names of the product's packages. It reads and answers JSON objects on the socket whose
@@ -235,15 +235,21 @@ class Grader:
     def _perform(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return the packed value of a call, its logged metrics, and its changes of the state."""
         keywords = unpack(message["keywords"])
+        function = self._functions[message["function"]]
         logged: dict[str, float] = {}
         if message["takes_logs"]:
-            keywords["log_metric"] = lambda name, value: logged.update({str(name): float(value)})
-            keywords["log_extra"] = lambda column, values: None
+            taken = signature_of(function)
+            logs: dict[str, Callable[..., None]] = {
+                "log_metric": lambda name, value: logged.update({str(name): float(value)}),
+                "log_extra": lambda column, values: None,
+            }
+            names = logs if taken["takes_all"] else logs.keys() & {*taken["keywords"]}
+            keywords |= {name: logs[name] for name in names}
         before: dict[str, Any] = message["state"] or {}
         state = None if message["state"] is None else unpack(before)
         if state is not None:
             keywords["state"] = state
-        value = self._functions[message["function"]](**keywords)
+        value = function(**keywords)
         if inspect.isawaitable(value):
             call = self._calls[message["id"]]
             call.task = asyncio.run_coroutine_threadsafe(_awaited(value), self._loop)

@@ -6,6 +6,7 @@ episodes of a process, so no such function runs in the process of the episodes.
 
 import asyncio
 import contextlib
+import inspect
 import itertools
 import os
 import socket
@@ -20,12 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError
-from common.host.child_process import ChildProcess
-from common.repository import CODE, working_directory
-from common.user_code import find_path
-from envhub.env import EnvFailure
-from envhub.envs.dataset.grader_process import (
+from common.errors import ConfigError, EnvFailure
+from common.functions.process import (
     FunctionRefused,
     pack,
     package_root,
@@ -34,9 +31,11 @@ from envhub.envs.dataset.grader_process import (
     signature_of,
     unpack,
 )
+from common.host.child_process import ChildProcess
+from common.repository import CODE, working_directory
+from common.user_code import find_path
 
-PROGRAM = Path(__file__).with_name("grader_process.py")
-GRADERS_FILE = Path(__file__).with_name("graders.py")
+PROGRAM = Path(__file__).with_name("process.py")
 NUM_WARM = max(1, min(4, os.cpu_count() or 1))  # Processes that are started without a wait.
 MAX_PROCESSES = 32
 MAX_SHARED = 64  # Asynchronous calls of one process at once.
@@ -153,7 +152,7 @@ def load_function(key: str, reference: str) -> UserFunction:
 
 
 def shipped_function(reference: str, function: Callable[..., Any], *, library: str) -> UserFunction:
-    """Return a function of `graders.py`. One with a library may hang: it needs a process."""
+    """Return a function of the product. One with a library may hang: it needs a process."""
     try:
         signature = signature_of(function)
     except FunctionRefused as error:
@@ -164,7 +163,7 @@ def shipped_function(reference: str, function: Callable[..., Any], *, library: s
         needed=tuple(signature["needed"]),
         takes_all=signature["takes_all"],
         module=reference,
-        file=str(GRADERS_FILE),
+        file=inspect.getsourcefile(function) or "",
         name=function.__name__,
         function=None if library else function,
         is_shipped=True,
@@ -337,16 +336,22 @@ class Caller:
     """
 
     def __init__(
-        self, functions: Sequence[UserFunction] = (), *, memory_bytes: int = 4 << 30
+        self,
+        functions: Sequence[UserFunction] = (),
+        *,
+        memory_bytes: int = 4 << 30,
+        busy_remedy: str = "raise data.max_workers",
     ) -> None:
         """Start no process yet.
 
         Args:
+            busy_remedy: remedy in the error of a call that found no free process.
             memory_bytes: resident memory of all processes, above which no further one is started.
                 A process above it is ended.
         """
         self._functions = [each for each in functions if each.function is None]
         self._memory_bytes = memory_bytes
+        self._busy_remedy = busy_remedy
         self._processes: list[GraderProcess] = []
         self._num_starting = 0
         self._num_free = asyncio.Condition()
@@ -470,8 +475,8 @@ class Caller:
             is_starting = self._num_starting > 0
             waited_s = time.monotonic() - began_s
             if waited_s > MAX_WAIT_S and not is_starting:
-                text = f"all {num} grader processes were busy for {waited_s:.0f} s"
-                raise EnvFailure(f"{text}; raise data.max_workers")
+                text = f"all {num} processes of functions were busy for {waited_s:.0f} s"
+                raise EnvFailure(f"{text}; {self._busy_remedy}")
             # A process that loads a large library must not make the waiting calls start others.
             is_late = waited_s > BUSY_S and not is_starting
             if num < NUM_WARM or (is_late and num < MAX_PROCESSES and self._has_memory()):

@@ -1,0 +1,325 @@
+"""Sends every metric to the trackers of `log.to`: wandb, TensorBoard, MLflow and trackio.
+
+Each tracker is called by its own library, in a thread of its own, so that a slow or silent server
+delays no step. The first error of a tracker is logged, and the run continues without it. A resumed
+run continues the same run of the tracker.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import queue
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from common.config.load import without_secrets
+from common.config.log import LogSection, TrackerName
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+from common.store.run_dir import RunDir, as_map, write_atomically
+from learner.journal.index import EpisodeIndex
+from learner.journal.metrics import BEFORE_FIRST_STEP, MetricsSink
+from learner.views import evaluations
+from learner.wandb_sink import WandbSink, check_mode, evaluation_scores
+
+logger = logging.getLogger(__name__)
+
+LIBRARIES = {  # Module and package of each tracker.
+    TrackerName.WANDB: ("wandb", "wandb"),
+    TrackerName.TENSORBOARD: ("tensorboard", "tensorboard"),
+    TrackerName.MLFLOW: ("mlflow", "mlflow"),
+    TrackerName.TRACKIO: ("trackio", "trackio"),
+}
+MAX_WAITING = 1_000  # Steps that wait for a slow tracker. Further ones are left out.
+CLOSE_S = 60.0
+READ_S = 30.0  # Maximum seconds of reading the journal for evaluations.
+MAX_PARAM_CHARS = 500  # Longest value of a configuration key in MLflow.
+PARAMS_AT_ONCE = 100  # Most parameters of one request to MLflow.
+
+
+def check_trackers(
+    cfg: LogSection, environ: Mapping[str, str], *, find: Callable[[str], object] = find_spec
+) -> None:
+    """Check `log.to`. Raises: ConfigError: a library is missing, or as `check_mode`.
+
+    Args:
+        find: returns None for a module that is not installed.
+    """
+    for name in cfg.to:
+        module, package = LIBRARIES[TrackerName(name)]
+        if find(module) is None:
+            raise ConfigError(
+                f"log.to=[{name}]: the package {package} is not installed. Install it with:"
+                f" pip install {package}"
+            )
+    if TrackerName.WANDB in cfg.to:
+        check_mode(cfg, environ)
+
+
+def open_trackers(
+    run_dir: RunDir, cfg: RunConfig, *, job: str = "", resumed_at_step: int = BEFORE_FIRST_STEP
+) -> list[MetricsSink]:
+    """Return the sinks of `log.to`.
+
+    Args:
+        job: "" for training. The job of another command is a separate run in a tracker.
+        resumed_at_step: last valid step; `BEFORE_FIRST_STEP` for a new run.
+    """
+    makers: dict[str, Callable[[], Tracker]] = {
+        TrackerName.TENSORBOARD: lambda: TensorBoard(run_dir, job, resumed_at_step),
+        TrackerName.MLFLOW: lambda: Mlflow(run_dir, cfg, job),
+        TrackerName.TRACKIO: lambda: Trackio(run_dir, cfg, job),
+    }
+    sinks: list[MetricsSink] = []
+    for name in dict.fromkeys(cfg.log.to):
+        if name == TrackerName.WANDB:
+            sinks.append(WandbSink(run_dir, cfg, job=job))
+        else:
+            sinks.append(TrackerSink(name, makers[name], run_dir, has_evaluations=not job))
+    return sinks
+
+
+class Tracker(Protocol):
+    """A run in a tracker. Its methods may raise anything."""
+
+    def send(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the values of a step; a step may come twice with different names."""
+        ...
+
+    def close(self) -> None:
+        """Finish the run in the tracker."""
+        ...
+
+
+class TrackerSink(threading.Thread):
+    """A `MetricsSink` that opens and calls one tracker in its own thread.
+
+    Consumes: steps, by `log`.
+    Waits for: the tracker, without a limit. Training does not wait for it.
+    Unblocked by: `close`, which waits for at most `CLOSE_S`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Tracker],
+        run_dir: RunDir,
+        *,
+        has_evaluations: bool,
+        close_s: float = CLOSE_S,
+    ) -> None:
+        """Start to open the tracker.
+
+        Args:
+            has_evaluations: send the scores of the run's evaluations, too.
+        """
+        super().__init__(name=f"tracker {name}", daemon=True)
+        self._tracker_name = name
+        self._make = make
+        self._run_dir = run_dir
+        self._has_evaluations = has_evaluations
+        self._close_s = close_s
+        self._waiting: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(MAX_WAITING)
+        self._last_step = 0
+        self._sent_evaluations: set[int] = set()  # Steps of the evaluations that were sent.
+        self._has_dropped = False
+        self.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Queue the metrics of one step."""
+        try:
+            self._waiting.put_nowait((step, dict(metrics)))
+        except queue.Full:
+            if not self._has_dropped and self.is_alive():
+                self._has_dropped = True
+                logger.warning(
+                    "%s is slow: step %d and later ones are missing there until it catches up",
+                    self._tracker_name,
+                    step,
+                )
+
+    def close(self) -> None:
+        """Send the queued steps and the evaluations, within `CLOSE_S`."""
+        deadline_s = time.monotonic() + self._close_s
+        while self.is_alive():  # The queue may be full.
+            try:
+                self._waiting.put(None, timeout=0.1)
+                break
+            except queue.Full:
+                if time.monotonic() > deadline_s:
+                    break
+        self.join(max(0.0, deadline_s - time.monotonic()))
+        if self.is_alive():
+            logger.warning("%s did not finish in %g s", self._tracker_name, self._close_s)
+
+    def run(self) -> None:
+        """Send until closed, or until the first error."""
+        at = "its start"
+        try:
+            tracker = self._make()
+            while (entry := self._waiting.get()) is not None:
+                self._last_step, values = entry
+                at = f"step {self._last_step}"
+                tracker.send(self._last_step, values)
+                self._send_new_evaluations(tracker)
+            at = "its end"
+            self._send_last_evaluations(tracker)
+            tracker.close()
+        except Exception as error:  # noqa: BLE001 - a metrics service must never end a run
+            logger.warning(
+                "%s failed, the run continues without it at=%s error=%s: %s",
+                self._tracker_name,
+                at,
+                type(error).__name__,
+                error,
+            )
+
+    def _send_new_evaluations(self, tracker: Tracker) -> None:
+        """Send the scores of the evaluations beside training that have ended."""
+        path = self._run_dir.root / "eval.jsonl"
+        if not self._has_evaluations or not path.exists():
+            return
+        for line in path.read_text(encoding="utf-8").splitlines():
+            values = as_map(json.loads(line))
+            step = int(values["step"])
+            if step not in self._sent_evaluations:
+                self._sent_evaluations.add(step)
+                names = ("eval/success", "eval/reward")
+                scores = {n: float(values[n]) for n in names if values.get(n) is not None}
+                tracker.send(step, scores)
+
+    def _send_last_evaluations(self, tracker: Tracker) -> None:
+        """Send the scores of the evaluations before and after training, from the journal."""
+        if not self._has_evaluations:
+            return
+        self._send_new_evaluations(tracker)
+        index = EpisodeIndex(self._run_dir.journal)
+        until = time.monotonic() + READ_S
+        while index.refresh(budget_s=0.05) and time.monotonic() < until:
+            pass
+        for name, scored in sorted(evaluations(index.rows).items()):
+            if scored["num"] and not name.startswith("step-"):
+                step = 0 if name.startswith("before") else self._last_step
+                tracker.send(step, dict(evaluation_scores(name, scored)))
+
+
+def _plain_config(cfg: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the keys of the configuration with their values as text, without secrets."""
+
+    def walk(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
+        if isinstance(value, dict) and value:
+            for name, inner in value.items():
+                yield from walk(f"{prefix}.{name}" if prefix else str(name), inner)
+        else:
+            yield prefix, str(value)
+
+    yield from walk("", dataclasses.asdict(without_secrets(cfg)))
+
+
+def _kept_id(path: Path, make: Callable[[], str]) -> tuple[str, bool]:
+    """Return the id of a tracker's run in this run directory, and whether it is new."""
+    if path.exists():
+        return path.read_text(encoding="utf-8").strip(), False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = make()
+    write_atomically(path, made)
+    return made, True
+
+
+class TensorBoard:
+    """Event files in the folder `tensorboard` of the run directory."""
+
+    def __init__(self, run_dir: RunDir, job: str, resumed_at_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = run_dir.root / "tensorboard" / job
+        # TensorBoard hides the steps after the one at which a restart continues.
+        purge = resumed_at_step + 1 if resumed_at_step > BEFORE_FIRST_STEP else None
+        self._writer = SummaryWriter(str(folder), purge_step=purge)
+
+    def send(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the values of a step."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+class Mlflow:
+    """A run in MLflow: at MLFLOW_TRACKING_URI, or in the file mlflow.db beside the runs."""
+
+    def __init__(self, run_dir: RunDir, cfg: RunConfig, job: str) -> None:
+        from mlflow.entities import Param
+        from mlflow.tracking import MlflowClient
+
+        job = f"-{job}" if job else ""
+        is_set = bool(os.environ.get("MLFLOW_TRACKING_URI"))
+        here = f"sqlite:///{run_dir.root.resolve().parent / 'mlflow.db'}"
+        self._client = client = MlflowClient(None if is_set else here)
+        name = cfg.log.wandb_project
+
+        def create() -> str:
+            found = client.get_experiment_by_name(name)
+            experiment = found.experiment_id if found else client.create_experiment(name)
+            return client.create_run(experiment, run_name=f"{cfg.run.name}{job}").info.run_id
+
+        self._run_id, is_new = _kept_id(run_dir.root / f"mlflow_id{job}", create)
+        if not is_new:
+            client.update_run(self._run_id, status="RUNNING")
+            return
+        params = [Param(_key(k), v[:MAX_PARAM_CHARS]) for k, v in _plain_config(cfg)]
+        for start in range(0, len(params), PARAMS_AT_ONCE):
+            client.log_batch(self._run_id, params=params[start : start + PARAMS_AT_ONCE])
+
+    def send(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the values of a step."""
+        from mlflow.entities import Metric
+
+        now_ms = int(time.time() * 1000)
+        metrics = [Metric(_key(name), value, now_ms, step) for name, value in values.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
+
+    def close(self) -> None:
+        """Mark the run as finished."""
+        self._client.set_terminated(self._run_id)
+
+
+def _key(name: str) -> str:
+    """Return a name in the characters that MLflow allows."""
+    return re.sub(r"[^\w\-. /:]", "_", name)
+
+
+class Trackio:
+    """A run in trackio, whose files are in TRACKIO_DIR or in trackio's own folder."""
+
+    def __init__(self, run_dir: RunDir, cfg: RunConfig, job: str) -> None:
+        import trackio
+
+        job = f"-{job}" if job else ""
+        # Runs of one name continue each other in trackio, so the name has an id.
+        make = lambda: f"{cfg.run.name}{job}-{secrets.token_hex(4)}"  # noqa: E731
+        name, _ = _kept_id(run_dir.root / f"trackio_id{job}", make)
+        self._run = trackio.init(
+            project=cfg.log.wandb_project,
+            name=name,
+            config=dict(_plain_config(cfg)),
+            resume="allow",
+        )
+
+    def send(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the values of a step."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
