@@ -397,6 +397,45 @@ MOST_MIB = 10**6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerOptions:
+    """Containers of tasks, whose images Docker or Podman builds or pulls. See docs/SANDBOX.md."""
+
+    memory_mib: int = knob(
+        2048,
+        "Limits the memory of a container, in MiB. A task's own limit replaces it.",
+        ge=16,
+        le=MOST_MIB,
+    )
+    cpus: float = knob(
+        0.0,
+        "Limits the processors of a container. 0 means all. A task's own limit replaces it.",
+        ge=0,
+        le=10_000,
+    )
+    disk_mib: int = knob(
+        4096,
+        "Limits the files that a container writes, in MiB. A task's own limit replaces it.",
+        ge=4,
+        le=MOST_MIB,
+    )
+    max_files: int = knob(
+        500_000, "Limits the files and folders that a container writes.", ge=100, le=10**8
+    )
+    processes: int = knob(512, "Limits the processes and threads of a container.", ge=16, le=10**6)
+    build_timeout_s: float = seconds(
+        1800.0, "Limits the seconds of the build of an image. A task may set a lower limit.", gt=0
+    )
+    build_network: bool = knob(
+        True, "Lets the build of an image reach the network, for example to install programs."
+    )
+    pull_timeout_s: float = seconds(1800.0, "Limits the seconds of the pull of an image.", gt=0)
+    max_builds: int = knob(2, "Limits the builds at the same time.", ge=1, le=1000)
+    max_images: int = knob(
+        200, "Keeps this many built images. The oldest ones are removed.", ge=1, le=10**6
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxOptions:
     """The sandbox in which the environments `code` and `terminal` run programs."""
 
@@ -439,8 +478,10 @@ class SandboxOptions:
         form=PATH,
     )
     image: str = knob(
-        "python:3.12-slim", "Names the image of containers whose task names none. It needs bash."
+        "python:3.12-slim",
+        "Names the image of containers whose task has neither an image nor a Dockerfile.",
     )
+    containers: ContainerOptions = field(default_factory=ContainerOptions)
     url: str = knob("", "Names the URL of the sandbox server.", form=URL, also="")
     token_env: str = knob(
         "SANDBOX_TOKEN",
@@ -504,6 +545,12 @@ class TerminalOptions:
     keeps_processes: bool = knob(
         False,
         "Keeps the agent's background processes during the tests. They could change the tests.",
+    )
+    network: str = knob(
+        "none",
+        "Selects the network of containers: none, or the one of the task's settings. A task that "
+        "asks for a network is refused with none.",
+        one_of=("none", "task"),
     )
     without_network: bool = knob(
         False, "Plays a task that asks for a network (network_mode, allow_internet) without one."

@@ -364,22 +364,6 @@ class Agent:
             os.fchmod(fd, request["mode"])
         return {}
 
-    def do_unpack(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Write the files of an archive's only folder, as files of this user, and remove it."""
-        import tarfile  # Only images need it, and a minimal Python lacks it.
-
-        with tarfile.open(request["path"]) as archive:
-            archive.extraction_filter = lambda member, _: member
-            for member in archive:
-                member.name = member.name.partition("/")[2]
-                if member.islnk():
-                    member.linkname = member.linkname.partition("/")[2]
-                if member.name and not member.isdev():
-                    member.mode |= 0o700 if member.isdir() else 0o600
-                    archive.extract(member, request["folder"])
-        os.unlink(request["path"])
-        return {}
-
     def do_read(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return the first bytes of a regular file, and its size."""
         fd = os.open(request["path"], os.O_RDONLY | os.O_NONBLOCK)

@@ -32,6 +32,19 @@ def limits_of(options: SandboxOptions) -> SandboxLimits:
     )
 
 
+def container_limits_of(options: SandboxOptions) -> SandboxLimits:
+    """Return the limits of containers that are as their authors made them."""
+    containers = options.containers
+    return SandboxLimits(
+        memory_bytes=containers.memory_mib * MIB,
+        processes=containers.processes,
+        open_files=options.open_files,
+        max_files=containers.max_files,
+        file_bytes=containers.disk_mib * MIB,
+        disk_bytes=containers.disk_mib * MIB,
+    )
+
+
 def worker_bytes(options: SandboxOptions, num_sandboxes: int) -> int:
     """Return the memory limit of a worker process with its sandboxes, in bytes.
 

@@ -7,6 +7,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from envhub.env import EnvFailure
@@ -43,7 +44,7 @@ class RefusedBySandbox(ValueError):
 class CommandEnd(StrEnum):
     """How a command ended.
 
-    EXIT: by itself, or by a signal. TIMEOUT, MEMORY, FILES: it exceeded that limit, and all
+    EXIT: by itself, or by a signal. TIMEOUT, MEMORY, FILES, DISK: it exceeded that limit, and all
     processes of the sandbox were ended.
     """
 
@@ -51,6 +52,7 @@ class CommandEnd(StrEnum):
     TIMEOUT = "timeout"
     MEMORY = "memory"
     FILES = "files"
+    DISK = "disk"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,17 +68,130 @@ class SandboxLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImageBuild:
+    """A build of an image.
+
+    Attributes:
+        dockerfile: path of the Dockerfile, relative to the context.
+        target: the stage to build; "" means the last one.
+        arguments: values of ARG.
+        timeout_s: seconds in which the build must end.
+    """
+
+    context: Path
+    dockerfile: str = "Dockerfile"
+    target: str = ""
+    arguments: Mapping[str, str] = field(default_factory=dict[str, str])
+    timeout_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Healthcheck:
+    """A command that must succeed before the first command of the agent. Times are in seconds.
+
+    Attributes:
+        argv: the command.
+        start_period_sec: failures within this time after the start do not count.
+        retries: number of failures that are one too many.
+    """
+
+    argv: Sequence[str]
+    interval_sec: float = 5.0
+    timeout_sec: float = 30.0
+    start_period_sec: float = 0.0
+    start_interval_sec: float = 5.0
+    retries: int = 3
+
+
+class ServiceState(StrEnum):
+    """The state of a service that another one waits for, in the words of compose files."""
+
+    STARTED = "service_started"
+    HEALTHY = "service_healthy"
+    COMPLETED = "service_completed_successfully"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerMount:
+    """Files in a container.
+
+    Attributes:
+        source: a path of the machine, or the name of a volume that the services share.
+        is_read_only: the container sees the source itself. Otherwise it gets a copy of a path.
+    """
+
+    source: str
+    target: str
+    is_read_only: bool = False
+
+    @property
+    def is_volume(self) -> bool:
+        """Whether the source is the name of a volume."""
+        return not self.source.startswith("/")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerSpec:
+    """A container of a task. None and empty values mean those of the image.
+
+    Attributes:
+        image, build: the image by its name, or what it is built of.
+        entrypoint: replaces the image's.
+        command: replaces the image's. The main container's default waits for its end.
+        folder: the directory in which commands start.
+        tmpfs: paths of file systems in memory, with their options, as `docker run --tmpfs` has.
+        cpus: number of processors; 0 means all.
+        memory_bytes: limit of memory; 0 means the one of the request.
+        after: names of the services that this one waits for.
+    """
+
+    name: str = "main"
+    image: str = ""
+    build: ImageBuild | None = None
+    entrypoint: Sequence[str] | None = None
+    command: Sequence[str] | None = None
+    variables: Mapping[str, str] = field(default_factory=dict[str, str])
+    user: str = ""
+    folder: str = ""
+    mounts: Sequence[ContainerMount] = ()
+    tmpfs: Sequence[str] = ()
+    is_read_only: bool = False
+    capabilities: Sequence[str] = ()
+    cpus: float = 0.0
+    memory_bytes: int = 0
+    healthcheck: Healthcheck | None = None
+    has_no_healthcheck: bool = False
+    after: Mapping[str, ServiceState] = field(default_factory=dict[str, ServiceState])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxRequest:
     """A sandbox to create.
 
     Attributes:
         folder: the work folder, as `work_folder` returns it; "" means the one of the image.
         image: the container image; "" means the one of the configuration. Only containers use it.
+        container: the container of a task, as its author made it. Only containers of this machine
+            perform it.
+        services: further containers, which the commands reach by their names.
+        has_network: the containers reach the network of the machine.
     """
 
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     folder: str = "/app"
     image: str = ""
+    container: ContainerSpec | None = None
+    services: Sequence[ContainerSpec] = ()
+    has_network: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxFile:
+    """A regular file to write."""
+
+    path: str
+    content: bytes
+    mode: int = 0o644
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +238,7 @@ class Sandbox(Protocol):
         folder: str = "",
         variables: Mapping[str, str] | None = None,
         keeps_processes: bool = False,
+        user: str = "",
     ) -> CommandResult:
         """Run a command and return its result.
 
@@ -130,8 +246,11 @@ class Sandbox(Protocol):
             timeout_s: seconds after which all processes of the sandbox are ended.
             max_output_bytes: size of the returned output. More is read and dropped.
             folder: working directory; "" means the work folder.
-            variables: environment variables, added to `VARIABLES`.
-            keeps_processes: background processes continue after the command has ended.
+            variables: environment variables, added to `VARIABLES` or to those of the image.
+            keeps_processes: background processes continue after the command has ended. Those of a
+                container always do.
+            user: name or number of a user of the container; "" means its own. Other sandboxes have
+                one user.
 
         Raises:
             RefusedBySandbox: the command cannot start.
@@ -141,6 +260,10 @@ class Sandbox(Protocol):
 
     async def write(self, path: str, content: bytes, *, mode: int = 0o644) -> None:
         """Write a regular file and its folders. Raises: RefusedBySandbox, SandboxFailed."""
+        ...
+
+    async def write_all(self, files: Sequence[SandboxFile]) -> None:
+        """Write files and their folders at once. Raises: RefusedBySandbox, SandboxFailed."""
         ...
 
     async def read(self, path: str, *, max_bytes: int) -> bytes:
@@ -177,6 +300,12 @@ def check_command(argv: Sequence[str], folder: str, variables: Mapping[str, str]
         check_words("name of a variable", [name])
         if value:
             check_words(f"variable {name}", [value])
+
+
+def check_user(user: str) -> None:
+    """Raise RefusedBySandbox if a command names a user, and the sandbox has only one."""
+    if user:
+        raise RefusedBySandbox(f"the user {user!r} does not exist: the sandbox has one user")
 
 
 def check_words(what: str, words: Sequence[str]) -> None:

@@ -12,14 +12,13 @@ import base64
 import contextlib
 import errno
 import json
-import os
 import shlex
 import struct
 from asyncio.subprocess import PIPE
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from envhub.sandbox.cgroup import Cgroup
 from envhub.sandbox.interface import (
@@ -31,8 +30,10 @@ from envhub.sandbox.interface import (
     CommandResult,
     RefusedBySandbox,
     SandboxFailed,
+    SandboxFile,
     SandboxLimits,
     check_command,
+    check_user,
     check_words,
 )
 
@@ -220,7 +221,6 @@ AGENT = Path(__file__).with_name("agent.py")
 GRACE_S = 60.0  # Seconds beyond the time limit of a command in which the agent must reply.
 END_S = 10.0  # Seconds in which a killed sandbox must have ended.
 MAX_ERROR_BYTES = 4096
-ARCHIVE = "/tmp/.image.tar"  # Place of the archive of an image's work folder.
 WRITE_BYTES = 1 << 20  # Size of one part of a file in a request.
 MAX_PART_BYTES = 32 << 20  # Size of one reply's part of a file.
 TRUNCATED = b"\n[%d bytes were left out here]\n"
@@ -234,14 +234,12 @@ class Launch:
         options: more arguments of `asyncio.create_subprocess_exec`.
         remove: called after the process has ended, for example to remove a container.
         memory: a control group for the processes; None: the agent's own limits hold.
-        variables: environment variables of all commands.
     """
 
     argv: Sequence[str]
     options: Mapping[str, Any]
     remove: Callable[[], Awaitable[object]] | None = None
     memory: Cgroup | None = None
-    variables: Mapping[str, str] = field(default_factory=lambda: VARIABLES)
 
 
 def agent_argv(python: str, limits: SandboxLimits, folder: str, path: str = "") -> list[str]:
@@ -257,7 +255,7 @@ def agent_argv(python: str, limits: SandboxLimits, folder: str, path: str = "") 
     return [python, "-I", "-S", *code, settings]
 
 
-# Runs the interpreter of the sandbox's first process, because an image may have none in its PATH.
+# Runs the interpreter of the sandbox's first process. A container has its own in the PATH.
 CONFINING = """#!/usr/bin/env bash
 mapfile -d '' -t words < /proc/1/cmdline
 for ((n = 0; n < ${#words[@]}; n++)); do [ "${words[n]}" = -I ] && break; done
@@ -340,15 +338,17 @@ class AgentSandbox:
         folder: str = "",
         variables: Mapping[str, str] | None = None,
         keeps_processes: bool = False,
+        user: str = "",
     ) -> CommandResult:
         """Run a command; see `Sandbox.exec`."""
+        check_user(user)
         check_command(argv, folder, variables or {})
         reply = await self._ask(
             timeout_s,
             op="exec",
             argv=list(argv),
             folder=folder or self._folder,
-            variables={**self._launch.variables, **(variables or {})},
+            variables={**VARIABLES, **(variables or {})},
             seconds=timeout_s,
             max_output=max_output_bytes,
             keep=keeps_processes,
@@ -370,19 +370,10 @@ class AgentSandbox:
             part = base64.b64encode(content[start : start + WRITE_BYTES]).decode()
             await self._ask(0.0, op="write", path=path, content=part, mode=mode, append=start > 0)
 
-    async def unpack(self, archive: IO[bytes]) -> None:
-        """Write the files of a tar archive with one folder into the work folder.
-
-        Raises: RefusedBySandbox: they do not fit; SandboxFailed.
-        """
-        start = 0
-        while part := os.pread(archive.fileno(), WRITE_BYTES, start):
-            content = base64.b64encode(part).decode()
-            await self._ask(
-                0.0, op="write", path=ARCHIVE, content=content, mode=0o600, append=start > 0
-            )
-            start += len(part)
-        await self._ask(0.0, op="unpack", path=ARCHIVE, folder=self._folder)
+    async def write_all(self, files: Sequence[SandboxFile]) -> None:
+        """Write files; see `Sandbox.write_all`."""
+        for file in files:
+            await self.write(file.path, file.content, mode=file.mode)
 
     async def read(self, path: str, *, max_bytes: int) -> bytes:
         """Return a regular file; see `Sandbox.read`."""

@@ -17,8 +17,10 @@ from envhub.sandbox.interface import (
     CommandResult,
     RefusedBySandbox,
     SandboxFailed,
+    SandboxFile,
     SandboxRequest,
     check_command,
+    check_user,
     check_words,
     run_apart,
 )
@@ -50,11 +52,17 @@ class RemoteSandboxes:
     async def create(self, request: SandboxRequest) -> "RemoteSandbox":
         """Return a new sandbox. Raises: SandboxFailed."""
         session = _connect(self._options)
+        if request.container is not None and (request.container.build or request.services):
+            raise SandboxFailed(
+                "a server builds no images and has no services; set environment.docker_image, or"
+                " envs.sandbox.backend=docker or podman"
+            )
         timeout_s = self._options.start_timeout_s + GRACE_S
+        body = {"limits": asdict(request.limits), "folder": request.folder, "image": request.image}
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(session.close)
             answer = await _call(
-                session, "POST", "/v1/sandboxes", timeout_s, self._options.url, json=asdict(request)
+                session, "POST", "/v1/sandboxes", timeout_s, self._options.url, json=body
             )
             undo.pop_all()
         return RemoteSandbox(
@@ -85,8 +93,10 @@ class RemoteSandbox:
         folder: str = "",
         variables: Mapping[str, str] | None = None,
         keeps_processes: bool = False,
+        user: str = "",
     ) -> CommandResult:
         """Run a command; see `Sandbox.exec`."""
+        check_user(user)
         check_command(argv, folder, variables or {})
         body = {
             "argv": list(argv),
@@ -110,6 +120,11 @@ class RemoteSandbox:
         check_words("path", [path])
         query = {"path": path, "mode": str(mode)}
         await self._call("PUT", "/file", GRACE_S, params=query, data=content)
+
+    async def write_all(self, files: Sequence[SandboxFile]) -> None:
+        """Write files; see `Sandbox.write_all`."""
+        for file in files:
+            await self.write(file.path, file.content, mode=file.mode)
 
     async def read(self, path: str, *, max_bytes: int) -> bytes:
         """Return a regular file; see `Sandbox.read`."""

@@ -17,7 +17,9 @@ from envhub.envs.terminal.image import TaskFile
 from envhub.envs.terminal.tasks import TerminalTask, digest_of_tasks, load_tasks_of
 from envhub.envs.terminal.texts import (
     CLEAR,
+    CLEAR_CONTAINER,
     NO_COMMAND,
+    OPEN_CONTAINER,
     SHELL,
     VERIFIER,
     action_of,
@@ -25,7 +27,8 @@ from envhub.envs.terminal.texts import (
     describe,
     reward_of,
 )
-from envhub.sandbox.backends import limits_of, make_backend, worker_bytes
+from envhub.sandbox.backends import container_limits_of, limits_of, make_backend, worker_bytes
+from envhub.sandbox.engine import ENGINES
 from envhub.sandbox.interface import (
     TESTS,
     CommandEnd,
@@ -33,6 +36,7 @@ from envhub.sandbox.interface import (
     RefusedBySandbox,
     Sandbox,
     SandboxBackend,
+    SandboxFile,
     SandboxLimits,
     SandboxRequest,
 )
@@ -52,6 +56,7 @@ MISSING = os.strerror(errno.ENOENT)
 MAX_REWARD_BYTES = 100_000
 MAX_OUTPUT_BYTES = 64_000
 CLEAR_TIMEOUT_S = 60.0
+ROOT = "0"  # The user of a container that makes the folders of tests and logs.
 MARGIN_S = 240.0  # Seconds of a step beyond its commands: start, files and end of the sandbox.
 NOT_RUN = (126, 127)  # Exit codes of a shell whose command does not exist or cannot run.
 # Runs a command in a folder, or in the sandbox's folder if the agent has removed it.
@@ -74,13 +79,17 @@ class TerminalTasks:
 
     Attributes:
         tasks: the tasks by split.
+        limits, container_limits: limits of sandboxes, and of containers of tasks.
+        opening_s: the most seconds in which the images of a task are made and started.
         decided: whether the tests of a task decide without an agent, by the task's name.
     """
 
     tasks: dict[str, list[TerminalTask]]
     options: TerminalOptions
     limits: SandboxLimits
+    container_limits: SandboxLimits
     backend: SandboxBackend
+    opening_s: float
     decided: dict[str, bool] = field(default_factory=dict)
 
     @property
@@ -94,7 +103,8 @@ class TerminalTasks:
     @property
     def longest_s(self) -> float:
         """The most seconds of a step: a command and the tests, and both again without an agent."""
-        return 2 * (self.options.command_timeout_s + self.options.test_timeout_s + MARGIN_S)
+        tests_s = self.options.command_timeout_s + self.options.test_timeout_s
+        return max(2 * (tests_s + MARGIN_S), self.opening_s)
 
 
 class TerminalEnv:
@@ -126,16 +136,35 @@ class TerminalEnv:
         self._task = task
         self._num_turns = 0
         self._used_s = 0.0
-        limits = _lowered(self._shared.limits, task)
+        request = SandboxRequest(
+            limits=self._limits_of(task),
+            folder=task.folder,
+            image=task.image,
+            container=task.container,
+            services=task.services,
+            has_network=task.has_network,
+        )
         try:
-            self._sandbox = await self._shared.backend.create(
-                SandboxRequest(limits=limits, folder=task.folder, image=task.image)
-            )
+            try:
+                self._sandbox = await self._shared.backend.create(request)
+            except EnvFailure as error:
+                raise EnvFailure(f"task {task.name}: {error}") from error
             self._work = task.work or self._sandbox.folder
             await self._put(task.files)
             await self._prepare(task)
         except RefusedBySandbox as error:
             raise EnvFailure(f"task {task.name} does not fit into the sandbox: {error}") from error
+
+    def _limits_of(self, task: TerminalTask) -> SandboxLimits:
+        """Return the limits of a task's sandbox. Its own ones replace those of containers."""
+        if task.container is None:
+            return _lowered(self._shared.limits, task)
+        limits = self._shared.container_limits
+        return replace(
+            limits,
+            memory_bytes=task.memory_bytes or limits.memory_bytes,
+            disk_bytes=task.disk_bytes or limits.disk_bytes,
+        )
 
     async def _prepare(self, task: TerminalTask) -> None:
         """Make the work folder and wait until the task is healthy.
@@ -143,21 +172,26 @@ class TerminalEnv:
         Raises: EnvFailure, RefusedBySandbox.
         """
         assert self._sandbox is not None
-        argv = ["bash", "-c", 'mkdir -p "$1"', "bash", self._work]
+        has_root = task.container is not None
+        script = 'mkdir -p "$1"' + OPEN_CONTAINER * has_root
+        argv = ["bash", "-c", script, "bash", self._work]
         try:
-            made = await self._run(argv, CLEAR_TIMEOUT_S)
+            made = await self._run(argv, CLEAR_TIMEOUT_S, user=ROOT * has_root)
         except (EnvFailure, RefusedBySandbox) as error:
             where = f"task {task.name}" + f", image {task.image}" * bool(task.image)
             raise EnvFailure(f"{where}: {error}; commands need bash") from error
         if not made.is_ok:
-            raise EnvFailure(f"task {task.name}: {self._work} cannot be made: {made.text[-300:]}")
+            remedy = "; commands need bash" * (made.exit_code in NOT_RUN)
+            raise EnvFailure(
+                f"task {task.name}: {self._work} cannot be made: {made.text.strip()[-300:]}{remedy}"
+            )
         check = task.healthcheck
         if check is None:
             return
         began_s = time.monotonic()
         num_failed = 0
         while True:
-            argv = [*IN_FOLDER, self._work, "bash", "-c", check.command]
+            argv = [*IN_FOLDER, self._work, *check.argv]
             result = await self._run(argv, check.timeout_sec, task.variables, keeps_processes=True)
             if result.is_ok:
                 return
@@ -221,6 +255,7 @@ class TerminalEnv:
                 max_output_bytes=MAX_OUTPUT_BYTES,
                 variables=self._task.variables,
                 keeps_processes=True,
+                user=self._task.agent_user,
             )
         except RefusedBySandbox as error:
             return f"The command could not start: {error}"
@@ -264,19 +299,23 @@ class TerminalEnv:
     async def _decision(self, task: TerminalTask) -> tuple[float, str]:
         """Return the reward of the tests and a remark. Raises: UndecidedTests, EnvFailure."""
         assert self._sandbox is not None
-        if not self._shared.options.keeps_processes:
+        # Published tasks of containers test the servers that the agent has started.
+        if task.container is None and not self._shared.options.keeps_processes:
             await self._sandbox.kill()
         try:
             variables = await self._put_tests(task)
             limit_s = min(task.test_timeout_s or math.inf, self._shared.options.test_timeout_s)
-            result = await self._run([*IN_FOLDER, self._work, *task.command], limit_s, variables)
+            argv = [*IN_FOLDER, self._work, *task.command]
+            result = await self._run(argv, limit_s, variables, user=task.test_user)
         except RefusedBySandbox as error:
             raise UndecidedTests(f"the tests cannot start: {error}") from error
         return await self._verdict(task, result)
 
     async def _put_tests(self, task: TerminalTask) -> dict[str, str]:
         """Write the tests, and return their variables. Raises: UndecidedTests, RefusedBySandbox."""
-        cleared = await self._run(["bash", "-c", CLEAR], CLEAR_TIMEOUT_S)
+        has_root = task.container is not None
+        script = CLEAR_CONTAINER if has_root else CLEAR
+        cleared = await self._run(["bash", "-c", script], CLEAR_TIMEOUT_S, user=ROOT * has_root)
         if not cleared.is_ok:
             raise UndecidedTests(f"{TESTS} cannot be cleared: {cleared.text.strip()[-300:]}")
         if task.needs_pytest:
@@ -301,7 +340,14 @@ class TerminalEnv:
         script = confining_script(AS_AGENT_CODE, {AS_AGENT, "TEST_DIR", *task.test_variables})
         await self._sandbox.write(AS_AGENT_CODE, agent_text().encode())
         await self._sandbox.write(AS_AGENT_PATH, script.encode(), mode=0o755)
-        probe = await self._run([AS_AGENT_PATH, "true"], CLEAR_TIMEOUT_S)
+        probe = await self._run([AS_AGENT_PATH, "true"], CLEAR_TIMEOUT_S, user=task.test_user)
+        if not probe.is_ok and task.container is not None:
+            logger.warning(
+                "tests run the agent's programs with their own rights task=%s reason=%s",
+                task.name,
+                probe.text.strip()[-300:],
+            )
+            return {}
         if not probe.is_ok:
             raise UndecidedTests(
                 f"the tests run programs of the agent without rights: {probe.text.strip()[-300:]}"
@@ -315,6 +361,7 @@ class TerminalEnv:
         variables: Mapping[str, str] | None = None,
         *,
         keeps_processes: bool = False,
+        user: str = "",
     ) -> CommandResult:
         """Return the result of a command of the environment itself. Raises: RefusedBySandbox."""
         assert self._sandbox is not None
@@ -324,14 +371,22 @@ class TerminalEnv:
             max_output_bytes=MAX_OUTPUT_BYTES,
             variables=variables,
             keeps_processes=keeps_processes,
+            user=user,
         )
 
     async def _put(self, files: Iterable[TaskFile]) -> None:
         """Write files of the task into the sandbox. Raises: RefusedBySandbox."""
         assert self._sandbox is not None
-        for file in files:
-            target = os.path.normpath(os.path.join(self._work, file.target))
-            await self._sandbox.write(target, file.source.read_bytes(), mode=file.mode)
+        written = [
+            SandboxFile(
+                path=os.path.normpath(os.path.join(self._work, file.target)),
+                content=_unix_lines(file),
+                mode=file.mode,
+            )
+            for file in files
+        ]
+        if written:
+            await self._sandbox.write_all(written)
 
     async def _verdict(self, task: TerminalTask, result: CommandResult) -> tuple[float, str]:
         """Return the reward and a remark. Raises: UndecidedTests."""
@@ -339,7 +394,8 @@ class TerminalEnv:
             return 0.0, f"The tests failed: their {result.ended_by.value} limit was reached."
         # A reward that no file of the task mentions was written by the agent's programs.
         mentioned = _mentions(REWARD_WORD, (*task.tests, *task.files))
-        reward = await self._written_reward() if mentioned or task.image else None
+        is_asked = mentioned or task.image or task.container is not None
+        reward = await self._written_reward() if is_asked else None
         if reward is None:
             must_write = mentioned and _mentions(VERIFIER.encode(), (*task.tests, *task.files))
             if result.exit_code in NOT_RUN or (must_write and result.exit_code == 0):
@@ -396,6 +452,14 @@ class TerminalEnv:
             await sandbox.delete()
 
 
+def _unix_lines(file: TaskFile) -> bytes:
+    """Return the content of a file; scripts of a shell lose the line ends of Windows."""
+    content = file.source.read_bytes()
+    first = content.split(b"\n", 1)[0]
+    is_script = file.source.suffix == ".sh" or first.startswith(b"#!")
+    return content.replace(b"\r\n", b"\n") if is_script and first.endswith(b"\r") else content
+
+
 def _mentions(word: bytes, files: Iterable[TaskFile]) -> bool:
     """Return whether one of the files contains a word."""
     return any(word in file.source.read_bytes() for file in files)
@@ -413,7 +477,13 @@ def _lowered(limits: SandboxLimits, task: TerminalTask) -> SandboxLimits:
 def load_terminal_tasks(options: EnvsSection) -> TerminalTasks:
     """Return the tasks and the sandbox. Raises: ConfigError."""
     terminal = options.terminal
-    has_images = options.sandbox.backend != "bwrap"
+    sandbox = options.sandbox
+    has_containers = sandbox.backend in ENGINES
+    if terminal.network != "none" and not has_containers:
+        raise ConfigError(
+            f"envs.terminal.network={terminal.network}: the backend {sandbox.backend} has no"
+            " network; set envs.sandbox.backend=docker or podman"
+        )
     tasks: dict[str, list[TerminalTask]] = {}
     for split, key, folder in (
         ("train", "envs.terminal.train", terminal.train),
@@ -424,14 +494,27 @@ def load_terminal_tasks(options: EnvsSection) -> TerminalTasks:
             []
             if not folder
             else load_tasks_of(
-                key, folder, has_images=has_images, without_network=terminal.without_network
+                key,
+                folder,
+                has_images=sandbox.backend != "bwrap",
+                has_containers=has_containers,
+                without_network=terminal.without_network,
+                permits_network=terminal.network == "task",
             )
         )
     return TerminalTasks(
         tasks=tasks,
         options=terminal,
-        limits=limits_of(options.sandbox),
-        backend=make_backend(options.sandbox),
+        limits=limits_of(sandbox),
+        container_limits=container_limits_of(sandbox),
+        backend=make_backend(sandbox),
+        opening_s=(
+            sandbox.containers.build_timeout_s
+            + sandbox.containers.pull_timeout_s
+            + sandbox.start_timeout_s
+            if has_containers
+            else sandbox.start_timeout_s
+        ),
     )
 
 

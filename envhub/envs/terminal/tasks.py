@@ -9,7 +9,6 @@ import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -17,76 +16,40 @@ import yaml
 
 from common.errors import ConfigError
 from common.user_code import find_path
+from envhub.envs.terminal.compose import find_compose, read_composition, read_one_service
+from envhub.envs.terminal.fields import DESCRIPTION, OBEYED, check_fields, refused, size_mib
 from envhub.envs.terminal.image import (
     DOCKERFILES,
     FOLDER,
     TaskFile,
     TaskImage,
     files_below,
-    is_shell,
     is_work_folder,
     read_image,
 )
-from envhub.sandbox.interface import LOGS, MIB, SOLUTION, TESTS, USERS
+from envhub.sandbox.interface import MIB, SOLUTION, USERS, ContainerSpec, Healthcheck, ImageBuild
 
 HARBOR = "task.toml"
 BENCH = "task.yaml"
-COMPOSE = ("environment/docker-compose.yaml", "docker-compose.yaml")
 # Files beside the settings that change a task, and that no code here performs.
 OTHER_FILES = ("trajectory.json", "environment/singularity-compose.yaml", ".harborignore")
 OTHER_FILES += ("tests/.harborignore", "solution/.harborignore")
 SCHEMAS = ("1.0", "1.1", "1.2", "1.3", "1.4")
 TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
-INTERPOLATION = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)|(\$\$)")
 CANARY = re.compile(r"<!--.*canary.*-->|#.*canary.*", re.IGNORECASE)
-SIZES = {"K": 1 / 1024, "M": 1, "G": 1024}
-# Variables that Terminal-Bench sets for docker-compose.yaml.
-BENCH_VARIABLES = {
-    "T_BENCH_TEST_DIR": TESTS,
-    "T_BENCH_CONTAINER_LOGS_PATH": LOGS,
-    "T_BENCH_CONTAINER_AGENT_LOGS_PATH": "/agent-logs",
-}
-KEEP_ALIVE = re.compile(r"(?:(?:/bin/)?(?:ba)?sh -c )?(?:sleep infinity|tail -f /dev/null)")
-MAIN_SERVICES = ("main", "client")
-NO_NETWORK = "sandboxes have no network; envs.terminal.without_network=true plays the task without"
+NO_NETWORK = (
+    "sandboxes have no network; envs.terminal.network=task permits it in containers,"
+    " envs.terminal.without_network=true plays the task without"
+)
+PUBLIC = "public"
 
-
-class Use(StrEnum):
-    """The use of a field. REFUSED: only a value that means nothing is accepted."""
-
-    OBEYED = "obeyed"
-    DESCRIPTION = "description"
-    REFUSED = "refused"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Field:
-    """The use of a field of a task's settings.
-
-    Attributes:
-        accepted: values of a refused field that change nothing.
-        reason: why other values are refused.
-    """
-
-    use: Use
-    accepted: tuple[Any, ...] = (None, [], {}, "")
-    reason: str = ""
-
-
-OBEYED = Field(use=Use.OBEYED)
-DESCRIPTION = Field(use=Use.DESCRIPTION)
-
-
-def _refused(reason: str, *accepted: Any) -> Field:
-    return Field(use=Use.REFUSED, accepted=(None, [], {}, "", *accepted), reason=reason)
-
-
-USER = _refused("commands and tests run as the only user of the sandbox", *USERS, 1000)
-COLLECTED = _refused("no files of an episode are collected")
-ONE_STEP = _refused("only tasks of one step are played")
-APART = _refused("a separate verifier is not supported, tests run in the agent's sandbox", "shared")
-DEVICE = _refused("sandboxes have no such device", 0)
-NETWORK = _refused(NO_NETWORK, "no-network", False)
+USER = refused("commands and tests run as the only user of the sandbox", *USERS, 1000)
+COLLECTED = refused("no files of an episode are collected")
+ONE_STEP = refused("only tasks of one step are played")
+APART = refused("a separate verifier is not supported, tests run in the agent's sandbox", "shared")
+DEVICE = refused("sandboxes have no such device", 0)
+NETWORK = refused(NO_NETWORK, "no-network", False)
+ALLOW_LIST = refused("a list of allowed hosts is not enforced; use public or no-network")
 
 # Fields of `harbor.models.task.config` 0.25.0, and the older ones that it still reads.
 HARBOR_FIELDS = {
@@ -108,7 +71,7 @@ HARBOR_FIELDS = {
     "verifier.network_mode": NETWORK,
     "verifier.allowed_hosts": NETWORK,
     "verifier.environment_mode": APART,
-    "verifier.environment": Field(use=Use.REFUSED, accepted=(None,), reason=APART.reason),
+    "verifier.environment": replace(APART, accepted=(None,)),
     "verifier.collect": COLLECTED,
     "solution.env": OBEYED,
     "environment.docker_image": OBEYED,
@@ -127,15 +90,28 @@ HARBOR_FIELDS = {
     "environment.network_mode": NETWORK,
     "environment.allowed_hosts": NETWORK,
     "environment.allow_internet": NETWORK,
-    "environment.os": _refused("sandboxes run Linux", "linux"),
+    "environment.os": refused("sandboxes run Linux", "linux"),
     "environment.gpus": DEVICE,
     "environment.gpu_types": DEVICE,
     "environment.tpu": DEVICE,
-    "environment.mcp_servers": _refused("the agent's only tool is the shell"),
-    "environment.skills_dir": _refused("the agent reads no skills"),
+    "environment.mcp_servers": refused("the agent's only tool is the shell"),
+    "environment.skills_dir": refused("the agent reads no skills"),
     # They set the speed of a machine, and no result of a command.
     "environment.cpus": DESCRIPTION,
     "environment.build_timeout_sec": DESCRIPTION,
+}
+# Fields that containers obey in addition.
+CONTAINER_FIELDS = {
+    "agent.user": OBEYED,
+    "verifier.user": OBEYED,
+    "environment.cpus": OBEYED,
+    "environment.build_timeout_sec": OBEYED,
+}
+# Fields of a task whose settings decide about the network.
+NETWORK_FIELDS = {
+    **{f"{name}.network_mode": OBEYED for name in ("agent", "verifier", "environment")},
+    **{f"{name}.allowed_hosts": ALLOW_LIST for name in ("agent", "verifier", "environment")},
+    "environment.allow_internet": OBEYED,
 }
 # Fields of `terminal_bench.handlers.trial_handler.Task` 0.2.18, and of older files.
 BENCH_FIELDS = {
@@ -143,8 +119,8 @@ BENCH_FIELDS = {
     "descriptions": OBEYED,
     "max_agent_timeout_sec": OBEYED,
     "max_test_timeout_sec": OBEYED,
-    "parser_name": _refused("the exit code of run-tests.sh decides, as pytest sets it", "pytest"),
-    "run_tests_in_same_shell": _refused("the tests have a shell of their own", False),
+    "parser_name": refused("the exit code of run-tests.sh decides, as pytest sets it", "pytest"),
+    "run_tests_in_same_shell": refused("the tests have a shell of their own", False),
     "disable_asciinema": DESCRIPTION,
     "author_name": DESCRIPTION,
     "author_email": DESCRIPTION,
@@ -155,39 +131,6 @@ BENCH_FIELDS = {
     "expert_time_estimate_min": DESCRIPTION,
     "junior_time_estimate_min": DESCRIPTION,
 }
-# Fields of a service in docker-compose.yaml. All others are refused by name.
-SERVICE_FIELDS = {
-    "build": OBEYED,
-    "image": OBEYED,
-    "command": OBEYED,
-    "environment": OBEYED,
-    "working_dir": OBEYED,
-    "volumes": OBEYED,
-    "entrypoint": OBEYED,
-    "user": USER,
-    "network_mode": _refused("sandboxes have no network", "none"),
-    "privileged": _refused("sandboxes have no rights", False),
-    "container_name": DESCRIPTION,
-    "hostname": DESCRIPTION,
-    "labels": DESCRIPTION,
-    "init": DESCRIPTION,
-    "tty": DESCRIPTION,
-    "stdin_open": DESCRIPTION,
-    "pull_policy": DESCRIPTION,
-    "cpus": DESCRIPTION,
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Healthcheck:
-    """A command that must succeed before the first command of the agent."""
-
-    command: str
-    interval_sec: float = 5.0
-    timeout_sec: float = 30.0
-    start_period_sec: float = 0.0
-    start_interval_sec: float = 5.0
-    retries: int = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +142,10 @@ class TaskSettings:
         work: the directory in which commands start; "" means the image's.
         variables, test_variables, solution_variables: environment variables of all commands, of
             the tests, and of the reference solution.
-        memory_bytes, disk_bytes: limits of the task; None without one.
+        memory_bytes, disk_bytes, cpus: limits of the task; None without one.
+        has_network: the task's policy is a public network.
+        agent_user, test_user: users of a container; "" means the image's.
+        container, services: the containers of the task; None in a sandbox without images.
     """
 
     instruction: str
@@ -212,62 +158,102 @@ class TaskSettings:
     agent_timeout_s: float | None = None
     memory_bytes: int | None = None
     disk_bytes: int | None = None
+    cpus: float | None = None
+    build_timeout_s: float = 600.0
+    has_network: bool = False
+    agent_user: str = ""
+    test_user: str = ""
     healthcheck: Healthcheck | None = None
+    container: ContainerSpec | None = None
+    services: tuple[ContainerSpec, ...] = ()
 
 
-def read_settings(folder: Path, *, without_network: bool) -> TaskSettings:
+def read_settings(
+    folder: Path,
+    *,
+    without_network: bool,
+    has_containers: bool = False,
+    permits_network: bool = False,
+) -> TaskSettings:
     """Return the settings of a task's folder.
 
     Args:
         without_network: a task that asks for a network is played without one.
+        has_containers: the sandbox builds and runs the containers of the task.
+        permits_network: the task's settings decide about its network.
 
     Raises: ConfigError: a field that is not performed, or a wrong value; ValueError, OSError.
     """
     for name in OTHER_FILES:
         if (folder / name).exists():
             raise ConfigError(f"{name} is not supported")
-    is_harbor = (folder / HARBOR).is_file()
-    read = _harbor if is_harbor else _bench
-    settings = read(folder, without_network=without_network)
-    path = next((folder / name for name in COMPOSE if (folder / name).is_file()), None)
-    return settings if path is None else _with_compose(settings, path, folder)
+    if (folder / HARBOR).is_file():
+        settings = _harbor(
+            folder,
+            without_network=without_network,
+            has_containers=has_containers,
+            permits_network=permits_network and not without_network,
+        )
+    else:
+        # Tasks of Terminal-Bench ask for no network by a field, and their harness gives it one.
+        settings = replace(_bench(folder), has_network=permits_network and not without_network)
+    path = find_compose(folder)
+    if has_containers:
+        return _with_containers(settings, path, folder)
+    if path is None:
+        return settings
+    only = read_one_service(path, folder)
+    variables = {**only.variables, **settings.variables}
+    return replace(settings, variables=variables, work=settings.work or only.folder)
 
 
-def check_fields(
-    settings: Mapping[str, Any], fields: Mapping[str, Field], file: str, above: str = ""
-) -> None:
-    """Raise ConfigError for a field that is unknown, or whose value is refused."""
-    for key, value in settings.items():
-        name = f"{above}{key}"
-        rule = fields.get(name)
-        if rule is None:
-            below = [other for other in fields if other.startswith(f"{name}.")]
-            if not below:
-                raise ConfigError(
-                    f"{file}: the field {name} is unknown or not supported; remove it"
-                )
-            if value is None:
-                continue
-            if not isinstance(value, Mapping):
-                raise ConfigError(f"{file}: {name} must be a table")
-            check_fields(value, fields, file, f"{name}.")
-        elif rule.use is Use.REFUSED and not _is_one_of(value, rule.accepted):
-            raise ConfigError(f"{file}: {name}={value!r:.60} is not supported: {rule.reason}")
+def _with_containers(settings: TaskSettings, path: Path | None, folder: Path) -> TaskSettings:
+    """Return the settings with the containers of the task. Raises: ConfigError.
+
+    Without image, Dockerfile and compose file there are none: the configured image runs.
+    """
+    dockerfile = next((folder / name for name in DOCKERFILES if (folder / name).is_file()), None)
+    if not settings.image and dockerfile is None and path is None:
+        return settings
+    main, services = ContainerSpec(), ()
+    if path is not None:
+        composition = read_composition(path, folder)
+        main, services = composition.main, composition.services
+    build = main.build
+    if settings.image or main.image:
+        build = None
+    elif build is None and dockerfile is not None:
+        build = ImageBuild(context=dockerfile.parent.resolve())
+    elif build is None:
+        raise ConfigError(f"{path and path.name}: {main.name} has no image and no Dockerfile")
+    main = replace(
+        main,
+        image=settings.image or main.image,
+        build=build and replace(build, timeout_s=settings.build_timeout_s),
+        variables={**main.variables, **settings.variables},
+        cpus=settings.cpus or main.cpus,
+        memory_bytes=settings.memory_bytes or main.memory_bytes,
+    )
+    services = tuple(
+        replace(each, build=each.build and replace(each.build, timeout_s=settings.build_timeout_s))
+        for each in services
+    )
+    return replace(settings, container=main, services=services)
 
 
-def _is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
-    """Return whether a value equals one of the same type; 0 is not false."""
-    text = value.lower() if isinstance(value, str) else value
-    return any(type(text) is type(other) and text == other for other in accepted)
-
-
-def _harbor(folder: Path, *, without_network: bool) -> TaskSettings:
-    """Return the settings of task.toml and instruction.md."""
+def _harbor(
+    folder: Path, *, without_network: bool, has_containers: bool, permits_network: bool
+) -> TaskSettings:
+    """Return the settings of task.toml and instruction.md. Raises: ConfigError."""
     settings = tomllib.loads((folder / HARBOR).read_text(encoding="utf-8"))
     network_fields = {
         name for name, rule in HARBOR_FIELDS.items() if without_network and rule is NETWORK
     }
     fields = {**HARBOR_FIELDS, **dict.fromkeys(network_fields, DESCRIPTION)}
+    if has_containers:
+        fields |= CONTAINER_FIELDS
+    if permits_network:
+        fields |= NETWORK_FIELDS
     check_fields(settings, fields, HARBOR)
     schema = settings.get("schema_version", settings.get("version", SCHEMAS[-1]))
     if schema not in SCHEMAS:
@@ -287,8 +273,56 @@ def _harbor(folder: Path, *, without_network: bool) -> TaskSettings:
         agent_timeout_s=_seconds(agent.get("timeout_sec"), "agent.timeout_sec"),
         memory_bytes=_bytes(environment, "memory"),
         disk_bytes=_bytes(environment, "storage"),
+        cpus=_processors(environment.get("cpus")),
+        build_timeout_s=_seconds(
+            environment.get("build_timeout_sec", 600.0), "environment.build_timeout_sec"
+        )
+        or 600.0,
+        has_network=permits_network and _network_of(settings) == PUBLIC,
+        agent_user=_user(agent.get("user")) if has_containers else "",
+        test_user=_user(verifier.get("user")) if has_containers else "",
         healthcheck=None if check is None else _healthcheck(check),
     )
+
+
+def _network_of(settings: Mapping[str, Any]) -> str:
+    """Return the network of a task as Harbor decides: public without a field.
+
+    Raises: ConfigError: agent or tests have another one, or the mode is unknown.
+    """
+    environment = settings.get("environment") or {}
+    default = "no-network" if environment.get("allow_internet") is False else PUBLIC
+    mode = environment.get("network_mode") or default
+    for name in ("environment", "agent", "verifier"):
+        other = (settings.get(name) or {}).get("network_mode") or mode
+        if other not in (PUBLIC, "no-network"):
+            raise ConfigError(
+                f"{HARBOR}: {name}.network_mode={other!r} is not supported: {ALLOW_LIST.reason}"
+            )
+        if other != mode:
+            raise ConfigError(
+                f"{HARBOR}: {name}.network_mode={other!r} is not supported: the whole episode has"
+                f" the network of its container, {mode!r}"
+            )
+    return mode
+
+
+def _user(value: Any) -> str:
+    """Return a user of a container; "" means the image's. Raises: ConfigError."""
+    if value is None or value == "":
+        return ""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ConfigError(f"{HARBOR}: user={value!r} is neither a name nor a number")
+    return str(value)
+
+
+def _processors(value: Any) -> float | None:
+    """Return the number of processors; None without one. Raises: ConfigError."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{HARBOR}: environment.cpus={value!r} is not a number of processors")
+    return float(value)
 
 
 def _instruction(path: Path) -> str:
@@ -302,9 +336,8 @@ def _instruction(path: Path) -> str:
     return text
 
 
-def _bench(folder: Path, *, without_network: bool) -> TaskSettings:
-    """Return the settings of task.yaml. Its tasks ask for no network by a field."""
-    del without_network
+def _bench(folder: Path) -> TaskSettings:
+    """Return the settings of task.yaml. Raises: ConfigError."""
     settings = yaml.safe_load((folder / BENCH).read_text(encoding="utf-8")) or {}
     check_fields(settings, BENCH_FIELDS, BENCH)
     text = settings.get("instruction")
@@ -344,10 +377,7 @@ def _bytes(environment: Mapping[str, Any], name: str) -> int | None:
     size = environment.get(f"{name}_mb")
     older = environment.get(name)
     if size is None and older is not None:
-        match = re.fullmatch(r"([\d.]+)([KMG])", str(older).strip().upper())
-        if match is None:
-            raise ConfigError(f"{HARBOR}: environment.{name}={older!r} is not a size such as 2G")
-        size = float(match[1]) * SIZES[match[2]]
+        size = size_mib(older, f"{HARBOR}: environment.{name}")
     if size is None:
         return None
     if isinstance(size, bool) or not isinstance(size, int | float) or size <= 0:
@@ -383,93 +413,18 @@ def _healthcheck(table: Mapping[str, Any]) -> Healthcheck:
     for name, value in table.items():
         if name != "command" and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise ConfigError(f"{HARBOR}: environment.healthcheck.{name}={value!r} is no number")
-    return Healthcheck(**table)
-
-
-def _with_compose(settings: TaskSettings, path: Path, folder: Path) -> TaskSettings:
-    """Return the settings with those of docker-compose.yaml. Raises: ConfigError."""
-    file = path.relative_to(folder).as_posix()
-    compose = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    services = compose.get("services") or {}
-    if further := [name for name in services if name not in MAIN_SERVICES]:
-        raise ConfigError(
-            f"{file}: the task has further containers ({', '.join(further)}), and a sandbox is one"
-        )
-    if len(services) > 1:
-        raise ConfigError(f"{file}: the task has two containers, {' and '.join(services)}")
-    for key, value in compose.items():
-        if key not in ("services", "version", "name") and not key.startswith("x-") and value:
-            raise ConfigError(f"{file}: {key} is not supported: tasks have one container")
-    for name, service in services.items():
-        settings = _with_service(settings, service or {}, f"{file}: services.{name}")
-    return settings
-
-
-def _with_service(settings: TaskSettings, service: Mapping[str, Any], where: str) -> TaskSettings:
-    """Return the settings with those of the main service. Raises: ConfigError."""
-    check_fields(service, SERVICE_FIELDS, where)
-    build = service.get("build")
-    build = build if isinstance(build, Mapping) else {"context": build}
-    plain = {"context": (None, ".", "./", "${CONTEXT_DIR}"), "dockerfile": ("Dockerfile",)}
-    for key, value in build.items():
-        if value not in plain.get(key, ()):
-            raise ConfigError(f"{where}.build.{key}={value!r:.60} is not supported")
-    image = service.get("image") or ""
-    if image and not INTERPOLATION.fullmatch(image):
-        raise ConfigError(f"{where}.image={image!r} is not supported; set environment.docker_image")
-    command = service.get("command")
-    command = " ".join(command) if isinstance(command, list) else command
-    if command and not KEEP_ALIVE.fullmatch(re.sub(r"['\"]", "", command).strip()):
-        raise ConfigError(f"{where}.command={command!r:.60}: no program runs beside the commands")
-    entrypoint = service.get("entrypoint")
-    if entrypoint is not None and not is_shell(
-        entrypoint if isinstance(entrypoint, list) else None
-    ):
-        raise ConfigError(f"{where}.entrypoint={entrypoint!r:.60}: no program starts first")
-    for volume in service.get("volumes") or []:
-        if not str(volume).startswith("${T_BENCH_"):
-            raise ConfigError(f"{where}.volumes: {volume!r:.60} is not supported")
-    return _joined(settings, service, where)
-
-
-def _joined(settings: TaskSettings, service: Mapping[str, Any], where: str) -> TaskSettings:
-    """Return the settings with the service's variables and directory. Raises: ConfigError."""
-    environment = service.get("environment") or {}
-    if isinstance(environment, list):  # A name without a value is a variable of this process.
-        pairs = [str(each).partition("=") for each in environment]
-        environment = {name: value if equals else None for name, equals, value in pairs}
-    variables = {
-        str(name): _interpolated(
-            f"${{{name}}}" if value is None else str(value), f"{where}.environment.{name}"
-        )
-        for name, value in environment.items()
-    }
-    work = _interpolated(service.get("working_dir") or "", f"{where}.working_dir")
-    return replace(
-        settings, variables={**variables, **settings.variables}, work=settings.work or work
-    )
-
-
-def _interpolated(text: str, where: str) -> str:
-    """Return a text with the values of its variables. Raises: ConfigError: one is not set."""
-
-    def value_of(match: re.Match[str]) -> str:
-        if match[4]:
-            return "$"
-        name = match[1] or match[3]
-        value = BENCH_VARIABLES.get(name, os.environ.get(name, match[2]))
-        if value is None:
-            raise ConfigError(f"{where} needs the variable {name}; set it")
-        return value
-
-    return INTERPOLATION.sub(value_of, text)
+    times = {name: float(value) for name, value in table.items() if name != "command"}
+    retries = int(times.pop("retries", 3))
+    return Healthcheck(argv=("bash", "-c", table["command"]), retries=retries, **times)
 
 
 SOLUTIONS = ("solution/solve.sh", "solution.sh")
 SHELLS = ("sh", "bash", "dash", "zsh")  # Interpreters whose scripts bash runs.
 SCRIPTS = ("tests/test.sh", "tests/run-tests.sh", "run-tests.sh")
 DOWNLOADS = re.compile(
-    r"^\s*[^#\n]*\b(apt-get|apk add|pip3? install|uvx|uv pip|npm i|curl|wget)\b", re.M
+    r"^\s*(?![^\n]*(?:--no-index|--offline|localhost|127\.0\.0\.1))"
+    r"[^#\n]*\b(apt-get|apk add|pip3? install|uvx|uv pip|npm i|curl|wget)\b",
+    re.M,
 )
 
 
@@ -490,6 +445,9 @@ class TerminalTask:
         memory_bytes, disk_bytes: limits of the task; None without one.
         solution: the reference solution as a script; None without one.
         image: the container image; "" without one.
+        container, services: the containers of the task; None in a sandbox without images.
+        has_network: the containers reach the network of the machine.
+        agent_user, test_user: users of the container; "" means the image's.
         healthcheck: a command that must succeed before the first one of the agent.
     """
 
@@ -510,17 +468,30 @@ class TerminalTask:
     solution: str | None
     image: str
     healthcheck: Healthcheck | None
+    container: ContainerSpec | None = None
+    services: tuple[ContainerSpec, ...] = ()
+    has_network: bool = False
+    agent_user: str = ""
+    test_user: str = ""
 
 
 def load_tasks_of(
-    key: str, path: str, *, has_images: bool, without_network: bool = False
+    key: str,
+    path: str,
+    *,
+    has_images: bool,
+    has_containers: bool = False,
+    without_network: bool = False,
+    permits_network: bool = False,
 ) -> list[TerminalTask]:
     """Return the tasks of a folder, in the order of their names. A task's own folder is one task.
 
     Args:
         key: the setting that named the folder.
         has_images: the sandbox runs container images, so a Dockerfile's commands are not needed.
+        has_containers: the sandbox builds images, too, and runs services.
         without_network: a task that asks for a network is played without one.
+        permits_network: the settings of a task decide about its network.
 
     Raises: ConfigError: no task, or a task that cannot be played.
     """
@@ -532,7 +503,14 @@ def load_tasks_of(
         raise ConfigError(f"{key}={path}: no folder in it has a {HARBOR} or {BENCH}")
     where = f"{key}={path}"
     return [
-        load_task_of(folder, where, has_images=has_images, without_network=without_network)
+        load_task_of(
+            folder,
+            where,
+            has_images=has_images,
+            has_containers=has_containers,
+            without_network=without_network,
+            permits_network=permits_network,
+        )
         for folder in folders
     ]
 
@@ -553,12 +531,24 @@ def digest_of_tasks(key: str, value: str) -> str:
 
 
 def load_task_of(
-    folder: Path, where: str, *, has_images: bool = False, without_network: bool = False
+    folder: Path,
+    where: str,
+    *,
+    has_images: bool = False,
+    has_containers: bool = False,
+    without_network: bool = False,
+    permits_network: bool = False,
 ) -> TerminalTask:
     """Return the task of a folder. Raises: ConfigError, with the reason."""
     where = f"{where}: task {folder.name}"
     try:
-        settings = read_settings(folder, without_network=without_network)
+        settings = read_settings(
+            folder,
+            without_network=without_network,
+            has_containers=has_containers,
+            permits_network=permits_network,
+        )
+        container = settings.container
         image = settings.image if has_images else ""
         has_dockerfile = any((folder / name).is_file() for name in DOCKERFILES)
         if settings.image and not has_images and not has_dockerfile:
@@ -566,9 +556,17 @@ def load_task_of(
                 f"{HARBOR}: environment.docker_image={settings.image}: bubblewrap runs no images;"
                 " set envs.sandbox.backend=docker or podman"
             )
-        made = _placed(read_image(folder, where, is_built=bool(image)), settings.work, where)
+        is_built = bool(image) or container is not None
+        made = read_image(folder, where, is_built=is_built)
+        if container is not None:
+            work = settings.work or container.folder
+            # Only a task without Dockerfile and compose file brings its files itself.
+            files = () if find_compose(folder) else made.files
+            made = replace(made, folder=work, work="", files=files)
+        else:
+            made = _placed(made, settings.work, where)
         command, needs_pytest = _command(folder, where)
-        if not (image and without_network):
+        if not settings.has_network and not (is_built and without_network):
             _refuse_downloads(folder, where, image)
         return TerminalTask(
             name=folder.name,
@@ -588,6 +586,11 @@ def load_task_of(
             solution=_solution(folder, where, settings.solution_variables),
             image=image,
             healthcheck=settings.healthcheck,
+            container=container,
+            services=settings.services,
+            has_network=settings.has_network,
+            agent_user=settings.agent_user,
+            test_user=settings.test_user,
         )
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{where}: {error}") from error
@@ -675,9 +678,8 @@ def _command(folder: Path, where: str) -> tuple[tuple[str, ...], bool]:
 def _refuse_downloads(folder: Path, where: str, image: str) -> None:
     """Raise ConfigError if the tests need a network, which the sandbox does not have."""
     remedy = "give it tests without downloads, or an image with the programs"
-    remedy += (
-        f" (envs.sandbox.backend=docker{', envs.terminal.without_network=true' * bool(image)})"
-    )
+    remedy += " (envs.sandbox.backend=docker, with envs.terminal.network=task if they need one"
+    remedy += ", envs.terminal.without_network=true if not)"
     for name in SCRIPTS:
         path = folder / name
         if path.is_file() and (match := DOWNLOADS.search(path.read_text(encoding="utf-8"))):

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from envhub.sandbox.interface import LOGS, TESTS, CommandEnd, CommandResult
+from envhub.sandbox.interface import LOGS, SOLUTION, TESTS, CommandEnd, CommandResult
 
 VERIFIER = f"{LOGS}/verifier"
 NO_COMMAND = (
@@ -37,6 +37,7 @@ ENDS = {
     CommandEnd.TIMEOUT: "The command took longer than {limit:g} s.",
     CommandEnd.MEMORY: "The command exceeded the memory limit.",
     CommandEnd.FILES: "The command created too many files.",
+    CommandEnd.DISK: "The command wrote more than the limit of the disk.",
 }
 # The shell keeps its directory and exported variables between commands.
 SHELL = """
@@ -48,6 +49,15 @@ eval "set --; $1"
 CLEAR = f"""
 chmod -R u+rwX {TESTS} {LOGS} 2>/dev/null
 find {TESTS} {LOGS} -mindepth 1 -delete && mkdir {VERIFIER}
+"""
+# The folders of a container, which root makes. Its own users write logs and the solution.
+OPEN_CONTAINER = f"""
+mkdir -p {VERIFIER} {LOGS}/agent {LOGS}/artifacts {SOLUTION} &&
+chmod 777 {LOGS} {LOGS}/* {SOLUTION}
+"""
+CLEAR_CONTAINER = f"""
+rm -rf {TESTS} {VERIFIER} && mkdir -p {TESTS} {VERIFIER} &&
+chmod 755 {TESTS} && chmod 777 {VERIFIER}
 """
 
 

@@ -2,6 +2,8 @@
 
 import errno
 import struct
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,20 @@ import pytest
 from common.config.envs import SandboxOptions
 from envhub.sandbox.backends import limits_of, make_backend, worker_bytes
 from envhub.sandbox.cgroup import Cgroup
-from envhub.sandbox.containers import Containers, Python, container_arguments
-from envhub.sandbox.interface import MIB, CommandEnd, CommandResult, SandboxLimits, SandboxRequest
+from envhub.sandbox.containers import ContainerGroup, Containers, is_alive, owner_text
+from envhub.sandbox.engine import ContainerImage, Engine, read_image_settings
+from envhub.sandbox.interface import (
+    MIB,
+    CommandEnd,
+    CommandResult,
+    ContainerMount,
+    ContainerSpec,
+    Healthcheck,
+    SandboxFailed,
+    SandboxLimits,
+    SandboxRequest,
+    ServiceState,
+)
 from envhub.sandbox.process import AUDIT, NAMES_FIRST, NUMBERS, REFUSED, filter_program
 
 ALLOW = 0x7FFF0000
@@ -86,29 +100,118 @@ def test_limits_of_the_configuration_reach_the_sandbox() -> None:
     assert worker_bytes(SandboxOptions(backend="remote", url="http://a"), 2) == 1024 * MIB
 
 
-def test_container_has_the_limits_and_no_network() -> None:
+def group(request: SandboxRequest, spec: ContainerSpec, *, is_closed: bool) -> ContainerGroup:
+    """Return the containers of a request, whose image has an entry point that runs a shell."""
+    image = ContainerImage(digest="sha256:1", folder="/", user="", only_runs=True, healthcheck=None)
+    images = {each.name: image for each in (spec, *request.services)}
+    return ContainerGroup(
+        Engine("docker"), request, main=spec, images=images, is_closed=is_closed, cpus=2.0
+    )
+
+
+def test_container_without_a_task_has_no_rights() -> None:
     limits = SandboxLimits(memory_bytes=100 * MIB, processes=12, disk_bytes=8 * MIB)
     request = SandboxRequest(limits=limits, folder="/work")
-    python = Python(words=["python3"])
-    argv = container_arguments(
-        request, "box", "python:3", folder="/work", python=python, program="docker"
-    )
-    line = " ".join(argv)
+    spec = ContainerSpec(image="python:3", user="1000:1000")
+    line = " ".join(group(request, spec, is_closed=True).arguments(spec))
     for words in (
-        "run --rm --interactive --name box",
         "--network none",
         "--read-only",
         "--cap-drop ALL",
         "--security-opt no-new-privileges",
         "--user 1000:1000",
-        f"--memory {188 * MIB} --memory-swap {188 * MIB}",
-        "--pids-limit 20",
+        f"--memory {124 * MIB} --memory-swap {124 * MIB}",
+        "--pids-limit 12",
         f"--shm-size {2 * MIB}",
         f"--tmpfs /work:rw,exec,nosuid,nodev,size={8 * MIB},mode=1777",
         f"--tmpfs /tests:rw,exec,nosuid,nodev,size={2 * MIB},mode=1777",
-        "--entrypoint python3 python:3 -I -S -c",
+        "--entrypoint sh sha256:1 -c sleep infinity",
     ):
         assert words in line
+
+
+def test_container_of_a_task_is_as_its_author_made_it() -> None:
+    mounts = [
+        ContainerMount(source="/task/data", target="/data", is_read_only=True),
+        ContainerMount(source="/task/copy", target="/copy"),
+        ContainerMount(source="common", target="/common"),
+    ]
+    spec = ContainerSpec(
+        entrypoint=["/start"],
+        command=["serve", "-p 80"],
+        variables={"A": "b c"},
+        user="bob",
+        folder="/srv",
+        mounts=mounts,
+        tmpfs=["/t:size=1m"],
+        is_read_only=True,
+        cpus=0.5,
+        memory_bytes=64 * MIB,
+    )
+    containers = group(SandboxRequest(), spec, is_closed=False)
+    words = containers.arguments(spec)
+    pairs = {f"{first} {second}" for first, second in pairwise(words)}
+    volume = containers.container("volume-common")
+    assert {
+        "--network none",
+        "--user bob",
+        "--workdir /srv",
+        "--env A=b c",
+        "--tmpfs /t:size=1m",
+        "--cpus 0.5",
+        f"--memory {64 * MIB}",
+        "--volume /task/data:/data:ro",
+        f"--volume {volume}:/common",
+    } <= pairs
+    assert "--read-only" in words
+    assert "--cap-drop" not in words
+    assert words[-5:] == ["--entrypoint", "/start", "sha256:1", "serve", "-p 80"]
+
+
+def test_services_share_the_network_of_one_container() -> None:
+    first = ContainerSpec(name="api", after={"db": ServiceState.HEALTHY})
+    second = ContainerSpec(name="db")
+    main = ContainerSpec(after={"api": ServiceState.STARTED})
+    request = SandboxRequest(services=[first, second])
+    containers = group(request, main, is_closed=False)
+    assert [spec.name for spec in containers.specs] == ["db", "api", "main"]
+    network = f"container:{containers.container('network')}"
+    for spec in containers.specs:
+        words = containers.arguments(spec)
+        assert words[words.index("--network") + 1] == network
+    circle = replace(second, after={"api": ServiceState.STARTED})
+    with pytest.raises(SandboxFailed, match="wait for each other"):
+        _ = group(replace(request, services=[first, circle]), main, is_closed=False).specs
+
+
+def test_process_of_a_label_is_alive_only_itself() -> None:
+    assert is_alive(owner_text())
+    boot, number, began = owner_text().split(".", 2)
+    assert not is_alive(f"{boot}.{number}.{float(began) - 60:.2f}")
+    assert not is_alive(f"{int(boot) - 600}.{number}.{began}")
+    assert not is_alive("no label")
+
+
+def test_health_check_of_an_image_is_read() -> None:
+    settings = {
+        "Id": "sha256:2",
+        "Config": {
+            "WorkingDir": "/app",
+            "User": "bob",
+            "Entrypoint": ["/bin/sh", "-c", "x"],
+            "Healthcheck": {
+                "Test": ["CMD-SHELL", "test -e /up"],
+                "Interval": 2_000_000_000,
+                "Retries": 5,
+            },
+        },
+    }
+    expected = Healthcheck(
+        argv=["sh", "-c", "test -e /up"], interval_sec=2.0, timeout_sec=30.0, retries=5
+    )
+    assert read_image_settings(settings) == ContainerImage(
+        digest="sha256:2", folder="/app", user="bob", only_runs=False, healthcheck=expected
+    )
 
 
 @pytest.mark.parametrize("name", ["docker", "podman"])

@@ -1,94 +1,57 @@
-"""Laws of tasks with an image, in containers of Podman. They need Podman and an image of Debian."""
+"""Laws of tasks in containers of Podman. They need Podman and an image of Debian."""
 
 import asyncio
-import importlib.util
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from common.config.envs import EnvsSection, SandboxOptions, TerminalOptions
+from common.config.envs import ContainerOptions, EnvsSection, SandboxOptions, TerminalOptions
 from envhub.env import EnvFailure, StepResult, Style
 from envhub.envs.terminal.env import TerminalEnv, make_spec
-from envhub.sandbox.containers import Containers
-from envhub.sandbox.interface import SandboxFailed, SandboxRequest
-from envhub.sandbox.process import agent_text, confining_script
+from envhub.sandbox.containers import Containers, prune
+from envhub.sandbox.engine import LABEL, Engine
+from envhub.sandbox.interface import (
+    CommandEnd,
+    ContainerSpec,
+    ImageBuild,
+    RefusedBySandbox,
+    Sandbox,
+    SandboxFailed,
+    SandboxFile,
+    SandboxRequest,
+)
+from tests.envhub.envs.terminal.container_tasks import BASE, HARBOR, TASKS, write_task
 
-BASE = "localhost/debian:12"
-IMAGE = f"localhost/longstride-test-{os.getpid()}"  # Test processes do not share images.
-OPTIONS = SandboxOptions(backend="podman", disk_mib=16, memory_mib=256, start_timeout_s=300.0)
-DOCKERFILE = f"""
-FROM {BASE}
-ENV TOOL=/opt/tool PATH="/opt/tool:/usr/local/bin:/usr/bin:/bin"
-WORKDIR /srv/work/in
-RUN mkdir /opt/tool sub && echo 'echo "tool $TOOL"' > /opt/tool/tool && chmod 755 /opt/tool/tool
-RUN echo right > sub/given && chmod 400 sub/given && ln -s sub/given link && ln sub/given hard
-"""
-PYTHON = f"""
-FROM {IMAGE}:bare
-RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends python3
-"""
-TEST = """
-[ "$(cat out)" = "right tool /opt/tool" ] && [ -f extra ] && r=1 || r=0
-echo $r > /logs/verifier/reward.txt
-"""
+OPTIONS = SandboxOptions(backend="podman", start_timeout_s=300.0, disk_mib=16)
+QUICK = ("no-python", "bench")  # Tasks of `make test`. `make test-long` plays all of them.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def build(folder: Path, tag: str, text: str) -> str:
-    """Return the name of a new image, or skip the test with the reason."""
-    if problem := Containers(OPTIONS).problem():
-        pytest.skip(problem)
-    if subprocess.run(["podman", "image", "exists", BASE], check=False).returncode != 0:
-        pytest.skip(f"the image {BASE} is absent")
-    (folder / tag).write_text(text, encoding="utf-8")
-    argv = ["podman", "build", "--isolation", "chroot", "-q", "-t", f"{IMAGE}:{tag}"]
-    built = subprocess.run(
-        [*argv, "-f", str(folder / tag), str(folder)],
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
+@cache
+def problem() -> str:
+    if missing := Containers(OPTIONS).problem():
+        return missing
+    exists = subprocess.run(["podman", "image", "exists", BASE], check=False).returncode == 0
+    return "" if exists else f"the image {BASE} is absent"
+
+
+@pytest.fixture(autouse=True)
+def _need_podman() -> None:
+    if reason := problem():
+        pytest.skip(reason)
+
+
+def options_of(folder: Path, **terminal: object) -> EnvsSection:
+    """Return the options that play the tasks of a folder."""
+    return EnvsSection(
+        sandbox=OPTIONS,
+        terminal=replace(TerminalOptions(train=str(folder)), **terminal),  # type: ignore[arg-type]
     )
-    if built.returncode != 0:
-        pytest.skip(f"the image {tag} cannot be built: {built.stderr[-300:]}")
-    return f"{IMAGE}:{tag}"
-
-
-def remove(image: str) -> None:
-    subprocess.run(["podman", "rmi", "--force", image], capture_output=True, check=False)
-
-
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Yield an image without a Python."""
-    yield (image := build(tmp_path_factory.mktemp("bare"), "bare", DOCKERFILE))
-    remove(image)
-
-
-@pytest.fixture(scope="module")
-def with_python(bare: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Yield the same image with a Python, from Debian's packages."""
-    yield (image := build(tmp_path_factory.mktemp("python"), "python", PYTHON))
-    remove(image)
-
-
-def write_task(folder: Path, image: str, settings: str = "") -> EnvsSection:
-    """Write a task with an image, and return its options."""
-    files = {
-        "task.toml": f'[environment]\ndocker_image = "{image}"\n{settings}',
-        "instruction.md": "Write right and the tool's output into out.",
-        "environment/extra": "",
-        "solution/solve.sh": 'echo "$(cat link) $(tool)" > out\n',
-        "tests/test.sh": TEST,
-    }
-    for name, text in files.items():
-        path = folder / "tasks" / "first" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    return EnvsSection(sandbox=OPTIONS, terminal=TerminalOptions(train=str(folder / "tasks")))
 
 
 def played(options: EnvsSection, actions: Sequence[str | None]) -> tuple[str, list[StepResult]]:
@@ -109,146 +72,271 @@ def played(options: EnvsSection, actions: Sequence[str | None]) -> tuple[str, li
     return asyncio.run(play())
 
 
-def check_task(folder: Path, image: str) -> None:
-    """Assert that only the reference solution solves the task."""
-    options = write_task(folder, image)
-    first, (*_, solved) = played(options, [None, None])
-    assert first.endswith("The work folder is /srv/work/in.")
-    assert solved.reward == 1.0
-    _, [unsolved] = played(options, ["submit"])
-    assert (unsolved.reward, unsolved.is_success) == (0.0, False)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK)) for name in TASKS]
+)
+def test_only_the_reference_solution_solves_a_task(name: str, tmp_path: Path) -> None:
+    write_task(tmp_path, name)
+    options = options_of(tmp_path)
+    _, (*_, solved) = played(options, [None, None])
+    assert (solved.done, solved.reward) == (True, 1.0), solved.observation
+    _, [idle] = played(options, ["submit"])
+    assert (idle.done, idle.reward) == (True, 0.0), idle.observation
 
 
-def test_task_is_solved_in_an_image_without_python(tmp_path: Path, bare: str) -> None:
-    check_task(tmp_path, bare)
+def write(folder: Path, dockerfile: str, settings: str = "", **files: str) -> EnvsSection:
+    """Write a task whose tests pass, and return its options."""
+    contents = {
+        "task.toml": HARBOR + settings,
+        "instruction.md": "Do it.",
+        "environment/Dockerfile": f"FROM {BASE}\n{dockerfile}\n",
+        "tests/test.sh": "echo 1 > /logs/verifier/reward.txt\n",
+        **{name.replace("__", "/"): text for name, text in files.items()},
+    }
+    for name, text in contents.items():
+        path = folder / "first" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return options_of(folder)
 
 
-def test_preloaded_library_is_none_of_the_image(
-    tmp_path: Path, bare: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LD_PRELOAD", torch_library("libgomp"))
-    check_task(tmp_path, bare)
-
-
-def torch_library(name: str) -> str:
-    """Return the path of a library that lies beside torch's own."""
-    folder = Path(str(importlib.util.find_spec("torch").origin)).parent / "lib"  # type: ignore[union-attr]
-    return str(next(folder.glob(f"{name}*")))
-
-
-@pytest.mark.long
-def test_task_is_solved_in_an_image_with_python(tmp_path: Path, with_python: str) -> None:
-    check_task(tmp_path, with_python)
-    _, [version] = played(write_task(tmp_path, with_python), ["python3 -c 'print(1)'"])
-    assert version.observation == "1"
-
-
-def test_files_of_an_image_belong_to_the_commands(tmp_path: Path, bare: str) -> None:
-    commands = [
-        "stat -c '%U %a %n' . sub sub/given; readlink link; cat hard",
-        "echo new > sub/given && cat link; touch /etc/x 2>&1 | tail -c 10; ls -A /tmp/.image*",
-    ]
-    _, (seen, changed) = played(write_task(tmp_path, bare), commands)
-    lines = seen.observation.splitlines()
-    assert [line.split()[1:] for line in lines[:3]] == [
-        *(["755", "."], ["755", "sub"], ["600", "sub/given"])
-    ]
-    assert lines[3:] == ["sub/given", "right"]
-    assert changed.observation.splitlines()[:2] == ["new", "le system"]
-    assert "No such file" in changed.observation
-
-
-def test_folder_of_the_settings_is_that_of_the_image(tmp_path: Path, bare: str) -> None:
-    options = write_task(tmp_path, bare, 'workdir = "/srv"\nenv = { TOOL = "mine" }\n')
-    first, [seen] = played(options, ["pwd; cat work/in/link; tool; touch work/new"])
-    assert first.endswith("The work folder is /srv.")
-    assert seen.observation == "/srv\nright\ntool mine"
+def test_limits_of_the_settings_hold_in_the_container(tmp_path: Path) -> None:
+    options = write(tmp_path, "WORKDIR /app")
+    _, results = played(
+        options,
+        [
+            "cd /sys/fs/cgroup; cat memory/memory.limit_in_bytes memory.max 2>/dev/null",
+            "cd /sys/fs/cgroup; cut -d' ' -f1 cpu/cpu.cfs_quota_us cpu.max 2>/dev/null",
+            "head -c 400000000 /dev/zero | tail -c 390000000 | wc -c",
+            "(: > /dev/tcp/1.1.1.1/80) 2>&1 | grep -o unreachable",
+            "head -c 1500M /dev/zero > big; sleep 30",
+            "rm big && ls",
+        ],
+    )
+    texts = [result.observation for result in results]
+    assert texts[0] == str(256 << 20)
+    assert texts[1] == "100000"
+    assert "390000000" not in texts[2]
+    assert texts[3] == "unreachable"
+    assert texts[4].startswith("The command wrote more than the limit of the disk.")
+    assert texts[5] == "[no output]"
 
 
 @pytest.mark.parametrize(
-    ("lines", "words"),
+    ("dockerfile", "settings", "words"),
     [
-        ("WORKDIR /", "it has no WORKDIR; set environment.workdir"),
-        ('ENTRYPOINT ["/start.sh"]', r"its ENTRYPOINT \['/start.sh'\] is not performed"),
+        ("RUN exit 7", "", "the build failed"),
         (
-            "RUN head -c 20000000 /dev/zero > big",
-            "/srv/work/in has 19 MiB, more than a sandbox's 16",
+            "RUN sleep 600",
+            "",
+            "the build took longer than 5 s; raise environment.build_timeout_sec",
         ),
+        ("RUN rm /bin/bash", "", "commands need bash"),
+        ('ENTRYPOINT ["/bin/false"]', "", "container main is exited with code 1"),
+        ("HEALTHCHECK --interval=1s --retries=2 CMD false", "", "its health check failed 2 times"),
+        ("", "[environment.healthcheck]\ncommand = 'false'\nretries = 1", "healthcheck failed 1"),
     ],
 )
-def test_image_that_cannot_be_served_is_named(
-    tmp_path: Path, bare: str, lines: str, words: str
+@pytest.mark.long
+def test_container_that_cannot_start_is_a_failure(
+    tmp_path: Path, dockerfile: str, settings: str, words: str
 ) -> None:
-    image = build(tmp_path, "odd", f"FROM {bare}\n{lines}\n")
-    try:
-        with pytest.raises(SandboxFailed, match=rf"podman image {image}: .*{words}"):
-            played(write_task(tmp_path, image), ["pwd"])
-    finally:
-        remove(image)
+    options = write(tmp_path, dockerfile, settings)
+    if "sleep 600" in dockerfile:
+        path = tmp_path / "first" / "task.toml"
+        path.write_text(path.read_text().replace("sec = 600.0", "sec = 5.0"))
+    with pytest.raises(EnvFailure, match="task first: ") as raised:
+        played(options, ["submit"])
+    assert words in str(raised.value)
 
 
-def test_image_without_bash_is_named(tmp_path: Path, bare: str) -> None:
-    image = build(tmp_path, "odd", f"FROM {bare}\nRUN rm -f /bin/bash /usr/bin/bash\n")
-    try:
-        with pytest.raises(EnvFailure, match=rf"task first, image {image}: .*commands need bash"):
-            played(write_task(tmp_path, image), ["pwd"])
-    finally:
-        remove(image)
+def test_container_that_ends_is_a_failure_and_no_reward(tmp_path: Path) -> None:
+    options = write(tmp_path, "WORKDIR /app")
+
+    async def play() -> None:
+        env = make_spec(options).make(Style.COMPACT)
+        assert isinstance(env, TerminalEnv)
+        try:
+            await env.reset("tasks-train-0", 0)
+            name = env._sandbox.name  # type: ignore[union-attr]
+            subprocess.run(["podman", "kill", name], check=True, capture_output=True)
+            await env.step("submit")
+        finally:
+            await env.close()
+
+    with pytest.raises(EnvFailure, match="container main is exited with code 137"):
+        asyncio.run(play())
 
 
-@pytest.mark.parametrize("image", ["bare", "with_python"])
-def test_program_without_rights_reaches_neither_tests_nor_first_process(
-    image: str, request: pytest.FixtureRequest
-) -> None:
-    async def work() -> list[str]:
-        options = replace(OPTIONS, image=request.getfixturevalue(image))
-        sandbox = await Containers(options).create(SandboxRequest())
-        await sandbox.write("/tests/agent.py", agent_text().encode())
-        script = confining_script("/tests/agent.py", [])
-        await sandbox.write("/tests/as-agent", script.encode(), mode=0o755)
-        texts: list[str] = []
-        for command in (
-            "echo .5 > /logs/x; /tests/as-agent bash -c 'echo 1 > /logs/x; echo ran'; cat /logs/x",
-            "/tests/as-agent cat /tests/as-agent",
-            "prlimit --pid 1 --nofile=1:1 && echo changed",
-            "renice -n 5 -p 1 && echo changed",
+def test_absent_image_is_a_failure(tmp_path: Path) -> None:
+    options = write(tmp_path, "", 'docker_image = "localhost/lost:1"\n')
+    with pytest.raises(EnvFailure, match="localhost/lost:1: it is absent and cannot be pulled"):
+        played(options, ["submit"])
+
+
+def test_network_of_a_task_is_refused_or_permitted(tmp_path: Path) -> None:
+    options = write(tmp_path, "WORKDIR /app", 'network_mode = "public"\n')
+    with pytest.raises(Exception, match=r"network_mode='public'.*envs.terminal.network=task"):
+        make_spec(options)
+    devices = "tail -n +3 /proc/net/dev | wc -l"
+    permitted = replace(options, terminal=replace(options.terminal, network="task"))
+    _, [seen] = played(permitted, [devices])
+    assert seen.observation == "2"  # The loopback and one more.
+    without = replace(options, terminal=replace(options.terminal, without_network=True))
+    _, [seen] = played(without, [devices])
+    assert seen.observation == "1"
+
+
+def in_container(work, request: SandboxRequest | None = None, **options):  # type: ignore[no-untyped-def]
+    """Return the result of work in a new container."""
+
+    async def perform():  # type: ignore[no-untyped-def]
+        backend = Containers(replace(OPTIONS, **options))
+        sandbox = await backend.create(request or SandboxRequest(image=BASE, folder=""))
+        try:
+            return await work(sandbox)
+        finally:
+            await sandbox.delete()
+
+    return asyncio.run(perform())
+
+
+async def shell(sandbox: Sandbox, command: str, *, timeout_s: float = 120.0, user: str = ""):  # type: ignore[no-untyped-def]
+    return await sandbox.exec(
+        ["bash", "-c", command], timeout_s=timeout_s, max_output_bytes=2000, user=user
+    )
+
+
+def test_command_over_its_time_ends_all_processes_and_keeps_files() -> None:
+    async def work(sandbox: Sandbox) -> None:
+        late = await shell(sandbox, "echo kept > /kept; sleep 600 & sleep 600", timeout_s=1.0)
+        assert late.ended_by is CommandEnd.TIMEOUT
+        after = await shell(sandbox, "cat /kept; grep -l sleep.600 /proc/*/cmdline | grep -v $$")
+        assert after.text == "kept\n"
+
+    in_container(work)
+
+
+def test_files_enter_and_leave_a_container() -> None:
+    async def work(sandbox: Sandbox) -> None:
+        content = bytes(range(256)) * 5000
+        files = [
+            SandboxFile(path="/new/folder/run", content=content, mode=0o755),
+            SandboxFile(path="/new/empty", content=b""),
+        ]
+        await sandbox.write_all(files)
+        assert await sandbox.read("/new/folder/run", max_bytes=len(content)) == content
+        assert await sandbox.read("/new/empty", max_bytes=1) == b""
+        seen = await shell(sandbox, "stat -c '%u %a' /new/folder/run; mkfifo /pipe")
+        assert seen.text == "0 755\n"
+        for path, reason in (
+            ("/lost", "No such file"),
+            ("/new", "not a regular file"),
+            ("/pipe", "not a regular file"),
+            ("/new/folder/run", "more than 9 bytes"),
         ):
-            argv = ["bash", "-c", f"({command}) 2>/dev/null"]
-            result = await sandbox.exec(argv, timeout_s=60.0, max_output_bytes=1000)
-            texts.append(result.text)
-        await sandbox.delete()
-        return texts
+            with pytest.raises(RefusedBySandbox, match=reason):
+                await sandbox.read(path, max_bytes=9)
 
-    assert asyncio.run(work()) == ["ran\n.5\n", "", "", ""]
+    in_container(work)
 
 
-def test_folder_that_an_image_lacks_is_empty(bare: str) -> None:
-    async def work() -> bytes:
-        sandbox = await Containers(replace(OPTIONS, image=bare)).create(SandboxRequest())
-        argv = ["bash", "-c", "touch new; ls -A $PWD"]
-        result = await sandbox.exec(argv, timeout_s=60.0, max_output_bytes=1000)
-        await sandbox.delete()
-        return result.output
+def test_container_without_a_task_is_closed() -> None:
+    async def work(sandbox: Sandbox) -> None:
+        seen = await shell(sandbox, "id -u; touch /etc/x 2>&1 | grep -o Read-only; touch in; ls")
+        assert seen.text == "1000\nRead-only\nin\n"
+        await sandbox.write("/tests/given", b"given", mode=0o600)
+        assert await sandbox.read("/tests/given", max_bytes=9) == b"given"
 
-    assert asyncio.run(work()) == b"new\n"
-
-
-def test_absent_image_is_named(bare: str) -> None:
-    with pytest.raises(SandboxFailed, match="it is absent and cannot be pulled"):
-        asyncio.run(Containers(OPTIONS).create(SandboxRequest(image="localhost/lost:1")))
+    in_container(work, SandboxRequest(folder="/work"), image=BASE)
 
 
-def test_deleted_sandbox_leaves_no_container(bare: str) -> None:
+def test_user_that_the_image_lacks_is_named() -> None:
+    async def work(sandbox: Sandbox) -> None:
+        with pytest.raises(SandboxFailed, match="unable to find user lara"):
+            await shell(sandbox, "true", user="lara")
+
+    in_container(work)
+
+
+def containers() -> set[str]:
+    argv = ["podman", "ps", "--all", "--quiet", "--filter", f"label={LABEL}"]
+    return set(
+        subprocess.run(argv, capture_output=True, encoding="utf-8", check=True).stdout.split()
+    )
+
+
+def test_killed_hub_leaves_no_container(tmp_path: Path) -> None:
+    text = f"""
+import asyncio, os, signal
+from common.config.envs import SandboxOptions
+from envhub.sandbox.containers import Containers
+from envhub.sandbox.interface import SandboxRequest
+async def main():
+    backend = Containers(SandboxOptions(backend="podman", start_timeout_s=300.0))
+    sandbox = await backend.create(SandboxRequest(image="{BASE}", folder=""))
+    print(sandbox.name, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(main())
+"""
+    argv = [os.sys.executable, "-c", text]  # type: ignore[attr-defined]
+    ended = subprocess.run(argv, capture_output=True, encoding="utf-8", check=False)
+    name = ended.stdout.strip()
+    assert ended.returncode == -9
+    assert name
+    subprocess.run(["podman", "wait", "--ignore", name], check=False, capture_output=True)
+    while subprocess.run(["podman", "container", "exists", name], check=False).returncode == 0:
+        pass  # The guard removes it; the test's own limit ends an endless wait.
+
+
+def test_container_of_an_ended_process_is_pruned() -> None:
+    owner = "1.999999.0"
+    argv = ["podman", "create", "--label", f"{LABEL}={owner}", BASE, "true"]
+    left = subprocess.run(argv, capture_output=True, encoding="utf-8", check=True).stdout.strip()
+    asyncio.run(prune(Engine("podman")))
+    gone = subprocess.run(["podman", "container", "exists", left], check=False).returncode
+    assert gone == 1
+
+
+@pytest.mark.long
+def test_image_is_built_once_and_the_oldest_are_removed(tmp_path: Path) -> None:
+    options = replace(OPTIONS, containers=ContainerOptions(max_images=2))
+
+    def image(number: int) -> ImageBuild:
+        context = tmp_path / str(number)
+        context.mkdir(exist_ok=True)
+        text = f"FROM {BASE}\nRUN echo {os.getpid()} {number} > /n\n"
+        (context / "Dockerfile").write_text(text, encoding="utf-8")
+        return ImageBuild(context=context)
+
     async def work() -> None:
-        sandbox = await Containers(OPTIONS).create(SandboxRequest(image=bare, folder=""))
-        await sandbox.delete()
+        backend = Containers(options)
+        specs = [ContainerSpec(build=image(number)) for number in (1, 1, 2, 3)]
+        got = await asyncio.gather(*(backend._images.get(spec) for spec in specs[:2]))
+        assert got[0] == got[1]
+        for spec in specs[2:]:
+            await backend._images.get(spec)
+        first = await backend._engine.call("image", "inspect", got[0].digest)
+        assert first.code != 0
 
-    def containers() -> set[str]:
-        argv = ["podman", "ps", "--all", "--quiet", "--filter", f"ancestor={bare}"]
-        return set(
-            subprocess.run(argv, capture_output=True, encoding="utf-8", check=True).stdout.split()
-        )
-
-    before = containers()
     asyncio.run(work())
-    assert containers() <= before
+
+
+@pytest.mark.long
+def test_many_tasks_start_at_the_same_time(tmp_path: Path) -> None:
+    options = write(tmp_path, "WORKDIR /app")
+
+    async def play() -> list[float]:
+        shared = make_spec(options)
+
+        async def one() -> float:
+            env = shared.make(Style.COMPACT)
+            try:
+                await env.reset("tasks-train-0", 0)
+                return (await env.step("submit")).reward
+            finally:
+                await env.close()
+
+        return await asyncio.gather(*(one() for _ in range(12)))
+
+    assert asyncio.run(play()) == [1.0] * 12

@@ -6,15 +6,9 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError
-from envhub.envs.terminal.tasks import (
-    BENCH_FIELDS,
-    HARBOR_FIELDS,
-    Healthcheck,
-    Use,
-    check_fields,
-    read_settings,
-)
-from envhub.sandbox.interface import MIB
+from envhub.envs.terminal.fields import Use, check_fields
+from envhub.envs.terminal.tasks import BENCH_FIELDS, HARBOR_FIELDS, read_settings
+from envhub.sandbox.interface import MIB, Healthcheck
 
 NETWORK = ("network_mode", "allowed_hosts")
 # The models of `harbor.models.task.config` 0.25.0 with all of their fields, by the field of
@@ -183,7 +177,7 @@ def test_fields_of_harbor_are_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
     assert (read.agent_timeout_s, read.test_timeout_s) == (9.0, 8.5)
     assert (read.memory_bytes, read.disk_bytes) == (100 * MIB, 1024 * MIB)
-    assert read.healthcheck == Healthcheck(command="true", retries=2)
+    assert read.healthcheck == Healthcheck(argv=("bash", "-c", "true"), retries=2)
 
 
 def test_task_that_asks_for_a_network_is_played_without_on_request(tmp_path: Path) -> None:
