@@ -523,11 +523,24 @@ class TerminalOptions:
     """Tasks in a terminal, in the format of Harbor or Terminal-Bench. See docs/SANDBOX.md."""
 
     train: str = knob(
-        "configs/data/terminal", "Names the folder of the training tasks, one folder each."
+        "configs/data/terminal",
+        "Names the training tasks: a folder with one folder each, a file of instances of "
+        "SWE-bench, SWE-smith or R2E-Gym, or harbor:NAME@VERSION.",
     )
     eval: str = knob(
         "",
-        "Names the folder of the held-out tasks. Without it there is no evaluation.",
+        "Names the held-out tasks in the same way. Without them there is no evaluation.",
+        form=PATH,
+        also="",
+    )
+    cache: str = knob(
+        "~/.cache/longstride/tasks",
+        "Names the folder with the task sets of names, as NAME@VERSION.",
+        form=PATH,
+    )
+    registry: str = knob(
+        "",
+        "Names the file or URL of a registry of Harbor. Empty means Harbor's own.",
         form=PATH,
         also="",
     )

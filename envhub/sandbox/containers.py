@@ -19,7 +19,7 @@ import psutil
 
 from common.config.envs import SandboxOptions
 from envhub.sandbox.agent import Tail
-from envhub.sandbox.engine import LABEL, PREFIX, ContainerImage, Engine, Images, end
+from envhub.sandbox.engine import LABEL, PREFIX, ContainerEngine, ContainerImage, Images, end
 from envhub.sandbox.interface import (
     MIB,
     SMALL_FOLDERS,
@@ -54,7 +54,7 @@ CPU_SHARES = "256"  # A quarter of the default: the processes of the hub have pr
 MAX_LOG = "1m"  # Size of the kept output of a container's own program.
 LOGS_DRIVERS = {"docker": "json-file", "podman": "k8s-file"}
 # Waits as long as the container lives. It replaces the image's CMD, as a harness does.
-KEEP_ALIVE = ("sh", "-c", "sleep infinity")
+KEEP_ALIVE = ("sh", "-c", "exec sleep infinity")
 # The first output of a command is a mark: without it, the engine did not start the command.
 STARTER = 'printf %s "$1"; cd "$2" 2>/dev/null || exit 125; shift 2; exec "$@"'
 NO_FOLDER = 125
@@ -83,7 +83,7 @@ class Containers:
 
     def __init__(self, options: SandboxOptions) -> None:
         self._options = options
-        self._engine = Engine(options.backend)
+        self._engine = ContainerEngine(options.backend)
         self._images = Images(self._engine, options.containers)
         self._has_pruned = False
 
@@ -133,7 +133,7 @@ class Containers:
         return sandbox
 
 
-async def prune(engine: Engine) -> None:
+async def prune(engine: ContainerEngine) -> None:
     """Remove the containers and volumes of processes that have ended."""
     for kind, format_text in (("container", "{{.ID}}"), ("volume", "{{.Name}}")):
         words = ("--all",) if kind == "container" else ()
@@ -173,7 +173,7 @@ class ContainerGroup:
     A guard process removes all of them when its input closes, also if this process is killed.
     """
 
-    engine: Engine
+    engine: ContainerEngine
     request: SandboxRequest
     main: ContainerSpec
     images: Mapping[str, ContainerImage]
@@ -334,7 +334,7 @@ class ContainerGroup:
                 continue
             source = Path(mount.source)
             with tempfile.TemporaryFile() as archive:
-                with tarfile.open(fileobj=archive, mode="w") as tar:
+                with tarfile.TarFile(fileobj=archive, mode="w") as tar:
                     tar.add(source, arcname=mount.target.lstrip("/"))
                 archive.seek(0)
                 content = archive.read()
@@ -560,12 +560,17 @@ class ContainerSandbox:
 
     async def _restart(self) -> None:
         """End all processes of the container; its files remain. Raises: SandboxFailed."""
+        name = self._group.main.name
         await self._engine.call("kill", "--signal", "KILL", self._name)
-        status = "running"
         deadline_s = time.monotonic() + GRACE_S
-        while status == "running" and time.monotonic() < deadline_s:
-            status, _ = await self._group.status(self._group.main.name)
-        await self._engine.checked("start", self._name)
+        while time.monotonic() < deadline_s:
+            # Podman removes the rest of the old processes after it has the status "stopped".
+            if (await self._group.status(name))[0] == "exited":
+                await self._engine.checked("start", self._name)
+                if (await self._group.status(name))[0] == "running":
+                    return
+            await asyncio.sleep(HEALTH_S)
+        raise SandboxFailed(await self._group.ending(name))
 
     async def _watch(self) -> CommandEnd:
         """Return, as soon as the container has written too much, the limit."""
@@ -778,7 +783,7 @@ def _size_of(folders: Sequence[Path]) -> tuple[int, int]:
 def archive_of(files: Sequence[SandboxFile], folder: str = "/") -> bytes:
     """Return a tar archive of files that belong to root. Relative paths are below the folder."""
     archive = io.BytesIO()
-    with tarfile.open(fileobj=archive, mode="w") as tar:
+    with tarfile.TarFile(fileobj=archive, mode="w") as tar:
         for file in files:
             path = posixpath.normpath(posixpath.join(folder, file.path))
             member = tarfile.TarInfo(path.lstrip("/"))
@@ -789,7 +794,7 @@ def archive_of(files: Sequence[SandboxFile], folder: str = "/") -> bytes:
     return archive.getvalue()
 
 
-async def copy_in(engine: Engine, container: str, archive: bytes) -> None:
+async def copy_in(engine: ContainerEngine, container: str, archive: bytes) -> None:
     """Write the files of a tar archive into a container's root folder, with the archive's owners.
 
     Raises: SandboxFailed: the engine cannot write them.

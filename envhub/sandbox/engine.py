@@ -70,7 +70,7 @@ class ContainerImage:
     healthcheck: Healthcheck | None
 
 
-class Engine:
+class ContainerEngine:
     """Calls `docker` or `podman`."""
 
     def __init__(self, name: str) -> None:
@@ -116,7 +116,7 @@ async def end(process: asyncio.subprocess.Process) -> None:
 class Images:
     """The images of tasks: builds, pulls and removes them."""
 
-    def __init__(self, engine: Engine, options: ContainerOptions) -> None:
+    def __init__(self, engine: ContainerEngine, options: ContainerOptions) -> None:
         self._engine = engine
         self._options = options
         self._known: dict[str, ContainerImage] = {}

@@ -14,7 +14,8 @@ from common.config.envs import EnvsSection, TerminalOptions
 from common.errors import ConfigError
 from envhub.env import EnvFailure, EnvSpec, Isolation, StepResult, Style, SubsetSpec, parse_item
 from envhub.envs.terminal.image import TaskFile
-from envhub.envs.terminal.tasks import TerminalTask, digest_of_tasks, load_tasks_of
+from envhub.envs.terminal.task_sets import find_task_set, load_task_set
+from envhub.envs.terminal.tasks import TerminalTask, digest_of_tasks
 from envhub.envs.terminal.texts import (
     CLEAR,
     CLEAR_CONTAINER,
@@ -56,6 +57,7 @@ MISSING = os.strerror(errno.ENOENT)
 MAX_REWARD_BYTES = 100_000
 MAX_OUTPUT_BYTES = 64_000
 CLEAR_TIMEOUT_S = 60.0
+SETUP_TIMEOUT_S = 120.0
 ROOT = "0"  # The user of a container that makes the folders of tests and logs.
 MARGIN_S = 240.0  # Seconds of a step beyond its commands: start, files and end of the sandbox.
 NOT_RUN = (126, 127)  # Exit codes of a shell whose command does not exist or cannot run.
@@ -185,6 +187,11 @@ class TerminalEnv:
             raise EnvFailure(
                 f"task {task.name}: {self._work} cannot be made: {made.text.strip()[-300:]}{remedy}"
             )
+        if task.setup:
+            argv = [*IN_FOLDER, self._work, "bash", "-c", task.setup]
+            done = await self._run(argv, SETUP_TIMEOUT_S, task.variables)
+            if not done.is_ok:
+                raise EnvFailure(f"task {task.name}: its setup failed: {done.text.strip()[-300:]}")
         check = task.healthcheck
         if check is None:
             return
@@ -441,7 +448,7 @@ class TerminalEnv:
         task = self._task
         digest = hashlib.sha256(repr((task and task.name, task and task.instruction)).encode())
         for file in task.files if task else ():
-            digest.update(f"{file.target}\0".encode() + file.source.read_bytes())
+            digest.update(f"{file.target}\0".encode() + file.content)
         return digest.hexdigest()
 
     async def close(self) -> None:
@@ -454,15 +461,15 @@ class TerminalEnv:
 
 def _unix_lines(file: TaskFile) -> bytes:
     """Return the content of a file; scripts of a shell lose the line ends of Windows."""
-    content = file.source.read_bytes()
+    content = file.content
     first = content.split(b"\n", 1)[0]
-    is_script = file.source.suffix == ".sh" or first.startswith(b"#!")
+    is_script = file.name.endswith(".sh") or first.startswith(b"#!")
     return content.replace(b"\r\n", b"\n") if is_script and first.endswith(b"\r") else content
 
 
 def _mentions(word: bytes, files: Iterable[TaskFile]) -> bool:
     """Return whether one of the files contains a word."""
-    return any(word in file.source.read_bytes() for file in files)
+    return any(word in file.content for file in files)
 
 
 def _lowered(limits: SandboxLimits, task: TerminalTask) -> SandboxLimits:
@@ -493,13 +500,12 @@ def load_terminal_tasks(options: EnvsSection) -> TerminalTasks:
         tasks[split] = (
             []
             if not folder
-            else load_tasks_of(
+            else load_task_set(
                 key,
                 folder,
+                options=terminal,
                 has_images=sandbox.backend != "bwrap",
                 has_containers=has_containers,
-                without_network=terminal.without_network,
-                permits_network=terminal.network == "task",
             )
         )
     return TerminalTasks(
@@ -527,13 +533,18 @@ def check(options: EnvsSection) -> list[str]:
     return [*filter(None, [shared.backend.problem()])]
 
 
+def _digest(key: str, value: str, options: TerminalOptions) -> str:
+    """Return a digest of all files of a set of tasks."""
+    return digest_of_tasks(find_task_set(key, value, options))
+
+
 def make_spec(options: EnvsSection) -> EnvSpec:
     """Return the catalogue entry of the tasks. Raises: ConfigError."""
     shared = load_terminal_tasks(options)
     terminal = options.terminal
-    content = {"envs.terminal.train": digest_of_tasks("envs.terminal.train", terminal.train)}
+    content = {"envs.terminal.train": _digest("envs.terminal.train", terminal.train, terminal)}
     if terminal.eval:
-        content["envs.terminal.eval"] = digest_of_tasks("envs.terminal.eval", terminal.eval)
+        content["envs.terminal.eval"] = _digest("envs.terminal.eval", terminal.eval, terminal)
 
     def make(_: Style) -> TerminalEnv:
         return TerminalEnv(shared)

@@ -281,11 +281,26 @@ BUILDER = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFile:
-    """A file that is written into the sandbox."""
+    """A file that is written into the sandbox.
 
-    source: Path
+    Attributes:
+        source: the file; None means that `text` is the content.
+    """
+
+    source: Path | None
     target: str
     mode: int
+    text: str = ""
+
+    @property
+    def content(self) -> bytes:
+        """The bytes of the file."""
+        return self.text.encode() if self.source is None else self.source.read_bytes()
+
+    @property
+    def name(self) -> str:
+        """The name of the file without its folders."""
+        return posixpath.basename(self.target if self.source is None else str(self.source))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,7 +335,7 @@ def read_image(folder: Path, where: str, *, is_built: bool) -> TaskImage:
         return TaskImage(
             folder="" if is_built else FOLDER,
             work="",
-            files=tuple(file for file in files if file.source.name != "docker-compose.yaml"),
+            files=tuple(file for file in files if file.name != "docker-compose.yaml"),
             variables={},
         )
     if is_built:

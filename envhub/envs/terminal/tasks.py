@@ -449,6 +449,7 @@ class TerminalTask:
         has_network: the containers reach the network of the machine.
         agent_user, test_user: users of the container; "" means the image's.
         healthcheck: a command that must succeed before the first one of the agent.
+        setup: commands of the environment before the first one of the agent.
     """
 
     name: str
@@ -473,6 +474,7 @@ class TerminalTask:
     has_network: bool = False
     agent_user: str = ""
     test_user: str = ""
+    setup: str = ""
 
 
 def load_tasks_of(
@@ -520,9 +522,10 @@ def is_task(folder: Path) -> bool:
     return (folder / HARBOR).is_file() or (folder / BENCH).is_file()
 
 
-def digest_of_tasks(key: str, value: str) -> str:
-    """Return a digest of all files of the tasks."""
-    root = find_path(key, value)
+def digest_of_tasks(root: Path) -> str:
+    """Return a digest of all files of the tasks, or of a file of instances."""
+    if root.is_file():
+        return hashlib.sha256(root.read_bytes()).hexdigest()
     digest = hashlib.sha256()
     for path in sorted(each for each in root.rglob("*") if each.is_file()):
         digest.update(f"{path.relative_to(root).as_posix()}\0{path.stat().st_size}\0".encode())
@@ -638,7 +641,7 @@ def _solution(folder: Path, where: str, variables: Mapping[str, str]) -> str | N
 def _written(file: TaskFile) -> str:
     """Return the command that writes a file of the solution."""
     target = shlex.quote(file.target)
-    content = file.source.read_bytes()
+    content = file.content
     mode = 0o755 if content.startswith(b"#!") else file.mode
     lines = [f"mkdir -p {shlex.quote(str(Path(file.target).parent))}"]
     try:
@@ -692,7 +695,7 @@ def _refuse_downloads(folder: Path, where: str, image: str) -> None:
 def _test_files(folder: Path, where: str) -> Iterator[TaskFile]:
     """Yield the files of the tests."""
     for file in files_below(folder / "tests", "/tests", folder, where):
-        yield replace(file, mode=0o755) if file.source.suffix == ".sh" else file
+        yield replace(file, mode=0o755) if file.name.endswith(".sh") else file
     script = folder / "run-tests.sh"
     if script.is_file():
         yield TaskFile(source=script, target=f"/tests/{script.name}", mode=0o755)

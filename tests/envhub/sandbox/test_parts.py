@@ -12,7 +12,7 @@ from common.config.envs import SandboxOptions
 from envhub.sandbox.backends import limits_of, make_backend, worker_bytes
 from envhub.sandbox.cgroup import Cgroup
 from envhub.sandbox.containers import ContainerGroup, Containers, is_alive, owner_text
-from envhub.sandbox.engine import ContainerImage, Engine, read_image_settings
+from envhub.sandbox.engine import ContainerEngine, ContainerImage, read_image_settings
 from envhub.sandbox.interface import (
     MIB,
     CommandEnd,
@@ -105,7 +105,7 @@ def group(request: SandboxRequest, spec: ContainerSpec, *, is_closed: bool) -> C
     image = ContainerImage(digest="sha256:1", folder="/", user="", only_runs=True, healthcheck=None)
     images = {each.name: image for each in (spec, *request.services)}
     return ContainerGroup(
-        Engine("docker"), request, main=spec, images=images, is_closed=is_closed, cpus=2.0
+        ContainerEngine("docker"), request, main=spec, images=images, is_closed=is_closed, cpus=2.0
     )
 
 
@@ -125,7 +125,7 @@ def test_container_without_a_task_has_no_rights() -> None:
         f"--shm-size {2 * MIB}",
         f"--tmpfs /work:rw,exec,nosuid,nodev,size={8 * MIB},mode=1777",
         f"--tmpfs /tests:rw,exec,nosuid,nodev,size={2 * MIB},mode=1777",
-        "--entrypoint sh sha256:1 -c sleep infinity",
+        "--entrypoint sh sha256:1 -c exec sleep infinity",
     ):
         assert words in line
 
