@@ -259,8 +259,8 @@ class Mlflow:
     """A run in MLflow: at MLFLOW_TRACKING_URI, or in the file mlflow.db beside the runs."""
 
     def __init__(self, run_dir: RunDir, cfg: RunConfig, job: str) -> None:
-        from mlflow.entities import Param
-        from mlflow.tracking import MlflowClient
+        from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
+        from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
         job = f"-{job}" if job else ""
         is_set = bool(os.environ.get("MLFLOW_TRACKING_URI"))
@@ -283,7 +283,7 @@ class Mlflow:
 
     def send(self, step: int, values: Mapping[str, float]) -> None:
         """Send the values of a step."""
-        from mlflow.entities import Metric
+        from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
 
         now_ms = int(time.time() * 1000)
         metrics = [Metric(_key(name), value, now_ms, step) for name, value in values.items()]
@@ -303,7 +303,7 @@ class Trackio:
     """A run in trackio, whose files are in TRACKIO_DIR or in trackio's own folder."""
 
     def __init__(self, run_dir: RunDir, cfg: RunConfig, job: str) -> None:
-        import trackio
+        import trackio  # pyright: ignore[reportMissingImports]
 
         job = f"-{job}" if job else ""
         # Runs of one name continue each other in trackio, so the name has an id.

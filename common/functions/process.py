@@ -5,6 +5,11 @@ the names of the product's packages. It reads and answers JSON objects on the so
 descriptor is its first argument.
 """
 
+# Values of functions of the user have any type:
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false
+# pyright: reportUnnecessaryIsInstance=false
+
 import asyncio
 import base64
 import ctypes

@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -91,10 +91,23 @@ class Fleet:
             self.learner_dir = RunDir(root=self._copy(node, host))
         self.start("learner", "learner", str(self.learner_dir.root), node=node)
 
-    def add(self, number: int, slots: int, *, node: Node | None = None, host: str = "") -> None:
-        """Start an actor."""
+    def add(
+        self,
+        number: int,
+        slots: int,
+        *,
+        node: Node | None = None,
+        host: str = "",
+        token_s: float = TOKEN_S,
+        lengths: Sequence[int] = (),
+    ) -> None:
+        """Start an actor.
+
+        Args:
+            lengths: least and most tokens of a turn; () is the clock's own range.
+        """
         folder = self.run_dir.root if node is None else self._copy(node, host)
-        arguments = (str(folder), str(number), str(slots), str(TOKEN_S))
+        arguments = (str(folder), str(number), str(slots), str(token_s), *map(str, lengths))
         self.start(f"actor-{number}", "actor", *arguments, node=node)
 
     def _copy(self, node: Node, host: str) -> Path:

@@ -42,8 +42,9 @@ START_S = 60.0
 class TokenClock:
     """A replacement of the engine. Concurrent requests take no longer than a single one."""
 
-    def __init__(self, *, vocab_size: int, token_s: float) -> None:
+    def __init__(self, *, vocab_size: int, token_s: float, lengths: tuple[int, int]) -> None:
         self._token_s = token_s
+        self._lengths = lengths
         self._vocab_size = vocab_size
         self.version = 0
         self.frozen_s = 0.0  # Always 0, because no weights are loaded.
@@ -53,7 +54,7 @@ class TokenClock:
     ) -> Turn:
         """Return random tokens after a simulated sampling time. Arguments are as of the engine."""
         chance = random.Random(seed)
-        num_timed = chance.randint(MIN_TOKENS, MAX_TOKENS)
+        num_timed = chance.randint(*self._lengths)
         await asyncio.sleep(num_timed * self._token_s)
         num = min(max_tokens, num_timed)
         return Turn(
@@ -64,7 +65,9 @@ class TokenClock:
         )
 
 
-async def play(cfg: RunConfig, run_dir: RunDir, *, number: int, token_s: float) -> None:
+async def play(
+    cfg: RunConfig, run_dir: RunDir, *, number: int, token_s: float, lengths: tuple[int, int]
+) -> None:
     """Play until SIGTERM."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
@@ -80,7 +83,7 @@ async def play(cfg: RunConfig, run_dir: RunDir, *, number: int, token_s: float) 
     delivery = Delivery(book, keys, window=cfg.actor.delivery_window, context=context)
     await delivery.connect(timeout_s=START_S)
     tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True)
-    clock = TokenClock(vocab_size=len(tokenizer), token_s=token_s)
+    clock = TokenClock(vocab_size=len(tokenizer), token_s=token_s, lengths=lengths)
     episodes = EpisodePool(
         cfg.actor,
         actor=name,
@@ -137,9 +140,21 @@ async def _beat(
         await asyncio.sleep(cfg.scheduler.heartbeat_s)
 
 
-def main(folder: str, number: str, num_slots: str, token_s: str = str(TOKEN_S)) -> None:
-    """Run as one actor of a run, with `num_slots` concurrent episodes."""
+def main(
+    folder: str,
+    number: str,
+    num_slots: str,
+    token_s: str = str(TOKEN_S),
+    least: str = str(MIN_TOKENS),
+    most: str = str(MAX_TOKENS),
+) -> None:
+    """Run as one actor of a run, with `num_slots` concurrent episodes.
+
+    Args:
+        least, most: tokens of a turn.
+    """
     slots = (f"actor.max_concurrent={num_slots}", f"actor.min_concurrent={num_slots}")
     run_dir = RunDir(root=Path(folder))
     cfg = load_config(str(run_dir.config), slots)
-    uvloop.run(play(cfg, run_dir, number=int(number), token_s=float(token_s)))
+    lengths = (int(least), int(most))
+    uvloop.run(play(cfg, run_dir, number=int(number), token_s=float(token_s), lengths=lengths))

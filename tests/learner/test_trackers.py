@@ -163,13 +163,12 @@ def test_wandb_offline_receives_the_metrics_beside_others(
 
 @pytest.mark.slow
 def test_tensorboard_continues_its_run_after_a_restart(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    events_of = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
     cfg = config("tensorboard")
     write(tmp_path, cfg, 1, 2, 3)
     run_dir = write(tmp_path, cfg, 3, 4, resumed=2)  # Step 3 is repeated.
-    events = EventAccumulator(str(run_dir.root / "tensorboard"))
+    events = events_of.EventAccumulator(str(run_dir.root / "tensorboard"))
     events.Reload()
     found = [(each.step, each.value) for each in events.Scalars("loss/policy")]
     assert found == [(1, 10.0), (2, 20.0), (3, 30.0), (4, 40.0)]
@@ -205,10 +204,9 @@ def test_trackio_continues_its_run_after_a_restart(
     cfg = config("trackio")
     write(tmp_path, cfg, 1, 2)
     run_dir = write(tmp_path, cfg, 3, resumed=2)
-    from trackio.sqlite_storage import SQLiteStorage
-
+    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
     name = (run_dir.root / "trackio_id").read_text(encoding="utf-8")
-    rows = SQLiteStorage.get_logs("laws", name)
+    rows = storage.get_logs("laws", name)
     assert [(row["step"], row["loss/policy"]) for row in rows] == [(1, 10.0), (2, 20.0), (3, 30.0)]
 
 

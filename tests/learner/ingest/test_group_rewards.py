@@ -1,10 +1,12 @@
 """Laws of rewards over a group: real functions in their processes, the log, and the batch."""
 
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -437,3 +439,71 @@ def test_formula_of_the_reward_is_that_of_the_numbers(calls: Any, functions: Pat
     made = calls("rank", entry={"weight": -0.5, "min": -1, "max": 1})
     # The environment pays 1 and 0, the function 0 and 1.
     assert made.reward(answered(0), answered(1)).rewards == {0: 0.75, 1: 0.0}
+
+
+EXAMPLES = ROOT / "docs/examples/dataset/groups.py"
+
+
+def with_length(number: int, length: int, *, is_success: bool) -> Trajectory:
+    trajectory = answered(number, "7 " * length)
+    return replace(trajectory, is_success=is_success, reward=float(is_success))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("shortest_right", [0.5, 1.0, 0.0]),
+        ("diversity", [1.0, 1.0, 1.0]),
+        ("wins", [0.5, 0.5, 0.0]),
+    ],
+)
+def test_examples_of_the_documentation_rank_a_group(
+    tmp_path: Path, name: str, numbers: list[float]
+) -> None:
+    made = Calls(tmp_path, f"{EXAMPLES}:{name}", environment_weight=0.0)
+    group = [
+        with_length(0, 4, is_success=True),
+        with_length(1, 2, is_success=True),
+        with_length(2, 1, is_success=False),
+    ]
+    assert made.reward(*group).values == {name: numbers}
+    made.rewarder.stop()
+
+
+class Judge(BaseHTTPRequestHandler):
+    """An endpoint whose model gives each answer of a request a higher score than the last one."""
+
+    asked: ClassVar[list[dict[str, Any]]] = []
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(body)
+        num = body["messages"][1]["content"].count("<answer ")
+        scores = [index / (num - 1) for index in range(num)]
+        text = f"Compared. {json.dumps({'scores': scores})}"
+        reply = json.dumps({"choices": [{"message": {"content": text}}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(reply)))
+        self.end_headers()
+        self.wfile.write(reply)
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
+
+
+@pytest.mark.slow
+def test_judge_of_the_documentation_scores_all_answers_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{server.server_port}/v1")
+        monkeypatch.setenv("JUDGE_MODEL", "m")
+        made = Calls(tmp_path, f"{EXAMPLES}:judged", environment_weight=0.0)
+        rewards = [made.reward(*map(answered, (0, 1, 2))).rewards]
+        made.rewarder.stop()
+        server.shutdown()
+    assert rewards == [{0: 0.0, 1: 0.5, 2: 1.0}]
+    assert len(Judge.asked) == 1
