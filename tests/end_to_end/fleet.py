@@ -39,11 +39,11 @@ HORIZON = 4
 class Fleet:
     """The roles of one run; those on nodes have no disk of it but their own folder."""
 
-    def __init__(self, folder: Path, *overrides: str) -> None:
+    def __init__(self, folder: Path, *overrides: str, horizon: int = HORIZON) -> None:
         settings = (
             *(f"run.dir={folder}", "run.name=r", "train.num_steps=1000000", "log.level=INFO"),
             *("eval.before=false", "eval.after=false", "algorithm.filter_zero_variance=false"),
-            *("horizon.kind=fixed", f"horizon.stages=[{HORIZON}]", "scheduler.gate_margin=0"),
+            *("horizon.kind=fixed", f"horizon.stages=[{horizon}]", "scheduler.gate_margin=0"),
             *("scheduler.host=0.0.0.0", "learner.host=0.0.0.0", "envhub.host=0.0.0.0"),
         )
         self.run_dir = RunDir(root=folder / "r")

@@ -17,7 +17,6 @@ OVERRIDES = (
     'envhub.envs=["benchmarks.envhub.slow:make_spec"]',
     "tasks=[{env: slow, subset: wait}]",
     f'envs.plugins={{median_s: "0.01", sigma: "0.2", num_turns: "{NUM_TURNS}", tail_frac: "0"}}',
-    f"horizon.stages=[{NUM_TURNS}]",
     "actor.max_model_len=40000",
     "actor.max_turn_tokens=1024",
     "groups.per_step=2",
@@ -25,7 +24,7 @@ OVERRIDES = (
 
 
 def test_sixteen_actors_deliver_episodes_of_30000_tokens(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path, *OVERRIDES)
+    fleet = Fleet(tmp_path, *OVERRIDES, horizon=NUM_TURNS)
     try:
         fleet.start_centre()
         for number in range(NUM_ACTORS):
