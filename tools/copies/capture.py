@@ -39,6 +39,7 @@ _STATE_LOG = re.compile(rb'\{"log": (\d+)')
 # Files that are appended to. They may be replaced by shorter ones, so they stay open for the copy.
 APPENDED = (
     "journal/steps.jsonl",
+    "journal/group_rewards.jsonl",  # After the steps, whose groups it must have.
     "checksums.jsonl",
     "metrics.jsonl",
     "outcomes.jsonl",

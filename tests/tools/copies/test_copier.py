@@ -358,3 +358,12 @@ def test_file_replaced_after_the_cut_is_not_mixed(run_dir: RunDir) -> None:
             files["checkpoints/step-000010/model.safetensors"].read(0, size)
     copier = copier_of(run_dir, f"{run_dir.root.parent}/copies")
     assert copier.copy_once().checkpoint == 10
+
+
+def test_copy_has_the_rewards_of_groups_that_a_restart_uses(run_dir: RunDir) -> None:
+    line = b'{"group":"g0000001","rewards":{"0":1.0},"scale":1,"shift":0,"values":{}}\n'
+    run_dir.group_rewards.write_bytes(line)
+    with capture(run_dir) as found:
+        (file,) = (file for file in found.files if file.name == "journal/group_rewards.jsonl")
+        run_dir.group_rewards.unlink()  # As after a pruning.
+        assert file.read(0, len(line)) == line
