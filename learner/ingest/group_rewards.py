@@ -340,7 +340,7 @@ class MemberTexts:
 
 
 # Parts of a member that only build the keywords of a call.
-PRIVATE = ("columns", "trl_prompt", "trl_completion", "num_asked")
+PRIVATE = ("columns", "trl_prompt", "trl_completion", "num_asked", "completion_ids")
 
 
 def offered_keywords(members: Sequence[Mapping[str, Any]], *, has_texts: bool) -> dict[str, Any]:

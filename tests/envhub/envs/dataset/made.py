@@ -55,6 +55,14 @@ def trl_logs(completions, answer, log_extra, log_metric, **kwargs):
     return [1.0]
 
 
+def trl_without_logs(completions, answer):
+    return [float(a in c) for a, c in zip(answer, completions)]
+
+
+def ranks(group):
+    return [1.0 for _ in group]
+
+
 def trl_of_others(completions, **kwargs):
     return [None]
 

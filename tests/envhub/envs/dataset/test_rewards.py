@@ -1,6 +1,7 @@
 """Laws of the reward functions: what they receive, what they return, and how they fail."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,7 @@ def test_failed_reward_is_called_again(tmp_path: Path) -> None:
         ("missing.py:f", "missing.py: no such file or folder"),
         ("user:absent", "has no function 'absent'; it has right, half"),
         ("user:NUMBER", "NUMBER is int, not a function"),
+        ("user:ranks", "the function compares a group; set groups.reward="),
         ("user:needs_more", "the function needs 'judge', which is not offered; the keywords are"),
         ({"a": {"function": "exact_number", "wait": 1}}, "reward.a.wait=1: no such key"),
         ({"a": {"weight": 1}}, "expects a function, or a section with function="),
@@ -292,3 +294,23 @@ def test_unreadable_reference_is_no_reward(tmp_path: Path) -> None:
 def test_error_of_the_configuration_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         make_spec(make(tmp_path, reward="nothing_such"))
+
+
+@pytest.mark.slow
+def test_function_of_trl_without_keywords_for_logs_is_called(tmp_path: Path) -> None:
+    assert played(make(tmp_path, reward="user:trl_without_logs"), "#### 7").reward == 0.0
+    answer = "3+4=<<3+4=7>>7\n#### 7"
+    assert played(make(tmp_path, reward="user:trl_without_logs"), answer).reward == 1.0
+
+
+def test_reward_none_pays_nothing_and_gives_the_facts_of_its_group(tmp_path: Path) -> None:
+    section = replace(make(tmp_path, reward="none"), gives_facts=True)
+    result = played(section, "7")
+    assert (result.reward, result.is_success) == (0.0, False)
+    facts = result.facts or {}
+    assert facts["columns"]["answer"] == "3+4=<<3+4=7>>7\n#### 7"
+    assert facts["prompts"] == "Tom has 3 pens and buys 4. How many?"
+    assert facts["completion"] == facts["completions"] == "7"
+    assert (
+        played(make(tmp_path, reward="none"), "7").facts is None
+    )  # Without functions over groups.
