@@ -35,7 +35,7 @@ class Rule(NamedTuple):
 
 PY = r"(\.venv/bin/)?python run\.py "
 # Packages of extras, and datasets of the Hub.
-OF_OTHERS = r"(reasoning_gym:|textarena:|openai/gsm8k|\bbfcl\b|\btextworld\b)"
+OF_OTHERS = r"(reasoning_gym:|textarena:|openai/gsm8k|\bbfcl\b|\btextworld\b|\bsmollm2-)"
 RULES = (
     Rule(
         PY + rf"(train |--config ).*{OF_OTHERS}", How.CONFIG, "wants a package; tests/envhub/envs"

@@ -93,6 +93,10 @@ def hub(route: str) -> Iterator[Outside]:
             process.terminate()
 
 
+def package(requirement: str) -> AbstractContextManager[Outside]:
+    return nullcontext(Outside(python=python_with(requirement, sees_ours=True)))
+
+
 def own_python(variable: str, requirement: str, folder: Path) -> Outside:
     return Outside(env={"AGENT_PYTHON": python_of(variable, requirement, folder)})
 
@@ -103,7 +107,8 @@ NEEDS: dict[str, Callable[[Path], AbstractContextManager[Outside]]] = {
     "algorithm.teacher.url=": teacher,
     "env.dialect=textcraft": lambda _: hub("agentgym"),
     "env.dialect=openenv": lambda _: hub("openenv"),
-    "mcp:": lambda _: nullcontext(Outside(python=python_with(MCP, sees_ours=True))),
+    "mcp:": lambda _: package(MCP),
+    "--config smollm2-chain-sum": lambda _: package("reasoning-gym==0.1.25"),
     "launcher=ray": lambda _: nullcontext(Outside(overrides=("ray.address=",))),
     "scheduler.port=7000": lambda _: nullcontext(Outside(overrides=("scheduler.port=0",))),
     "examples/mini-swe-agent": lambda folder: nullcontext(
