@@ -2,6 +2,8 @@
 
 import re
 
+from common.repository import with_program_name
+
 # Another process has the memory or the port, and may have released it before the restart.
 TAKEN = re.compile(r"out ?of ?memory|address already in use", re.IGNORECASE)
 # The cause lies outside of the process, and may have passed before the restart.
@@ -15,6 +17,9 @@ PASSING = re.compile(
 
 class LongstrideError(Exception):
     """Base class of all errors that this product raises deliberately."""
+
+    def __str__(self) -> str:
+        return with_program_name(super().__str__())
 
 
 class ConfigError(LongstrideError, ValueError):

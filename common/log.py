@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Generator
 from pathlib import Path
 
+from common.repository import with_program_name
 from common.text import log_text
 
 FORMAT = "%(asctime)s %(levelname).1s {role} %(name)s: %(message)s"
@@ -17,7 +18,7 @@ class PlainFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record's text without control characters."""
-        return log_text(super().format(record))
+        return log_text(with_program_name(super().format(record)))
 
 
 def configure_logging(role: str, level: str) -> None:

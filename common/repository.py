@@ -3,7 +3,9 @@
 import functools
 import importlib.metadata
 import os
+import re
 import subprocess
+import sys
 import tomllib
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -12,6 +14,10 @@ NAME = "longstride"
 GIT_TIMEOUT_S = 5.0
 # Variable with the working directory of the command, for its child processes.
 STARTED_FROM = "LONGSTRIDE_STARTED_FROM"
+
+# Variable with the name of the program for child processes, if it is the console script.
+STARTED_AS = "LONGSTRIDE_STARTED_AS"
+SCRIPT = re.compile(r"(?<![\w./-])(?:(?:\.venv/bin/)?python )?run\.py(?![\w./-])")
 
 CODE = Path(__file__).resolve().parents[1]  # The folder of run.py and configs/.
 IS_CHECKOUT = (CODE / "pyproject.toml").is_file()
@@ -27,6 +33,20 @@ def note_working_directory(environ: MutableMapping[str, str]) -> None:
         environ[STARTED_FROM] = str(ROOT)
     elif here != ROOT:
         environ[STARTED_FROM] = str(here)
+    if Path(sys.argv[0]).name == NAME:
+        environ[STARTED_AS] = NAME
+
+
+def with_program_name(text: str) -> str:
+    """Return a text with the program's name as it was started, in place of `python run.py`.
+
+    The texts of the product name the script of a checkout. An installed package has the console
+    script, and no `make setup`.
+    """
+    if IS_CHECKOUT and os.environ.get(STARTED_AS) != NAME:
+        return text
+    named = SCRIPT.sub(NAME, text)
+    return named if IS_CHECKOUT else named.replace("`make setup`", f"`pip install {NAME}`")
 
 
 def working_directory() -> Path:

@@ -42,7 +42,15 @@ def canonical(name: str) -> str:
 def declared(*extras: str) -> set[str]:
     """Return the names of the project's dependencies and of the given extras."""
     lines = [*project["dependencies"]]
-    lines += [line for extra in extras for line in project["optional-dependencies"][extra]]
+    waiting = [*extras]
+    while waiting:  # An extra may name others of the project.
+        requirements = project["optional-dependencies"][waiting.pop()]
+        for line in requirements:
+            parsed = Requirement(line)
+            if parsed.name == project["name"]:
+                waiting += parsed.extras
+            else:
+                lines.append(line)
     return {canonical(Requirement(line).name) for line in lines}
 
 
@@ -68,7 +76,7 @@ def tops(path: Path) -> set[str]:
 
 def imported(paths: Iterable[Path]) -> dict[str, str]:
     """Return distribution -> a file that imports it."""
-    own = {*PACKAGES, "benchmarks", "run", "tests", *sys.stdlib_module_names}
+    own = {*PACKAGES, "benchmarks", "longstride", "run", "tests", *sys.stdlib_module_names}
     found: dict[str, str] = {}
     for path in paths:
         for top in tops(path) - own:
@@ -79,7 +87,11 @@ def imported(paths: Iterable[Path]) -> dict[str, str]:
 
 def sources(*, environments: bool) -> list[Path]:
     """Return the source files of the environments, or all others."""
-    paths = [ROOT / "run.py", *(p for name in PACKAGES for p in (ROOT / name).rglob("*.py"))]
+    paths = [
+        ROOT / "longstride.py",
+        ROOT / "run.py",
+        *(p for name in PACKAGES for p in (ROOT / name).rglob("*.py")),
+    ]
     return [
         path
         for path in paths
@@ -102,12 +114,13 @@ def locked(lock: str) -> set[str]:
 @pytest.mark.slow
 def test_imported_package_is_declared_where_it_belongs() -> None:
     core = imported(sources(environments=False))
-    assert {name: core[name] for name in core.keys() - declared("gpu")} == {}
+    assert {name: core[name] for name in core.keys() - declared("gpu", "ray", "data")} == {}
     envs = imported(sources(environments=True))
     assert {name: envs[name] for name in envs.keys() - declared("gpu", "envs")} == {}
     tests = imported(outside_the_wheel())
     assert {
-        name: tests[name] for name in tests.keys() - declared("gpu", "envs", "benchmarks", "dev")
+        name: tests[name]
+        for name in tests.keys() - declared("gpu", "ray", "envs", "benchmarks", "dev")
     } == {}
 
 
@@ -123,7 +136,7 @@ def test_declared_package_is_imported() -> None:
 
 @pytest.mark.parametrize(("lock", "extra"), [*zip(LOCKS, ("cpu", "gpu"), strict=True)])
 def test_declared_package_is_locked(lock: str, extra: str) -> None:
-    assert declared(extra, "envs", "benchmarks", "dev") - locked(lock) == set()
+    assert declared(extra, "ray", "envs", "benchmarks", "dev") - locked(lock) == set()
 
 
 def test_locked_package_is_declared_or_required() -> None:
@@ -134,7 +147,7 @@ def test_locked_package_is_declared_or_required() -> None:
         for distribution in importlib.metadata.distributions()
     }
     reached: set[str] = set()
-    waiting = declared("cpu", "envs", "benchmarks", "dev")
+    waiting = declared("cpu", "ray", "envs", "benchmarks", "dev")
     while waiting:
         name = waiting.pop()
         reached.add(name)

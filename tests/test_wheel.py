@@ -32,7 +32,9 @@ def contents(wheel: Path) -> set[str]:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the wheel from a copy of the tracked files, because a build writes beside them."""
     source = tmp_path_factory.mktemp("source")
-    names = tracked(*PACKAGES, "docs/examples", "run.py", "pyproject.toml", "LICENSE")
+    names = tracked(
+        *PACKAGES, "docs/examples", "longstride.py", "run.py", "pyproject.toml", "LICENSE"
+    )
     for name in names:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes((ROOT / name).read_bytes())
@@ -74,7 +76,7 @@ def output_of(script: Path, *words: str, folder: Path) -> str:
 
 @pytest.mark.slow
 def test_wheel_has_each_file_of_the_packages(wheel: Path) -> None:
-    missing = {*tracked(*PACKAGES), "run.py"} - contents(wheel)
+    missing = {*tracked(*PACKAGES), "longstride.py", "run.py"} - contents(wheel)
     assert missing == set()
 
 
@@ -120,8 +122,25 @@ def test_installed_command_works_in_any_folder(script: Path, tmp_path: Path) -> 
     shipped = script.parents[1].resolve()
     path = next(line for line in dry.splitlines() if line.startswith("  path: "))
     assert path.partition(": ")[2].startswith(str(shipped))
-    output_of(script, "new-env", "mine", folder=tmp_path)
+    for words in (["--help"], ["help", "learner.lr"], ["help"], ["show", "--help"]):
+        text = output_of(script, *words, folder=tmp_path)
+        assert "run.py" not in text
+    assert "usage: longstride show" in text
+    steps = output_of(script, "new-env", "mine", folder=tmp_path)
+    assert "\nlongstride check-env environments/mine.py:make_spec" in steps
     assert (tmp_path / "environments" / "mine.py").is_file()
+
+
+@pytest.mark.slow
+def test_installed_package_is_imported_in_any_folder(script: Path, tmp_path: Path) -> None:
+    code = (
+        "import longstride\n"
+        "try: longstride.train('smoke', {'nothing': 1})\n"
+        "except longstride.ConfigError as error: print(error)"
+    )
+    text = output_of(script.with_name("python"), "-c", code, folder=tmp_path)
+    assert text.startswith("nothing=1: no such key")
+    assert "`longstride help`" in text
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.real_run import await_success, check_end, child, running
 from benchmarks.study.intervals import gap
 from benchmarks.study.outcome import SeedResult, begin, read_outcome
-from benchmarks.study.plan import CONFIG, Run, Study, merged, read_study
+from benchmarks.study.plan import CONFIG, PlannedRun, Study, merged, read_study
 from benchmarks.study.tables import by_arm, study_table
 from benchmarks.suite import Suite
 from common.config.load import load_config
@@ -57,7 +57,7 @@ def study_work(name: str, cfg: StudyConfig, overrides: Sequence[str]) -> "StudyW
 class ActiveRun:
     """A run that has been started; `own` stops it."""
 
-    run: Run
+    run: PlannedRun
     process: ChildProcess
     own: ExitStack
     ends_at: float  # Monotonic time of its limit.
@@ -73,7 +73,7 @@ class StudyWork:
     launch: Callable[..., AbstractContextManager[ChildProcess]] = running
     failed: dict[str, str] = field(default_factory=dict[str, str])  # Error message by run.
 
-    def outcome_of(self, run: Run) -> SeedResult | None:
+    def outcome_of(self, run: PlannedRun) -> SeedResult | None:
         """Return the outcome of a run, None if it has not finished.
 
         Raises: ConfigError: it was begun with other overrides.
@@ -84,7 +84,7 @@ class StudyWork:
         begin(made, run.overrides)
         return read_outcome(made, arm=run.arm, seed=run.seed)
 
-    def todo(self) -> list[Run]:
+    def todo(self) -> list[PlannedRun]:
         """Return the runs to execute.
 
         Raises: ConfigError: `study.only` names no run or arm of the study; as `outcome_of`.
@@ -140,7 +140,7 @@ class StudyWork:
                 time.sleep(POLL_S)
                 active = [each for each in active if not self._has_ended(each)]
 
-    def _start(self, run: Run, stack: ExitStack) -> ActiveRun:
+    def _start(self, run: PlannedRun, stack: ExitStack) -> ActiveRun:
         """Start a run of the study."""
         begin(self.folder / run.name, run.overrides)
         start = [f"model.path={self.folder}/start/policy"] if self._has_start() else []

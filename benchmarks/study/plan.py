@@ -16,7 +16,7 @@ OWN = ("study.", "run.dir=")  # Overrides of the study itself, not of its runs.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class PlannedRun:
     """One arm with one seed."""
 
     arm: str
@@ -45,15 +45,15 @@ class Study:
     given: tuple[str, ...] = ()
     start: tuple[str, ...] = ()  # Command and overrides that make the initial policy of all runs.
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[PlannedRun]:
         """Return every run, seed by seed, so that a shortened study has all arms of some seeds."""
         return [self._run(arm, seed) for seed in self.seeds for arm in self.arms]
 
-    def _run(self, arm: str, seed: int) -> Run:
+    def _run(self, arm: str, seed: int) -> PlannedRun:
         """Return one run of an arm."""
         plain = merged(merged(self.overrides, self.given), self.arms[arm])
         sized = [self._sized(each) for each in plain]
-        return Run(arm=arm, seed=seed, overrides=(f"run.seed={seed}", *sized))
+        return PlannedRun(arm=arm, seed=seed, overrides=(f"run.seed={seed}", *sized))
 
     def _sized(self, override: str) -> str:
         """Return an override with its value scaled by the size of the study."""

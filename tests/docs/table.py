@@ -90,6 +90,7 @@ RULES = (
     Rule(PY + r"train .envhub\.envs=\[gymnasium", How.CONFIG, "a game of the reader's"),
     Rule(r"\.venv/bin/python -m pip install (-c|--no-deps) ", How.NONE, "changes this environment"),
     Rule(r"python3 -m pip install ", How.NONE, "tests/test_wheel.py installs the wheel"),
+    Rule(r"UV_PROJECT_ENVIRONMENT=\S+ uv sync ", How.NONE, "installs gigabytes"),
     Rule(r"longstride ", How.NONE, "tests/test_wheel.py runs the script"),
     Rule(r"pip install (trl|uv)", How.NONE, "tests/envhub/interop does, elsewhere"),
     Rule(r"python docs/examples/trl_|vf-eval ", How.NONE, "tests/envhub/interop runs it"),
@@ -104,8 +105,9 @@ RULES = (
     Rule(r"sbatch ", How.NONE, "wants Slurm; tests/tools/launch/test_daemons.py runs the script"),
 )
 
-# Packages that are not installed with the product; what a block does with them is only compiled.
+# Packages whose blocks are only compiled.
 FOREIGN = {
+    "longstride": "tests/tools/api/test_script.py trains with it",
     "openai": "tests/actor/engine/test_openai_app.py sends such requests",
     "openenv": "tests/envhub/interop runs it, in an environment of its own",
 }

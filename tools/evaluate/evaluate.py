@@ -315,8 +315,12 @@ def catalogue_of(cfg: RunConfig, url: str, token: str) -> HubCatalogue:
     return catalogue
 
 
-def evaluate(cfg: EvalConfig, run_dir: RunDir) -> int:
-    """Play held-out items with one policy, write and print the tables; return the exit code."""
+def evaluate(cfg: EvalConfig, run_dir: RunDir, *, scores_path: Path | None = None) -> int:
+    """Play held-out items with one policy, write and print the tables; return the exit code.
+
+    Args:
+        scores_path: file for the row of this policy alone, in the format of eval.json.
+    """
     hub_cfg, hub_dir = command_part(cfg, run_dir, "eval")
     with (
         hold_run(hub_dir.root, name="eval"),
@@ -330,7 +334,9 @@ def evaluate(cfg: EvalConfig, run_dir: RunDir) -> int:
         notes = listed.notes
         for line in described(episodes, notes):
             print(line)
-        code = run(cfg, run_dir, episodes, hub_url=url, token=token, notes=notes)
+        code = run(
+            cfg, run_dir, episodes, hub_url=url, token=token, notes=notes, scores_path=scores_path
+        )
         if code == 0:
             mark_finished(hub_dir, version=0, result="")
         return code
@@ -398,6 +404,7 @@ def run(
     hub_url: str,
     token: str,
     notes: Mapping[str, str] = NO_NOTES,
+    scores_path: Path | None = None,
 ) -> int:
     """Play the episodes that the journal lacks, write and print the tables; return the exit code.
 
@@ -435,6 +442,8 @@ def run(
     plays = read_plays(folder / "journal", plans)
     entry = {**make_entry(cfg.eval, label, policy, plays), "notes": dict(notes)}
     print(write_entry(run_dir, entry))
+    if scores_path is not None:
+        write_json(scores_path, entry)
     num_failed = entry["overall"]["num_failed"]
     if not problem and num_failed > max_failed:
         problem = f"{num_failed} of {counted(len(plans), 'episode')} had infrastructure failures"

@@ -455,7 +455,9 @@ def arrow(module: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise ConfigError("Parquet needs pyarrow. Install it with: pip install pyarrow") from error
+        raise ConfigError(
+            "Parquet needs pyarrow. Install it with: pip install pyarrow (the extra `data`)"
+        ) from error
 
 
 def _write_parquet(path: Path, rows: Iterator[_Row]) -> int:

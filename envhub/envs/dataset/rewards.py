@@ -81,7 +81,9 @@ NUMBERS = {  # Allowed values of the numbers of a reward.
     "timeout_score": (-1e6, 1e6),
     "retries": (0, 100),
 }
-MATH_VERIFY = "reward=math needs math-verify. Install it with: pip install math-verify"
+MATH_VERIFY = (
+    "reward=math needs math-verify. Install it with: pip install math-verify (the extra `math`)"
+)
 SHIPPED_TIMEOUT_S = 10.0  # Most seconds of a call of a reward that ships.
 AUTO = "auto"
 GENERATED = "reasoning_gym:"  # Prefix of data.train for tasks that are generated.

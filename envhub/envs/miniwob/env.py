@@ -101,7 +101,9 @@ def _make_app() -> Starlette:
     """Return the application that serves the pages."""
     folder = pages_dir()
     if folder is None:
-        raise EnvFailure(f"the pages of MiniWoB are not installed; run `{REMEDY}`")
+        raise EnvFailure(
+            f"the pages of MiniWoB are not installed; run `{REMEDY}` (the extra `web`)"
+        )
     return Starlette(routes=[Mount("/", _KeptFiles(directory=folder))])
 
 
@@ -271,7 +273,7 @@ def check(options: EnvsSection) -> list[str]:
     """Return a line for each missing requirement of this machine, with its remedy."""
     lines = check_browser(options.browser)
     if pages.pages_dir() is None:
-        lines.append(f"the pages of MiniWoB are not installed: {pages.REMEDY}")
+        lines.append(f"the pages of MiniWoB are not installed: {pages.REMEDY} (the extra `web`)")
     return lines
 
 

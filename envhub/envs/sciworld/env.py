@@ -529,7 +529,9 @@ def check(options: EnvsSection) -> list[str]:
     """Return a line for each missing requirement of this machine, with its remedy."""
     missing = []
     if find_spec("scienceworld") is None:
-        missing.append("sciworld needs the package scienceworld: pip install scienceworld")
+        missing.append(
+            "sciworld needs the package scienceworld: pip install scienceworld (the extra `envs`)"
+        )
     if shutil.which("java") is None:
         missing.append("sciworld needs Java: apt install default-jre-headless")
     allowed = catalogue.SIMPLIFICATIONS

@@ -282,7 +282,8 @@ def test_missing_math_verify_is_named(tmp_path: Path) -> None:
     if find_spec("math_verify") is not None:
         pytest.skip("math-verify is installed")
     (line,) = check(make(tmp_path, reward="math"))
-    assert line == "reward=math needs math-verify. Install it with: pip install math-verify"
+    install = "pip install math-verify (the extra `math`)"
+    assert line == f"reward=math needs math-verify. Install it with: {install}"
 
 
 def test_unreadable_reference_is_no_reward(tmp_path: Path) -> None:
