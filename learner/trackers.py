@@ -1,4 +1,4 @@
-"""Sends every metric to the trackers of `log.to`: wandb, TensorBoard, MLflow and trackio.
+"""Sends every metric to the trackers of `log.to`: wandb, TensorBoard, MLflow, trackio, own ones.
 
 Each tracker is called by its own library, in a thread of its own, so that a slow or silent server
 delays no step. The first error of a tracker is logged, and the run continues without it. A resumed
@@ -6,6 +6,7 @@ run continues the same run of the tracker.
 """
 
 import dataclasses
+import inspect
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +26,7 @@ from common.config.log import LogSection, TrackerName
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.store.run_dir import RunDir, as_map, write_atomically
+from common.user_code import ImportedFunction, load_function
 from learner.journal.index import EpisodeIndex
 from learner.journal.metrics import BEFORE_FIRST_STEP, MetricsSink
 from learner.views import evaluations
@@ -37,11 +40,24 @@ LIBRARIES = {  # Module and package of each tracker.
     TrackerName.MLFLOW: ("mlflow", "mlflow"),
     TrackerName.TRACKIO: ("trackio", "trackio"),
 }
+METHODS = ("send", "close")  # Of a tracker of the user.
 MAX_WAITING = 1_000  # Steps that wait for a slow tracker. Further ones are left out.
 CLOSE_S = 60.0
 READ_S = 30.0  # Maximum seconds of reading the journal for evaluations.
 MAX_PARAM_CHARS = 500  # Longest value of a configuration key in MLflow.
 PARAMS_AT_ONCE = 100  # Most parameters of one request to MLflow.
+
+
+class Tracker(Protocol):
+    """A run in a tracker. Its methods may raise anything."""
+
+    def send(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the values of a step; a step may come twice with different names."""
+        ...
+
+    def close(self) -> None:
+        """Finish the run in the tracker."""
+        ...
 
 
 def check_trackers(
@@ -52,15 +68,43 @@ def check_trackers(
     Args:
         find: returns None for a module that is not installed.
     """
+    for user in user_trackers(cfg):
+        user.check_arguments("run_dir", "config")
+        if inspect.isclass(user.function):
+            _check_tracker(user, user.function)
     for name in cfg.to:
+        if ":" in name:
+            continue
         module, package = LIBRARIES[TrackerName(name)]
         if find(module) is None:
             raise ConfigError(
                 f"log.to=[{name}]: the package {package} is not installed. Install it with:"
-                f" pip install {package}"
+                f" pip install {package}{' (the extra `trackers`)' * (name != TrackerName.WANDB)}"
             )
     if TrackerName.WANDB in cfg.to:
         check_mode(cfg, environ)
+
+
+def user_trackers(cfg: LogSection) -> list[ImportedFunction]:
+    """Return the trackers of the user in `log.to`. Raises: ConfigError: one cannot be loaded."""
+    return [load_function("log.to", name) for name in cfg.to if ":" in name]
+
+
+def _check_tracker(user: ImportedFunction, tracker: Any) -> None:
+    """Check that a tracker of the user has the methods. Raises: ConfigError."""
+    if missing := [name for name in METHODS if not callable(getattr(tracker, name, None))]:
+        raise ConfigError(
+            f"{user.where}: its tracker has no method {' and no method '.join(missing)}; expected"
+            " send(step, values) and close()"
+        )
+
+
+def _tracker_of_user(name: str, run_dir: RunDir, cfg: RunConfig) -> Tracker:
+    """Return a tracker of the user, opened. Raises: ConfigError: it lacks a method."""
+    user = load_function("log.to", name)
+    tracker = user.call(run_dir.root, dict(_plain_config(cfg)))
+    _check_tracker(user, tracker)
+    return tracker
 
 
 def open_trackers(
@@ -82,20 +126,9 @@ def open_trackers(
         if name == TrackerName.WANDB:
             sinks.append(WandbSink(run_dir, cfg, job=job))
         else:
-            sinks.append(TrackerSink(name, makers[name], run_dir, has_evaluations=not job))
+            make = makers.get(name) or partial(_tracker_of_user, name, run_dir, cfg)
+            sinks.append(TrackerSink(name, make, run_dir, has_evaluations=not job))
     return sinks
-
-
-class Tracker(Protocol):
-    """A run in a tracker. Its methods may raise anything."""
-
-    def send(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the values of a step; a step may come twice with different names."""
-        ...
-
-    def close(self) -> None:
-        """Finish the run in the tracker."""
-        ...
 
 
 class TrackerSink(threading.Thread):

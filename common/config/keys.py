@@ -219,9 +219,10 @@ def describe_kind(kind: Any) -> str:
         return f"a section with {', '.join(field_kinds(kind))}"
     if get_origin(kind) is list:
         (item,) = get_args(kind)
-        if issubclass(item, Enum):
-            values = [str(member.value) for member in item]
-            return f"a list of {', '.join(values)}, like [{', '.join(values[:2])}]"
+        if named := choices_of(item):
+            values = [str(member.value) for member in named]
+            last = "" if named is item else ", module:function, file.py:function"
+            return f"a list of {', '.join(values)}{last}, like [{', '.join(values[:2])}]"
         many = {int: "whole numbers", float: "numbers", str: "texts"}.get(item, "sections")
         return f"a list of {many}, like [a, b]"
     if get_origin(kind) is dict:

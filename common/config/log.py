@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from common.config.knobs import HOST, WORD, knob
+from common.config.knobs import FUNCTION, HOST, WORD, knob
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -26,6 +26,7 @@ class TrackerName(StrEnum):
 
     wandb: see `log.wandb`. tensorboard: event files in the folder tensorboard of the run. mlflow:
     at MLFLOW_TRACKING_URI, else in the file mlflow.db beside the runs. trackio: in TRACKIO_DIR.
+    A class or a function of your own makes an object with `send(step, values)` and `close()`.
     """
 
     WANDB = "wandb"
@@ -38,8 +39,10 @@ class TrackerName(StrEnum):
 class LogSection:
     """Log levels, the terminal display, and the destination of metrics."""
 
-    to: list[TrackerName] = knob(
-        [TrackerName.WANDB], "Lists the trackers that receive the metrics. Each needs its package."
+    to: list[TrackerName | str] = knob(
+        [TrackerName.WANDB],
+        "Lists the trackers that receive the metrics, also your own. Each needs its package.",
+        form=FUNCTION,
     )
     wandb: WandbMode = knob(WandbMode.AUTO, "Selects how metrics are sent to Weights & Biases.")
     wandb_project: str = knob(

@@ -44,6 +44,7 @@ def function_lines(cfg: RunConfig) -> list[str]:
     functions = user_functions(cfg)
     if cfg.groups.filter:
         functions.append(load_function("groups.filter", cfg.groups.filter))
+    functions += [load_function("log.to", name) for name in cfg.log.to if ":" in name]
     rewards = load_group_rewards(cfg.groups)
     formulas = [rewards.formula] if rewards is not None else []
     return [f"objective: {text}" for text in (*formulas, *(user.note for user in functions))]

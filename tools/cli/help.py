@@ -148,6 +148,8 @@ def _default(field: Field[Any]) -> str:
     value = default_of(field)
     if value == MISSING:
         return "(needed)"
+    if isinstance(value, list):
+        value = [each.value if isinstance(each, Enum) else each for each in value]
     plain = value.value if isinstance(value, Enum) else value
     return str(plain).lower() if isinstance(plain, bool) else str(plain) or '""'
 
