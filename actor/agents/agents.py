@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import psutil
 
 from actor.agents.episode import AgentEpisode
+from actor.agents.harnesses import command_of
 from actor.agents.server import AgentServer
 from actor.formats.renderer import Renderer
 from actor.rollout.context import History, Room
@@ -323,11 +324,13 @@ class Agents:
         self._long_lived: LongLived | None = None
         self._guardian: Guardian | None = None  # Kills the agents when this process is killed.
         self._starting = asyncio.Lock()
+        self._command: list[str] = list(cfg.agent)
 
     async def _start(self) -> Guardian:
         """Start the server and the configured long-lived agents at the first call."""
         async with self._starting:
             if self._guardian is None:
+                self._command = await asyncio.to_thread(command_of, self._cfg)
                 await self.server.start()
                 self._guardian = Guardian()
                 logger.info("started agent server url=%s", self.server.url)
@@ -410,7 +413,7 @@ class Agents:
         }
         episode.is_taken = True
         environ = {name: str(value) for name, value in variables.items()}
-        process = await AgentProcess.start(self._cfg.agent, environ, guardian)
+        process = await AgentProcess.start(self._command, environ, guardian)
         ended = asyncio.create_task(episode.ended.wait())
         try:
             await asyncio.wait(

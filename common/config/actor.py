@@ -328,7 +328,16 @@ class AgentOptions:
         False, "Lets programs of the user (actor.agent) play the episodes through a chat endpoint."
     )
     agent: list[str] = knob(
-        [], "With endpoint=true, sets the command line of the program that plays the episodes."
+        [],
+        "With endpoint=true, sets the command line of the program that plays the episodes, or "
+        "names a harness: codex, opencode or mini-swe-agent.",
+    )
+    harnesses: str = knob(
+        "",
+        "Names the folder in which a harness that actor.agent names is installed. The sandbox must "
+        "show it (envs.sandbox.mounts). Empty is a folder below /var/tmp.",
+        form=PATH,
+        also="",
     )
     agent_lifetime: AgentLifetime = knob(
         AgentLifetime.EPISODE, "Selects the lifetime of a process of actor.agent."

@@ -353,6 +353,9 @@ def style_of_model(folder: Path) -> str:
     return style
 
 
+LONE_WORD = re.compile(r"[\w./-]+")
+
+
 def _apply_overrides(
     tree: Tree, overrides: Sequence[str], *, schema: type[RunConfig]
 ) -> tuple[Tree, dict[str, str]]:
@@ -375,6 +378,8 @@ def _apply_overrides(
         if name in seen:
             raise ConfigError(f"{override}: {key} is given twice, first as {seen[name]}")
         seen[name] = override
+        if name == "actor.agent" and LONE_WORD.fullmatch(raw):
+            raw = f"[{raw}]"  # The name of a harness, or a program without arguments.
         value = with_base(parse_override(key, raw, schema=schema))
         tree = _changed(tree, name.split("."), value, key="", shown=override, schema=schema)
     return tree, seen

@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from actor.agents.harnesses import command_of, harness_of
 from actor.agents.listener import UNENCRYPTED, server_tls
 from common.config.actor import ActorSection
 from common.config.envs import DatasetOptions
@@ -161,6 +162,9 @@ def check_agent(actor: ActorSection) -> None:
     is_encrypted = server_tls("actor.agents", agents.tls_certificate, agents.tls_key) is not None
     if not is_encrypted and not is_loopback(agents.host):
         logger.warning(UNENCRYPTED, agents.host)
+    if harness_of(actor.agent):
+        command_of(actor)  # A hub shows the folder to its sandboxes, so it is installed before.
+        return
     if shutil.which(actor.agent[0]) is None:
         raise ConfigError(
             f"actor.agent={actor.agent}: no program {actor.agent[0]!r} on the PATH; install it, or"

@@ -110,6 +110,24 @@ def refused():
         package, ask = anthropic, lambda client, **more: client.messages.create(
             model="m", max_tokens=9, messages=[USER], **more)
         wrong, other = anthropic.Anthropic(api_key="wrong"), {"tool_choice": {"type": "any"}}
+    far = [{"role": "user", "content": "far " * 4000}]
+    if IS_GPT:
+        long = {"input": far}
+        assert client.responses.input_tokens.count(model="m", input="x").input_tokens > 0
+        words = "Your input exceeds the context window"
+    else:
+        long = {"messages": far}
+        counted = client.messages.count_tokens(model="m", messages=[USER])
+        assert counted.input_tokens > 0, counted
+        words = "prompt is too long: "
+    assert [model.id for model in client.models.list()] == ["policy"]
+    try:
+        client.responses.create(model="m", **long) if IS_GPT else client.messages.create(
+            model="m", max_tokens=9, **long)
+    except package.BadRequestError as told:
+        assert words in str(told), told
+    else:
+        raise AssertionError("a long prompt was answered")
     for error, who, more in [
         (package.BadRequestError, client, other),
         (package.BadRequestError, client, {"extra_body": {"frobnicate": 1}}),

@@ -1,0 +1,380 @@
+"""Harnesses by name: agents of others that play in the sandbox of their task.
+
+`actor.agent=[codex]` starts this file once per episode. The harness runs as one command of the
+environment `terminal`, so that its files and commands are those of the task. Its environment is
+empty but for the variables below. It has no network; a Unix socket in a folder that the sandbox
+shows leads to the policy. The hub must be on the actor's machine.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from common.config.actor import ActorSection, AgentLifetime
+from common.errors import ConfigError
+from common.http.blocking import request
+
+logger = logging.getLogger(__name__)
+
+PORT = 8080  # Port of the policy inside the sandbox, which has a network of its own.
+MODEL = "policy"
+PYTHON = "/usr/bin/python3"  # Python of the sandbox.
+SOCKETS = "sockets"  # Folder of the sockets below that of the harnesses.
+WHOLE = "installed"  # File that marks a complete installation.
+BUFFER_BYTES = 1 << 16
+STEP_S = 7 * 86_400.0  # The deadline of the episode ends a step, and the limits of the environment.
+# Forwards connections of the sandbox to the socket, runs the harness, and returns its exit code.
+RELAY = """
+import socket, subprocess, sys, threading
+place, port, command = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+def pump(source, target):
+    try:
+        while data := source.recv(65536):
+            target.sendall(data)
+    except OSError:
+        pass
+    try:
+        target.shutdown(socket.SHUT_WR)
+    except OSError:
+        pass
+def serve(listener):
+    while True:
+        client, _ = listener.accept()
+        policy = socket.socket(socket.AF_UNIX)
+        policy.connect(place)
+        for pair in ((client, policy), (policy, client)):
+            threading.Thread(target=pump, args=pair, daemon=True).start()
+listener = socket.create_server(("127.0.0.1", port))
+threading.Thread(target=serve, args=(listener,), daemon=True).start()
+sys.exit(subprocess.run(command, stdin=subprocess.DEVNULL).returncode)
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyAccess:
+    """How a harness reaches the policy."""
+
+    url: str  # Base URL of OpenAI's APIs inside the sandbox.
+    key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Harness:
+    """An agent of others with a fixed version."""
+
+    package: str
+    version: str
+    is_npm: bool
+    # (folder of the installation, task) -> command line
+    command: Callable[[str, str], list[str]]
+    # PolicyAccess -> files of its home, by path
+    files: Callable[[PolicyAccess], dict[str, str]]
+    # PolicyAccess -> its variables, beside PATH and HOME
+    variables: Callable[[PolicyAccess], dict[str, str]]
+
+
+def _npm(folder: str, program: str) -> str:
+    return f"{folder}/node_modules/.bin/{program}"
+
+
+def _codex_files(access: PolicyAccess) -> dict[str, str]:
+    lines = [
+        f'model = "{MODEL}"',
+        'model_provider = "longstride"',
+        'approval_policy = "never"',
+        'sandbox_mode = "danger-full-access"',  # The sandbox of the task is the only one.
+        "[model_providers.longstride]",
+        'name = "longstride"',
+        f'base_url = "{access.url}"',
+        'env_key = "OPENAI_API_KEY"',
+        'wire_api = "responses"',
+        "supports_websockets = false",
+    ]
+    return {".codex/config.toml": "\n".join(lines) + "\n"}
+
+
+def _opencode_files(access: PolicyAccess) -> dict[str, str]:
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "longstride",
+        "options": {"baseURL": access.url, "apiKey": access.key},
+        "models": {MODEL: {"name": MODEL, "tool_call": True}},
+    }
+    config = {
+        "provider": {"longstride": provider},
+        "model": f"longstride/{MODEL}",
+        "small_model": f"longstride/{MODEL}",
+        "share": "disabled",
+        "autoupdate": False,
+        "permission": {"edit": "allow", "bash": "allow", "webfetch": "deny"},
+    }
+    return {".config/opencode/opencode.json": json.dumps(config)}
+
+
+MINI = """
+agent:
+  system_template: |
+    You work in a Linux shell. Each answer has exactly one command in a block:
+    ```mswea_bash_command
+    ls -la
+    ```
+  instance_template: |
+    {{task}}
+
+    When the task is finished, run `echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT` alone.
+  step_limit: 30
+  cost_limit: 0
+  mode: yolo
+  confirm_exit: false
+model:
+  model_class: litellm_textbased
+  model_name: openai/policy
+  cost_tracking: ignore_errors
+  model_kwargs:
+    drop_params: true
+    timeout: 600
+  observation_template: "{{ output.output }}"
+  format_error_template: Answer with exactly one mswea_bash_command block.
+environment:
+  environment_class: local
+"""
+
+
+def _openai(access: PolicyAccess) -> dict[str, str]:
+    names = ("OPENAI_BASE_URL", "OPENAI_API_BASE")
+    return {**dict.fromkeys(names, access.url), "OPENAI_API_KEY": access.key}
+
+
+HARNESSES = {
+    "codex": Harness(
+        package="@openai/codex",
+        version="0.171.0",
+        is_npm=True,
+        command=lambda folder, task: [
+            *(_npm(folder, "codex"), "exec", "--skip-git-repo-check", "--color", "never", task)
+        ],
+        files=_codex_files,
+        variables=_openai,
+    ),
+    "opencode": Harness(
+        package="opencode-ai",
+        version="1.18.33",
+        is_npm=True,
+        command=lambda folder, task: [
+            *(_npm(folder, "opencode"), "run", "-m", f"longstride/{MODEL}", task)
+        ],
+        files=_opencode_files,
+        variables=lambda access: {
+            **_openai(access),
+            "OPENCODE_DISABLE_AUTOUPDATE": "1",
+            "OPENCODE_DISABLE_MODELS_FETCH": "1",
+            "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
+        },
+    ),
+    "mini-swe-agent": Harness(
+        package="mini-swe-agent",
+        version="2.4.6",
+        is_npm=False,
+        command=lambda folder, task: [
+            *(PYTHON, "-m", "minisweagent.run.mini", "-y", "--exit-immediately"),
+            *("-c", "/home/agent/mini.yaml", "-t", task, "-o", "/tmp/mini.traj.json"),
+        ],
+        files=lambda _: {"mini.yaml": MINI},
+        variables=lambda access: {
+            **_openai(access),
+            "MSWEA_CONFIGURED": "true",
+            "MSWEA_SILENT_STARTUP": "1",
+            "MSWEA_GLOBAL_CONFIG_DIR": "/tmp/mini",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        },
+    ),
+}
+
+
+def folder_of(name: str, root: Path) -> Path:
+    """Return the folder of a harness below the folder of all harnesses."""
+    return root / f"{name}-{HARNESSES[name].version}"
+
+
+def install(name: str, root: Path) -> Path:
+    """Install a harness with its fixed version, unless it is there; return its folder.
+
+    Raises: ConfigError: npm or pip failed; the message has its last output.
+    """
+    harness = HARNESSES[name]
+    folder = folder_of(name, root)
+    if (folder / WHOLE).exists():
+        return folder
+    logger.info("installing harness=%s version=%s folder=%s", name, harness.version, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (root / SOCKETS).mkdir(exist_ok=True)
+    if harness.is_npm:
+        wanted = f"{harness.package}@{harness.version}"
+        argv = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", f"{folder}"]
+        argv.append(wanted)
+    else:
+        wanted = f"{harness.package}=={harness.version}"
+        argv = [sys.executable, "-m", "pip", "install", "-q", "--target", f"{folder}", wanted]
+    done = subprocess.run(argv, capture_output=True, encoding="utf-8", check=False)
+    if done.returncode:
+        text = f"{done.stdout}{done.stderr}"[-1_000:]
+        raise ConfigError(f"actor.agent={name}: cannot install {wanted}: {text}")
+    (folder / WHOLE).write_text(f"{wanted}\n", encoding="utf-8")
+    return folder
+
+
+def script_of(
+    harness: Harness, folder: Path, *, task: str, access: PolicyAccess, place: str, port: int = PORT
+) -> str:
+    """Return the command that runs a harness in the sandbox of its task.
+
+    Args:
+        folder: folder of the installation.
+        place: path of the policy's socket.
+        port: port of the policy in the network of the sandbox; 0: any, for a harness without it.
+    """
+    lines = [
+        f"mkdir -p {shlex.quote(os.path.dirname(f'/home/agent/{path}'))} && "
+        f"printf %s {shlex.quote(text)} > {shlex.quote(f'/home/agent/{path}')}"
+        for path, text in harness.files(access).items()
+    ]
+    variables = {
+        "HOME": "/home/agent",
+        "PATH": f"{folder}/node_modules/.bin:{folder}/bin:/usr/local/bin:/usr/bin:/bin",
+        "LANG": "C.UTF-8",
+        "TERM": "dumb",
+        "TMPDIR": "/tmp",
+        **({} if harness.is_npm else {"PYTHONPATH": f"{folder}"}),
+        **harness.variables(access),
+    }
+    cleared = ["env", "-i", *(f"{name}={value}" for name, value in variables.items())]
+    relay = [PYTHON, "-c", RELAY, place, f"{port}"]
+    argv = [*cleared, *relay, *harness.command(f"{folder}", task)]
+    return "\n".join([*lines, shlex.join(argv)])
+
+
+class Episode:
+    """The environment of an episode, as the actor's endpoint offers it."""
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        """Use the variables of an agent's process."""
+        self._url = variables["LONGSTRIDE_ENV"]
+        self._key = variables["OPENAI_API_KEY"]
+
+    def task(self) -> dict[str, Any]:
+        """Return the task."""
+        return self._call(self._url)
+
+    def step(self, action: str) -> dict[str, Any]:
+        """Send an action and return its result."""
+        return self._call(f"{self._url}/step", {"action": action})
+
+    def _call(self, url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the answer of the endpoint. Raises: OSError: it gave none, or an error."""
+        answer = request(
+            url,
+            method="GET" if body is None else "POST",
+            body=None if body is None else json.dumps(body).encode(),
+            headers={"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"},
+            timeout_s=STEP_S,
+            is_own=True,
+        )
+        if not answer.is_ok:
+            raise OSError(f"{url}: {answer.shown}")
+        return json.loads(answer.body)
+
+
+@contextlib.asynccontextmanager
+async def policy_socket(root: Path, url: str) -> AsyncIterator[Path]:
+    """Listen at a Unix socket, whose connections lead to the policy; yield its path."""
+    parts = urlsplit(url)
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection(parts.hostname, parts.port)
+        await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
+
+    folder = Path(tempfile.mkdtemp(dir=root / SOCKETS))
+    folder.chmod(0o755)
+    place = folder / "policy"
+    server = await asyncio.start_unix_server(forward, place)
+    place.chmod(0o666)  # The sandbox has another user. The key of the episode protects the policy.
+    try:
+        yield place
+    finally:
+        server.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Forward bytes until the end of a connection."""
+    with contextlib.suppress(ConnectionError):
+        while content := await reader.read(BUFFER_BYTES):
+            writer.write(content)
+            await writer.drain()
+    with contextlib.suppress(OSError):
+        writer.close()
+
+
+async def play(name: str, root: Path, variables: Mapping[str, str]) -> None:
+    """Play the episode of an agent's process with a harness."""
+    episode = Episode(variables)
+    task = await asyncio.to_thread(episode.task)
+    url = variables["OPENAI_BASE_URL"]
+    async with policy_socket(root, url) as place:
+        access = PolicyAccess(
+            url=f"http://127.0.0.1:{PORT}{urlsplit(url).path}", key=variables["OPENAI_API_KEY"]
+        )
+        script = script_of(
+            HARNESSES[name],
+            folder_of(name, root),
+            task=f"{task['observation']}",
+            access=access,
+            place=f"{place}",
+        )
+        result = await asyncio.to_thread(episode.step, f"````bash\n{script}\n````")
+    sys.stdout.write(f"{result['observation']}\n")
+    sys.stdout.flush()
+    if not (result["done"] or result["truncated"]):
+        await asyncio.to_thread(episode.step, "submit")
+
+
+def harness_of(agent: Sequence[str]) -> str:
+    """Return the harness that `actor.agent` names, "" for another command line."""
+    return agent[0] if len(agent) == 1 and agent[0] in HARNESSES else ""
+
+
+def root_of(cfg: ActorSection) -> Path:
+    """Return the folder of all harnesses."""
+    own = Path("/var/tmp") / f"longstride-harnesses-{os.getuid()}"  # A sandbox hides /tmp.
+    return Path(cfg.harnesses) if cfg.harnesses else own
+
+
+def command_of(cfg: ActorSection) -> list[str]:
+    """Return the command line of the agent; a named harness is installed first.
+
+    Raises: ConfigError: it cannot be installed, or its processes are no ones of an episode.
+    """
+    name = harness_of(cfg.agent)
+    if not name:
+        return list(cfg.agent)
+    if cfg.agent_lifetime is not AgentLifetime.EPISODE:
+        raise ConfigError(f"actor.agent_lifetime={cfg.agent_lifetime}: must be episode for {name}")
+    root = root_of(cfg).absolute()
+    install(name, root)
+    return [sys.executable, "-m", "actor.agents.harnesses", name, f"{root}"]
+
+
+if __name__ == "__main__":
+    asyncio.run(play(sys.argv[1], Path(sys.argv[2]), os.environ))
