@@ -265,7 +265,7 @@ def script_of(
     return "\n".join([*lines, shlex.join(argv)])
 
 
-class Episode:
+class HarnessEpisode:
     """The environment of an episode, as the actor's endpoint offers it."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
@@ -329,7 +329,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 async def play(name: str, root: Path, variables: Mapping[str, str]) -> None:
     """Play the episode of an agent's process with a harness."""
-    episode = Episode(variables)
+    episode = HarnessEpisode(variables)
     task = await asyncio.to_thread(episode.task)
     url = variables["OPENAI_BASE_URL"]
     async with policy_socket(root, url) as place:
