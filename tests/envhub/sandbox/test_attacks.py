@@ -50,15 +50,13 @@ ATTACKS = {
 
 
 @contextmanager
-def hub() -> Iterator[str]:
+def hub(options: EnvsSection) -> Iterator[str]:
     """Yield the address of a hub with terminal tasks and another environment."""
-    need_bubblewrap()
-    terminal = TerminalOptions(command_timeout_s=COMMAND_S, max_turns=1000)
     app, sessions = main.build(
         ["terminal", "textcraft"],
         EnvhubSection(),
         token=None,
-        options=EnvsSection(sandbox=OPTIONS, terminal=terminal),
+        options=options,
         remote=RemoteOptions(),
     )
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -154,7 +152,9 @@ async def attacked(url: str, command: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_attack_leaves_hub_sessions_and_host_untouched(name: str) -> None:
-    with hub() as url:
+    need_bubblewrap()
+    terminal = TerminalOptions(command_timeout_s=COMMAND_S, max_turns=1000)
+    with hub(EnvsSection(sandbox=OPTIONS, terminal=terminal)) as url:
         found = asyncio.run(attacked(url, ATTACKS[name]))
     print(json.dumps({"name": name, **found}))  # noqa: T201 - `pytest -s` shows the figures.
     assert found["processes"] <= LIMITS.processes + 8  # The other sandbox runs commands, too.
