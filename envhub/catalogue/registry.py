@@ -154,14 +154,15 @@ def is_reference(name: str) -> bool:
 
 def parse_options(plain: Mapping[str, Any]) -> tuple[EnvsSection, RemoteOptions]:
     """Return the options serialized by `Registry.load_order`."""
-    default = EnvsSection()
-    sections = {name: _like(getattr(default, name), value) for name, value in plain["envs"].items()}
-    return EnvsSection(**sections), RemoteOptions(**plain["env"])
+    return _like(EnvsSection(), plain["envs"]), RemoteOptions(**plain["env"])
 
 
 def _like(default: Any, value: Any) -> Any:
-    """Return a section of the configuration from its JSON; other values unchanged."""
-    return type(default)(**value) if is_dataclass(default) else value
+    """Return a section of the configuration, and those below it, from JSON; others unchanged."""
+    if not is_dataclass(default):
+        return value
+    fields = {name: _like(getattr(default, name), part) for name, part in value.items()}
+    return type(default)(**fields)  # type: ignore[operator]
 
 
 def load_spec(name: str, options: EnvsSection, remote: RemoteOptions) -> EnvSpec:

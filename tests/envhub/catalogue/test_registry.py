@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.config.env import RemoteOptions
-from common.config.envs import BrowserOptions, EnvsSection
+from common.config.envs import BrowserOptions, ContainerOptions, EnvsSection, SandboxOptions
 from common.formats.answers import BARE
 from envhub.catalogue.registry import (
     LOADERS,
@@ -108,7 +108,8 @@ def test_broken_reference_names_the_missing_part(reference: str, words: str):
 
 def test_worker_gets_the_options_of_the_hub():
     browser, plugins = BrowserOptions(max_sessions=3), {"size": "9"}
-    options = EnvsSection(browser=browser, plugins=plugins, agentgym_rules=True)
+    sandbox = SandboxOptions(containers=ContainerOptions(memory_mib=77))
+    options = EnvsSection(browser=browser, plugins=plugins, agentgym_rules=True, sandbox=sandbox)
     remote = RemoteOptions(url="http://h:1", dialect="alfworld", num_test=7)
     registry = Registry(["textcraft"], options, remote)
     order = registry.load_order("textcraft")
