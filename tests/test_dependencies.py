@@ -17,6 +17,7 @@ from tests.syntax_trees import nodes_of
 
 PACKAGES = ("actor", "common", "envhub", "learner", "scheduler", "tools")
 ENVIRONMENTS = ("envhub/envs/", "envhub/web/")  # what only these import is the extra `envs`
+TRACKERS = ROOT / "learner/trackers.py"  # what only this file imports is the extra `trackers`
 # Reached without an import statement of ours, and how.
 BY_NAME = {
     "axe-playwright-python": "its axe.min.js is found by find_spec",
@@ -26,6 +27,7 @@ BY_NAME = {
     "pytest-timeout": "pytest's option",
     "pytest-xdist": "make test",
     "ruff": "make check",
+    "tensorboard": "torch's SummaryWriter",
     "trl": "its chat templates are found by find_spec",
     "websockets": "uvicorn's WebSockets",
 }
@@ -113,8 +115,9 @@ def locked(lock: str) -> set[str]:
 
 @pytest.mark.slow
 def test_imported_package_is_declared_where_it_belongs() -> None:
-    core = imported(sources(environments=False))
+    core = imported(path for path in sources(environments=False) if path != TRACKERS)
     assert {name: core[name] for name in core.keys() - declared("gpu", "ray", "data")} == {}
+    assert imported([TRACKERS]).keys() - declared("gpu", "trackers") == set()
     envs = imported(sources(environments=True))
     assert {name: envs[name] for name in envs.keys() - declared("gpu", "envs")} == {}
     tests = imported(outside_the_wheel())
@@ -130,6 +133,8 @@ def test_declared_package_is_imported() -> None:
     envs = imported(sources(environments=True)).keys() - core
     tests = imported(outside_the_wheel()).keys()
     assert declared() - core - BY_NAME.keys() == set()
+    trackers = imported([TRACKERS]).keys()
+    assert declared("trackers") - declared() - trackers - BY_NAME.keys() == set()
     assert declared("envs") - declared() - envs - BY_NAME.keys() == set()
     assert declared("benchmarks", "dev") - declared() - tests - BY_NAME.keys() == set()
 
