@@ -17,7 +17,7 @@ STARTED_FROM = "LONGSTRIDE_STARTED_FROM"
 
 # Variable with the name of the program for child processes, if it is the console script.
 STARTED_AS = "LONGSTRIDE_STARTED_AS"
-SCRIPT = re.compile(r"(?<![\w./-])(?:(?:\.venv/bin/)?python )?run\.py(?![\w./-])")
+SCRIPT = re.compile(r"(?<![\w./-])(?:(?:\.venv/bin/)?python )?run\.py(?![\w/-]|\.\w)")
 
 CODE = Path(__file__).resolve().parents[1]  # The folder of run.py and configs/.
 IS_CHECKOUT = (CODE / "pyproject.toml").is_file()

@@ -13,6 +13,7 @@ TEXTS = {
     "usage: run.py show RUN": "usage: longstride show RUN",
     "then .venv/bin/python run.py, or": "then longstride, or",
     "run.py": "longstride",
+    "end it with run.py. Then": "end it with longstride. Then",
     "/home/me/run.py has no": "/home/me/run.py has no",
     "my_run.py and run.pyc and prun.py": "my_run.py and run.pyc and prun.py",
 }

@@ -87,7 +87,7 @@ def test_metrics_come_once_for_each_step(trained: Trained) -> None:
     assert training.run.metrics == metrics
     assert not training.is_running
     assert training.run.is_finished
-    assert wait_until_gone(training.path) == []
+    assert wait_until_gone(training.path.parent) == []
 
 
 def test_objects_reach_the_roles(trained: Trained) -> None:
@@ -125,16 +125,17 @@ def test_final_policy_answers_and_is_evaluated(trained: Trained) -> None:
 
 
 def test_stopped_run_ends_all_roles_and_resumes(folder: Path) -> None:
-    overrides = {"run.dir": folder, "run.name": "stopped", "train.num_steps": 4}
+    overrides = {"run.dir": folder, "run.name": "stopped", "train.num_steps": 12}
     training = train("smoke", overrides)
     first = next(iter(training))
+    assert processes_of(folder) != []
     training.stop()
     assert first["step"] == 1
-    assert wait_until_gone(training.path) == []
+    assert wait_until_gone(folder) == []
     training.wait()  # A stopped run has no error.
     assert not training.run.is_finished
     with train("smoke", overrides) as again:
-        assert [line["step"] for line in again] == [1, 2, 3, 4]
+        assert [line["step"] for line in again] == [*range(1, 13)]
     assert again.run.is_finished
 
 
