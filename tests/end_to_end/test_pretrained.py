@@ -1,12 +1,17 @@
-"""Law of a pretrained model in bf16: engines and learner agree, whatever they compute in."""
+"""Laws of a pretrained model: engines and learner agree in each precision, GGUF is served."""
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from statistics import fmean
 
 import pytest
+import requests
 
-from tests.end_to_end.runs import Run
-from tests.pretrained import make_smollm2
+from tests.end_to_end.runs import REPOSITORY, Run
+from tests.pretrained import download_smollm2, make_smollm2
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(3600)]
 
@@ -66,3 +71,27 @@ def test_canary_of_a_pretrained_model_stays_flat(
     assert max(noise) < LIMITS[dtype]
     assert fmean(noise[-3:]) < 1.5 * fmean(noise[:3]) + LIMITS[dtype] / 10
     assert any(line["train/grad_norm"] > 0 for line in lines)
+
+
+def test_gguf_file_answers(tmp_path: Path) -> None:
+    path = download_smollm2(tmp_path)
+    keys = (f"model.path={path}", "model.dtype=float32", "policy.max_model_len=256")
+    where = (f"run.dir={tmp_path}", "run.name=r", "policy.port=0", "actor.kv_cache_gib=1")
+    with subprocess.Popen(
+        [sys.executable, "run.py", "serve", *keys, *where],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+    ) as process:
+        try:
+            assert process.stdout is not None
+            line = next(each for each in process.stdout if each.startswith("policy: "))
+            question = {"role": "user", "content": "What is 3 + 4?"}
+            body = {"model": "m", "messages": [question], "max_tokens": 12, "temperature": 0}
+            url = f"{line.split()[1]}/chat/completions"
+            answer = requests.post(url, json=body, timeout=RUN_S).json()
+        finally:
+            process.send_signal(signal.SIGINT)
+    assert "3 + 4 = 7" in answer["choices"][0]["message"]["content"]
+    assert len(list((tmp_path / "cache" / "longstride" / "dequantised").glob("Smol*"))) == 1

@@ -34,6 +34,7 @@ TEXT = {
     "llama4": ("language_model.model.", "language_model.lm_head."),  # The head is inside.
     "mistral3": ("language_model.model.",),
     "qwen2_5_vl": ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head."),
+    "qwen2_audio": ("language_model.model.", "language_model.lm_head."),  # Reads a device.
     "qwen3_5": ("model.language_model.", "lm_head."),
     "voxtral": ("language_model.model.", "language_model.lm_head."),
 }
