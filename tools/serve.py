@@ -33,6 +33,7 @@ from common.http.serving import EmbeddedServer, Refusals
 from common.stall.beacon import Beacon, beacon_of
 from common.store.run_dir import RunDir
 from common.wire.addresses import bracketed
+from learner.policy.model_kind import takes_no_adapter_files
 from learner.training.shards import is_whole
 
 if TYPE_CHECKING:
@@ -239,10 +240,13 @@ def base_of(folder: Path) -> tuple[Path, LoraSection]:
             f"{path}: its base model {base} is not on this machine; copy the base to this path, or"
             " merge the adapters with `python run.py merge`"
         )
-    if settings.get("target_parameters"):
+    changed = "experts" if settings.get("target_parameters") else ""
+    if takes_no_adapter_files(Path(base)):
+        changed = "rows that vLLM has in another order"
+    if changed:
         raise ConfigError(
-            f"{path}: its adapters change experts, which the engine (vLLM) cannot take. Merge them"
-            " with `run.py merge` and serve the merged policy."
+            f"{path}: its adapters change {changed}, which the engine (vLLM) cannot take. Merge"
+            " them with `run.py merge` and serve the merged policy."
         )
     targets = sorted(settings["target_modules"])
     return Path(base), LoraSection(

@@ -24,6 +24,9 @@ from common.errors import EngineError
 # The only adapter. Its path does not exist: the engine must never load it from disk.
 REQUEST = LoRARequest(lora_name="policy", lora_int_id=1, lora_path="/published/in/memory")
 
+# Method of vLLM's models that changes the order of the rows of a weight, by its name.
+REORDER = "permute_qk_weight_for_rotary"
+
 Pair = tuple[torch.Tensor, torch.Tensor]  # A [rank, inputs] and B [outputs, rank] of a module.
 
 
@@ -61,6 +64,7 @@ def load_adapter(
     model = model_runner.get_model()
     renamed = getattr(model, "hf_to_vllm_mapper", None)
     weights = _by_module(tensors, None if renamed is None else renamed.get_rename_mapper())
+    weights = _in_order_of_base(model, weights)
     manager = model.lora_manager
     places = {*manager.modules, *chain.from_iterable(manager.packed_modules.values())}
     strangers = sorted(weights.keys() - places)
@@ -83,6 +87,22 @@ def _by_module(tensors: Iterable[tuple[str, torch.Tensor]], mapper: Any) -> dict
         module, is_first = parse_fine_tuned_lora_name(name, mapper)
         halves.setdefault(module, {})[is_first] = tensor
     return {module: (both[True], both[False]) for module, both in halves.items()}
+
+
+def _in_order_of_base(model: torch.nn.Module, weights: dict[str, Pair]) -> dict[str, Pair]:
+    """Return matrices whose B has its rows in the order of the weights in the engine.
+
+    vLLM (0.32) changes the order of the rows of Llama 4's queries and keys when it loads them, and
+    not that of their adapters.
+    """
+    owner: Any = next((each for each in model.modules() if hasattr(each, REORDER)), None)
+    if owner is None:
+        return weights
+    reorder = getattr(owner, REORDER)
+    return {
+        name: (first, reorder(f"{name}.weight", second)[1])
+        for name, (first, second) in weights.items()
+    }
 
 
 def _fill_slots(

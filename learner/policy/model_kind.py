@@ -175,8 +175,6 @@ def check_engine_equal(folder: Path, max_tokens: int, *, shown: str) -> None:
     whole = _read(folder)
     tree = _language_model(whole)
     _check_settings(tree, shown)
-    if problem := _tied_problem(whole):
-        raise ConfigError(f"model.path={shown}: {_name(tree)} {problem}")
     if problem := _other_problem(tree, max_tokens):
         raise ConfigError(f"model.path={shown}: {_name(tree)} {problem}")
     unread = DIFFERENCES["unread"].get(family_of(tree))
@@ -185,7 +183,8 @@ def check_engine_equal(folder: Path, max_tokens: int, *, shown: str) -> None:
             f"model.path={shown}: the engine (vLLM 0.32) does not load the weights of {_name(tree)}"
             f" that the learner publishes: {unread}. Choose another model"
         )
-    difference = DIFFERENCES["unequal"].get(family_of(tree))
+    unequal: dict[str, str] = DIFFERENCES["unequal"]
+    difference = unequal.get(family_of(whole)) or unequal.get(family_of(tree))
     if difference:
         raise ConfigError(
             f"model.path={shown}: {_name(tree)} has other log-probabilities in the engine than in"
@@ -203,18 +202,9 @@ def check_engine_equal(folder: Path, max_tokens: int, *, shown: str) -> None:
         )
 
 
-def _tied_problem(whole: dict[str, Any]) -> str:
-    """Return why the head of a composite differs between both libraries, and the remedy; or ""."""
-    section: object = whole.get("text_config")
-    if family_of(whole) not in DIFFERENCES["tied_by_section"] or not isinstance(section, dict):
-        return ""
-    ours, theirs = (bool(each.get(TIED)) for each in (whole, cast(dict[str, Any], section)))
-    if TIED not in whole or ours == theirs:
-        return ""
-    return (
-        f"has {TIED}={json.dumps(ours)} in config.json and {json.dumps(theirs)} in its text_config,"
-        " which the engine reads. Write the first value to both"
-    )
+def takes_no_adapter_files(folder: Path) -> bool:
+    """Return whether the engine would misread the files of an adapter for this model."""
+    return family_of(_language_model(_read(folder))) in DIFFERENCES["reordered"]
 
 
 def _language_model(tree: dict[str, Any]) -> dict[str, Any]:

@@ -67,6 +67,18 @@ def test_adapters_are_served_with_their_base_weights(tmp_path: Path) -> None:
         base_of(tmp_path)
 
 
+def test_adapters_of_rows_that_the_engine_reorders_are_not_served(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    tree = {"model_type": "llama4", "text_config": {"model_type": "llama4_text"}}
+    (base / "config.json").write_text(json.dumps(tree), encoding="utf-8")
+    told = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps({**told, "base_model_name_or_path": str(base)}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"vLLM has in another order.*run\.py merge"):
+        base_of(tmp_path)
+
+
 @pytest.mark.parametrize("sent", [b"", b"GET /v1/models HTTP/1.1\r\nx: "])
 def test_silent_connections_shut_no_client_of_serve_out(
     monkeypatch: pytest.MonkeyPatch, sent: bytes
