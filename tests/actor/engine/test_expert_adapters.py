@@ -40,7 +40,7 @@ def save(family: str, folder: Path) -> None:
     if family in KINDS:
         save_policy_of(folder, family)
     else:
-        save_network(family, folder)
+        save_network(family, folder, settings={"max_position_embeddings": 512})
 
 
 def test_engine_of_experts_follows_each_adapter(rig: Rig) -> None:
