@@ -1,7 +1,6 @@
 """Laws of hostile commands in containers: the hub, its other sessions and the host stay whole."""
 
 import asyncio
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from tests.envhub.envs.terminal.test_containers import containers, problem
 from tests.envhub.sandbox.test_attacks import ATTACKS, COMMAND_S, AttackSession, hub
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
-MIB = 1 << 20
 PERL = "perl -e 'my @x; while (1) { push @x, \"y\" x (1 << 20) }'"
 OTHERS = {  # Debian's base image has no Python.
     "memory of one process": PERL,
@@ -63,8 +61,6 @@ def test_attack_in_a_container_leaves_hub_sessions_and_host_whole(
         settings.write_text(text, encoding="utf-8")
     options = replace(OPTIONS, terminal=replace(OPTIONS.terminal, train=str(tmp_path)))
     before = containers()
-    disk = shutil.disk_usage("/").free
     with hub(options) as url:
         asyncio.run(attacked(url, OTHERS.get(name, ATTACKS[name])))
     assert containers() <= before
-    assert disk - shutil.disk_usage("/").free < 2000 * MIB
