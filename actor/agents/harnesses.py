@@ -217,6 +217,8 @@ def install(name: str, root: Path) -> Path:
     folder = folder_of(name, root)
     if (folder / WHOLE).exists():
         return folder
+    if harness.is_npm and shutil.which("npm") is None:
+        raise ConfigError(f"actor.agent={name}: npm is missing; install Node 20, which has it")
     logger.info("installing harness=%s version=%s folder=%s", name, harness.version, folder)
     folder.mkdir(parents=True, exist_ok=True)
     (root / SOCKETS).mkdir(exist_ok=True)
@@ -372,6 +374,8 @@ def command_of(cfg: ActorSection) -> list[str]:
     if cfg.agent_lifetime is not AgentLifetime.EPISODE:
         raise ConfigError(f"actor.agent_lifetime={cfg.agent_lifetime}: must be episode for {name}")
     root = root_of(cfg).absolute()
+    if root.is_relative_to("/tmp"):
+        raise ConfigError(f"actor.harnesses={root}: must not be below /tmp, which a sandbox hides")
     install(name, root)
     return [sys.executable, "-m", "actor.agents.harnesses", name, f"{root}"]
 

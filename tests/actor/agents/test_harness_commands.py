@@ -12,6 +12,7 @@ from actor.agents.harnesses import (
     PolicyAccess,
     command_of,
     harness_of,
+    install,
     script_of,
 )
 from common.config.actor import ActorSection, AgentLifetime
@@ -63,3 +64,17 @@ def test_harness_for_a_whole_run_is_refused_by_its_key() -> None:
     cfg = ActorSection(endpoint=True, agent=["codex"], agent_lifetime=AgentLifetime.RUN)
     with pytest.raises(ConfigError, match=r"actor\.agent_lifetime=run: must be episode for codex"):
         command_of(cfg)
+
+
+def test_folder_that_a_sandbox_hides_is_refused_by_its_key() -> None:
+    cfg = ActorSection(endpoint=True, agent=["codex"], harnesses="/tmp/harnesses")
+    with pytest.raises(ConfigError, match=r"actor\.harnesses=/tmp/harnesses: must not be below"):
+        command_of(cfg)
+
+
+def test_missing_npm_is_named_with_its_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}")
+    with pytest.raises(ConfigError, match=r"actor\.agent=codex: npm is missing; install Node 20"):
+        install("codex", tmp_path)
