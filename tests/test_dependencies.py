@@ -78,7 +78,7 @@ def tops(path: Path) -> set[str]:
 
 def imported(paths: Iterable[Path]) -> dict[str, str]:
     """Return distribution -> a file that imports it."""
-    own = {*PACKAGES, "benchmarks", "longstride", "run", "tests", *sys.stdlib_module_names}
+    own = {*PACKAGES, "benchmarks", "docs", "longstride", "run", "tests", *sys.stdlib_module_names}
     found: dict[str, str] = {}
     for path in paths:
         for top in tops(path) - own:
