@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 from common.errors import LongstrideError, MessageTooLarge, WireError
@@ -94,7 +95,17 @@ class Delivery:
     restarted learner publishes a new address. All unacknowledged episodes are then sent there.
     """
 
-    def __init__(self, addresses: Addresses, keys: RunKeys, *, window: int, context: Any) -> None:
+    def __init__(
+        self,
+        addresses: Addresses,
+        keys: RunKeys,
+        *,
+        window: int,
+        context: Any,
+        on_acknowledged: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Create the delivery. `on_acknowledged` is called with the id of each such episode."""
+        self._on_acknowledged = on_acknowledged
         self._dealer = FollowingDealer(addresses, "learner", keys, context=context)
         self._slots = asyncio.Semaphore(window)
         self._pending: dict[str, tuple[list[bytes], float]] = {}  # id -> (frames, last sent)
@@ -176,6 +187,7 @@ class Delivery:
         for episode_id in (message.episode_id, *message.others):
             if self._pending.pop(episode_id, None) is not None:
                 self._slots.release()
+                self._on_acknowledged(episode_id)
         if not self._pending:
             self._all_done.set()
 

@@ -106,7 +106,7 @@ async def work(cfg: RunConfig, parts: Parts, stop: asyncio.Event, beacon: Beacon
             task.result()
         if not any(task in done for task in ends):
             raise LongstrideError("a background task of the actor ended without an error")
-        await parts.episodes.cancel_all()
+        await parts.episodes.cancel_all(is_run_over=parts.scheduler.is_finished.is_set())
         with suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_S):
                 await parts.delivery.drained()

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import uvloop
 import zmq.asyncio
@@ -23,6 +24,7 @@ from actor.loops import Parts, ProcessUsage, shut_down, work_together
 from actor.rollout.hubs import Hubs
 from actor.rollout.lockstep import Rounds
 from actor.rollout.pool import EpisodePool
+from actor.rollout.recording import LagRule, Recordings
 from actor.scheduler_client import SchedulerClient
 from actor.seeds import engine_seed
 from actor.weights.receive import WeightLink
@@ -224,7 +226,14 @@ async def _connect(
     await scheduler.connect(timeout_s=start_s)
     await scheduler.learn_addresses(timeout_s=start_s)
     await hubs.start(timeout_s=start_s)  # Only the first call connects.
-    delivery = Delivery(book, keys, window=cfg.actor.delivery_window, context=context)
+    recordings = _recordings(cfg, access, engine)
+    delivery = Delivery(
+        book,
+        keys,
+        window=cfg.actor.delivery_window,
+        context=context,
+        on_acknowledged=partial(_drop, recordings),
+    )
     await delivery.connect(timeout_s=start_s)
     devices = await engine.device_ids()
     weights = WeightLink(
@@ -248,6 +257,7 @@ async def _connect(
         rounds=rounds if cfg.train.mode == "sync" else None,
         keeps_last=cfg.algorithm.advantage is Advantage.PPO,
         agents=agents_of(cfg.actor, actor=name, renderer=renderer),
+        recordings=recordings,
     )
     return Parts(
         name=name,
@@ -259,6 +269,33 @@ async def _connect(
         weights=weights,
         episodes=episodes,
         usage=usage,
+    )
+
+
+def _drop(recordings: Recordings | None, episode_id: str) -> None:
+    """Remove the record of an episode that the learner has."""
+    if recordings is not None:
+        recordings.drop(episode_id)
+
+
+def _recordings(cfg: RunConfig, access: RunAccess, engine: Engine) -> Recordings | None:
+    """Return the records of an engine's episodes; None if lost episodes begin anew.
+
+    An actor without access to the run's directory keeps them in memory: its episodes continue after
+    the loss of a hub, not after its own.
+    """
+    if not cfg.actor.continue_episodes:
+        return None
+    bounds = LagRule(
+        needs_one_version=cfg.train.mode == "sync",
+        max_lag_steps=cfg.learner.max_lag_steps,
+        max_stretch=cfg.scheduler.max_stretch,
+        max_ahead_steps=cfg.scheduler.max_ahead_steps,
+    )
+    return Recordings(
+        None if access.run_dir is None else access.run_dir.episodes,
+        temperature=cfg.actor.temperature,
+        why_not=lambda lease, versions: bounds.why_not(lease, versions, version=engine.version),
     )
 
 

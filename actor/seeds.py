@@ -25,11 +25,11 @@ class SamplingSeeds:
     Example: the first SamplingSeeds(lease).next() is the seed of the first turn.
     """
 
-    def __init__(self, episode: EpisodeIdentity) -> None:
-        """Start at the first request."""
+    def __init__(self, episode: EpisodeIdentity, *, num_requests: int = 0) -> None:
+        """Start after the first `num_requests` requests."""
         is_train = episode.kind is EpisodeKind.TRAIN
         self._stream = (episode.episode_id if is_train else "", episode.seed)
-        self._num_requests = 0
+        self._num_requests = num_requests
 
     def next(self) -> int:
         """Return the seed of the next request."""

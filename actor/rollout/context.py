@@ -85,6 +85,7 @@ class Turn:
     num_cached: int = 0  # Tokens of the prompt that were in the engine's prefix cache.
     # Seconds of the call spent waiting for other episodes or for new weights.
     waited_s: float = 0.0
+    earlier_s: float = 0.0  # Seconds of a recorded turn's call; 0: this call sampled it.
     # [num_prompt + num_sampled - 1, layer, chosen] experts of each token but the last; None: the
     # engine records none.
     experts: np.ndarray | None = None

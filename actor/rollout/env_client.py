@@ -128,6 +128,7 @@ class HubStepResult:
     facts: str = ""  # JSON object of values for the rewards over the group; "" without any.
     seat: int = 0  # The seat that moves next.
     seat_rewards: list[float] = field(default_factory=list[float])  # [] without seats.
+    earlier_s: float = 0.0  # Seconds of a recorded step; 0: this call performed it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +226,8 @@ class HubClient(BearerClient):
         session.start_score = score_of(reply, "start_score", path=path, absent=0.0)
         session.first_messages = _messages_of(reply, path=path)
         session.tools = _tools_of(reply, path=path)
+        session.can_save = reply.get("can_save") is True
+        session.is_repeatable = reply.get("is_repeatable") is True
         if "num_seats" in reply:
             session.num_seats = field_of(reply, "num_seats", int, path=path)
             session.first_seat = seat_of(reply, session.num_seats, path=path)
@@ -463,6 +466,11 @@ class HubSession:
         self.tools: list[dict[str, Any]] = []  # Tools of the item; []: those of its environment.
         self.num_seats = 1  # Number of players that act in turn.
         self.first_seat = 0  # The seat that moves first.
+        self.can_save = False  # The environment can return its state after a step.
+        self.is_repeatable = False  # Equal actions always have equal results.
+        self.saves = False  # Steps request the state. Only a hub that reports `can_save` knows it.
+        # State after the last step, for `load`; "" if none was requested or returned.
+        self.saved = ""
 
     async def step(self, action: str) -> HubStepResult:
         """Execute an action. An action that is too large for the hub is invalid.
@@ -472,12 +480,14 @@ class HubSession:
         self._seq += 1
         path = f"{self._path}/step"
         action = valid_text(action)
+        asked = {"action": action, "seq": self._seq} | ({"save": True} if self.saves else {})
         try:
-            reply = await self._ask(path, {"action": action, "seq": self._seq})
+            reply = await self._ask(path, asked)
         except ActionTooLarge:
             # The action cannot reach the environment. The hub answers in its place.
-            oversized = {"action": "", "num_bytes": len(action.encode()), "seq": self._seq}
+            oversized = asked | {"action": "", "num_bytes": len(action.encode())}
             reply = await self._ask(path, oversized)
+        self.saved = str(reply.get("saved") or "") if self.saves else ""
         reward = score_of(reply, "reward", path=path)
         done = field_of(reply, "done", bool, path=path)
         reply.setdefault("is_success", done and reward >= 1.0)  # Third-party hubs may omit it.
@@ -512,6 +522,13 @@ class HubSession:
         if self._is_quick:
             return await self._hub.steps.ask({"session_id": self._session_id, **asked})
         return await self._hub.request("POST", path, asked)
+
+    async def load(self, saved: str) -> None:
+        """Bring a session without a step into a saved state of the same item and seed.
+
+        Raises: EnvError, EnvTimeout: the state is damaged, or the environment cannot load it.
+        """
+        await self._hub.request("POST", f"{self._path}/load", {"saved": saved})
 
     async def hint(self) -> ExpertHint:
         """Return the information that a scripted policy may use. Raises: EnvError, EnvTimeout."""

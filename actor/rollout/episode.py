@@ -92,6 +92,7 @@ class EpisodeState:
     num_sampled: int = 0
     metrics: dict[str, float] = field(default_factory=dict)  # Those of the last step.
     facts: str = ""  # Those of the last step, as JSON.
+    earlier_s: float = 0.0  # Seconds of the recorded turns and steps of an earlier attempt.
 
     async def ask(self, act: Act, session: EnvSession) -> Turn:
         """Sample a turn of the policy for the current context, and record its cost."""
@@ -106,7 +107,8 @@ class EpisodeState:
         """
         asked = time.monotonic()
         taken = await act(ids, session)
-        took_s = time.monotonic() - asked
+        took_s = time.monotonic() - asked + taken.earlier_s
+        self.earlier_s += taken.earlier_s
         self.generate_s += took_s
         self.turn_s += took_s - taken.waited_s
         self.num_sampled += len(taken.token_ids)
@@ -258,7 +260,8 @@ async def run_episode(
     finally:
         if session is not None:
             await session.close()
-    return trajectory_of(lease, play, actor=actor, wall_s=time.monotonic() - started)
+    wall_s = time.monotonic() - started + play.earlier_s
+    return trajectory_of(lease, play, actor=actor, wall_s=wall_s)
 
 
 @asynccontextmanager
@@ -320,7 +323,9 @@ async def _turns(
         result = await session.step(action or "")  # The environment rejects an empty action.
         # A misplaced branch or return is sent to the environment and counts as invalid.
         is_read = action is not None and not history.is_own(text)
-        play.answered(action or "", result, time.monotonic() - answered, is_read=is_read)
+        took_s = time.monotonic() - answered + result.earlier_s
+        play.earlier_s += result.earlier_s
+        play.answered(action or "", result, took_s, is_read=is_read)
         reflects = play.is_to_reflect(room.options)
         seen = result.observation if action else explained(render, taken.token_ids, result)
         if result.done:

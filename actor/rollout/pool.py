@@ -13,6 +13,7 @@ from actor.formats.renderer import Renderer
 from actor.rollout.episode import WHOLE, Act, Render, Turn, run_episode
 from actor.rollout.hubs import Hubs
 from actor.rollout.lockstep import Rounds
+from actor.rollout.recording import CannotContinue, Recording, Recordings
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender, with_actions
 from actor.seats.seats import Seats
 from actor.seeds import SamplingSeeds, environment_seed
@@ -55,12 +56,15 @@ class EpisodePool:
         rounds: Rounds | None,
         keeps_last: bool = False,
         agents: Agents | None = None,
+        recordings: Recordings | None = None,
     ) -> None:
         """Create the pool without episodes.
 
         Args:
             keeps_last: see `run_episode`; it applies to training episodes.
             agents: plays the policy's episodes; None: the built-in loop does.
+            recordings: the records by which episodes of the built-in loop continue after a loss;
+                None: they begin anew.
         """
         self._cfg = cfg
         self._actor = actor
@@ -75,6 +79,7 @@ class EpisodePool:
         self._num_requests = 0
         self.num_ended = 0
         self._agents = agents
+        self._recordings = recordings
         self._seats = Seats(cfg)
         self._waiting: set[str] = set()  # Episodes that wait for a lost hub.
         self._salts: dict[str, str] = {}  # episode id -> salt of its first turn
@@ -134,9 +139,11 @@ class EpisodePool:
             if (task := self._tasks.get(episode_id)) is not None:
                 logger.info("revoked episode=%s", episode_id)
                 task.cancel()
+                if self._recordings is not None:
+                    self._recordings.abandon(episode_id)
 
-    async def cancel_all(self) -> None:
-        """Cancel all episodes, and stop the agents."""
+    async def cancel_all(self, *, is_run_over: bool = False) -> None:
+        """Cancel all episodes, and stop the agents. The records stay unless the run is over."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -144,6 +151,8 @@ class EpisodePool:
         if self._agents is not None:
             await self._agents.close()
         await self._seats.close()
+        if is_run_over and self._recordings is not None:
+            self._recordings.drop_all()
 
     def _free_slot(self, task: asyncio.Task[None]) -> None:
         """Free the slot of an ended episode, and record its failure."""
@@ -165,20 +174,32 @@ class EpisodePool:
         await self._delivery.put(trajectory)
 
     async def _play_to_end(self, lease: Lease) -> Trajectory:
-        """Play an episode. When its hub is lost, play it again from the beginning.
+        """Play an episode. When its hub is lost, continue it in another session.
 
-        Lost attempts are not counted. An episode that waits for a hub frees its slot, and the wait
-        does not count towards its deadline. The episode fails if a hub that answers loses its
-        session too often, or if it loses its hubs too often. It also fails if its environment has
-        had no hub for as long as an episode may take. It waits without limit while a hub has paused
-        its environment, because a service that it needs is down.
+        It continues by its record. It begins anew without one, or if the record does not fit. Lost
+        attempts are not counted. An episode that waits for a hub frees its slot, and the wait does
+        not count towards its deadline. The episode fails if a hub that answers loses its session
+        too often, or if it loses its hubs too often without a step between. It also fails if its
+        environment has had no hub for as long as an episode may take. It waits without limit while
+        a hub has paused its environment, because a service that it needs is down.
         """
-        num_lost = num_vanished = 0
+        num_lost = num_vanished = num_steps = 0
+        recording = self._begin_recording(lease)
         while True:
+            if recording is not None:
+                recording = recording.usable()
+                if len(recording.events.steps) > num_steps:  # The episode is not the cause.
+                    num_lost = num_vanished = 0
+                num_steps = len(recording.events.steps)
             is_last = num_vanished > MAX_VANISHED or num_lost > MAX_LOST
             is_last = is_last or self._environments.is_gone(lease.env)
             try:
-                return await self._play_once(lease, may_repeat=not is_last)
+                return await self._play_once(lease, recording, may_repeat=not is_last)
+            except CannotContinue as error:
+                assert recording is not None
+                recording = recording.renewed(str(error))
+                num_steps = 0
+                continue
             except EnvPaused as error:
                 logger.debug("episode waits episode=%s reason=%s", lease.episode_id, error)
                 self._environments.pause(lease.env, error)
@@ -193,9 +214,19 @@ class EpisodePool:
             finally:
                 self._waiting.discard(lease.episode_id)
 
-    async def _play_once(self, lease: Lease, *, may_repeat: bool) -> Trajectory:
+    def _begin_recording(self, lease: Lease) -> Recording | None:
+        """Return the record of an episode; None if it begins anew after a loss."""
+        is_by_agent = self._agents is not None
+        if self._recordings is None or is_by_agent or lease.policy is not PolicyKind.MODEL:
+            return None
+        return self._recordings.begin(lease)
+
+    async def _play_once(
+        self, lease: Lease, recording: Recording | None, *, may_repeat: bool
+    ) -> Trajectory:
         """Play one attempt at an episode, in the built-in loop or by an agent."""
-        act, render = self._policy(lease)
+        num_turns = 0 if recording is None else len(recording.events.turns)
+        act, render = self._policy(lease, num_turns=num_turns)
         hubs = self._environments
         seed = environment_seed(lease)
         open_session = partial(hubs.open, lease.env, lease.item_id, seed=seed)
@@ -211,6 +242,8 @@ class EpisodePool:
             return await self._agents.play(
                 lease, open_session=open_session, act=act, task=task, may_repeat=may_repeat
             )
+        if recording is not None:
+            open_session, act = recording.replay(open_session, act)
         played = await run_episode(
             lease,
             open_session=open_session,
@@ -227,14 +260,18 @@ class EpisodePool:
         )
         return with_actions(played, render)
 
-    def _policy(self, lease: Lease) -> tuple[Act, Render]:
-        """Return the policy of a lease and its renderer: the model, or a scripted policy."""
+    def _policy(self, lease: Lease, *, num_turns: int = 0) -> tuple[Act, Render]:
+        """Return the policy of a lease and its renderer: the model, or a scripted policy.
+
+        Args:
+            num_turns: turns of the episode that were sampled before.
+        """
         if lease.policy is not PolicyKind.MODEL:
             scripted = ScriptedRender()
             policy = ScriptedPolicy(lease.policy, seed=lease.episode_id, render=scripted)
             return policy.act, scripted
         render = self._renderer.of(lease.env, self._environments.tools(lease.env))
-        seeds = SamplingSeeds(lease)
+        seeds = SamplingSeeds(lease, num_requests=num_turns)
         return (lambda ids, _: self._act(lease, ids, seed=seeds.next())), render
 
     async def _act(self, lease: Lease, ids: list[int], *, seed: int) -> Turn:

@@ -491,6 +491,11 @@ class ActorSection(AgentOptions):
         ge=16,
         le=MAX_STAGE,
     )
+    continue_episodes: bool = knob(
+        True,
+        "Continues an episode at its last turn after the loss of its hub or its actor. False begins"
+        " it anew.",
+    )
     max_turn_tokens: int = knob(
         16, "Limits the sampled tokens of a turn.", ge=1, must="be < max_model_len"
     )

@@ -59,6 +59,7 @@ class RunDir:
     finished = _Below("finished.json")  # Exists only after the last step.
     report = _Below("report.json")
     demonstrations = _Below("demonstrations.jsonl")  # Conversations that `sft` collected.
+    episodes = _Below("episodes")  # Records of running episodes, for the actor that continues one.
     keys = _Below("keys")  # Key files with mode 0600.
     addresses = _Below("addresses")  # Addresses on which roles listen.
 

@@ -154,3 +154,24 @@ def test_unexpected_answer_ends_the_delivery_loop(tmp_path: Path, answer: Any) -
         assert delivery.pending_ids == ["g0/0"]
 
     check(tmp_path, law)
+
+
+def test_acknowledged_episode_is_reported_once(tmp_path: Path) -> None:
+    acknowledged: list[str] = []
+
+    def connect(peer: Peer, context: Any) -> Delivery:
+        return Delivery(
+            peer.run_dir, peer.keys, window=2, context=context, on_acknowledged=acknowledged.append
+        )
+
+    async def law(learner: Peer, delivery: Delivery, _: asyncio.Task[None]) -> None:
+        await delivery.put(episode(0))
+        (received,) = await learner.receive(1)
+        assert acknowledged == []
+        acknowledge(learner, received)
+        acknowledge(learner, received)
+        async with asyncio.timeout(5.0):
+            await delivery.drained()
+        assert acknowledged == ["g0/0"]
+
+    toy_peer.check(tmp_path, "learner", connect, law)

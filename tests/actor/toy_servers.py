@@ -15,10 +15,11 @@ START_S = 20.0
 
 
 @contextlib.contextmanager
-def serve(app: FastAPI, *, port: int = 0) -> Iterator[str]:
+def serve(app: FastAPI, *, port: int = 0, has_lifespan: bool = False) -> Iterator[str]:
     """Serve an app in a thread; yields its address."""
+    lifespan = "on" if has_lifespan else "off"
     server = uvicorn.Server(
-        uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error", lifespan="off")
+        uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error", lifespan=lifespan)
     )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -1,0 +1,488 @@
+"""Records of running episodes, by which an episode continues after the loss of its hub or actor.
+
+The loop of an episode is a function of the opening of its session, of the sampled turns and of the
+results of its steps. A record holds these in order. To continue, the loop runs again: the turns and
+the results of the record replace those of the engine and the hub. Contexts, branches, plans and
+summaries are so rebuilt exactly, and the first request to the engine is the one that was lost.
+
+The environment loads its last saved state. Steps after that state, or all steps where it saves
+none, are performed again if equal actions have equal results. Results that differ from the record,
+or another prompt, end the attempt with `CannotContinue`: the episode begins anew.
+
+With a folder, each step is appended to a file. An actor that plays the next attempt at the episode
+reads it. The files survive a killed process, not a power cut: they are not synced.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+from urllib.parse import quote
+
+import numpy as np
+
+from actor.rollout.context import Turn
+from actor.rollout.env_client import ExpertHint, HubSession, HubStepResult
+from actor.rollout.episode import Act, EnvSession, OpenSession
+from common.errors import EnvError, HubLost, LongstrideError
+from common.store.run_dir import write_atomically
+from common.wire.messages import EpisodeKind, Lease
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+TURNS = ".turns"  # Suffix of the file with the opening, the turns and the steps.
+STATE = ".state"  # Suffix of the file with the environment's last saved state.
+# Records of episodes that no actor took up again.
+MAX_AGE_S = 7 * 86_400.0
+# Fields of a step's result that are equal if the action is repeated. Metrics may hold times.
+COMPARED = ("observation", "reward", "done", "is_valid", "is_success", "state", "is_truncated")
+
+
+class CannotContinue(LongstrideError):
+    """A recorded episode cannot continue; it begins anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LagRule:
+    """Decides by the versions of its tokens whether an episode may continue.
+
+    Example (bound of 4 steps, stretch 2, 1 step ahead): tokens of the versions 3 to 7 took four
+    steps, so the episode may be five steps old when it continues.
+    """
+
+    needs_one_version: bool
+    max_lag_steps: int  # The configured bound of the learner.
+    max_stretch: float  # Factor by which the scheduler may raise it.
+    max_ahead_steps: int
+
+    def why_not(self, lease: Lease, versions: set[int], *, version: int) -> str:
+        """Return why an episode must not continue; "" if it may.
+
+        It must be trainable at its end. The bound on its lag is predicted as the scheduler does,
+        from the steps that the recorded part took.
+
+        Args:
+            versions: versions of the recorded tokens.
+            version: version of the engine's weights now.
+        """
+        if self.needs_one_version or lease.kind is EpisodeKind.EVAL:
+            return "" if versions == {version} else f"all its tokens need the version {version}"
+        lag = version - min(versions)
+        predicted = max(versions) - min(versions) + self.max_ahead_steps
+        most = int(self.max_lag_steps * self.max_stretch)
+        bound = min(max(predicted, self.max_lag_steps), most)
+        return "" if lag <= bound else f"its oldest token has a lag of {lag} steps, not {bound}"
+
+
+class RecordedTurn(NamedTuple):
+    """A turn that the policy sampled, and the digest of its prompt."""
+
+    prompt: str
+    taken: Turn
+
+
+class RecordedStep(NamedTuple):
+    """A step of the environment, with the number of turns that were sampled before it."""
+
+    action: str
+    result: HubStepResult
+    num_turns: int
+
+
+@dataclass(slots=True)
+class EpisodeEvents:
+    """The events of one episode, in order."""
+
+    head: dict[str, Any]  # Identity of the episode, and what all its tokens have in common.
+    opening: str = ""  # Digest of the session's begin; "" before the first session.
+    turns: list[RecordedTurn] = field(default_factory=list[RecordedTurn])
+    steps: list[RecordedStep] = field(default_factory=list[RecordedStep])
+    saved: str = ""  # The environment's last saved state; "" if there is none.
+    num_saved: int = 0  # Steps that `saved` contains.
+    versions: set[int] = field(default_factory=set[int])  # Versions of all sampled tokens.
+
+    def add_turn(self, turn: RecordedTurn) -> None:
+        """Append a sampled turn."""
+        self.turns.append(turn)
+        self.versions.update(turn.taken.versions)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last step ended the episode."""
+        return bool(self.steps) and self.steps[-1].result.done
+
+
+def head_of(lease: Lease, *, temperature: float) -> dict[str, Any]:
+    """Return what the attempts at an episode have in common."""
+    identity = lease.identity() | {"format": FORMAT, "temperature": temperature}
+    del identity["attempt"], identity["lease_mac"]
+    return cast(dict[str, Any], json.loads(json.dumps(identity)))
+
+
+def digest_of(*parts: bytes) -> str:
+    """Return a digest of 64 bits."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(b"%d:" % len(part))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def opening_of(session: HubSession) -> str:
+    """Return a digest of the begin of a session."""
+    begin = [session.first_messages, session.tools, session.start_score]
+    texts = (session.first_observation, session.first_state, json.dumps(begin, sort_keys=True))
+    return digest_of(*(text.encode(errors="surrogatepass") for text in texts))
+
+
+class Recording:
+    """The record of one attempt at an episode, and its replay. Not for use by two tasks at once.
+
+    Example: 5 turns and 4 steps are recorded when the hub is lost. `replay` starts over: the loop
+    gets 5 turns and 4 results from the record. Its fifth step goes to a new session, into which the
+    state after step 4 was loaded. Its sixth turn is sampled.
+    """
+
+    def __init__(
+        self, owner: "Recordings", lease: Lease, events: EpisodeEvents, file: "RecordFile | None"
+    ) -> None:
+        """`Recordings.begin` creates it."""
+        self.events = events
+        self._owner = owner
+        self._lease = lease
+        self._file = file
+        self._turn = self._step = 0  # Next turn and step of the replay.
+        self._is_on = True
+
+    def usable(self) -> "Recording":
+        """Return this record, or an empty one if its tokens are too old to continue."""
+        if not self.events.steps:
+            return self
+        if reason := self._owner.why_not(self._lease, self.events.versions):
+            return self.renewed(reason)
+        num = len(self.events.steps)
+        logger.info("continuing episode=%s steps=%d", self._lease.episode_id, num)
+        return self
+
+    def renewed(self, reason: str) -> "Recording":
+        """Return an empty record in place of this one, which cannot continue."""
+        episode_id = self._lease.episode_id
+        num = len(self.events.steps)
+        logger.warning("beginning anew episode=%s steps=%d reason=%s", episode_id, num, reason)
+        self._owner.abandon(episode_id)
+        return self._owner.begin(self._lease)
+
+    def replay(self, open_session: OpenSession, act: Act) -> tuple[OpenSession, Act]:
+        """Return the functions that replay the record before they use the hub and the engine."""
+        self._turn = self._step = 0
+
+        async def open_recorded() -> EnvSession:
+            session = await open_session()
+            if not isinstance(session, HubSession):  # A seat: other players act in its episode.
+                self._is_on = False
+                return session
+            try:
+                await self._continue_in(session)
+            except BaseException:
+                await session.close()
+                raise
+            return RecordedSession(session, self)
+
+        async def act_recorded(ids: list[int], session: EnvSession) -> Turn:
+            if not self._is_on:
+                return await act(ids, session)
+            prompt = digest_of(np.asarray(ids, dtype=np.int32).tobytes())
+            turns = self.events.turns
+            if self._turn == len(turns):
+                asked = time.monotonic()
+                taken = await act(ids, session)
+                took_s = time.monotonic() - asked
+                if taken.experts is not None:  # They are too large for a file.
+                    self._file = None
+                self.events.add_turn(RecordedTurn(prompt, replace(taken, earlier_s=took_s)))
+                self._turn += 1
+                return taken
+            if turns[self._turn].prompt != prompt:
+                raise CannotContinue(f"the prompt of turn {self._turn} differs from the record")
+            self._turn += 1
+            return turns[self._turn - 1].taken
+
+        return open_recorded, act_recorded
+
+    async def step(self, session: HubSession, action: str) -> HubStepResult:
+        """Return a recorded result, or that of the session."""
+        events = self.events
+        if self._step < len(events.steps):
+            step = events.steps[self._step]
+            if step.action != action:
+                raise CannotContinue(f"the action of step {self._step} differs from the record")
+            self._step += 1
+            return step.result
+        asked = time.monotonic()
+        result = await session.step(action)
+        took_s = time.monotonic() - asked
+        self._step += 1
+        events.steps.append(
+            RecordedStep(action, replace(result, earlier_s=took_s), len(events.turns))
+        )
+        if session.saved:
+            events.saved, events.num_saved = session.saved, len(events.steps)
+        if self._file is not None:
+            self._file.append(events)
+        return result
+
+    async def _continue_in(self, session: HubSession) -> None:
+        """Bring a new session into the state after the last recorded step.
+
+        Raises: CannotContinue. HubLost: the hub is lost again.
+        """
+        events = self.events
+        opening = opening_of(session)
+        if events.opening not in ("", opening):
+            raise CannotContinue("the environment's first observation differs from the record")
+        events.opening = opening
+        session.saves = session.can_save
+        if not events.steps or events.is_over:
+            return
+        try:
+            num_done = 0
+            if events.saved and session.can_save:
+                await session.load(events.saved)
+                num_done = events.num_saved
+            if num_done < len(events.steps) and not session.is_repeatable:
+                raise CannotContinue("its environment can neither load a state nor repeat actions")
+            for number, step in enumerate(events.steps[num_done:], num_done):
+                result = await session.step(step.action)
+                for name in COMPARED:
+                    if getattr(result, name) != getattr(step.result, name):
+                        raise CannotContinue(f"{name} differs when step {number} is repeated")
+        except HubLost:
+            raise
+        except EnvError as error:
+            raise CannotContinue(str(error)) from error
+
+
+class RecordedSession:
+    """The session of a recorded episode. It is an `EnvSession` of `actor.rollout.episode`."""
+
+    def __init__(self, session: HubSession, recording: Recording) -> None:
+        self._session = session
+        self._recording = recording
+        self.first_observation = session.first_observation
+        self.first_state = session.first_state
+        self.start_score = session.start_score
+        self.first_messages = session.first_messages
+        self.tools = session.tools
+
+    async def step(self, action: str) -> HubStepResult:
+        """Perform an action, or return its recorded result. Raises: EnvError, CannotContinue."""
+        return await self._recording.step(self._session, action)
+
+    async def hint(self) -> ExpertHint:
+        """Return the information that a scripted policy may use. Raises: EnvError, EnvTimeout."""
+        return await self._session.hint()
+
+    async def close(self) -> None:
+        await self._session.close()
+
+
+class RecordFile:
+    """The file of one attempt. A line is a checksum and JSON; a torn last line is ignored."""
+
+    def __init__(self, path: Path, events: EpisodeEvents) -> None:
+        """Write the events so far. They may be those of an earlier attempt."""
+        self._path = path
+        self._num_turns = self._num_steps = 0  # Events that are in the file.
+        self._num_saved = 0
+        self._is_failed = False
+        self._try(lambda: self._create(events))
+        if events.steps:
+            self.append(events)
+
+    def append(self, events: EpisodeEvents) -> None:
+        """Append the new events. A full disk ends the file, not the episode."""
+        if not self._is_failed:
+            self._try(lambda: self._append(events))
+
+    def _create(self, events: EpisodeEvents) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_bytes(line_of({"head": events.head}))
+
+    def _append(self, events: EpisodeEvents) -> None:
+        lines: list[bytes] = []
+        for step in events.steps[self._num_steps :]:
+            turns = events.turns[self._num_turns : step.num_turns]
+            lines.append(
+                line_of(
+                    {
+                        "opening": events.opening,
+                        "turns": [[turn.prompt, turn_as_json(turn.taken)] for turn in turns],
+                        "action": step.action,
+                        "result": asdict(step.result),
+                    }
+                )
+            )
+            self._num_turns = step.num_turns
+        with self._path.open("r+b") as file:  # A removed file is not created again.
+            file.seek(0, os.SEEK_END)
+            file.write(b"".join(lines))
+        self._num_steps = len(events.steps)
+        if events.num_saved > self._num_saved:
+            self._num_saved = events.num_saved
+            write_atomically(self._path.with_suffix(STATE), f"{events.num_saved} {events.saved}")
+
+    def _try(self, write: Callable[[], None]) -> None:
+        """Write; after a failure nothing more is written."""
+        try:
+            write()
+        except OSError as error:
+            self._is_failed = True
+            logger.warning("episode is not recorded path=%s reason=%s", self._path, error)
+
+
+def turn_as_json(taken: Turn) -> dict[str, Any]:
+    """Return a turn as JSON, without experts."""
+    return {
+        "token_ids": [int(token) for token in taken.token_ids],
+        "logprobs": [float(logprob) for logprob in taken.logprobs],
+        "versions": [int(version) for version in taken.versions],
+        "is_stopped": taken.is_stopped,
+        "num_prompt": taken.num_prompt,
+        "num_cached": taken.num_cached,
+        "waited_s": taken.waited_s,
+        "earlier_s": taken.earlier_s,
+    }
+
+
+def line_of(content: dict[str, Any]) -> bytes:
+    """Return a line of a record file."""
+    body = json.dumps(content, separators=(",", ":")).encode()
+    return b"%08x %s\n" % (zlib.crc32(body), body)
+
+
+def read_events(path: Path) -> EpisodeEvents | None:
+    """Return the events of a record file up to its first damaged line; None without any."""
+    events: EpisodeEvents | None = None
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        if line[:9] != b"%08x " % zlib.crc32(line[9:]):
+            break
+        content = json.loads(line[9:])
+        if events is None:
+            events = EpisodeEvents(head=content["head"])
+            continue
+        events.opening = content["opening"]
+        for prompt, taken in content["turns"]:
+            events.add_turn(RecordedTurn(prompt, Turn(**taken)))
+        result = HubStepResult(**content["result"])
+        events.steps.append(RecordedStep(content["action"], result, len(events.turns)))
+    if events is not None and path.with_suffix(STATE).is_file():
+        number, _, saved = path.with_suffix(STATE).read_text(encoding="utf-8").partition(" ")
+        if 0 < int(number) <= len(events.steps):  # Its step may be in the torn end of the file.
+            events.saved, events.num_saved = saved, int(number)
+    return events
+
+
+class Recordings:
+    """The records of the episodes that an engine plays.
+
+    Example: actor-0 is killed in attempt 0 of g/1 after 900 steps. Actor-1 gets the lease of
+    attempt 1. `begin` reads `g%2F1.0.turns`, writes its content to `g%2F1.1.turns` and removes the
+    first file. If actor-0 is still alive after all, it writes to a removed file.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        *,
+        temperature: float = 1.0,
+        why_not: Callable[[Lease, set[int]], str] = lambda _, __: "",
+    ) -> None:
+        """Use no files if `folder` is None.
+
+        Args:
+            why_not: returns why an episode with tokens of these versions must not continue; "" if
+                it may.
+        """
+        self._folder = folder
+        self._temperature = temperature
+        self.why_not = why_not
+        self._own: dict[str, Path] = {}  # Files of this engine's attempts, by episode.
+        if folder is not None and folder.is_dir():
+            self._remove(each for each in folder.iterdir() if _age_s(each) > MAX_AGE_S)
+
+    def begin(self, lease: Lease) -> Recording:
+        """Return the record of an attempt, with the events of an earlier attempt if there are any.
+
+        Reads the files of the episode, and blocks meanwhile.
+        """
+        head = head_of(lease, temperature=self._temperature)
+        events = EpisodeEvents(head=head)
+        file: RecordFile | None = None
+        if self._folder is not None:
+            earlier = self._files_of(lease.episode_id)
+            events = self._newest(earlier, head) or events
+            path = self._folder / f"{_name_of(lease.episode_id)}.{lease.attempt}{TURNS}"
+            file = RecordFile(path, events)
+            self._own[lease.episode_id] = path
+            self._remove(each for each in earlier if each.stem != path.stem)
+        return Recording(self, lease, events, file)
+
+    def abandon(self, episode_id: str) -> None:
+        """Remove the files of this engine's attempt. Another actor may play the next one."""
+        if (path := self._own.pop(episode_id, None)) is not None:
+            self._remove([path, path.with_suffix(STATE)])
+
+    def drop(self, episode_id: str) -> None:
+        """Remove the files of all attempts at an episode: the learner has it."""
+        self._own.pop(episode_id, None)
+        if self._folder is not None:
+            self._remove(self._files_of(episode_id))
+
+    def drop_all(self) -> None:
+        """Remove all files: the run is over."""
+        if self._folder is not None and self._folder.is_dir():
+            self._remove(self._folder.iterdir())
+
+    def _files_of(self, episode_id: str) -> list[Path]:
+        """Return the files of all attempts at an episode."""
+        assert self._folder is not None
+        if not self._folder.is_dir():
+            return []
+        return list(self._folder.glob(f"{_name_of(episode_id)}.*[0-9].*"))
+
+    def _newest(self, files: Iterable[Path], head: dict[str, Any]) -> EpisodeEvents | None:
+        """Return the events of the newest attempt of the same episode; None without one."""
+        records = [path for path in files if path.suffix == TURNS]
+        for path in sorted(records, key=lambda each: int(each.stem.rpartition(".")[2]))[::-1]:
+            try:
+                events = read_events(path)
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                logger.warning("ignored record of an episode path=%s reason=%r", path, error)
+                continue
+            if events is not None and events.head == head:
+                return events
+        return None
+
+    def _remove(self, paths: Iterable[Path]) -> None:
+        for path in list(paths):
+            path.unlink(missing_ok=True)
+
+
+def _name_of(episode_id: str) -> str:
+    """Return an episode id as part of a file name."""
+    return quote(episode_id, safe="")
+
+
+def _age_s(path: Path) -> float:
+    """Return the seconds since a file was written; 0 if it was removed."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0

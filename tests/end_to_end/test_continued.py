@@ -1,0 +1,64 @@
+"""Laws of a killed actor in a run of real processes: its episodes continue, token for token."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from actor.rollout.recording import TURNS, EpisodeEvents, read_events
+from common.wire.messages import Trajectory
+from learner.journal.journal import read_journal
+from tests.end_to_end.runs import Run, balances
+
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1500)]
+
+NUM_STEPS = 12  # Steps of an episode when its actor is killed.
+OVERRIDES = (
+    "tasks=[{env: rooms, subset: Carry}]",
+    "horizon.stages=[48]",
+    "eval.before=false",
+    "eval.after=false",
+    "train.num_steps=100000",
+    "learner.lr=1e-7",  # A run of this policy has no success here.
+    "learner.muon_lr=1e-7",
+    "actor.max_concurrent=8",
+    "learner.max_lag_steps=50",
+)
+
+
+def records(run: Run) -> dict[str, EpisodeEvents]:
+    """Return the records of running episodes with some steps, by episode."""
+    paths = list((run.root / "episodes").glob(f"*{TURNS}"))
+    events = [read_events(path) for path in paths]
+    return {
+        each.head["episode_id"]: each
+        for each in events
+        if each is not None and len(each.steps) >= NUM_STEPS and not each.is_over
+    }
+
+
+def journalled(run: Run) -> dict[str, Trajectory]:
+    return {each.episode_id: each for _, each in read_journal(run.root / "journal")}
+
+
+def test_episodes_of_a_killed_actor_continue(tmp_path: Path) -> None:
+    with Run(tmp_path, *OVERRIDES) as run:
+        run.wait_until(lambda: len(records(run)) >= 2)
+        os.kill(run.role_pid("actor"), signal.SIGKILL)
+        recorded = records(run)
+        run.wait_until(lambda: bool(recorded.keys() & journalled(run).keys()))
+        run.process.send_signal(signal.SIGTERM)
+        run.wait(timeout_s=60.0)
+        played = {k: v for k, v in journalled(run).items() if k in recorded}
+    continued = {k: v for k, v in played.items() if v.attempt == 1}
+    assert continued
+    for episode_id, trajectory in continued.items():
+        turns = recorded[episode_id].turns[: recorded[episode_id].steps[-1].num_turns]
+        tokens = [token for turn in turns for token in turn.taken.token_ids]
+        versions = [version for turn in turns for version in turn.taken.versions]
+        sampled = trajectory.loss_mask
+        assert trajectory.token_ids[sampled][: len(tokens)].tolist() == tokens
+        assert trajectory.versions[sampled][: len(tokens)].tolist() == versions
+        assert trajectory.num_turns > len(turns)
+    assert balances(run.read("ledger.json"))
