@@ -14,6 +14,7 @@ A new segment reuses the sampled token ids and encodes observations: sampled tex
 again.
 """
 
+from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
@@ -144,26 +145,29 @@ class Conversing(Protocol):
 
 @dataclass(slots=True)
 class Tape:
-    """The token columns of an episode. Only `add` appends, so that the columns stay aligned."""
+    """The token columns of an episode. Only `add` appends, so that the columns stay aligned.
 
-    token_ids: list[int] = field(default_factory=list)
-    loss_mask: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    turn_ids: list[int] = field(default_factory=list)
+    The columns are arrays of 17 bytes for each token, as an episode may have 100,000.
+    """
+
+    token_ids: "array[int]" = field(default_factory=partial(array, "i"))
+    loss_mask: "array[int]" = field(default_factory=partial(array, "b"))
+    logprobs: "array[float]" = field(default_factory=partial(array, "f"))
+    versions: "array[int]" = field(default_factory=partial(array, "i"))
+    turn_ids: "array[int]" = field(default_factory=partial(array, "i"))
     # Index of the first token of each segment.
     starts: list[int] = field(default_factory=lambda: [0])
     # Pairs (earlier segment, number of its first tokens), as in `Trajectory`.
     prefixes: list[int] = field(default_factory=list)
     # Triples (start, end, kind), as in `Trajectory`.
     asides: list[int] = field(default_factory=list)
-    # Experts of each token, [layer, chosen]; None: not recorded.
-    experts: list[np.ndarray | None] = field(default_factory=list)
+    # Experts of the tokens that have a record, [layer, chosen], by the place of the token.
+    experts: dict[int, np.ndarray] = field(default_factory=dict[int, np.ndarray])
 
     @property
     def context(self) -> list[int]:
         """The policy's next prompt: the tokens of the current segment."""
-        return self.token_ids[self.starts[-1] :]
+        return self.token_ids[self.starts[-1] :].tolist()
 
     @property
     def num_in_context(self) -> int:
@@ -189,7 +193,7 @@ class Tape:
             self.starts.pop()
             for name in TOKEN_COLUMNS:
                 del getattr(self, name)[cut:]
-            del self.experts[cut:]
+            self.experts = {at: chosen for at, chosen in self.experts.items() if at < cut}
             while self.asides and self.asides[-2] > cut:
                 del self.asides[-3:]
 
@@ -202,7 +206,7 @@ class Tape:
         if not keeps_next:
             self.drop_unanswered()
         first = bisect_right(self.turn_ids, last_turn)  # The turns never decrease.
-        self.turn_ids[first:] = [last_turn] * (len(self.turn_ids) - first)
+        self.turn_ids[first:] = array("i", [last_turn]) * (len(self.turn_ids) - first)
 
     def observe(self, ids: list[int], turn: int) -> None:
         """Append observed tokens."""
@@ -226,15 +230,16 @@ class Tape:
             return
         start = self.starts[-1]
         for at, chosen in enumerate(taken.experts[: self.num_in_context], start):
-            if self.experts[at] is None:
-                self.experts[at] = chosen
+            self.experts.setdefault(at, chosen)
 
     def expert_columns(self) -> tuple[np.ndarray, np.ndarray]:
         """Return `expert_ids` and `expert_mask` of a trajectory, empty without records."""
-        mask = np.array([each is not None for each in self.experts], dtype=bool)
-        if not mask.any():
+        if not self.experts:
             return np.zeros(0, dtype=np.uint8), np.zeros(0, dtype=bool)
-        recorded = np.stack([each for each in self.experts if each is not None])
+        places = sorted(self.experts)
+        mask = np.zeros(len(self.token_ids), dtype=bool)
+        mask[places] = True
+        recorded = np.stack([self.experts[at] for at in places])
         ids = np.zeros((len(mask), *recorded.shape[1:]), dtype=recorded.dtype)
         ids[mask] = recorded
         return ids, mask
@@ -242,15 +247,14 @@ class Tape:
     def add(self, taken: Turn, turn: int, *, is_sampled: bool = True) -> None:
         """Append the tokens of an answer or an observation to every column."""
         num_tokens = len(taken.token_ids)
-        chosen = (
-            [] if taken.experts is None else list(taken.experts[taken.num_prompt :][:num_tokens])
-        )
-        self.experts += chosen + [None] * (num_tokens - len(chosen))
-        self.token_ids += taken.token_ids
-        self.loss_mask += [is_sampled] * num_tokens
-        self.logprobs += taken.logprobs
-        self.versions += taken.versions
-        self.turn_ids += [turn] * num_tokens
+        if taken.experts is not None:
+            chosen = taken.experts[taken.num_prompt :][:num_tokens]
+            self.experts.update(enumerate(chosen, len(self.token_ids)))
+        self.token_ids.extend(taken.token_ids)
+        self.loss_mask.extend(array("b", [is_sampled]) * num_tokens)
+        self.logprobs.extend(taken.logprobs)
+        self.versions.extend(taken.versions)
+        self.turn_ids.extend(array("i", [turn]) * num_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ import logging
 import os
 import time
 import zlib
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -82,10 +83,37 @@ class LagRule:
 
 
 class RecordedTurn(NamedTuple):
-    """A turn that the policy sampled, and the digest of its prompt."""
+    """A turn that the policy sampled, in compact form, and the digest of its prompt."""
 
     prompt: str
-    taken: Turn
+    rest: Turn  # The turn without its tokens and experts.
+    token_ids: "array[int]"
+    logprobs: "array[float]"
+    versions: "array[int]"
+    experts: np.ndarray | None
+
+    @classmethod
+    def of(cls, prompt: str, taken: Turn) -> "RecordedTurn":
+        """Return the record of a turn."""
+        return cls(
+            prompt,
+            replace(taken, token_ids=[], logprobs=[], versions=[], experts=None),
+            array("i", taken.token_ids),
+            array("d", taken.logprobs),
+            array("i", taken.versions),
+            taken.experts,
+        )
+
+    @property
+    def taken(self) -> Turn:
+        """The turn as it was sampled."""
+        return replace(
+            self.rest,
+            token_ids=self.token_ids.tolist(),
+            logprobs=self.logprobs.tolist(),
+            versions=self.versions.tolist(),
+            experts=self.experts,
+        )
 
 
 class RecordedStep(NamedTuple):
@@ -111,7 +139,7 @@ class EpisodeEvents:
     def add_turn(self, turn: RecordedTurn) -> None:
         """Append a sampled turn."""
         self.turns.append(turn)
-        self.versions.update(turn.taken.versions)
+        self.versions.update(turn.versions)
 
     @property
     def is_over(self) -> bool:
@@ -206,7 +234,7 @@ class Recording:
                 took_s = time.monotonic() - asked
                 if taken.experts is not None:  # They are too large for a file.
                     self._file = None
-                self.events.add_turn(RecordedTurn(prompt, replace(taken, earlier_s=took_s)))
+                self.events.add_turn(RecordedTurn.of(prompt, replace(taken, earlier_s=took_s)))
                 self._turn += 1
                 return taken
             if turns[self._turn].prompt != prompt:
@@ -350,9 +378,9 @@ class RecordFile:
 def turn_as_json(taken: Turn) -> dict[str, Any]:
     """Return a turn as JSON, without experts."""
     return {
-        "token_ids": [int(token) for token in taken.token_ids],
-        "logprobs": [float(logprob) for logprob in taken.logprobs],
-        "versions": [int(version) for version in taken.versions],
+        "token_ids": taken.token_ids,
+        "logprobs": taken.logprobs,
+        "versions": taken.versions,
         "is_stopped": taken.is_stopped,
         "num_prompt": taken.num_prompt,
         "num_cached": taken.num_cached,
@@ -379,7 +407,7 @@ def read_events(path: Path) -> EpisodeEvents | None:
             continue
         events.opening = content["opening"]
         for prompt, taken in content["turns"]:
-            events.add_turn(RecordedTurn(prompt, Turn(**taken)))
+            events.add_turn(RecordedTurn.of(prompt, Turn(**taken)))
         result = HubStepResult(**content["result"])
         events.steps.append(RecordedStep(content["action"], result, len(events.turns)))
     if events is not None and path.with_suffix(STATE).is_file():

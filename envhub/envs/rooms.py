@@ -1,18 +1,18 @@
 """Rooms: carry a key through a sequence of rooms. The rule is fixed; the number of rooms varies.
 
 The environment isolates the effect of length: instruction, observations and decisions are the same
-with two rooms and with thirty-two. Source: arXiv 2605.02572, which varies only the length.
+with two rooms and with thirty-two. Source: arXiv 2605.02572, which varies only the length. `March`
+has up to 500 rooms with a long view each: 1,000 turns and 100,000 tokens.
 """
 
 import random
+from typing import NamedTuple
 
 from common.config.envs import EnvsSection
 from envhub.env import EnvSpec, StepResult, SubsetSpec, action_text, parse_item
 from envhub.envs.text_env import SavesCounters, TextEnv
 from envhub.tables import one_instruction
 
-SUBSET = "Carry"
-MAX_ROOMS = 32
 NUM_BANDS = 4  # Number of ranges of lengths, with equally many items in each.
 NUM_DOORS = 3
 TRIES_PER_ROOM = 2  # The episode ends unsolved after this many turns per room.
@@ -24,16 +24,31 @@ You carry a key through rooms. Each message lists the closed doors of the room a
 your key. The door of your key's colour opens, takes the key and leads to the next room with \
 another key. Each of your turns is one action: go to COLOUR closed door 1.
 Answer with one action and nothing else."""
+SEEN = ("stone", "dust", "moss", "brick", "rust", "sand", "mud", "ash")
+
+
+class _Path(NamedTuple):
+    """Parameters of a subset."""
+
+    max_rooms: int
+    num_words: int = 0  # Words of the view of each room, without information.
+
+
+PATHS = {"Carry": _Path(32), "March": _Path(500, num_words=72)}
 SUBSETS = {
-    SUBSET: SubsetSpec(num_train=100_000, num_test=3_200, max_turns=TRIES_PER_ROOM * MAX_ROOMS)
+    name: SubsetSpec(num_train=100_000, num_test=3_200, max_turns=TRIES_PER_ROOM * path.max_rooms)
+    for name, path in PATHS.items()
 }
 
 
-def num_rooms(index: int) -> int:
-    """Return the number of rooms of an item: in turn 1 to 4, 5 to 8, 9 to 16, 17 to 32."""
+def num_rooms(index: int, *, max_rooms: int = PATHS["Carry"].max_rooms) -> int:
+    """Return the number of rooms of an item: in `Carry` in turn 1 to 4, 5 to 8, 9 to 16, 17 to 32.
+
+    Each band ends at twice the number of the band before it, the last one at `max_rooms`.
+    """
     place, band = divmod(index, NUM_BANDS)
-    most = MAX_ROOMS >> (NUM_BANDS - 1 - band)
-    return most - place % (most // 2 if band else most)
+    most = max_rooms >> (NUM_BANDS - 1 - band)
+    return most - place % (most - most // 2 if band else most)
 
 
 class RoomsEnv(SavesCounters, TextEnv):
@@ -49,8 +64,12 @@ class RoomsEnv(SavesCounters, TextEnv):
     def reset(self, item_id: str, seed: int = 0) -> str:
         """Start an item. `seed` is unused: the item determines all rooms."""
         item = parse_item(item_id, SUBSETS)
-        rng = random.Random(f"{item.split}/{item.index}")
-        self._rooms = [tuple(rng.sample(COLOURS, NUM_DOORS)) for _ in range(num_rooms(item.index))]
+        path = PATHS[item.subset]
+        self._seed = f"{item.split}/{item.index}"
+        self._num_words = path.num_words
+        rng = random.Random(self._seed)
+        size = num_rooms(item.index, max_rooms=path.max_rooms)
+        self._rooms = [tuple(rng.sample(COLOURS, NUM_DOORS)) for _ in range(size)]
         self._keys = [rng.choice(doors) for doors in self._rooms]
         self._at = self._num_turns = 0
         self._begin()
@@ -79,7 +98,11 @@ class RoomsEnv(SavesCounters, TextEnv):
     def _observation(self) -> str:
         """Return the doors of the room, and the carried key."""
         doors = ", ".join(f"{colour} closed door 1" for colour in self._rooms[self._at])
-        return f"{doors}, carrying {self._keys[self._at]} key"
+        shown = f"{doors}, carrying {self._keys[self._at]} key"
+        if not self._num_words:
+            return shown
+        view = random.Random(f"{self._seed}/{self._at}").choices(SEEN, k=self._num_words)
+        return f"{' '.join(view)}\n{shown}"
 
     def _valid_actions(self) -> list[str]:
         return [f"{VERB} {colour} closed door 1" for colour in self._rooms[self._at]]
