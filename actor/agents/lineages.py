@@ -174,9 +174,11 @@ class Lineages:
             for lineage in row:
                 turn = min(lineage.turn, last_turn)
                 num_prompt = len(lineage.own) - len(lineage.taken.token_ids)
+                start = len(tape.token_ids)
                 tape.observe(lineage.own[:num_prompt], turn)
                 tape.add(lineage.taken, turn)
-                tape.experts[len(tape.experts) - len(lineage.experts) :] = lineage.experts
+                recorded = enumerate(lineage.experts, start)
+                tape.experts.update((at, chosen) for at, chosen in recorded if chosen is not None)
         return tape
 
 

@@ -263,7 +263,7 @@ def test_deep_conversation_needs_no_deep_stack() -> None:
         taken = Turn([number % 7], [-1.0], [0])
         latest = lineages.add(ids, taken, 0, messages=[], thoughts={}, tools=[])
         ids = [*ids, *taken.token_ids, 9]
-    assert latest.token_ids == lineages.tape(last_turn=0).token_ids == ids[:-1]
+    assert latest.token_ids == lineages.tape(last_turn=0).token_ids.tolist() == ids[:-1]
     assert lineages.tape(last_turn=0).starts == [0]
 
 
