@@ -16,8 +16,10 @@ from tools.cli.command_line import STUDIES, ParsedCommand, version_text
 Measure = Callable[[Suite], None]  # It runs the checks of a suite.
 CONFORMANCE = "conformance"
 LAYOUTS = "conformance-layouts"
+PRETRAINED = "pretrained"  # The suite of a model on disk, which accepts key=value.
 SUITES = {  # Name on the command line: module and function.
     "learner": "learner.suite:run_suite",
+    PRETRAINED: "learner.pretrained:run_suite",
     "weights": "weights.suite:run_suite",
     "delta": "weights.delta:run_suite",
     "actor": "actor.suite:run_suite",
@@ -70,13 +72,15 @@ def _find_suite(request: ParsedCommand, path: Path) -> Measure:
         return _find_study(name, request)
     if name not in {**SUITES, **GPU_SUITES}:
         raise ConfigError(f"--suite={name}: one of {', '.join([*SUITES, *GPU_SUITES, *STUDIES])}")
-    if request.overrides or request.is_dry:
+    if request.is_dry or (request.overrides and name != PRETRAINED):
         asked = " ".join([*request.overrides, *["--dry-run"] * request.is_dry])
         raise ConfigError(f"{asked}: only studies take it ({', '.join(STUDIES)})")
     if name in GPU_SUITES:
         return _find_gpu_suite(request, path)
     module, _, function = SUITES[name].partition(":")
     measure = getattr(import_module(f"benchmarks.{module}"), function)
+    if name == PRETRAINED:
+        return partial(measure, overrides=request.overrides)
     return partial(measure, only=request.only.split(",")) if request.only else measure
 
 

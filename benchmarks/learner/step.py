@@ -118,7 +118,7 @@ def measure_step(
         BARE: BareStep(cfg, copy.deepcopy(model), known, engine_dtype=engine_dtype)
     }
     for name, trainer in trainers.items():
-        contenders[name] = _step_of(trainer, known)
+        contenders[name] = step_of(trainer, known)
     return _cost_of(contenders, model, known, num_rounds)
 
 
@@ -191,7 +191,7 @@ def by_aggregation(algorithm: AlgorithmSection) -> dict[str, AlgorithmSection]:
     }
 
 
-def _step_of(trainer: Trainer, samples: list[Sample]) -> Callable[[], object]:
+def step_of(trainer: Trainer, samples: list[Sample]) -> Callable[[], object]:
     """Return a function that makes one training step."""
 
     def step() -> None:

@@ -72,6 +72,19 @@ class Precision(StrEnum):
     FP32 = "fp32"
 
 
+class Rounding(StrEnum):
+    """Rounding of the weights of a pass in bf16, which engines receive, from the fp32 masters.
+
+    nearest: to the nearest bf16 number. An update below half a unit is hidden until it has added
+    up. stochastic: up or down at random, so that the mean is the master. The random numbers follow
+    from the weight's name, its index and the number of updates. Recomputed steps, resumed runs and
+    several ranks therefore have the same numbers. It takes 4 more bytes for each trained weight.
+    """
+
+    NEAREST = "nearest"
+    STOCHASTIC = "stochastic"
+
+
 class Layout(StrEnum):
     """Memory layout of a microbatch's sequences.
 
@@ -481,6 +494,11 @@ class LearnerSection(RankKeys):
         Precision.AUTO,
         "Selects the precision of the forward and backward passes. The master weights are fp32.",
     )
+    rounding: Rounding = knob(
+        Rounding.NEAREST,
+        "Selects how the trained weights are rounded for passes in bf16 and for their engines. See "
+        "docs/PRECISION.md.",
+    )
     layout: Layout = knob(
         Layout.AUTO,
         "Selects a microbatch's memory layout. The gradient does not depend on it, except for "
@@ -600,6 +618,13 @@ class LearnerSection(RankKeys):
         if self.lora.is_merged and (self.num_ranks > 1 or self.offload is Offload.OPTIMIZER):
             law = "must not name experts with num_ranks > 1 or offload=optimizer"
             yield "lora.targets", ",".join(self.lora.targets), law
+        is_stochastic = self.rounding is Rounding.STOCHASTIC
+        if is_stochastic and self.precision is Precision.FP32:
+            law = "must be nearest with learner.precision=fp32, whose passes round no weights"
+            yield "rounding", "stochastic", law
+        if is_stochastic and self.lora.is_merged:
+            law = "must be nearest with learner.lora.targets=experts: the pass rounds sums of base"
+            yield "rounding", "stochastic", f"{law} and adapters"
         if self.lora.rank and self.optimizer is OptimizerKind.MUON:
             law = "must be adamw with learner.lora.rank > 0: muon is for whole weight matrices"
             yield "optimizer", "muon", law

@@ -348,6 +348,18 @@ def shared_prefix(trajectories: Sequence[Trajectory]) -> int:
     return end if len(trajectories) > 1 and end >= MIN_SHARED_TOKENS else 0
 
 
+def repeated_prefixes(samples: Sequence[Sample]) -> list[int]:
+    """Return the length of the shared prefix for all members of a group but one."""
+    groups: dict[str, list[Trajectory]] = {}
+    for sample in samples:
+        groups.setdefault(sample.trajectory.group_id, []).append(sample.trajectory)
+    return [
+        prefix
+        for members in groups.values()
+        for prefix in [shared_prefix(members)] * (len(members) - 1)
+    ]
+
+
 def each_microbatch(
     samples: Sequence[Sample],
     indices: Sequence[int],

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from learner.policy.expert_routing import set_routes
 from learner.policy.expert_weights import Stored, stored_tensors
 from learner.policy.kernels.head import (
     Logits,
+    TokenScores,
     logits_function,
     own_logits_gap,
     trunk_of,
@@ -223,8 +225,9 @@ def hidden_logprobs(
 
     The log-probabilities equal those of `token_logprobs`; `hidden` [tokens, hidden] predicts the
     targets. Only positions that predict a scored token are projected to the vocabulary,
-    `chunk_tokens` at a time. Each chunk is computed again in the backward pass: [tokens, vocab]
-    never exists. The last chunk is padded to one of few sizes.
+    `chunk_tokens` at a time. The logits of the last chunk are stored for the backward pass, which
+    computes all other chunks again: [tokens, vocab] never exists. The first chunk has the rows that
+    fill no chunk, and is padded to one of few sizes.
 
     Args:
         with_entropy: return the entropies [tokens], else None.
@@ -238,17 +241,19 @@ def hidden_logprobs(
     supports: list[Tensor] = []
     num_rows = hidden.shape[0]
     chunk_tokens = scoring.chunk_tokens
-    for start in range(0, max(num_rows, 1), chunk_tokens):  # Without rows there is one empty chunk.
-        rows = hidden[start : start + chunk_tokens]
-        targets = target_ids[start : start + chunk_tokens]
-        support = None if support_ids is None else support_ids[start : start + chunk_tokens]
+    first = num_rows % chunk_tokens or min(num_rows, chunk_tokens)
+    starts = [0, *range(first, num_rows, chunk_tokens)]  # Without rows there is one empty chunk.
+    for start, end in pairwise([*starts, num_rows]):
+        rows = hidden[start:end]
+        targets = target_ids[start:end]
+        support = None if support_ids is None else support_ids[start:end]
         missing = max(len(rows), min(row_size(len(rows)), chunk_tokens)) - len(rows)
         if missing:
             rows = F.pad(rows, (0, 0, 0, missing))
             targets = F.pad(targets, (0, missing))
             support = None if support is None else F.pad(support, (0, 0, 0, missing))
         args = (rows, logits_of, targets, scoring.temperature, with_entropy, support)
-        if torch.is_grad_enabled() and num_rows > chunk_tokens:
+        if torch.is_grad_enabled() and end < num_rows:
             chunk = checkpoint(_score_rows, *args, use_reentrant=False, preserve_rng_state=False)
         else:
             chunk = _score_rows(*args)
@@ -271,19 +276,10 @@ def _score_rows(
     with_entropy: bool,
     support_ids: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probabilities of the targets, entropies, and log-probabilities of `support_ids`.
-
-    An output that is not requested is empty. Shapes are [rows], [rows] and [rows, k].
-    """
-    logits = logits_of(rows).float() / temperature  # [rows, vocab]
-    log_softmax = F.log_softmax(logits, dim=-1)
-    logprobs = log_softmax.gather(1, targets[:, None]).squeeze(1)  # [rows]
-    support = logprobs.new_empty(0)
-    if support_ids is not None:
-        support = log_softmax.gather(1, support_ids)  # [rows, k]
-    if not with_entropy:
-        return logprobs, logprobs.new_empty(0), support
-    return logprobs, -(log_softmax.exp() * log_softmax).sum(-1), support
+    """Return the results of `TokenScores` for states [rows, hidden]."""
+    logits = logits_of(rows)  # [rows, vocab]
+    scores: Any = TokenScores.apply(logits, targets, temperature, with_entropy, support_ids)
+    return scores
 
 
 def published_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor | Merged | Stored]]:

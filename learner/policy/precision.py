@@ -11,6 +11,7 @@ policy than the gradient.
 
 import logging
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from math import prod
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
@@ -294,6 +296,133 @@ NUM_COMPARED = 1 << 16
 MAX_HIDDEN_FRAC = 0.9  # A larger share is logged as a warning.
 
 
+DRAWN_NUMBERS = 1 << 16  # Numbers of a CPU's weight that are rounded at once: they fit its caches.
+DRAWN_NUMBERS_GPU = 1 << 24
+# Multipliers of MurmurHash3's last step and of the index, as signed numbers of 32 bits.
+_FIRST, _SECOND, _STRIDE = -2048144789, -1028477387, -1640531527
+_LOW_BITS = 0xFFFF  # The bits of an fp32 number that bf16 lacks.
+
+
+def draw_bits(name: str, number: int, first: int, count: int, device: torch.device) -> Tensor:
+    """Return uniform integers of 16 bits for a range of a weight's numbers, [count] int32.
+
+    They are a hash of the arguments. Ranges of one weight may therefore be drawn in any parts.
+
+    Args:
+        name: of the weight.
+        number: of the version, or of the update that made it.
+        first: index of the first number in the flat whole weight.
+
+    Source: the last step of MurmurHash3, Appleby, 2011, twice.
+    """
+    seeds = [zlib.crc32(f"{part} {name} {number}".encode()) for part in ("first", "second")]
+    low, high = (each - (1 << 32) if each >> 31 else each for each in seeds)
+    start = (first + (1 << 31)) % (1 << 32) - (1 << 31)
+    mixed = torch.arange(count, dtype=torch.int32, device=device)
+    mixed.add_(start).mul_(_STRIDE).bitwise_xor_(low)
+    _mix(mixed)
+    _mix(mixed.bitwise_xor_(high))
+    return mixed.bitwise_and_(_LOW_BITS)
+
+
+def _mix(words: Tensor) -> None:
+    """Mix the bits of each word [count] int32 in place."""
+    for bits, factor in ((16, _FIRST), (13, _SECOND), (16, 1)):
+        # The shift repeats the sign; the mask leaves the bits of an unsigned shift.
+        words.bitwise_xor_((words >> bits).bitwise_and_((1 << 32 - bits) - 1)).mul_(factor)
+
+
+def round_stochastically(
+    weight: Tensor, into: Tensor, *, name: str, number: int, first: int
+) -> None:
+    """Write `weight`, rounded up or down to bf16 at random, to `into`; both [number] fp32.
+
+    The mean over many versions is the weight. Numbers of bf16 do not change.
+
+    Args:
+        first: index of the first number in the flat whole weight.
+    """
+    size = DRAWN_NUMBERS_GPU if weight.is_cuda else DRAWN_NUMBERS
+    bits, rounded = weight.view(torch.int32), into.view(torch.int32)
+    for start in range(0, len(weight), size):
+        part = bits[start : start + size]
+        drawn = draw_bits(name, number, first + start, len(part), weight.device)
+        # The carry from the low bits rounds the magnitude up.
+        rounded[start : start + size] = drawn.add_(part).bitwise_and_(~_LOW_BITS)
+
+
+class RoundedWeights:
+    """Trained weights that a pass in bf16 rounds, and their fp32 masters.
+
+    The network's own tensors have the stochastically rounded numbers, which are bf16 numbers in
+    fp32 tensors. All later casts to bf16 are exact: of autocast, of FSDP, of a version.
+
+    Example: `take(0)` makes the masters from the loaded weights, and rounds the weights. Before an
+    update `put()` writes the masters to the weights. `take(1)` stores the updated masters, and
+    rounds the weights for version 1.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Select the weights, which must be sharded by now. `take` must follow."""
+        trained, rounded = _trained_and_rounded(model)
+        self._weights = {name: each for name, each in trained.items() if name in rounded}
+        self._masters: dict[str, Tensor] = {}
+
+    @property
+    def masters(self) -> dict[int, Tensor]:
+        """The masters by the identity of their weights; sharded as these."""
+        return {id(self._weights[name]): master for name, master in self._masters.items()}
+
+    @torch.no_grad()
+    def put(self) -> None:
+        """Write the masters to the weights, which an update or a file needs."""
+        for name, master in self._masters.items():
+            _local(self._weights[name]).copy_(_local(master))
+
+    @torch.no_grad()
+    def take(self, number: int) -> None:
+        """Store the weights as masters, and round the weights.
+
+        Args:
+            number: updates made so far, from which the random numbers follow. With 0 the weights
+                are rounded to the nearest number, as by a reference and by engines that load the
+                checkpoint.
+        """
+        for name, weight in self._weights.items():
+            if name not in self._masters:
+                copy = weight.detach().clone(memory_format=torch.contiguous_format)
+                self._masters[name] = copy
+            master = _local(self._masters[name])
+            rounded = _local(weight)
+            master.copy_(rounded)
+            if number == 0:
+                rounded.copy_(on_grid(master))
+                continue
+            flat = rounded.reshape(-1)  # A view, unless the layout in memory forbids one.
+            first = _first_number(weight)
+            round_stochastically(master.view(-1), flat, name=name, number=number, first=first)
+            if flat.data_ptr() != rounded.data_ptr():
+                rounded.copy_(flat.view_as(rounded))
+
+
+def _first_number(weight: Tensor) -> int:
+    """Return the index of this rank's first number in the flat whole weight."""
+    if not isinstance(weight, DTensor):
+        return 0
+    _, offset = compute_local_shape_and_global_offset(
+        weight.shape, weight.device_mesh, weight.placements
+    )
+    assert not any(offset[1:])  # FSDP shards along the first axis.
+    return offset[0] * (weight.numel() // max(len(weight), 1)) if offset else 0
+
+
+def _trained_and_rounded(model: nn.Module) -> tuple[dict[str, nn.Parameter], set[str]]:
+    """Return the trained weights by name, and the names that a pass in bf16 rounds."""
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    shapes = {name: each.shape for name, each in trained.items() if ".lora_" not in name}
+    return trained, rounded_names(model, shapes) | (trained.keys() - shapes.keys())
+
+
 class VanishedUpdates:
     """The share of changed weights whose rounded value is the same before and after a step.
 
@@ -304,21 +433,32 @@ class VanishedUpdates:
     Example: weights of .02 have units of 2^-13 = 1.2e-4, so steps of 1e-5 vanish six times.
     """
 
-    def __init__(self, model: nn.Module, *, is_bf16: bool, ranks: Ranks | None = None) -> None:
-        """Watch the trained weights, which must be sharded by now."""
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        is_bf16: bool,
+        ranks: Ranks | None = None,
+        copies: RoundedWeights | None = None,
+    ) -> None:
+        """Watch the trained weights, which must be sharded by now.
+
+        Args:
+            copies: rounds the weights stochastically; None: they are rounded to the nearest number.
+        """
         self._ranks = ranks or Ranks()
+        self._copies = copies
         self._weights: list[Tensor] = []
         # [number] of the sampled numbers: how many numbers each stands for, and if it is rounded.
         self._shares = self._is_rounded = torch.zeros(0)
-        self._before: Tensor | None = None
+        # [number] fp32: the masters before the step, and their rounded numbers
+        self._before: tuple[Tensor, Tensor] | None = None
         self._is_high = False
         if is_bf16:
             self._watch(model)
 
     def _watch(self, model: nn.Module) -> None:
-        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        shapes = {name: each.shape for name, each in trained.items() if ".lora_" not in name}
-        rounded = rounded_names(model, shapes) | (trained.keys() - shapes.keys())
+        trained, rounded = _trained_and_rounded(model)
         self._weights = list(trained.values())
         sampled = [_sampled(each) for each in self._weights]
         device = sampled[0].device
@@ -333,7 +473,7 @@ class VanishedUpdates:
     def begin(self) -> None:
         """Note the weights before the updates of a step."""
         if self._weights:
-            self._before = torch.cat([_sampled(each) for each in self._weights])
+            self._before = self._numbers()
 
     @torch.no_grad()
     def share(self, *, lr: float) -> float:
@@ -348,13 +488,14 @@ class VanishedUpdates:
         if before is None:
             return 0.0
         self._before = None
-        now = torch.cat([_sampled(each) for each in self._weights])
-        is_changed = now != before
-        is_hidden = is_changed & self._is_rounded & (now.bfloat16() == before.bfloat16())
+        masters, rounded = self._numbers()
+        is_changed = masters != before[0]
+        is_hidden = is_changed & self._is_rounded & (rounded == before[1])
         counts = torch.stack([(self._shares * each).sum() for each in (is_hidden, is_changed)])
         num_hidden, num_changed = self._ranks.sum(counts).tolist()
         hidden = num_hidden / max(num_changed, 1.0)
-        if hidden > MAX_HIDDEN_FRAC and not self._is_high:
+        # Stochastic rounding shows the mean of all updates.
+        if hidden > MAX_HIDDEN_FRAC and not self._is_high and self._copies is None:
             logger.warning(
                 "train/vanished_update_frac=%.2f: rounding to bf16 hides this share of the updates"
                 " from the forward pass until they add up (learning rate %.1e). Set"
@@ -364,6 +505,14 @@ class VanishedUpdates:
             )
         self._is_high = hidden > MAX_HIDDEN_FRAC
         return hidden
+
+    def _numbers(self) -> tuple[Tensor, Tensor]:
+        """Return sampled numbers of the masters and their rounded numbers, [number] fp32 each."""
+        stored = torch.cat([_sampled(each) for each in self._weights])
+        if self._copies is None:
+            return stored, on_grid(stored)
+        masters = self._copies.masters
+        return torch.cat([_sampled(masters.get(id(each), each)) for each in self._weights]), stored
 
 
 def _local(weight: Tensor) -> Tensor:

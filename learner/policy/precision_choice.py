@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common.config.learner import LearnerSection, OptimizerKind, Precision
+from common.config.learner import LearnerSection, OptimizerKind, Precision, Rounding
 from common.errors import ConfigError
 from common.host.machine import has_bf16_units
 from common.store.run_dir import json_object
@@ -64,9 +64,18 @@ def choose_precision(
         has_units: whether the device has bf16 units; None: as this machine's CPU, or yes on CUDA.
         engine_dtype: value of `model.dtype`; "": the training has no engines.
 
-    Raises: ConfigError: the checkpoint is damaged, or as `check_engines`.
+    With stochastic rounding no update is hidden in the mean, so this does not count.
+
+    Raises: ConfigError: the checkpoint is damaged, the pass has no weights to round
+        stochastically, or as `check_engines`.
     """
     choice = _choice(learner, folder, is_cuda, has_units, engine_dtype)
+    if learner.rounding is Rounding.STOCHASTIC and choice.precision is not Precision.BF16:
+        raise ConfigError(
+            "learner.rounding=stochastic: it rounds the weights of passes in bf16, and this run has"
+            f" learner.precision={choice.precision.value} ({choice.reason}). Set"
+            " learner.rounding=nearest, or learner.precision=bf16"
+        )
     check_engines(learner, choice.precision, engine_dtype)
     return choice
 
@@ -119,6 +128,8 @@ def _choice(
         if is_cuda or engine_dtype:
             return PrecisionChoice(Precision.BF16, f"{units}; {why}, as in engines of 16 bits")
         return PrecisionChoice(Precision.FP32, why)
+    if learner.rounding is Rounding.STOCHASTIC:
+        return PrecisionChoice(Precision.BF16, f"{units}; stochastic rounding hides no updates")
     stored = None if folder is None else _stored_on_grid(folder)
     if stored is None:
         return PrecisionChoice(Precision.BF16, units)

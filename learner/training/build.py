@@ -132,6 +132,7 @@ def make_trainer(
     )
     if is_skeleton:
         _fill(cfg, networks, start_path(cfg, checkpoint), ranks.files)
+        trainer.take_weights()
     version = 0
     if checkpoint is not None:
         check_resumable(checkpoint, model, cfg.learner.lora)

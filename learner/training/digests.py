@@ -2,7 +2,7 @@
 # torch's type stubs lack numpy's element types:
 # pyright: reportUnknownMemberType=false
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -72,9 +72,19 @@ class Digester:
     Call order: `begin`, `prepared`, `gradient` once for each update, `finish`.
     """
 
-    def __init__(self, ranks: Ranks, modules: Mapping[str, nn.Module]) -> None:
-        """Select the trained weights of `modules`, which are keyed by names in a checkpoint."""
+    def __init__(
+        self,
+        ranks: Ranks,
+        modules: Mapping[str, nn.Module],
+        masters: Callable[[], Mapping[int, Tensor]] = dict,
+    ) -> None:
+        """Select the trained weights of `modules`, which are keyed by names in a checkpoint.
+
+        Args:
+            masters: returns masters of rounded weights, by the identity of these.
+        """
         self._ranks = ranks
+        self._masters = masters
         self._modules = modules
         self._episodes: list[str] = []
         self._advantages = self._minibatches = ""
@@ -102,7 +112,7 @@ class Digester:
 
     def finish(self, controller: str) -> StepDigests:
         """Return the digests of the batch; all ranks must call this method together."""
-        *gradients, weights = self._whole([*self._gradients, _of_tensors(self._weights())])
+        *gradients, weights = self._whole([*self._gradients, _of_tensors(self._exact_weights())])
         return StepDigests(
             episodes=self._episodes,
             advantages=self._advantages,
@@ -121,13 +131,19 @@ class Digester:
         trained_ids = {id(tensor) for tensor in self._weights()}
         others = (t for network in frozen for t in network.state_dict(keep_vars=True).values())
         fixed = [tensor for tensor in others if id(tensor) not in trained_ids]
-        trained, rest = self._whole([_of_tensors(self._weights()), _of_tensors(fixed)])
+        trained, rest = self._whole([_of_tensors(self._exact_weights()), _of_tensors(fixed)])
         return trained, rest
 
     def _weights(self) -> Iterator[Tensor]:
         """Yield the trained tensors, tied weights once."""
         tensors = (t for module in self._modules.values() for t in trained_state(module).values())
         yield from {id(tensor): tensor for tensor in tensors}.values()
+
+    def _exact_weights(self) -> Iterator[Tensor]:
+        """Yield the trained tensors, masters in place of rounded weights."""
+        masters = self._masters()
+        for tensor in self._weights():
+            yield masters.get(id(tensor), tensor)
 
     def _all_gradients(self) -> Iterator[Tensor]:
         """Yield the gradients of all trained weights."""

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
-from common.config.learner import LearnerSection, Moments, OptimizerKind
+from common.config.learner import LearnerSection, Moments, OptimizerKind, Rounding
 from learner.policy.finite import TrainingDiverged
 from learner.policy.model import whole
-from learner.policy.precision import VanishedUpdates
+from learner.policy.precision import RoundedWeights, VanishedUpdates
 from learner.training.ranks import Ranks
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -482,8 +482,12 @@ class Updates:
         self._critic = critic
         self.optimizer = make_optimizer(policy, cfg)
         self._critic_optimizer = None if critic is None else make_critic_optimizer(critic, cfg)
-        self.vanished = VanishedUpdates(policy, is_bf16=is_bf16, ranks=ranks)
+        is_stochastic = is_bf16 and cfg.rounding is Rounding.STOCHASTIC
+        self._copies = RoundedWeights(policy) if is_stochastic else None
+        self.vanished = VanishedUpdates(policy, is_bf16=is_bf16, ranks=ranks, copies=self._copies)
         self.num_updates = 0  # Updates made so far; skipped updates do not count.
+        self.rounded_at = 0  # Number of updates when the policy's weights were last rounded.
+        self.take_weights(0)
         self.num_bad_steps_in_a_row = 0
 
     @property
@@ -491,6 +495,28 @@ class Updates:
         """All optimizers, those of the policy first."""
         critic = self._critic_optimizer
         return [*self.optimizer.optimizers, *(critic.optimizers if critic is not None else [])]
+
+    @property
+    def masters(self) -> dict[int, Tensor]:
+        """The masters of stochastically rounded weights, by the identity of these; {}: none."""
+        return {} if self._copies is None else self._copies.masters
+
+    def take_weights(self, number: int) -> None:
+        """Round the policy's weights, which have the numbers of the masters now.
+
+        Nothing happens with `learner.rounding=nearest`.
+
+        Args:
+            number: the updates made so far, from which the random numbers follow.
+        """
+        self.rounded_at = number
+        if self._copies is not None:
+            self._copies.take(number)
+
+    def put_masters(self) -> None:
+        """Let the policy's weights have the numbers of the masters."""
+        if self._copies is not None:
+            self._copies.put()
 
     def zero_grad(self) -> None:
         """Clear the gradients of the policy and of the critic, and free their memory."""
@@ -523,11 +549,13 @@ class Updates:
             metrics["critic/grad_norm"] = self._clip(self._critic)
             is_good = is_good and math.isfinite(metrics["critic/grad_norm"])
         if is_good:
+            self.num_updates += 1
             if changes_policy:
+                self.put_masters()
                 self.optimizer.step()
+                self.take_weights(self.num_updates)
             if self._critic_optimizer is not None:
                 self._critic_optimizer.step()
-            self.num_updates += 1
         return Update(is_good, grad_norm, metrics)
 
     def _clip(self, network: nn.Module) -> float:

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,15 @@ NUM_ROUNDS = 3  # The best round counts, since other processes can only slow one
 MAX_EVENTS = 100_000  # Allocations of a memory snapshot.
 
 
-def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+def matrix_rate(
+    device: torch.device, dtype: torch.dtype, *, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Return the FLOP/s of a matrix product on a device, with this process's threads.
 
     The first product, which allocates and loads kernels, is not measured.
+
+    Args:
+        clock: returns seconds; the rate is one of this clock.
     """
     size = PRODUCT_SIZES.get(device.type, PRODUCT_SIZES["cpu"])
     left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
@@ -29,11 +34,11 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         for round_number in range(NUM_ROUNDS + 1):
             _wait_for(device)
-            began_s = time.perf_counter()
+            began_s = clock()
             torch.mm(left, right)
             _wait_for(device)
             if round_number:
-                best_s = min(best_s, time.perf_counter() - began_s)
+                best_s = min(best_s, clock() - began_s)
     return 2 * size**3 / best_s
 
 
@@ -43,7 +48,9 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def step_flops(model: nn.Module, lengths: Sequence[int], num_scored: int) -> float:
+def step_flops(
+    model: nn.Module, lengths: Sequence[int], num_scored: int, repeated: Sequence[int] = ()
+) -> float:
     """Return the least floating-point operations of a forward and backward pass.
 
     The forward pass needs two operations per weight and token. The backward pass needs two for the
@@ -55,6 +62,7 @@ def step_flops(model: nn.Module, lengths: Sequence[int], num_scored: int) -> flo
     Args:
         lengths: tokens of each sequence.
         num_scored: sampled tokens, whose logits are needed.
+        repeated: lengths of prefixes that are needed once, but belong to another sequence as well.
     """
     policy: Any = model
     config = policy.config.get_text_config()
@@ -73,11 +81,12 @@ def step_flops(model: nn.Module, lengths: Sequence[int], num_scored: int) -> flo
     assert head is not None  # Every causal language model has a head.
     of_head = head.weight.numel() * num_scored * (6 if head.weight.requires_grad else 4)
     pairs = sum(length * (length + 1) / 2 for length in lengths)
+    pairs -= sum(length * (length + 1) / 2 for length in repeated)
     num_heads = getattr(config, "num_attention_heads", None) or 0
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(1, num_heads)
     of_pair = 2 * 2 * num_heads * head_dim  # Scores and weighted values.
     of_attention = 3 * config.num_hidden_layers * of_pair * pairs
-    return float(per_token * sum(lengths) + of_head + of_attention)
+    return float(per_token * (sum(lengths) - sum(repeated)) + of_head + of_attention)
 
 
 class StepProfiler:

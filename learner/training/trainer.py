@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from common.segments import RoutingShape
 from learner.algorithms.running import RunningBaseline
-from learner.batch.batching import Sample, make_minibatches
+from learner.batch.batching import Sample, make_minibatches, repeated_prefixes
 from learner.batch.rows import pack_samples, rows_of, unpack_samples
 from learner.objective.measures import Overlap
 from learner.policy.finite import WeightsNotFinite, first_not_finite
@@ -106,7 +106,7 @@ class Trainer:
         self._modules: dict[str, nn.Module] = {"model": self._model}
         if self._critic is not None:
             self._modules["critic"] = self._critic
-        self._digester = Digester(self._ranks, self._modules)
+        self._digester = Digester(self._ranks, self._modules, lambda: self._updates.masters)
         self.digests: StepDigests | None = None  # Digests of the last batch.
         self._frozen = [each for each in (networks.policy, networks.reference) if each is not None]
         self._writer = StateWriter(self._ranks)
@@ -355,14 +355,16 @@ class Trainer:
     ) -> dict[str, float]:
         """Return tokens per second of a device, and the share of its matrix rate that was used.
 
-        Each epoch counts one forward and backward pass of the policy over the batch.
+        Each epoch counts one forward and backward pass of the policy over the batch, and a group's
+        common prompt once.
         """
         lengths = [len(sample.trajectory.token_ids) for sample in batch.samples]
         metrics = {"perf/tokens_per_s_per_device": sum(lengths) / step_s / self._ranks.size}
         if self._matrix_rate:
             num_scored = sum(sample.num_sampled_tokens for sample in batch.samples)
             num_epochs = num_updates / self._cfg.num_minibatches
-            flops = num_epochs * step_flops(self._model, lengths, num_scored)
+            repeated = repeated_prefixes(batch.samples)
+            flops = num_epochs * step_flops(self._model, lengths, num_scored, repeated)
             metrics["perf/mfu"] = flops / step_s / (self._matrix_rate * self._ranks.size)
             metrics["perf/matrix_tflops"] = self._matrix_rate / 1e12
         return metrics
@@ -382,9 +384,15 @@ class Trainer:
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors that training changes, live, by name: "model.", "critic." or moments.
 
-        Each rank returns its own shards.
+        Each rank returns its own shards. Rounded weights are replaced by their masters.
         """
-        return live_tensors(self._modules, self._updates.torch_optimizers)
+        live = live_tensors(self._modules, self._updates.torch_optimizers)
+        masters = self._updates.masters
+        return {name: masters.get(id(each), each) for name, each in live.items()}
+
+    def take_weights(self) -> None:
+        """Use weights that were loaded after the construction, with `learner.rounding`."""
+        self._updates.take_weights(0)
 
     def values(self) -> dict[str, Any]:
         """Return the other values that a resumed run needs to continue exactly, for JSON."""
@@ -395,6 +403,7 @@ class Trainer:
             "num_bad_steps_in_a_row": self._updates.num_bad_steps_in_a_row,
             "num_batches": self.num_batches,
             "num_updates": self._updates.num_updates,
+            "rounded_at": self._updates.rounded_at,
         }
 
     def save(self, folder: Path) -> Future[Any]:
@@ -425,5 +434,6 @@ class Trainer:
         self._generator.set_state(torch.tensor(values["generator"], dtype=torch.uint8))
         self._updates.num_bad_steps_in_a_row = values["num_bad_steps_in_a_row"]
         self._updates.num_updates = values["num_updates"]
+        self._updates.take_weights(values.get("rounded_at", 0))
         # 0: the checkpoint is older than this counter.
         self.num_batches = values.get("num_batches", 0)

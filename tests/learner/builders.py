@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from common.config.algorithm import AlgorithmSection
-from common.config.learner import ControllerSection, LearnerSection, LoraSection, Precision
+from common.config.learner import (
+    ControllerSection,
+    LearnerSection,
+    LoraSection,
+    Precision,
+    Rounding,
+)
 from common.config.model import ModelSection
 from common.config.run_config import RunConfig
 from common.weights.buckets import views
@@ -155,12 +161,18 @@ def tensors_of(source: WeightSource) -> dict[str, Tensor]:
 
 
 def trainer_of(
-    model: Any, precision: Precision, *, dtype: str = "float32", lr: float = 1e-5
+    model: Any,
+    precision: Precision,
+    *,
+    dtype: str = "float32",
+    lr: float = 1e-5,
+    rounding: Rounding = Rounding.NEAREST,
 ) -> Trainer:
     """Return a trainer for engines in `dtype`, which accepts samples of other policies."""
     learner = LearnerSection(
         device="cpu",
         precision=precision,
+        rounding=rounding,
         lr=lr,
         warmup_steps=0,
         controller=ControllerSection(skip_step=False),

@@ -15,6 +15,7 @@ from common.config.learner import (
     Offload,
     OptimizerKind,
     Precision,
+    Rounding,
     WeightsTransport,
 )
 from common.config.run_config import RunConfig
@@ -219,6 +220,9 @@ def _sharded_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> list[
             _weights("gradients", num, 4),
             _optimizer_part(learner, shape),
         ]
+    if learner.rounding is Rounding.STOCHASTIC:
+        of_trained = lora_params(learner.lora, shape) if learner.lora.rank else num
+        parts.append(_weights("rounded weights", of_trained, 4, " (learner.rounding=stochastic)"))
     path = cfg.algorithm.reference_path
     is_base = learner.lora.rank > 0 and path in ("", cfg.model.path)
     if cfg.algorithm.kl_coef > 0 and not is_base:

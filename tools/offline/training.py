@@ -155,6 +155,7 @@ def train_epochs(
         left_s = elapsed_s * (num_epochs - epoch - 1) / (epoch + 1)
         counts = (epoch + 1, num_epochs, shown, step, elapsed_s, left_s)
         logger.info("trained epoch=%d of=%d %s steps=%d elapsed_s=%.0f left_s=%.0f", *counts)
+    updates.put_masters()
     return epochs
 
 

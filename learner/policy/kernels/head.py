@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from common.errors import ConfigError
@@ -25,7 +26,99 @@ FP32_ROUNDING = 1e-4
 BF16_ROUNDING = 3e-2
 _OWN = "has_own_logits"
 
+# Bytes of fp32 logits that a CPU turns into scores at once: they stay in its caches.
+BLOCK_BYTES = 4 << 20
+
 Logits = Callable[[Tensor], Tensor]  # [tokens, hidden] -> [tokens, vocab]
+
+
+class TokenScores(torch.autograd.Function):
+    """Log-probabilities from logits, in fp32, with one buffer of the size of the logits.
+
+    A CPU reads the logits block by block, so no copy in fp32 of all of them exists. The backward
+    pass writes the gradient of the logits over the logits, so it can run once only.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        temperature: float,
+        with_entropy: bool,
+        support_ids: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log-probabilities of the targets, entropies, and those of `support_ids`.
+
+        An output that is not requested is empty.
+
+        Args:
+            logits: [rows, vocab] of any dtype, used by this function alone.
+            targets: [rows] int64.
+            support_ids: [rows, k] int64; None: none.
+
+        Returns: [rows], [rows] and [rows, k] float32 nats.
+        """
+        size = len(logits) if with_entropy else 0
+        entropy = torch.empty(size, dtype=torch.float32, device=logits.device)
+        totals = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+        for rows in _blocks(logits):
+            scaled = _scaled(logits[rows], temperature)
+            totals[rows] = torch.logsumexp(scaled, -1)
+            if with_entropy:
+                log_probs = scaled.sub_(totals[rows, None])
+                entropy[rows] = -(log_probs.exp() * log_probs).sum(-1)
+        logprobs = _scaled(logits.gather(1, targets[:, None]), temperature).squeeze(1) - totals
+        support = logprobs.new_empty(0)
+        if support_ids is not None:
+            chosen = logits.gather(1, support_ids)
+            support = _scaled(chosen, temperature) - totals[:, None]
+        ctx.save_for_backward(logits, targets, totals, entropy, support_ids)
+        ctx.temperature = temperature
+        ctx.is_used = False
+        return logprobs, entropy, support
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradient of the logits, in their memory. Raises: RuntimeError: called twice.
+
+        Of a token's log-probability it is (its own entry - probabilities) / temperature, of an
+        entropy -probability * (log-probability + entropy) / temperature.
+        """
+        if ctx.is_used:
+            raise RuntimeError("the gradient of token scores has replaced their logits")
+        ctx.is_used = True
+        of_logprobs, of_entropy, of_support = gradients
+        logits, targets, totals, entropy, support_ids = ctx.saved_tensors
+        shares = of_logprobs if support_ids is None else of_logprobs + of_support.sum(-1)
+        for rows in _blocks(logits):
+            scaled = _scaled(logits[rows], ctx.temperature).sub_(totals[rows, None])
+            factors = -shares[rows, None]
+            if len(entropy):
+                factors = factors - of_entropy[rows, None] * (scaled + entropy[rows, None])
+            made = scaled.exp_().mul_(factors)
+            made.scatter_add_(1, targets[rows, None], of_logprobs[rows, None])
+            if support_ids is not None:
+                made.scatter_add_(1, support_ids[rows], of_support[rows])
+            if ctx.temperature != 1.0:
+                made.div_(ctx.temperature)
+            logits[rows] = made
+        return logits, None, None, None, None
+
+
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    """Yield the rows of logits to compute together."""
+    num_rows = len(logits)
+    size = max(1, BLOCK_BYTES // (4 * logits.shape[1])) if logits.device.type == "cpu" else num_rows
+    for start in range(0, num_rows, max(1, size)):
+        yield slice(start, start + size)
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    """Return a copy of logits in fp32, divided by the temperature."""
+    copy = logits.to(torch.float32, copy=True)
+    return copy if temperature == 1.0 else copy.div_(temperature)
 
 
 def logits_function(model: PreTrainedModel, dtype: torch.dtype, *, is_rounded: bool) -> Logits:
@@ -37,7 +130,8 @@ def logits_function(model: PreTrainedModel, dtype: torch.dtype, *, is_rounded: b
         is_rounded: round the weights to bf16 in any case, as the rest of a pass in bf16.
     """
     if getattr(model, _OWN, False):
-        return lambda rows: own_logits(model, rows, dtype, is_rounded=is_rounded)
+        # `TokenScores` writes to its logits; the network's last operation may have stored them.
+        return lambda rows: own_logits(model, rows, dtype, is_rounded=is_rounded).clone()
     head: Any = model.get_output_embeddings()
     cast = on_grid if is_rounded else lambda value: value
     weight = cast(head.weight).to(dtype)  # [vocab, hidden]

@@ -11,11 +11,12 @@ from common.config.algorithm import AlgorithmSection
 from common.config.learner import ControllerSection, LearnerSection, Precision
 from common.config.load import load_config
 from common.errors import ConfigError
+from learner.batch.batching import repeated_prefixes
 from learner.policy.forward import Networks
 from learner.training.step import TrainerSettings
 from learner.training.throughput import StepProfiler, matrix_rate, step_flops
 from learner.training.trainer import Trainer
-from tests.learner.builders import VOCAB, make_model, make_samples
+from tests.learner.builders import VOCAB, make_model, make_samples, with_prompts
 
 PASSIVE = ControllerSection(scale_lr=False, tighten_gate=False, skip_step=False)
 OF_LAYER = 2 * (4 + 2) * 8 * 32 + 3 * 32 * 64  # q, o, k, v; gate, up, down
@@ -32,6 +33,8 @@ def test_step_flops_match_its_matrices() -> None:
     pairs = 4 * 8 * 2 * 2 * (3 * 4 / 2 + 5 * 6 / 2)  # heads x size x (scores, values) x (x, +)
     expected = 2 * (6 * 8 * OF_LAYER + 3 * pairs) + 6 * VOCAB * 32 * 4
     assert step_flops(model, [3, 5], 4) == expected
+    once = 2 * (6 * 6 * OF_LAYER + 3 * pairs * 18 / 21) + 6 * VOCAB * 32 * 4
+    assert step_flops(model, [3, 5], 4, repeated=[2]) == pytest.approx(once, rel=1e-12)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     assert step_flops(model, [3, 5], 4) == 2 * (4 * 8 * OF_LAYER + 3 * pairs) + 4 * VOCAB * 32 * 4
@@ -52,6 +55,20 @@ def test_used_share_of_the_matrix_rate_follows_time_and_operations() -> None:
     assert metrics["perf/mfu"] * rate * metrics["train/step_s"] == pytest.approx(flops)
     shown = metrics["perf/tokens_per_s_per_device"] * metrics["train/step_s"]
     assert shown == pytest.approx(sum(lengths))
+
+
+@pytest.mark.slow
+def test_used_share_counts_the_prompt_of_a_group_once() -> None:
+    trainer = make_trainer()
+    trainer.measure_rate()
+    samples = with_prompts(make_samples())  # 3 groups of 2 with prompts of 20 tokens
+    assert repeated_prefixes(samples) == [20, 20, 20]
+    metrics = trainer.train_on(samples, version=0).metrics
+    lengths = [len(sample.trajectory.token_ids) for sample in samples]
+    num_scored = sum(sample.num_sampled_tokens for sample in samples)
+    flops = step_flops(make_model(), lengths, num_scored, repeated=[20] * 3)
+    rate = metrics["perf/matrix_tflops"] * 1e12
+    assert metrics["perf/mfu"] * rate * metrics["train/step_s"] == pytest.approx(flops)
 
 
 @pytest.mark.slow

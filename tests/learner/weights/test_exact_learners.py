@@ -20,6 +20,7 @@ from common.config.learner import (
     Moments,
     Offload,
     Precision,
+    Rounding,
 )
 from common.config.model import ModelSection
 from common.config.run_config import RunConfig
@@ -49,12 +50,19 @@ LEARNERS: dict[str, dict[str, Any]] = {
 WITH_PROCESSES = [name for name, keys in LEARNERS.items() if "num_ranks" in keys]
 TOKENIZER: Any = AutoTokenizer.from_pretrained(ROOT / "configs/policies/tiny")
 
-pytestmark = pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP32])
+ARITHMETICS = {
+    "fp32": (Precision.FP32, Rounding.NEAREST),
+    "bf16": (Precision.BF16, Rounding.NEAREST),
+    "bf16 stochastic": (Precision.BF16, Rounding.STOCHASTIC),
+}
+
+pytestmark = pytest.mark.parametrize("arithmetic", list(ARITHMETICS))
 of_learners = pytest.mark.parametrize("kind", long_for(LEARNERS, WITH_PROCESSES))
 
 
-def make_cfg(folder: Path, kind: str, precision: Precision, *, dtype: str = "float32") -> RunConfig:
+def make_cfg(folder: Path, kind: str, arithmetic: str, *, dtype: str = "float32") -> RunConfig:
     """Save a policy of bf16 numbers with its tokenizer; return a configuration that trains it."""
+    precision, rounding = ARITHMETICS[arithmetic]
     model = wide_model(width=256 if kind.endswith("moments") else 64)
     with torch.no_grad():
         for each in model.parameters():
@@ -66,6 +74,7 @@ def make_cfg(folder: Path, kind: str, precision: Precision, *, dtype: str = "flo
     settings: dict[str, Any] = {
         "device": "cpu",
         "precision": precision,
+        "rounding": rounding,
         "lr": 1e-5,
         "warmup_steps": 0,
         "rank_timeout_s": 120.0,
@@ -122,9 +131,9 @@ def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
     "kind", long_for([k for k in LEARNERS if "adapters" not in k], WITH_PROCESSES)
 )
 def test_learner_that_starts_from_a_version_has_the_same_scores(
-    tmp_path: Path, kind: str, precision: Precision
+    tmp_path: Path, kind: str, arithmetic: str
 ) -> None:
-    cfg = make_cfg(tmp_path / "policy", kind, precision)
+    cfg = make_cfg(tmp_path / "policy", kind, arithmetic)
     with started(cfg) as first:
         before = first.version()
         first.train(0, 1, 2)
@@ -141,9 +150,9 @@ def test_learner_that_starts_from_a_version_has_the_same_scores(
 @pytest.mark.timeout(600)
 @of_learners
 def test_resumed_run_continues_as_the_uninterrupted_one(
-    tmp_path: Path, kind: str, precision: Precision
+    tmp_path: Path, kind: str, arithmetic: str
 ) -> None:
-    cfg = make_cfg(tmp_path / "policy", kind, precision)
+    cfg = make_cfg(tmp_path / "policy", kind, arithmetic)
     with started(cfg) as first:
         first.train(0, 1)
         checkpoints = Checkpoints(tmp_path / "checkpoints", cfg.learner)
@@ -166,10 +175,10 @@ def test_resumed_run_continues_as_the_uninterrupted_one(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", long_for(["plain", "two ranks"], ["two ranks"]))
 def test_changes_turn_the_copy_into_the_version(
-    tmp_path: Path, kind: str, dtype: str, precision: Precision
+    tmp_path: Path, kind: str, dtype: str, arithmetic: str
 ) -> None:
     """Base and changes are compared and sent in the dtype of the version, after all rounding."""
-    cfg = make_cfg(tmp_path / "policy", kind, precision, dtype=dtype)
+    cfg = make_cfg(tmp_path / "policy", kind, arithmetic, dtype=dtype)
     cfg = replace(cfg, learner=replace(cfg.learner, lr=1e-6))
     keeper = VersionKeeper()
     num_changes = 0
@@ -189,4 +198,20 @@ def test_changes_turn_the_copy_into_the_version(
                 apply_delta(engine, packed)
                 num_changes += 1
             assert same(dict(views(engine, source.specs)), learner.version())
-    assert num_changes == 3 or (precision, dtype) == (Precision.FP32, "float32")
+    assert num_changes == 3 or (arithmetic, dtype) == ("fp32", "float32")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", long_for(["two ranks"], ["two ranks"]))
+def test_ranks_round_as_one(tmp_path: Path, kind: str, arithmetic: str) -> None:
+    """The same masters make the same version."""
+    cfg = make_cfg(tmp_path / "policy", kind, arithmetic)
+    with started(cfg) as both:
+        both.train(0, 1)
+        checkpoints = Checkpoints(tmp_path / "checkpoints", cfg.learner)
+        folder = checkpoints.save(2, model=both.network, tokenizer=TOKENIZER, trainer=both.trainer)
+        checkpoints.wait()
+        version = both.version()
+    with started(replace(cfg, learner=replace(cfg.learner, num_ranks=1)), folder) as alone:
+        assert same(alone.version(), version)
