@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from common.config.learner import EXPERTS, LoraSection
@@ -65,10 +66,73 @@ def add_adapters(model: PreTrainedModel, cfg: LoraSection, *, base_path: str) ->
         if is_adapter:
             parameter.data = parameter.data.float()
     for _, layer in adapted_layers(model):
-        if cfg.is_merged and isinstance(layer.base_layer, nn.Linear):
+        is_linear = isinstance(layer.base_layer, nn.Linear)
+        if cfg.is_merged and is_linear:
             layer.forward = partial(_summed_forward, layer)
+        elif is_linear:
+            layer.forward = partial(_added_forward, layer)
         # Autocast casts; otherwise each input would have a copy in fp32.
         layer.cast_input_dtype_enabled = False
+
+
+class AdaptedProduct(torch.autograd.Function):
+    """W x + bias + scale * B A x with frozen W and bias.
+
+    Separate operations read and write the wide results and their gradients several times more,
+    which costs a CPU a tenth of a step.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """Return [tokens, out].
+
+        Args:
+            states: [tokens, in] in the dtype of all other tensors.
+            a: [rank, in].
+            b: [out, rank].
+        """
+        narrow = states @ a.T  # [tokens, rank]
+        ctx.save_for_backward(states, weight, a, b, narrow)
+        ctx.scale = scale
+        total = F.linear(states, weight, bias)
+        if total.dtype is torch.float32:
+            return total.addmm_(narrow, b.T, alpha=scale)
+        # An engine of 16 bits rounds both products before it adds them.
+        return total.add_((narrow @ b.T).mul_(scale))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradients of the states and of the adapters."""
+        states, weight, a, b, narrow = ctx.saved_tensors
+        of_narrow = (gradient @ b).mul_(ctx.scale)  # [tokens, rank]
+        of_states = None
+        if ctx.needs_input_grad[0]:
+            of_states = torch.addmm(gradient @ weight, of_narrow, a)
+        of_b = gradient.T @ (narrow * ctx.scale)
+        return of_states, None, None, of_narrow.T @ states, of_b, None
+
+
+def _added_forward(layer: Any, states: Tensor) -> Tensor:
+    """Return the results of an adapted linear layer, as peft's own forward pass."""
+    base = layer.base_layer
+    factors = (base.weight, base.bias, layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight)
+    kind = states.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        states = states.to(dtype)
+        factors = tuple(None if each is None else each.to(dtype) for each in factors)
+    flat = states.reshape(-1, states.shape[-1])
+    made: Any = AdaptedProduct.apply(flat, *factors, layer.scaling[ADAPTER])
+    return made.view(*states.shape[:-1], -1)
 
 
 def summed(weight: Tensor, a: Tensor, b: Tensor, *, scale: float) -> Tensor:

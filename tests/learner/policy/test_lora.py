@@ -147,3 +147,27 @@ def test_layers_that_peft_refuses_are_found_before_start(tmp_path: Path) -> None
     # A kernel reads these weights directly, so an adapter beside them would have no effect.
     with pytest.raises(ConfigError, match=r"learner\.lora\.targets=out_proj: peft cannot adapt"):
         check_networks(cfg)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_adapted_layer_computes_the_three_products_of_peft(autocast: bool) -> None:
+    torch.manual_seed(0)
+    layer: Any = make_model_with_adapters().model.layers[0].mlp.down_proj
+    for factor in (layer.lora_A["default"], layer.lora_B["default"]):
+        torch.nn.init.normal_(factor.weight)
+    states = torch.randn(2, 5, 64)
+    results = []
+    for forward in (layer.forward, lambda each: type(layer).forward(layer, each)):
+        tensors = (states.clone().requires_grad_(), *adapter_weights(layer))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            made = forward(tensors[0])
+        upstream = torch.linspace(-1, 1, made.numel()).view_as(made)
+        results.append((made, *torch.autograd.grad(made, tensors, upstream.to(made.dtype))))
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.dtype == theirs.dtype
+        limit = 0.02 if autocast else 1e-5
+        assert (ours - theirs).abs().max() <= limit * theirs.abs().max()
+
+
+def adapter_weights(layer: Any) -> list[torch.Tensor]:
+    return [layer.lora_A["default"].weight, layer.lora_B["default"].weight]

@@ -9,6 +9,7 @@ import torch
 
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch, collate_tokens
+from learner.policy.kernels.head import TokenScores
 from learner.policy.model import (
     Scoring,
     flat_hidden,
@@ -149,3 +150,36 @@ def test_token_ids_are_below_the_vocabulary_size() -> None:
     model(input_ids=torch.tensor([[vocabulary_size(model) - 1]]))
     with pytest.raises(IndexError):
         model(input_ids=torch.tensor([[vocabulary_size(model)]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_scores_of_logits_have_the_gradient_of_their_formula(
+    dtype: torch.dtype, temperature: float
+) -> None:
+    torch.manual_seed(0)
+    drawn = (3 * torch.randn(7, 400_000)).to(dtype)  # Two rows are one block.
+    targets = torch.randint(0, 400_000, (7,))
+    support_ids = torch.stack([targets, (targets + 5) % 400_000], 1)
+    upstream = [torch.randn(7), torch.randn(7), torch.randn(7, 2)]
+
+    def formula(logits: torch.Tensor) -> list[torch.Tensor]:
+        scores = (logits.double() / temperature).log_softmax(-1)
+        chosen = scores.gather(1, targets[:, None])[:, 0]
+        entropy = -(scores.exp() * scores).sum(-1)
+        return [chosen.float(), entropy.float(), scores.gather(1, support_ids).float()]
+
+    expected_logits = drawn.clone().requires_grad_()
+    expected = formula(expected_logits)
+    torch.autograd.backward(expected, upstream)
+    leaf = drawn.clone().requires_grad_()
+    made: Any = TokenScores.apply(leaf * 1, targets, temperature, True, support_ids)
+    for ours, theirs in zip(made, expected, strict=True):
+        assert torch.allclose(ours, theirs, atol=5e-5)
+    torch.autograd.backward(made, upstream, retain_graph=True)
+    assert leaf.grad is not None
+    assert expected_logits.grad is not None
+    difference = (leaf.grad - expected_logits.grad).abs().max()
+    assert difference <= (1e-5 if dtype is torch.float32 else 2e-2)
+    with pytest.raises(RuntimeError, match="replaced their logits"):
+        torch.autograd.backward(made, upstream)
