@@ -180,6 +180,7 @@ ELSEWHERE = {
     "learner.gradient_checkpointing": "learner/training/build.py",
     "learner.offload": "learner/policy/forward.py",  # See test_offload.py for its effect.
     "learner.moments": "learner/training/optimizer.py",  # see test_moments.py
+    "learner.rounding": "learner/training/optimizer.py",  # see test_vanished.py
     "learner.max_lag_steps": "learner/main.py",
     "learner.hold_back_steps": "common/config/run_config.py",
     "learner.batch_timeout_s": "learner/main.py",
