@@ -58,6 +58,7 @@ ALLOWED = {  # file:function -> why no deadline of its own is needed
     "learner/ingest/group_rewards.py:run": "it rests until the stop; each call has a deadline",
     "learner/trackers.py:run": "rest until there is work; its own thread, which no step awaits",
     "learner/ingest/intake.py:_next": "rest until there is work; its own thread",
+    "tools/api/": "a script waits for its command, as a terminal does",
     "learner/node.py:_ask": "polled before, without waiting",
     "learner/node.py:work": "polled before with a deadline",
     "learner/main.py:": "Checkpoints.wait has the deadline",

@@ -534,9 +534,11 @@ class TerminalOptions:
         also="",
     )
     cache: str = knob(
-        "~/.cache/longstride/tasks",
-        "Names the folder with the task sets of names, as NAME@VERSION.",
+        "",
+        "Names the folder with the task sets of names, as NAME@VERSION. Empty means "
+        "longstride/tasks in the user's cache folder.",
         form=PATH,
+        also="",
     )
     registry: str = knob(
         "",

@@ -36,7 +36,8 @@ _HEAD = struct.Struct("<4sIQ")
 _CHECK = struct.Struct("<I")
 _HEAD_BYTES = _HEAD.size + _CHECK.size
 _OLD_HEAD = struct.Struct("<II")
-_OLD_PAYLOAD = re.compile(rb"[\x90-\x9f][\xc4-\xc6]")  # First bytes of a msgpack list of frames.
+# First bytes of a msgpack list of frames, short or long.
+_OLD_PAYLOAD = re.compile(rb"(?:[\x90-\x9f]|\xdc..)[\xc4-\xc6]", re.DOTALL)
 REMEDY = "`run.py journal RUN verify` lists the readable records; restore the file from a backup"
 
 

@@ -63,7 +63,11 @@ RULES = (
         How.CONFIG,
         "reads a file of the reader's; tests/tools/offline",
     ),
-    Rule(PY + r".*--config (code|terminal)", How.CONFIG, "starts sandboxes; tests/envhub/envs"),
+    Rule(
+        PY + r".*--config (code|terminal|harness)",
+        How.CONFIG,
+        "starts sandboxes; tests/envhub/envs",
+    ),
     Rule(
         PY + r".*examples/mini-swe-agent",
         How.CONFIG,
@@ -77,6 +81,9 @@ RULES = (
     Rule(r"export '?AGENT_PYTHON=", How.NONE, "changes the reader's own shell"),
     Rule(
         PY + r".*teacher\.path=runs/", How.CONFIG, "wants a run's weights; end_to_end/test_teacher"
+    ),
+    Rule(
+        PY + r".*log\.to=\[wandb,tensorboard", How.CONFIG, "wants a package; learner/test_trackers"
     ),
     Rule(PY + r".*launcher=ray", How.CONFIG, "asks a Ray cluster; end_to_end/test_run_on_ray"),
     Rule(

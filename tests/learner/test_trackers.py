@@ -219,7 +219,7 @@ def test_laws_hold_with_the_real_libraries() -> None:
     command = [python, "-m", "pytest", __file__, *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=280)
     assert done.returncode == 0, done.stdout[-3000:]
-    assert "4 passed" in done.stdout
+    assert "skipped" not in done.stdout
 
 
 @pytest.mark.slow

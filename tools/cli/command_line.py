@@ -190,9 +190,9 @@ def _check_flags(asked: argparse.Namespace, name: str) -> None:
     for flag in _all_flags():
         is_given = getattr(asked, flag.field) not in (None, False)
         if is_given and flag not in all_commands()[name].flags:
-            owners = [n for n, command in all_commands().items() if flag in command.flags]
+            owners = sorted(n for n, command in all_commands().items() if flag in command.flags)
             usual = (
-                f"commands {' and '.join(sorted(owners))} accept"
+                f"commands {', '.join(owners[:-1])} and {owners[-1]} accept"
                 if len(owners) > 1
                 else f"command {owners[0]} accepts"
             )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from common.config.envs import TerminalOptions
 from common.errors import ConfigError
+from common.host.process_settings import cache_home
 from common.user_code import find_path
 from envhub.envs.terminal.instances import is_file_of_instances, load_instances
 from envhub.envs.terminal.tasks import TerminalTask, is_task, load_tasks_of
@@ -61,7 +62,8 @@ def find_task_set(key: str, value: str, options: TerminalOptions) -> Path:
     match = NAME.fullmatch(value.removeprefix(SCHEME))
     if match is None or ".." in value:
         raise ConfigError(f"{key}={value}: the form is {SCHEME}NAME@VERSION")
-    folder = Path(options.cache).expanduser() / f"{match['name']}@{match['version']}"
+    cache = Path(options.cache) if options.cache else cache_home() / "longstride" / "tasks"
+    folder = cache / f"{match['name']}@{match['version']}"
     if not _has_tasks(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with (folder.parent / f".{folder.name}.lock").open("w", encoding="utf-8") as lock:

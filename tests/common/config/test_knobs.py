@@ -91,13 +91,19 @@ def refusal(key: str, kind: Any, value: object) -> tuple[str, str]:
 
 def test_every_unconstrained_key_is_flag_or_enum() -> None:
     ruled = {key for key, *_ in (*NUMBERS, *TEXTS)} | {*FREE, *LONG_TEXTS}
-    own = ["model.chat_template_kwargs", "actor.engine_args", "envs.dataset.options"]
-    assert [*own, "envs.dataset.reward"] == FREE
+    of_users = ["envs.dataset.options", "groups.reward", "envs.dataset.reward"]
+    assert sorted(FREE) == sorted(["model.chat_template_kwargs", "actor.engine_args", *of_users])
     others = [get_args(kind) or (kind,) for key, kind, *_ in LEAVES if key not in ruled]
     assert len(NUMBERS) > 150
-    assert all(kind is bool or issubclass(kind, Enum) for kind, *_ in others)
-    of_functions = [key for key, kind, *_ in LEAVES if isinstance(kind, UnionType)]
-    assert of_functions == [f"algorithm.{n}" for n in ("advantage", "policy_loss", "correction")]
+    firsts = [(get_args(kind) or (kind,))[0] for kind, *_ in others]
+    assert all(kind is bool or issubclass(kind, Enum) for kind in firsts)
+    of_functions = {
+        key
+        for key, kind, *_ in LEAVES
+        if any(isinstance(k, UnionType) for k in (kind, *get_args(kind)))
+    }
+    of_losses = {f"algorithm.{name}" for name in ("advantage", "policy_loss", "correction")}
+    assert of_functions == {"horizon.kind", "curriculum.kind", "log.to"} | of_losses
 
 
 def test_key_of_an_algorithm_takes_a_name_or_a_function() -> None:

@@ -45,7 +45,7 @@ def test_oversized_action_leaves_the_turn_to_its_seat(hub):
 def test_environment_without_seats_answers_as_before(hub):
     body = {"env": "faulty", "item_id": "any-train-0"}
     created = hub.client.post("/v1/sessions", json=body).json()
-    assert set(created) == {"session_id", "observation", "state", "start_score"}
+    assert set(created) == {"session_id", "observation", "state", "start_score", "is_repeatable"}
     path = f"/v1/sessions/{created['session_id']}"
     assert not SEAT_FIELDS & set(hub.step(path, "go", 1).json())
     assert not SEAT_FIELDS & set(hub.client.get("/v1/envs").json()["faulty"])

@@ -235,7 +235,7 @@ def settings(
 
 def test_walk_covers_every_setting_with_a_choice() -> None:
     of_experts = {"router_aux_coef", "routing_replay"}  # The networks of this test have none.
-    elsewhere = {"reference_path", "filter_zero_variance", "teacher"} | of_experts
+    elsewhere = {"reference_path", "filter_zero_variance", "teacher", "row_credit"} | of_experts
     assert set(VALUES) == {field.name for field in fields(AlgorithmSection)} - elsewhere
 
 

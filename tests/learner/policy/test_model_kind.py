@@ -180,7 +180,7 @@ def test_family_that_the_engine_computes_otherwise_is_refused(
 def test_composite_that_the_engine_computes_otherwise_is_refused(tmp_path: Path) -> None:
     whole = {"model_type": "granite_speech", "text_config": {"model_type": "granite"}}
     with pytest.raises(ConfigError, match=r"model\.path=m: .*divide the logits"):
-        check_engine_equal(save(tmp_path, **whole), 8, shown="m")
+        check_engine_equal(save(tmp_path / "m", **whole), 8, shown="m")
 
 
 def needed_by(family: str) -> dict[str, Any]:

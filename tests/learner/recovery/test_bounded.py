@@ -42,7 +42,9 @@ class LongRun:
         self.version = self.oldest_version = 0
         given: dict[str, Any] = dict.fromkeys(Learner.__dataclass_fields__, self)
         given |= {"run_dir": self.run_dir, "journal": self.journal, "step_log": self.step_log}
-        learner = Learner(**given | {"checksums": self.checksums, "metrics": self.metrics})
+        learner = Learner(
+            **given | {"checksums": self.checksums, "metrics": self.metrics, "reward_log": None}
+        )
         self.saving = Saving(learner, set_status=lambda **_: None, check=lambda: None)
 
     def poll(self) -> float:

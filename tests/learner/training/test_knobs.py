@@ -147,6 +147,7 @@ ELSEWHERE = {
     "learner.memory_snapshot": "common/config/learner.py",
     "algorithm.router_aux_coef": "tests/learner/policy/test_expert_balance.py",
     "algorithm.routing_replay": "tests/learner/policy/test_expert_routing.py",
+    "algorithm.row_credit": "tests/learner/batch/test_rows.py",  # The episodes here have one row.
     # Without path or url there is no teacher; test_teacher.py has the effects of one.
     **{
         f"algorithm.teacher.{name}": place

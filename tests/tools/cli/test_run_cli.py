@@ -146,7 +146,7 @@ def children_cpu_s() -> float:
         (["sft", "sft.output=configs/policies/tiny"], "give sft.overwrite=true"),
         (
             ["train", "--json", "figures.json"],
-            "--json: only the commands bench and recompute accept it",
+            "--json: only the commands bench, eval and recompute accept it",
         ),
         (["bench", "--suite", "tail", "--json", "run.py/a"], "--json=run.py/a: no file can be"),
         (["bench", "--suite", "nosuch"], f"--suite=nosuch: one of {SUITES}"),
