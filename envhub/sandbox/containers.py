@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import functools
 import io
 import logging
 import os
 import posixpath
 import re
 import secrets
+import stat
 import tarfile
 import tempfile
 import time
@@ -48,6 +50,8 @@ COPY_TIMEOUT_S = 600.0
 GRACE_S = 120.0  # Seconds beyond the time limit of a command in which the engine must start it.
 CHUNK_BYTES = 1 << 16
 WATCH_S = 1.0  # Interval between two measurements of the written files.
+LATE_BYTES = 1 << 20  # A larger difference of size and blocks is measured.
+MAX_PARTS = 10_000  # Parts of a file with holes; the rest counts as data.
 HEALTH_S = 0.2
 SHM_BYTES = 64 * MIB
 CPU_SHARES = "256"  # A quarter of the default: the processes of the hub have priority.
@@ -515,12 +519,19 @@ class ContainerSandbox:
     ) -> CommandResult:
         """Run a command. A container that starts no command is started again once."""
         errors: list[str] = []
+        num_bytes, num_files = await self._written()
+        # A container over its limit can still remove files.
+        watch = functools.partial(
+            self._watch,
+            max_bytes=max(self._limits.disk_bytes, num_bytes),
+            max_files=max(self._limits.max_files, num_files),
+        )
         for _ in range(2):
             call = ContainerCall(
                 self._exec_words(argv, folder or self._folder, variables or {}, user, bool(stdin)),
                 max_output_bytes,
             )
-            result = await call.run(stdin, timeout_s, watch=self._watch)
+            result = await call.run(stdin, timeout_s, watch=watch)
             if call.has_started:
                 if result.ended_by is not CommandEnd.EXIT:
                     await self._restart()
@@ -572,18 +583,13 @@ class ContainerSandbox:
             await asyncio.sleep(HEALTH_S)
         raise SandboxFailed(await self._group.ending(name))
 
-    async def _watch(self) -> CommandEnd:
+    async def _watch(self, *, max_bytes: int, max_files: int) -> CommandEnd:
         """Return, as soon as the container has written too much, the limit."""
-        largest = self._limits.disk_bytes, self._limits.max_files
-        is_first = True
         while True:
             num_bytes, num_files = await self._written()
-            if is_first:  # A container over its limit can still remove files.
-                largest = max(largest[0], num_bytes), max(largest[1], num_files)
-            is_first = False
-            if num_bytes > largest[0]:
+            if num_bytes > max_bytes:
                 return CommandEnd.DISK
-            if num_files > largest[1]:
+            if num_files > max_files:
                 return CommandEnd.FILES
             await asyncio.sleep(WATCH_S)
 
@@ -592,7 +598,7 @@ class ContainerSandbox:
         if self._group.is_closed:
             return 0, 0  # Its folders are in memory and have a size.
         if self._layers:
-            return await asyncio.to_thread(_size_of, self._layers)
+            return await asyncio.to_thread(size_of_files, self._layers)
         reply = await self._engine.call(
             *("inspect", "--type", "container", "--size", "--format", "{{.SizeRw}}", self._name)
         )
@@ -764,7 +770,7 @@ class ContainerCall:
                 self._started.set()
 
 
-def _size_of(folders: Sequence[Path]) -> tuple[int, int]:
+def size_of_files(folders: Sequence[Path]) -> tuple[int, int]:
     """Return the bytes on the disk and the number of all files below folders."""
     num_bytes = num_files = 0
     linked: set[int] = set()
@@ -772,12 +778,35 @@ def _size_of(folders: Sequence[Path]) -> tuple[int, int]:
         for root, names, files in os.walk(folder):
             for name in (*names, *files):
                 with contextlib.suppress(OSError):
-                    status = os.lstat(os.path.join(root, name))
+                    path = os.path.join(root, name)
+                    status = os.lstat(path)
                     num_files += 1
                     if status.st_nlink == 1 or status.st_ino not in linked:
                         linked.add(status.st_ino)
-                        num_bytes += status.st_blocks * 512
+                        num_bytes += _data_bytes(path, status)
     return num_bytes, num_files
+
+
+def _data_bytes(path: str, status: os.stat_result) -> int:
+    """Return the bytes of a file, without its holes.
+
+    The file system counts the blocks of new data up to half a minute later.
+    """
+    on_disk = status.st_blocks * 512
+    if not stat.S_ISREG(status.st_mode) or status.st_size - on_disk < LATE_BYTES:
+        return on_disk
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        num_bytes = end = 0
+        for _ in range(MAX_PARTS):
+            begin = os.lseek(file, end, os.SEEK_DATA)
+            end = os.lseek(file, begin, os.SEEK_HOLE)
+            num_bytes += end - begin
+        return num_bytes + status.st_size - end
+    except OSError:  # No data follows.
+        return max(num_bytes, on_disk)
+    finally:
+        os.close(file)
 
 
 def archive_of(files: Sequence[SandboxFile], folder: str = "/") -> bytes:

@@ -219,7 +219,7 @@ def test_laws_hold_with_the_real_libraries() -> None:
     command = [python, "-m", "pytest", __file__, *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=280)
     assert done.returncode == 0, done.stdout[-3000:]
-    assert "skipped" not in done.stdout
+    assert done.stdout.startswith(".... "), done.stdout[-3000:]  # Four have run.
 
 
 @pytest.mark.slow

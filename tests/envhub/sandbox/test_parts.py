@@ -11,7 +11,13 @@ import pytest
 from common.config.envs import SandboxOptions
 from envhub.sandbox.backends import limits_of, make_backend, worker_bytes
 from envhub.sandbox.cgroup import Cgroup
-from envhub.sandbox.containers import ContainerGroup, Containers, is_alive, owner_text
+from envhub.sandbox.containers import (
+    ContainerGroup,
+    Containers,
+    is_alive,
+    owner_text,
+    size_of_files,
+)
 from envhub.sandbox.engine import ContainerEngine, ContainerImage, read_image_settings
 from envhub.sandbox.interface import (
     MIB,
@@ -240,3 +246,14 @@ def test_missing_bubblewrap_is_named_with_the_remedy(
 def test_command_succeeds_only_by_its_own_exit(code: int, end: CommandEnd, is_ok: bool) -> None:
     result = CommandResult(exit_code=code, ended_by=end, output=b"", num_bytes=0, seconds=0.0)
     assert result.is_ok is is_ok
+
+
+def test_new_data_counts_at_once_and_holes_do_not(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("wb") as file:
+        file.truncate(64 * MIB)
+        file.seek(16 * MIB)
+        file.write(bytes(2 * MIB))
+        file.flush()
+        num_bytes, num_files = size_of_files([tmp_path])
+    assert 2 * MIB <= num_bytes < 3 * MIB
+    assert num_files == 1
