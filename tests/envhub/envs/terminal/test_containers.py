@@ -109,8 +109,8 @@ def test_limits_of_the_settings_hold_in_the_container(tmp_path: Path) -> None:
     _, results = played(
         options,
         [
-            "cd /sys/fs/cgroup; cat memory/memory.limit_in_bytes memory.max 2>/dev/null; true",
-            "cd /sys/fs/cgroup; cut -d' ' -f1 cpu/cpu.cfs_quota_us cpu.max 2>/dev/null; true",
+            "(cd /sys/fs/cgroup; cat memory/memory.limit_in_bytes memory.max) 2>/dev/null; true",
+            "(cd /sys/fs/cgroup; cut -d' ' -f1 cpu/cpu.cfs_quota_us cpu.max) 2>/dev/null; true",
             "head -c 400000000 /dev/zero | tail -c 390000000 | wc -c",
             "(: > /dev/tcp/1.1.1.1/80) 2>&1 | grep -o unreachable | head -n 1",
             "head -c 64M /dev/zero > big; sleep 30",
