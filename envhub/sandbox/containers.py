@@ -21,7 +21,15 @@ import psutil
 
 from common.config.envs import SandboxOptions
 from envhub.sandbox.agent import Tail
-from envhub.sandbox.engine import LABEL, PREFIX, ContainerEngine, ContainerImage, Images, end
+from envhub.sandbox.engine import (
+    LABEL,
+    PREFIX,
+    ContainerEngine,
+    ContainerImage,
+    Images,
+    end,
+    folder_of_call,
+)
 from envhub.sandbox.interface import (
     MIB,
     SMALL_FOLDERS,
@@ -707,6 +715,7 @@ class ContainerCall:
             stdin=asyncio.subprocess.PIPE if stdin else asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
+            cwd=folder_of_call("exec"),
         )
         tasks: list[asyncio.Task[object]] = [asyncio.create_task(self._feed(process, stdin))]
         reading = asyncio.create_task(self._read(process))

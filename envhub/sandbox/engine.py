@@ -9,6 +9,7 @@ import os
 import posixpath
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -86,6 +87,7 @@ class ContainerEngine:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
+            cwd=folder_of_call(words[0]),
         )
         try:
             async with asyncio.timeout(timeout_s):
@@ -103,6 +105,14 @@ class ContainerEngine:
         if reply.code != 0:
             raise SandboxFailed(f"{self.name} {words[0]}: {reply.error}")
         return reply.text
+
+
+def folder_of_call(command: str) -> str | None:
+    """Return the folder in which a call of the engine works; None for the present one.
+
+    Podman's monitor writes a file `oom` there when a container has used up its memory.
+    """
+    return tempfile.gettempdir() if command in ("start", "exec") else None
 
 
 async def end(process: asyncio.subprocess.Process) -> None:

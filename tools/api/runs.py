@@ -30,7 +30,7 @@ class Records(list[Any]):
         Raises: ConfigError: pandas is not installed.
         """
         try:
-            import pandas
+            import pandas  # pyright: ignore[reportMissingImports]
         except ModuleNotFoundError as error:
             raise ConfigError(
                 "frame() needs pandas. Install it with: pip install pandas (the extra `data`)"

@@ -171,7 +171,7 @@ def test_scripted_policy_solves_a_task_through_each_harness(name: str, task: Pat
     policy = Script(ANSWERS[name])
     trajectory, outputs = played(name, task, policy)
     assert (trajectory.end_reason, trajectory.reward) == (EndReason.DONE, 1.0), outputs
-    assert trained(trajectory) == of_engine(policy)
+    assert trained(trajectory) == of_engine(policy.sampled)
     assert set(trained(trajectory).values()) == {1}
     assert refusal(trajectory, learner_version=4, max_group_size=2, vocab_size=999) == ""
 

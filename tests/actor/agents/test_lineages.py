@@ -55,10 +55,10 @@ def trained(trajectory: Trajectory) -> Counter[tuple[tuple[int, ...], int, float
     return counts
 
 
-def of_engine(policy: Recorded) -> Counter[tuple[tuple[int, ...], int, float]]:
+def of_engine(sampled: list[tuple[list[int], Turn]]) -> Counter[tuple[tuple[int, ...], int, float]]:
     """Return the same of the engine's own record."""
     counts: Counter[tuple[tuple[int, ...], int, float]] = Counter()
-    for ids, turn in policy.sampled:
+    for ids, turn in sampled:
         for at, (token, logprob) in enumerate(zip(turn.token_ids, turn.logprobs, strict=True)):
             before = (*ids, *turn.token_ids[:at])
             counts[before, token, round(float(np.float32(logprob)), 4)] += 1
@@ -77,7 +77,7 @@ def captured(
             return trajectory_of(LONG, at.play, actor="actor-0", wall_s=0.0)
 
     trajectory = asyncio.run(run())
-    assert trained(trajectory) == of_engine(policy)
+    assert trained(trajectory) == of_engine(policy.sampled)
     assert set(trained(trajectory).values()) == {1}
     why = refusal(trajectory, learner_version=4, max_group_size=2, vocab_size=len(TOKENIZER))
     assert why == ""

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -177,7 +178,8 @@ def test_unusable_template_is_refused_with_reason(template: str, reason: str) ->
 
 
 def test_template_of_a_processor_is_named(tmp_path: Path) -> None:
-    make_chatml(None).save_pretrained(tmp_path)
+    template: Any = None
+    make_chatml(template).save_pretrained(tmp_path)
     (tmp_path / "chat_template.json").write_text('{"chat_template": ""}', encoding="utf-8")
     with pytest.raises(ConfigError, match=rf"{tmp_path}/chat_template\.json has one: .*jinja"):
         Renderer(AutoTokenizer.from_pretrained(tmp_path))

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 from envhub.env import EnvSpec, Isolation, StepResult, Style, SubsetSpec
 
@@ -38,12 +39,9 @@ class Changing(Stubborn):
 def make_spec() -> EnvSpec:
     """Return the environment that repeats equal actions."""
     texts = dict.fromkeys(Style, "")
+    make: Any = Stubborn  # It has the methods that this test calls.
     return EnvSpec(
-        name="stubborn",
-        subsets=SUBSETS,
-        instruction=texts,
-        make=Stubborn,
-        isolation=Isolation.INLINE,
+        name="stubborn", subsets=SUBSETS, instruction=texts, make=make, isolation=Isolation.INLINE
     )
 
 

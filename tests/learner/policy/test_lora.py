@@ -152,7 +152,8 @@ def test_layers_that_peft_refuses_are_found_before_start(tmp_path: Path) -> None
 @pytest.mark.parametrize("autocast", [False, True])
 def test_adapted_layer_computes_the_three_products_of_peft(autocast: bool) -> None:
     torch.manual_seed(0)
-    layer: Any = make_model_with_adapters().model.layers[0].mlp.down_proj
+    model: Any = make_model_with_adapters()
+    layer = model.model.layers[0].mlp.down_proj
     for factor in (layer.lora_A["default"], layer.lora_B["default"]):
         torch.nn.init.normal_(factor.weight)
     states = torch.randn(2, 5, 64)

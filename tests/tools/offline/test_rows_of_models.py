@@ -149,9 +149,8 @@ def test_rows_have_the_segments_of_a_rollout(name: str, keep: KeepThinking, tmp_
     rows = read_rows(path, **how, keep_thinking=keep)
     ends = [*tape.starts[1:], len(tape.token_ids)]
     parts = [slice(a, b) for a, b in zip(tape.starts, ends, strict=True)]
-    played = [
-        to_last_answer(tape.token_ids[part].tolist(), list(tape.loss_mask[part])) for part in parts
-    ]
+    is_learnt = [bit == 1 for bit in tape.loss_mask]
+    played = [to_last_answer(list(tape.token_ids[part]), is_learnt[part]) for part in parts]
     if not any(tape.loss_mask[parts[-1]]):  # The prompt of a turn that was not played.
         del played[-1]
     assert [to_last_answer(row.token_ids.tolist(), row.mask.tolist()) for row in rows] == played

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -336,7 +337,7 @@ def test_many_tasks_start_at_the_same_time(tmp_path: Path) -> None:
         shared = make_spec(options)
 
         async def one() -> float:
-            env = shared.make(Style.COMPACT)
+            env: Any = shared.make(Style.COMPACT)
             try:
                 await env.reset("tasks-train-0", 0)
                 return (await env.step("submit")).reward

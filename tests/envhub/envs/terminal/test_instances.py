@@ -3,7 +3,7 @@
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -148,7 +148,7 @@ def test_instance_is_solved_only_by_its_patch(instance: tuple[str, Path]) -> Non
     assert idle.reward == 0.0, idle.observation
 
 
-def write(folder: Path, row: dict[str, object]) -> Path:
+def write(folder: Path, row: Mapping[str, object]) -> Path:
     path = folder / "rows.json"
     path.write_text(json.dumps([row]), encoding="utf-8")
     return path
