@@ -43,9 +43,9 @@ REFUSED = re.compile(
 END = re.compile(r"\s*\*\*\* (.+?) \*\*\*.*\Z", re.DOTALL)
 PROMPT = re.compile(r"\n+>\s.*\Z|\n+>\s*\Z", re.DOTALL)  # The prompt and the status line after it.
 INSTRUCTION = """You play a text adventure. Reach the objective of the first message.
-Commands are short, such as: look, inventory, go north, examine OBJECT, open OBJECT,
-take OBJECT, take OBJECT from OBJECT, put OBJECT on OBJECT, insert OBJECT into OBJECT,
-unlock OBJECT with OBJECT, eat OBJECT.
+Commands are short, such as: look, inventory, go north, examine OBJECT, open OBJECT, close OBJECT,
+take OBJECT, take OBJECT from OBJECT, drop OBJECT, put OBJECT on OBJECT, insert OBJECT into OBJECT,
+lock OBJECT with OBJECT, unlock OBJECT with OBJECT, eat OBJECT.
 Answer with one command after "Action:", for example:
 Action: go north"""
 
