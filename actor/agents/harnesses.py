@@ -13,6 +13,7 @@ import logging
 import os
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,7 @@ PYTHON = "/usr/bin/python3"  # Python of the sandbox.
 SOCKETS = "sockets"  # Folder of the sockets below that of the harnesses.
 WHOLE = "installed"  # File that marks a complete installation.
 BUFFER_BYTES = 1 << 16
+INSTALL_S = 1800.0  # Limit of an installation.
 STEP_S = 7 * 86_400.0  # The deadline of the episode ends a step, and the limits of the environment.
 # Forwards connections of the sandbox to the socket, runs the harness, and returns its exit code.
 RELAY = """
@@ -211,16 +213,24 @@ def folder_of(name: str, root: Path) -> Path:
 def install(name: str, root: Path) -> Path:
     """Install a harness with its fixed version, unless it is there; return its folder.
 
-    Raises: ConfigError: npm or pip failed; the message has its last output.
+    Raises: ConfigError: another user can change the folder, or npm or pip failed; the message
+        has its last output.
     """
     harness = HARNESSES[name]
+    root.mkdir(parents=True, exist_ok=True)
+    status = root.stat()
+    if status.st_uid != os.getuid() or status.st_mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"actor.harnesses={root}: another user can change its programs; name a folder that "
+            "only this user can write"
+        )
     folder = folder_of(name, root)
     if (folder / WHOLE).exists():
         return folder
     if harness.is_npm and shutil.which("npm") is None:
         raise ConfigError(f"actor.agent={name}: npm is missing; install Node 20, which has it")
     logger.info("installing harness=%s version=%s folder=%s", name, harness.version, folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     (root / SOCKETS).mkdir(exist_ok=True)
     if harness.is_npm:
         wanted = f"{harness.package}@{harness.version}"
@@ -229,7 +239,13 @@ def install(name: str, root: Path) -> Path:
     else:
         wanted = f"{harness.package}=={harness.version}"
         argv = [sys.executable, "-m", "pip", "install", "-q", "--target", f"{folder}", wanted]
-    done = subprocess.run(argv, capture_output=True, encoding="utf-8", check=False)
+    try:
+        done = subprocess.run(
+            argv, capture_output=True, encoding="utf-8", check=False, timeout=INSTALL_S
+        )
+    except subprocess.TimeoutExpired as error:
+        text = f"actor.agent={name}: the installation of {wanted} took longer than {INSTALL_S:g} s"
+        raise ConfigError(text) from error
     if done.returncode:
         text = f"{done.stdout}{done.stderr}"[-1_000:]
         raise ConfigError(f"actor.agent={name}: cannot install {wanted}: {text}")
@@ -359,14 +375,15 @@ def harness_of(agent: Sequence[str]) -> str:
 
 def root_of(cfg: ActorSection) -> Path:
     """Return the folder of all harnesses."""
-    own = Path("/var/tmp") / f"longstride-harnesses-{os.getuid()}"  # A sandbox hides /tmp.
-    return Path(cfg.harnesses) if cfg.harnesses else own
+    if cfg.harnesses:
+        return Path(cfg.harnesses)
+    return Path("/var/tmp") / f"longstride-harnesses-{os.getuid()}"  # A sandbox hides /tmp.
 
 
 def command_of(cfg: ActorSection) -> list[str]:
     """Return the command line of the agent; a named harness is installed first.
 
-    Raises: ConfigError: it cannot be installed, or its processes are no ones of an episode.
+    Raises: ConfigError: it cannot be installed, or its processes outlive an episode.
     """
     name = harness_of(cfg.agent)
     if not name:

@@ -17,18 +17,18 @@ from common.text import shared_length
 class Lineage:
     """A sampled answer with the tokens before it: a node of the tree.
 
-    Its tokens are the first `num_shared` tokens of its parent, then `own`.
+    Its tokens are the first `num_shared` tokens of its parent, then `added`.
     """
 
     parent: "Lineage | None"
     num_shared: int
-    own: list[int]  # Tokens of the prompt after the shared ones, then those of the answer.
+    added: list[int]  # Tokens of the prompt after the shared ones, then those of the answer.
     taken: Turn  # The answer.
     turn: int  # Turn of the environment's next step.
     messages: list[Message]  # Conversation up to the answer; [] for a bare prompt.
     thoughts: dict[int, str]  # Place of a sampled answer in `messages` -> its thoughts.
     tools: list[dict[str, Any]]
-    # Experts of each token of `own`, [layer, chosen]; None: not recorded.
+    # Experts of each token of `added`, [layer, chosen]; None: not recorded.
     experts: list[np.ndarray | None]
     row: int = 0
     children: list["Lineage"] = field(default_factory=list["Lineage"])
@@ -37,7 +37,7 @@ class Lineage:
     @property
     def num_tokens(self) -> int:
         """Number of all tokens of the conversation."""
-        return self.num_shared + len(self.own)
+        return self.num_shared + len(self.added)
 
     @property
     def token_ids(self) -> list[int]:
@@ -46,7 +46,7 @@ class Lineage:
         lineage: Lineage | None = self
         end = self.num_tokens
         while lineage is not None:  # A conversation may be deeper than Python's stack.
-            parts.append(lineage.own[: max(0, end - lineage.num_shared)])
+            parts.append(lineage.added[: max(0, end - lineage.num_shared)])
             end = min(end, lineage.num_shared)
             lineage = lineage.parent
         return [token_id for part in reversed(parts) for token_id in part]
@@ -114,7 +114,7 @@ class Lineages:
         lineage = Lineage(
             parent=parent,
             num_shared=num_shared,
-            own=[*ids[num_shared:], *taken.token_ids],
+            added=[*ids[num_shared:], *taken.token_ids],
             taken=taken,
             turn=turn,
             messages=messages,
@@ -152,10 +152,10 @@ class Lineages:
         waiting = deque(self._roots)
         while waiting:
             lineage = waiting.popleft()
-            own = lineage.own
+            added = lineage.added
             start = lineage.num_shared
-            rest = ids[start : start + len(own)]
-            num = start + (len(own) if rest == own else shared_length(rest, own))
+            rest = ids[start : start + len(added)]
+            num = start + (len(added) if rest == added else shared_length(rest, added))
             yield lineage, num
             waiting += [child for child in lineage.children if child.num_shared <= num]
 
@@ -173,9 +173,9 @@ class Lineages:
             tape.prefixes += [first.parent.row if first.parent else 0, first.num_shared]
             for lineage in row:
                 turn = min(lineage.turn, last_turn)
-                num_prompt = len(lineage.own) - len(lineage.taken.token_ids)
+                num_prompt = len(lineage.added) - len(lineage.taken.token_ids)
                 start = len(tape.token_ids)
-                tape.observe(lineage.own[:num_prompt], turn)
+                tape.observe(lineage.added[:num_prompt], turn)
                 tape.add(lineage.taken, turn)
                 recorded = enumerate(lineage.experts, start)
                 tape.experts.update((at, chosen) for at, chosen in recorded if chosen is not None)

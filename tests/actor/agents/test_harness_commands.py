@@ -78,3 +78,12 @@ def test_missing_npm_is_named_with_its_remedy(
     monkeypatch.setenv("PATH", f"{tmp_path}")
     with pytest.raises(ConfigError, match=r"actor\.agent=codex: npm is missing; install Node 20"):
         install("codex", tmp_path)
+
+
+def test_folder_that_others_can_change_is_refused_by_its_key(tmp_path: Path) -> None:
+    root = tmp_path / "shared"
+    root.mkdir()
+    root.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"actor\.harnesses=.*shared: another user can change"):
+        install("codex", root)
+    assert list(root.iterdir()) == []
