@@ -17,7 +17,9 @@ from tests.syntax_trees import nodes_of
 
 PACKAGES = ("actor", "common", "envhub", "learner", "scheduler", "tools")
 ENVIRONMENTS = ("envhub/envs/", "envhub/web/")  # what only these import is the extra `envs`
-TRACKERS = ROOT / "learner/trackers.py"  # what only this file imports is the extra `trackers`
+TRACKERS = (
+    ROOT / "learner/trackers.py"
+)  # packages that only this file imports are the extra `trackers`
 # Reached without an import statement of ours, and how.
 BY_NAME = {
     "axe-playwright-python": "its axe.min.js is found by find_spec",

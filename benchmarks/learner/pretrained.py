@@ -26,8 +26,8 @@ from learner.training.trainer import Trainer
 CPU = torch.device("cpu")
 NUM_ROUNDS = 2
 LEAST_SHARE = {Precision.FP32: 0.6, Precision.BF16: 0.4}
-MOST_LORA = 0.72  # Of the seconds of a step that trains all weights.
-MOST_BYTES = 5.5e9  # Of the process, for the first shape.
+MOST_LORA = 0.72  # Share of the seconds of a step that trains all weights.
+MOST_BYTES = 5.5e9  # Resident memory of the process, for the first shape.
 RANK = 16
 DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
 # 48 and 16 episodes, in groups of eight with a common prompt.
