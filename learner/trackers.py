@@ -40,7 +40,7 @@ LIBRARIES = {  # Module and package of each tracker.
     TrackerName.MLFLOW: ("mlflow", "mlflow"),
     TrackerName.TRACKIO: ("trackio", "trackio"),
 }
-METHODS = ("send", "close")  # Methods of a tracker of the user.
+METHODS = ("send", "close")  # A tracker of the user has them.
 MAX_WAITING = 1_000  # Steps that wait for a slow tracker. Further ones are left out.
 CLOSE_S = 60.0
 READ_S = 30.0  # Maximum seconds of reading the journal for evaluations.
