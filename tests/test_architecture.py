@@ -1,6 +1,7 @@
 """The laws of the code's shape: imports and locations."""
 
 import ast
+import json
 import os
 import subprocess
 import sys
@@ -333,3 +334,19 @@ def test_example_imports_exist_in_the_product() -> None:
                 lacks = {each.name for each in node.names} - _offered(node.module)
                 missing += [f"{path.name}: {node.module}.{name}" for name in sorted(lacks)]
     assert missing == []
+
+
+def test_json_files_name_each_key_once() -> None:
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        names = [name for name, _ in pairs]
+        assert len(names) == len(set(names)), names  # A parser keeps the last value in silence.
+        return dict(pairs)
+
+    files = [
+        path
+        for folder in ("actor", "common", "configs", "envhub", "learner", "scheduler", "tools")
+        for path in (ROOT / folder).rglob("*.json")
+    ]
+    assert ROOT / "common/wire/schema.json" in files
+    for path in files:
+        json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
