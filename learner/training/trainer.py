@@ -140,7 +140,7 @@ class Trainer:
         """Measure the device's matrix rate in the precision of the forward pass."""
         is_bf16 = self._gradients.passes.scoring.autocast
         dtype = torch.bfloat16 if is_bf16 else next(self._model.parameters()).dtype
-        self._matrix_rate = matrix_rate(self._model.device, dtype)
+        self._matrix_rate = max(self._matrix_rate, matrix_rate(self._model.device, dtype))
         shown = (dtype, self._model.device, torch.get_num_threads(), self._matrix_rate / 1e9)
         logger.info("matrix rate dtype=%s device=%s threads=%d gflops=%.0f", *shown)
 
@@ -365,7 +365,11 @@ class Trainer:
             num_epochs = num_updates / self._cfg.num_minibatches
             repeated = repeated_prefixes(batch.samples)
             flops = num_epochs * step_flops(self._model, lengths, num_scored, repeated)
-            metrics["perf/mfu"] = flops / step_s / (self._matrix_rate * self._ranks.size)
+            rate = flops / step_s / self._ranks.size
+            if rate > self._matrix_rate:  # Other programs had slowed the measurement down.
+                self.measure_rate()
+                self._matrix_rate = max(self._matrix_rate, rate)
+            metrics["perf/mfu"] = rate / self._matrix_rate
             metrics["perf/matrix_tflops"] = self._matrix_rate / 1e12
         return metrics
 

@@ -72,6 +72,15 @@ def test_used_share_counts_the_prompt_of_a_group_once() -> None:
 
 
 @pytest.mark.slow
+def test_rate_that_a_step_exceeds_is_measured_again() -> None:
+    trainer = make_trainer()
+    trainer._matrix_rate = 1.0  # As beside other programs.
+    metrics = trainer.train_on(make_samples(), version=0).metrics
+    assert metrics["perf/matrix_tflops"] > 1e-4
+    assert 0 < metrics["perf/mfu"] <= 1
+
+
+@pytest.mark.slow
 def test_matrix_rate_is_positive_in_each_precision() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         assert 1e8 < matrix_rate(torch.device("cpu"), dtype) < 1e16
