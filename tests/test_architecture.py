@@ -346,6 +346,7 @@ def test_json_files_name_each_key_once() -> None:
         path
         for folder in ("actor", "common", "configs", "envhub", "learner", "scheduler", "tools")
         for path in (ROOT / folder).rglob("*.json")
+        if "environment" not in path.parts  # A task repairs its own broken file.
     ]
     assert ROOT / "common/wire/schema.json" in files
     for path in files:

@@ -420,6 +420,8 @@ class ContainerGroup:
     async def ending(self, name: str) -> str:
         """Return why a container does not run, with its last output."""
         status, code = await self.status(name)
+        if status == "stopped":  # podman has not cleaned up yet; the exit code is final.
+            status = "exited"
         logs = await self.engine.call("logs", "--tail", "20", self.container(name))
         return f"container {name} is {status} with code {code}: {logs.error}"
 
