@@ -302,9 +302,9 @@ class Mlflow:
         name = cfg.log.wandb_project
 
         def create() -> str:
-            found = client.get_experiment_by_name(name)
-            experiment = found.experiment_id if found else client.create_experiment(name)
-            return client.create_run(experiment, run_name=f"{cfg.run.name}{job}").info.run_id
+            experiment = client.get_experiment_by_name(name)
+            identity = experiment.experiment_id if experiment else client.create_experiment(name)
+            return client.create_run(identity, run_name=f"{cfg.run.name}{job}").info.run_id
 
         self._run_id, is_new = _kept_id(run_dir.root / f"mlflow_id{job}", create)
         if not is_new:

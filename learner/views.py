@@ -80,7 +80,7 @@ def evaluations(rows: EpisodeRows) -> dict[str, dict[str, Any]]:
     for name, selected in rows_by_name(rows, "group", played(rows, "eval")):
         whole = score(rows, selected)
         whole["by_subset"] = {
-            each: score(rows, part) for each, part in rows_by_subset(rows, selected)
+            subset: score(rows, part) for subset, part in rows_by_subset(rows, selected)
         }
         by_name[name.removeprefix("eval-")] = whole
     return by_name

@@ -61,10 +61,10 @@ class Scenario:
 @functools.cache
 def data_folder() -> Path:
     """Return the folder of the package's data, without an import of the package."""
-    found = find_spec(PACKAGE)
-    if found is None or not found.submodule_search_locations:
+    spec = find_spec(PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
         raise EnvFailure(f"the Python package {PACKAGE} is missing")
-    return Path(found.submodule_search_locations[0]) / "data"
+    return Path(spec.submodule_search_locations[0]) / "data"
 
 
 @functools.cache
@@ -327,9 +327,9 @@ class BfclEnv:
 
 def _forget_objects(name: str) -> None:
     """Remove the objects that the package keeps under a name of a model."""
-    kept = vars(optional_package(f"{CHECKER}.multi_turn_utils", EXTRA))
-    for key in [each for each in kept if each.startswith(f"{name}_")]:
-        del kept[key]
+    objects = vars(optional_package(f"{CHECKER}.multi_turn_utils", EXTRA))
+    for key in [key for key in objects if key.startswith(f"{name}_")]:
+        del objects[key]
 
 
 def as_python(name: str, arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
@@ -337,10 +337,11 @@ def as_python(name: str, arguments: Mapping[str, Any], schema: Mapping[str, Any]
 
     Raises: BadAction: an argument that the tool does not have.
     """
-    known = schema.get("properties", {})
-    for each in arguments:
-        if each not in known or not each.isidentifier():
-            raise BadAction(f"{name} has no argument {each!r:.100}; it has {', '.join(known)}.")
+    properties = schema.get("properties", {})
+    for argument in arguments:
+        if argument not in properties or not argument.isidentifier():
+            names = ", ".join(properties)
+            raise BadAction(f"{name} has no argument {argument!r:.100}; it has {names}.")
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
 

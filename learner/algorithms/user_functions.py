@@ -270,13 +270,13 @@ def user_filter(cfg: GroupsSection) -> Callable[[Sequence[Trajectory]], bool] | 
     user.check_arguments("members", "cfg")
 
     def keeps(members: Sequence[Trajectory]) -> bool:
-        kept = user.call(list(members), cfg)
-        if not isinstance(kept, (bool, np.bool_)):
+        answer = user.call(list(members), cfg)
+        if not isinstance(answer, (bool, np.bool_)):
             raise ConfigError(
-                f"{user.where}: returned {type(kept).__name__}; expected True for a group to train"
-                " and False for one to leave out"
+                f"{user.where}: returned {type(answer).__name__}; expected True for a group to"
+                " train and False for one to leave out"
             )
-        return bool(kept)
+        return bool(answer)
 
     for rewards in GROUPS:
         keeps(_group(rewards)[1])

@@ -109,16 +109,16 @@ class RewardLog:
 
     def _prune(self, steps: Path, closed_below: int) -> None:
         needed = {ids[0].rpartition("/")[0] for step in read_steps(steps) for ids in step.groups}
-        kept = {
+        remaining = {
             name: reward
             for name, reward in self.rewards.items()
             if name in needed or (training_number(f"{name}/0") or 0) >= closed_below
         }
         path = self._file.path
-        cut_head(path, self._file.size, head=b"".join(map(_line, kept.values())))
+        cut_head(path, self._file.size, head=b"".join(map(_line, remaining.values())))
         self._file.close()
         self._file = AppendFile(path)
-        self.rewards = kept
+        self.rewards = remaining
         self._prune_bytes = max(self._prune_from_bytes, int(self._file.size * 1.25))
 
     def close(self) -> None:

@@ -19,8 +19,8 @@ def run(request: ParsedCommand) -> int:
     _check(cfg)
     run_dir = requested.directory_of(cfg)
     configure_logging("launcher", cfg.log.level)
-    kept = (__name__, requested.__name__, "actor.formats", "tools.author")
-    with kept_in(run_dir.logs / "launcher.log", *kept):
+    loggers = (__name__, requested.__name__, "actor.formats", "tools.author")
+    with kept_in(run_dir.logs / "launcher.log", *loggers):
         requested.log_weights(cfg)
         try:
             _try_episodes(cfg)

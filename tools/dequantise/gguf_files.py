@@ -160,8 +160,8 @@ class GgufModel:
         end = self._value("tokenizer.ggml.eot_token_id")
         ends = generation.eos_token_id
         if end is not None and ends is not None:
-            known = ends if isinstance(ends, list) else [ends]
-            generation.eos_token_id = ends if end in known else [*known, int(end)]
+            stops = ends if isinstance(ends, list) else [ends]
+            generation.eos_token_id = ends if end in stops else [*stops, int(end)]
         generation.save_pretrained(folder)
         if has_tokenizer:
             return

@@ -90,8 +90,8 @@ class _Folders:
 
     def played(self, key: str, path: str) -> str:
         """Return the folder of a model that only an engine computes."""
-        found = self._find(key, path)
-        if found is None or (found.kind != GGUF and has_cuda()):
+        model = self._find(key, path)
+        if model is None or (model.kind != GGUF and has_cuda()):
             return path
         return self.plain(key, path)
 
@@ -105,17 +105,17 @@ class _Folders:
         """
         if path in self._outlines:
             return self._outlines[path]
-        found = self._find(key, path)
-        if found is None:
+        model = self._find(key, path)
+        if model is None:
             return path
-        folder = self._cache / found.name
+        folder = self._cache / model.name
         if is_complete(folder):
             return str(folder)
         if not (self._is_dry or is_outline):
-            found.check()
-            dequantise(found, folder, key=key)
+            model.check()
+            dequantise(model, folder, key=key)
             return str(folder)
-        self._outlines[path] = str(_write_outline(found, folder))
+        self._outlines[path] = str(_write_outline(model, folder))
         return self._outlines[path]
 
     def _find(self, key: str, path: str) -> Quantised | None:

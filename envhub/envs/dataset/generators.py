@@ -96,13 +96,13 @@ def load_generated(options: DatasetOptions) -> dict[str, Dataset]:
     Raises: ConfigError: the package, a task or an option does not exist, or a value is wrong.
     """
     library: Any = optional_package(LIBRARY, EXTRA)
-    known: dict[str, Any] = library.factory.DATASETS
+    datasets: dict[str, Any] = library.factory.DATASETS
     tasks = options.train.removeprefix(PREFIX).split(",")
     if len({*tasks}) < len(tasks):
         raise ConfigError(f"data.train={options.train}: names a task twice; set tasks[].weight")
     for task in tasks:
-        if task not in known or task == "composite":
-            hint = known_hint(task, [name for name in known if name != "composite"])
+        if task not in datasets or task == "composite":
+            hint = known_hint(task, [name for name in datasets if name != "composite"])
             raise ConfigError(f"data.train={PREFIX}{task}: reasoning-gym has no such task{hint}")
     for task in options.options:
         if task not in tasks:
@@ -113,7 +113,7 @@ def load_generated(options: DatasetOptions) -> dict[str, Dataset]:
     _check_unread(options)
     names = [SUBSET] if len(tasks) == 1 else tasks
     loaded = zip(names, tasks, strict=True)
-    return {name: _load(task, options, known[task][1]) for name, task in loaded}
+    return {name: _load(task, options, datasets[task][1]) for name, task in loaded}
 
 
 def _check_unread(options: DatasetOptions) -> None:

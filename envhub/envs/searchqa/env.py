@@ -219,8 +219,8 @@ class SearchqaEnv(TextEnv):
 
     def save(self) -> dict[str, Any]:
         """Return the queries, and the passages that they found."""
-        found = [asdict(passage) for passage in self._found]
-        return {"asked": [*self._asked], "found": found}
+        passages = [asdict(passage) for passage in self._found]
+        return {"asked": [*self._asked], "found": passages}
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue with saved queries and passages."""

@@ -368,8 +368,8 @@ def _bounds_keyword(module: nn.Module) -> str | None:
     names = _names(type(module))
     if "seq_idx" in _parameters(type(module)) and _has_packages(("causal_conv1d",)):
         return ""  # A convolution and nothing else.
-    found = (key for name, packages, key in _BOUNDED if name in names and _has_packages(packages))
-    return next(found, None)
+    keys = (key for name, packages, key in _BOUNDED if name in names and _has_packages(packages))
+    return next(keys, None)
 
 
 def _bounds_arguments(module: nn.Module, packing: Packing) -> dict[str, Any] | None:
