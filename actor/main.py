@@ -295,6 +295,7 @@ def _recordings(cfg: RunConfig, access: RunAccess, engine: Engine) -> Recordings
     return Recordings(
         None if access.run_dir is None else access.run_dir.episodes,
         temperature=cfg.actor.temperature,
+        groups=cfg.groups,
         why_not=lambda lease, versions: bounds.why_not(lease, versions, version=engine.version),
     )
 

@@ -102,7 +102,7 @@ def _parts(trajectory: Trajectory) -> list[Trajectory]:
     for part, (earlier, num) in zip(segments_of(trajectory), prefixes_of(trajectory), strict=True):
         columns = {name: getattr(trajectory, name)[part] for name in names}
         if num:
-            before = _as_context({name: getattr(rows[earlier], name)[:num] for name in names})
+            before = as_context({name: getattr(rows[earlier], name)[:num] for name in names})
             columns = {name: np.concatenate([before[name], columns[name]]) for name in names}
         moved = [(first + num, end + num, kind) for first, end, kind in asides_of(trajectory, part)]
         rows.append(
@@ -117,7 +117,7 @@ def _parts(trajectory: Trajectory) -> list[Trajectory]:
     return rows
 
 
-def _as_context(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def as_context(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return columns of tokens in which none is sampled."""
     return {
         **columns,

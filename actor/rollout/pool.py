@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from actor.seats.seats import Seats
 from actor.seeds import SamplingSeeds, environment_seed
 from common.config.actor import ActorSection, AtUpdate
 from common.errors import EnvPaused, HubLost
+from common.forks import as_fork
 from common.wire.messages import EpisodeKind, Lease, PolicyKind, Trajectory
 
 if TYPE_CHECKING:  # The import takes seconds.
@@ -31,6 +32,15 @@ MAX_VANISHED = 3  # Number of times that a reachable hub may lose an episode's s
 MAX_LOST = 20
 # Reported wait for the programs of `actor.agent`, which are outside of the run's roles.
 FOR_AGENTS = "agents: their next request"
+
+
+@dataclass(slots=True)
+class WaitingFork:
+    """A fork that waits until its trunk has reached its turn, then for a free slot."""
+
+    trunk: str  # Episode id of the trunk.
+    is_ready: bool = False  # It only waits for a slot.
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class EpisodePool:
@@ -80,6 +90,9 @@ class EpisodePool:
         self.num_ended = 0
         self._agents = agents
         self._recordings = recordings
+        self._forks: dict[str, WaitingFork] = {}
+        if recordings is not None:
+            recordings.on_start = self._wake_fork
         self._seats = Seats(cfg)
         self._waiting: set[str] = set()  # Episodes that wait for a lost hub.
         self._salts: dict[str, str] = {}  # episode id -> salt of its first turn
@@ -105,7 +118,12 @@ class EpisodePool:
     @property
     def num_free_slots(self) -> int:
         """Number of episodes that could start now."""
-        return max(0, self.num_slots - len(self._tasks) + len(self._waiting))
+        return max(0, self._num_unused_slots - len(self._ready_forks))
+
+    @property
+    def _num_unused_slots(self) -> int:
+        """Number of slots without an episode, below zero after a decrease."""
+        return self.num_slots - len(self._tasks) + len(self._waiting) + len(self._forks)
 
     @property
     def num_slots(self) -> int:
@@ -115,13 +133,13 @@ class EpisodePool:
     def configure(self, cfg: ActorSection) -> None:
         """Use other bounds of the number of concurrent episodes. Running episodes continue."""
         self._concurrency.set_bounds(least=cfg.min_concurrent, most=cfg.max_concurrent)
-        self.slot_freed.set()
+        self._release_slots()
 
     def adapt(self, load: EngineLoad) -> None:
         """Adjust the number of slots to the engine's load since the last call."""
         before = self.num_slots
         if self._concurrency.adjust(load, num_episodes=len(self._tasks)) > before:
-            self.slot_freed.set()
+            self._release_slots()
 
     def start(self, leases: list[Lease]) -> None:
         """Start the leased episodes. All of them enter the round before the first one asks."""
@@ -161,17 +179,62 @@ class EpisodePool:
         self._salts.pop(task.get_name(), None)
         if self._rounds is not None:
             self._rounds.leave(task.get_name())
-        self.slot_freed.set()
+        for fork in list(self._forks):
+            if self._forks[fork].trunk == task.get_name():
+                self._wake_fork(fork)
+        self._release_slots()
         error = None if task.cancelled() else task.exception()
         if error is not None and not self.failed.done():
             self.failed.set_exception(error)
 
     async def _play(self, lease: Lease) -> None:
         """Play a leased episode, and hand the trajectory to delivery."""
+        await self._wait_for_trunk(lease)
         trajectory = await self._play_to_end(lease)
         if self._rounds is not None:
             self._rounds.leave(lease.episode_id)
         await self._delivery.put(trajectory)
+
+    async def _wait_for_trunk(self, lease: Lease) -> None:
+        """Wait until a fork can begin and has a slot. It uses no slot meanwhile.
+
+        Without a trunk that plays here, or reaches its turn, it plays from its first turn.
+        """
+        recordings = self._recordings
+        if recordings is None or not (trunk := recordings.trunk_of(lease)):
+            return
+        name = lease.episode_id
+        fork = self._forks[name] = WaitingFork(trunk)
+        self._release_slots()
+        try:
+            while not recordings.has_start(name) and trunk in self._tasks:
+                fork.changed.clear()
+                await fork.changed.wait()
+            if not recordings.has_start(name):
+                logger.info("fork plays from its first turn episode=%s trunk=%s", name, trunk)
+            fork.is_ready = True
+            fork.changed.clear()
+            self._release_slots()
+            while name in self._forks:
+                await fork.changed.wait()
+                fork.changed.clear()
+        finally:
+            self._forks.pop(name, None)
+
+    def _wake_fork(self, episode_id: str) -> None:
+        """Let a fork check again whether it can begin."""
+        if (fork := self._forks.get(episode_id)) is not None:
+            fork.changed.set()
+
+    @property
+    def _ready_forks(self) -> list[str]:
+        return [name for name, fork in self._forks.items() if fork.is_ready]
+
+    def _release_slots(self) -> None:
+        """Give unused slots to forks, then to new leases."""
+        for name in self._ready_forks[: max(0, self._num_unused_slots)]:
+            self._forks.pop(name).changed.set()
+        self.slot_freed.set()
 
     async def _play_to_end(self, lease: Lease) -> Trajectory:
         """Play an episode. When its hub is lost, continue it in another session.
@@ -208,7 +271,7 @@ class EpisodePool:
                 num_vanished += not self._environments.is_lost(lease.env)
                 logger.info("restarting episode=%s reason=%s", lease.episode_id, error)
             self._waiting.add(lease.episode_id)
-            self.slot_freed.set()
+            self._release_slots()
             try:
                 await self._environments.wait_for(lease.env)
             finally:
@@ -258,6 +321,10 @@ class EpisodePool:
             keeps_last=self._keeps_last and lease.kind is EpisodeKind.TRAIN,
             options=self._cfg if lease.policy is PolicyKind.MODEL else WHOLE,
         )
+        if recording is not None and recording.events.num_shared:
+            played = as_fork(
+                played, trunk=recording.trunk, num_shared_turns=recording.events.num_shared
+            )
         return with_actions(played, render)
 
     def _policy(self, lease: Lease, *, num_turns: int = 0) -> tuple[Act, Render]:

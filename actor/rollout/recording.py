@@ -9,6 +9,9 @@ The environment loads its last saved state. Steps after that state, or all steps
 none, are performed again if equal actions have equal results. Results that differ from the record,
 or another prompt, end the attempt with `CannotContinue`: the episode begins anew.
 
+A fork begins with the first turns of another episode's record (`common.forks`). The trunk hands it
+out when it asks for the turn after them, so that the forks have at least one turn of their own.
+
 With a folder, each step is appended to a file. An actor that plays the next attempt at the episode
 reads it. The files survive a killed process, not a power cut: they are not synced.
 """
@@ -31,9 +34,11 @@ import numpy as np
 from actor.rollout.context import Turn
 from actor.rollout.env_client import ExpertHint, HubSession, HubStepResult
 from actor.rollout.episode import Act, EnvSession, OpenSession
-from common.errors import EnvError, HubLost, LongstrideError
+from common.config.groups import GroupsSection
+from common.errors import ConfigError, EnvError, HubLost, LongstrideError
+from common.ids import episode_id_of, split_episode_id
 from common.store.run_dir import write_atomically
-from common.wire.messages import EpisodeKind, Lease
+from common.wire.messages import EpisodeKind, Lease, PolicyKind
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +47,10 @@ TURNS = ".turns"  # Suffix of the file with the opening, the turns and the steps
 STATE = ".state"  # Suffix of the file with the environment's last saved state.
 # Records of episodes that no actor took up again.
 MAX_AGE_S = 7 * 86_400.0
+FORK_ATTEMPT = -1  # Attempt in the name of the file that a fork begins with.
+MAX_STARTS = 1_024  # Begins of forks in memory.
+# Fields of an episode that differ within a tree.
+OF_MEMBER = ("episode_id", "member", "seed")
 # Fields of a step's result that are equal if the action is repeated. Metrics may hold times.
 COMPARED = ("observation", "reward", "done", "is_valid", "is_success", "state", "is_truncated")
 
@@ -134,12 +143,29 @@ class EpisodeEvents:
     steps: list[RecordedStep] = field(default_factory=list[RecordedStep])
     saved: str = ""  # The environment's last saved state; "" if there is none.
     num_saved: int = 0  # Steps that `saved` contains.
-    versions: set[int] = field(default_factory=set[int])  # Versions of all sampled tokens.
+    num_shared: int = 0  # First steps, which a fork took over from its trunk.
+    # Versions of all tokens that this episode sampled itself.
+    versions: set[int] = field(default_factory=set[int])
 
     def add_turn(self, turn: RecordedTurn) -> None:
         """Append a sampled turn."""
         self.turns.append(turn)
-        self.versions.update(turn.versions)
+        if len(self.steps) >= self.num_shared:
+            self.versions.update(turn.versions)
+
+    def forked(self, head: dict[str, Any] | None = None) -> "EpisodeEvents":
+        """Return the events up to the last step, as the begin of another episode."""
+        turns = self.turns[: self.steps[-1].num_turns]
+        uncounted = [t._replace(rest=replace(t.rest, num_prompt=0, num_cached=0)) for t in turns]
+        return EpisodeEvents(
+            head=head or self.head,
+            opening=self.opening,
+            turns=uncounted,
+            steps=list(self.steps),
+            saved=self.saved,
+            num_saved=self.num_saved,
+            num_shared=len(self.steps),
+        )
 
     @property
     def is_over(self) -> bool:
@@ -189,14 +215,21 @@ class Recording:
         self._turn = self._step = 0  # Next turn and step of the replay.
         self._is_on = True
 
+    @property
+    def trunk(self) -> int:
+        """The member whose episode this one continues."""
+        return split_episode_id(self._owner.trunk_of(self._lease))[1]
+
     def usable(self) -> "Recording":
         """Return this record, or an empty one if its tokens are too old to continue."""
         if not self.events.steps:
             return self
-        if reason := self._owner.why_not(self._lease, self.events.versions):
+        versions = self.events.versions
+        if versions and (reason := self._owner.why_not(self._lease, versions)):
             return self.renewed(reason)
         num = len(self.events.steps)
-        logger.info("continuing episode=%s steps=%d", self._lease.episode_id, num)
+        what = "forking" if num == self.events.num_shared else "continuing"
+        logger.info("%s episode=%s steps=%d", what, self._lease.episode_id, num)
         return self
 
     def renewed(self, reason: str) -> "Recording":
@@ -205,6 +238,8 @@ class Recording:
         num = len(self.events.steps)
         logger.warning("beginning anew episode=%s steps=%d reason=%s", episode_id, num, reason)
         self._owner.abandon(episode_id)
+        if num == self.events.num_shared:  # Another attempt would fail in the same way.
+            self._owner.forget_start(episode_id)
         return self._owner.begin(self._lease)
 
     def replay(self, open_session: OpenSession, act: Act) -> tuple[OpenSession, Act]:
@@ -215,6 +250,7 @@ class Recording:
             session = await open_session()
             if not isinstance(session, HubSession):  # A seat: other players act in its episode.
                 self._is_on = False
+                self._owner.check_forks(self._lease, "has seats, and is not recorded")
                 return session
             try:
                 await self._continue_in(session)
@@ -229,6 +265,7 @@ class Recording:
             prompt = digest_of(np.asarray(ids, dtype=np.int32).tobytes())
             turns = self.events.turns
             if self._turn == len(turns):
+                self._owner.offer_forks(self._lease, self.events)
                 asked = time.monotonic()
                 taken = await act(ids, session)
                 took_s = time.monotonic() - asked
@@ -277,6 +314,8 @@ class Recording:
             raise CannotContinue("the environment's first observation differs from the record")
         events.opening = opening
         session.saves = session.can_save
+        if not (session.can_save or session.is_repeatable):
+            self._owner.check_forks(self._lease, "can neither save its state nor repeat actions")
         if not events.steps or events.is_over:
             return
         try:
@@ -341,7 +380,8 @@ class RecordFile:
 
     def _create(self, events: EpisodeEvents) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_bytes(line_of({"head": events.head}))
+        shared = {"shared": events.num_shared} if events.num_shared else {}
+        self._path.write_bytes(line_of({"head": events.head} | shared))
 
     def _append(self, events: EpisodeEvents) -> None:
         lines: list[bytes] = []
@@ -403,13 +443,15 @@ def read_events(path: Path) -> EpisodeEvents | None:
             break
         content = json.loads(line[9:])
         if events is None:
-            events = EpisodeEvents(head=content["head"])
+            events = EpisodeEvents(head=content["head"], num_shared=content.get("shared", 0))
             continue
         events.opening = content["opening"]
         for prompt, taken in content["turns"]:
             events.add_turn(RecordedTurn.of(prompt, Turn(**taken)))
         result = HubStepResult(**content["result"])
         events.steps.append(RecordedStep(content["action"], result, len(events.turns)))
+    if events is not None and len(events.steps) < events.num_shared:  # A torn begin of a fork.
+        return None
     if events is not None and path.with_suffix(STATE).is_file():
         number, _, saved = path.with_suffix(STATE).read_text(encoding="utf-8").partition(" ")
         if 0 < int(number) <= len(events.steps):  # Its step may be in the torn end of the file.
@@ -430,17 +472,22 @@ class Recordings:
         folder: Path | None,
         *,
         temperature: float = 1.0,
+        groups: GroupsSection | None = None,
         why_not: Callable[[Lease, set[int]], str] = lambda _, __: "",
     ) -> None:
         """Use no files if `folder` is None.
 
         Args:
+            groups: names the forks of each member of a group; None: there are none.
             why_not: returns why an episode with tokens of these versions must not continue; "" if
                 it may.
         """
         self._folder = folder
         self._temperature = temperature
         self.why_not = why_not
+        self._groups = groups or GroupsSection()
+        self._starts: dict[str, EpisodeEvents] = {}  # Begins of forks, by episode.
+        self.on_start: Callable[[str], None] = lambda _: None  # A fork has a begin.
         self._own: dict[str, Path] = {}  # Files of this engine's attempts, by episode.
         if folder is not None and folder.is_dir():
             self._remove(each for each in folder.iterdir() if _age_s(each) > MAX_AGE_S)
@@ -451,7 +498,8 @@ class Recordings:
         Reads the files of the episode, and blocks meanwhile.
         """
         head = head_of(lease, temperature=self._temperature)
-        events = EpisodeEvents(head=head)
+        start = self._starts.get(lease.episode_id)
+        events = start.forked(head) if start else EpisodeEvents(head=head)
         file: RecordFile | None = None
         if self._folder is not None:
             earlier = self._files_of(lease.episode_id)
@@ -459,8 +507,56 @@ class Recordings:
             path = self._folder / f"{_name_of(lease.episode_id)}.{lease.attempt}{TURNS}"
             file = RecordFile(path, events)
             self._own[lease.episode_id] = path
-            self._remove(each for each in earlier if each.stem != path.stem)
+            start = _start_of(self._folder, lease.episode_id)
+            left = {path.stem, start.stem}
+            self._remove(each for each in earlier if each.stem not in left)
         return Recording(self, lease, events, file)
+
+    # --- forks --------------------------------------------------------------------------------
+
+    def trunk_of(self, lease: Lease) -> str:
+        """Return the episode that a leased episode continues; "" if it is no fork."""
+        is_fork = _may_fork(lease) and self._groups.fork_turn(lease.member) > 0
+        return episode_id_of(lease.group_id, self._groups.trunk_of(lease.member)) if is_fork else ""
+
+    def forks_of(self, lease: Lease) -> dict[str, int]:
+        """Return the forks of an episode, with the number of turns that each shares."""
+        members = self._groups.forks_of(lease.member) if _may_fork(lease) else ()
+        turn_of = self._groups.fork_turn
+        return {episode_id_of(lease.group_id, m): turn_of(m) for m in members}
+
+    def has_start(self, episode_id: str) -> bool:
+        """Return whether a fork can begin: its trunk has reached its turn, or it has a record."""
+        has_files = self._folder is not None and bool(self._files_of(episode_id))
+        return has_files or episode_id in self._starts
+
+    def offer_forks(self, lease: Lease, events: EpisodeEvents) -> None:
+        """Let forks begin that share all steps of an episode, which asks for its next turn."""
+        num_steps = len(events.steps)
+        names = [name for name, num in self.forks_of(lease).items() if num == num_steps]
+        for name in names:
+            start = events.forked()
+            self._starts[name] = start
+            if len(self._starts) > MAX_STARTS:
+                del self._starts[next(iter(self._starts))]
+            if self._folder is not None and all(t.experts is None for t in start.turns):
+                RecordFile(_start_of(self._folder, name), start)
+            self.on_start(name)
+
+    def forget_start(self, episode_id: str) -> None:
+        """Remove the begin of a fork, so that it plays from its first turn."""
+        self._starts.pop(episode_id, None)
+        if self._folder is not None:
+            path = _start_of(self._folder, episode_id)
+            self._remove([path, path.with_suffix(STATE)])
+
+    def check_forks(self, lease: Lease, why: str) -> None:
+        """Raise ConfigError if an episode has forks, or is one."""
+        if self._groups.forks and _may_fork(lease):
+            raise ConfigError(
+                f"groups.forks={self._groups.forks}: the environment {lease.env} {why}; set"
+                " groups.forks=0, or give the environment save() and load(state)"
+            )
 
     def abandon(self, episode_id: str) -> None:
         """Remove the files of this engine's attempt. Another actor may play the next one."""
@@ -470,6 +566,7 @@ class Recordings:
     def drop(self, episode_id: str) -> None:
         """Remove the files of all attempts at an episode: the learner has it."""
         self._own.pop(episode_id, None)
+        self._starts.pop(episode_id, None)
         if self._folder is not None:
             self._remove(self._files_of(episode_id))
 
@@ -494,7 +591,12 @@ class Recordings:
             except (OSError, ValueError, LookupError, TypeError) as error:
                 logger.warning("ignored record of an episode path=%s reason=%r", path, error)
                 continue
-            if events is not None and events.head == head:
+            if events is None:
+                continue
+            if path == _start_of(path.parent, head["episode_id"]):
+                if _of_tree(events.head) == _of_tree(head):
+                    return replace(events, head=head)
+            elif events.head == head:
                 return events
         return None
 
@@ -506,6 +608,20 @@ class Recordings:
 def _name_of(episode_id: str) -> str:
     """Return an episode id as part of a file name."""
     return quote(episode_id, safe="")
+
+
+def _start_of(folder: Path, episode_id: str) -> Path:
+    """Return the file that a fork begins with."""
+    return folder / f"{_name_of(episode_id)}.{FORK_ATTEMPT}{TURNS}"
+
+
+def _may_fork(lease: Lease) -> bool:
+    return lease.kind is EpisodeKind.TRAIN and lease.policy is PolicyKind.MODEL
+
+
+def _of_tree(head: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a head that the members of a tree share."""
+    return {name: value for name, value in head.items() if name not in OF_MEMBER}
 
 
 def _age_s(path: Path) -> float:

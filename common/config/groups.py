@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from common.config.horizon import MAX_TURNS
 from common.config.knobs import ANY_TEXT, FUNCTION, Contradiction, knob, seconds
 
 
@@ -28,6 +29,20 @@ class GroupsSection:
         ge=1,
         le=4096,
         must="be at most size",
+    )
+    forks: int = knob(
+        0,
+        "Samples a group as trees: this many members continue the episode of another member from"
+        " one of its turns, see docs/TREES.md. 0 begins all members at the first turn.",
+        ge=0,
+        le=4095,
+    )
+    fork_turns: list[int] = knob(
+        [2],
+        "Lists the numbers of turns after which the forks of an episode continue it. The forks take"
+        " them in rotation.",
+        ge=1,
+        le=MAX_TURNS,
     )
     reward: Any = knob(
         None,
@@ -68,6 +83,25 @@ class GroupsSection:
         30.0, "Issues no episode again as a straggler before this many seconds.", gt=0
     )
 
+    def trunk_of(self, member: int) -> int:
+        """Return the member whose episode a member continues; itself if it is no fork."""
+        return member - member % (1 + self.forks)
+
+    def fork_turn(self, member: int) -> int:
+        """Return the number of turns that a member shares with its trunk; 0 if it is no fork."""
+        number = member % (1 + self.forks)
+        return self.fork_turns[(number - 1) % len(self.fork_turns)] if number else 0
+
+    def forks_of(self, member: int) -> range:
+        """Return the forks of a member; none if it is a fork itself."""
+        first = member + 1
+        return range(first, first + self.forks * (self.trunk_of(member) == member))
+
     def contradictions(self) -> Iterator[Contradiction]:
+        if self.forks and self.size % (1 + self.forks):
+            sizes = f"trees of {1 + self.forks} members, which do not fill groups.size={self.size}"
+            yield "forks", self.forks, f"makes {sizes}; choose a multiple"
+        if self.forks and not self.fork_turns:
+            yield "fork_turns", [], "must name a turn, as groups.forks does not begin at the first"
         if self.reward and self.size < 2:
             yield "reward", self.reward, "needs groups.size >= 2: it compares members of a group"

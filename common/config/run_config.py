@@ -17,7 +17,7 @@ from common.config.envhub import EnvhubSection
 from common.config.envs import EnvsSection
 from common.config.eval import EvalSection
 from common.config.groups import GroupsSection
-from common.config.horizon import HorizonSection, HorizonUnit
+from common.config.horizon import HorizonKind, HorizonSection, HorizonUnit
 from common.config.journal import JournalSection
 from common.config.knobs import Contradiction, check, knob
 from common.config.learner import LearnerSection, PublishMode
@@ -80,6 +80,7 @@ class RunConfig:
         yield from self.actor.contradictions_of_rows(self.algorithm, self.envhub)
         yield from self._contradictions_of_actions()
         yield from self._contradictions_of_sleep()
+        yield from self._contradictions_of_forks()
         if self.groups.min_size == 1 and self.algorithm.is_group_relative:
             law = f"must be at least 2 with algorithm.advantage={self.algorithm.advantage},"
             yield "groups.min_size", 1, f"{law} which compares the members of a group"
@@ -132,6 +133,28 @@ class RunConfig:
             if self.horizon.unit is HorizonUnit.SECONDS and last > max_s:
                 law = f"actor.episode_timeout_s - actor.turn_timeout_s = {max_s:g}"
                 yield key, list(stages), f"with horizon.unit=seconds, each must be at most {law}"
+
+    def _contradictions_of_forks(self) -> Iterator[Contradiction]:
+        """Yield settings under which no member can continue the episode of another one."""
+        forks = self.groups.forks
+        if not forks:
+            return
+        key = "groups.forks"
+        if not self.actor.continue_episodes:
+            yield key, forks, "needs actor.continue_episodes=true: a fork replays a record"
+        if self.actor.endpoint:
+            yield key, forks, "needs actor.endpoint=false: episodes of programs are not recorded"
+        if self.train.mode is TrainMode.SYNC:
+            yield key, forks, "needs train.mode=async: in sync mode all members take turns together"
+        if not self.algorithm.is_group_relative:
+            law = "needs algorithm.advantage=grpo, rloo or reinforce_pp_baseline: it compares"
+            yield key, forks, f"{law} the members of a tree"
+        policies = [self.horizon.policy(name) for name in ("", *self.horizon.per_env)]
+        shortest = min(p.stages[-1 if p.kind is HorizonKind.FIXED else 0] for p in policies)
+        late = [turn for turn in self.groups.fork_turns if turn >= shortest]
+        if late and self.horizon.unit is HorizonUnit.TURNS:
+            law = f"must be below the first stage of the horizon, {shortest} turns"
+            yield "groups.fork_turns", late, law
 
     def _contradictions_of_sleep(self) -> Iterator[Contradiction]:
         """Yield settings under which an engine cannot give its memory to the learner's step."""

@@ -342,6 +342,11 @@ class Trajectory(EpisodeIdentity):
     facts: LongText = ""  # JSON object of the environment for rewards over a group; "" without it.
     # [chars] int32 text of a scripted policy's actions, see `common.formats.scripted`; or [0].
     action_chars: np.ndarray = field(default_factory=_none, repr=False)
+    # Turns that a fork took over from the episode of another member, its trunk; 0: it is no fork.
+    # Their tokens are context here.
+    num_shared_turns: Count = 0
+    trunk: Count = 0  # Member number of the trunk.
+    shared_digest: Integer = 0  # Digest of the shared sampled tokens, see `common.forks`.
     # [seq, layer, chosen] uint8 or int16 experts that the engine chose for each token; [0] if it
     # records none. Layers without experts hold zeros.
     expert_ids: np.ndarray = field(default_factory=_none_chosen, repr=False)

@@ -193,7 +193,7 @@ def refusal(
         return f"reward={trajectory.reward} is not in [0, 1]"
     if trajectory.kind == "train" and not 0 <= trajectory.member < max_group_size:
         return f"member={trajectory.member} is out of range for a group of {max_group_size}"
-    if reason := _refusal_of_turns(trajectory):
+    if reason := _refusal_of_turns(trajectory) or _refusal_of_fork(trajectory, max_group_size):
         return reason
     if trajectory.end_reason.is_infrastructure_failure:
         return ""
@@ -235,6 +235,21 @@ def _refusal_of_turns(trajectory: Trajectory) -> str:
                 f"{name} has dtype {column.dtype.name} and shape {column.shape}, expected int32"
                 f" and no entry or {entries}"
             )
+    return ""
+
+
+def _refusal_of_fork(trajectory: Trajectory, max_group_size: int) -> str:
+    """Return why the shared turns of a fork are invalid, "" if they are valid or absent."""
+    num = trajectory.num_shared_turns
+    if not num:
+        return ""
+    if not 0 <= trajectory.trunk < max_group_size or trajectory.trunk == trajectory.member:
+        return f"trunk={trajectory.trunk} is no other member of a group of {max_group_size}"
+    is_failure = trajectory.end_reason.is_infrastructure_failure
+    if num > trajectory.num_turns and not is_failure:
+        return f"num_shared_turns={num} exceeds num_turns={trajectory.num_turns}"
+    if trajectory.loss_mask[trajectory.turn_ids < num].any():
+        return f"a token of the first {num} turns is marked as sampled, but the trunk sampled it"
     return ""
 
 

@@ -9,6 +9,7 @@ advantages, after the critic has scored the batch.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from learner.algorithms.reinforce_pp import whiten
 from learner.algorithms.rewards import outcome_credit
 from learner.algorithms.running import RunningBaseline, running_advantages
 from learner.algorithms.table import estimator_of
+from learner.algorithms.trees import with_trees
 from learner.batch.batching import Sample
 from learner.batch.rows import episodes_of, rows_of, with_row_credit
 from learner.ingest.buffer import Group
@@ -68,7 +70,8 @@ def samples_of(
             means = baseline or RunningBaseline()
             advantages, turns = running_advantages(rewards, members, algorithm, means)
         elif estimator.of_group is not None:
-            advantages, turns = estimator.of_group(rewards, members, algorithm)
+            of_group = partial(estimator.of_group, cfg=algorithm)
+            advantages, turns = with_trees(members, rewards, of_group)
         samples += [
             Sample(trajectory=trajectory, advantage=float(advantage), turn_advantages=of_turns)
             for trajectory, advantage, of_turns in zip(

@@ -83,7 +83,7 @@ def _take(
         while len(taken) < num_fresh and not reason:
             reason = _open_groups(parts, now, request.absent)
             taken += take(num - len(taken))
-    if len(taken) < num:
+    if len(taken) < num and not parts.gate.groups.forks:  # Forks play beside their trunk.
         left = num - len(taken)
         taken += queue.steal(actor, left, is_allowed=is_allowed, absent=request.absent)
     return taken, reason

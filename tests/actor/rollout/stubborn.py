@@ -1,4 +1,4 @@
-"""Two environments without saved states: one repeats equal actions, the other claims to."""
+"""Environments without saved states: one repeats equal actions, another claims to."""
 
 import itertools
 from dataclasses import replace
@@ -48,3 +48,8 @@ def make_spec() -> EnvSpec:
 def make_changing() -> EnvSpec:
     """Return the environment that claims to."""
     return replace(make_spec(), name="changing", make=Changing)
+
+
+def make_wild() -> EnvSpec:
+    """Return the environment that repeats nothing."""
+    return replace(make_spec(), name="wild", make=Changing, is_repeatable=False)

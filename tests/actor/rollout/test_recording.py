@@ -39,6 +39,7 @@ ITEMS = {
     "wordle": "Common-train-3",
     "stubborn": "any-train-1",
     "changing": "any-train-1",
+    "wild": "any-train-1",
 }
 HORIZON = 9
 COLOURS = ("red", "green", "blue", "purple", "yellow", "grey")
@@ -55,6 +56,7 @@ WORDS = {
     "wordle": ["c r a n e", "s l a t e", "w o r d s", "nothing"],
     "stubborn": ["a", "b"],
     "changing": ["a", "b"],
+    "wild": ["a", "b"],
 }
 RULE = LagRule(needs_one_version=False, max_lag_steps=4, max_stretch=2.0, max_ahead_steps=1)
 TIMES = ("generate_s", "env_s", "wall_s")
@@ -115,7 +117,8 @@ class Served:
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[Served]:
-    registry = Registry([*ENVS, "tests.actor.rollout.stubborn:make_changing"])
+    unlike = [f"tests.actor.rollout.stubborn:make_{name}" for name in ("changing", "wild")]
+    registry = Registry([*ENVS, *unlike])
     sessions = Sessions(registry, idle_s=600.0, capacity=100, step_timeout_s=10.0)
     app = make_app(sessions, registry, token=None, step_timeout_s=10.0)
     with serve(app, has_lifespan=True) as url:

@@ -1,0 +1,54 @@
+"""Forks: episodes that continue the episode of another member of their group, their trunk.
+
+A fork has the trunk's tokens up to its first own turn. They are context there, so that each sampled
+token is trained once: in the trunk.
+
+Example (two shared turns): the trunk is [p a q b r c], of which a, b and c are sampled. Its fork is
+[p a q b r d s e], of which d and e are sampled.
+"""
+
+import hashlib
+from dataclasses import replace
+
+import numpy as np
+
+from common.segments import as_context, as_rows, joined
+from common.wire.messages import Trajectory
+
+
+def shared_digest(trajectory: Trajectory, num_turns: int) -> int:
+    """Return a digest of 63 bits of the sampled tokens of an episode's first turns."""
+    is_shared = trajectory.loss_mask & (trajectory.turn_ids < num_turns)
+    digest = hashlib.blake2b(trajectory.token_ids[is_shared].tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def as_fork(trajectory: Trajectory, *, trunk: int, num_shared_turns: int) -> Trajectory:
+    """Return an episode whose first turns are those of its trunk, as the fork that is trained.
+
+    Rows without a token of its own are left out.
+
+    Args:
+        trunk: member number of the trunk.
+        num_shared_turns: fewer than the turns of the episode.
+    """
+    rows = [_forked(row, num_shared_turns) for row in as_rows(trajectory)]
+    fork = joined([row for row in rows if row.loss_mask.any()] or rows[-1:])
+    return replace(
+        fork,
+        trunk=trunk,
+        num_shared_turns=num_shared_turns,
+        shared_digest=shared_digest(trajectory, num_shared_turns),
+    )
+
+
+def _forked(row: Trajectory, num_shared_turns: int) -> Trajectory:
+    """Return a row in which the tokens of the shared turns are context."""
+    is_shared = row.turn_ids < num_shared_turns
+    columns = as_context(
+        {name: getattr(row, name) for name in ("loss_mask", "logprobs", "versions")}
+    )
+    parted = {
+        name: np.where(is_shared, column, getattr(row, name)) for name, column in columns.items()
+    }
+    return replace(row, **parted)
