@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from common.config.groups import GroupsSection
 from common.forks import shared_digest
 from common.wire.messages import Trajectory
 from learner.algorithms.interface import GroupAdvantages
@@ -31,6 +32,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 OfGroup = Callable[["Tensor", Sequence[Trajectory]], GroupAdvantages]
+
+
+def formula(groups: GroupsSection) -> str:
+    """Return the advantage of a group that is sampled as trees, for the printed objective."""
+    of_tree = " + A_tree" if groups.size > 1 + groups.forks else ""
+    turns = ", ".join(map(str, groups.fork_turns))
+    return f"A=A_group{of_tree}, mean_members A in shared turns; forks after turns {turns}"
 
 
 def trees_of(members: Sequence[Trajectory]) -> list[list[int]]:

@@ -44,6 +44,8 @@ class EpisodeStats:
             "episodes/invalid_frac": trajectory.num_invalid_actions,
             "episodes/tokens_mean": len(trajectory.token_ids),
             "episodes/segments_mean": num_rows(trajectory),
+            "episodes/forks_frac": trajectory.num_shared_turns > 0,
+            "episodes/shared_turns_mean": trajectory.num_shared_turns,
             "episodes/generate_s_mean": trajectory.generate_s,
             "episodes/env_s_mean": trajectory.env_s,
             "episodes/wall_s_mean": trajectory.wall_s,

@@ -11,6 +11,7 @@ from common.config.run_config import RunConfig
 from common.repository import ROOT
 from common.user_code import load_function
 from learner.algorithms import table
+from learner.algorithms.trees import formula as tree_formula
 from learner.ingest.group_rewards import load_group_rewards
 from learner.policy.model_kind import is_composite_in
 from scheduler.curriculum.user_functions import check_user_functions, user_functions
@@ -47,6 +48,8 @@ def function_lines(cfg: RunConfig) -> list[str]:
     functions += [load_function("log.to", name) for name in cfg.log.to if ":" in name]
     rewards = load_group_rewards(cfg.groups)
     formulas = [rewards.formula] if rewards is not None else []
+    if cfg.groups.forks:
+        formulas.append(tree_formula(cfg.groups))
     return [f"objective: {text}" for text in (*formulas, *(user.note for user in functions))]
 
 

@@ -306,6 +306,36 @@ def test_contradiction_is_refused_by_its_keys(changes: dict[str, object], words:
     assert str(caught.value).startswith(words)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["groups.forks=2"], "groups.forks=2: makes trees of 3 members, which do not fill"),
+        (["groups.forks=3", "groups.fork_turns=[]"], "groups.fork_turns=[]: must name a turn"),
+        (
+            ["groups.forks=3", "groups.fork_turns=[2,6]"],
+            "groups.fork_turns=[6]: must be below the first stage of the horizon, 6 turns",
+        ),
+        (["groups.forks=3", "train.mode=sync"], "groups.forks=3: needs train.mode=async"),
+        (
+            ["groups.forks=3", "actor.continue_episodes=false"],
+            "groups.forks=3: needs actor.continue_episodes=true",
+        ),
+        (
+            ["groups.forks=3", "actor.endpoint=true", "actor.agent=[player]"],
+            "groups.forks=3: needs actor.endpoint=false",
+        ),
+        (
+            ["groups.forks=3", "algorithm.advantage=running"],
+            "groups.forks=3: needs algorithm.advantage=grpo, rloo or",
+        ),
+    ],
+)
+def test_forks_are_refused_where_nothing_can_fork(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("quickstart", overrides)
+    assert str(caught.value).startswith(words)
+
+
 def test_training_requires_learner_room_for_an_episode() -> None:
     cfg = edited(BASE, {"actor.max_model_len": 8192, "learner.max_tokens_per_microbatch": 8192})
     check_training(cfg)

@@ -66,6 +66,8 @@ def test_means_are_over_episodes_and_invalid_over_turns() -> None:
         "episodes/invalid_frac": 0.5,
         "episodes/tokens_mean": 3.0,
         "episodes/segments_mean": 1.0,
+        "episodes/forks_frac": 0.0,
+        "episodes/shared_turns_mean": 0.0,
         "episodes/generate_s_mean": 0.5,
         "episodes/env_s_mean": 0.25,
         "episodes/wall_s_mean": 1.0,

@@ -97,6 +97,24 @@ def test_lockstep_rounds_do_not_depend_on_reachable_hubs(absent: tuple[str, ...]
     assert drawn == expected
 
 
+@pytest.mark.parametrize("forks", [0, 3])
+def test_forks_stay_with_the_actor_of_their_trunk(forks: int) -> None:
+    """The gate is closed, and actor-0 has played one member of the last group."""
+    cfg = make_config(size=4, per_step=1, max_ahead_steps=1)
+    cfg = replace(cfg, groups=replace(cfg.groups, forks=forks))
+    catalogue = HubCatalogue(envs={"maze": SUBSETS})
+    core = SchedulerCore(build_components(cfg, catalogue), clock=Clock())
+    for name in ("actor-0", "actor-1"):
+        core.handle(name, hello_of(name))
+    taken = [lease for _ in range(5) for lease in ask(core, 1)]
+    assert {lease.group_id for lease in taken[:4]} == {taken[0].group_id}
+    rest = core.handle("actor-1", request_of("actor-1", 8)).leases
+    group = taken[4].group_id
+    stolen = [lease.member for lease in rest if lease.group_id == group]
+    assert stolen == ([] if forks else [1, 2, 3])
+    assert [lease.member for lease in ask(core, 3)] == ([1, 2, 3] if forks else [])
+
+
 def test_grant_is_bounded_by_one_message() -> None:
     mode = TrainMode.ASYNC
     cfg = make_config(mode=mode, per_step=MAX_LEASES)
