@@ -34,6 +34,7 @@ from envhub.sandbox.interface import (
     MIB,
     SMALL_FOLDERS,
     VARIABLES,
+    AllowedHosts,
     CommandEnd,
     CommandResult,
     ContainerSpec,
@@ -47,6 +48,7 @@ from envhub.sandbox.interface import (
     check_words,
     run_apart,
 )
+from envhub.sandbox.network import Gateway
 
 logger = logging.getLogger(__name__)
 
@@ -147,14 +149,13 @@ class Containers:
 
 async def prune(engine: ContainerEngine) -> None:
     """Remove the containers and volumes of processes that have ended."""
-    for kind, format_text in (("container", "{{.ID}}"), ("volume", "{{.Name}}")):
+    for kind, labels in (("container", ".Config.Labels"), ("volume", ".Labels")):
         words = ("--all",) if kind == "container" else ()
-        line = f'{format_text} {{{{index .Labels "{LABEL}"}}}}'
-        listed = await engine.call(
-            kind, "ls", *words, "--filter", f"label={LABEL}", "--format", line
-        )
-        for name, owner in (each.split() for each in listed.text.splitlines() if " " in each):
-            if not is_alive(owner):
+        listed = await engine.call(kind, "ls", *words, "--quiet", "--filter", f"label={LABEL}")
+        for name in listed.text.split():
+            line = f'{{{{index {labels} "{LABEL}"}}}}'
+            owner = await engine.call(kind, "inspect", "--format", line, name)
+            if owner.code == 0 and not is_alive(owner.text):
                 logger.info("removing %s=%s of an ended process", kind, name)
                 await engine.call(kind, "rm", "--force", name, timeout_s=REMOVE_TIMEOUT_S)
 
@@ -179,7 +180,8 @@ class ContainerGroup:
     """The containers of one sandbox: the main one and its services.
 
     They share one network namespace, so they reach each other without a network of the machine. A
-    further container holds it: it stays while the main one starts again.
+    further container holds it: it stays while the main one starts again. A gateway to allowed hosts
+    lies in it, too.
 
     Example: `start` starts the services in the order of their conditions, then the main container.
     A guard process removes all of them when its input closes, also if this process is killed.
@@ -193,6 +195,7 @@ class ContainerGroup:
     cpus: float  # Number of processors of a container without a limit of its own; 0 means all.
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     guard: asyncio.subprocess.Process | None = None
+    gateway: Gateway | None = None  # The way to allowed hosts.
 
     def container(self, name: str) -> str:
         """Return the engine's name of a container."""
@@ -218,6 +221,16 @@ class ContainerGroup:
         sources = {m.source for each in self.specs for m in each.mounts if m.is_volume}
         return [self.container(f"volume-{source}") for source in sorted(sources)]
 
+    @property
+    def has_holder(self) -> bool:
+        """Whether a further container holds the network namespace."""
+        return bool(self.request.services) or self.request.allowed is not None
+
+    @property
+    def _has_bridge(self) -> bool:
+        """Whether the containers are in the engine's own network."""
+        return self.request.has_network and self.request.allowed is None
+
     async def start(self) -> "ContainerSandbox":
         """Start the containers and return the sandbox. Raises: SandboxFailed."""
         await self._start_guard()
@@ -225,8 +238,10 @@ class ContainerGroup:
             await self.engine.checked(
                 "volume", "create", "--label", f"{LABEL}={owner_text()}", volume
             )
-        if self.request.services:
+        if self.has_holder:
             await self._start_holder()
+        if self.request.allowed is not None:
+            await self._open_gateway(self.request.allowed)
         for spec in self.specs:
             for name, state in spec.after.items():
                 await self._wait(name, state)
@@ -248,7 +263,7 @@ class ContainerGroup:
 
     async def _start_guard(self) -> None:
         names = [self.container(each.name) for each in reversed(self.specs)]
-        names += [self.container("network")] if self.request.services else []
+        names += [self.container("network")] if self.has_holder else []
         volumes = self.volumes
         self.guard = await asyncio.create_subprocess_exec(
             *("sh", "-c", GUARD, "sh", self.engine.program, str(len(names)), *names, *volumes),
@@ -261,11 +276,20 @@ class ContainerGroup:
     async def _start_holder(self) -> None:
         """Start the container that holds the network namespace. Raises: SandboxFailed."""
         words = ["run", "--detach", "--name", self.container("network"), *self._common()]
-        words += ["--network", "none"] if not self.request.has_network else []
-        for spec in self.specs:
+        words += [] if self._has_bridge else ["--network", "none"]
+        for spec in self.specs if self.request.services else ():
             words += ["--add-host", f"{spec.name}:127.0.0.1"]
         words += ["--entrypoint", "sh", self.images[self.main.name].digest, *KEEP_ALIVE[1:]]
         await self.engine.checked(*words)
+
+    async def _open_gateway(self, allowed: AllowedHosts) -> None:
+        """Open the way to the allowed hosts. Raises: SandboxFailed."""
+        name = self.container("network")
+        pid = await self.engine.checked(
+            "inspect", "--type", "container", "--format", "{{.State.Pid}}", name
+        )
+        self.gateway = Gateway(allowed)
+        await self.gateway.open(int(pid.split()[-1]))
 
     def _common(self) -> list[str]:
         """Return the arguments of all containers."""
@@ -279,10 +303,10 @@ class ContainerGroup:
         image = self.images[spec.name]
         memory = spec.memory_bytes or limits.memory_bytes
         words = ["--name", self.container(spec.name), *self._common()]
-        if self.request.services:
+        if self.has_holder:
             words += ["--network", f"container:{self.container('network')}"]
             words += ["--no-hosts"] if self.engine.name == "podman" else []
-        elif not self.request.has_network:
+        elif not self._has_bridge:
             words += ["--network", "none"]
         words += self._closed(spec) if self.is_closed else self._open(spec)
         memory += 3 * limits.disk_bytes if self.is_closed else 0
@@ -354,7 +378,7 @@ class ContainerGroup:
 
     async def _copy_hosts(self, spec: ContainerSpec) -> None:
         """Write the names of the services. Containers of Docker share the file of the network."""
-        if not self.request.services or self.engine.name != "podman":
+        if not self.has_holder or self.engine.name != "podman":
             return
         names = " ".join(["localhost", *(each.name for each in self.specs)])
         content = f"127.0.0.1 {names}\n::1 localhost\n".encode()
@@ -427,6 +451,8 @@ class ContainerGroup:
 
     async def remove(self) -> None:
         """Remove all containers and volumes."""
+        if self.gateway is not None:
+            self.gateway.close()
         if self.guard is None:
             return
         assert self.guard.stdin is not None
@@ -612,7 +638,12 @@ class ContainerSandbox:
         reply = await self._engine.call(
             *("inspect", "--type", "container", "--size", "--format", "{{.SizeRw}}", self._name)
         )
-        return (int(reply.text), 0) if reply.text.isdigit() else (0, 0)
+        if not reply.text.isdigit():
+            await self._check_alive()
+            raise SandboxFailed(
+                f"{self._engine.name} does not measure the files of {self._name}: {reply.error}"
+            )
+        return int(reply.text), 0
 
     async def write(self, path: str, content: bytes, *, mode: int = 0o644) -> None:
         """Write a regular file of root; see `Sandbox.write`."""

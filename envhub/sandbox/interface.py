@@ -1,12 +1,15 @@
 """The sandbox interface: create, exec, write, read, delete, with the limits of a sandbox."""
 
 import asyncio
+import contextlib
+import ipaddress
 import posixpath
 import re
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
+from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -30,6 +33,9 @@ SMALL_FOLDERS = (HOME, TESTS, LOGS, SOLUTION)  # Writable folders beside the wor
 USERS = ("agent", "1000")  # Name and number of the only user that runs commands.
 VARIABLES = {"PATH": PATH, "HOME": HOME, "LANG": "C.UTF-8", "TERM": "dumb", "USER": "agent"}
 MIB = 1 << 20
+EVERY_HOST = "*"  # An entry of allowed hosts that permits all of them.
+HOST_LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)")
+MAX_TUNNELS = 512  # Open connections of one sandbox to allowed hosts.
 MAX_ARGUMENT_BYTES = 100_000  # The kernel accepts 131,072 bytes for one argument.
 
 
@@ -164,6 +170,78 @@ class ContainerSpec:
     after: Mapping[str, ServiceState] = field(default_factory=dict[str, ServiceState])
 
 
+def parse_host(text: str) -> str | IPv4Network:
+    """Return an allowed host: a name, a name with a leading `*.`, or a network of addresses.
+
+    Raises: ValueError: it is none of them.
+    """
+    host = text.strip().lower().rstrip(".")
+    if re.fullmatch(r"[0-9./]+", host) or ":" in host:
+        try:
+            network = ipaddress.ip_network(host)
+        except ValueError:
+            network = None
+        if not isinstance(network, IPv4Network):
+            raise ValueError(f"{text!r} is neither a name nor an IPv4 address or network")
+        if network.overlaps(IPv4Network("127.0.0.0/8")) and network.prefixlen:
+            raise ValueError(f"{text!r} is the container's own loopback, which is always open")
+        return network
+    labels = host.removeprefix("*.").split(".")
+    if labels[-1].isdigit() or not all(HOST_LABEL.fullmatch(label) for label in labels):
+        raise ValueError(f"{text!r} is no name of a host; it has no scheme, port or path")
+    return host
+
+
+class AllowedHosts:
+    """The hosts that a sandbox reaches now. A change ends the open connections.
+
+    Example: the hosts of the agent are replaced by those of the tests before the tests start.
+    """
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self._names: list[str] = []
+        self._networks: list[IPv4Network] = []
+        self._is_public = False
+        self._tunnels: set[asyncio.Task[object]] = set()
+        self.change(hosts)
+
+    def change(self, hosts: Sequence[str]) -> None:
+        """Replace the hosts; EVERY_HOST allows all. Raises: ValueError: see `parse_host`."""
+        parsed = [parse_host(each) for each in hosts if each != EVERY_HOST]
+        self._names = [each for each in parsed if isinstance(each, str)]
+        self._networks = [each for each in parsed if isinstance(each, IPv4Network)]
+        self._is_public = EVERY_HOST in hosts
+        for task in self._tunnels:
+            task.cancel()
+
+    def permits_name(self, name: str) -> bool:
+        """Return whether a name of a host is allowed."""
+        return self._is_public or any(
+            host == name or (host.startswith("*.") and name.endswith(host[1:]))
+            for host in self._names
+        )
+
+    def permits_address(self, address: IPv4Address) -> bool:
+        """Return whether an address without a name is allowed."""
+        return self._is_public or self.has_network_of(address)
+
+    def has_network_of(self, address: IPv4Address) -> bool:
+        """Return whether a network of the hosts has an address."""
+        return any(address in network for network in self._networks)
+
+    @contextlib.contextmanager
+    def connection(self) -> Iterator[bool]:
+        """Count the current task as a connection; False means that there are too many."""
+        task = asyncio.current_task()
+        assert task is not None
+        is_free = len(self._tunnels) < MAX_TUNNELS
+        self._tunnels.add(task)
+        try:
+            yield is_free
+        finally:
+            self._tunnels.discard(task)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxRequest:
     """A sandbox to create.
@@ -175,6 +253,7 @@ class SandboxRequest:
             perform it.
         services: further containers, which the commands reach by their names.
         has_network: the containers reach the network of the machine.
+        allowed: the hosts that the containers reach, which may change later; None without a list.
     """
 
     limits: SandboxLimits = field(default_factory=SandboxLimits)
@@ -183,6 +262,7 @@ class SandboxRequest:
     container: ContainerSpec | None = None
     services: Sequence[ContainerSpec] = ()
     has_network: bool = False
+    allowed: AllowedHosts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

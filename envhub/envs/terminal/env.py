@@ -32,6 +32,7 @@ from envhub.sandbox.backends import container_limits_of, limits_of, make_backend
 from envhub.sandbox.engine import ENGINES
 from envhub.sandbox.interface import (
     TESTS,
+    AllowedHosts,
     CommandEnd,
     CommandResult,
     RefusedBySandbox,
@@ -124,6 +125,7 @@ class TerminalEnv:
         self._num_turns = 0
         self._used_s = 0.0  # Seconds of all commands.
         self._work = ""  # Directory in which commands start.
+        self._allowed: AllowedHosts | None = None
 
     async def reset(self, item_id: str, seed: int) -> str:
         """Return the instruction of an item. Raises: UnknownItem, SandboxFailed."""
@@ -138,6 +140,7 @@ class TerminalEnv:
         self._task = task
         self._num_turns = 0
         self._used_s = 0.0
+        self._allowed = None if task.allowed is None else AllowedHosts(task.allowed[0])
         request = SandboxRequest(
             limits=self._limits_of(task),
             folder=task.folder,
@@ -145,6 +148,7 @@ class TerminalEnv:
             container=task.container,
             services=task.services,
             has_network=task.has_network,
+            allowed=self._allowed,
         )
         try:
             try:
@@ -154,8 +158,15 @@ class TerminalEnv:
             self._work = task.work or self._sandbox.folder
             await self._put(task.files)
             await self._prepare(task)
+            self._permit(task, 1)
         except RefusedBySandbox as error:
             raise EnvFailure(f"task {task.name} does not fit into the sandbox: {error}") from error
+
+    def _permit(self, task: TerminalTask, phase: int) -> None:
+        """Give the sandbox the hosts of the agent (1) or of the tests (2), if they differ."""
+        hosts = task.allowed
+        if self._allowed is not None and hosts is not None and hosts[phase] != hosts[phase - 1]:
+            self._allowed.change(hosts[phase])
 
     def _limits_of(self, task: TerminalTask) -> SandboxLimits:
         """Return the limits of a task's sandbox. Its own ones replace those of containers."""
@@ -309,6 +320,7 @@ class TerminalEnv:
         # Published tasks of containers test the servers that the agent has started.
         if task.container is None and not self._shared.options.keeps_processes:
             await self._sandbox.kill()
+        self._permit(task, 2)
         try:
             variables = await self._put_tests(task)
             limit_s = min(task.test_timeout_s or math.inf, self._shared.options.test_timeout_s)

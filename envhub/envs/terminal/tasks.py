@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,16 @@ from envhub.envs.terminal.image import (
     is_work_folder,
     read_image,
 )
-from envhub.sandbox.interface import MIB, SOLUTION, USERS, ContainerSpec, Healthcheck, ImageBuild
+from envhub.sandbox.interface import (
+    EVERY_HOST,
+    MIB,
+    SOLUTION,
+    USERS,
+    ContainerSpec,
+    Healthcheck,
+    ImageBuild,
+    parse_host,
+)
 
 HARBOR = "task.toml"
 BENCH = "task.yaml"
@@ -41,7 +50,8 @@ NO_NETWORK = (
     "sandboxes have no network; envs.terminal.network=task permits it in containers,"
     " envs.terminal.without_network=true plays the task without"
 )
-PUBLIC = "public"
+PUBLIC, NO_NETWORK_MODE, ALLOW_LIST = "public", "no-network", "allowlist"
+PHASES = ("environment", "agent", "verifier")  # Each can have a network of its own.
 
 USER = refused("commands and tests run as the only user of the sandbox", *USERS, 1000)
 COLLECTED = refused("no files of an episode are collected")
@@ -49,7 +59,6 @@ ONE_STEP = refused("only tasks of one step are played")
 APART = refused("a separate verifier is not supported, tests run in the agent's sandbox", "shared")
 DEVICE = refused("sandboxes have no such device", 0)
 NETWORK = refused(NO_NETWORK, "no-network", False)
-ALLOW_LIST = refused("a list of allowed hosts is not enforced; use public or no-network")
 
 # Fields of `harbor.models.task.config` 0.25.0, and the older ones that it still reads.
 HARBOR_FIELDS = {
@@ -109,8 +118,8 @@ CONTAINER_FIELDS = {
 }
 # Fields of a task whose settings decide about the network.
 NETWORK_FIELDS = {
-    **{f"{name}.network_mode": OBEYED for name in ("agent", "verifier", "environment")},
-    **{f"{name}.allowed_hosts": ALLOW_LIST for name in ("agent", "verifier", "environment")},
+    **{f"{name}.network_mode": OBEYED for name in PHASES},
+    **{f"{name}.allowed_hosts": OBEYED for name in PHASES},
     "environment.allow_internet": OBEYED,
 }
 # Fields of `terminal_bench.handlers.trial_handler.Task` 0.2.18, and of older files.
@@ -144,6 +153,7 @@ class TaskSettings:
             the tests, and of the reference solution.
         memory_bytes, disk_bytes, cpus: limits of the task; None without one.
         has_network: the task's policy is a public network.
+        allowed: the hosts that the start, the agent and the tests reach; None without a list.
         agent_user, test_user: users of a container; "" means the image's.
         container, services: the containers of the task; None in a sandbox without images.
     """
@@ -161,6 +171,7 @@ class TaskSettings:
     cpus: float | None = None
     build_timeout_s: float = 600.0
     has_network: bool = False
+    allowed: tuple[Sequence[str], ...] | None = None
     agent_user: str = ""
     test_user: str = ""
     healthcheck: Healthcheck | None = None
@@ -262,6 +273,8 @@ def _harbor(
         settings.get(name) or {} for name in ("environment", "verifier", "agent", "solution")
     )
     check = environment.get("healthcheck")
+    networks = _networks_of(settings) if permits_network else ((),)
+    is_public = set(networks) == {(EVERY_HOST,)}
     return TaskSettings(
         instruction=_instruction(folder / "instruction.md"),
         image=_text(environment, "docker_image"),
@@ -278,33 +291,45 @@ def _harbor(
             environment.get("build_timeout_sec", 600.0), "environment.build_timeout_sec"
         )
         or 600.0,
-        has_network=permits_network and _network_of(settings) == PUBLIC,
+        has_network=is_public,
+        allowed=networks if any(networks) and not is_public else None,
         agent_user=_user(agent.get("user")) if has_containers else "",
         test_user=_user(verifier.get("user")) if has_containers else "",
         healthcheck=None if check is None else _healthcheck(check),
     )
 
 
-def _network_of(settings: Mapping[str, Any]) -> str:
-    """Return the network of a task as Harbor decides: public without a field.
+def _networks_of(settings: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
+    """Return the hosts that each phase reaches, as Harbor decides: all without a field.
 
-    Raises: ConfigError: agent or tests have another one, or the mode is unknown.
+    Raises: ConfigError: a mode or a host is wrong.
     """
     environment = settings.get("environment") or {}
-    default = "no-network" if environment.get("allow_internet") is False else PUBLIC
-    mode = environment.get("network_mode") or default
-    for name in ("environment", "agent", "verifier"):
-        other = (settings.get(name) or {}).get("network_mode") or mode
-        if other not in (PUBLIC, "no-network"):
+    hosts = (EVERY_HOST,) if environment.get("allow_internet") is not False else ()
+    networks: list[tuple[str, ...]] = []
+    for name in PHASES:
+        table = settings.get(name) or {}
+        mode, listed = table.get("network_mode"), table.get("allowed_hosts")
+        where = f"{HARBOR}: {name}.allowed_hosts"
+        if mode not in (None, PUBLIC, NO_NETWORK_MODE, ALLOW_LIST):
             raise ConfigError(
-                f"{HARBOR}: {name}.network_mode={other!r} is not supported: {ALLOW_LIST.reason}"
+                f"{HARBOR}: {name}.network_mode={mode!r} is none of {PUBLIC}, {NO_NETWORK_MODE},"
+                f" {ALLOW_LIST}"
             )
-        if other != mode:
-            raise ConfigError(
-                f"{HARBOR}: {name}.network_mode={other!r} is not supported: the whole episode has"
-                f" the network of its container, {mode!r}"
-            )
-    return mode
+        if listed and mode != ALLOW_LIST:
+            raise ConfigError(f"{where} needs network_mode={ALLOW_LIST!r}")
+        if listed is not None and not isinstance(listed, list):
+            raise ConfigError(f"{where}: {listed!r} is not a list of hosts")
+        if mode is not None:
+            hosts = {PUBLIC: (EVERY_HOST,), NO_NETWORK_MODE: ()}.get(mode, tuple(listed or ()))
+        try:
+            for host in listed or ():
+                parse_host(host)
+        except (ValueError, AttributeError) as error:
+            raise ConfigError(f"{where}: {error}") from error
+        networks.append(hosts)
+        hosts = networks[0]  # Agent and tests have the environment's by default.
+    return tuple(networks)
 
 
 def _user(value: Any) -> str:
@@ -447,6 +472,7 @@ class TerminalTask:
         image: the container image; "" without one.
         container, services: the containers of the task; None in a sandbox without images.
         has_network: the containers reach the network of the machine.
+        allowed: the hosts that the start, the agent and the tests reach; None without a list.
         agent_user, test_user: users of the container; "" means the image's.
         healthcheck: a command that must succeed before the first one of the agent.
         setup: commands of the environment before the first one of the agent.
@@ -472,6 +498,7 @@ class TerminalTask:
     container: ContainerSpec | None = None
     services: tuple[ContainerSpec, ...] = ()
     has_network: bool = False
+    allowed: tuple[Sequence[str], ...] | None = None
     agent_user: str = ""
     test_user: str = ""
     setup: str = ""
@@ -569,7 +596,8 @@ def load_task_of(
         else:
             made = _placed(made, settings.work, where)
         command, needs_pytest = _command(folder, where)
-        if not settings.has_network and not (is_built and without_network):
+        reaches = settings.has_network or bool(settings.allowed and settings.allowed[-1])
+        if not reaches and not (is_built and without_network):
             _refuse_downloads(folder, where, image)
         return TerminalTask(
             name=folder.name,
@@ -592,6 +620,7 @@ def load_task_of(
             container=container,
             services=settings.services,
             has_network=settings.has_network,
+            allowed=settings.allowed,
             agent_user=settings.agent_user,
             test_user=settings.test_user,
         )

@@ -9,7 +9,7 @@ import pytest
 
 from common.config.envs import ContainerOptions, EnvsSection, SandboxOptions, TerminalOptions
 from tests.envhub.envs.terminal.container_tasks import write_task
-from tests.envhub.envs.terminal.test_containers import containers, problem
+from tests.envhub.envs.terminal.test_containers import ENGINE, containers, problem
 from tests.envhub.sandbox.test_attacks import ATTACKS, COMMAND_S, AttackSession, hub
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -20,7 +20,7 @@ OTHERS = {  # Debian's base image has no Python.
 }
 OPTIONS = EnvsSection(
     sandbox=SandboxOptions(
-        backend="podman",
+        backend=ENGINE,
         start_timeout_s=300.0,
         containers=ContainerOptions(processes=64, disk_mib=64, max_files=2000),
     ),

@@ -1,14 +1,18 @@
-"""Laws of tasks in containers of Podman. They need Podman and an image of Debian."""
+"""Laws of tasks in containers. They need an image of Debian, and Podman, or TEST_ENGINE=docker."""
 
 import asyncio
 import os
+import socket
 import subprocess
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from common.config.envs import ContainerOptions, EnvsSection, SandboxOptions, TerminalOptions
@@ -28,7 +32,8 @@ from envhub.sandbox.interface import (
 )
 from tests.envhub.envs.terminal.container_tasks import BASE, HARBOR, TASKS, write_task
 
-OPTIONS = SandboxOptions(backend="podman", start_timeout_s=300.0, disk_mib=16)
+ENGINE = os.environ.get("TEST_ENGINE", "podman")
+OPTIONS = SandboxOptions(backend=ENGINE, start_timeout_s=300.0, disk_mib=16)
 QUICK = ("no-python", "bench")  # Tasks of `make test`. `make test-long` plays all of them.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -37,7 +42,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 def problem() -> str:
     if missing := Containers(OPTIONS).problem():
         return missing
-    exists = subprocess.run(["podman", "image", "exists", BASE], check=False).returncode == 0
+    exists = (
+        subprocess.run(
+            [ENGINE, "image", "inspect", BASE], capture_output=True, check=False
+        ).returncode
+        == 0
+    )
     return "" if exists else f"the image {BASE} is absent"
 
 
@@ -165,7 +175,7 @@ def test_container_that_ends_is_a_failure_and_no_reward(tmp_path: Path) -> None:
         try:
             await env.reset("tasks-train-0", 0)
             name = env._sandbox.name  # type: ignore[union-attr]
-            subprocess.run(["podman", "kill", name], check=True, capture_output=True)
+            subprocess.run([ENGINE, "kill", name], check=True, capture_output=True)
             await env.step("submit")
         finally:
             await env.close()
@@ -191,6 +201,39 @@ def test_network_of_a_task_is_refused_or_permitted(tmp_path: Path) -> None:
     without = replace(options, terminal=replace(options.terminal, without_network=True))
     _, [seen] = played(without, [devices])
     assert seen.observation == "1"
+
+
+@pytest.mark.long
+def test_agent_and_tests_have_the_hosts_of_their_phases(tmp_path: Path) -> None:
+    address = own_address()
+    listed = f'network_mode = "allowlist"\nallowed_hosts = ["{address}"]\n'
+    options = write(tmp_path, "WORKDIR /app", 'network_mode = "no-network"\n')
+    options = replace(options, terminal=replace(options.terminal, network="task"))
+    settings, test = (tmp_path / "first" / name for name in ("task.toml", "tests/test.sh"))
+    closed = settings.read_text(encoding="utf-8")
+    with ThreadingHTTPServer((address, 0), SimpleHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        fetch = f"exec 3<>/dev/tcp/{address}/{server.server_port}; echo 'GET /none HTTP/1.0' >&3"
+        command = f"({fetch}; echo >&3; head -c 12 <&3) 2>/dev/null | grep HTTP || echo closed"
+        script = (
+            f'[ "$({command})" = "HTTP/1.0 404" ]; echo $((! $?)) > /logs/verifier/reward.txt\n'
+        )
+        test.write_text(script, encoding="utf-8")
+        for phase, expected in (("agent", ("HTTP/1.0 404", 0.0)), ("verifier", ("closed", 1.0))):
+            text = closed.replace(f"[{phase}]", f"[{phase}]\n{listed}")
+            settings.write_text(text, encoding="utf-8")
+            _, (seen, end) = played(options, [command, "submit"])
+            assert (seen.observation, end.reward) == expected
+        server.shutdown()
+
+
+def own_address() -> str:
+    """Return an address of this machine beside the loopback."""
+    for addresses in psutil.net_if_addrs().values():
+        for each in addresses:
+            if each.family is socket.AF_INET and not each.address.startswith("127."):
+                return each.address
+    pytest.skip("the machine has the loopback alone")
 
 
 def in_container(work, request: SandboxRequest | None = None, **options):  # type: ignore[no-untyped-def]
@@ -267,7 +310,7 @@ def test_user_that_the_image_lacks_is_named() -> None:
 
 
 def containers() -> set[str]:
-    argv = ["podman", "ps", "--all", "--quiet", "--filter", f"label={LABEL}"]
+    argv = [ENGINE, "ps", "--all", "--quiet", "--filter", f"label={LABEL}"]
     return set(
         subprocess.run(argv, capture_output=True, encoding="utf-8", check=True).stdout.split()
     )
@@ -280,7 +323,7 @@ from common.config.envs import SandboxOptions
 from envhub.sandbox.containers import Containers
 from envhub.sandbox.interface import SandboxRequest
 async def main():
-    backend = Containers(SandboxOptions(backend="podman", start_timeout_s=300.0))
+    backend = Containers(SandboxOptions(backend="{ENGINE}", start_timeout_s=300.0))
     sandbox = await backend.create(SandboxRequest(image="{BASE}", folder=""))
     print(sandbox.name, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -291,18 +334,24 @@ asyncio.run(main())
     name = ended.stdout.strip()
     assert ended.returncode == -9
     assert name
-    subprocess.run(["podman", "wait", "--ignore", name], check=False, capture_output=True)
-    while subprocess.run(["podman", "container", "exists", name], check=False).returncode == 0:
+    while (
+        subprocess.run(
+            [ENGINE, "container", "inspect", name], capture_output=True, check=False
+        ).returncode
+        == 0
+    ):
         pass  # The guard removes it; the test's own limit ends an endless wait.
 
 
 def test_container_of_an_ended_process_is_pruned() -> None:
     owner = "1.999999.0"
-    argv = ["podman", "create", "--label", f"{LABEL}={owner}", BASE, "true"]
+    argv = [ENGINE, "create", "--label", f"{LABEL}={owner}", BASE, "true"]
     left = subprocess.run(argv, capture_output=True, encoding="utf-8", check=True).stdout.strip()
-    asyncio.run(prune(ContainerEngine("podman")))
-    gone = subprocess.run(["podman", "container", "exists", left], check=False).returncode
-    assert gone == 1
+    asyncio.run(prune(ContainerEngine(ENGINE)))
+    gone = subprocess.run(
+        [ENGINE, "container", "inspect", left], capture_output=True, check=False
+    ).returncode
+    assert gone != 0
 
 
 @pytest.mark.long

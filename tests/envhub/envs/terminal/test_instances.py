@@ -13,7 +13,7 @@ from common.errors import ConfigError
 from envhub.envs.terminal.instances import load_instances
 from envhub.envs.terminal.task_sets import load_task_set
 from tests.envhub.envs.terminal.container_tasks import BASE
-from tests.envhub.envs.terminal.test_containers import options_of, played, problem
+from tests.envhub.envs.terminal.test_containers import ENGINE, options_of, played, problem
 
 IMAGE = f"localhost/longstride-swe-{os.getpid()}"
 RIGHT = "def double(number):\n    return 2 * number\n"
@@ -121,7 +121,7 @@ def instance(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[s
         (context / name).write_text(text, encoding="utf-8")
     tag = f"{IMAGE}:{request.param}"
     built = subprocess.run(
-        ["podman", "build", "-q", "-t", tag, str(context)],
+        [ENGINE, "build", "-q", "-t", tag, str(context)],
         capture_output=True,
         encoding="utf-8",
         check=False,
@@ -131,7 +131,7 @@ def instance(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[s
     path = tmp_path / "instances.jsonl"
     path.write_text(json.dumps(row) + "\n", encoding="utf-8")
     yield request.param, path
-    subprocess.run(["podman", "rmi", "--force", tag], capture_output=True, check=False)
+    subprocess.run([ENGINE, "rmi", "--force", tag], capture_output=True, check=False)
 
 
 @pytest.mark.long

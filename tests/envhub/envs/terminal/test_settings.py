@@ -276,3 +276,64 @@ def test_number_is_no_truth_value() -> None:
     fields: dict[str, Any] = {"environment": {"gpus": False}}
     with pytest.raises(ConfigError, match="gpus=False is not supported"):
         check_fields(fields, HARBOR_FIELDS, "task.toml")
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_network", "allowed"),
+    [
+        ("", True, None),
+        ('[environment]\nnetwork_mode = "no-network"', False, None),
+        ("[environment]\nallow_internet = false", False, None),
+        ('[environment]\nnetwork_mode = "allowlist"', False, None),
+        (
+            '[environment]\nnetwork_mode = "allowlist"\nallowed_hosts = ["x.org"]',
+            False,
+            (("x.org",), ("x.org",), ("x.org",)),
+        ),
+        (
+            '[agent]\nnetwork_mode = "allowlist"\nallowed_hosts = ["x.org", "10.0.0.0/8"]\n'
+            '[verifier]\nnetwork_mode = "no-network"',
+            False,
+            (("*",), ("x.org", "10.0.0.0/8"), ()),
+        ),
+        (
+            '[environment]\nnetwork_mode = "no-network"\n[verifier]\nnetwork_mode = "public"',
+            False,
+            ((), (), ("*",)),
+        ),
+    ],
+)
+def test_network_of_each_phase_is_the_one_of_harbor(
+    tmp_path: Path, settings: str, has_network: bool, allowed: object
+) -> None:
+    read = read_settings(
+        task(tmp_path, settings), without_network=False, has_containers=True, permits_network=True
+    )
+    assert (read.has_network, read.allowed) == (has_network, allowed)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            '[agent]\nallowed_hosts = ["x.org"]',
+            "agent.allowed_hosts needs network_mode='allowlist'",
+        ),
+        ('[agent]\nnetwork_mode = "some"', "agent.network_mode='some' is none of public"),
+        (
+            '[agent]\nnetwork_mode = "allowlist"\nallowed_hosts = ["https://x.org"]',
+            "agent.allowed_hosts: 'https://x.org' is",
+        ),
+        ('[agent]\nnetwork_mode = "allowlist"\nallowed_hosts = [1]', "agent.allowed_hosts: "),
+        ('[agent]\nnetwork_mode = "allowlist"\nallowed_hosts = "x"', "agent.allowed_hosts: "),
+    ],
+)
+def test_wrong_network_is_refused_by_name(tmp_path: Path, settings: str, words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read_settings(
+            task(tmp_path, settings),
+            without_network=False,
+            has_containers=True,
+            permits_network=True,
+        )
+    assert words in str(raised.value)
