@@ -289,6 +289,13 @@ class RankKeys:
         ge=1,
         le=8,
     )
+    expert_ranks: int = knob(
+        1,
+        "Divides the experts of a mixture over this many ranks, to which tokens are sent. 1 gathers"
+        " the weights of all experts for each pass.",
+        ge=1,
+        le=4096,
+    )
     num_gpus: int = knob(
         0,
         "Sets the number of GPUs of the learner over all ranks. 0 means one for each rank.",
@@ -340,6 +347,9 @@ class RankKeys:
         if self.local_ranks % self.sequence_ranks:
             law = f"must be a divisor of {self.local_ranks}, the number of ranks on each node"
             yield "sequence_ranks", self.sequence_ranks, law
+        if self.num_ranks % self.expert_ranks:
+            law = f"must be a divisor of learner.num_ranks={self.num_ranks}"
+            yield "expert_ranks", self.expert_ranks, law
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -609,15 +619,19 @@ class LearnerSection(RankKeys):
         if self.offload is Offload.OPTIMIZER and self.device == "cpu":
             law = "must be none with learner.device=cpu, which uses host memory only"
             yield "offload", "optimizer", law
+        if self.expert_ranks > 1 and self.offload is Offload.OPTIMIZER:
+            law = "must be 1 with learner.offload=optimizer, which gathers weights from host memory"
+            yield "expert_ranks", self.expert_ranks, law
         if self.offload is Offload.OPTIMIZER and self.optimizer is OptimizerKind.MUON:
             law = "needs learner.optimizer=adamw: muon would multiply its matrices on the CPU"
             yield "offload", "optimizer", law
         if self.offload is Offload.OPTIMIZER and self.moments is Moments.INT8:
             law = "must be fp32 with learner.offload=optimizer: a CPU updates 8-bit moments 600"
             yield "moments", "8bit", f"{law} times slower"
-        if self.lora.is_merged and (self.num_ranks > 1 or self.offload is Offload.OPTIMIZER):
-            law = "must not name experts with num_ranks > 1 or offload=optimizer"
-            yield "lora.targets", ",".join(self.lora.targets), law
+        is_gathered = self.num_ranks > 1 and self.expert_ranks == 1
+        if self.lora.is_merged and (is_gathered or self.offload is Offload.OPTIMIZER):
+            law = "must not name experts with offload=optimizer, or with num_ranks > 1 without"
+            yield "lora.targets", ",".join(self.lora.targets), f"{law} expert_ranks > 1"
         is_stochastic = self.rounding is Rounding.STOCHASTIC
         if is_stochastic and self.precision is Precision.FP32:
             law = "must be nearest with learner.precision=fp32, whose passes round no weights"

@@ -19,6 +19,7 @@ from common.errors import ConfigError
 from common.segments import RoutingShape
 from learner.batch.batching import TokenBatch, collate_tokens, plan_microbatches, row_part
 from learner.policy.composite import text_config
+from learner.policy.expert_ranks import ExpertRanks, check_expert_ranks
 from learner.policy.expert_routing import balance_loss_of, install
 from learner.policy.kernels.attention import check_sequence_ranks, use_attention
 from learner.policy.kernels.compiling import compile_parts, naming_compiler
@@ -199,6 +200,7 @@ class Passes:
         engine_dtype: str,
         mesh: DeviceMesh | None = None,
         sequence_group: ProcessGroup | None = None,
+        expert_mesh: DeviceMesh | None = None,
         replays_routing: bool = False,
     ) -> None:
         """Store the networks, settle their attention, and shard them in place over `mesh`.
@@ -207,6 +209,7 @@ class Passes:
             temperature: temperature of the sampler.
             engine_dtype: value of `model.dtype`.
             sequence_group: the ranks that compute rows together with this one; None: it is alone.
+            expert_mesh: mesh of the ranks that divide the experts; None: each rank gathers all.
             replays_routing: value of `algorithm.routing_replay`.
 
         Raises: ConfigError: the networks do not support the configuration.
@@ -233,13 +236,20 @@ class Passes:
             temperature=temperature,
             head_dtype=_head_dtype(networks.policy, engine_dtype),
         )
+        # The ranks that divide the experts; None: FSDP gathers all experts.
+        self.experts: ExpertRanks | None = None
+        if expert_mesh is not None:
+            check_expert_ranks([networks.policy, *present], cfg.expert_ranks)
+            self.experts = ExpertRanks(expert_mesh, is_bf16=self.scoring.autocast)
         # The module to call for each network.
         self._units: dict[nn.Module, nn.Module] = {each: each for each in present}
         for network in present:
             if mesh is not None:
                 is_offloaded = cfg.offload is Offload.OPTIMIZER
                 is_bf16 = self.scoring.autocast
-                unit = shard(network, mesh, is_bf16=is_bf16, is_offloaded=is_offloaded)
+                unit = shard(
+                    network, mesh, is_bf16=is_bf16, is_offloaded=is_offloaded, experts=self.experts
+                )
                 self._units[network] = unit
 
     def _existing_networks(self) -> list[_Trained]:

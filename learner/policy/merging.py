@@ -1,11 +1,12 @@
 """Weights with their adapters merged: for files, and live for engines that take no adapters."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from learner.policy.lora import ADAPTED, ADAPTER, adapted_layers, summed
 
@@ -32,16 +33,22 @@ class _Change:
         """Return `weight` + scale * B A in fp32, for each expert."""
         return self.computed(_whole(weight).float(), _whole(a), _whole(b))
 
-    def computed(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    def computed(self, weight: Tensor, a: Tensor, b: Tensor, first: int = 0) -> Tensor:
         """Return the sum that the forward pass computes: by this operation, in the weight's dtype.
 
         The result is in fp32.
+
+        Args:
+            weight: the weight, or adjacent experts or rows of it.
+            first: index of the first one of these.
         """
         a = a.to(weight.dtype)
         b = b.to(weight.dtype)
+        part = slice(first, first + len(weight))
         if self.num_experts:
-            return torch.baddbmm(weight, *self._of_experts(a, b), alpha=self.scale).float()
-        return summed(weight, a, b, scale=self.scale).float()
+            left, right = (each[part] for each in self._of_experts(a, b))
+            return torch.baddbmm(weight, left, right, alpha=self.scale).float()
+        return summed(weight, a, b[part], scale=self.scale).float()
 
     def _of_experts(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Return the factors of each expert's change, in the order of its weight's axes."""
@@ -50,42 +57,75 @@ class _Change:
         return (b, a) if self.is_output_first else (a.mT, b.mT)
 
 
+Gather = Callable[[Tensor], Tensor]  # Returns the whole of a sharded tensor, on all ranks.
+
+
 class LastMerged:
     """The merged numbers that were read last, so that a read in parts merges once."""
 
     def __init__(self) -> None:
         self.key: tuple[object, ...] = ()
+        self.factors: tuple[Tensor, Tensor] | None = None  # Whole, of several ranks.
         self.numbers: Tensor | None = None  # Flat, fp32.
 
 
 class Merged:
-    """A live weight with its adapter, merged when it is read. It is not sharded."""
+    """A live weight with its adapter, merged when it is read.
+
+    Of a sharded weight each rank merges its own numbers. The factors of the adapter are sharded in
+    another way, so all ranks call `gather` before one of them reads.
+    """
 
     def __init__(
         self, weight: Tensor, factors: tuple[Tensor, Tensor], change: _Change, last: LastMerged
     ) -> None:
         self.shape = weight.shape
         self.dtype = torch.float32
-        self.device = weight.device
-        self._weight = weight
+        self.weight = weight
         self._factors = factors
         self._change = change
         self._last = last
 
     def numel(self) -> int:
-        return self._weight.numel()
+        return self.weight.numel()
+
+    def gather(self, whole: Gather) -> None:
+        """Gather the factors of this version."""
+        factors = (whole(self._factors[0]), whole(self._factors[1]))
+        before = self._last.factors
+        is_same = self._last.key[:1] == (id(self),) and before is not None
+        is_same = is_same and all(map(torch.equal, factors, before or ()))
+        if not is_same:
+            self._last.key = ()
+            self._last.factors = factors
 
     def numbers(self) -> Tensor:
-        """Return the merged numbers, flat."""
-        tensors = (self._weight, *self._factors)
-        key = (id(self), *(each._version for each in tensors))
+        """Return the merged numbers that this rank has, flat."""
+        weight, first = _own_rows(self.weight)
+        is_sharded = isinstance(self.weight, DTensor)
+        factors = self._factors
+        key: tuple[object, ...] = (id(self), *(each._version for each in (weight, *factors)))
+        if is_sharded:
+            assert self._last.factors is not None
+            factors = self._last.factors
+            key = (id(self), weight._version)
         if self._last.key != key:
             self._last.numbers = None  # Frees the memory before the next merge.
-            made = self._change.computed(self._weight, *self._factors)
+            made = self._change.computed(weight, *factors, first=first)
             self._last.numbers = made.flatten()
             self._last.key = key
         assert self._last.numbers is not None
         return self._last.numbers
+
+
+def _own_rows(weight: Tensor) -> tuple[Tensor, int]:
+    """Return this rank's rows of a weight, and the index of the first one."""
+    if not isinstance(weight, DTensor):
+        return weight, 0
+    _, offset = compute_local_shape_and_global_offset(
+        weight.shape, weight.device_mesh, weight.placements
+    )
+    return weight.to_local(), offset[0]
 
 
 def merged_tensors(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -464,7 +464,8 @@ class VanishedUpdates:
         device = sampled[0].device
         sizes = torch.tensor([len(each) for each in sampled])
         totals = torch.tensor([_local(each).numel() for each in self._weights])
-        shares = totals.double() / sizes.clamp_min(1)
+        copies = torch.tensor([_num_copies(each) for each in self._weights])
+        shares = totals.double() / sizes.clamp_min(1) / copies
         flags = torch.tensor([name in rounded for name in trained])
         self._shares = shares.repeat_interleave(sizes).to(device, torch.float32)
         self._is_rounded = flags.repeat_interleave(sizes).to(device)
@@ -518,6 +519,13 @@ class VanishedUpdates:
 def _local(weight: Tensor) -> Tensor:
     """Return this rank's numbers of a weight."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def _num_copies(weight: Tensor) -> int:
+    """Return how many copies of a sharded weight all ranks have."""
+    if not isinstance(weight, DTensor):
+        return 1
+    return weight.device_mesh.size() // weight.device_mesh.size(-1)
 
 
 def _sampled(weight: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from learner.policy.expert_ranks import ExpertRanks, expert_adapters
 from learner.policy.loading import give_memory
 from learner.policy.precision import exact_names
 
@@ -42,7 +43,12 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def shard(
-    network: nn.Module, mesh: DeviceMesh, *, is_bf16: bool, is_offloaded: bool = False
+    network: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    is_bf16: bool,
+    is_offloaded: bool = False,
+    experts: ExpertRanks | None = None,
 ) -> nn.Module:
     """Shard a network in place, block by block; return the module to call in its place.
 
@@ -53,6 +59,7 @@ def shard(
         is_bf16: matrices are gathered in bf16. Vectors and other tensors that one rank computes in
             fp32 stay in fp32, see `policy/precision.py`.
         is_offloaded: this rank's shards, gradients and moments are in host memory.
+        experts: ranks that each keep a share of the experts whole; None: experts are gathered.
 
     The layers outside the blocks (embedding, last norm, head) form one more unit. It is whole from
     the network's forward pass to the end of its backward pass, so that the head's weight can be
@@ -76,16 +83,25 @@ def shard(
             reshard_after_forward=reshard_after_forward,
             mp_policy=policy,
             offload_policy=offload,
-            ignored_params=set(ignored),
+            ignored_params={*ignored, *divided},
         )
         sharded = cast(FSDPModule, made)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo supports no other sum.
 
     outer = network
-    names: set[str] = set()
+    names = _exact_parameters(network) if is_bf16 else set[str]()
+    if is_bf16 and experts is not None:
+        # Factors are added to the stored weights of experts, in the dtype of these.
+        names |= {
+            f"{place}.{name}"
+            for place, layer in expert_adapters(network)
+            for name, _ in layer.named_parameters()
+            if name.startswith("lora_")
+        }
+    divided = set[nn.Parameter]() if experts is None else experts.divide(network, names)
+    names = {name for name in names if network.get_parameter(name) not in divided}
     if is_bf16:
-        names = _exact_parameters(network)
         others = [each for name, each in network.named_parameters() if name not in names]
         outer = ShardedNetwork(network)
         # The outer unit comes first: a unit leaves out the units inside it.

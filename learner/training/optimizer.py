@@ -331,8 +331,8 @@ def _adamw(
         is_coarse = [cfg.moments is Moments.INT8 and has_whole_blocks(each) for each in parameters]
         for chosen, wanted in ((exact, False), (coarse, True)):
             weights = [p for p, found in zip(parameters, is_coarse, strict=True) if found is wanted]
-            if weights:
-                chosen.append({"params": weights, "weight_decay": decay})
+            for part in by_mesh(weights):
+                chosen.append({"params": part, "weight_decay": decay})
     if not (exact or coarse):
         raise ValueError("the model has no weights to train")
     betas = (cfg.beta1, cfg.beta2)
@@ -456,6 +456,18 @@ def has_whole_blocks(parameter: Tensor) -> bool:
     return least * row >= _SMALLEST and most * row % BLOCK == least * row % BLOCK == 0
 
 
+def by_mesh(weights: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Return weights in lists that one operation can take: of one mesh, or not sharded.
+
+    Experts that ranks divide are on a mesh of their own.
+    """
+    parts: dict[object, list[Tensor]] = {}
+    for each in weights:
+        mesh = each.device_mesh if isinstance(each, DTensor) else None
+        parts.setdefault(mesh, []).append(each)
+    return list(parts.values())
+
+
 class Update(NamedTuple):
     """The result of one optimizer update."""
 
@@ -560,8 +572,12 @@ class Updates:
 
     def _clip(self, network: nn.Module) -> float:
         """Clip the gradient of a network; return its norm before."""
-        norm = nn.utils.clip_grad_norm_(network.parameters(), self._cfg.max_grad_norm)
-        return whole(norm).item()
+        parts = by_mesh(each for each in network.parameters() if each.grad is not None)
+        norms = [whole(nn.utils.get_total_norm([each.grad for each in part])) for part in parts]
+        norm = torch.linalg.vector_norm(torch.stack(norms or [torch.zeros(())]))
+        for part in parts:
+            nn.utils.clip_grads_with_norm_(part, self._cfg.max_grad_norm, norm)
+        return norm.item()
 
     def count_bad(
         self,

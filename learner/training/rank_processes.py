@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import zmq
 from torch.distributed import FileStore, Store  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common.config.learner import Layout, ShardPlace
 from common.config.run_config import RunConfig
@@ -357,6 +357,9 @@ def meet(cfg: RunConfig, rank: int, meeting: Meeting, device: torch.device) -> R
             rows, _ = dist.new_subgroups(cfg.learner.sequence_ranks, timeout=limit)
             assert isinstance(rows, dist.ProcessGroup)  # This rank is a member of the group.
             _prove(rows, store, "rows", timeout_s=timeout_s)
+        experts = expert_mesh(num_ranks, cfg.learner.expert_ranks, device.type)
+        for number, part in enumerate([] if experts is None else experts.get_all_groups()):
+            _prove(part, store, f"experts-{number}", timeout_s=timeout_s)
         files = LOCAL
         if meeting.files is not None:
             files = RemoteWeightFiles(RankFiles(meeting.files), meeting.files.mirrored)
@@ -364,6 +367,7 @@ def meet(cfg: RunConfig, rank: int, meeting: Meeting, device: torch.device) -> R
             mesh,
             publish_group=group,
             sequence_group=rows,
+            expert_mesh=experts,
             files=files,
             local_ranks=cfg.learner.local_ranks,
             home=meeting.home,
@@ -376,6 +380,21 @@ def meet(cfg: RunConfig, rank: int, meeting: Meeting, device: torch.device) -> R
         ) from error
     ranks.store = store  # torch references only the C++ part of the store.
     return ranks
+
+
+def expert_mesh(num_ranks: int, expert_ranks: int, device_type: str) -> DeviceMesh | None:
+    """Return the mesh [expert] or [copy, expert] of all ranks; None: the experts are not divided.
+
+    Its groups are its own, so tokens do not wait for the weights that other groups gather.
+    """
+    if expert_ranks == 1:
+        return None
+    if expert_ranks == num_ranks:
+        group = dist.new_group()
+        assert isinstance(group, dist.ProcessGroup)  # This rank is a member of the group.
+        return DeviceMesh.from_group(group, device_type, mesh_dim_names=("expert",))
+    shape = (num_ranks // expert_ranks, expert_ranks)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("copy", "expert"))
 
 
 def _prove(group: dist.ProcessGroup | None, store: Store, name: str, *, timeout_s: float) -> None:

@@ -48,6 +48,7 @@ class Ranks:
         *,
         publish_group: dist.ProcessGroup | None = None,
         sequence_group: dist.ProcessGroup | None = None,
+        expert_mesh: DeviceMesh | None = None,
         files: WeightFiles = LOCAL,
         local_ranks: int = 0,
         home: ShardHome | None = None,
@@ -61,6 +62,8 @@ class Ranks:
             publish_group: group of the same ranks, for the thread that gathers weights during
                 training.
             sequence_group: adjacent ranks that compute a share together; None: this rank alone.
+            expert_mesh: mesh [expert] or [copy, expert] of the same ranks, whose rows divide the
+                experts; None: each rank gathers all experts.
             files: access of this rank to the files of weights and checkpoints.
             local_ranks: number of ranks on each node; 0: all.
             home: this node's folder for files of checkpoints; None: rank 0's node.
@@ -73,6 +76,7 @@ class Ranks:
         self.explain: Callable[[], str] = lambda: ""
         self.store: object = None  # The rendezvous, which the process group uses.
         self.mesh = mesh
+        self.expert_mesh = expert_mesh
         self.publish_group: dist.ProcessGroup | None = publish_group
         self.index = 0 if mesh is None else dist.get_rank()
         self.size = 1 if mesh is None else mesh.size()

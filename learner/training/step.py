@@ -43,6 +43,7 @@ from learner.objective.measures import (
     ratio_statistics,
     weight_moments,
 )
+from learner.policy.expert_ranks import ExpertRanks
 from learner.policy.expert_routing import balance_loss_of
 from learner.policy.forward import Networks, Passes, Scores
 from learner.training.optimizer import Update
@@ -138,6 +139,7 @@ class Gradients:
             engine_dtype=settings.engine_dtype,
             mesh=ranks.mesh,
             sequence_group=ranks.sequence_group,
+            expert_mesh=ranks.expert_mesh,
             replays_routing=settings.algorithm.routing_replay,
         )
 
@@ -481,6 +483,21 @@ def routing_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     num_tokens = sum(len(sample.trajectory.token_ids) for sample in samples)
     num_recorded = sum(int(sample.trajectory.expert_mask.sum()) for sample in samples)
     return {"routing/recorded_frac": num_recorded / num_tokens}
+
+
+def exchange_metrics(experts: ExpertRanks, ranks: Ranks) -> dict[str, float]:
+    """Return the bytes that tokens cost on the way to experts and back, and the largest load.
+
+    All ranks call this function together. The load is the number of pairs of a token and an expert
+    that a rank computes, over its mean; 1: all ranks compute equally many.
+    """
+    counts = torch.zeros(ranks.size, 2, dtype=torch.float64)
+    counts[ranks.index] = torch.tensor(experts.take_counts(), dtype=torch.float64)
+    sent_bytes, computed = ranks.sum(counts).T
+    return {
+        "routing/exchanged_bytes": float(sent_bytes.sum()),
+        "routing/rank_load_max": float(computed.max() / computed.mean()),
+    }
 
 
 def volume_metrics(samples: Sequence[Sample], step_s: float) -> dict[str, float]:

@@ -31,6 +31,7 @@ from learner.training.step import (
     Gradients,
     ScoredBatch,
     TrainerSettings,
+    exchange_metrics,
     information_metrics,
     mean_metrics,
     offpolicy_metrics,
@@ -276,6 +277,8 @@ class Trainer:
         """Make all updates of a batch; return the metrics and the controller's decision."""
         self._gradients.passes.warm_up()
         self._digester.begin(samples)
+        if self._gradients.passes.experts is not None:
+            self._gradients.passes.experts.take_counts()  # Those of scores between two steps.
         answered: dict[str, float] = {}
         if version % INFORMATION_EVERY_STEPS == 0:
             answered = information_metrics(samples, self._gradients.passes)
@@ -342,6 +345,8 @@ class Trainer:
         metrics |= self._speed_metrics(batch, len(updates), step_s)
         if self.routing is not None:
             metrics |= routing_metrics(batch.samples)
+        if self._gradients.passes.experts is not None:
+            metrics |= exchange_metrics(self._gradients.passes.experts, self._ranks)
         metrics["train/is_bf16"] = float(self._gradients.passes.scoring.autocast)
         metrics["train/is_cuda"] = float(self._model.device.type == "cuda")
         metrics["train/lr"] = self._updates.optimizer.lr

@@ -15,6 +15,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -126,7 +127,7 @@ class LiveWeights:
         self._stage: Tensor | None = None  # [num_bytes] uint8 on the weights' device.
         self._filling = threading.Lock()  # An abandoned transfer may still be filling a part.
         # Tensors on a mesh of GPUs may be offloaded, but are sent from the GPU.
-        first = self._runs[0][0][0]
+        first = _tensor_of(self._runs[0][0][0])
         self.device = device_of(first.device_mesh) if isinstance(first, DTensor) else first.device
 
     def fill(self, start: int, part: Tensor) -> None:
@@ -195,7 +196,7 @@ class LiveWeights:
             gathering.ask(json.dumps([start, part.numel()]).encode())
         this_rank = 0
         others = []
-        for piece in self._pieces(start, part.numel()):
+        for piece in self._gathered(start, part.numel()):
             target = part[piece.at : piece.at + piece.count * piece.dtype.itemsize].view(
                 piece.dtype
             )
@@ -213,7 +214,7 @@ class LiveWeights:
         assert gathering is not None
         start, num_bytes = json.loads(request)
         sent: list[Tensor] = []
-        for piece in self._pieces(start, num_bytes):
+        for piece in self._gathered(start, num_bytes):
             if piece.rank == gathering.rank:
                 numbers = self._local(piece).to(gathering.device, piece.dtype)
                 sent.append(numbers.view(torch.uint8))
@@ -224,6 +225,16 @@ class LiveWeights:
         """Return the indices of the tensors that may have bytes in this range."""
         first = max(bisect_right(self._offsets, start) - 1, 0)
         return range(first, bisect_left(self._offsets, start + num_bytes))
+
+    def _gathered(self, start: int, num_bytes: int) -> Iterator[Piece]:
+        """Yield the pieces in these bytes; before each merged weight, gather its factors."""
+        last: Tensor | Merged | None = None
+        for piece in self._pieces(start, num_bytes):
+            weight = piece.weight
+            if self._gathering is not None and isinstance(weight, Merged) and weight is not last:
+                weight.gather(partial(_whole, self._gathering))
+            last = weight
+            yield piece
 
     def _pieces(self, start: int, num_bytes: int) -> Iterator[Piece]:
         """Yield the pieces in these bytes, in the same order on every rank."""
@@ -258,13 +269,31 @@ class LiveWeights:
     def _masters(self, piece: Piece) -> Tensor:
         """Return the numbers [count] of a piece as this rank holds them."""
         tensor = piece.weight
+        low, _ = _shares(tensor)[piece.rank]
         if isinstance(tensor, Merged):
-            return tensor.numbers()[piece.first : piece.first + piece.count]
-        if isinstance(tensor, DTensor):
-            low, _ = _shares(tensor)[piece.rank]
-            flat = tensor.to_local().reshape(-1)
-            return flat[piece.first - low : piece.first - low + piece.count]
-        return tensor.reshape(-1)[piece.first : piece.first + piece.count]
+            flat = tensor.numbers()
+        else:
+            flat = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).reshape(-1)
+        return flat[piece.first - low : piece.first - low + piece.count]
+
+
+def _tensor_of(weight: Tensor | Merged) -> Tensor:
+    return weight.weight if isinstance(weight, Merged) else weight
+
+
+def _whole(gathering: Gathering, shard: Tensor) -> Tensor:
+    """Return the whole of a tensor that the ranks shard by rows; all of them call it together."""
+    if not isinstance(shard, DTensor):
+        return shard
+    num_ranks = shard.device_mesh.size(-1)  # Those of the first copy come first.
+    sent = torch.zeros(-(-len(shard) // num_ranks), *shard.shape[1:], dtype=shard.dtype)
+    sent = sent.to(gathering.device)
+    local = shard.to_local()
+    sent[: len(local)] = local
+    parts = [torch.empty_like(sent) for _ in range(gathering.group.size())]
+    with _RankErrors(gathering):
+        dist.all_gather(parts, sent, group=gathering.group)
+    return torch.cat(parts[:num_ranks])[: len(shard)].to(local.device)
 
 
 def _runs_of(tensor: Tensor | Merged | Stored) -> Sequence[tuple[Tensor | Merged, int, int]]:
@@ -286,6 +315,7 @@ def _shares(tensor: Tensor | Merged) -> list[tuple[int, int]]:
 
     If the ranks hold several copies, these are the ranks of the first copy.
     """
+    tensor = _tensor_of(tensor)
     if not isinstance(tensor, DTensor) or isinstance(tensor.placements[-1], Replicate):
         return [(0, tensor.numel())]
     if tensor.placements not in ((Shard(0),), (Replicate(), Shard(0))):

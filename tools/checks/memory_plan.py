@@ -239,7 +239,19 @@ def _sharded_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> list[
                 "critic", rest.num_bytes + moments.num_bytes, f"{rest.formula} + {moments.formula}"
             )
         )
-    return [_share(part, learner.shard_ranks) for part in parts]
+    of_adapters = ("adapters", "gradients", "optimizer", "rounded weights")
+    frac = expert_params(shape) / num if learner.expert_ranks > 1 else 0.0
+    return [
+        _share(part, learner, 0.0 if learner.lora.rank and part.label in of_adapters else frac)
+        for part in parts
+    ]
+
+
+def expert_params(shape: ModelShape) -> int:
+    """Return the number of weights of all experts: three matrices each, in every layer."""
+    num = 3 * shape.layers * shape.experts * shape.hidden * shape.expert_units
+    tables = min(shape.num_params, 2 * shape.vocab * shape.hidden)
+    return min(num, shape.num_params - tables)  # The first layers of some networks have none.
 
 
 def frozen_bytes(learner: LearnerSection, is_cuda: bool) -> int:
@@ -273,13 +285,20 @@ def lora_params(lora: LoraSection, shape: ModelShape) -> int:
     return shape.layers * lora.rank * sum(chosen)
 
 
-def _share(part: Part, num_ranks: int) -> Part:
-    """Return the part of one rank if the ranks share it equally."""
-    if num_ranks == 1:
+def _share(part: Part, learner: LearnerSection, expert_frac: float) -> Part:
+    """Return the part of one rank; `expert_frac` of it is shared by `learner.expert_ranks`."""
+    num_ranks = learner.shard_ranks
+    divisor = learner.expert_ranks
+    if num_ranks == 1 and not expert_frac:
         return part
-    return Part(
-        part.label, -(-part.num_bytes // num_ranks), f"({part.formula}) / {num_ranks} ranks"
-    )
+    if not expert_frac or num_ranks == divisor:
+        return Part(
+            part.label, -(-part.num_bytes // num_ranks), f"({part.formula}) / {num_ranks} ranks"
+        )
+    of_experts = round(part.num_bytes * expert_frac)
+    share = -(-(part.num_bytes - of_experts) // num_ranks) - (-of_experts // divisor)
+    formula = f"({part.formula}) x ({expert_frac:.3f} experts / {divisor} ranks"
+    return Part(part.label, share, f"{formula} + {1 - expert_frac:.3f} / {num_ranks} ranks)")
 
 
 def adamw_part(moments: Moments, num: int) -> Part:
@@ -338,15 +357,34 @@ def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> li
     moves = is_offloaded(cfg, is_cuda)
     if learner.num_ranks > 1 or moves:
         tables = min(shape.num_params, 2 * shape.vocab * shape.hidden)
-        block = (shape.num_params - tables) // shape.layers
+        experts = expert_params(shape) if learner.expert_ranks > 1 else 0
+        block = (shape.num_params - tables - experts) // shape.layers
         what = f" (tables {tables / 1e6:,.1f}M, two blocks {2 * block / 1e6:,.1f}M)"
         parts.append(_weights("gathered weights", tables + 2 * block, width, what))
+        if experts:
+            parts += _exchange_parts(learner, shape, tokens, width)
         if moves:  # fp32; a gradient also in compute precision, and its fp32 sum.
             per_number = frozen_bytes(learner, is_cuda) if learner.lora.rank else 8 + width
             what = " (largest tensor to the GPU, or its gradient to the host)"
             parts.append(_weights("weights in transfer", max(tables, block), per_number, what))
     elif is_bf16 and not (learner.lora.rank and is_cuda):
         parts.append(_weights("bf16 copies of the weights", shape.num_params, 2))
+    return parts
+
+
+def _exchange_parts(
+    learner: LearnerSection, shape: ModelShape, tokens: int, width: int
+) -> list[Part]:
+    """Return the memory of tokens from other ranks, and of the experts in the pass's dtype."""
+    layers = 1 if learner.gradient_checkpointing else shape.layers
+    depth = counted(layers, "layer")
+    times = min(shape.intermediate // max(shape.expert_units, 1), learner.expert_ranks)
+    formula = f"{tokens:,} tokens x {depth} x {2 * times} x {shape.hidden} x {width} B, even loads"
+    num_bytes = 2 * times * tokens * layers * shape.hidden * width
+    parts = [Part("tokens of other ranks", num_bytes, formula)]
+    if width == 2 and not learner.lora.rank:
+        num = expert_params(shape) // learner.expert_ranks * layers // shape.layers
+        parts.append(_weights("experts in bf16", num, width, f" ({depth})"))
     return parts
 
 

@@ -72,6 +72,7 @@ def check_networks(cfg: RunConfig, *, is_offline: bool = False) -> None:
     is_mixed = any(is_composite_in(ROOT / path) for path in _paths(cfg, is_offline=is_offline))
     if not (has_routers or is_mixed or _has_own_settings(cfg.learner)):
         return
+    from learner.policy.expert_ranks import check_expert_ranks
     from learner.policy.kernels.attention import check_attention, check_sequence_ranks
     from learner.policy.kernels.compiling import check_parts
     from learner.policy.lora import add_adapters
@@ -81,6 +82,8 @@ def check_networks(cfg: RunConfig, *, is_offline: bool = False) -> None:
     check_attention(networks, cfg.learner.layout, cfg.learner.attention)
     if cfg.learner.sequence_ranks > 1 and not is_offline:
         check_sequence_ranks(networks, cfg.learner.sequence_ranks)
+    if cfg.learner.expert_ranks > 1 and not is_offline:
+        check_expert_ranks(networks, cfg.learner.expert_ranks)
     if cfg.learner.compile:
         check_parts(networks)
     if has_routers:
@@ -101,10 +104,11 @@ def _check_routers(algorithm: AlgorithmSection, policy: Any) -> None:
 
 
 def _has_own_settings(learner: LearnerSection) -> bool:
-    """Return whether the configuration sets a layout, kernels or adapters explicitly."""
+    """Return whether the configuration sets a layout, ranks, kernels or adapters explicitly."""
     is_kernel_chosen = learner.attention is not Attention.AUTO
     is_packed = learner.layout is Layout.PACKED or learner.sequence_ranks > 1
-    return is_packed or is_kernel_chosen or learner.compile or bool(learner.lora.rank)
+    is_divided = is_packed or learner.expert_ranks > 1
+    return is_divided or is_kernel_chosen or learner.compile or bool(learner.lora.rank)
 
 
 def _paths(cfg: RunConfig, *, is_offline: bool) -> Iterator[str]:

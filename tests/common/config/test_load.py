@@ -336,6 +336,15 @@ def test_gpus_of_all_engines_give_the_number_of_actors() -> None:
             "sequence_ranks=4: must be a divisor of 2, the number of ranks on each node",
         ),
         (
+            ["num_ranks=6", "expert_ranks=4"],
+            "expert_ranks=4: must be a divisor of learner.num_ranks=6",
+        ),
+        (["expert_ranks=2"], "expert_ranks=2: must be a divisor of learner.num_ranks=1"),
+        (
+            ["num_ranks=2", "expert_ranks=2", "offload=optimizer"],
+            "expert_ranks=2: must be 1 with learner.offload=optimizer",
+        ),
+        (
             ["num_ranks=2", "sequence_ranks=2", "layout=padded"],
             "layout='padded': must be packed or auto with sequence_ranks > 1",
         ),

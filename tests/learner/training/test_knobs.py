@@ -171,6 +171,7 @@ ELSEWHERE = {
     "learner.ranks_per_node": "common/config/load.py",
     "learner.shard_nodes": "common/config/learner.py",
     "learner.sequence_ranks": "learner/training/rank_processes.py",
+    "learner.expert_ranks": "learner/training/rank_processes.py",
     "learner.join_timeout_s": "learner/training/rank_workers.py",
     "learner.num_gpus": "common/config/load.py",
     "learner.publish": "learner/build.py",

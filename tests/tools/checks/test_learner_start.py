@@ -62,6 +62,28 @@ def test_rows_that_ranks_cannot_divide_start_nothing(
     assert f"learner.{said}" in error
 
 
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"model_type": "qwen2"}, "Qwen2ForCausalLM has no experts in stacked weights"),
+        (
+            {"model_type": "qwen2_moe", "num_experts": 6},
+            "Qwen2MoeExperts has 6 experts, which is no multiple of it. Use a divisor of 6",
+        ),
+        (
+            {"model_type": "llama4_text", "num_local_experts": 4},
+            "Llama4TextExperts takes other inputs than states, chosen experts and their gates",
+        ),
+    ],
+)
+def test_experts_that_ranks_cannot_divide_start_nothing(
+    model: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [*DRY, "learner.num_ranks=4", "learner.expert_ranks=4"]
+    error = refusal(capsys, tmp_path, argv, **model)
+    assert f"learner.expert_ranks=4: {said}" in error
+
+
 @pytest.mark.parametrize("argv", [SFT, DRY])
 def test_compilation_without_parts_is_refused_before_the_start(
     argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -221,6 +221,28 @@ def test_ranks_share_state_and_rank_0_publishes(shape: ModelShape) -> None:
     assert host["checkpoint copies"] == 12 * NUM_PARAMS
 
 
+def test_experts_that_ranks_divide_are_not_gathered(tmp_path: Path) -> None:
+    experts = {"model_type": "qwen3_moe", "num_experts": 16, "moe_intermediate_size": 512}
+    path = write_model(tmp_path / "model", num_rest=600_000_000, num_experts_per_tok=4, **experts)
+    shape = read_shape(path)
+    more = ["learner.device=cuda", "learner.num_ranks=4", "actor.num_actors=0"]
+    more += ["learner.gradient_checkpointing=true", "learner.max_tokens_per_microbatch=8192"]
+    num_experts = 3 * 24 * 16 * 896 * 512
+    tables = 2 * 151_936 * 896
+    for width in (4, 2):
+        cfg = configure(*more, f"learner.expert_ranks={width}")
+        found = sizes(make_plan(cfg, shape, on=(), host_bytes=0)[0])
+        share = (shape.num_params - num_experts) / 4 + num_experts / width
+        assert found["learner weights"] == pytest.approx(4 * share, abs=4)
+        assert found["optimizer"] == pytest.approx(8 * share, abs=4)
+        block = (shape.num_params - tables - num_experts) // 24
+        assert found["gathered weights"] == 2 * (tables + 2 * block)
+        assert found["tokens of other ranks"] == 2 * width * 8192 * 896 * 2
+        assert found["experts in bf16"] == 2 * (num_experts // width // 24)
+    gathered = sizes(make_plan(configure(*more), shape, on=(), host_bytes=0)[0])
+    assert gathered["gathered weights"] == 2 * (tables + 2 * ((shape.num_params - tables) // 24))
+
+
 def test_reference_of_one_gpu_has_its_table_in_fp32(shape: ModelShape) -> None:
     cfg = configure("learner.device=cuda", "algorithm.kl_coef=0.1")
     (gpu, *_) = make_plan(cfg, shape, on=(H100,), host_bytes=0)
