@@ -38,7 +38,7 @@ SHORT = BatchShape(num_groups=1, group_size=4, max_turns=2, observation_tokens=8
 LONG = BatchShape(num_groups=1, group_size=8, max_turns=8, observation_tokens=64, action_tokens=64)
 
 
-class Exchange(NamedTuple):
+class MeasuredPass(NamedTuple):
     """The results of one rank, for gathered or for divided experts."""
 
     gradient: torch.Tensor  # [weight] float64, of fp32 passes over all ranks' samples
@@ -101,7 +101,7 @@ def check_experts(bench: DeviceBench) -> None:
         cast(Any, mp).spawn(_be_rank, args=arguments, nprocs=num_ranks)
         results = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(num_ranks)]
     most = MAX_DIFFERENCE[bench.device.type]
-    gathered, divided = (Exchange(*results[0][name]) for name in (GATHERED, EXCHANGED))
+    gathered, divided = (MeasuredPass(*results[0][name]) for name in (GATHERED, EXCHANGED))
     apart = float((divided.gradient - gathered.gradient).norm() / gathered.gradient.norm())
     title = f"divided experts, {num_ranks} ranks: |gradient - gathered one| / |gradient|"
     bench.suite.at_most(title, apart, "", most)
@@ -136,7 +136,7 @@ def _be_rank(rank: int, num_ranks: int, device_type: str, folder: str) -> None:
     divided = expert_mesh(num_ranks, num_ranks, device_type)
     if num_ranks == 1:
         divided = init_device_mesh(device_type, (1,), mesh_dim_names=("expert",))
-    results: dict[str, Exchange] = {}
+    results: dict[str, MeasuredPass] = {}
     for name, experts in ((GATHERED, None), (EXCHANGED, divided)):
         results[name] = _measure(mesh, experts, device)
     torch.save({name: tuple(each) for name, each in results.items()}, f"{folder}/{rank}.pt")
@@ -144,7 +144,7 @@ def _be_rank(rank: int, num_ranks: int, device_type: str, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def _measure(mesh: DeviceMesh, experts: DeviceMesh | None, device: torch.device) -> Exchange:
+def _measure(mesh: DeviceMesh, experts: DeviceMesh | None, device: torch.device) -> MeasuredPass:
     """Return the gradient of a pass, its bytes, and its time."""
     is_cuda = device.type == "cuda"
     run, network = _passes(mesh, experts, device, Precision.FP32)
@@ -155,7 +155,7 @@ def _measure(mesh: DeviceMesh, experts: DeviceMesh | None, device: torch.device)
     if is_cuda:
         run, network = _passes(mesh, experts, device, Precision.BF16)
     seconds = alternate({"": run}, num_rounds=3, clock=clock_of(device))[""]
-    return Exchange(gradient, int(counted.num_bytes), min(seconds))
+    return MeasuredPass(gradient, int(counted.num_bytes), min(seconds))
 
 
 def _passes(

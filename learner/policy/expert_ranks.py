@@ -82,16 +82,16 @@ def expert_adapters(network: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class RowCounts:
     """The numbers of rows that this rank exchanges with each rank of its group."""
 
     sent: list[int]
     received: list[int]
 
     @property
-    def back(self) -> "Split":
+    def back(self) -> "RowCounts":
         """The exchange in the other direction."""
-        return Split(self.received, self.sent)
+        return RowCounts(self.received, self.sent)
 
 
 class ExpertRanks:
@@ -178,14 +178,14 @@ class ExpertRanks:
             locals_ = list(_Copied.apply(self._copies, *locals_))  # pyright: ignore
         return dict(zip(names, locals_, strict=True))
 
-    def split_of(self, counts: Tensor) -> Split:
+    def split_of(self, counts: Tensor) -> RowCounts:
         """Return the split of rows; `counts` [rank] are the numbers that this rank sends."""
         received = torch.empty_like(counts)
         dist.all_to_all_single(received, counts, group=self._group)
         sent, received = torch.stack([counts, received]).tolist()  # One wait for the device.
-        return Split(sent, received)
+        return RowCounts(sent, received)
 
-    def exchange(self, rows: Tensor, split: Split) -> Tensor:
+    def exchange(self, rows: Tensor, split: RowCounts) -> Tensor:
         """Return the rows [row, ...] that all ranks send to this one, in the order of ranks."""
         made = rows.new_empty(sum(split.received), *rows.shape[1:])
         sent = rows.contiguous()
@@ -311,7 +311,7 @@ class _Sent(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, gates: Tensor, ranks: ExpertRanks, split: Split
+        ctx: Any, rows: Tensor, gates: Tensor, ranks: ExpertRanks, split: RowCounts
     ) -> tuple[Tensor, Tensor]:
         ctx.ranks = ranks
         ctx.split = split
@@ -331,7 +331,7 @@ class _Returned(torch.autograd.Function):
     """Returns computed rows to the ranks of their tokens."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, ranks: ExpertRanks, split: Split) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, ranks: ExpertRanks, split: RowCounts) -> Tensor:
         ctx.ranks = ranks
         ctx.split = split
         return ranks.exchange(rows, split.back)

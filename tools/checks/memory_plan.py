@@ -596,6 +596,8 @@ def _offload_remedy(
     learner = cfg.learner
     if learner.offload is Offload.OPTIMIZER or learner.optimizer is OptimizerKind.MUON:
         return ""
+    if learner.expert_ranks > 1 or learner.lora.is_merged:  # Such settings are refused.
+        return ""
     offloaded = replace(learner, offload=Offload.OPTIMIZER, moments=Moments.FP32)
     other = replace(cfg, learner=offloaded)
     before, after = (learner_parts(each, shape, is_cuda=True, rank=rank) for each in (cfg, other))

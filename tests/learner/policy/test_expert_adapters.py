@@ -100,9 +100,11 @@ def test_adapters_of_experts_are_read_again_by_peft_too(tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(theirs), logits_of(model), atol=1e-4, rtol=1e-4)
 
 
-def test_adapters_of_experts_are_refused_for_shards() -> None:
+def test_adapters_of_gathered_experts_are_refused() -> None:
     section = LearnerSection(num_ranks=2, lora=LORA)
     assert [key for key, *_ in section.contradictions()] == ["lora.targets"]
+    divided = LearnerSection(num_ranks=2, expert_ranks=2, lora=LORA)
+    assert list(divided.contradictions()) == []
     assert LORA.in_engine == FULL
 
 
