@@ -223,7 +223,7 @@ def test_ranks_share_state_and_rank_0_publishes(shape: ModelShape) -> None:
 
 def test_experts_that_ranks_divide_are_not_gathered(tmp_path: Path) -> None:
     experts = {"model_type": "qwen3_moe", "num_experts": 16, "moe_intermediate_size": 512}
-    path = write_model(tmp_path / "model", num_rest=600_000_000, num_experts_per_tok=4, **experts)
+    path = write_model(tmp_path / "model", num_rest=900_000_000, num_experts_per_tok=4, **experts)
     shape = read_shape(path)
     more = ["learner.device=cuda", "learner.num_ranks=4", "actor.num_actors=0"]
     more += ["learner.gradient_checkpointing=true", "learner.max_tokens_per_microbatch=8192"]
