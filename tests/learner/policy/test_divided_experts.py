@@ -13,17 +13,25 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from common.config.algorithm import AlgorithmSection
-from common.config.learner import ControllerSection, LearnerSection, LoraSection, Precision
+from common.config.learner import (
+    ControllerSection,
+    LearnerSection,
+    LoraSection,
+    Moments,
+    OptimizerKind,
+    Precision,
+)
 from common.config.model import ModelSection
 from common.config.run_config import RunConfig
 from learner.batch.batching import Sample
+from learner.policy.expert_ranks import ExpertRanks
 from learner.policy.model import whole
 from learner.training.build import load_start, make_trainer
 from learner.training.rank_processes import expert_mesh
 from learner.training.ranks import Ranks
 from learner.training.trainer import Trainer
 from tests.learner.builders import make_trajectory, tensors_of
-from tests.learner.experts import save_experts
+from tests.learner.experts import make_experts, save_experts
 from tests.learner.policy.test_loading import CPU
 
 NUM_STEPS = 3
@@ -31,6 +39,13 @@ LENGTHS = (40, 9, 31, 22, 14, 27)
 ATTENTION = LoraSection(rank=4, targets=["q_proj", "o_proj"])
 EXPERTS = LoraSection(rank=4, targets=["q_proj", "experts"])
 ROWS = {"sequence_ranks": 2, "max_tokens_per_microbatch": 256}  # The auxiliary loss is by block.
+
+
+# Two of eight experts for each of four tokens, of which four ranks have two each.
+CHOICES = [[0, 1], [1, 4], [2, 7], [5, 6]]
+GATES = [[0.5, 0.5], [0.25, 0.75], [1.0, 0.5], [0.3, 0.7]]
+# Tokens of each rank that others receive, by the number of ranks.
+NUM_SENT = {2: [3, 3], 4: [5, 6, 5, 5]}
 
 
 @dataclass(frozen=True)
@@ -54,6 +69,8 @@ CASES = {
         "shared expert": Case("deepseek_v3"),
         "idle experts": Case("qwen3_moe", replay="few"),
         "divided rows": Case("qwen3_moe", aux=0.1, learner=ROWS),
+        "8-bit moments": Case("qwen3_moe", learner={"moments": Moments.INT8}),
+        "muon": Case("mixtral", learner={"optimizer": OptimizerKind.MUON, "muon_lr": 1e-3}),
         "adapters": Case("qwen3_moe", learner={"lora": ATTENTION}),
         "adapted experts": Case("qwen3_moe", learner={"lora": EXPERTS}, is_saved=True),
         "adapted, [in, out]": Case("gpt_oss", learner={"lora": EXPERTS}),
@@ -196,6 +213,7 @@ def _be_rank(rank: int, folder: Path, size: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     try:
         mesh = cast(Any, dist).init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
+        torch.save(exchanged(size), folder / f"exchanged.{rank}.pt")
         for name, case in CASES[size].items():
             rows = None
             if (width := case.learner.get("sequence_ranks", 1)) > 1:
@@ -212,6 +230,19 @@ def _be_rank(rank: int, folder: Path, size: int) -> None:
             torch.save(life, folder / f"{name}.{rank}.pt")
     finally:
         dist.destroy_process_group()
+
+
+def exchanged(size: int) -> tuple[Tensor, Tensor, tuple[int, int]]:
+    """Return the states and outputs of this rank's tokens, and the counts of their exchange."""
+    module = make_experts("qwen3_moe").model.layers[0].mlp.experts
+    mesh = expert_mesh(size, size, "cpu")
+    assert mesh is not None
+    ranks = ExpertRanks(mesh, is_bf16=False)
+    ranks.divide(torch.nn.ModuleList([module]), ())
+    states = torch.randn(len(CHOICES), 64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    with torch.no_grad():
+        outputs = module(states, torch.tensor(CHOICES), torch.tensor(GATES))
+    return states, outputs, ranks.take_counts()
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.long)])
@@ -251,6 +282,26 @@ def test_ranks_with_divided_experts_train_as_one(together: tuple[int, Path]) -> 
                     assert now[key] == pytest.approx(was[key], rel=1e-3, abs=1e-5), (name, key)
         for was, now in zip(alone.scores, both.scores, strict=True):
             assert now == pytest.approx(was, abs=2e-3), name
+
+
+@pytest.mark.slow
+def test_tokens_travel_once_to_each_rank_of_their_experts(together: tuple[int, Path]) -> None:
+    """Each token has 64 numbers of 4 bytes, two ids and two gates; its output has 64 numbers."""
+    size, folder = together
+    module = make_experts("qwen3_moe").model.layers[0].mlp.experts
+    found = [torch.load(folder / f"exchanged.{rank}.pt") for rank in range(size)]
+    for rank, (states, outputs, _) in enumerate(found):
+        with torch.no_grad():
+            expected = module(states, torch.tensor(CHOICES), torch.tensor(GATES))
+        assert (outputs - expected).abs().max() < 1e-5, rank
+    # All ranks have the same choices, so each returns the rows that the others send.
+    owners = [{expert * size // 8 for expert in chosen} for chosen in CHOICES]
+    for rank, (_, _, (num_bytes, num_pairs)) in enumerate(found):
+        num_sent = sum(len(of_token - {rank}) for of_token in owners)
+        num_received = sum(rank in of_token for of_token in owners) * (size - 1)
+        assert num_sent == NUM_SENT[size][rank]
+        assert num_bytes == num_sent * (64 * 4 + 2 * 4 + 2 * 4) + num_received * 64 * 4
+        assert num_pairs == size * sum(e * size // 8 == rank for each in CHOICES for e in each)
 
 
 @pytest.mark.slow
