@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from benchmarks.learner.batch import BatchShape, make_batch, with_sampler_logprobs
 from benchmarks.learner.step import STILL, clock_of, make_trainer, step_of
 from benchmarks.suite import Suite
-from common.config.learner import FULL, Attention, Layout, LoraSection, Precision
+from common.config.learner import FULL, Attention, Layout, LoraSection, OptimizerKind, Precision
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
@@ -29,6 +29,7 @@ LEAST_SHARE = {Precision.FP32: 0.6, Precision.BF16: 0.4}
 MOST_LORA = 0.72  # Share of the seconds of a step that trains all weights.
 MOST_BYTES = 5.5e9  # Resident memory of the process, for the first shape.
 RANK = 16
+PRESET = "smollm2-chain-sum"  # Its learner's settings are measured.
 DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
 # 48 and 16 episodes, in groups of eight with a common prompt.
 SHAPES = {
@@ -62,7 +63,7 @@ def run_suite(suite: Suite, *, overrides: Sequence[str]) -> None:
     """
     if not any(each.startswith("model.path=") for each in overrides):
         raise ConfigError("--suite=pretrained: add model.path=FOLDER, the model to measure")
-    cfg = load_config("dataset", overrides)
+    cfg = load_config(PRESET, overrides)
     torch.set_num_threads(max(1, cfg.learner.num_threads))
     suite.title(LEGEND)
     for precision in (Precision.FP32, Precision.BF16):
@@ -132,6 +133,7 @@ def _make_trainer(
         precision=precision,
         lr=STILL,
         lora=lora,
+        optimizer=OptimizerKind.ADAMW if lora.rank else learner.optimizer,
         layout=Layout.PACKED if learner.layout is Layout.AUTO else learner.layout,
         attention=Attention.PRODUCTS if learner.attention is Attention.AUTO else learner.attention,
     )
