@@ -72,6 +72,10 @@ class EnvTimeout(EnvError, TimeoutError):
     """The environment did not answer within its deadline."""
 
 
+class HubFull(EnvTimeout):
+    """A hub had no free session until the deadline. It works, so a later request may get one."""
+
+
 class TrialFailed(LongstrideError):
     """The episode that is tried before the start failed (exit code 1)."""
 

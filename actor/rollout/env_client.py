@@ -30,7 +30,7 @@ from actor.rollout.batches import (
     field_of,
     route_of,
 )
-from common.errors import EnvError, EnvTimeout, HubLost
+from common.errors import EnvError, EnvTimeout, HubFull, HubLost
 from common.formats.calls import as_call, each_text
 from common.http.sessions import open_session
 from common.text import counted, json_bytes, valid_text
@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 NUM_TRIES = 4
 BACKOFF_S = 0.25  # Seconds before the first retry. The delay doubles with each try.
+FULL = "the hub is full (429)"
 MIN_RETRY_S = 0.05  # Shortest wait after a 429, which prevents a busy loop.
 MAX_ANSWER_BYTES = 64 << 20
 MAX_FACTS_CHARS = 1_000_000
@@ -275,6 +276,7 @@ class HubClient(BearerClient):
         A retry is safe: a step carries its number, and a session whose id was lost expires.
 
         Raises:
+            HubFull: 429 until `timeout_s` was over.
             EnvTimeout: no answer within `timeout_s`, or a 504 from the hub.
             HubLost: the hub is unreachable, was suspended, shuts down, or has no such session.
             EnvError: the hub refused the request or failed.
@@ -303,14 +305,16 @@ class HubClient(BearerClient):
                     if reply is not None:
                         self.is_lost = False
                         return reply
-                    failure = "the hub is full (429)"
+                    failure = FULL
         except EnvTimeout:
             raise
         except TimeoutError as error:
+            is_full = failure == FULL
             failure = f"no answer within {self._timeout_s:g} s; {failure}"
             is_awake = not self._signs.are_missing(within_s=self._timeout_s)
             if await self.answers() and is_awake:
-                raise EnvTimeout(f"{route_of(method, path)}: {failure}") from error
+                kind = HubFull if is_full else EnvTimeout
+                raise kind(f"{route_of(method, path)}: {failure}") from error
         self.is_lost = True
         tries = counted(max(1, num_lost), "try", "tries")
         lost = HubLost(f"{route_of(method, path)}: {failure}, {tries}")

@@ -12,7 +12,7 @@ from typing import Any
 
 from actor.rollout.env_client import Environments, HubClient, HubSession
 from common.config.actor import ActorSection
-from common.errors import EnvError, EnvPaused, HubLost
+from common.errors import EnvError, EnvPaused, HubFull, HubLost
 from common.wire.messages import HubPlace
 
 logger = logging.getLogger(__name__)
@@ -118,10 +118,20 @@ class Hubs:
     async def open(self, env: str, item_id: str, *, seed: int) -> HubSession:
         """Start an episode at a hub that serves it; try the next hub if that one fails.
 
+        While hubs have no free session, it waits: the episode's own deadline limits the wait.
+
         Raises:
             HubLost: no hub that serves the environment answers; see `wait_for`.
             EnvError, EnvTimeout: the last hub failed, or no hub serves the environment.
         """
+        while True:
+            try:
+                return await self._open_once(env, item_id, seed=seed)
+            except HubFull as error:
+                logger.warning("still waiting for a session env=%s reason=%s", env, error)
+
+    async def _open_once(self, env: str, item_id: str, *, seed: int) -> HubSession:
+        """Try each hub once; see `open`. Raises: HubFull: the last hub had no free session."""
         failure = EnvError(f"no hub serves {env}")
         for place in self._in_order(env):
             try:
@@ -130,7 +140,7 @@ class Hubs:
                 session = await environments.open(env, item_id, seed=seed)
                 self._pauses.pop(env, None)
                 return session
-            except EnvPaused as error:
+            except (HubFull, EnvPaused) as error:
                 failure = error
             except HubLost as error:
                 failure = error

@@ -39,11 +39,13 @@ def serve(app: FastAPI, *, port: int = 0, has_lifespan: bool = False) -> Iterato
 class ToyHub:
     """The game: answer "go" twice. Item <subset>-test-9 fails to open; in a broken hub, all do.
 
-    The first `num_paused` calls of sessions find the environment paused.
+    The first `num_paused` calls of sessions find the environment paused. The first `num_full`
+    openings find no free session.
     """
 
     is_broken: bool = False
     num_paused: int = 0
+    num_full: int = 0
     step_s: float = 0.0
     opened: list[str] = field(default_factory=list[str])
     turns: dict[str, int] = field(default_factory=dict[str, int])
@@ -74,6 +76,10 @@ class ToyHub:
             if self.num_paused > 1:
                 self.num_paused -= 1
                 return JSONResponse({"detail": "judge x is down"}, status_code=424)
+            if self.num_full:
+                self.num_full -= 1
+                headers = {"Retry-After": "0.01"}
+                return JSONResponse({"detail": "full"}, status_code=429, headers=headers)
             self.opened.append(item_id)
             if self.is_broken or item_id.endswith("-9"):
                 return JSONResponse({"detail": "the game is broken"}, status_code=500)

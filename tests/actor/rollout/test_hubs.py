@@ -23,10 +23,14 @@ def place(url: str, *envs: str) -> HubPlace:
 
 
 def play(
-    places: list[HubPlace], law: Callable[[Hubs], Awaitable[None]], *, patience_s: float = 600.0
+    places: list[HubPlace],
+    law: Callable[[Hubs], Awaitable[None]],
+    *,
+    patience_s: float = 600.0,
+    answer_s: float = 10.0,
 ) -> None:
     async def run() -> None:
-        cfg = ActorSection(env_timeout_s=10.0, episode_timeout_s=patience_s)
+        cfg = ActorSection(env_timeout_s=answer_s, episode_timeout_s=patience_s)
         hubs = Hubs(lambda: places, cfg, style="compact")
         await hubs.start()
         try:
@@ -70,6 +74,17 @@ def test_other_hubs_replace_a_dead_hub() -> None:
         places.append(place(url))
         play(places, law)
     assert len(hub.opened) == 3
+
+
+def test_full_hub_is_waited_for_beyond_one_request() -> None:
+    hub = ToyHub(num_full=25)  # At least 0.05 s each.
+
+    async def law(hubs: Hubs) -> None:
+        assert await open_many(hubs, 1) == ["begin a-test-0"]
+
+    with serve(hub.app()) as url:
+        play([place(url)], law, answer_s=0.5)
+    assert hub.num_full == 0
 
 
 def test_actor_follows_a_moved_hub() -> None:

@@ -61,6 +61,11 @@ async def main():
     assert await played(spec, "So it is <answer>1</answer>, no, {}") == 1.0
     assert await played(spec, "I do not know. <answer></answer>") == 0.0
     assert await played(make_spec(section(system="Be short.")), "#### {}") == 1.0
+    # The verifier pays in part for a longer number that contains the answer, exact_number nothing.
+    assert 0 < await played(spec, "1{}") < 1
+    exact = make_spec(section(options=small, reward="exact_number"))
+    assert await played(exact, "1{}") == 0.0
+    assert await played(exact, "The sum of both is {}.") == 1.0
     # The verifier of this task raises ValueError for a text that is no number.
     factors = make_spec(section("reasoning_gym:prime_factorization"))
     assert await played(factors, "<answer>no</answer>") == 0.0
