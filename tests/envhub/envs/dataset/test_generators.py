@@ -62,8 +62,9 @@ async def main():
     assert await played(spec, "I do not know. <answer></answer>") == 0.0
     assert await played(make_spec(section(system="Be short.")), "#### {}") == 1.0
     # The verifier pays in part for a longer number that contains the answer, exact_number nothing.
-    assert 0 < await played(spec, "1{}") < 1
-    exact = make_spec(section(options=small, reward="exact_number"))
+    bare = {"options": small, "system": "Be short."}
+    assert 0 < await played(make_spec(section(**bare)), "1{}") < 1
+    exact = make_spec(section(reward="exact_number", **bare))
     assert await played(exact, "1{}") == 0.0
     assert await played(exact, "The sum of both is {}.") == 1.0
     # The verifier of this task raises ValueError for a text that is no number.
