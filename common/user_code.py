@@ -5,7 +5,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -92,6 +92,20 @@ class ImportedFunction:
             last = frames[-1]
             at = f" ({Path(last.filename).name}, line {last.lineno})" if len(frames) > 1 else ""
             raise ConfigError(f"{self.where}: {type(error).__name__}: {error}{at}") from error
+
+
+def digests_of(functions: Iterable[ImportedFunction]) -> dict[str, str]:
+    """Return the digests of the functions' files, by the key and the value that name them."""
+    return {user.where: user.sha256 for user in functions}
+
+
+def changed_functions(was: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each function of the user whose file has changed since a start."""
+    return [
+        f"{where}: its file has changed: sha256 was {was[where][:12]}, is {digest[:12]}"
+        for where, digest in now.items()
+        if was.get(where, digest) != digest
+    ]
 
 
 @cache

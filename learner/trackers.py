@@ -13,9 +13,11 @@ import os
 import queue
 import re
 import secrets
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,18 +63,20 @@ class Tracker(Protocol):
 
 
 def check_trackers(
-    cfg: LogSection, environ: Mapping[str, str], *, find: Callable[[str], object] = find_spec
+    cfg: RunConfig, environ: Mapping[str, str], *, find: Callable[[str], object] = find_spec
 ) -> None:
     """Check `log.to`. Raises: ConfigError: a library is missing, or as `check_mode`.
 
     Args:
         find: returns None for a module that is not installed.
     """
-    for user in user_trackers(cfg):
+    for user in user_trackers(cfg.log):
         user.check_arguments("run_dir", "config")
         if inspect.isclass(user.function):
             _check_tracker(user, user.function)
-    for name in cfg.to:
+        else:
+            _check_opened(user, cfg)
+    for name in cfg.log.to:
         if ":" in name:
             continue
         module, package = LIBRARIES[TrackerName(name)]
@@ -81,8 +85,8 @@ def check_trackers(
                 f"log.to=[{name}]: the package {package} is not installed. Install it with:"
                 f" pip install {package}{' (the extra `trackers`)' * (name != TrackerName.WANDB)}"
             )
-    if TrackerName.WANDB in cfg.to:
-        check_mode(cfg, environ)
+    if TrackerName.WANDB in cfg.log.to:
+        check_mode(cfg.log, environ)
 
 
 def user_trackers(cfg: LogSection) -> list[ImportedFunction]:
@@ -97,6 +101,24 @@ def _check_tracker(user: ImportedFunction, tracker: Any) -> None:
             f"{user.where}: its tracker has no method {' and no method '.join(missing)}; expected"
             " send(step, values) and close()"
         )
+
+
+def _check_opened(user: ImportedFunction, cfg: RunConfig) -> None:
+    """Open the tracker of a function for a folder that is removed, and close it.
+
+    A service that cannot be reached stops no run, so an OSError is a warning.
+
+    Raises: ConfigError: the function fails otherwise, or its tracker lacks a method.
+    """
+    with tempfile.TemporaryDirectory(prefix="longstride-") as folder:
+        try:
+            tracker = user.call(Path(folder), dict(_plain_config(cfg)))
+            _check_tracker(user, tracker)
+            replace(user, function=tracker.close).call()
+        except ConfigError as error:
+            if not isinstance(error.__cause__, OSError):
+                raise
+            logger.warning("%s; the run opens it again", error)
 
 
 def _tracker_of_user(name: str, run_dir: RunDir, cfg: RunConfig) -> Tracker:

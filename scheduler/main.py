@@ -20,6 +20,7 @@ from common.stall.beacon import beacon_of
 from common.store.disk import POLL_S as ROOM_POLL_S
 from common.store.disk import DiskFull, RoomWait, if_room
 from common.store.run_dir import RunDir, cut_head, json_object, write_atomically, write_json
+from common.user_code import changed_functions, digests_of
 from common.wire.access.lease_mac import lease_key, marked
 from common.wire.addresses import WILDCARDS, bracketed
 from common.wire.messages import (
@@ -230,6 +231,8 @@ class LoopParts:
     # Time until which the scheduler keeps serving restarted roles after the end of the run.
     serves_until: float = 0.0
     launched_at: float | None = None  # Unix time of the launcher's start; None: unknown.
+    # Digests of the files of the user's functions, by the key that names the function.
+    functions: dict[str, str] = field(default_factory=dict[str, str])
 
 
 def run(cfg: RunConfig, run_dir: RunDir) -> None:
@@ -326,8 +329,12 @@ def build(
     catalogue = start_messages.wait_for_catalogue(token=token, stop=stop)
     for line in cfg.curriculum.warnings(cfg.horizon):
         logger.warning(line.removeprefix("warning: "))
-    for user in user_functions(cfg):
+    functions = user_functions(cfg)
+    for user in functions:
         logger.info("%s", user.note)
+    digests = digests_of(functions)
+    for line in changed_functions(saved.get("functions", {}), digests):
+        logger.warning("%s. The run continues with the new function and the saved state.", line)
     clock = LoopClock(time.monotonic())
     components = build_components(cfg, catalogue)
     core = SchedulerCore(components, clock=clock, run_epoch=secrets.token_hex(8))
@@ -347,6 +354,7 @@ def build(
         lease_key=lease_key(keys),
         serves_until=clock.now + LAST_WAIT_S,
         launched_at=launched_at,
+        functions=digests,
     )
     came_meanwhile = disk.write(lambda: log.save(state_of(parts)), log.path)
     core.mark_saved()
@@ -511,6 +519,7 @@ def state_of(parts: LoopParts) -> dict[str, Any]:
         "change": parts.live.saved(),
         "launched_at": parts.launched_at,
         "hubs": parts.registry.saved_hubs(parts.hub_token),
+        "functions": parts.functions,
     }
 
 

@@ -5,6 +5,7 @@ their own. A group counts as complete after the call, so rewards decide whether 
 """
 
 import asyncio
+import hashlib
 import json
 import logging
 import math
@@ -25,6 +26,7 @@ from common.functions.process import unpack
 from common.ids import subset_of
 from common.segments import as_rows
 from common.store.disk import DiskFull
+from common.user_code import find_path
 from common.wire.messages import Trajectory
 from learner.recovery.reward_log import GroupReward, RewardLog
 
@@ -166,22 +168,39 @@ def load_group_rewards(cfg: GroupsSection) -> GroupRewardSum | None:
 
     Raises: ConfigError: a key is wrong, or a function cannot be loaded or takes no group.
     """
-    reward = cfg.reward
-    if reward in (None, ""):
+    if cfg.reward in (None, ""):
         return None
-    if isinstance(reward, str):
-        entries = {re.sub(r"\W", "_", reward.rpartition(":")[2]) or "function": reward}
-    elif isinstance(reward, dict) and reward:
-        entries = {str(name): entry for name, entry in reward.items()}
-    else:
-        raise ConfigError(
-            f"groups.reward={reward}: expects module:function, file.py:function, or a map from"
-            " names to functions"
-        )
-    terms = [_term(name, entry, cfg) for name, entry in entries.items()]
+    terms = [_term(name, entry, cfg) for name, entry in _entries(cfg.reward).items()]
     if not any(term.weight for term in terms):
         raise ConfigError("groups.reward: the weight of every function is 0; give one another one")
     return GroupRewardSum(terms, environment_weight=cfg.environment_weight)
+
+
+def group_reward_digests(cfg: GroupsSection) -> dict[str, str]:
+    """Return the digests of the functions' files, by the key and the value that name them.
+
+    A function of a module has none: its process imports it.
+    """
+    digests: dict[str, str] = {}
+    for name, entry in _entries(cfg.reward).items() if cfg.reward else ():
+        reference = entry if isinstance(entry, str) else str(entry["function"])
+        file, key = reference.rpartition(":")[0], f"groups.reward.{name}"
+        if file.endswith(".py"):
+            content = find_path(key, file).read_bytes()
+            digests[f"{key}={reference}"] = hashlib.sha256(content).hexdigest()
+    return digests
+
+
+def _entries(reward: Any) -> dict[str, Any]:
+    """Return the entries of `groups.reward` by name. Raises: ConfigError: it is no map."""
+    if isinstance(reward, str):
+        return {re.sub(r"\W", "_", reward.rpartition(":")[2]) or "function": reward}
+    if isinstance(reward, dict) and reward:
+        return {str(name): entry for name, entry in reward.items()}
+    raise ConfigError(
+        f"groups.reward={reward}: expects module:function, file.py:function, or a map from"
+        " names to functions"
+    )
 
 
 def _term(name: str, entry: Any, cfg: GroupsSection) -> GroupTerm:

@@ -23,9 +23,12 @@ from common.errors import ConfigError
 from common.host.machine import cpu_units
 from common.store.disk import AppendFile, with_room
 from common.store.run_dir import RunDir, cut_head
+from common.user_code import changed_functions, digests_of, load_function
 from learner.algorithms.user_functions import functions_of
+from learner.ingest.group_rewards import group_reward_digests
 from learner.policy.model import pick_device
 from learner.recovery.step_log import LoggedStep, whole_bytes
+from learner.trackers import user_trackers
 from learner.training.digests import StepDigests, first_difference
 from learner.training.trainer import Trainer
 
@@ -127,17 +130,15 @@ def start_of(cfg: RunConfig, run_dir: RunDir, trainer: Trainer, *, version: int)
         code=code_of(run_dir),
         machine=machine_facts(pick_device(cfg.learner.device)),
         settings=settings_of(cfg),
-        functions={user.where: user.sha256 for user in functions_of(cfg.algorithm)},
+        functions=_functions_of_learner(cfg),
     )
 
 
-def changed_functions(was: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each function of the user whose file has changed since a start."""
-    return [
-        f"{where}: its file has changed: sha256 was {was[where][:12]}, is {digest[:12]}"
-        for where, digest in now.items()
-        if was.get(where, digest) != digest
-    ]
+def _functions_of_learner(cfg: RunConfig) -> dict[str, str]:
+    """Return the digests of the files of all functions of the user in the learner."""
+    filters = [load_function("groups.filter", cfg.groups.filter)] if cfg.groups.filter else []
+    functions = [*functions_of(cfg.algorithm), *filters, *user_trackers(cfg.log)]
+    return digests_of(functions) | group_reward_digests(cfg.groups)
 
 
 def code_of(run_dir: RunDir) -> str:

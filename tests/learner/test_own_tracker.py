@@ -32,6 +32,11 @@ class NoClose:
     def __init__(self, run_dir, config): pass
     def send(self, step, values): pass
 def nothing(run_dir, config): pass
+def unreachable(run_dir, config): raise OSError("no route")
+def wrong(run_dir, config): return Lines(config)
+class NoEnd(Lines):
+    def close(self): raise RuntimeError("still open")
+def open_end(run_dir, config): return NoEnd(run_dir, config)
 class Failing(Lines):
     def send(self, step, values): raise OSError("no server")
 """
@@ -72,7 +77,12 @@ def test_example_writes_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("Failing", "OSError: no server"), ("nothing", "no method send and no")]
+    ("name", "text"),
+    [
+        ("Failing", "OSError: no server"),
+        ("nothing", "no method send and no"),
+        ("unreachable", "OSError: no route"),
+    ],
 )
 def test_failing_tracker_stops_no_run(
     own: str, name: str, text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -89,13 +99,25 @@ def test_failing_tracker_stops_no_run(
         ("OneArgument", r"is called with \(run_dir, config\)"),
         ("NoClose", "its tracker has no method close; expected"),
         ("missing", "has no function 'missing'"),
+        ("nothing", "its tracker has no method send and no method close"),
+        ("wrong", "TypeError: "),
+        ("open_end", "RuntimeError: still open"),
     ],
 )
 def test_check_names_key_function_and_fault(own: str, name: str, text: str) -> None:
     cfg = load_config("smoke", [f"log.to=[{own}:{name}]"])
     with pytest.raises(ConfigError, match=text) as raised:
-        check_trackers(cfg.log, {})
+        check_trackers(cfg, {})
     assert f"log.to={own}:{name}" in str(raised.value)
+
+
+def test_function_without_its_server_is_a_warning_of_the_check(
+    own: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_trackers(load_config("smoke", [f"log.to=[{own}:made]"]), {})
+    assert caplog.text == ""
+    check_trackers(load_config("smoke", [f"log.to=[{own}:unreachable]"]), {})
+    assert f"log.to={own}:unreachable: OSError: no route" in caplog.text
 
 
 @pytest.mark.slow

@@ -133,7 +133,7 @@ def test_evaluations_beside_training_are_sent_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [*TrackerName])
 def test_missing_package_is_named_at_the_start(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^log\.to=\[{name}\]: the package {name} is not inst"):
-        check_trackers(LogSection(to=[TrackerName(name)]), {}, find=lambda module: None)
+        check_trackers(load_config("smoke", [f"log.to=[{name}]"]), {}, find=lambda module: None)
 
 
 def test_unknown_tracker_is_refused() -> None:
@@ -143,9 +143,9 @@ def test_unknown_tracker_is_refused() -> None:
 
 def test_variables_of_wandb_matter_only_with_wandb() -> None:
     environ = {"WANDB_MODE": "onlin"}
-    check_trackers(LogSection(to=[]), environ)
+    check_trackers(load_config("smoke", ["log.to=[]"]), environ)
     with pytest.raises(ConfigError, match=r"^WANDB_MODE=onlin"):
-        check_trackers(LogSection(), environ)
+        check_trackers(load_config("quickstart", []), environ)
 
 
 def test_run_without_trackers_has_none(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ class Training:
     Example:
         with train("quickstart", {"run.name": "a"}) as training:
             for metrics in training:
-                print(metrics["step"], metrics["reward/success"])
+                print(metrics["step"], metrics.get("reward/success"))
             print(training.policy.path)
     """
 

@@ -80,9 +80,10 @@ def reference_of(key: str, function: Any) -> str:
     shown = f"{key}={name or type(function).__name__}"
     module = sys.modules.get(module_name)
     if module_name == "__main__":
+        last = name.rpartition(".")[2]
         raise ConfigError(
             f"{shown}: a role cannot import it from __main__, the script or notebook that runs;"
-            f" {REMEDY}, and give my_code.{name.rpartition('.')[2]}"
+            f" {REMEDY}, and give my_code.{'NAME' if '<' in last else last}"
         )
     if module is None or not getattr(module, "__file__", None):
         raise ConfigError(f"{shown}: its module {module_name!r} has no file; {REMEDY}")

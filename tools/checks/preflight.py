@@ -67,7 +67,7 @@ def check(cfg: RunConfig, *, missing: Sequence[str] = ()) -> None:
             f"run.resume=never: {run_dir} contains a run. Use another run.name, or run.resume=auto"
         )
     check_disk(run_dir)
-    check_trackers(cfg.log, os.environ)
+    check_trackers(cfg, os.environ)
     if cfg.journal.copy_to:
         check_target(cfg.journal.copy_to)
     here = on_this_machine(cfg)
@@ -122,7 +122,7 @@ def check_dry(cfg: RunConfig, *, missing: Sequence[str] = (), mistakes: Sequence
     _check_tasks(cfg)
     if mistakes:
         raise ConfigError("; ".join(mistakes))
-    check_trackers(cfg.log, os.environ)
+    check_trackers(cfg, os.environ)
     if is_stand_in:
         check_kind(ROOT / cfg.model.path, key="model.architecture", shown=cfg.model.path)
     else:

@@ -118,7 +118,7 @@ def _check_episodes(name: str, *, key: str) -> None:
 
 def _check_offline(cfg: RunConfig) -> None:
     """Check the settings that all offline commands share. Raises: ConfigError."""
-    check_trackers(cfg.log, os.environ)
+    check_trackers(cfg, os.environ)
     check_temporary_room()
     if cfg.learner.offload is Offload.OPTIMIZER:
         raise ConfigError(

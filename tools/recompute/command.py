@@ -11,10 +11,11 @@ from common.errors import ConfigError
 from common.repository import ROOT, git_revision
 from common.store.run_dir import RunDir, write_json
 from common.text import counted
+from common.user_code import changed_functions, digests_of
 from learner.algorithms.user_functions import functions_of
 from learner.objective.description import summary_lines
 from learner.policy.model import pick_device
-from learner.recovery.checksums import changed_functions, differences, machine_facts
+from learner.recovery.checksums import differences, machine_facts
 from learner.training.digests import first_difference
 from tools.cli.command_line import ParsedCommand
 from tools.recompute.plan import EpisodesMissing, Plan, episodes_of, make_plan
@@ -103,7 +104,7 @@ class _Check:
         now = machine_facts(pick_device(rebuilt.cfg.learner.device))
         for line in differences(start.machine, now):
             print(f"this machine differs from the run's, so rounding may differ: {line}")
-        functions = {user.where: user.sha256 for user in functions_of(rebuilt.cfg.algorithm)}
+        functions = digests_of(functions_of(rebuilt.cfg.algorithm))
         for line in changed_functions(start.functions, functions):
             print(f"{line}, so the numbers may differ")
         code = git_revision()

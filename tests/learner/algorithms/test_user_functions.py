@@ -11,13 +11,13 @@ import torch
 from common.config.algorithm import Advantage, AlgorithmSection, Correction, PolicyLoss
 from common.config.learner import LearnerSection
 from common.errors import ConfigError
+from common.user_code import changed_functions
 from learner.algorithms import table
 from learner.algorithms.interface import MAX_LOG_RATIO, LossInputs, Surrogate, Weight
 from learner.algorithms.user_functions import read_keys, small_batch
 from learner.objective.advantages import group_has_signal, samples_of
 from learner.objective.description import dead_knobs, objective_text, summary_lines
 from learner.objective.loss import Denominator, importance_weights, policy_loss
-from learner.recovery.checksums import changed_functions
 from tests.learner.objective.ragged import groups
 
 CPU = torch.device("cpu")

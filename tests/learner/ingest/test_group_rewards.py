@@ -202,6 +202,26 @@ def test_function_of_trl_receives_columns_and_texts(calls: Any) -> None:
 
 
 @pytest.mark.slow
+def test_function_of_the_package_trl_loads_as_it_is(tmp_path: Path) -> None:
+    def chat(number: int, text: str) -> Trajectory:
+        """Return an episode of the dataset with messages as its prompt."""
+        asked = {"role": "user", "content": "How many?"}
+        answer = {"role": "assistant", "content": text}
+        facts = {
+            **{"messages": [asked, answer], "num_asked": 1, "completion": text},
+            **{"prompts": [asked], "completions": [answer], "columns": {}, "record": {}},
+        }
+        return answered(number, text, facts=facts)
+
+    made = Calls(tmp_path, "trl.rewards:think_format_reward", environment_weight=0.0)
+    try:
+        reward = made.reward(chat(0, "<think>3 + 4</think>7"), chat(1, "7"))
+    finally:
+        made.rewarder.stop()
+    assert (reward.error, reward.rewards) == ("", {0: 1.0, 1: 0.0})
+
+
+@pytest.mark.slow
 def test_function_of_verifiers_receives_states_and_messages(calls: Any) -> None:
     made = calls("of_verifiers", environment_weight=0.0)
     assert made.reward(of_dataset(0, "7 km"), of_dataset(1, "7")).rewards == {0: 1.0, 1: 0.0}

@@ -139,6 +139,7 @@ def test_function_of_the_script_itself_is_refused_with_the_remedy(tmp_path: Path
         last = done.stderr.strip().splitlines()[-1]
         assert "reward=mine: a role cannot import it from __main__" in last
         assert "%%writefile my_code.py" in last
+        assert "give my_code.mine" in last
         assert done.returncode == 1
 
 
