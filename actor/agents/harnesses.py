@@ -1,9 +1,9 @@
 """Harnesses by name: agents of others that play in the sandbox of their task.
 
 `actor.agent=[codex]` starts this file once per episode. The harness runs as one command of the
-environment `terminal`, so that its files and commands are those of the task. Its environment is
-empty but for the variables below. It has no network; a Unix socket in a folder that the sandbox
-shows leads to the policy. The hub must be on the actor's machine.
+environment `terminal`, in the sandbox or the container of the task, so that its files and commands
+are those of the task. Its environment has no variable of the host. It has no network; a Unix socket
+in a folder that the sandbox shows leads to the policy. The hub must be on the actor's machine.
 """
 
 import asyncio
@@ -13,8 +13,6 @@ import logging
 import os
 import shlex
 import shutil
-import stat
-import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -23,6 +21,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from actor.agents.installation import (
+    SOCKETS,
+    HarnessPackage,
+    folder_of,
+    install,
+    node_of,
+    python_of,
+)
 from common.config.actor import ActorSection, AgentLifetime
 from common.errors import ConfigError
 from common.http.blocking import request
@@ -31,14 +37,27 @@ logger = logging.getLogger(__name__)
 
 PORT = 8080  # Port of the policy inside the sandbox, which has a network of its own.
 MODEL = "policy"
-PYTHON = "/usr/bin/python3"  # Python of the sandbox.
-SOCKETS = "sockets"  # Folder of the sockets below that of the harnesses.
-WHOLE = "installed"  # File that marks a complete installation.
+HOME = "/tmp/agent"  # Home of a harness; every sandbox and container has a /tmp to write.
 BUFFER_BYTES = 1 << 16
-INSTALL_S = 1800.0  # Limit of an installation.
 STEP_S = 7 * 86_400.0  # The deadline of the episode ends a step, and the limits of the environment.
-# Forwards connections of the sandbox to the socket, runs the harness, and returns its exit code.
-RELAY = """
+# Node reserves 10 GiB of addresses for a module of WebAssembly, such as the parser of `fetch`. The
+# limits of a sandbox refuse this.
+NODE_OPTION = "--disable-wasm-trap-handler"
+# Both forward connections of the sandbox to the socket, run the harness, and return its exit code.
+NODE_RELAY = """
+const [place, port, command, ...words] = process.argv.slice(1)
+const serve = (client) => {
+  const policy = require("net").connect(place)
+  const end = () => { client.destroy(); policy.destroy() }
+  client.on("error", end).pipe(policy).on("error", end).pipe(client)
+}
+require("net").createServer(serve).listen(Number(port), "127.0.0.1", () => {
+  const child = require("child_process").spawn(command, words, {stdio: ["ignore", 1, 1]})
+  child.on("error", (error) => { console.error(error.message); process.exit(127) })
+  child.on("exit", (code) => process.exit(code ?? 1))
+})
+"""
+PYTHON_RELAY = """
 import socket, subprocess, sys, threading
 place, port, command = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
 def pump(source, target):
@@ -62,6 +81,12 @@ listener = socket.create_server(("127.0.0.1", port))
 threading.Thread(target=serve, args=(listener,), daemon=True).start()
 sys.exit(subprocess.run(command, stdin=subprocess.DEVNULL).returncode)
 """
+# Runs a module of the installed packages. The variables of the harness's own commands name none.
+RUN_MODULE = """
+import runpy, sys
+sys.path.insert(0, sys.argv.pop(1))
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +101,7 @@ class PolicyAccess:
 class Harness:
     """An agent of others with a fixed version."""
 
-    package: str
-    version: str
-    is_npm: bool
+    package: HarnessPackage
     # (folder of the installation, task) -> command line
     command: Callable[[str, str], list[str]]
     # PolicyAccess -> files of its home, by path
@@ -87,8 +110,14 @@ class Harness:
     variables: Callable[[PolicyAccess], dict[str, str]]
 
 
-def _npm(folder: str, program: str) -> str:
-    return f"{folder}/node_modules/.bin/{program}"
+def _node(folder: str, script: str, *words: str) -> list[str]:
+    """Return the command line of a script of npm's packages."""
+    return [node_of(folder), NODE_OPTION, f"{folder}/node_modules/{script}", *words]
+
+
+def _module(folder: str, name: str, *words: str) -> list[str]:
+    """Return the command line of a module of the Python index's packages."""
+    return [python_of(folder), "-c", RUN_MODULE, f"{folder}/packages", name, *words]
 
 
 def _codex_files(access: PolicyAccess) -> dict[str, str]:
@@ -161,21 +190,18 @@ def _openai(access: PolicyAccess) -> dict[str, str]:
 
 HARNESSES = {
     "codex": Harness(
-        package="@openai/codex",
-        version="0.171.0",
-        is_npm=True,
+        package=HarnessPackage(name="codex", package="@openai/codex", version="0.171.0"),
         command=lambda folder, task: [
-            *(_npm(folder, "codex"), "exec", "--skip-git-repo-check", "--color", "never", task)
+            *_node(folder, "@openai/codex/bin/codex.js", "exec", "--skip-git-repo-check"),
+            *("--color", "never", task),
         ],
         files=_codex_files,
         variables=_openai,
     ),
     "opencode": Harness(
-        package="opencode-ai",
-        version="1.18.33",
-        is_npm=True,
+        package=HarnessPackage(name="opencode", package="opencode-ai", version="1.18.33"),
         command=lambda folder, task: [
-            *(_npm(folder, "opencode"), "run", "-m", f"longstride/{MODEL}", task)
+            *(f"{folder}/node_modules/.bin/opencode", "run", "-m", f"longstride/{MODEL}", task)
         ],
         files=_opencode_files,
         variables=lambda access: {
@@ -185,72 +211,65 @@ HARNESSES = {
             "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
         },
     ),
-    "mini-swe-agent": Harness(
-        package="mini-swe-agent",
-        version="2.4.6",
-        is_npm=False,
+    "qwen-code": Harness(
+        package=HarnessPackage(name="qwen-code", package="@qwen-code/qwen-code", version="0.24.4"),
         command=lambda folder, task: [
-            *(PYTHON, "-m", "minisweagent.run.mini", "-y", "--exit-immediately"),
-            *("-c", "/home/agent/mini.yaml", "-t", task, "-o", "/tmp/mini.traj.json"),
+            *_node(folder, "@qwen-code/qwen-code/cli.js", "--auth-type", "openai", "-y"),
+            *("-p", task),
         ],
+        files=lambda _: {},
+        variables=lambda access: {
+            **_openai(access),
+            "OPENAI_MODEL": MODEL,
+            "QWEN_CODE_NO_RELAUNCH": "true",  # A second Node would lack the option.
+            "QWEN_CODE_SUPPRESS_YOLO_WARNING": "1",
+        },
+    ),
+    "mini-swe-agent": Harness(
+        package=HarnessPackage(
+            name="mini-swe-agent",
+            package="mini-swe-agent",
+            version="2.4.6",
+            python=((3, 10), (3, 14)),
+        ),
+        command=lambda folder, task: _module(
+            folder,
+            "minisweagent.run.mini",
+            *("-y", "--exit-immediately", "-c", f"{HOME}/mini.yaml", "-t", task),
+            *("-o", f"{HOME}/mini.traj.json"),
+        ),
         files=lambda _: {"mini.yaml": MINI},
         variables=lambda access: {
             **_openai(access),
             "MSWEA_CONFIGURED": "true",
             "MSWEA_SILENT_STARTUP": "1",
-            "MSWEA_GLOBAL_CONFIG_DIR": "/tmp/mini",
+            "MSWEA_GLOBAL_CONFIG_DIR": f"{HOME}/mini",
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         },
+    ),
+    "aider": Harness(
+        package=HarnessPackage(
+            name="aider", package="aider-chat", version="0.86.2", python=((3, 10), (3, 13))
+        ),
+        command=lambda folder, task: _module(
+            *(folder, "aider", "--model", f"openai/{MODEL}", "--edit-format", "whole"),
+            *("--yes-always", "--no-git", "--no-pretty", "--map-tokens", "0"),
+            *("--no-check-update", "--no-show-model-warnings", "--no-show-release-notes"),
+            *("--analytics-disable", "--no-detect-urls", "--no-gitignore"),
+            *("--input-history-file", f"{HOME}/input", "--chat-history-file", f"{HOME}/chat"),
+            *("--message", task),
+        ),
+        files=lambda _: {},
+        variables=lambda access: {**_openai(access), "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
     ),
 }
 
 
-def folder_of(name: str, root: Path) -> Path:
-    """Return the folder of a harness below the folder of all harnesses."""
-    return root / f"{name}-{HARNESSES[name].version}"
-
-
-def install(name: str, root: Path) -> Path:
-    """Install a harness with its fixed version, unless it is there; return its folder.
-
-    Raises: ConfigError: another user can change the folder, or npm or pip failed; the message
-        has its last output.
-    """
-    harness = HARNESSES[name]
-    root.mkdir(parents=True, exist_ok=True)
-    status = root.stat()
-    if status.st_uid != os.getuid() or status.st_mode & stat.S_IWOTH:
-        raise ConfigError(
-            f"actor.harnesses={root}: another user can change its programs; name a folder that "
-            "only this user can write"
-        )
-    folder = folder_of(name, root)
-    if (folder / WHOLE).exists():
-        return folder
-    if harness.is_npm and shutil.which("npm") is None:
-        raise ConfigError(f"actor.agent={name}: npm is missing; install Node 20, which has it")
-    logger.info("installing harness=%s version=%s folder=%s", name, harness.version, folder)
-    folder.mkdir(exist_ok=True)
-    (root / SOCKETS).mkdir(exist_ok=True)
-    if harness.is_npm:
-        wanted = f"{harness.package}@{harness.version}"
-        argv = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", f"{folder}"]
-        argv.append(wanted)
-    else:
-        wanted = f"{harness.package}=={harness.version}"
-        argv = [sys.executable, "-m", "pip", "install", "-q", "--target", f"{folder}", wanted]
-    try:
-        done = subprocess.run(
-            argv, capture_output=True, encoding="utf-8", check=False, timeout=INSTALL_S
-        )
-    except subprocess.TimeoutExpired as error:
-        text = f"actor.agent={name}: the installation of {wanted} took longer than {INSTALL_S:g} s"
-        raise ConfigError(text) from error
-    if done.returncode:
-        text = f"{done.stdout}{done.stderr}"[-1_000:]
-        raise ConfigError(f"actor.agent={name}: cannot install {wanted}: {text}")
-    (folder / WHOLE).write_text(f"{wanted}\n", encoding="utf-8")
-    return folder
+# Names of harnesses that have no entry, with the reason.
+REFUSED = {
+    "openhands": "its package needs Python 3.12, and no run has shown that it works here",
+    "terminus": "Harbor's package needs Python 3.12 and controls the task from outside its sandbox",
+}
 
 
 def script_of(
@@ -264,22 +283,24 @@ def script_of(
         port: port of the policy in the network of the sandbox; 0: any, for a harness without it.
     """
     lines = [
-        f"mkdir -p {shlex.quote(os.path.dirname(f'/home/agent/{path}'))} && "
-        f"printf %s {shlex.quote(text)} > {shlex.quote(f'/home/agent/{path}')}"
-        for path, text in harness.files(access).items()
+        f"mkdir -p {shlex.quote(os.path.dirname(f'{HOME}/{path}'))} && "
+        f"printf %s {shlex.quote(text)} > {shlex.quote(f'{HOME}/{path}')}"
+        for path, text in {".hushlogin": "", **harness.files(access)}.items()
     ]
     variables = {
-        "HOME": "/home/agent",
-        "PATH": f"{folder}/node_modules/.bin:{folder}/bin:/usr/local/bin:/usr/bin:/bin",
+        "HOME": HOME,
         "LANG": "C.UTF-8",
         "TERM": "dumb",
         "TMPDIR": "/tmp",
-        **({} if harness.is_npm else {"PYTHONPATH": f"{folder}"}),
         **harness.variables(access),
     }
-    cleared = ["env", "-i", *(f"{name}={value}" for name, value in variables.items())]
-    relay = [PYTHON, "-c", RELAY, place, f"{port}"]
-    argv = [*cleared, *relay, *harness.command(f"{folder}", task)]
+    # A sandbox has no variable of the host, but those of the task's image, as PATH.
+    argv = ["env", *(f"{name}={value}" for name, value in variables.items())]
+    if harness.package.is_npm:
+        argv += [node_of(f"{folder}"), "-e", NODE_RELAY, "--"]
+    else:
+        argv += [python_of(f"{folder}"), "-c", PYTHON_RELAY]
+    argv += [place, f"{port}", *harness.command(f"{folder}", task)]
     return "\n".join([*lines, shlex.join(argv)])
 
 
@@ -356,7 +377,7 @@ async def play(name: str, root: Path, variables: Mapping[str, str]) -> None:
         )
         script = script_of(
             HARNESSES[name],
-            folder_of(name, root),
+            folder_of(HARNESSES[name].package, root),
             task=f"{task['observation']}",
             access=access,
             place=f"{place}",
@@ -387,13 +408,18 @@ def command_of(cfg: ActorSection) -> list[str]:
     """
     name = harness_of(cfg.agent)
     if not name:
+        if len(cfg.agent) == 1 and cfg.agent[0] in REFUSED:
+            raise ConfigError(
+                f"actor.agent={cfg.agent[0]}: this harness is not supported: "
+                f"{REFUSED[cfg.agent[0]]}; use {', '.join(HARNESSES)} or a program by its path"
+            )
         return list(cfg.agent)
     if cfg.agent_lifetime is not AgentLifetime.EPISODE:
         raise ConfigError(f"actor.agent_lifetime={cfg.agent_lifetime}: must be episode for {name}")
     root = root_of(cfg).absolute()
     if root.is_relative_to("/tmp"):
         raise ConfigError(f"actor.harnesses={root}: must not be below /tmp, which a sandbox hides")
-    install(name, root)
+    install(HARNESSES[name].package, root)
     return [sys.executable, "-m", "actor.agents.harnesses", name, f"{root}"]
 
 

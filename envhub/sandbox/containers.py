@@ -131,6 +131,7 @@ class Containers:
             images=images,
             is_closed=is_closed,
             cpus=self._options.containers.cpus,
+            mounts=self._options.mounts,
         )
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(group.remove)
@@ -193,6 +194,8 @@ class ContainerGroup:
     images: Mapping[str, ContainerImage]
     is_closed: bool  # The image runs read-only and without rights.
     cpus: float  # Number of processors of a container without a limit of its own; 0 means all.
+    # Folders of the machine that the main container shows read-only, as PATH or PATH:TARGET.
+    mounts: Sequence[str] = ()
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     guard: asyncio.subprocess.Process | None = None
     gateway: Gateway | None = None  # The way to allowed hosts.
@@ -309,6 +312,8 @@ class ContainerGroup:
         elif not self._has_bridge:
             words += ["--network", "none"]
         words += self._closed(spec) if self.is_closed else self._open(spec)
+        for mount in self.mounts if spec is self.main else ():
+            words += ["--volume", f"{mount if ':' in mount else f'{mount}:{mount}'}:ro"]
         memory += 3 * limits.disk_bytes if self.is_closed else 0
         words += ["--memory", str(memory), "--memory-swap", str(memory)]
         words += ["--pids-limit", str(limits.processes), "--cpu-shares", CPU_SHARES]

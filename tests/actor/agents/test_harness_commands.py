@@ -1,25 +1,46 @@
 """Laws of the commands that run a harness; `test_harnesses` runs the real ones."""
 
+import json
 import os
+import socket
 import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from actor.agents.harnesses import (
     HARNESSES,
+    HOME,
+    REFUSED,
     Harness,
     PolicyAccess,
     command_of,
     harness_of,
-    install,
     script_of,
 )
+from actor.agents.installation import HarnessPackage, copy_python, find_python, install, python_of
 from common.config.actor import ActorSection, AgentLifetime
 from common.config.load import load_config
 from common.errors import ConfigError
 
+CODEX = HARNESSES["codex"].package
+AIDER = HARNESSES["aider"].package
 ACCESS = PolicyAccess(url="http://127.0.0.1:8080/episode/g.1/v1", key="secret-of-the-episode")
+PATH = os.environ["PATH"]
+# Asks the policy, and prints what a harness sees.
+ASK = """
+import json, os, pathlib, socket, sys
+with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as policy:
+    policy.sendall(b"question")
+    answer = policy.recv(100).decode()
+home = pathlib.Path(os.environ["HOME"])
+shown = {"answer": answer, "task": sys.argv[2], "variables": dict(os.environ)}
+shown["settings"] = (home / "folder/settings").read_text()
+shown["libraries"] = os.environ.get("LD_LIBRARY_PATH", "")
+print(json.dumps(shown))
+"""
 ENDPOINT = ["actor.endpoint=true", "actor.agent_lifetime=episode"]
 
 
@@ -31,38 +52,71 @@ def test_lone_word_names_a_harness_or_a_program() -> None:
     assert harness_of(["codex", "exec"]) == ""
 
 
-def test_script_shows_a_harness_its_own_variables_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LONGSTRIDE_SECRET", "of the host")
+@pytest.mark.slow
+def test_harness_reaches_the_policy_and_sees_its_own_variables(tmp_path: Path) -> None:
+    copy_python(sys.executable, tmp_path / "python")
+    task = "Say 'hi' \"now\".\nThen $HOME `id`."
+    place = tmp_path / "policy"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     harness = Harness(
-        package="x",
-        version="1",
-        is_npm=True,
-        command=lambda _, task: ["sh", "-c", 'env; echo "task: $0"', task],
-        files=lambda _: {},
+        package=HarnessPackage(name="x", package="x", version="1", python=((3, 10), (3, 14))),
+        command=lambda folder, text: [*(python_of(folder), "-c", ASK, f"{port}", text)],
+        files=lambda _: {"folder/settings": "of its home"},
         variables=lambda access: {"OPENAI_API_KEY": access.key, "OPENAI_BASE_URL": access.url},
     )
-    task = "Say 'hi' \"now\".\nThen $HOME `id`."
-    script = script_of(harness, tmp_path, task=task, access=ACCESS, place="/nowhere", port=0)
-    done = subprocess.run(
-        ["bash", "-c", script],
-        capture_output=True,
-        encoding="utf-8",
-        env=dict(os.environ),
-        check=True,
-        timeout=60,
-    )
-    shown, _, printed = done.stdout.partition("task: ")
-    assert printed == f"{task}\n"
-    names = {line.partition("=")[0] for line in shown.splitlines()}
-    own = {"HOME", "PATH", "LANG", "TERM", "TMPDIR", "OPENAI_API_KEY", "OPENAI_BASE_URL"}
-    assert names - {"PWD", "SHLVL", "_", "LC_CTYPE"} == own
+    script = script_of(
+        harness, tmp_path, task=task, access=ACCESS, place=f"{place}", port=port
+    ).replace(HOME, f"{tmp_path}/home")
+    with socket.socket(socket.AF_UNIX) as policy:
+        policy.bind(f"{place}")
+        policy.listen()
+        policy.settimeout(60)
+        with subprocess.Popen(
+            ["bash", "-c", script], stdout=subprocess.PIPE, encoding="utf-8", env={"PATH": PATH}
+        ) as process:
+            client, _ = policy.accept()
+            assert client.recv(100) == b"question"
+            client.sendall(b"answer")
+            client.close()
+            assert process.stdout is not None
+            shown = json.loads(process.stdout.read())
+    assert shown["answer"] == "answer"
+    assert shown["task"] == task
+    assert shown["settings"] == "of its home"
+    names = {"HOME", "LANG", "TERM", "TMPDIR", "OPENAI_API_KEY", "OPENAI_BASE_URL"}
+    assert set(shown["variables"]) - {"PWD", "SHLVL", "_", "LC_CTYPE"} == {"PATH", *names}
+    assert shown["variables"]["PATH"] == PATH
+    assert shown["libraries"] == ""
+
+
+@pytest.mark.slow
+def test_copied_python_needs_no_other_file_of_its_machine(tmp_path: Path) -> None:
+    copy_python(sys.executable, tmp_path / "python")
+    probe = "import ctypes, json, sqlite3, ssl, sys; print(json.dumps([sys.prefix, *sys.path[1:]]))"
+    text = subprocess.check_output([python_of(f"{tmp_path}"), "-c", probe], encoding="utf-8")
+    assert all(path.startswith(f"{tmp_path}/python") for path in json.loads(text))
+
+
+def test_harness_without_its_python_is_refused_with_the_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}")
+    law = r"actor\.agent=aider: it needs Python 3\.12 or newer, below 3\.13; no python3\.12 is on"
+    with pytest.raises(ConfigError, match=law):
+        find_python(replace(AIDER, python=((3, 12), (3, 13))))
 
 
 def test_harness_for_a_whole_run_is_refused_by_its_key() -> None:
     cfg = ActorSection(endpoint=True, agent=["codex"], agent_lifetime=AgentLifetime.RUN)
     with pytest.raises(ConfigError, match=r"actor\.agent_lifetime=run: must be episode for codex"):
+        command_of(cfg)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_harness_that_cannot_run_is_refused_by_name(name: str) -> None:
+    cfg = ActorSection(endpoint=True, agent=[name])
+    with pytest.raises(ConfigError, match=rf"actor\.agent={name}: this harness is not supported"):
         command_of(cfg)
 
 
@@ -77,7 +131,7 @@ def test_missing_npm_is_named_with_its_remedy(
 ) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}")
     with pytest.raises(ConfigError, match=r"actor\.agent=codex: npm is missing; install Node 20"):
-        install("codex", tmp_path)
+        install(CODEX, tmp_path)
 
 
 def test_folder_that_others_can_change_is_refused_by_its_key(tmp_path: Path) -> None:
@@ -85,5 +139,5 @@ def test_folder_that_others_can_change_is_refused_by_its_key(tmp_path: Path) -> 
     root.mkdir()
     root.chmod(0o777)
     with pytest.raises(ConfigError, match=r"actor\.harnesses=.*shared: another user can change"):
-        install("codex", root)
+        install(CODEX, root)
     assert list(root.iterdir()) == []

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from actor.agents.agents import Agents
-from actor.agents.harnesses import HARNESSES, install
+from actor.agents.harnesses import HARNESSES, HOME
+from actor.agents.installation import install
 from actor.formats.renderer import Renderer
 from actor.rollout.context import Turn
 from actor.rollout.env_client import ExpertHint, HubStepResult
@@ -27,6 +28,8 @@ from learner.ingest.intake import refusal
 from tests.actor.agents.test_lineages import of_engine, trained
 from tests.actor.agents.test_tool_calls import TOKENIZER
 from tests.actor.rollout.playing import LEASE
+from tests.envhub.envs.terminal.container_tasks import BASE
+from tests.envhub.envs.terminal.test_containers import problem
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 ROOT = Path("/var/tmp") / f"longstride-harnesses-{os.getuid()}"
@@ -48,6 +51,11 @@ def block(command: str) -> str:
 ANSWERS = {
     "codex": [call("exec_command", cmd=COMMAND), "done"],
     "opencode": [call("bash", command=COMMAND, description="Write the answer"), "done"],
+    "qwen-code": [
+        call("run_shell_command", command=COMMAND, description="Write", is_background=False),
+        "done",
+    ],
+    "aider": ["answer.txt\n```\n42\n```\n"],
     "mini-swe-agent": [block(COMMAND), block("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")],
 }
 
@@ -112,7 +120,7 @@ def make_task(folder: Path) -> None:
     files = {
         "instruction.md": INSTRUCTION,
         "task.toml": 'version = "1.0"\n',
-        "environment/Dockerfile": "FROM debian:12\nWORKDIR /app\n",
+        "environment/Dockerfile": f"FROM {BASE}\nWORKDIR /app\n",
         "tests/test.sh": '[ "$(cat /app/answer.txt)" = 42 ] && r=1 || r=0\n'
         "echo $r > /logs/verifier/reward.txt\n",
     }
@@ -122,12 +130,19 @@ def make_task(folder: Path) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def played(name: str, tasks: Path, policy: Script) -> tuple[Trajectory, list[str]]:
+def played(
+    name: str, tasks: Path, policy: Script, backend: str = "bwrap"
+) -> tuple[Trajectory, list[str]]:
     """Return the episode of a harness, and what its commands printed."""
     envs = EnvsSection(
         terminal=TerminalOptions(train=f"{tasks}", command_timeout_s=280.0, output_chars=6000),
         sandbox=SandboxOptions(
-            mounts=[f"{ROOT}"], memory_mib=4096, processes=512, max_files=50_000, disk_mib=512
+            backend=backend,
+            mounts=[f"{ROOT}"],
+            memory_mib=4096,
+            processes=512,
+            max_files=50_000,
+            disk_mib=512,
         ),
     )
     spec = make_spec(envs)
@@ -167,7 +182,7 @@ def task(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", HARNESSES)
 def test_scripted_policy_solves_a_task_through_each_harness(name: str, task: Path) -> None:
-    install(name, ROOT)
+    install(HARNESSES[name].package, ROOT)
     policy = Script(ANSWERS[name])
     trajectory, outputs = played(name, task, policy)
     assert (trajectory.end_reason, trajectory.reward) == (EndReason.DONE, 1.0), outputs
@@ -176,16 +191,27 @@ def test_scripted_policy_solves_a_task_through_each_harness(name: str, task: Pat
     assert refusal(trajectory, learner_version=4, max_group_size=2, vocab_size=999) == ""
 
 
+@pytest.mark.parametrize("name", ["qwen-code", "mini-swe-agent"])
+def test_harness_plays_in_the_container_of_its_task(name: str, task: Path) -> None:
+    if reason := problem():
+        pytest.skip(reason)
+    install(HARNESSES[name].package, ROOT)
+    policy = Script(ANSWERS[name])
+    trajectory, outputs = played(name, task, policy, "podman")
+    assert (trajectory.end_reason, trajectory.reward) == (EndReason.DONE, 1.0), outputs
+    assert trained(trajectory) == of_engine(policy.sampled)
+
+
 def test_harness_has_an_empty_environment_and_no_other_network(
     task: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LONGSTRIDE_SECRET", "of the host")
-    install("mini-swe-agent", ROOT)
+    install(HARNESSES["mini-swe-agent"].package, ROOT)
     probe = "env; timeout 3 bash -c '</dev/tcp/192.0.2.1/80' || echo no network; cat /proc/net/dev"
     policy = Script([block(f"{probe} | tee seen.txt; {COMMAND}"), *ANSWERS["mini-swe-agent"][1:]])
     _, outputs = played("mini-swe-agent", task, policy)
     shown = RENDERER.shown(policy.sampled[1][0])
     assert "no network" in shown, outputs
-    assert "HOME=/home/agent" in shown
+    assert f"HOME={HOME}" in shown
     assert "of the host" not in shown
     assert "LONGSTRIDE" not in shown
