@@ -66,7 +66,7 @@ PLANNED = (
     "learner.device=cuda",
     "learner.precision=bf16",
     "learner.optimizer=adamw",
-    "learner.gradient_checkpointing=true",
+    "learner.activations=recompute",
     "learner.max_tokens_per_microbatch=8192",
     "actor.max_model_len=8192",
 )

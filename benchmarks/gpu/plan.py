@@ -88,6 +88,7 @@ CHECKS = (
     GpuCheck(name="compiled", function=f"{_TRAINING}:check_compiled", usual_s=60, limit_s=240),
     GpuCheck(name="canary", function=f"{_AGREEMENT}:check_canary", usual_s=5, limit_s=60),
     GpuCheck(name="memory", function=f"{_TRAINING}:check_memory", usual_s=10, limit_s=60),
+    GpuCheck(name="long-row", function=f"{_TRAINING}:check_long_row", usual_s=20, limit_s=120),
     GpuCheck(
         name="adapters-sent", function=f"{_WEIGHTS}:check_adapter_transfer", usual_s=15, limit_s=90
     ),

@@ -46,6 +46,11 @@ REMOVED_KEYS: dict[str, float | None] = {
 RENAMED_KEYS = {
     "envhub.session_lease_s": "envhub.session_idle_s",
     "envhub.agentgym_lease_s": "envhub.agentgym_idle_s",
+    "learner.gradient_checkpointing": "learner.activations",
+}
+# Values of the new name for those of a renamed key.
+RENAMED_VALUES: dict[str, dict[Any, Any]] = {
+    "learner.gradient_checkpointing": {True: "recompute", False: "keep"}
 }
 NEAR_LAST_FRAC = 0.7  # Smallest similarity of a suggested key's last word.
 MAX_NAMES_CHARS = 400  # A longer list of a section's keys is not shown.
@@ -58,6 +63,16 @@ _WORDS = {
     bool: "true or false",
     str: "text",
 }
+
+
+def renamed_value(key: str, value: Any) -> Any:
+    """Return the value of a renamed key under its new name. Raises: ConfigError: no such value."""
+    values = RENAMED_VALUES.get(key)
+    if values is None:
+        return value
+    if not isinstance(value, bool) or value not in values:
+        raise ConfigError(f"{key}={show(value)}: expects {_WORDS[bool]}")
+    return values[value]
 
 
 @cache

@@ -43,6 +43,23 @@ class Offload(StrEnum):
     OPTIMIZER = "optimizer"
 
 
+class Activations(StrEnum):
+    """Treatment of the activations that the backward pass reads.
+
+    keep: they are stored. recompute: a layer stores its input, and the backward pass computes the
+    rest again, which takes a third more time. offload: as recompute, and the inputs wait in pinned
+    host memory; their copies overlap with the computation. auto: keep if the memory plan has room,
+    else recompute, else offload; sft, dpo and evolve have no such plan and keep. A budget,
+    learner.activation_gib, lets the last layers store theirs as far as it suffices. The gradient is
+    the same, except for rounding in the chunks of learner.mlp_chunk_tokens.
+    """
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+    OFFLOAD = "offload"
+    AUTO = "auto"
+
+
 class ShardPlace(StrEnum):
     """Disk of the checkpoint files of further nodes that share no path with rank 0's node.
 
@@ -523,10 +540,24 @@ class LearnerSection(RankKeys):
         "Compiles norms and gated layers into kernels at the first start. It is off on CUDA too: "
         "no measurement has shown a gain there yet.",
     )
-    gradient_checkpointing: bool = knob(
-        False,
-        "Recomputes activations in the backward pass. A step takes less memory and a third more "
-        "time.",
+    activations: Activations = knob(
+        Activations.AUTO,
+        "Selects whether layers store their activations for the backward pass, compute them again, "
+        "or also move their inputs to host memory.",
+    )
+    activation_gib: float = knob(
+        0.0,
+        "Sets the memory of a microbatch's activations in GiB, from which follows the number of "
+        "layers that store theirs. 0 means none with activations=recompute and offload. With auto, "
+        "the start sets it to the room of the memory plan.",
+        ge=0,
+        le=1e6,
+    )
+    mlp_chunk_tokens: int = knob(
+        2048,
+        "Computes the feed-forward part of a layer that recomputes its activations for this many "
+        "tokens of a row at a time. 0 computes whole rows.",
+        ge=0,
     )
     num_threads: int = knob(
         0,
@@ -628,6 +659,9 @@ class LearnerSection(RankKeys):
         if self.offload is Offload.OPTIMIZER and self.moments is Moments.INT8:
             law = "must be fp32 with learner.offload=optimizer: a CPU updates 8-bit moments 600"
             yield "moments", "8bit", f"{law} times slower"
+        if self.activation_gib and self.activations is Activations.KEEP:
+            law = "must be 0 with learner.activations=keep, which stores all activations"
+            yield "activation_gib", self.activation_gib, law
         is_gathered = self.num_ranks > 1 and self.expert_ranks == 1
         if self.lora.is_merged and (is_gathered or self.offload is Offload.OPTIMIZER):
             law = "must not name experts with offload=optimizer, or with num_ranks > 1 without"

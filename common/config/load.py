@@ -22,6 +22,7 @@ from common.config.keys import (
     COMMAND_KEYS,
     REMOVED_KEYS,
     RENAMED_KEYS,
+    RENAMED_VALUES,
     Tree,
     build,
     commands_of,
@@ -32,6 +33,7 @@ from common.config.keys import (
     dotted,
     expand_sections,
     has_key,
+    renamed_value,
     show,
 )
 from common.config.run_config import Config, RunConfig
@@ -256,9 +258,10 @@ def _used(tree: Tree, *, schema: type[RunConfig], is_stored: bool) -> Tree:
         renamed: Any = tree.get(name)
         if isinstance(renamed, dict) and last in renamed:
             value = cast(Tree, renamed).pop(last)
-            cast(Tree, renamed).setdefault(new.rpartition(".")[2], value)
+            used = renamed_value(old, value)
+            cast(Tree, renamed).setdefault(new.rpartition(".")[2], used)
             if not is_stored:
-                _warn(f"{old}={show(value)}: this key has a new name, {new}")
+                _warn(f"{old}={show(value)}: this key has a new name, {new}={show(used)}")
     for key in (*COMMAND_KEYS, *REMOVED_KEYS):
         name, _, last = key.rpartition(".")
         section: Any = tree.get(name) if name else tree
@@ -367,8 +370,10 @@ def _apply_overrides(
             raise ConfigError(f"{override}: an override is key=value, like learner.lr=1e-4")
         name = dotted(key)
         if name in RENAMED_KEYS:
-            _warn(f"{override}: this key has a new name, {RENAMED_KEYS[name]}")
-            key = name = RENAMED_KEYS[name]
+            used = renamed_value(name, parse_value(raw, key)) if name in RENAMED_VALUES else raw
+            key = RENAMED_KEYS[name]
+            _warn(f"{override}: this key has a new name, {key}={used}")
+            name, raw = key, str(used)
         if commands := commands_of(name, schema):
             _warn(f"{override}: it is a key of {commands}, and this command does not read it")
             continue

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from omegaconf import MISSING
 
 from common.config.knobs import DATE, PATH, Contradiction, knob
 
+BLOCK_NUMBERS = 64  # Numbers of a quantised weight that share a scale.
 DTYPES = ("bfloat16", "float16", "float32")
 # Arguments of `apply_chat_template` that are no variables of a template.
 RESERVED_VARIABLES = {
@@ -30,6 +32,25 @@ RESERVED_VARIABLES = {
     "strftime_now",
     "date_string",
 }
+
+
+class BaseFormat(StrEnum):
+    """Number format of the frozen weights beside adapters in the learner's memory.
+
+    full: model.dtype on a GPU, and fp32 on a CPU. int8: 8 bits. nf4: 4 bits (QLoRA,
+    arXiv:2305.14314). In both, each block of 64 numbers has a scale in bf16. The linear layers are
+    quantised; tables, head and norms are not. The start rounds the checkpoint to these numbers once
+    and stores it in model.cache_folder, so the engines compute with the same weights.
+    """
+
+    FULL = "full"
+    INT8 = "int8"
+    NF4 = "nf4"
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of a quantised weight with its share of a scale."""
+        return {"int8": 1.0, "nf4": 0.5}[self.value] + 2 / BLOCK_NUMBERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +94,10 @@ class ModelSection:
     dtype: str = knob(
         "bfloat16", "Sets the data type of the engine and of published weights.", one_of=DTYPES
     )
+    base: BaseFormat = knob(
+        BaseFormat.FULL,
+        "Selects the number format of the frozen weights beside adapters in the learner's memory.",
+    )
     date: str = knob(
         "",
         "Sets the date in prompts, as YYYY-MM-DD. Empty means the date of the first start.",
@@ -90,6 +115,9 @@ class ModelSection:
     )
 
     def contradictions(self) -> Iterator[Contradiction]:
+        if self.base is not BaseFormat.FULL and self.dtype == "float16":
+            law = "must be full with model.dtype=float16, which lacks numbers of bf16"
+            yield "base", self.base.value, law
         for name in sorted(RESERVED_VARIABLES & self.chat_template_kwargs.keys()):
             law = "is set by the product; remove it"
             yield f"chat_template_kwargs.{name}", self.chat_template_kwargs[name], law

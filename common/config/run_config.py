@@ -20,11 +20,11 @@ from common.config.groups import GroupsSection
 from common.config.horizon import HorizonKind, HorizonSection, HorizonUnit
 from common.config.journal import JournalSection
 from common.config.knobs import Contradiction, check, knob
-from common.config.learner import LearnerSection, PublishMode
+from common.config.learner import LearnerSection, Offload, PublishMode
 from common.config.log import LogSection
 from common.config.machine import MachineSection
 from common.config.mixture import MixtureSection
-from common.config.model import ModelSection
+from common.config.model import BaseFormat, ModelSection
 from common.config.ray import RaySection
 from common.config.run import RunSection
 from common.config.scheduler import SchedulerSection
@@ -81,6 +81,7 @@ class RunConfig:
         yield from self._contradictions_of_actions()
         yield from self._contradictions_of_sleep()
         yield from self._contradictions_of_forks()
+        yield from self._contradictions_of_base()
         if self.groups.min_size == 1 and self.algorithm.is_group_relative:
             law = f"must be at least 2 with algorithm.advantage={self.algorithm.advantage},"
             yield "groups.min_size", 1, f"{law} which compares the members of a group"
@@ -173,6 +174,23 @@ class RunConfig:
         if level > 1 and self.learner.lora.rank:
             law = "drops the base weights, which are never sent. Use 1 with learner.lora.rank > 0"
             yield "actor.sleep", level, law
+
+    def _contradictions_of_base(self) -> Iterator[Contradiction]:
+        """Yield settings with which the learner cannot quantise the frozen weights."""
+        base = self.model.base
+        learner = self.learner
+        if base is BaseFormat.FULL:
+            return
+        if not learner.lora.rank:
+            yield "model.base", base.value, "needs learner.lora.rank > 0: it is for frozen weights"
+        if learner.lora.is_merged:
+            law = "must not name experts with model.base=int8 or nf4"
+            yield "learner.lora.targets", ",".join(learner.lora.targets), law
+        if learner.num_ranks > 1 or learner.offload is Offload.OPTIMIZER:
+            law = (
+                "must be full with learner.num_ranks > 1 or learner.offload=optimizer, which shard"
+            )
+            yield "model.base", base.value, f"{law} weights of floating-point numbers"
 
     def _contradictions_of_actions(self) -> Iterator[Contradiction]:
         """Yield a limit on actions that is smaller than the text of one turn."""

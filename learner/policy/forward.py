@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ from common.config.learner import Layout, LearnerSection, Offload
 from common.errors import ConfigError
 from common.segments import RoutingShape
 from learner.batch.batching import TokenBatch, collate_tokens, plan_microbatches, row_part
+from learner.policy.activation_plan import choose_layers, row_of
+from learner.policy.activations import use_activations
 from learner.policy.composite import text_config
 from learner.policy.expert_ranks import ExpertRanks, check_expert_ranks
 from learner.policy.expert_routing import balance_loss_of, install
@@ -34,6 +37,7 @@ from learner.policy.model import (
     hidden_logprobs,
     vocabulary_size,
 )
+from learner.policy.model_shape import read_shape
 from learner.policy.precision import uses_bf16
 from learner.policy.selfcheck import (
     NeighboursDiffer,
@@ -202,6 +206,7 @@ class Passes:
         sequence_group: ProcessGroup | None = None,
         expert_mesh: DeviceMesh | None = None,
         replays_routing: bool = False,
+        longest_tokens: int = 0,
     ) -> None:
         """Store the networks, settle their attention, and shard them in place over `mesh`.
 
@@ -211,6 +216,8 @@ class Passes:
             sequence_group: the ranks that compute rows together with this one; None: it is alone.
             expert_mesh: mesh of the ranks that divide the experts; None: each rank gathers all.
             replays_routing: value of `algorithm.routing_replay`.
+            longest_tokens: tokens of the longest episode, for `learner.activation_gib`; 0: rows
+                have at most `learner.max_tokens_per_microbatch`.
 
         Raises: ConfigError: the networks do not support the configuration.
         """
@@ -228,6 +235,7 @@ class Passes:
         fit = f"blocks of {self._max_tokens} tokens"
         # True until the kernels are compiled.
         self.is_cold = cfg.compile and compile_parts(present, fit=fit) > 0
+        self._store_activations(longest_tokens)
         self._is_base_reference = networks.is_base_reference
         self._replay = install(trunk_of(networks.policy)) if replays_routing else None
         self.scoring = Scoring(
@@ -251,6 +259,26 @@ class Passes:
                     network, mesh, is_bf16=is_bf16, is_offloaded=is_offloaded, experts=self.experts
                 )
                 self._units[network] = unit
+
+    def _store_activations(self, longest_tokens: int) -> None:
+        """Let the trained networks treat their activations as configured."""
+        cfg = self._cfg
+        policy = self._trained.policy
+        num_layers = text_config(policy.config).num_hidden_layers
+        shape = None
+        if cfg.activation_gib and policy.name_or_path:
+            shape = read_shape(Path(policy.name_or_path))
+        is_cuda = self.device.type == "cuda"
+        row = row_of(cfg, longest_tokens, is_cuda=is_cuda, is_bf16=uses_bf16(cfg, self.device))
+        stored = choose_layers(cfg, shape, row, num_layers=num_layers)
+        logger.info(
+            "activations=%s: %d of %d layers store theirs, the inputs of the others are %s",
+            cfg.activations.value,
+            stored.num_stored,
+            num_layers,
+            "in host memory" if stored.is_offloaded else "on the device",
+        )
+        use_activations(self._trained, cfg.activations, stored, cfg.mlp_chunk_tokens)
 
     def _existing_networks(self) -> list[_Trained]:
         return [self._trained] + ([] if self._reference is None else [self._reference])

@@ -18,6 +18,7 @@ from learner.policy.determinism import make_deterministic, zero_dropout_rates
 from learner.policy.expert_weights import WeightRead, convert_read, plan_reads, stored_tensors
 from learner.policy.lora import ADAPTED
 from learner.policy.model_kind import DIFFERENCES
+from learner.policy.quantised_base import quantised_layers
 from learner.policy.weight_files import LOCAL, WeightFiles
 
 _LONG = "longrope"
@@ -470,8 +471,8 @@ def _range_of(tensor: Tensor) -> slice:
     return slice(rank * num_rows, min((rank + 1) * num_rows, tensor.shape[0]))
 
 
-def _tensors(network: PreTrainedModel) -> Iterator[tuple[list[str], Tensor]]:
-    """Yield each weight once with its names; tied weights have several."""
+def _tensors(network: PreTrainedModel) -> Iterator[tuple[list[str], Any]]:
+    """Yield each weight once with its names; tied weights have several, quantised ones are last."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for key, tensor in network.state_dict(keep_vars=True).items():
@@ -481,3 +482,5 @@ def _tensors(network: PreTrainedModel) -> Iterator[tuple[list[str], Tensor]]:
         tensors[id(tensor)] = tensor
     for key, tensor in tensors.items():
         yield names[key], tensor.detach()
+    for name, layer in quantised_layers(network):
+        yield [ADAPTED.sub(".", f"{name}.weight")], layer.weight

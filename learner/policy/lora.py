@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from common.config.learner import EXPERTS, LoraSection
 from common.errors import ConfigError
 from learner.policy.expert_weights import expert_weights
+from learner.policy.quantised_base import QuantisedWeight
 
 ADAPTER = "default"  # Name of the single adapter in peft.
 ADAPTER_CONFIG = "adapter_config.json"
@@ -86,7 +87,7 @@ class AdaptedProduct(torch.autograd.Function):
     def forward(
         ctx: Any,
         states: Tensor,
-        weight: Tensor,
+        weight: Tensor | QuantisedWeight,
         bias: Tensor | None,
         a: Tensor,
         b: Tensor,
@@ -96,13 +97,17 @@ class AdaptedProduct(torch.autograd.Function):
 
         Args:
             states: [tokens, in] in the dtype of all other tensors.
+            weight: [out, in]; a quantised one is dequantised in both passes.
             a: [rank, in].
             b: [out, rank].
         """
         narrow = states @ a.T  # [tokens, rank]
-        ctx.save_for_backward(states, weight, a, b, narrow)
+        is_quantised = isinstance(weight, QuantisedWeight)
+        ctx.quantised = weight if is_quantised else None
+        numbers = weight.numbers(states.dtype) if is_quantised else weight
+        ctx.save_for_backward(states, None if is_quantised else numbers, a, b, narrow)
         ctx.scale = scale
-        total = F.linear(states, weight, bias)
+        total = F.linear(states, numbers, bias)
         if total.dtype is torch.float32:
             return total.addmm_(narrow, b.T, alpha=scale)
         # An engine of 16 bits rounds both products before it adds them.
@@ -116,6 +121,8 @@ class AdaptedProduct(torch.autograd.Function):
         of_narrow = (gradient @ b).mul_(ctx.scale)  # [tokens, rank]
         of_states = None
         if ctx.needs_input_grad[0]:
+            if ctx.quantised is not None:
+                weight = ctx.quantised.numbers(gradient.dtype)
             of_states = torch.addmm(gradient @ weight, of_narrow, a)
         of_b = gradient.T @ (narrow * ctx.scale)
         return of_states, None, None, of_narrow.T @ states, of_b, None
@@ -124,12 +131,17 @@ class AdaptedProduct(torch.autograd.Function):
 def _added_forward(layer: Any, states: Tensor) -> Tensor:
     """Return the results of an adapted linear layer, as peft's own forward pass."""
     base = layer.base_layer
-    factors = (base.weight, base.bias, layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight)
+    factors: tuple[Any, ...] = (
+        base.weight,
+        base.bias,
+        layer.lora_A[ADAPTER].weight,
+        layer.lora_B[ADAPTER].weight,
+    )
     kind = states.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         states = states.to(dtype)
-        factors = tuple(None if each is None else each.to(dtype) for each in factors)
+        factors = tuple(each.to(dtype) if isinstance(each, Tensor) else each for each in factors)
     flat = states.reshape(-1, states.shape[-1])
     made: Any = AdaptedProduct.apply(flat, *factors, layer.scaling[ADAPTER])
     return made.view(*states.shape[:-1], -1)

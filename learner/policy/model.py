@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from common.config.learner import FULL, CriticKind, CriticSection, LoraSection
+from common.config.model import BaseFormat
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch
 from learner.batch.packing import row_size
@@ -42,6 +43,7 @@ from learner.policy.lora import adapter_tensors, adapts_experts, add_adapters, h
 from learner.policy.merging import Merged, live_merged
 from learner.policy.model_kind import check_kind, check_trainable
 from learner.policy.precision import round_all_factors, store_in_bf16
+from learner.policy.quantised_base import quantise_layers
 
 
 def pick_device(name: str) -> torch.device:
@@ -57,6 +59,7 @@ def load_policy(
     device: torch.device | str,
     gradient_checkpointing: bool,
     lora: LoraSection = FULL,
+    base: BaseFormat = BaseFormat.FULL,
     base_dtype: torch.dtype = torch.float32,
     is_frozen: bool = False,
     is_skeleton: bool = False,
@@ -69,6 +72,8 @@ def load_policy(
     Args:
         path: transformers checkpoint directory; never a name to download.
         lora: with a rank above 0, only new adapters are trained.
+        base: number format of the frozen linear layers beside adapters. The checkpoint must have
+            numbers of this format, see `policy/quantised_base.py`.
         base_dtype: dtype of frozen weights. A frozen network in bf16 computes the same numbers as
             a trained one with fp32 master weights, whose pass rounds them.
         is_frozen: no weight is trained.
@@ -87,21 +92,27 @@ def load_policy(
     check_kind(Path(path))
     check_trainable(Path(path))
     is_rounded = is_frozen and base_dtype is not torch.float32
+    is_quantised = base is not BaseFormat.FULL
     model = load_network(
         AutoModelForCausalLM,
         path,
-        is_skeleton=is_skeleton or is_rounded,
+        is_skeleton=is_skeleton or is_rounded or is_quantised,
         dtype=base_dtype if lora.rank else torch.float32,
         max_tokens=max_tokens,
     )
     # On one CPU core, bf16: plain matrix products 20-24k tokens/s, the fused kernel 13-16k.
     set_plain_attention(model, is_fused=torch.device(device).type == "cuda")
     if lora.rank:
-        if is_skeleton:  # The memory is never used: peft puts adapters on the device of their base.
+        is_bare = is_skeleton or is_quantised
+        if is_bare:  # The memory is never used: peft puts adapters on the device of their base.
             give_memory(model, torch.device("cpu"))
         add_adapters(model, lora, base_path=path)
-        if is_skeleton:
+        if is_bare:
             take_memory(model)
+    if is_quantised:
+        quantise_layers(model, base, torch.device(device))
+        give_memory(model, torch.device(device))
+        fill(model, path)
     if is_frozen:
         model.requires_grad_(False)
     if is_rounded:
@@ -114,7 +125,7 @@ def load_policy(
             model.gradient_checkpointing_enable({"use_reentrant": False})
         except ValueError as error:  # The class does not support it.
             raise ConfigError(
-                f"learner.gradient_checkpointing=true: {error} Use false for this model"
+                f"learner.activations=recompute: {error} Use keep for this model"
             ) from error
     make_deterministic(model)  # Adapters and the layers of gradient checkpointing are new.
     if not is_skeleton:

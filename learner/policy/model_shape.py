@@ -61,6 +61,8 @@ class ModelShape:
     num_unused: int = 0
     # The learner stores the attention scores of all pairs of tokens on a GPU, too.
     stores_scores: bool = False
+    is_tied: bool = False  # The head is the table of the embedding.
+    has_head_norms: bool = False  # Queries and keys have norms.
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Return the bytes of one token in the key-value cache of all layers."""
@@ -117,6 +119,8 @@ def read_shape(folder: Path) -> ModelShape:
             vocab=int(text["vocab_size"]),
             stores_scores=bool(text.get("attn_logit_softcapping"))
             or text.get("model_type") in NOT_FUSED,
+            is_tied=bool(is_tied),
+            has_head_norms=_has_head_norms(text),
             context_tokens=0
             if _is_stretched(text)
             else int(text.get("max_position_embeddings") or 0),
@@ -205,12 +209,16 @@ def _params_of_config(text: dict[str, Any], *, is_tied: bool) -> int:
     attention = 2 * hidden * (queries + keys)
     if text.get("attention_bias", text.get("model_type") == "qwen2"):
         attention += queries + 2 * keys
-    if str(text.get("model_type", "")).startswith("qwen3"):
+    if _has_head_norms(text):
         attention += 2 * head_dim  # The norms of queries and keys.
     layers = int(text["num_hidden_layers"])
     units = _units_of_config(text, hidden, layers)
     tables = int(text["vocab_size"]) * hidden * (1 if is_tied else 2)
     return tables + layers * (attention + 2 * hidden) + units + hidden
+
+
+def _has_head_norms(text: dict[str, Any]) -> bool:
+    return str(text.get("model_type", "")).startswith(("qwen3", "gemma3"))
 
 
 def _units_of_config(text: dict[str, Any], hidden: int, layers: int) -> int:

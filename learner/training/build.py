@@ -44,8 +44,9 @@ def load_start(
     model = load_policy(
         path,
         device=device,
-        gradient_checkpointing=cfg.learner.gradient_checkpointing,
+        gradient_checkpointing=False,
         lora=cfg.learner.lora,
+        base=cfg.model.base,
         base_dtype=frozen_dtype(cfg.learner, device, engine_dtype=cfg.model.dtype),
         is_skeleton=is_sharded(cfg.learner),
         max_tokens=cfg.actor.max_model_len,
@@ -101,6 +102,7 @@ def make_trainer(
         temperature=cfg.actor.temperature,
         engine_dtype=cfg.model.dtype,
         max_ahead_steps=cfg.scheduler.max_ahead_steps,
+        longest_tokens=cfg.actor.max_model_len,
     )
     critic = None
     if cfg.algorithm.advantage is Advantage.PPO:

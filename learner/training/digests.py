@@ -15,6 +15,7 @@ from common.weights.buckets import digest
 from common.wire.messages import Trajectory
 from learner.batch.batching import Sample
 from learner.policy.lora import trained_state
+from learner.policy.quantised_base import quantised_layers
 from learner.training.ranks import Ranks
 from learner.training.state import local_part
 
@@ -129,8 +130,11 @@ class Digester:
             frozen: networks whose untrained weights make the second checksum.
         """
         trained_ids = {id(tensor) for tensor in self._weights()}
+        frozen = list(frozen)
         others = (t for network in frozen for t in network.state_dict(keep_vars=True).values())
         fixed = [tensor for tensor in others if id(tensor) not in trained_ids]
+        quantised = (layer.weight for each in frozen for _, layer in quantised_layers(each))
+        fixed += [tensor for each in quantised for tensor in (each.codes, each.scales)]
         trained, rest = self._whole([_of_tensors(self._exact_weights()), _of_tensors(fixed)])
         return trained, rest
 

@@ -65,6 +65,7 @@ class TrainerSettings:
     temperature: float = 1.0  # Temperature of the sampler that computed the samples' logprobs.
     engine_dtype: str = "bfloat16"  # Value of `model.dtype`; a bf16 engine rounds its logits.
     max_ahead_steps: int = 0  # Upper limit of the dispatch gate.
+    longest_tokens: int = 0  # Tokens of the longest episode.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +142,7 @@ class Gradients:
             sequence_group=ranks.sequence_group,
             expert_mesh=ranks.expert_mesh,
             replays_routing=settings.algorithm.routing_replay,
+            longest_tokens=settings.longest_tokens,
         )
 
     def prepare(self, samples: list[Sample], version: int) -> ScoredBatch:

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from learner.policy.quantised_base import quantised_layers
+
 logger = logging.getLogger(__name__)
 
 PRODUCT_SIZES = {"cpu": 2048, "cuda": 8192}  # Rows and columns of the multiplied matrices.
@@ -77,6 +79,7 @@ def step_flops(
             continue
         share = expert_share if ".experts." in name else 1.0
         per_token += share * parameter.numel() * (6 if parameter.requires_grad else 4)
+    per_token += sum(4 * layer.weight.numel() for _, layer in quantised_layers(model))
     head = policy.get_output_embeddings()
     assert head is not None  # Every causal language model has a head.
     of_head = head.weight.numel() * num_scored * (6 if head.weight.requires_grad else 4)

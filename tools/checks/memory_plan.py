@@ -1,5 +1,6 @@
 """The memory that a run will use, per GPU and host, before any weights are loaded."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -8,6 +9,8 @@ from typing import Any
 from common.config.algorithm import Advantage
 from common.config.learner import (
     EXPERTS,
+    Activations,
+    Attention,
     CriticKind,
     LearnerSection,
     LoraSection,
@@ -18,11 +21,13 @@ from common.config.learner import (
     Rounding,
     WeightsTransport,
 )
+from common.config.model import BaseFormat
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.host.machine import GIB, Gpu, gpus, has_bf16_units, memory_bytes
 from common.repository import ROOT
 from common.text import counted
+from learner.policy.activation_plan import activation_bytes, choose_layers, row_of
 from learner.policy.model_shape import BYTES_OF, ModelShape, read_shape
 from learner.policy.precision_choice import choose_precision
 from tools.checks.gpu_placement import GpuAssignment, assign_gpus, trains_on_gpu, used_gpus
@@ -61,17 +66,21 @@ KEPT_LABELS = (
     "critic",
     "publish buckets",
 )
+ACTIVATIONS = "activations"
+# Share of a memory that `learner.activations=auto` leaves free: the plan is an estimate.
+RESERVED_FRAC = 0.05
 FRAC = "actor.gpu_memory_frac"
 PROCESS_BYTES = 1 * GIB  # torch and vLLM themselves; measured: 0.7-1.1 GiB per process.
 GPU_REMEDY = (
-    "use more GPUs for the learner (learner.num_gpus), train adapters (learner.lora.rank=16), set"
-    " learner.gradient_checkpointing=true or learner.moments=8bit, lower actor.gpu_memory_frac or"
+    "use more GPUs for the learner (learner.num_gpus), train adapters (learner.lora.rank=16, also"
+    " beside model.base=nf4), set"
+    " learner.activations=offload or learner.moments=8bit, lower actor.gpu_memory_frac or"
     " learner.max_tokens_per_microbatch, divide rows over several GPUs (learner.sequence_ranks),"
     " or use GPUs with more memory"
 )
 HOST_REMEDY = (
     "lower learner.max_tokens_per_microbatch, actor.kv_cache_gib, actor.num_actors or"
-    " learner.num_ranks, or set learner.gradient_checkpointing=true"
+    " learner.num_ranks, or set learner.activations=recompute"
 )
 
 
@@ -175,6 +184,17 @@ def learner_host_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> l
     if is_offloaded(cfg, is_cuda):
         sharded = _sharded_parts(cfg, shape, is_cuda=is_cuda)
         parts = times(sharded, learner.local_ranks, "ranks")
+    row = row_of(
+        learner,
+        cfg.actor.max_model_len,
+        is_cuda=is_cuda,
+        is_bf16=_is_bf16(learner, is_cuda=is_cuda),
+    )
+    stored = choose_layers(learner, shape, row, num_layers=shape.layers)
+    peak = activation_bytes(shape, row, stored, mlp_chunk_tokens=learner.mlp_chunk_tokens)
+    if peak.host_bytes:
+        waiting = Part("layer inputs", peak.host_bytes, "learner.activations=offload")
+        parts += times([waiting], learner.local_ranks * (1 + _has_own_critic(cfg)), "networks")
     trained = [lora_params(learner.lora, shape) if learner.lora.rank else shape.num_params]
     trained += [shape.num_params] if _has_own_critic(cfg) else []
     per_weight = 4 + adamw_part(learner.moments, 64).num_bytes / 64
@@ -209,7 +229,7 @@ def _sharded_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> list[
     if learner.lora.rank:
         trained = lora_params(learner.lora, shape)
         parts = [
-            _weights("frozen weights", num, frozen, f" ({NAME_OF[frozen]})"),
+            _frozen_part(cfg.model.base, shape, frozen),
             _weights("adapters", trained, 4, f" (rank {learner.lora.rank}, fp32)"),
             _weights("gradients", trained, 4),
             adamw_part(learner.moments, trained),
@@ -252,6 +272,19 @@ def expert_params(shape: ModelShape) -> int:
     num = 3 * shape.layers * shape.experts * shape.hidden * shape.expert_units
     tables = min(shape.num_params, 2 * shape.vocab * shape.hidden)
     return min(num, shape.num_params - tables)  # The first layers of some networks have none.
+
+
+def _frozen_part(base: BaseFormat, shape: ModelShape, width: int) -> Part:
+    """Return the memory of the weights beside adapters; `width` bytes for one that is plain."""
+    num = shape.num_params
+    if base is BaseFormat.FULL:
+        return _weights("frozen weights", num, width, f" ({NAME_OF[width]})")
+    tables = min(num, (1 if shape.is_tied else 2) * shape.vocab * shape.hidden)
+    rest = num - tables
+    per_weight = base.weight_bytes
+    formula = f"{rest / 1e6:,.1f}M x {per_weight:.4g} B ({base.value})"
+    formula += f" + tables {tables / 1e6:,.1f}M x {width} B"
+    return Part("frozen weights", int(rest * per_weight) + tables * width, formula)
 
 
 def frozen_bytes(learner: LearnerSection, is_cuda: bool) -> int:
@@ -327,33 +360,33 @@ def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> li
     is that of a few families on a GPU.
     """
     learner = cfg.learner
-    longest = -(-cfg.actor.max_model_len // learner.sequence_ranks)
-    tokens = max(learner.max_tokens_per_microbatch, longest)
-    is_bf16 = learner.precision is Precision.BF16
-    if learner.precision is Precision.AUTO:
-        is_bf16 = is_cuda or has_bf16_units()
-    width = 2 if is_bf16 else 4
-    attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
-    layer = 6 * shape.hidden + attention + 3 * shape.intermediate  # Numbers stored per token.
-    per_token = shape.layers * layer
-    depth = counted(shape.layers, "layer")
-    formula = f"{tokens:,} tokens x {depth} x {layer:,}"
-    if learner.gradient_checkpointing:
-        per_token = shape.layers * shape.hidden + layer
-        formula = f"{tokens:,} tokens x ({depth} x {shape.hidden} + one layer {layer:,})"
+    is_bf16 = _is_bf16(learner, is_cuda=is_cuda)
+    row = row_of(learner, cfg.actor.max_model_len, is_cuda=is_cuda, is_bf16=is_bf16)
+    tokens = row.tokens
+    width = row.width
+    stored = choose_layers(learner, shape, row, num_layers=shape.layers)
+    peak = activation_bytes(shape, row, stored, mlp_chunk_tokens=learner.mlp_chunk_tokens)
     rows = min(tokens, learner.logprob_chunk_tokens)
     logits = f"{rows:,} tokens x {shape.vocab:,} words x 4 B x 3"
     parts = [
-        Part("activations", tokens * per_token * width, f"{formula} x {width} B"),
+        Part(ACTIVATIONS, peak.num_bytes, peak.formula),
         Part("logits", 3 * 4 * rows * shape.vocab, logits),
     ]
-    if not is_cuda or shape.stores_scores:
-        layers = 1 if learner.gradient_checkpointing else shape.layers
+    if _has_own_critic(cfg):
+        parts.append(Part(f"{ACTIVATIONS} of the critic", peak.num_bytes, peak.formula))
+    is_fused = is_cuda or learner.attention is Attention.FUSED
+    if shape.stores_scores or not is_fused:
+        layers = max(1, stored.num_stored)
         pairs = 3 * shape.heads * cfg.actor.max_model_len  # Scores, softmax, and its cast.
         depth = counted(layers, "layer")
         formula = f"{tokens:,} tokens x {depth} x {pairs:,} x {width} B, for longest episodes"
         size = tokens * layers * pairs * width
         parts.append(Part("attention scores, at most", size, formula, is_peak=True))
+    if cfg.model.base is not BaseFormat.FULL:
+        largest = shape.hidden * max(shape.intermediate, shape.heads * shape.head_dim)
+        what = " (the largest layer, while it computes)"
+        parts.append(_weights("dequantised weights", largest, width, what))
+        return parts
     moves = is_offloaded(cfg, is_cuda)
     if learner.num_ranks > 1 or moves:
         tables = min(shape.num_params, 2 * shape.vocab * shape.hidden)
@@ -362,7 +395,8 @@ def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> li
         what = f" (tables {tables / 1e6:,.1f}M, two blocks {2 * block / 1e6:,.1f}M)"
         parts.append(_weights("gathered weights", tables + 2 * block, width, what))
         if experts:
-            parts += _exchange_parts(learner, shape, tokens, width)
+            num_stored = max(1, stored.num_stored)
+            parts += _exchange_parts(learner, shape, tokens, width, num_stored)
         if moves:  # fp32; a gradient also in compute precision, and its fp32 sum.
             per_number = frozen_bytes(learner, is_cuda) if learner.lora.rank else 8 + width
             what = " (largest tensor to the GPU, or its gradient to the host)"
@@ -373,10 +407,13 @@ def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> li
 
 
 def _exchange_parts(
-    learner: LearnerSection, shape: ModelShape, tokens: int, width: int
+    learner: LearnerSection, shape: ModelShape, tokens: int, width: int, layers: int
 ) -> list[Part]:
-    """Return the memory of tokens from other ranks, and of the experts in the pass's dtype."""
-    layers = 1 if learner.gradient_checkpointing else shape.layers
+    """Return the memory of tokens from other ranks, and of the experts in the pass's dtype.
+
+    Args:
+        layers: layers that store their activations, at least one.
+    """
     depth = counted(layers, "layer")
     times = min(shape.intermediate // max(shape.expert_units, 1), learner.expert_ranks)
     formula = f"{tokens:,} tokens x {depth} x {2 * times} x {shape.hidden} x {width} B, even loads"
@@ -386,6 +423,13 @@ def _exchange_parts(
         num = expert_params(shape) // learner.expert_ranks * layers // shape.layers
         parts.append(_weights("experts in bf16", num, width, f" ({depth})"))
     return parts
+
+
+def _is_bf16(learner: LearnerSection, *, is_cuda: bool) -> bool:
+    """Return whether the passes compute in bf16."""
+    if learner.precision is Precision.AUTO:
+        return is_cuda or has_bf16_units()
+    return learner.precision is Precision.BF16
 
 
 def in_phases(parts: Sequence[Part], *, num_engines: int) -> list[Part]:
@@ -533,6 +577,7 @@ def make_plan(
 
     Raises: ConfigError: there are too few GPUs, or a role would use GPUs of two nodes.
     """
+    cfg = with_activation_room(cfg, shape, on=on, host_bytes=host_bytes, num_nodes=num_nodes)
     is_cuda = trains_on_gpu(cfg, num_gpus=len(on))
     num_gpus = len(on) or max(cfg.learner.local_ranks, cfg.actor.tensor_parallel_size)
     per_node = num_gpus // num_nodes
@@ -584,6 +629,49 @@ def make_plan(
     return places
 
 
+def with_activation_room(
+    cfg: RunConfig, shape: ModelShape, *, on: Sequence[Gpu], host_bytes: int, num_nodes: int = 1
+) -> RunConfig:
+    """Return the config with the budget of `learner.activations=auto`, if not all can be stored.
+
+    The budget is the memory that the other parts leave on the fullest GPU of the learner, or on the
+    host, for each rank.
+
+    Args:
+        on, host_bytes, num_nodes: as of `make_plan`.
+    """
+    learner = cfg.learner
+    if learner.activations is not Activations.AUTO or learner.activation_gib:
+        return cfg
+    keeping = replace(cfg, learner=replace(learner, activations=Activations.KEEP))
+    places = make_plan(keeping, shape, on=on, host_bytes=host_bytes, num_nodes=num_nodes)
+    rooms: list[float] = []
+    for place in places:
+        rows = [part for part in place.parts if part.label.startswith(ACTIVATIONS)]
+        if not rows or not place.capacity_bytes:
+            continue
+        of_step = [part for part in place.parts if part.phase in ("", TRAINING)]
+        others = sum(part.num_bytes for part in of_step if not part.is_peak and part not in rows)
+        num_bytes = sum(part.num_bytes for part in rows)
+        usable = place.capacity_bytes * (1 - RESERVED_FRAC)
+        if others + num_bytes > usable:
+            rooms.append((usable - others) / sum(part.times for part in rows))
+    if not rooms:
+        return cfg
+    budget = max(0.01, math.floor(min(rooms) / GIB * 100) / 100)
+    return replace(cfg, learner=replace(learner, activation_gib=budget))
+
+
+def settle_activations(cfg: RunConfig) -> RunConfig:
+    """Return the config of a run with the budget of `learner.activations=auto` on this machine."""
+    shape = read_shape(ROOT / cfg.model.path)
+    settled = with_activation_room(
+        _with_precision(cfg), shape, on=gpus(), host_bytes=memory_bytes()[0]
+    )
+    budget = settled.learner.activation_gib
+    return replace(cfg, learner=replace(cfg.learner, activation_gib=budget))
+
+
 def _offload_remedy(
     cfg: RunConfig,
     shape: ModelShape,
@@ -596,7 +684,8 @@ def _offload_remedy(
     learner = cfg.learner
     if learner.offload is Offload.OPTIMIZER or learner.optimizer is OptimizerKind.MUON:
         return ""
-    if learner.expert_ranks > 1 or learner.lora.is_merged:  # Such settings are refused.
+    # Such settings are refused.
+    if learner.expert_ranks > 1 or learner.lora.is_merged or cfg.model.base is not BaseFormat.FULL:
         return ""
     offloaded = replace(learner, offload=Offload.OPTIMIZER, moments=Moments.FP32)
     other = replace(cfg, learner=offloaded)
@@ -657,12 +746,7 @@ def plan_here(cfg: RunConfig) -> list[MemoryBudget]:
     """
     shape = read_shape(ROOT / cfg.model.path)
     visible = gpus()
-    num_gpus = len(_named_gpus(cfg) if is_elsewhere(cfg) else visible)
-    is_cuda = trains_on_gpu(cfg, num_gpus=num_gpus)
-    folder = ROOT / cfg.model.path
-    dtype = cfg.model.dtype
-    precision, _ = choose_precision(cfg.learner, folder, is_cuda=is_cuda, engine_dtype=dtype)
-    cfg = replace(cfg, learner=replace(cfg.learner, precision=precision))
+    cfg = _with_precision(cfg)
     if is_elsewhere(cfg):
         return plan_named(cfg, shape)
     try:
@@ -677,6 +761,16 @@ def plan_here(cfg: RunConfig) -> list[MemoryBudget]:
             f" {shown(needed)} of GPU memory; the GPUs of this machine have {shown(has)}. Change"
             " learner.num_gpus and actor.num_gpus"
         ) from error
+
+
+def _with_precision(cfg: RunConfig) -> RunConfig:
+    """Return the config with the precision that a start would choose."""
+    num_gpus = len(_named_gpus(cfg) if is_elsewhere(cfg) else gpus())
+    is_cuda = trains_on_gpu(cfg, num_gpus=num_gpus)
+    folder = ROOT / cfg.model.path
+    dtype = cfg.model.dtype
+    precision, _ = choose_precision(cfg.learner, folder, is_cuda=is_cuda, engine_dtype=dtype)
+    return replace(cfg, learner=replace(cfg.learner, precision=precision))
 
 
 def plan_named(cfg: RunConfig, shape: ModelShape) -> list[MemoryBudget]:

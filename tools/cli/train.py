@@ -1,6 +1,7 @@
 """The command `train`: it checks a run, starts all roles and supervises them."""
 
 import logging
+from dataclasses import replace
 
 from common.config.run_config import RunConfig
 from common.errors import TrialFailed
@@ -16,7 +17,7 @@ def run(request: ParsedCommand) -> int:
     if request.is_dry:
         _check_dry(cfg)
         return requested.show_config(cfg, request.command, has_plan=True)
-    _check(cfg)
+    cfg = _checked(cfg)
     run_dir = requested.directory_of(cfg)
     configure_logging("launcher", cfg.log.level)
     loggers = (__name__, requested.__name__, "actor.formats", "tools.author")
@@ -32,12 +33,15 @@ def run(request: ParsedCommand) -> int:
     return train(cfg, run_dir)
 
 
-def _check(cfg: RunConfig) -> None:
-    from tools.checks import preflight
+def _checked(cfg: RunConfig) -> RunConfig:
+    """Check a run; return its config with the memory for activations on this machine."""
+    from tools.checks import memory_plan, preflight
     from tools.checks.environments import missing_for
 
     preflight.check(cfg, missing=missing_for(cfg))
     _check_roles(cfg)
+    budget = memory_plan.settle_activations(preflight.on_this_machine(cfg)).learner.activation_gib
+    return replace(cfg, learner=replace(cfg.learner, activation_gib=budget))
 
 
 def _check_dry(cfg: RunConfig) -> None:

@@ -17,6 +17,7 @@ from common.host.process_settings import cache_home
 from common.repository import ROOT
 from common.store.disk import is_no_room
 from common.store.run_dir import sync_folder
+from tools.dequantise.base import found_again
 from tools.dequantise.checkpoints import Quantised, find_quantised
 from tools.dequantise.record import RECORD, Record, is_complete, read_record
 
@@ -66,7 +67,9 @@ def cached_models(folder: Path) -> CachedModels:
 def _is_current(path: Path, record: Record) -> bool:
     """Return whether a start of the source of a checkpoint finds this folder."""
     try:
-        source = find_quantised(Path(record.source), record.dtype, key="model.path")
+        source = found_again(Path(record.source), record.method, record.dtype) or find_quantised(
+            Path(record.source), record.dtype, key="model.path"
+        )
     except ConfigError:  # Several models instead of one.
         return False
     return source is not None and source.name == path.name

@@ -7,17 +7,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from common.config.model import ModelSection
+from common.config.model import BaseFormat, ModelSection
 from common.config.run_config import Config, RunConfig
 from common.errors import ConfigError
 from common.host.machine import has_cuda
 from common.repository import ROOT
+from tools.dequantise.base import find_base
 from tools.dequantise.cache import cache_folder, dequantise
 from tools.dequantise.checkpoints import GGUF, Quantised, find_quantised
 from tools.dequantise.record import Record, is_complete, read_record
 
 
-def plain_models(cfg: Config, *, is_dry: bool = False, is_served: bool = False) -> Config:
+def plain_models(
+    cfg: Config, *, is_dry: bool = False, is_served: bool = False, is_trained: bool = True
+) -> Config:
     """Return the config with folders of dequantised weights in place of quantised checkpoints.
 
     Each quantised checkpoint is dequantised once, into the cache. The engines of a teacher, of
@@ -27,6 +30,7 @@ def plain_models(cfg: Config, *, is_dry: bool = False, is_served: bool = False) 
         is_dry: write nothing to the cache. A checkpoint that is not in it gets an outline: a
             temporary folder with its configuration, its tokenizer and the sizes of its weights.
         is_served: only an engine computes the policy.
+        is_trained: adapters of the policy are trained, so `model.base` rounds its weights.
 
     Raises: ConfigError: a checkpoint cannot be dequantised; names the key and the remedy.
     """
@@ -40,6 +44,8 @@ def plain_models(cfg: Config, *, is_dry: bool = False, is_served: bool = False) 
             f"model.path={model.path}: the folder is missing, and {model.quantised}, its source,"
             f" gives other weights now ({Path(path).name}). Restore it, or begin another run"
         )
+    if is_trained and not is_served:
+        path = folders.rounded("model.path", path, model.base)
     record = read_record(ROOT / path)
     model = replace(
         model,
@@ -106,8 +112,10 @@ class _Folders:
         if path in self._outlines:
             return self._outlines[path]
         model = self._find(key, path)
-        if model is None:
-            return path
+        return path if model is None else self._folder_of(model, key, path, is_outline=is_outline)
+
+    def _folder_of(self, model: Quantised, key: str, path: str, *, is_outline: bool) -> str:
+        """Return the folder in the cache, or an outline of it."""
         folder = self._cache / model.name
         if is_complete(folder):
             return str(folder)
@@ -117,6 +125,14 @@ class _Folders:
             return str(folder)
         self._outlines[path] = str(_write_outline(model, folder))
         return self._outlines[path]
+
+    def rounded(self, key: str, path: str, base: BaseFormat) -> str:
+        """Return the folder of a policy with the numbers of `model.base`.
+
+        Raises: ConfigError: it has weights without a quantised form.
+        """
+        model = find_base((ROOT / path).absolute(), base, self._dtype, key=key)
+        return path if model is None else self._folder_of(model, key, path, is_outline=False)
 
     def _find(self, key: str, path: str) -> Quantised | None:
         return find_quantised(ROOT / path, self._dtype, key=key) if path else None

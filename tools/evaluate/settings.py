@@ -55,7 +55,7 @@ def load_evaluation(request: ParsedCommand) -> EvalConfig:
 def _with_models(request: ParsedCommand, defaults: Sequence[str]) -> EvalConfig:
     """Return the config with the folders of its models."""
     cfg: EvalConfig = resolve_models(load_named(request, defaults=defaults))
-    return plain_models(cfg, is_dry=request.is_dry)
+    return plain_models(cfg, is_dry=request.is_dry, is_trained=False)
 
 
 def check_evaluation(cfg: EvalConfig, *, missing: Sequence[str]) -> None:

@@ -58,6 +58,7 @@ class Sizes:
     num_prompts: int  # Turns that an engine samples at once.
     turn_tokens: int  # Sampled tokens of a turn.
     engine_lora_rank: int
+    long_row_tokens: int  # Tokens of a row whose memory is compared with the plan.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +132,7 @@ ON_GPU = Sizes(
     num_prompts=64,
     turn_tokens=256,
     engine_lora_rank=64,
+    long_row_tokens=32_768,
 )
 
 _SHAPE = BatchShape(num_groups=2, group_size=2, max_turns=3, observation_tokens=3, action_tokens=2)
@@ -163,5 +165,6 @@ SMALL = Sizes(
     num_prompts=32,
     turn_tokens=64,
     engine_lora_rank=8,
+    long_row_tokens=512,
 )
 SIZES = {"gpu": ON_GPU, "small": SMALL}

@@ -1,10 +1,12 @@
 """Checks of training on one device: steps, memory, packed rows, shards of one rank, adapters."""
 
 import copy
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,11 +22,13 @@ from benchmarks.learner.memory import measure_scoring, peak_bytes
 from benchmarks.learner.step import BARE, MAX_RATIO, alternate, clock_of, measure_step, measure_ways
 from benchmarks.learner.suite import add_peaks, add_step_cost, add_ways
 from common.config.algorithm import AlgorithmSection
-from common.config.learner import Layout, LearnerSection, Offload, Precision
-from learner.batch.batching import Sample
-from learner.policy.forward import Networks
+from common.config.learner import Activations, Attention, Layout, LearnerSection, Offload, Precision
+from learner.batch.batching import Sample, TokenBatch, collate_tokens
+from learner.policy.activation_plan import activation_bytes, choose_layers, row_of
+from learner.policy.forward import Networks, Passes
 from learner.policy.merging import merged_tensors
 from learner.policy.model import parameter_count, vocabulary_size, whole
+from learner.policy.model_shape import read_shape
 from learner.training.ranks import Ranks
 from learner.training.step import Gradients, TrainerSettings
 from learner.training.throughput import step_flops
@@ -44,6 +48,11 @@ GROUP_TIMEOUT = timedelta(seconds=120)
 TRAIN_BYTES = 18
 FROZEN_BYTES = 2
 WORK_BYTES = 6 << 30
+# Bounds of measured over planned memory of a long row.
+MIN_OF_PLAN = 0.9
+MAX_OF_PLAN = 1.1
+MAX_ROW_TURN = 0.02  # Chunks of a row round in bf16 otherwise than the whole row.
+MAX_OFFLOAD_RATIO = 1.05
 
 
 def check_step(bench: DeviceBench) -> None:
@@ -136,9 +145,8 @@ def _packed_step(bench: DeviceBench, case: PackedCase, rate: float) -> None:
         lr=1e-9,
         layout=Layout.PACKED,
         max_tokens_per_microbatch=sum(lengths),
-        gradient_checkpointing=True,
+        activations=Activations.RECOMPUTE,
     )
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     step = _step_of(bench.trainer(model, cfg), samples)
     peak = peak_bytes(step, bench.device) if bench.is_cuda else 0
     best_s = min(alternate({"": step}, num_rounds=3, clock=clock_of(bench.device))[""])
@@ -245,3 +253,68 @@ def check_adapters(bench: DeviceBench) -> None:
     delta = canary_delta(trained, merged, canary)
     name = "adapters: merged in bf16 against trained beside the base"
     bench.suite.at_most(name, delta, "nats", bench.sizes.learner.max_canary_delta)
+
+
+def check_long_row(bench: DeviceBench) -> None:
+    """Compare the memory of one long row with the plan, and the time of offloaded inputs."""
+    num_tokens = bench.sizes.long_row_tokens
+    took_s: dict[Activations, float] = {}
+    gradients: dict[Activations, torch.Tensor] = {}
+    for mode in (Activations.KEEP, Activations.RECOMPUTE, Activations.OFFLOAD):
+        torch.manual_seed(0)
+        model = bench.model()
+        cfg = replace(
+            bench.sizes.learner,
+            layout=Layout.PACKED,
+            attention=Attention.FUSED,
+            precision=Precision.BF16,
+            activations=mode,
+            mlp_chunk_tokens=num_tokens // 8,
+            max_tokens_per_microbatch=num_tokens,
+        )
+        passes = Passes(cfg, Networks(policy=model), temperature=1.0, engine_dtype="bfloat16")
+        ids = np.arange(num_tokens) * 7919 % vocabulary_size(model)
+        marks = [np.arange(num_tokens) > 0]
+        tokens = collate_tokens([ids], marks, device=bench.device, is_packed=True)
+
+        def run(passes: Passes = passes, tokens: TokenBatch = tokens) -> None:
+            (-passes.score(tokens).logprobs.mean()).backward()
+
+        run()  # Compiles kernels and allocates the gradients.
+        model.zero_grad(set_to_none=False)
+        measured = peak_bytes(run, bench.device)
+        parts = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        gradients[mode] = torch.cat(parts).float()
+        clock = clock_of(bench.device)
+        began = clock()
+        run()
+        took_s[mode] = clock() - began
+        planned = _planned_row(model, cfg, is_cuda=bench.is_cuda)
+        name = f"row of {num_tokens:,} tokens, {mode.value}: memory over its plan"
+        if bench.is_cuda:
+            bench.suite.at_least(name, measured / planned, "", MIN_OF_PLAN)
+            bench.suite.at_most(name, measured / planned, "", MAX_OF_PLAN)
+        else:  # A plan of long rows leaves out what only short ones show.
+            bench.suite.figure(name, measured / planned, "")
+    whole_gradient = gradients[Activations.KEEP]
+    for mode in (Activations.RECOMPUTE, Activations.OFFLOAD):
+        turned = float((gradients[mode] - whole_gradient).norm() / whole_gradient.norm())
+        bench.suite.at_most(f"long row, {mode.value}: gradient", turned, "", MAX_ROW_TURN)
+    ratio = took_s[Activations.OFFLOAD] / took_s[Activations.RECOMPUTE]
+    name = "long row: time with offloaded inputs over recomputation"
+    if bench.is_cuda:
+        bench.suite.at_most(name, ratio, "", MAX_OFFLOAD_RATIO)
+    else:
+        bench.suite.figure(name, ratio, "")
+
+
+def _planned_row(model: PreTrainedModel, cfg: LearnerSection, *, is_cuda: bool) -> int:
+    """Return the planned bytes of a row's activations and logits."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)
+        shape = read_shape(Path(folder))
+    row = row_of(cfg, 0, is_cuda=is_cuda, is_bf16=True)
+    stored = choose_layers(cfg, shape, row, num_layers=shape.layers)
+    peak = activation_bytes(shape, row, stored, mlp_chunk_tokens=cfg.mlp_chunk_tokens)
+    logits = 3 * 4 * min(row.tokens, cfg.logprob_chunk_tokens) * shape.vocab
+    return peak.num_bytes + logits + 2 * parameter_count(model)  # And bf16 copies of the weights.

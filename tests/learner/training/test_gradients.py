@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 
 from common.config.algorithm import Advantage, Aggregation, AlgorithmSection, Correction, PolicyLoss
 from common.config.learner import (
+    Activations,
     Attention,
     ControllerSection,
     CriticKind,
@@ -47,6 +48,7 @@ PAIRS = list(product(ALGORITHMS, PARTS))
 ONE_EACH = [pair for i, pair in enumerate(PAIRS) if i % 4 in (0, 3)]  # Parts take turns.
 RANKS = {4: False, 2: True}  # how many -> whether they train adapters
 MAX_TOKENS = 40
+CHUNK_TOKENS = 7  # Of the feed-forward parts of layers that recompute.
 SEQUENCES = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]]
 SPEEDS = {"perf/tokens_per_s_per_device", "perf/mfu", "perf/matrix_tflops"}
 
@@ -58,7 +60,7 @@ class Divided(NamedTuple):
     has_adapters: bool = False
     shares_prefix: bool = True
     attention: Attention = Attention.PRODUCTS
-    checkpointing: bool = False
+    activations: Activations = Activations.KEEP
     critic: CriticKind = CriticKind.HEAD
     group_size: int = 2
 
@@ -67,7 +69,9 @@ class Divided(NamedTuple):
 DIVIDED = {
     2: [
         Divided("gspo by sequence", has_adapters=True),
-        Divided("ppo", shares_prefix=False, attention=Attention.FUSED),
+        Divided(
+            "ppo", shares_prefix=False, attention=Attention.FUSED, activations=Activations.OFFLOAD
+        ),
     ],
     4: [
         *(
@@ -77,8 +81,8 @@ DIVIDED = {
             for shares_prefix in (False, True)
             for attention in (Attention.PRODUCTS, Attention.FUSED)
         ),
-        Divided("ppo", critic=CriticKind.MODEL, checkpointing=True),
-        Divided("reference", has_adapters=True, checkpointing=True),
+        Divided("ppo", critic=CriticKind.MODEL, activations=Activations.OFFLOAD),
+        Divided("reference", has_adapters=True, activations=Activations.RECOMPUTE),
         Divided("grpo", group_size=4),  # each of two kv heads serves two ranks
         Divided("ppo", group_size=4, shares_prefix=False, attention=Attention.FUSED),
     ],
@@ -90,7 +94,6 @@ def trainer_of(
     *,
     max_tokens: int = 10_000,
     ranks: Ranks | None = None,
-    checkpointing: bool = False,
     has_adapters: bool = False,
     critic: CriticKind = CriticKind.HEAD,
     **learner: Any,
@@ -103,10 +106,6 @@ def trainer_of(
         if critic is CriticKind.MODEL:
             value = Critic(model.config.hidden_size, cast(Any, make_model(seed=2).model))
         value.head.weight.data.fill_(0.02)
-    for each in [model, *([] if value is None or value.trunk is None else [value.trunk])]:
-        if checkpointing:
-            how = {"use_reentrant": False}
-            cast(Any, each).gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
     settings = TrainerSettings(
         learner=LearnerSection(
             warmup_steps=0,
@@ -115,6 +114,7 @@ def trainer_of(
             max_tokens_per_microbatch=max_tokens,
             logprob_chunk_tokens=max_tokens,
             controller=QUIET,
+            mlp_chunk_tokens=CHUNK_TOKENS,
             **learner,
         ),
         algorithm=algorithm,
@@ -162,11 +162,16 @@ def test_gradient_does_not_depend_on_the_sample_order() -> None:
     assert (whole - turned).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("activations", [Activations.RECOMPUTE, Activations.OFFLOAD])
 @pytest.mark.parametrize("has_adapters", [False, True])
-def test_activation_checkpointing_changes_no_gradient(has_adapters: bool) -> None:
-    samples, algorithm = make_samples(), AlgorithmSection()
-    whole = gradient_step(samples, algorithm, has_adapters=has_adapters)
-    again = gradient_step(samples, algorithm, checkpointing=True, has_adapters=has_adapters)
+@pytest.mark.parametrize("name", ["grpo", "ppo", "reference"])
+def test_gradient_does_not_depend_on_stored_activations(
+    name: str, has_adapters: bool, activations: Activations
+) -> None:
+    samples, algorithm = with_prompts(make_samples()), ALGORITHMS[name]
+    how: dict[str, Any] = {"has_adapters": has_adapters, "critic": CriticKind.MODEL}
+    whole = gradient_step(samples, algorithm, activations=Activations.KEEP, **how)
+    again = gradient_step(samples, algorithm, activations=activations, **how)
     assert whole.abs().max() > 1e-3
     assert (whole - again).abs().max() < 1e-6
 
@@ -270,7 +275,7 @@ def _how(case: Divided) -> dict[str, Any]:
         "has_adapters": case.has_adapters,
         "shared_prefix": case.shares_prefix,
         "attention": case.attention,
-        "checkpointing": case.checkpointing,
+        "activations": case.activations,
         "critic": case.critic,
     }
 

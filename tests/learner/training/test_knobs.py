@@ -179,7 +179,9 @@ ELSEWHERE = {
     "learner.publish_parts": "learner/build.py",
     "learner.weights_transport": "learner/build.py",
     "learner.rank_timeout_s": "learner/training/rank_processes.py",
-    "learner.gradient_checkpointing": "learner/training/build.py",
+    "learner.activations": "changes no number, by law",
+    "learner.activation_gib": "changes no number, by law",
+    "learner.mlp_chunk_tokens": "changes no number, by law",
     "learner.offload": "learner/policy/forward.py",  # See test_offload.py for its effect.
     "learner.moments": "learner/training/optimizer.py",  # see test_moments.py
     "learner.rounding": "learner/training/optimizer.py",  # see test_vanished.py

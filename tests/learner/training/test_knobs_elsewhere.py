@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.config.algorithm import Advantage, AlgorithmSection, Correction
-from common.config.learner import ControllerSection, CriticKind, CriticSection
+from common.config.learner import Activations, ControllerSection, CriticKind, CriticSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from learner.policy.finite import TrainingDiverged
@@ -42,8 +42,11 @@ def algorithm(cfg: RunConfig, **changes: Any) -> RunConfig:
     return replace(cfg, algorithm=replace(cfg.algorithm, **changes))
 
 
-def checkpointing(cfg: RunConfig) -> bool:
-    return load_start(cfg, None, torch.device("cpu"))[0].is_gradient_checkpointing
+def num_recomputed(cfg: RunConfig) -> int:
+    """Return the number of layers that recompute their activations."""
+    model, _ = load_start(cfg, None, torch.device("cpu"))
+    make_trainer(cfg, model, None)
+    return sum(bool(getattr(each, "gradient_checkpointing", 0)) for each in model.modules())
 
 
 def num_threads(cfg: RunConfig) -> int:
@@ -73,7 +76,7 @@ def due_after(cfg: RunConfig) -> list[bool]:
 @pytest.mark.parametrize(
     ("seen", "changes"),
     [
-        (checkpointing, {"gradient_checkpointing": True}),
+        (num_recomputed, {"activations": Activations.RECOMPUTE}),
         (num_threads, {"num_threads": 2}),
         (num_bad_steps, {"max_bad_steps": 2}),
         (due_after, {"checkpoint_every_steps": 2}),

@@ -10,7 +10,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.config.algorithm import Advantage, AlgorithmSection
-from common.config.learner import ControllerSection, CriticKind, CriticSection, LoraSection
+from common.config.learner import (
+    Activations,
+    ControllerSection,
+    CriticKind,
+    CriticSection,
+    LoraSection,
+)
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
@@ -27,7 +33,7 @@ CPU = torch.device("cpu")
 TOKENIZER: Any = AutoTokenizer.from_pretrained(ROOT / "configs/policies/tiny")
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grpo, several updates": ({}, {"ppo_epochs": 2, "num_minibatches": 2}),
-    "reference, checkpointed": ({"kl_coef": 0.1}, {"gradient_checkpointing": True}),
+    "reference, checkpointed": ({"kl_coef": 0.1}, {"activations": Activations.RECOMPUTE}),
     "value head": ({"advantage": Advantage.PPO}, {}),
     "critic of its own": (
         {"advantage": Advantage.PPO, "kl_coef": 0.1},

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.config.algorithm import Advantage
-from common.config.learner import Offload
+from common.config.learner import Activations, Offload
 from common.config.load import list_configs, load_config
 from common.config.run_config import RunConfig
 from common.repository import ROOT
@@ -116,7 +116,8 @@ def check_learning(trainer: Trainer, cfg: RunConfig, *, is_lora: bool) -> None:
     model: Any = trainer._gradients._networks.policy
     (architecture,) = model.config.architectures
     assert architecture in type(model).__name__
-    assert model.is_gradient_checkpointing == cfg.learner.gradient_checkpointing
+    is_recomputing = cfg.learner.activations is Activations.RECOMPUTE
+    assert model.is_gradient_checkpointing == is_recomputing
     assert has_adapters(model) == is_lora
     assert isinstance(next(model.parameters()), DTensor) == (
         cfg.learner.offload is Offload.OPTIMIZER

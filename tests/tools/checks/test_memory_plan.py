@@ -11,7 +11,14 @@ from common.errors import ConfigError
 from common.host.machine import GIB, Gpu
 from learner.policy.model_shape import ModelShape, read_shape
 from tests.tools.checks.models import write_model
-from tools.checks.memory_plan import MemoryBudget, check_memory, lines_here, make_plan, plan_lines
+from tools.checks.memory_plan import (
+    MemoryBudget,
+    check_memory,
+    lines_here,
+    make_plan,
+    plan_lines,
+    with_activation_room,
+)
 from tools.checks.preflight import check_devices
 
 NUM_PARAMS = 494_032_768  # Qwen2.5-0.5B, its tied head counted once
@@ -226,7 +233,7 @@ def test_experts_that_ranks_divide_are_not_gathered(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model", num_rest=900_000_000, num_experts_per_tok=4, **experts)
     shape = read_shape(path)
     more = ["learner.device=cuda", "learner.num_ranks=4", "actor.num_actors=0"]
-    more += ["learner.gradient_checkpointing=true", "learner.max_tokens_per_microbatch=8192"]
+    more += ["learner.activations=recompute", "learner.max_tokens_per_microbatch=8192"]
     num_experts = 3 * 24 * 16 * 896 * 512
     tables = 2 * 151_936 * 896
     for width in (4, 2):
@@ -276,6 +283,44 @@ def test_divided_rows_need_the_memory_of_a_slice(shape: ModelShape) -> None:
     assert found[1] == 2 * found[2] == 4 * found[4]  # 16384, 8192 and 4096 tokens
 
 
+def test_activations_get_the_room_that_the_plan_leaves(shape: ModelShape) -> None:
+    more = ["learner.device=cuda", "actor.num_actors=0", "actor.max_model_len=16384"]
+    cfg = configure(*more, "learner.max_tokens_per_microbatch=16384")
+    formulas: dict[int, str] = {}
+    for gib in (80, 24, 15):
+        gpu = Gpu(name="", memory_bytes=gib * GIB)
+        place, *_ = make_plan(cfg, shape, on=(gpu,), host_bytes=0)
+        (part,) = (part for part in place.parts if part.label == "activations")
+        formulas[gib] = part.formula
+        settled = with_activation_room(cfg, shape, on=(gpu,), host_bytes=0)
+        budget = settled.learner.activation_gib * GIB
+        assert (budget == 0) == (gib == 80)
+        if gib == 24:
+            assert part.num_bytes <= budget
+            assert place.total_bytes <= 0.95 * gpu.memory_bytes
+    assert "24 layers x" in formulas[80]
+    assert "inputs x" in formulas[24]
+    assert "in host memory" not in formulas[24]
+    assert "24 inputs x 3,584 B in host memory" in formulas[15]
+
+
+def test_critic_of_its_own_has_activations_too(shape: ModelShape) -> None:
+    more = ["algorithm.advantage=ppo", "learner.critic.kind=model", "learner.activations=offload"]
+    (host,) = make_plan(configure(*more), shape, on=(), host_bytes=0)
+    found = sizes(host)
+    assert found["activations of the critic"] == found["activations"]
+    tokens = configure(*more).learner.max_tokens_per_microbatch
+    assert found["layer inputs"] == 2 * 24 * tokens * 896 * 4
+
+
+def test_fused_attention_stores_no_scores_on_a_cpu(shape: ModelShape) -> None:
+    label = "attention scores, at most"
+    for attention, is_planned in (("auto", True), ("products", True), ("fused", False)):
+        cfg = configure(f"learner.attention={attention}")
+        (host,) = make_plan(cfg, shape, on=(), host_bytes=0)
+        assert (label in sizes(host)) == is_planned
+
+
 def test_scores_of_a_capped_attention_take_memory_on_a_gpu(tmp_path: Path) -> None:
     cfg = configure("learner.device=cuda")
     label = "attention scores, at most"
@@ -287,6 +332,7 @@ def test_scores_of_a_capped_attention_take_memory_on_a_gpu(tmp_path: Path) -> No
 
 def test_small_gpu_is_refused_with_offload_estimate(shape: ModelShape) -> None:
     told = ["learner.device=cuda", "actor.num_actors=0", "learner.max_tokens_per_microbatch=2048"]
+    told += ["learner.activations=keep"]
     cfg = configure(*told)
     small = Gpu(name="small", memory_bytes=11 * GIB)
     places = make_plan(cfg, shape, on=(small,), host_bytes=64 * GIB)
@@ -303,7 +349,7 @@ def test_small_gpu_is_refused_with_offload_estimate(shape: ModelShape) -> None:
     tiny = Gpu(name="tiny", memory_bytes=4 * GIB)  # where it would not help, it is not named
     with pytest.raises(ConfigError) as hopeless:
         check_memory(cfg, make_plan(cfg, shape, on=(tiny,), host_bytes=64 * GIB), shape)
-    assert "offload" not in str(hopeless.value)
+    assert "learner.offload" not in str(hopeless.value)
 
 
 @pytest.mark.parametrize(

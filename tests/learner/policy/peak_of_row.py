@@ -1,0 +1,95 @@
+"""Trains on one row of 32,768 tokens and prints the measured and the planned memory in bytes.
+
+The process is its own, so that its largest resident memory is that of the row.
+"""
+
+import gc
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from common.config.actor import ActorSection
+from common.config.learner import (
+    Activations,
+    Attention,
+    ControllerSection,
+    Layout,
+    LearnerSection,
+    LoraSection,
+    Precision,
+)
+from common.config.model import ModelSection
+from common.config.run_config import RunConfig
+from learner.batch.batching import Sample
+from learner.policy.model_shape import read_shape
+from learner.training.build import load_start, make_trainer
+from tests.learner.builders import make_trajectory
+from tools.checks.memory_plan import learner_host_parts, learner_parts
+
+NUM_TOKENS = 32_768
+VOCAB = 512
+
+
+def sample_of(length: int) -> Sample:
+    ids = [(7 * number) % VOCAB for number in range(length)]
+    trajectory = make_trajectory(ids, [0, *[1] * (length - 1)])
+    return Sample(trajectory=trajectory, advantage=1.0)
+
+
+def status(name: str) -> int:
+    """Return a size of this process in bytes."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1]) << 10
+
+
+def main(folder: Path, activations: str, gib: float, precision: str, rank: int) -> None:
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=NUM_TOKENS,
+    )
+    LlamaForCausalLM(shape).save_pretrained(folder)
+    learner = LearnerSection(
+        device="cpu",
+        num_threads=1,
+        precision=Precision(precision),
+        layout=Layout.PACKED,
+        attention=Attention.FUSED,
+        activations=Activations(activations),
+        activation_gib=gib,
+        max_tokens_per_microbatch=NUM_TOKENS,
+        controller=ControllerSection(skip_step=False),
+        lora=LoraSection(rank=rank),
+    )
+    actor = replace(ActorSection(), max_model_len=NUM_TOKENS)
+    dtype = "bfloat16" if precision == "bf16" else "float32"
+    model = ModelSection(path=str(folder), dtype=dtype)
+    cfg = RunConfig(model=model, learner=learner, actor=actor)
+    network, _ = load_start(cfg, None, torch.device("cpu"))
+    trainer, _ = make_trainer(cfg, network, None)
+    trainer.train_on([sample_of(64)], version=0)
+    gc.collect()
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    trainer.train_on([sample_of(NUM_TOKENS)], version=1)
+    parts = learner_parts(cfg, read_shape(folder), is_cuda=False, rank=1)
+    parts += learner_host_parts(cfg, read_shape(folder), is_cuda=False)
+    labels = ("activations", "layer inputs", "logits", "gradients")
+    of_row = sum(part.num_bytes for part in parts if part.label in labels)
+    sizes = {"measured": status("VmHWM") - before, "planned": of_row}
+    sys.stdout.write(json.dumps(sizes))
+
+
+if __name__ == "__main__":
+    folder, activations, gib, precision, rank = sys.argv[1:]
+    main(Path(folder), activations, float(gib), precision, int(rank))
