@@ -15,7 +15,7 @@ from learner.policy.model_shape import ModelShape
 FP32_BYTES = 4  # Norms compute in fp32 in both precisions.
 
 
-class Row(NamedTuple):
+class RowSizes(NamedTuple):
     """The sizes of a row that determine the memory of its activations."""
 
     tokens: int  # Tokens of one rank.
@@ -41,7 +41,7 @@ class ActivationBytes(NamedTuple):
     formula: str
 
 
-def layer_bytes(shape: ModelShape, row: Row) -> tuple[int, int]:
+def layer_bytes(shape: ModelShape, row: RowSizes) -> tuple[int, int]:
     """Return the bytes per token that a layer stores, without and with its feed-forward units.
 
     The count follows the layers of Llama, Qwen 2 and Qwen 3. A norm stores its input in fp32 and,
@@ -70,7 +70,7 @@ def layer_bytes(shape: ModelShape, row: Row) -> tuple[int, int]:
 
 
 def activation_bytes(
-    shape: ModelShape, row: Row, layers: StoredLayers, *, mlp_chunk_tokens: int
+    shape: ModelShape, row: RowSizes, layers: StoredLayers, *, mlp_chunk_tokens: int
 ) -> ActivationBytes:
     """Return the peak of a row's activations without the logits.
 
@@ -120,7 +120,9 @@ def activation_bytes(
     return ActivationBytes(num_bytes, tokens * waiting * layers.is_offloaded, text)
 
 
-def row_of(learner: LearnerSection, longest_tokens: int, *, is_cuda: bool, is_bf16: bool) -> Row:
+def row_of(
+    learner: LearnerSection, longest_tokens: int, *, is_cuda: bool, is_bf16: bool
+) -> RowSizes:
     """Return the largest row of a learner's rank.
 
     Args:
@@ -135,7 +137,7 @@ def row_of(learner: LearnerSection, longest_tokens: int, *, is_cuda: bool, is_bf
         and (rank > 0 or learner.num_ranks > 1 or learner.offload is Offload.OPTIMIZER)
     )
     longest = -(-longest_tokens // learner.sequence_ranks)
-    return Row(
+    return RowSizes(
         tokens=max(learner.max_tokens_per_microbatch, longest),
         width=width,
         wide=2 if is_narrow else FP32_BYTES,
@@ -146,7 +148,7 @@ def row_of(learner: LearnerSection, longest_tokens: int, *, is_cuda: bool, is_bf
 
 
 def choose_layers(
-    learner: LearnerSection, shape: ModelShape | None, row: Row, *, num_layers: int
+    learner: LearnerSection, shape: ModelShape | None, row: RowSizes, *, num_layers: int
 ) -> StoredLayers:
     """Return the treatment of the layers by `learner.activations` and its budget.
 
